@@ -1,0 +1,74 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CORE := CMakeLists.txt $(wildcard src/muster/_core/*)
+
+# What steps envs by way of the core, and what restarts them.
+SANITIZED := tests/test_vector.py tests/backends/test_recovery.py
+
+# Extra arguments for the script behind `demo`, `test`, `test-all` and `bench`: make test ARGS="-k layers"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all soak sanitize lint bench
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.core ## Train CartPole-v1 to a mean return of 475, in about a minute
+	$(BIN)/muster train CartPole-v1 $(ARGS)
+
+test: $(VENV)/.core ## Run the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.core ## Run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(VENV)/.core ## Kill and stop workers at random for 5 minutes, and check every row
+	$(BIN)/python tests/faults/soak.py --seconds 300 $(ARGS)
+
+sanitize: build/sanitize/.core ## Run the stepping tests on a core built with AddressSanitizer and UBSan
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" PYTHONMALLOC=malloc \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	build/sanitize/bin/python -m pytest -m "not slow" -p no:cacheprovider --timeout 600 $(SANITIZED) $(ARGS)
+
+lint: $(VENV)/.core ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench $(VENV)/.core ## Measure env steps per second, and write benchmarks/RESULTS.md
+	$(BIN)/python benchmarks/bench_stepping.py --write $(ARGS)
+
+# Three stamps, so that a second call has nothing to do: the packages, the compiled core, the benchmarks' peers.
+# torch comes first and by itself: its pin decides which build of it everything after it gets.
+$(VENV)/.packages: pyproject.toml constraints.txt scripts/install_meltingpot.sh
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --constraint constraints.txt torch
+	$(PIP) install --constraint constraints.txt scikit-build-core nanobind numpy cmake ninja
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	scripts/install_meltingpot.sh $(BIN)/python --constraint constraints.txt
+	touch $@
+
+$(VENV)/.core: $(VENV)/.packages $(CORE)
+	$(PIP) install --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.packages
+	$(PIP) install --constraint constraints.txt envpool
+	touch $@
+
+# An environment of its own, so that the sanitized core is nobody else's: it finds all other packages in .venv, but not
+# the editable install there, since .pth files are read in an environment's own folder only.
+build/sanitize/.core: $(VENV)/.packages $(CORE)
+	$(BIN)/python -m venv --without-pip build/sanitize
+	$(BIN)/cmake -S . -B build/sanitize/cmake -G Ninja -DMUSTER_SANITIZE=ON -DCMAKE_BUILD_TYPE=Debug \
+	    -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" -DPython_EXECUTABLE="$(abspath $(BIN))/python"
+	$(BIN)/cmake --build build/sanitize/cmake
+	$(BIN)/cmake --install build/sanitize/cmake --prefix build/sanitize/site
+	for file in $(abspath src)/muster/*; do ln -sfn "$$file" build/sanitize/site/muster/; done
+	$(BIN)/python -c "import site, glob; \
+	    here, = glob.glob('build/sanitize/lib/python*/site-packages'); \
+	    open(here + '/paths.pth', 'w').write('$(abspath build/sanitize/site)\n' + site.getsitepackages()[0] + '\n')"
+	touch $@

@@ -1,0 +1,128 @@
+"""How long does training take with a drop-in, against the same program with the original?
+
+SB3: ``PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, ...), n_steps=128, batch_size=256)`` with Muster's
+SubprocVecEnv, with SB3's own, and with SB3's DummyVecEnv. TorchRL: a PPO loop over 8 CartPole-v1 with Muster's
+`as_torchrl` and with TorchRL's ParallelEnv. One torch thread; envs and workers are started before the clock is. The
+contenders take turns within each round; a ratio is the median over the rounds of the ratio within the round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from results import heading, table, write_section
+
+_NUM_ENVS = 8
+Learn = Callable[[int], None]
+Opened = tuple[Learn, Callable[[], None]]
+
+
+def sb3_ppo(make_vec_env: Callable[..., object], vec_env_cls: type) -> Opened:
+    """SB3's PPO on these classes: what learns for a number of env steps, and what closes it."""
+    from stable_baselines3 import PPO
+
+    envs = make_vec_env("CartPole-v1", n_envs=_NUM_ENVS, vec_env_cls=vec_env_cls, seed=0)
+    model = PPO("MlpPolicy", envs, n_steps=128, batch_size=256, seed=0, device="cpu")
+    return lambda steps: model.learn(steps, reset_num_timesteps=False), envs.close
+
+
+def torchrl_ppo(envs: object) -> Opened:
+    """A PPO loop in TorchRL's own terms: rollouts of 32 steps, 4 epochs of one minibatch each."""
+    from tensordict.nn import TensorDictModule
+    from torch import nn
+    from torchrl.modules import OneHotCategorical, ProbabilisticActor, ValueOperator
+    from torchrl.objectives import ClipPPOLoss
+    from torchrl.objectives.value import GAE
+
+    body = TensorDictModule(nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)), ["observation"], ["logits"])
+    actor = ProbabilisticActor(body, ["logits"], distribution_class=OneHotCategorical, return_log_prob=True)
+    critic = ValueOperator(nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1)), ["observation"])
+    loss, gae = ClipPPOLoss(actor, critic), GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    optimizer = torch.optim.Adam(loss.parameters(), 3e-4)
+
+    def learn(steps: int) -> None:
+        for _ in range(steps // (32 * _NUM_ENVS)):
+            with torch.no_grad():
+                rollout = gae(envs.rollout(32, actor, break_when_any_done=False))
+            for _ in range(4):
+                losses = loss(rollout.reshape(-1))
+                optimizer.zero_grad()
+                (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
+                optimizer.step()
+
+    return learn, envs.close
+
+
+def open_all() -> dict[str, Opened]:
+    """All contenders, started."""
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
+    from torchrl.envs import ParallelEnv
+    from torchrl.envs.libs.gym import GymEnv
+
+    import muster
+    from muster.interop import sb3
+    from muster.interop.torchrl import as_torchrl
+
+    return {
+        "SB3 PPO, Muster's SubprocVecEnv": sb3_ppo(sb3.make_vec_env, sb3.SubprocVecEnv),
+        "SB3 PPO, SB3's SubprocVecEnv": sb3_ppo(make_vec_env, SubprocVecEnv),
+        "SB3 PPO, SB3's DummyVecEnv": sb3_ppo(make_vec_env, DummyVecEnv),
+        "TorchRL PPO, Muster's as_torchrl": torchrl_ppo(
+            as_torchrl(muster.make_vec("CartPole-v1", _NUM_ENVS, autoreset_mode="same_step"))
+        ),
+        "TorchRL PPO, TorchRL's ParallelEnv": torchrl_ppo(ParallelEnv(_NUM_ENVS, lambda: GymEnv("CartPole-v1"))),
+    }
+
+
+def measure(rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds per 100,000 env steps of each contender, one figure per round."""
+    opened = open_all()
+    seconds: dict[str, list[float]] = {name: [] for name in opened}
+    try:
+        for learn, _ in opened.values():
+            learn(1024)  # what is compiled or allocated on first use
+        for turn in range(rounds):
+            names = list(opened)[turn % len(opened) :] + list(opened)[: turn % len(opened)]
+            for name in names:
+                start = time.perf_counter()
+                opened[name][0](steps)
+                seconds[name].append((time.perf_counter() - start) / steps * 1e5)
+    finally:
+        for _, close in opened.values():
+            close()
+    return seconds
+
+
+def report(seconds: dict[str, list[float]]) -> str:
+    """A table: seconds per 100,000 env steps, and the ratio to Muster's contender of the same program."""
+    rows = []
+    for name, own in seconds.items():
+        ours = next(values for other, values in seconds.items() if other.split(",")[0] == name.split(",")[0])
+        ratios = [mine / theirs for mine, theirs in zip(ours, own, strict=True)]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        rows.append([name, f"{statistics.median(own):.1f}", f"{statistics.median(ratios):.2f}", spread])
+    return table(["program", "s per 100k steps", "Muster's time / this", "spread"], rows)
+
+
+def main() -> None:
+    """Measures and prints; with ``--write`` also into RESULTS.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=16_384, help="env steps of each contender in each round")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    text = f"{heading('Training with a drop-in')}\n{report(measure(arguments.rounds, arguments.steps))}"
+    print(text)
+    if arguments.write:
+        write_section("Training with a drop-in", text)
+
+
+if __name__ == "__main__":
+    main()

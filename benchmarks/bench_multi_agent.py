@@ -1,0 +1,227 @@
+"""How close do multi-agent envs come to what the cores can do, and what does the layout of agents cost?
+
+Env steps (all agents once) per second of: Muster's process backend, the same with ``caller_steps``, Muster's serial
+backend, one bare loop, and two unconnected bare loops in two processes, which is the limit (100 %) on two cores. Every
+contender lives in a process of its own and they run in turns; medians of at least 3 rounds. ``layout`` is how much more
+CPU time the serial backend takes for a step than the bare loop, the env's ``state()`` included, which a bare loop does
+not ask for. With ``--torchrl`` TorchRL's ParallelEnv runs on simple_spread, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from results import heading, machine, table, versions, write_section
+
+_QUESTION = "Multi-agent envs"
+_WORKLOADS = {
+    "multiwalker_v9": ("pettingzoo/sisl/multiwalker_v9", 4),
+    "commons_harvest__open": ("meltingpot/commons_harvest__open", 4),
+    "simple_spread_v3": ("pettingzoo/mpe/simple_spread_v3", 8),
+}
+_BATCHES = 64
+_spawn = multiprocessing.get_context("spawn")
+
+# For so many seconds; returns env steps per second, and per second of the process's own CPU time.
+Run = Callable[[float], tuple[float, float]]
+
+
+def bare(env_id: str, num_envs: int) -> Run:
+    """A loop without Muster over the very objects that the id stands for."""
+    from muster.envs import resolve_foreign_id
+
+    factory = resolve_foreign_id(env_id)
+    loop = _players if env_id.startswith("meltingpot/") else _parallel
+    steps = [loop(factory()) for _ in range(num_envs)]
+
+    def some() -> int:
+        return sum([step() for step in steps])
+
+    return _timed(some)
+
+
+def _timed(some: Callable[[], int]) -> Run:
+    """Runs `some`, which returns how many env steps it made."""
+
+    def run(seconds: float) -> tuple[float, float]:
+        count, start, cpu = 0, time.perf_counter(), time.process_time()
+        while time.perf_counter() < start + seconds:
+            count += some()
+        return count / (time.perf_counter() - start), count / (time.process_time() - cpu)
+
+    return run
+
+
+def _parallel(env: Any) -> Callable[[], int]:
+    env.reset(seed=0)
+    for agent in env.possible_agents:
+        env.action_space(agent).seed(0)
+    batches = itertools.cycle(
+        [{agent: env.action_space(agent).sample() for agent in env.possible_agents} for _ in range(_BATCHES)]
+    )
+
+    def step() -> int:
+        if not env.agents:
+            env.reset()
+            return 0
+        actions = next(batches)
+        env.step({agent: actions[agent] for agent in env.agents})
+        return 1
+
+    return step
+
+
+def _players(env: Any) -> Callable[[], int]:
+    env.reset()
+    rng = np.random.default_rng(0)
+    spec = env.action_spec()
+    batches = itertools.cycle(rng.integers(0, spec[0].num_values, (_BATCHES, len(spec))).tolist())
+
+    def step() -> int:
+        env.step(next(batches))
+        return 1
+
+    return step
+
+
+def muster_envs(env_id: str, num_envs: int, **options: Any) -> Run:
+    import muster
+
+    envs = muster.make_vec(env_id, num_envs, **options)
+    envs.action_space.seed(0)
+    batches = itertools.cycle([envs.action_space.sample() for _ in range(_BATCHES)])
+    envs.reset(seed=0)
+
+    ended = np.zeros(num_envs, np.bool_)
+
+    def some() -> int:
+        steps = num_envs - int(ended.sum())  # the row after an end is a reset
+        _, _, terminated, truncated, _ = envs.step(next(batches))
+        np.logical_or(terminated, truncated, out=ended)
+        return steps
+
+    return _timed(some)
+
+
+def torchrl_parallel(env_id: str, num_envs: int) -> Run:
+    from torchrl.envs import ParallelEnv, PettingZooWrapper
+
+    from muster.envs import resolve_foreign_id
+
+    def make() -> Any:
+        return PettingZooWrapper(resolve_foreign_id(env_id)(), return_state=False)
+
+    envs = ParallelEnv(num_envs, make)
+    envs.reset()
+
+    def some() -> int:
+        envs.rollout(8, break_when_any_done=False)
+        return 8 * num_envs
+
+    return _timed(some)
+
+
+def _host(pipe: Connection, make: Callable[..., Run], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    warnings.simplefilter("ignore")
+    os.environ["SDL_VIDEODRIVER"] = "dummy"
+    run = make(*args, **kwargs)
+    run(0.3)
+    pipe.send("ready")
+    while (seconds := pipe.recv()) is not None:
+        pipe.send(run(seconds))
+
+
+class Host:
+    """A contender in a process of its own; two of them for the limit."""
+
+    def __init__(self, copies: int, make: Callable[..., Run], *args: Any, **kwargs: Any) -> None:
+        self._pipes, self._processes = [], []
+        for _ in range(copies):
+            ours, theirs = _spawn.Pipe()
+            process = _spawn.Process(target=_host, args=(theirs, make, args, kwargs))
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            pipe.recv()
+
+    def run(self, seconds: float) -> tuple[float, float]:
+        for pipe in self._pipes:
+            pipe.send(seconds)
+        rates = [pipe.recv() for pipe in self._pipes]
+        return sum(rate for rate, _ in rates), sum(rate for _, rate in rates)
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(None)
+            process.join(20)
+
+
+def measure(name: str, rounds: int, seconds: float, with_torchrl: bool) -> list[list[str]]:
+    """The rows of one workload: contender, env steps per second, spread, share of the limit, layout cost."""
+    env_id, num_envs = _WORKLOADS[name]
+    hosts = {
+        "two bare loops (limit)": Host(2, bare, env_id, num_envs // 2),
+        "one bare loop": Host(1, bare, env_id, num_envs),
+        "muster serial": Host(1, muster_envs, env_id, num_envs, backend="serial"),
+        "muster process": Host(1, muster_envs, env_id, num_envs, num_workers=2),
+        "muster caller_steps": Host(1, muster_envs, env_id, num_envs, num_workers=1, caller_steps=True),
+    }
+    if with_torchrl and name == "simple_spread_v3":
+        hosts["torchrl ParallelEnv"] = Host(1, torchrl_parallel, env_id, num_envs)
+    rates: dict[str, list[float]] = {contender: [] for contender in hosts}
+    by_cpu: dict[str, list[float]] = {contender: [] for contender in hosts}
+    for _ in range(rounds):
+        for contender, host in hosts.items():
+            rate, of_cpu = host.run(seconds)
+            rates[contender].append(rate)
+            by_cpu[contender].append(of_cpu)
+    for host in hosts.values():
+        host.close()
+    limit = rates["two bare loops (limit)"]
+    rows = []
+    for contender, own in rates.items():
+        shares = [mine / most for mine, most in zip(own, limit, strict=True)]
+        layout = statistics.median(by_cpu["one bare loop"]) / statistics.median(by_cpu["muster serial"]) - 1
+        rows.append(
+            [
+                f"{name}, {num_envs} envs: {contender}",
+                f"{statistics.median(own):,.0f}",
+                f"{min(own):,.0f} to {max(own):,.0f}",
+                f"{statistics.median(shares):.2f}",
+                f"{layout:.0%}" if contender == "muster serial" else "",
+            ]
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each contender's turn")
+    parser.add_argument("--only", choices=_WORKLOADS, help="one workload")
+    parser.add_argument("--torchrl", action="store_true")
+    parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
+    args = parser.parse_args()
+    rows = []
+    for name in [args.only] if args.only else _WORKLOADS:
+        rows += measure(name, args.rounds, args.seconds, args.torchrl)
+    text = table(["contender", "env steps/s", "spread", "of limit", "layout"], rows)
+    print(machine(), versions(), "", text, sep="\n")
+    if args.write:
+        write_section(_QUESTION, f"{heading(_QUESTION)}\n{text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+/* The doorbell's protocol, src/muster/_core/doorbell.hpp, as a model for spin: a caller rings two workers and waits for
+ * both, round after round; one of the workers may be killed between any two of its statements, and is replaced.
+ *
+ * Checked in every interleaving: nobody sleeps for ever (a lost wake-up is an invalid end state), and every round ends
+ * with each worker's answer counted once.
+ *
+ * Stores are not visible at once: each of them waits in a buffer until the "memory" process, or a fence of its writer,
+ * carries it out. That is more freedom than x86 and less than ARM; it is what the fences are there for. With NO_FENCE
+ * the same model has to fail, which shows that it can.
+ *
+ *     apt-get install spin
+ *     cd $(mktemp -d) && spin -a <here>/doorbell.pml && gcc -O2 -DSAFETY -o pan pan.c && ./pan -m100000
+ *     spin -DNO_FENCE -a <here>/doorbell.pml && gcc -O2 -DSAFETY -o pan pan.c && ./pan -m100000   # must find an error
+ *
+ * tests/faults/test_doorbell_model.py does both. What is left out: the burst of yields before a sleep (it looks at the
+ * same words), counters that wrap, and the slice that bounds the caller's sleep. The model ends a slice only once a
+ * worker is dead, since a slice that ends by itself would hide every lost wake-up.
+ */
+#define WORKERS 2
+#define ROUNDS 2
+
+#ifdef NO_FENCE
+#define FENCE_CALLER skip
+#define FENCE_WORKER(w) skip
+#else
+#define FENCE_CALLER atomic { !rung_waits[0] && !rung_waits[1] && !target_waits && !armed_waits }
+#define FENCE_WORKER(w) atomic { !asleep_waits[w] && !finished_waits[w] }
+#endif
+
+/* The words that both sides see, and for each the store that is on its way. */
+byte rung[WORKERS], rung_next[WORKERS];
+bool rung_waits[WORKERS];
+bool asleep[WORKERS], asleep_next[WORKERS], asleep_waits[WORKERS];
+byte finished[WORKERS], finished_next[WORKERS];
+bool finished_waits[WORKERS];
+byte target, target_next;
+bool target_waits;
+bool armed, armed_next, armed_waits;
+
+/* The kernel's part: who sleeps on a futex, who has been killed. */
+bool worker_sleeps[WORKERS], caller_sleeps;
+bool killed[WORKERS], dead[WORKERS];
+bool over;
+
+#define TOTAL (finished[0] + finished[1])
+#define STORE(name, value) atomic { !name##_waits; name##_next = value; name##_waits = true }
+#define STORE_AT(name, at, value) atomic { !name##_waits[at]; name##_next[at] = value; name##_waits[at] = true }
+#define LAND(name) atomic { name##_waits -> name = name##_next; name##_waits = false }
+#define LAND_AT(name, at) atomic { name##_waits[at] -> name[at] = name##_next[at]; name##_waits[at] = false }
+
+active proctype memory() {
+end:
+    do
+    :: LAND_AT(rung, 0)
+    :: LAND_AT(rung, 1)
+    :: LAND_AT(asleep, 0)
+    :: LAND_AT(asleep, 1)
+    :: LAND_AT(finished, 0)
+    :: LAND_AT(finished, 1)
+    :: LAND(target)
+       /* A release store: the target lands before it. */
+    :: atomic { armed_waits && !target_waits -> armed = armed_next; armed_waits = false }
+    od
+}
+
+/* Serves what has been asked for: as many answers as rings. `mine` is what it has stored, landed or not. */
+proctype worker(byte w) {
+    byte seen, mine;
+    {
+        mine = finished[w];
+        do
+        :: seen = rung[w];
+           if
+           :: mine != seen ->
+              /* announce_finished */
+              mine = mine + 1;
+              STORE_AT(finished, w, mine);
+              FENCE_WORKER(w);
+              if
+              :: !armed -> skip
+              :: armed ->
+                 if
+                 :: TOTAL < target -> skip
+                 :: TOTAL >= target ->
+                    /* An exchange: it acts on memory itself, and what was stored before has landed. */
+                    atomic {
+                        !finished_waits[w];
+                        if
+                        :: armed -> armed = false; caller_sleeps = false
+                        :: else -> skip
+                        fi
+                    }
+                 fi
+              fi
+           :: else ->
+              /* wait_for_ring */
+              STORE_AT(asleep, w, true);
+              FENCE_WORKER(w);
+              if
+              :: rung[w] == seen ->
+                 atomic {
+                     if
+                     :: rung[w] == seen -> worker_sleeps[w] = true
+                     :: else -> skip
+                     fi
+                 };
+                 !worker_sleeps[w]
+              :: rung[w] != seen -> skip
+              fi;
+              STORE_AT(asleep, w, false)
+           fi
+        od
+    } unless { killed[w] || over };
+    atomic {
+        worker_sleeps[w] = false;
+        dead[w] = killed[w]
+    }
+}
+
+active proctype killer() {
+    if
+    :: killed[0] = true
+    :: killed[1] = true
+    :: skip
+    fi
+}
+
+/* watch, then lose_line: what the dead worker owed is counted, and a new worker takes over. */
+inline replace(w) {
+    atomic {
+        /* The process is gone: all its stores have landed. */
+        !finished_waits[w] && !asleep_waits[w] && !rung_waits[w];
+        asleep[w] = false;
+        finished[w] = rung[w];
+        killed[w] = false;
+        dead[w] = false
+    };
+    run worker(w)
+}
+
+active proctype caller() {
+    byte round = 0, w;
+    atomic { run worker(0); run worker(1) };
+    do
+    :: round < ROUNDS ->
+       round = round + 1;
+       w = 0;
+       do
+       :: w < WORKERS ->
+          /* ring */
+          STORE_AT(rung, w, round);
+          FENCE_CALLER;
+          if
+          :: asleep[w] -> worker_sleeps[w] = false
+          :: !asleep[w] -> skip
+          fi;
+          w = w + 1
+       :: else -> break
+       od;
+       /* wait_for_finished, slice after slice */
+       do
+       :: TOTAL == round * WORKERS -> break
+       :: else ->
+          STORE(target, round * WORKERS);
+          STORE(armed, true);
+          FENCE_CALLER;
+          if
+          :: TOTAL == round * WORKERS -> skip
+          :: TOTAL != round * WORKERS ->
+             atomic {
+                 if
+                 :: armed -> caller_sleeps = true
+                 :: else -> skip
+                 fi
+             };
+             if
+             :: !caller_sleeps -> skip
+             :: dead[0] || dead[1] -> caller_sleeps = false
+             fi
+          fi;
+          STORE(armed, false);
+          if
+          :: dead[0] -> replace(0)
+          :: dead[1] -> replace(1)
+          :: else -> skip
+          fi
+       od;
+       assert(TOTAL == round * WORKERS)
+    :: else -> break
+    od;
+    over = true
+}

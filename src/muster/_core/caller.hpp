@@ -1,0 +1,425 @@
+// The caller's end: actions into the slab, ring, wait, rows out. One call of `step` does all four.
+#pragma once
+
+#include <pthread.h>
+
+#include <string>
+#include <vector>
+
+#include "doorbell.hpp"
+#include "python.hpp"
+#include "slab.hpp"
+#include "stepper.hpp"
+
+namespace muster {
+
+// Counts forks seen by this process, so that a Caller can tell that it lives in a copy of the process that made it.
+inline std::atomic<uint32_t> g_forks{0};
+
+[[noreturn]] inline void raise(const char* type, const std::string& message) {
+  Ref errors = checked(PyImport_ImportModule("muster.errors"));
+  Ref cls = checked(PyObject_GetAttrString(errors.get(), type));
+  PyErr_SetString(cls.get(), message.c_str());
+  throw PythonError{};
+}
+
+// What a fast path needs to know of a batch that is one plain array: [N, *shape] of one dtype.
+struct BatchArray {
+  size_t offset = 0;
+  size_t row_bytes = 0;
+  int type_num = NPY_NOTYPE;
+  std::vector<npy_intp> shape;  // with the leading N
+  bool exists = false;
+
+  // None, or (offset, row_bytes, type_num, shape)
+  explicit BatchArray(PyObject* description) {
+    if (description == Py_None) return;
+    Fields fields(description);
+    offset = size_t(fields.size());
+    row_bytes = size_t(fields.size());
+    type_num = int(fields.size());
+    shape = fields.shape();
+    exists = true;
+  }
+};
+
+class Caller {
+ public:
+  // bounds: None, or (low, high) lists of int64, one pair for each element of a row.
+  Caller(PyObject* slab, PyObject* first_envs, PyObject* obs, PyObject* action, PyObject* low, PyObject* high,
+         bool copy, bool must_reset, Patience patience)
+      : slab_(slab),
+        obs_(obs),
+        action_(action),
+        low_(numbers(low)),
+        high_(numbers(high)),
+        copy_(copy),
+        must_reset_(must_reset),
+        patience_(patience),
+        forks_(g_forks.load()) {
+    // first_envs: for each line the first of its envs, and num_envs at the end.
+    for (int64_t first : numbers(first_envs)) first_envs_.push_back(uint32_t(first));
+    line_of_.resize(slab_.num_envs);
+    for (uint32_t w = 0; w < slab_.num_lines; ++w)
+      for (uint32_t i = first_envs_[w]; i < first_envs_[w + 1]; ++i) line_of_[i] = w;
+    pending_.assign(slab_.num_envs, 0);
+    started_.assign(slab_.num_envs, 0);
+    delivered_ = total_finished(slab_.lines, slab_.num_lines);
+  }
+
+  // Envs may then be stepped before their first reset.
+  void allow_unreset() { std::fill(started_.begin(), started_.end(), 1); }
+
+  void set_local(Stepper* local, PyObject* owner) {
+    local_ = local;
+    local_owner_ = Ref::borrow(owner);
+  }
+
+  bool closed = false;   // set by Python's close
+  bool calling = false;  // set by Python while a call is pending
+  bool detour = false;   // set by Python while `step` must take its slow path
+
+  uint32_t num_pending() const { return num_pending_; }
+  bool is_pending(uint32_t env) const { return pending_[env]; }
+  bool in_fork() const { return forks_ != g_forks.load(std::memory_order_relaxed); }
+
+  // One call at a time, in the process that made the vector env.
+  class Entry {
+   public:
+    explicit Entry(Caller& caller) : caller_(caller) {
+      if (caller.in_fork())
+        raise("ClosedError",
+              "this vector env belongs to the process that this one was forked from; make another one here");
+      if (caller.closed) raise("ClosedError", "this vector env is closed; make another one with muster.make_vec");
+      if (caller.busy_.exchange(true))
+        raise("UsageError", "another thread is inside a call of this vector env; use one at a time, or a lock");
+    }
+    ~Entry() { caller_.busy_.store(false); }
+    Entry(const Entry&) = delete;
+    Entry& operator=(const Entry&) = delete;
+
+   private:
+    Caller& caller_;
+  };
+
+  // The whole step where nothing unusual happens: (obs or None, rewards, terminated, truncated, unusual), or
+  // None after sending if a slice of waiting was not enough, or False before sending if the actions need Python.
+  Ref step(PyObject* actions) {
+    Entry entry(*this);
+    require_idle();
+    require_started();
+    if (detour || !write_batch(actions)) return Ref::borrow(Py_False);
+    send_all();
+    if (!wait_slice(slab_.num_envs, kSliceNs)) return Ref::borrow(Py_None);
+    if (recovers_ && !failed().empty()) return Ref::borrow(Py_None);
+    return collect_all();
+  }
+
+  bool write_actions(PyObject* actions) {
+    Entry entry(*this);
+    return write_batch(actions);
+  }
+
+  // as_given: the actions do not lie in the slab but in the mail, one object for each env.
+  void send(PyObject* env_ids, bool as_given) {
+    const Command command = as_given ? Command::kStepGiven : Command::kStep;
+    Entry entry(*this);
+    if (env_ids == Py_None) {
+      require_idle();
+      require_started();
+      return send_all(command);
+    }
+    const auto [ids, count] = ids_of(env_ids);
+    for (size_t k = 0; k < count; ++k) require_ready(uint32_t(ids[k]));
+    std::vector<uint8_t> ring_line(slab_.num_lines, 0);
+    for (size_t k = 0; k < count; ++k) {
+      request(uint32_t(ids[k]), command);
+      ring_line[line_of_[ids[k]]] = 1;
+    }
+    for (uint32_t w = 0; w < slab_.num_lines; ++w)
+      if (ring_line[w]) ring(slab_.lines[w]);
+  }
+
+  // Marks envs as being reset; the seeds and options go to their workers as a message.
+  void request_resets(PyObject* env_ids) {
+    Entry entry(*this);
+    const auto [ids, count] = ids_of(env_ids);
+    for (size_t k = 0; k < count; ++k) {
+      request(uint32_t(ids[k]), Command::kReset);
+      started_[ids[k]] = 1;
+    }
+  }
+
+  void announce_message(uint32_t line) {
+    WorkerLine& to = slab_.lines[line];
+    to.messages.store(to.messages.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+    ring(to);
+  }
+
+  // Waits for at most slice_ns until min_envs pending envs are ready. True if they are.
+  bool wait(uint32_t min_envs, int64_t slice_ns) {
+    Entry entry(*this);
+    return wait_slice(min_envs, slice_ns);
+  }
+
+  // (env_ids, rewards, terminated, truncated, unusual) of what is ready, in the order of env ids.
+  Ref collect_ready() {
+    Entry entry(*this);
+    std::vector<uint32_t> ready;
+    for (uint32_t i = 0; i < slab_.num_envs; ++i)
+      if (pending_[i] && finished(i) && !(recovers_ && slab_.records[i].status != Status::kOk)) ready.push_back(i);
+    npy_intp count = npy_intp(ready.size());
+    Ref ids = checked(PyArray_SimpleNew(1, &count, NPY_INT64));
+    auto* id = static_cast<int64_t*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(ids.get())));
+    Scalars scalars(count);
+    for (npy_intp k = 0; k < count; ++k) {
+      id[k] = ready[k];
+      deliver(ready[k], k, scalars);
+    }
+    return checked(Py_BuildValue("(OOOOi)", ids.get(), scalars.rewards.get(), scalars.terminated.get(),
+                                 scalars.truncated.get(), scalars.unusual));
+  }
+
+  // ---- recovery: envs that raised, or whose worker died, are asked again instead of being delivered
+
+  // Keeps every env's last delivered rows from now on: (offset, row_bytes, ...) for each leaf.
+  void keep_rows(PyObject* offsets_and_bytes) {
+    const std::vector<int64_t> numbers_of = numbers(offsets_and_bytes);
+    for (size_t k = 0; k + 1 < numbers_of.size(); k += 2)
+      kept_.push_back({size_t(numbers_of[k]), size_t(numbers_of[k + 1]),
+                       std::vector<char>(size_t(numbers_of[k + 1]) * slab_.num_envs)});
+    kept_records_.resize(slab_.num_envs * sizeof(EnvRecord));
+    recovers_ = true;
+  }
+
+  // Pending envs that have answered with a failure.
+  std::vector<uint32_t> failed() const {
+    std::vector<uint32_t> envs;
+    for (uint32_t i = 0; i < slab_.num_envs; ++i)
+      if (pending_[i] && finished(i) && slab_.records[i].status != Status::kOk) envs.push_back(i);
+    return envs;
+  }
+
+  // Puts back env's rows and record as they were when it was last sent to.
+  void restore(uint32_t env) {
+    EnvRecord& record = slab_.records[env];
+    const auto* kept = reinterpret_cast<const EnvRecord*>(kept_records_.data()) + env;
+    const uint32_t requested = record.requested.load(), finished = record.finished.load(), restarts = record.restarts;
+    std::memcpy(static_cast<void*>(&record), kept, sizeof record);
+    record.requested.store(requested), record.finished.store(finished), record.restarts = restarts;
+    for (const KeptRows& rows : kept_)
+      std::memcpy(slab_.base + rows.offset + env * rows.row_bytes, rows.bytes.data() + env * rows.row_bytes,
+                  rows.row_bytes);
+  }
+
+  // Asks a pending env that has failed for another answer, to come from its worker's restart.
+  void ask_again(uint32_t env) {
+    EnvRecord& record = slab_.records[env];
+    ++delivered_;  // its failure was an answer, too
+    record.status = Status::kOk;
+    record.command = Command::kReset;
+    record.requested.store(record.requested.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  }
+
+  // A dead worker cannot answer for its envs any more; the caller does, so that waiting for them ends. Rows that it had
+  // finished are lost, too: the infos' layouts and letters behind them have died with it. Returns the pending envs.
+  std::vector<uint32_t> lose_line(uint32_t line) {
+    WorkerLine& lost = slab_.lines[line];
+    std::vector<uint32_t> envs;
+    uint32_t answers = 0;
+    for (uint32_t i = first_envs_[line]; i < first_envs_[line + 1]; ++i) {
+      EnvRecord& record = slab_.records[i];
+      const uint32_t requested = record.requested.load(std::memory_order_relaxed);
+      answers += requested;
+      if (!pending_[i]) continue;
+      record.status = Status::kLost;
+      record.mail_bytes = 0;
+      record.finished.store(requested, std::memory_order_release);
+      envs.push_back(i);
+    }
+    // Counted anew: the worker may have died between finishing a row and counting it.
+    lost.finished.store(answers, std::memory_order_release);
+    lost.doing.store(Doing::kNothing);
+    lost.asleep.store(0);
+    return envs;
+  }
+
+  bool finished(uint32_t env) const {
+    const EnvRecord& record = slab_.records[env];
+    return record.finished.load(std::memory_order_acquire) == record.requested.load(std::memory_order_relaxed);
+  }
+
+  uint32_t line_of(uint32_t env) const { return line_of_.at(env); }
+
+ private:
+  // How long a wait lasts before Python looks after signals and workers: a death is noticed within this.
+  static constexpr int64_t kSliceNs = 20'000'000;
+
+  enum Unusual { kInfos = 1, kNotOk = 2, kFinals = 4 };
+
+  struct KeptRows {
+    size_t offset;
+    size_t row_bytes;
+    std::vector<char> bytes;
+  };
+
+  struct Scalars {
+    explicit Scalars(npy_intp count)
+        : rewards(checked(PyArray_SimpleNew(1, &count, NPY_DOUBLE))),
+          terminated(checked(PyArray_SimpleNew(1, &count, NPY_BOOL))),
+          truncated(checked(PyArray_SimpleNew(1, &count, NPY_BOOL))),
+          reward(static_cast<double*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(rewards.get())))),
+          ended(static_cast<uint8_t*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(terminated.get())))),
+          cut(static_cast<uint8_t*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(truncated.get())))) {}
+
+    Ref rewards, terminated, truncated;
+    double* reward;
+    uint8_t* ended;
+    uint8_t* cut;
+    int unusual = 0;
+  };
+
+  static std::vector<int64_t> numbers(PyObject* list) {
+    std::vector<int64_t> values;
+    if (list == Py_None) return values;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) values.push_back(as_size(PyList_GET_ITEM(list, i)));
+    return values;
+  }
+
+  // An int64 array that Python has checked already: distinct and in range.
+  static std::pair<const int64_t*, size_t> ids_of(PyObject* env_ids) {
+    auto* array = reinterpret_cast<PyArrayObject*>(env_ids);
+    return {static_cast<const int64_t*>(PyArray_DATA(array)), size_t(PyArray_SIZE(array))};
+  }
+
+  void require_idle() const {
+    if (calling) raise("PendingError", "a call is pending; take it with call_wait()");
+    if (num_pending_)
+      raise("PendingError", std::to_string(num_pending_) +
+                                " envs still owe an answer to an earlier call; take it with step_wait() or recv()");
+  }
+
+  void require_started() {
+    if (all_started_) return;
+    for (uint32_t i = 0; i < slab_.num_envs; ++i) require_ready(i);
+    all_started_ = !must_reset_;
+  }
+
+  void require_ready(uint32_t env) const {
+    const std::string name = "env " + std::to_string(env);
+    if (pending_[env]) raise("PendingError", name + " still owes an answer to an earlier call; take it with recv()");
+    if (!started_[env]) raise("UsageError", name + " has not been reset; call reset() first");
+    if (must_reset_ && slab_.records[env].needs_reset)
+      raise("UsageError", name + " has ended its episode and autoreset_mode is \"disabled\"; call "
+                                 "reset(options={\"reset_mask\": terminated | truncated}) before stepping it");
+  }
+
+  // False: not the plain array that the batch is expected to be. Python then casts, or says what is wrong.
+  bool write_batch(PyObject* actions) {
+    if (!action_.exists || !PyArray_Check(actions)) return false;
+    auto* array = reinterpret_cast<PyArrayObject*>(actions);
+    if (!same_layout(array, action_.type_num, action_.shape)) return false;
+    const char* from = static_cast<const char*>(PyArray_DATA(array));
+    if (!low_.empty()) {
+      const auto* number = reinterpret_cast<const int64_t*>(from);
+      const size_t count = size_t(PyArray_SIZE(array));
+      for (size_t i = 0, k = 0; i < count; ++i, k = k + 1 == low_.size() ? 0 : k + 1)
+        if (number[i] < low_[k] || number[i] > high_[k]) return false;
+    }
+    std::memcpy(slab_.base + action_.offset, from, action_.row_bytes * slab_.num_envs);
+    return true;
+  }
+
+  void request(uint32_t env, Command command) {
+    EnvRecord& record = slab_.records[env];
+    if (recovers_) keep(env);
+    record.command = command;
+    // Release: a worker that is awake for another env must not see the request before the action.
+    record.requested.store(record.requested.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+    pending_[env] = 1;
+    ++num_pending_;
+  }
+
+  void keep(uint32_t env) {
+    std::memcpy(kept_records_.data() + env * sizeof(EnvRecord), static_cast<const void*>(&slab_.records[env]),
+                sizeof(EnvRecord));
+    for (KeptRows& rows : kept_)
+      std::memcpy(rows.bytes.data() + env * rows.row_bytes, slab_.base + rows.offset + env * rows.row_bytes,
+                  rows.row_bytes);
+  }
+
+  void send_all(Command command = Command::kStep) {
+    for (uint32_t w = 0; w < slab_.num_lines; ++w) {
+      for (uint32_t i = first_envs_[w]; i < first_envs_[w + 1]; ++i) request(i, command);
+      ring(slab_.lines[w]);
+    }
+  }
+
+  bool wait_slice(uint32_t min_envs, int64_t slice_ns) {
+    const uint32_t target = delivered_ + min_envs;
+    auto done = [&] { return reached(total_finished(slab_.lines, slab_.num_lines), target); };
+    if (done()) return true;
+    if (local_ && local_->has_requests()) {
+      local_->step_requested();
+      if (done()) return true;
+    }
+    bool ready;
+    {
+      GilReleased released;
+      ready = wait_for_finished(*slab_.caller, slab_.lines, slab_.num_lines, target, patience_, slice_ns);
+    }
+    if (!ready) check(PyErr_CheckSignals());
+    return ready;
+  }
+
+  void deliver(uint32_t env, npy_intp at, Scalars& scalars) {
+    const EnvRecord& record = slab_.records[env];
+    scalars.reward[at] = record.reward;
+    scalars.ended[at] = record.terminated;
+    scalars.cut[at] = record.truncated;
+    if (record.info_schema != InfoTable::kEmpty) scalars.unusual |= kInfos;
+    if (record.has_final) scalars.unusual |= kFinals;
+    if (record.status != Status::kOk) scalars.unusual |= kNotOk;
+    pending_[env] = 0;
+    --num_pending_;
+    ++delivered_;
+  }
+
+  Ref collect_all() {
+    npy_intp count = slab_.num_envs;
+    Scalars scalars(count);
+    for (npy_intp i = 0; i < count; ++i) deliver(uint32_t(i), i, scalars);
+    Ref obs = Ref::borrow(Py_None);
+    if (copy_ && obs_.exists && !(scalars.unusual & kNotOk)) {
+      obs = checked(PyArray_SimpleNew(int(obs_.shape.size()), obs_.shape.data(), obs_.type_num));
+      std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(obs.get())), slab_.base + obs_.offset,
+                  obs_.row_bytes * slab_.num_envs);
+    }
+    return checked(Py_BuildValue("(OOOOi)", obs.get(), scalars.rewards.get(), scalars.terminated.get(),
+                                 scalars.truncated.get(), scalars.unusual));
+  }
+
+  Slab slab_;
+  BatchArray obs_;
+  BatchArray action_;
+  std::vector<int64_t> low_, high_;
+  bool copy_;
+  bool must_reset_;
+  Patience patience_;
+  uint32_t forks_;
+  std::vector<uint32_t> first_envs_;
+  std::vector<uint32_t> line_of_;
+  std::vector<uint8_t> pending_;
+  std::vector<uint8_t> started_;
+  bool all_started_ = false;
+  uint32_t num_pending_ = 0;
+  uint32_t delivered_ = 0;
+  std::atomic<bool> busy_{false};
+  bool recovers_ = false;
+  std::vector<KeptRows> kept_;
+  std::vector<char> kept_records_;
+  Stepper* local_ = nullptr;
+  Ref local_owner_;
+};
+
+}  // namespace muster

@@ -1,0 +1,207 @@
+// Info dicts as typed columns of the slab.
+//
+// Envs repeat the same few info layouts, so a worker keeps each layout once, as a schema, and a step stores only the
+// schema's number and the values. What is neither a number nor an array of numbers goes to the mail, pickled.
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "python.hpp"
+
+namespace muster {
+
+struct InfoColumn {
+  enum class Kind { kFloat, kInt, kBool, kScalar, kArray, kDict, kObject };
+
+  Ref key;
+  Kind kind = Kind::kObject;
+  int type_num = NPY_NOTYPE;
+  std::vector<npy_intp> shape;
+  size_t offset = 0;
+  size_t bytes = 0;
+  std::vector<InfoColumn> children;
+};
+
+class InfoTable {
+ public:
+  static constexpr uint32_t kEmpty = 0;
+  static constexpr uint32_t kPickled = 1;  // the whole dict is one object in the mail
+  static constexpr uint32_t kFirst = 2;
+  static constexpr size_t kMaxSchemas = 64;
+
+  explicit InfoTable(size_t row_bytes) : row_bytes_(row_bytes) {}
+
+  size_t size() const { return schemas_.size(); }
+
+  // Stores `info` in `row` and returns its schema's number. `hint`: the number that this env's last info had.
+  uint32_t write(PyObject* info, char* row, PyObject* objects, uint32_t hint) {
+    if (!PyDict_Check(info)) {
+      PyErr_Format(PyExc_TypeError, "info must be a dict, got %.200s", Py_TYPE(info)->tp_name);
+      throw PythonError{};
+    }
+    if (PyDict_GET_SIZE(info) == 0) return kEmpty;
+    const Py_ssize_t objects_before = PyList_GET_SIZE(objects);
+    auto fits = [&](const Columns& columns) {
+      if (store(columns, info, row, objects)) return true;
+      check(PyList_SetSlice(objects, objects_before, PyList_GET_SIZE(objects), nullptr));
+      return false;
+    };
+    if (hint >= kFirst && fits(*schemas_[hint - kFirst])) return hint;
+    for (size_t i = 0; i < schemas_.size(); ++i)
+      if (kFirst + i != hint && fits(*schemas_[i])) return uint32_t(kFirst + i);
+    if (schemas_.size() < kMaxSchemas) {
+      auto columns = std::make_unique<Columns>();
+      size_t end = 0;
+      if (classify(info, *columns, end)) {
+        schemas_.push_back(std::move(columns));
+        if (fits(*schemas_.back())) return uint32_t(kFirst + schemas_.size() - 1);
+      }
+    }
+    check(PyList_Append(objects, info));
+    return kPickled;
+  }
+
+  // ((key, kind, dtype number, shape, offset, children), ...) for each schema, for infos.py on the caller's side.
+  Ref describe() const {
+    Ref all = checked(PyTuple_New(Py_ssize_t(schemas_.size())));
+    for (size_t i = 0; i < schemas_.size(); ++i)
+      PyTuple_SET_ITEM(all.get(), Py_ssize_t(i), describe(*schemas_[i]).release());
+    return all;
+  }
+
+ private:
+  using Kind = InfoColumn::Kind;
+  using Columns = std::vector<InfoColumn>;
+
+  static bool plain(int type_num) { return PyTypeNum_ISNUMBER(type_num) || PyTypeNum_ISBOOL(type_num); }
+
+  bool classify(PyObject* info, Columns& columns, size_t& end) const {
+    Py_ssize_t position = 0;
+    PyObject *key, *value;
+    while (PyDict_Next(info, &position, &key, &value)) {
+      if (!PyUnicode_CheckExact(key)) return false;
+      InfoColumn column;
+      column.key = Ref::borrow(key);
+      if (PyFloat_CheckExact(value)) {
+        column.kind = Kind::kFloat, column.type_num = NPY_DOUBLE, column.bytes = sizeof(double);
+      } else if (PyBool_Check(value)) {
+        column.kind = Kind::kBool, column.type_num = NPY_BOOL, column.bytes = 1;
+      } else if (PyLong_CheckExact(value)) {
+        int overflow = 0;
+        PyLong_AsLongLongAndOverflow(value, &overflow);
+        if (!overflow) column.kind = Kind::kInt, column.type_num = NPY_INT64, column.bytes = sizeof(int64_t);
+      } else if (PyArray_CheckScalar(value) && PyArray_IsScalar(value, Generic)) {
+        PyArray_Descr* descr = PyArray_DescrFromScalar(value);
+        if (plain(descr->type_num)) {
+          column.kind = Kind::kScalar, column.type_num = descr->type_num;
+          column.bytes = size_t(PyDataType_ELSIZE(descr));
+        }
+        Py_DECREF(descr);
+      } else if (PyArray_CheckExact(value)) {
+        auto* array = reinterpret_cast<PyArrayObject*>(value);
+        if (plain(PyArray_TYPE(array))) {
+          column.kind = Kind::kArray, column.type_num = PyArray_TYPE(array);
+          column.shape.assign(PyArray_DIMS(array), PyArray_DIMS(array) + PyArray_NDIM(array));
+          column.bytes = size_t(PyArray_NBYTES(array));
+        }
+      } else if (PyDict_CheckExact(value)) {
+        column.kind = Kind::kDict;
+        if (!classify(value, column.children, end)) return false;
+      }
+      column.offset = end;
+      const size_t padded = (column.bytes + 15) & ~size_t(15);
+      if (end + padded > row_bytes_)
+        column.kind = Kind::kObject, column.bytes = 0;
+      else
+        end += padded;
+      columns.push_back(std::move(column));
+    }
+    return true;
+  }
+
+  static bool store(const Columns& columns, PyObject* info, char* row, PyObject* objects) {
+    if (size_t(PyDict_GET_SIZE(info)) != columns.size()) return false;
+    Py_ssize_t position = 0;
+    PyObject *key, *value;
+    for (const InfoColumn& column : columns) {
+      if (!PyDict_Next(info, &position, &key, &value)) return false;
+      // Keys are literals in nearly every env, hence interned: the same object.
+      if (key != column.key.get() &&
+          !(PyUnicode_CheckExact(key) && PyUnicode_Compare(key, column.key.get()) == 0))
+        return false;
+      if (!store_value(column, value, row + column.offset, row, objects)) return false;
+    }
+    return true;
+  }
+
+  static bool store_value(const InfoColumn& column, PyObject* value, char* to, char* row, PyObject* objects) {
+    switch (column.kind) {
+      case Kind::kFloat: {
+        if (!PyFloat_CheckExact(value)) return false;
+        const double number = PyFloat_AS_DOUBLE(value);
+        std::memcpy(to, &number, sizeof number);
+        return true;
+      }
+      case Kind::kBool:
+        if (!PyBool_Check(value)) return false;
+        *to = value == Py_True;
+        return true;
+      case Kind::kInt: {
+        if (!PyLong_CheckExact(value)) return false;
+        int overflow = 0;
+        const int64_t number = PyLong_AsLongLongAndOverflow(value, &overflow);
+        std::memcpy(to, &number, sizeof number);
+        return overflow == 0;
+      }
+      case Kind::kScalar: {
+        if (!PyArray_IsScalar(value, Generic)) return false;
+        PyArray_Descr* descr = PyArray_DescrFromScalar(value);
+        const bool same = descr->type_num == column.type_num;
+        Py_DECREF(descr);
+        if (same) PyArray_ScalarAsCtype(value, to);
+        return same;
+      }
+      case Kind::kArray: {
+        if (!PyArray_CheckExact(value)) return false;
+        auto* array = reinterpret_cast<PyArrayObject*>(value);
+        if (PyArray_TYPE(array) != column.type_num || PyArray_NDIM(array) != int(column.shape.size()) ||
+            !std::equal(column.shape.begin(), column.shape.end(), PyArray_DIMS(array)))
+          return false;
+        if (PyArray_ISCARRAY_RO(array)) {
+          std::memcpy(to, PyArray_DATA(array), column.bytes);
+          return true;
+        }
+        Ref packed = checked(PyArray_FROM_OTF(value, column.type_num, NPY_ARRAY_CARRAY_RO));
+        std::memcpy(to, PyArray_DATA(reinterpret_cast<PyArrayObject*>(packed.get())), column.bytes);
+        return true;
+      }
+      case Kind::kDict: return PyDict_CheckExact(value) && store(column.children, value, row, objects);
+      case Kind::kObject: break;
+    }
+    check(PyList_Append(objects, value));
+    return true;
+  }
+
+  static Ref describe(const Columns& columns) {
+    static const char* const kNames[] = {"number", "number", "number", "number", "array", "dict", "object"};
+    Ref all = checked(PyTuple_New(Py_ssize_t(columns.size())));
+    for (size_t i = 0; i < columns.size(); ++i) {
+      const InfoColumn& column = columns[i];
+      Ref shape = checked(PyTuple_New(Py_ssize_t(column.shape.size())));
+      for (size_t d = 0; d < column.shape.size(); ++d)
+        PyTuple_SET_ITEM(shape.get(), Py_ssize_t(d), PyLong_FromSsize_t(column.shape[d]));
+      Ref children = describe(column.children);
+      PyObject* one = Py_BuildValue("(OsiOnO)", column.key.get(), kNames[int(column.kind)], column.type_num,
+                                    shape.get(), Py_ssize_t(column.offset), children.get());
+      PyTuple_SET_ITEM(all.get(), Py_ssize_t(i), checked(one).release());
+    }
+    return all;
+  }
+
+  size_t row_bytes_;
+  std::vector<std::unique_ptr<Columns>> schemas_;
+};
+
+}  // namespace muster

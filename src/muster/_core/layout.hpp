@@ -1,0 +1,67 @@
+// The shared block as both sides see it: plain structs at offsets that transport/slab.py computes.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace muster {
+
+enum class Command : uint8_t { kStep = 1, kReset = 2, kStepGiven = 3 };
+enum class Status : uint8_t { kOk = 0, kRaised = 1, kLost = 2 };
+enum class Doing : uint32_t { kNothing = 0, kStepping = 1, kResetting = 2, kTalking = 3 };
+
+// All that an env says about one step, on one cache line. The caller writes it before it rings the worker, the worker
+// from then until `finished` equals `requested`; so neither ever sees a half-written record.
+struct alignas(64) EnvRecord {
+  std::atomic<uint32_t> requested;
+  std::atomic<uint32_t> finished;
+  Command command;
+  Status status;
+  uint8_t terminated;
+  uint8_t truncated;
+  uint8_t needs_reset;    // the last row ended an episode and no reset followed
+  uint8_t has_final;      // same_step: the final rows belong to this step
+  uint8_t was_reset;      // this row comes from a reset, not from a step
+  uint8_t episode_over;   // the counts below are of a finished episode
+  uint32_t info_schema;   // 0: no info
+  uint32_t final_schema;  // same_step: schema of the final step's info
+  uint32_t mail_bytes;    // pickled objects in this env's part of the mail
+  uint32_t restarts;
+  double reward;
+  double episode_return;
+  int64_t episode_length;
+};
+static_assert(sizeof(EnvRecord) == 64);
+
+// One writer for each line: ringing, finishing and diagnosis never share one.
+struct alignas(64) WorkerLine {
+  std::atomic<uint32_t> rung;    // futex word; the caller adds 1
+  std::atomic<uint32_t> asleep;  // the worker is, or is about to be, in futex_wait
+  std::atomic<uint32_t> messages;  // control messages the caller has sent
+
+  alignas(64) std::atomic<uint32_t> finished;  // env steps finished; also the worker's to write
+
+  alignas(64) std::atomic<Doing> doing;
+  std::atomic<uint32_t> doing_env;
+  std::atomic<uint64_t> since;  // ticks()
+  std::atomic<uint64_t> env_steps;
+  std::atomic<uint64_t> resets;
+  std::atomic<uint64_t> ticks_in_env;
+  std::atomic<uint64_t> ticks_copying;
+  std::atomic<uint64_t> ticks_waiting;
+};
+static_assert(sizeof(WorkerLine) == 192);
+
+struct alignas(64) CallerLine {
+  std::atomic<uint32_t> armed;   // futex word: 1 while the caller sleeps, or is about to
+  std::atomic<uint32_t> target;  // sum of `finished` over the workers that wakes it
+};
+
+// A counter with one writer needs no read-modify-write instruction.
+template <class T>
+inline void bump(std::atomic<T>& counter, T by) {
+  counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_relaxed);
+}
+
+}  // namespace muster

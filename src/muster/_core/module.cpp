@@ -1,0 +1,181 @@
+// muster._core: what Python sees of the core.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <sys/mman.h>
+
+#include "caller.hpp"
+#include "stepper.hpp"
+#include "watchdog.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+using namespace muster;
+
+template <class Call>
+auto guarded(Call call) {
+  try {
+    return call();
+  } catch (const PythonError&) {
+    throw nb::python_error();
+  }
+}
+
+nb::object handed_over(Ref ref) { return nb::steal(ref.release()); }
+
+// NumPy's C API, imported with the first object that needs it: the launcher and the watchdog don't.
+void import_numpy() {
+  if (PyArray_ImportNumPyAPI() < 0) throw nb::python_error();
+}
+
+nb::dict line_state(nb::tuple slab_description, uint32_t index) {
+  return guarded([&] {
+    const Slab slab(slab_description.ptr());
+    const WorkerLine& line = slab.lines[index];
+    auto read = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
+    nb::dict state;
+    state["doing"] = uint32_t(read(line.doing));
+    state["env_index"] = read(line.doing_env);
+    state["since"] = read(line.since);
+    state["env_steps"] = read(line.env_steps);
+    state["resets"] = read(line.resets);
+    state["ticks_in_env"] = read(line.ticks_in_env);
+    state["ticks_copying"] = read(line.ticks_copying);
+    state["ticks_waiting"] = read(line.ticks_waiting);
+    return state;
+  });
+}
+
+// uint8 [size]: memory of the file, shared, or of this process alone for fd -1. Python's mmap would keep a copy of the fd
+// open for as long as any view lives.
+nb::object map_bytes(int fd, size_t size) {
+  import_numpy();
+  const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
+  void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (base == MAP_FAILED) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+  struct Mapping {
+    void* base;
+    size_t size;
+  };
+  nb::capsule owner(new Mapping{base, size}, [](void* raw) noexcept {
+    auto* mapping = static_cast<Mapping*>(raw);
+    munmap(mapping->base, mapping->size);
+    delete mapping;
+  });
+  return guarded([&] {
+    npy_intp length = npy_intp(size);
+    Ref array = checked(PyArray_SimpleNewFromData(1, &length, NPY_UINT8, base));
+    check(PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()), owner.release().ptr()));
+    return handed_over(std::move(array));
+  });
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The doorbell, the stepping loop and the watchdog of Muster's workers.";
+  // The objects live as long as the interpreter's module; a report of them at exit would only confuse.
+  nb::set_leak_warnings(false);
+  pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1); });
+
+  nb::class_<Stepper>(m, "Stepper")
+      .def("__init__",
+           [](Stepper* self, nb::tuple slab, uint32_t line, uint32_t first_env, nb::list envs, nb::tuple obs,
+              nb::tuple action, int autoreset, bool check_finite, bool actions_by_mail, nb::object host, int pauses,
+              int yields) {
+             import_numpy();
+             guarded([&] {
+               new (self) Stepper(slab.ptr(), line, first_env, envs.ptr(), obs.ptr(), action.ptr(), autoreset,
+                                  check_finite, actions_by_mail, host.ptr(), Patience{pauses, yields});
+             });
+           },
+           nb::arg("slab"), nb::arg("line"), nb::arg("first_env"), nb::arg("envs"), nb::arg("obs"), nb::arg("action"),
+           nb::kw_only(), nb::arg("autoreset"), nb::arg("check_finite"), nb::arg("actions_by_mail"), nb::arg("host"),
+           nb::arg("pauses"), nb::arg("yields"))
+      .def("run", [](Stepper& self) { guarded([&] { self.run(); }); })
+      .def("reset_env", [](Stepper& self, uint32_t i, nb::handle seed, nb::handle options) {
+        guarded([&] { self.reset_env(i, seed.ptr(), options.ptr()); });
+      }, nb::arg("i"), nb::arg("seed").none(), nb::arg("options").none())
+      .def("replace_env", [](Stepper& self, uint32_t i, nb::handle env, nb::handle seed) {
+        guarded([&] { self.replace_env(i, env.ptr(), seed.ptr()); });
+      }, nb::arg("i"), nb::arg("env"), nb::arg("seed").none())
+      .def("acknowledge", [](Stepper& self, uint32_t i) { guarded([&] { self.acknowledge(i); }); })
+      .def("refuse", [](Stepper& self, uint32_t i, nb::handle exception) {
+        guarded([&] { self.refuse(i, exception.ptr()); });
+      })
+      .def("describe_schemas", [](Stepper& self) {
+        return guarded([&] { return handed_over(self.describe_schemas()); });
+      });
+
+  nb::class_<Caller>(m, "Caller")
+      .def("__init__",
+           [](Caller* self, nb::tuple slab, nb::list first_envs, nb::object obs, nb::object action, nb::object low,
+              nb::object high, bool copy, bool must_reset, int pauses, int yields) {
+             import_numpy();
+             guarded([&] {
+               new (self) Caller(slab.ptr(), first_envs.ptr(), obs.ptr(), action.ptr(), low.ptr(), high.ptr(), copy,
+                                 must_reset, Patience{pauses, yields});
+             });
+           },
+           nb::arg("slab"), nb::arg("first_envs"), nb::arg("obs").none(), nb::arg("action").none(),
+           nb::arg("low").none(), nb::arg("high").none(), nb::kw_only(), nb::arg("copy"), nb::arg("must_reset"),
+           nb::arg("pauses"), nb::arg("yields"))
+      .def("allow_unreset", &Caller::allow_unreset)
+      .def("set_local", [](Caller& self, nb::handle stepper) {
+        self.set_local(nb::cast<Stepper*>(stepper), stepper.ptr());
+      })
+      .def("step", [](Caller& self, nb::handle actions) {
+        return guarded([&] { return handed_over(self.step(actions.ptr())); });
+      }, nb::arg("actions").none())
+      .def("write_actions", [](Caller& self, nb::handle actions) {
+        return guarded([&] { return self.write_actions(actions.ptr()); });
+      }, nb::arg("actions").none())
+      .def("send", [](Caller& self, nb::handle env_ids, bool as_given) {
+        guarded([&] { self.send(env_ids.ptr(), as_given); });
+      }, nb::arg("env_ids").none(), nb::arg("as_given"))
+      .def("request_resets", [](Caller& self, nb::handle env_ids) {
+        guarded([&] { self.request_resets(env_ids.ptr()); });
+      })
+      .def("announce_message", &Caller::announce_message)
+      .def("wait", [](Caller& self, uint32_t min_envs, int64_t slice_ns) {
+        return guarded([&] { return self.wait(min_envs, slice_ns); });
+      }, nb::arg("min_envs"), nb::arg("slice_ns"))
+      .def("collect_ready", [](Caller& self) {
+        return guarded([&] { return handed_over(self.collect_ready()); });
+      })
+      .def("keep_rows", [](Caller& self, nb::list offsets_and_bytes) {
+        guarded([&] { self.keep_rows(offsets_and_bytes.ptr()); });
+      })
+      .def("failed", &Caller::failed)
+      .def("restore", &Caller::restore)
+      .def("ask_again", &Caller::ask_again)
+      .def("lose_line", &Caller::lose_line)
+      .def("is_pending", &Caller::is_pending)
+      .def("finished", &Caller::finished)
+      .def("line_of", &Caller::line_of)
+      .def_rw("closed", &Caller::closed)
+      .def_rw("calling", &Caller::calling)
+      .def_rw("detour", &Caller::detour)
+      .def_prop_ro("num_pending", &Caller::num_pending)
+      .def_prop_ro("in_fork", &Caller::in_fork);
+
+  m.def("line_state", &line_state);
+  m.def("map_bytes", &map_bytes, nb::arg("fd"), nb::arg("size"));
+  m.def("ticks", &ticks, "The clock of line_state's since and ticks, in units of its own.");
+  m.def("start_watchdog", &start_watchdog, nb::arg("caller_pidfd"), nb::arg("stderr_pipe"), nb::arg("stderr_to"),
+        nb::arg("tail"));
+  m.def("die_with_parent", [] { prctl(PR_SET_PDEATHSIG, SIGKILL); },
+        "SIGKILL for this process when the thread that started it ends; reaches it while it is stopped, too.");
+  m.def("continue_without_parent", [] { prctl(PR_SET_PDEATHSIG, SIGCONT); },
+        "SIGCONT for this process when the thread that started it ends: the watchdog cannot run while it is stopped.");
+  m.def("kill_session", &kill_session, nb::arg("session"), nb::arg("spare") = 0,
+        nb::call_guard<nb::gil_scoped_release>());
+  m.attr("EXIT_FDS_CLOSED") = kExitFdsClosed;
+  m.attr("RECORD_BYTES") = sizeof(EnvRecord);
+  m.attr("LINE_BYTES") = sizeof(WorkerLine);
+}

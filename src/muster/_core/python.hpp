@@ -1,0 +1,62 @@
+// The CPython and NumPy C API, and owned references. The stepping loop uses them directly: nanobind's casters would
+// cost more than an env's step.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include <Python.h>
+#include <numpy/arrayobject.h>
+#include <numpy/arrayscalars.h>
+
+#include <utility>
+
+namespace muster {
+
+// An owned reference. Null means that a Python exception is set.
+class Ref {
+ public:
+  Ref() = default;
+  explicit Ref(PyObject* owned) : object_(owned) {}
+  static Ref borrow(PyObject* object) { return Ref(Py_XNewRef(object)); }
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  Ref(const Ref&) = delete;
+  Ref& operator=(const Ref&) = delete;
+  ~Ref() { Py_XDECREF(object_); }
+
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// Raised to leave C++ with the Python exception that is set.
+struct PythonError {};
+
+inline Ref checked(PyObject* owned) {
+  if (!owned) throw PythonError{};
+  return Ref(owned);
+}
+
+inline void check(int result) {
+  if (result < 0) throw PythonError{};
+}
+
+class GilReleased {
+ public:
+  GilReleased() : state_(PyEval_SaveThread()) {}
+  ~GilReleased() { PyEval_RestoreThread(state_); }
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+}  // namespace muster

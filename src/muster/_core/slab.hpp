@@ -1,0 +1,35 @@
+// Where things lie in the slab. transport/slab.py decides; both sides read it from the same description.
+#pragma once
+
+#include "leaves.hpp"
+#include "layout.hpp"
+
+namespace muster {
+
+struct Slab {
+  char* base;
+  uint32_t num_envs;
+  uint32_t num_lines;  // workers, and the caller's own share if it steps one
+  CallerLine* caller;
+  WorkerLine* lines;
+  EnvRecord* records;
+  size_t info_offset;
+  size_t info_bytes;  // of one info; each env has two: the step's and the final one
+
+  // (address, num_envs, num_lines, caller_offset, lines_offset, records_offset, info_offset, info_bytes)
+  explicit Slab(PyObject* description) {
+    Fields fields(description);
+    base = reinterpret_cast<char*>(fields.size());
+    num_envs = uint32_t(fields.size());
+    num_lines = uint32_t(fields.size());
+    caller = reinterpret_cast<CallerLine*>(base + fields.size());
+    lines = reinterpret_cast<WorkerLine*>(base + fields.size());
+    records = reinterpret_cast<EnvRecord*>(base + fields.size());
+    info_offset = size_t(fields.size());
+    info_bytes = size_t(fields.size());
+  }
+
+  char* info_row(size_t env, bool final) const { return base + info_offset + (2 * env + final) * info_bytes; }
+};
+
+}  // namespace muster

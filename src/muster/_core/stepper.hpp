@@ -1,0 +1,339 @@
+// The stepping and autoreset loop: the only one, for every backend.
+#pragma once
+
+#include <vector>
+
+#include "doorbell.hpp"
+#include "infos.hpp"
+#include "leaves.hpp"
+#include "slab.hpp"
+
+namespace muster {
+
+enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
+
+// Steps the envs of one worker: reads actions from the slab, calls Python's env.step, writes the rows in place.
+//
+// `host` is the Python object around it. It is called only for what is rare: on_error(env, exception) -> mail bytes,
+// post(env, objects, final_objects) -> mail bytes, take_actions(env) -> iterator, on_new_schema().
+class Stepper {
+ public:
+  Stepper(PyObject* slab, uint32_t line, uint32_t first_env, PyObject* envs, PyObject* obs, PyObject* action,
+          int autoreset, bool check_finite, bool actions_by_mail, PyObject* host, Patience patience)
+      : slab_(slab),
+        line_(slab_.lines[line]),
+        first_env_(first_env),
+        envs_(Ref::borrow(envs)),
+        obs_(obs),
+        action_(action),
+        autoreset_(Autoreset(autoreset)),
+        check_finite_(check_finite),
+        actions_by_mail_(actions_by_mail),
+        host_(host),
+        patience_(patience),
+        infos_(slab_.info_bytes),
+        hints_(2 * size_t(PyList_GET_SIZE(envs)), 0),
+        next_seeds_(size_t(PyList_GET_SIZE(envs))),
+        messages_read_(line_.messages.load()),
+        step_name_(checked(PyUnicode_InternFromString("step"))),
+        reset_name_(checked(PyUnicode_InternFromString("reset"))),
+        reset_keywords_(checked(Py_BuildValue("(ss)", "seed", "options"))),
+        seed_keyword_(checked(Py_BuildValue("(s)", "seed"))),
+        objects_(checked(PyList_New(0))),
+        final_objects_(checked(PyList_New(0))) {}
+
+  uint32_t num_envs() const { return uint32_t(PyList_GET_SIZE(envs_.get())); }
+
+  // Steps what is asked for until the caller has sent a message.
+  void run() {
+    for (;;) {
+      const uint32_t seen = line_.rung.load(std::memory_order_acquire);
+      if (line_.messages.load(std::memory_order_acquire) != messages_read_) {
+        ++messages_read_;
+        return;
+      }
+      step_requested();
+      if (line_.rung.load(std::memory_order_acquire) != seen) continue;
+      const uint64_t start = ticks();
+      {
+        GilReleased released;
+        wait_for_ring(line_, seen, patience_);
+      }
+      bump(line_.ticks_waiting, ticks() - start);
+      check(PyErr_CheckSignals());
+    }
+  }
+
+  void step_requested() {
+    for (uint32_t i = 0; i < num_envs(); ++i) {
+      EnvRecord& record = slab_.records[first_env_ + i];
+      if (record.requested.load(std::memory_order_acquire) != record.finished.load(std::memory_order_relaxed) &&
+          record.command != Command::kReset)
+        serve(i, [&] { step(i, record); });
+    }
+  }
+
+  bool has_requests() const {
+    for (uint32_t i = 0; i < num_envs(); ++i) {
+      const EnvRecord& record = slab_.records[first_env_ + i];
+      if (record.requested.load(std::memory_order_relaxed) != record.finished.load(std::memory_order_relaxed))
+        return true;
+    }
+    return false;
+  }
+
+  // The answer to the caller's reset command for one env.
+  void reset_env(uint32_t i, PyObject* seed, PyObject* options) {
+    EnvRecord& record = slab_.records[first_env_ + i];
+    serve(i, [&] {
+      record.has_final = 0;
+      store_reset(call_reset(i, seed, options), i, record);
+    });
+  }
+
+  // Env i has been built anew. `seed` is for its first reset, unless that is given one.
+  void replace_env(uint32_t i, PyObject* env, PyObject* seed) {
+    check(PyList_SetItem(envs_.get(), i, Py_NewRef(env)));
+    next_seeds_[i] = Ref::borrow(seed);
+    hints_[2 * i] = hints_[2 * i + 1] = 0;
+  }
+
+  // Answers a request for env i without touching its rows.
+  void acknowledge(uint32_t i) {
+    EnvRecord& record = slab_.records[first_env_ + i];
+    serve(i, [&] { record.info_schema = InfoTable::kEmpty, record.has_final = 0; });
+  }
+
+  // Answers a request for env i with an exception.
+  void refuse(uint32_t i, PyObject* exception) {
+    serve(i, [&] {
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception)), exception);
+      throw PythonError{};
+    });
+  }
+
+  Ref describe_schemas() const { return infos_.describe(); }
+
+ private:
+  PyObject* env(uint32_t i) const { return PyList_GET_ITEM(envs_.get(), i); }
+
+  // Runs `work` for env i and publishes the record, whatever happens.
+  template <class Work>
+  void serve(uint32_t i, Work work) {
+    EnvRecord& record = slab_.records[first_env_ + i];
+    const uint64_t start = ticks();
+    const uint64_t in_env_before = line_.ticks_in_env.load(std::memory_order_relaxed);
+    record.mail_bytes = 0;
+    record.status = Status::kOk;
+    try {
+      work();
+      if (PyList_GET_SIZE(objects_.get()) || PyList_GET_SIZE(final_objects_.get())) post(i, record);
+      if (infos_.size() != schemas_announced_) {
+        checked(PyObject_CallMethod(host_, "on_new_schema", nullptr));
+        schemas_announced_ = infos_.size();
+      }
+    } catch (const PythonError&) {
+      report(i, record);
+    }
+    const uint64_t in_env = line_.ticks_in_env.load(std::memory_order_relaxed) - in_env_before;
+    bump(line_.ticks_copying, ticks() - start - in_env);
+    line_.doing.store(Doing::kNothing, std::memory_order_relaxed);
+    record.finished.store(record.requested.load(std::memory_order_relaxed), std::memory_order_release);
+    announce_finished(line_, *slab_.caller, slab_.lines, slab_.num_lines);
+  }
+
+  uint64_t begin(Doing doing, uint32_t i) {
+    const uint64_t now = ticks();
+    line_.doing_env.store(first_env_ + i, std::memory_order_relaxed);
+    line_.since.store(now, std::memory_order_relaxed);
+    line_.doing.store(doing, std::memory_order_relaxed);
+    return now;
+  }
+
+  void end(uint64_t start) { bump(line_.ticks_in_env, ticks() - start); }
+
+  void step(uint32_t i, EnvRecord& record) {
+    record.has_final = 0;
+    if (record.needs_reset && autoreset_ == Autoreset::kNextStep) return autoreset(i, record);
+
+    const bool given = record.command == Command::kStepGiven;
+    Ref sent = actions_by_mail_ || given ? checked(PyObject_CallMethod(host_, "take_actions", "I", i)) : Ref();
+    Ref action = given ? checked(PyIter_Next(sent.get())) : action_.read(slab_.base, first_env_ + i, sent.get());
+    PyObject* args[] = {env(i), action.get()};
+    const uint64_t start = begin(Doing::kStepping, i);
+    Ref result(PyObject_VectorcallMethod(step_name_.get(), args, 2, nullptr));
+    end(start);
+    bump<uint64_t>(line_.env_steps, 1);
+    if (!result) throw PythonError{};
+    if (!PyTuple_Check(result.get()) || PyTuple_GET_SIZE(result.get()) != 5) {
+      PyErr_Format(PyExc_TypeError, "step must return (obs, reward, terminated, truncated, info), got %.300R",
+                   result.get());
+      throw PythonError{};
+    }
+    PyObject** items = &PyTuple_GET_ITEM(result.get(), 0);
+    const double reward = as_reward(items[1]);
+    const bool terminated = as_flag(items[2], "terminated");
+    const bool truncated = as_flag(items[3], "truncated");
+    const bool over = terminated || truncated;
+    const bool reset_now = over && autoreset_ == Autoreset::kSameStep;
+
+    write_obs(items[0], i, reset_now, reset_now ? final_objects_ : objects_);
+    uint32_t& schema = reset_now ? record.final_schema : record.info_schema;
+    schema = write_info(items[4], i, reset_now, reset_now ? final_objects_ : objects_);
+
+    if (record.episode_over) record.episode_return = 0, record.episode_length = 0;
+    record.reward = reward;
+    record.episode_return += reward;
+    record.episode_length += 1;
+    record.terminated = terminated;
+    record.truncated = truncated;
+    record.needs_reset = over;
+    record.episode_over = over;
+    record.was_reset = 0;
+    if (!reset_now) return;
+
+    store_reset_rows(call_reset(i), i, record);
+    record.has_final = 1;
+    record.needs_reset = 0;
+  }
+
+  void autoreset(uint32_t i, EnvRecord& record) { store_reset(call_reset(i), i, record); }
+
+  Ref call_reset(uint32_t i, PyObject* seed = nullptr, PyObject* options = Py_None) {
+    Ref next_seed = std::move(next_seeds_[i]);
+    if (next_seed && (!seed || seed == Py_None)) seed = next_seed.get();
+    PyObject* args[] = {env(i), seed, options};
+    const uint64_t start = begin(Doing::kResetting, i);
+    // Autoresets call reset() without arguments, as Gymnasium's do.
+    PyObject* keywords = seed ? reset_keywords_.get() : nullptr;
+    // Ellipsis: options are not to be passed at all.
+    if (seed && options == Py_Ellipsis) keywords = seed_keyword_.get();
+    Ref result(PyObject_VectorcallMethod(reset_name_.get(), args, 1, keywords));
+    end(start);
+    return result;
+  }
+
+  void store_reset(Ref result, uint32_t i, EnvRecord& record) {
+    store_reset_rows(std::move(result), i, record);
+    record.reward = 0;
+    record.terminated = record.truncated = 0;
+    record.needs_reset = 0;
+    record.was_reset = 1;
+    record.episode_over = 0;
+    record.episode_return = 0;
+    record.episode_length = 0;
+  }
+
+  void store_reset_rows(Ref result, uint32_t i, EnvRecord& record) {
+    bump<uint64_t>(line_.resets, 1);
+    if (!result) throw PythonError{};
+    if (!PyTuple_Check(result.get()) || PyTuple_GET_SIZE(result.get()) != 2) {
+      PyErr_Format(PyExc_TypeError, "reset must return (obs, info), got %.300R", result.get());
+      throw PythonError{};
+    }
+    write_obs(PyTuple_GET_ITEM(result.get(), 0), i, false, objects_);
+    record.info_schema = write_info(PyTuple_GET_ITEM(result.get(), 1), i, false, objects_);
+  }
+
+  void write_obs(PyObject* obs, uint32_t i, bool final, const Ref& objects) {
+    obs_.write(obs, slab_.base, first_env_ + i, final, objects.get());
+    if (check_finite_ && !obs_.finite(slab_.base, first_env_ + i, final)) {
+      PyErr_Format(PyExc_ValueError, "the observation holds NaN or infinity (check_finite=True): %.500R", obs);
+      throw PythonError{};
+    }
+  }
+
+  uint32_t write_info(PyObject* info, uint32_t i, bool final, const Ref& objects) {
+    uint32_t& hint = hints_[2 * i + final];
+    const uint32_t schema = infos_.write(info, slab_.info_row(first_env_ + i, final), objects.get(), hint);
+    if (schema >= InfoTable::kFirst) hint = schema;
+    return schema;
+  }
+
+  double as_reward(PyObject* value) const {
+    if (PyFloat_Check(value)) return finite_reward(PyFloat_AS_DOUBLE(value), value);
+    const bool scalar = PyLong_Check(value) || PyArray_IsScalar(value, Number) || PyArray_IsScalar(value, Bool) ||
+                        (PyArray_Check(value) && PyArray_NDIM(reinterpret_cast<PyArrayObject*>(value)) == 0);
+    if (scalar || (!PyArray_Check(value) && PyNumber_Check(value) && Py_TYPE(value)->tp_as_number->nb_float)) {
+      const double number = PyFloat_AsDouble(value);
+      if (number == -1.0 && PyErr_Occurred()) throw PythonError{};
+      return finite_reward(number, value);
+    }
+    PyErr_Format(PyExc_TypeError, "the reward must be one number, got %.200s: %.300R", Py_TYPE(value)->tp_name, value);
+    throw PythonError{};
+  }
+
+  double finite_reward(double number, PyObject* value) const {
+    if (check_finite_ && !std::isfinite(number)) {
+      PyErr_Format(PyExc_ValueError, "the reward is %R (check_finite=True)", value);
+      throw PythonError{};
+    }
+    return number;
+  }
+
+  static bool as_flag(PyObject* value, const char* name) {
+    if (value == Py_True) return true;
+    if (value == Py_False) return false;
+    if (PyArray_IsScalar(value, Bool) || PyLong_Check(value) || PyArray_IsScalar(value, Integer) ||
+        (PyArray_Check(value) && PyArray_NDIM(reinterpret_cast<PyArrayObject*>(value)) == 0)) {
+      const int truth = PyObject_IsTrue(value);
+      check(truth);
+      return truth;
+    }
+    PyErr_Format(PyExc_TypeError, "%s must be a bool, got %.200s: %.300R", name, Py_TYPE(value)->tp_name, value);
+    throw PythonError{};
+  }
+
+  void post(uint32_t i, EnvRecord& record) {
+    Ref objects = std::exchange(objects_, checked(PyList_New(0)));
+    Ref final_objects = std::exchange(final_objects_, checked(PyList_New(0)));
+    record.mail_bytes = mail_bytes(
+        checked(PyObject_CallMethod(host_, "post", "IOO", i, objects.get(), final_objects.get())));
+  }
+
+  void report(uint32_t i, EnvRecord& record) {
+    check(PyList_SetSlice(objects_.get(), 0, PyList_GET_SIZE(objects_.get()), nullptr));
+    check(PyList_SetSlice(final_objects_.get(), 0, PyList_GET_SIZE(final_objects_.get()), nullptr));
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback) PyException_SetTraceback(value, traceback);
+    Ref owned_type(type), exception(value), owned_traceback(traceback);
+    record.mail_bytes =
+        mail_bytes(checked(PyObject_CallMethod(host_, "on_error", "IO", i, exception.get())));
+    record.info_schema = record.final_schema = InfoTable::kEmpty;
+    record.has_final = 0;
+    record.status = Status::kRaised;
+  }
+
+  static uint32_t mail_bytes(const Ref& number) {
+    const unsigned long bytes = PyLong_AsUnsignedLong(number.get());
+    if (PyErr_Occurred()) throw PythonError{};
+    return uint32_t(bytes);
+  }
+
+  Slab slab_;
+  WorkerLine& line_;
+  uint32_t first_env_;
+  Ref envs_;
+  ObsNode obs_;
+  ActionNode action_;
+  Autoreset autoreset_;
+  bool check_finite_;
+  bool actions_by_mail_;
+  PyObject* host_;  // borrowed: the host owns this stepper
+  Patience patience_;
+  InfoTable infos_;
+  std::vector<uint32_t> hints_;
+  std::vector<Ref> next_seeds_;
+  uint32_t messages_read_;
+  size_t schemas_announced_ = 0;
+  Ref step_name_;
+  Ref reset_name_;
+  Ref reset_keywords_;
+  Ref seed_keyword_;
+  Ref objects_;
+  Ref final_objects_;
+};
+
+}  // namespace muster

@@ -1,0 +1,154 @@
+// Two threads in each worker that outlive any hold on the GIL. One ends the worker, and what the worker started, once the
+// caller is gone. The other passes the worker's stderr on while keeping it readable for the caller; it may block where
+// nobody reads that, which the first must not.
+#pragma once
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+namespace muster {
+
+// An env that closes fds it does not own cuts its worker off. The worker then ends with this exit code.
+constexpr int kExitFdsClosed = 87;
+
+// The session of the living process `pid`, or 0. Reads /proc without allocating: the worker may have died holding malloc's lock.
+inline long session_of(const char* pid) {
+  char path[32] = "/proc/";
+  std::strncat(path, pid, 12);
+  std::strcat(path, "/stat");
+  const int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return 0;
+  char stat[512];
+  const ssize_t length = read(fd, stat, sizeof stat - 1);
+  close(fd);
+  if (length <= 0) return 0;
+  stat[length] = 0;
+  // pid (name) state ppid pgrp session; the name may hold anything, a ')' too.
+  const char* after_name = std::strrchr(stat, ')');
+  if (!after_name || after_name[2] == 'Z' || after_name[2] == 'X') return 0;
+  char* at = const_cast<char*>(after_name) + 3;
+  std::strtol(at, &at, 10);
+  std::strtol(at, &at, 10);
+  return std::strtol(at, &at, 10);
+}
+
+// Kills every process of session `session` but `spare`. Repeats until a pass finds none: they may be forking.
+inline void kill_session(long session, long spare) {
+  struct Entry {
+    uint64_t inode;
+    int64_t offset;
+    unsigned short length;
+    unsigned char type;
+    char name[1];
+  };
+  for (int pass = 0; pass < 20; ++pass) {
+    bool found = false;
+    const int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (proc < 0) return;
+    alignas(Entry) char entries[4096];
+    for (;;) {
+      const long length = syscall(SYS_getdents64, proc, entries, sizeof entries);
+      if (length <= 0) break;
+      for (long at = 0; at < length;) {
+        const auto* entry = reinterpret_cast<const Entry*>(entries + at);
+        at += entry->length;
+        const char* name = entry->name;
+        if (*name < '1' || *name > '9' || std::strlen(name) > 10) continue;
+        const long pid = std::strtol(name, nullptr, 10);
+        if (pid == spare || session_of(name) != session) continue;
+        found = kill(pid_t(pid), SIGKILL) == 0 || found;
+      }
+    }
+    close(proc);
+    if (!found) return;
+    usleep(1000);
+  }
+}
+
+struct WatchdogFds {
+  int caller;       // pidfd; readable once the caller is gone
+  int stderr_pipe;  // what the worker writes to stderr
+  int stderr_to;    // where it goes on to
+  int tail;         // a file that keeps the last of it, for the caller to quote
+};
+
+constexpr off_t kTailBytes = 1 << 20;
+
+// Puts the fds out of reach of an env that closes what it does not own, and everything else out of these threads' reach.
+// Where a container forbids that, the fds stay shared with the env.
+inline void own_fds(const WatchdogFds& fds) {
+  if (unshare(CLONE_FILES) != 0) return;
+  int kept[] = {fds.caller, fds.stderr_pipe, fds.stderr_to, fds.tail};
+  std::sort(std::begin(kept), std::end(kept));
+  unsigned first = 0;
+  for (const int fd : kept) {
+    if (unsigned(fd) > first) syscall(SYS_close_range, first, unsigned(fd) - 1, 0);
+    first = std::max(first, unsigned(fd) + 1);
+  }
+  syscall(SYS_close_range, first, ~0u, 0);
+}
+
+inline void* relay_stderr(void* raw) {
+  const WatchdogFds fds = *static_cast<WatchdogFds*>(raw);
+  off_t tail_at = 0;
+  for (;;) {
+    // The caller makes its end of the pipe non-blocking, which both ends share.
+    pollfd polled = {fds.stderr_pipe, POLLIN, 0};
+    if (poll(&polled, 1, -1) < 0) continue;
+    if (polled.revents & POLLNVAL) return nullptr;
+    char chunk[4096];
+    const ssize_t length = read(fds.stderr_pipe, chunk, sizeof chunk);
+    if (length < 0) continue;
+    if (length == 0) return nullptr;
+    if (tail_at > kTailBytes) tail_at = ftruncate(fds.tail, 0);
+    if (pwrite(fds.tail, chunk, size_t(length), tail_at) > 0) tail_at += length;
+    for (ssize_t at = 0; at < length;) {
+      const ssize_t written = write(fds.stderr_to, chunk + at, size_t(length - at));
+      if (written <= 0) break;
+      at += written;
+    }
+  }
+}
+
+inline void* watch_caller(void* raw) {
+  const WatchdogFds& fds = *static_cast<WatchdogFds*>(raw);
+  own_fds(fds);
+  pthread_t relay;
+  // Started here, so that it shares this thread's fds. Without it the worker's stderr would fill up and block.
+  if (pthread_create(&relay, nullptr, relay_stderr, raw) != 0) _exit(1);
+  for (;;) {
+    pollfd polled = {fds.caller, POLLIN, 0};
+    if (poll(&polled, 1, -1) < 0) continue;
+    kill_session(getpid(), getpid());
+    if (polled.revents & POLLNVAL) _exit(kExitFdsClosed);
+    kill(getpid(), SIGKILL);
+  }
+}
+
+// The threads never end before the process does, nor is what they are given freed. Returns an errno value, 0 on success.
+inline int start_watchdog(int caller_pidfd, int stderr_pipe, int stderr_to, int tail) {
+  auto* fds = static_cast<WatchdogFds*>(std::malloc(sizeof(WatchdogFds)));
+  *fds = {caller_pidfd, stderr_pipe, stderr_to, tail};
+  // The env's own signal handling stays in the main thread.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  pthread_t thread;
+  const int error = pthread_create(&thread, nullptr, watch_caller, fds);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!error) pthread_detach(thread);
+  return error;
+}
+
+}  // namespace muster

@@ -1,0 +1,10 @@
+"""Algorithms that train a policy on a vector env, one readable file each. They need PyTorch (extra ``torch``)."""
+
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("muster.algorithms needs PyTorch. Install it with: pip install 'muster-rl[torch]'") from error
+
+from muster.algorithms.ppo import PPO, PPOConfig, PPOMetrics
+
+__all__ = ["PPO", "PPOConfig", "PPOMetrics"]

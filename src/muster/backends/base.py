@@ -1,0 +1,158 @@
+"""What every backend offers the vector env, and what they share: the slab, the mail, the caller's end of the core."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from muster import _core
+from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, Share, ShareOptions
+from muster.spec import Array, Leaf
+from muster.transport.mail import Mail
+from muster.transport.slab import STATUS_LOST, STATUS_RAISED, Plan, Slab
+
+
+@dataclass(frozen=True)
+class CallerOptions:
+    """How the caller takes results. copy: hand out copies.  must_reset: ended episodes are the caller's to reset."""
+
+    copy: bool
+    must_reset: bool
+    patience: Patience
+
+
+class Backend(ABC):
+    """Builds envs somewhere and steps them.
+
+    Life: `start` builds the envs and tells their facts, `attach` gives them a slab to step into; then `caller` sends
+    and waits, and the methods below do what is not a step. `first_envs`: see `Plan`.
+    """
+
+    first_envs: tuple[int, ...]
+    slab: Slab
+    caller: _core.Caller
+    on_worker_died: Callable[[int, range, str], None] | None = None  # set: dead workers are replaced, and this is told
+
+    @property
+    @abstractmethod
+    def num_workers(self) -> int:
+        """Workers that step envs, the caller not counted."""
+
+    @abstractmethod
+    def start(self) -> list[EnvFacts]:
+        """Builds all envs; returns their facts in order. After an error nothing is left behind."""
+
+    @abstractmethod
+    def attach(self, plan: Plan, shares: ShareOptions, caller: CallerOptions) -> None:
+        """Lays out the slab and readies every share to step into it."""
+
+    @abstractmethod
+    def mail_of(self, line: int) -> Mail:
+        """The mail to and from the envs of `line`."""
+
+    @abstractmethod
+    def reset(self, env_ids: Array, seeds: Sequence[int | None], options: Any) -> None:
+        """Starts resetting; the envs are pending until waited for."""
+
+    @abstractmethod
+    def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Starts calling a method, or reading an attribute, of every env."""
+
+    @abstractmethod
+    def call_wait(self, timeout_s: float | None) -> list[Any]:
+        """The results of `call_async`, in order; a Failure where an env raised. Raises WaitTimeout."""
+
+    @abstractmethod
+    def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
+        """Sets an attribute of every env, each to its own value."""
+
+    @abstractmethod
+    def restart(self, env: int, seed: int | None, *, resets_now: bool, rebuilds: bool) -> None:
+        """Has a failed env answer anew: built again or, in a new worker, as it is; after a reset or without one."""
+
+    @abstractmethod
+    def watch(self, waited_s: float) -> None:
+        """Called while a wait lasts: raises WorkerDied or WorkerTimeout if it cannot end well."""
+
+    @abstractmethod
+    def process_ids(self) -> list[int | None]:
+        """For each line the process that steps it, None once it has ended."""
+
+    @abstractmethod
+    def close(self, timeout_s: float) -> list[Failure]:
+        """Closes envs and workers within about `timeout_s`; returns what ``env.close()`` raised."""
+
+    def letters(self, ids: Array) -> list[tuple[Iterator[Any], Iterator[Any]]]:
+        """What envs `ids` have mailed with their last step: objects of the step, and of the final step."""
+        if not self.slab.records["mail_bytes"][ids].any():
+            return [(iter(()), iter(()))] * len(ids)
+        both: list[tuple[Iterator[Any], Iterator[Any]]] = []
+        for env, length in zip(ids.tolist(), self.slab.records["mail_bytes"][ids].tolist(), strict=True):
+            letter = self.mail_of(self.caller.line_of(env)).get(env, length) or ((), ())
+            both.append((iter(letter[0]), iter(letter[1])))
+        return both
+
+    def failures(self, ids: Array) -> list[Failure]:
+        """The failures among the last steps of envs `ids`."""
+        raised = ids[self.slab.records["status"][ids] == STATUS_RAISED]
+        lengths = self.slab.records["mail_bytes"][raised]
+        return [
+            self.mail_of(self.caller.line_of(env)).get(env, length)
+            for env, length in zip(raised.tolist(), lengths.tolist(), strict=True)
+        ]
+
+    def lost(self, ids: Array) -> Array:
+        """Those of `ids` whose worker died before it answered."""
+        lost: Array = ids[self.slab.records["status"][ids] == STATUS_LOST]
+        return lost
+
+    def post_actions(self, ids: Array, objects: Sequence[list[Any]]) -> None:
+        """Mails the parts of actions that have no place in the slab."""
+        for env, letter in zip(ids.tolist(), objects, strict=True):
+            box = self.slab.plan.num_envs + env
+            self.slab.action_mail_bytes[env] = self.mail_of(self.caller.line_of(env)).put(box, letter)
+
+    def fetch_schemas(self, line: int) -> Any:
+        """The info layouts that `line`'s worker has met so far."""
+        box = 2 * self.slab.plan.num_envs + line
+        return self.mail_of(line).get(box, int(self.slab.schema_mail_bytes[line]))
+
+
+def make_caller(slab: Slab, options: CallerOptions) -> _core.Caller:
+    """The caller's end of the core. Batches that are one plain array take its fast path."""
+    plan = slab.plan
+    low = high = None
+    action = plan.action
+    if isinstance(action, Leaf) and (bounds := action.bounds()) is not None:
+        low, high = ([int(x) for x in np.ravel(bound)] for bound in bounds)
+    action_array = _plain(plan.action, slab.actions.offsets, plan.num_envs)
+    if low is not None and isinstance(action, Leaf) and action.dtype != np.int64:
+        action_array = None  # the core checks the range of int64 only
+    return _core.Caller(
+        slab.description,
+        list(plan.first_envs),
+        _plain(plan.obs, slab.obs.offsets, plan.num_envs),
+        action_array,
+        low,
+        high,
+        copy=options.copy,
+        must_reset=options.must_reset,
+        pauses=options.patience.pauses,
+        yields=options.patience.yields,
+    )
+
+
+def _plain(node: Any, offsets: list[int], num_envs: int) -> tuple[Any, ...] | None:
+    if not isinstance(node, Leaf) or node.kind == "coded":
+        return None
+    return (offsets[node.index], node.row_bytes, node.dtype.num, (num_envs, *node.shape))
+
+
+def local_share(backend: Backend, share: Share, line: int, mail: Mail, options: ShareOptions) -> None:
+    """Lets the calling process step `share` itself."""
+    share.attach(backend.slab, line, mail, options)
+    backend.caller.set_local(share.stepper)

@@ -1,0 +1,284 @@
+"""Starting worker processes: by the launcher (forkserver, spawn) or by forking the caller (fork)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from muster import _core
+from muster.backends.launcher import HEADER, WORKER_FDS
+from muster.transport.channel import Channel
+
+# Variables that native libraries read when they are loaded.
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+_BOOT = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "from muster.backends.launcher import main; main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == 'preload')"
+)
+_TAIL_LINES = 20
+
+# The caller's ends of everything that belongs to workers: a forked worker closes what is not its own.
+_own_fds: set[int] = set()
+
+
+def own(*fds: int | None) -> None:
+    """Notes fds that only the caller is to have."""
+    _own_fds.update(fd for fd in fds if fd is not None)
+
+
+def disown(fd: int) -> None:
+    """Forgets an fd that is about to be closed."""
+    _own_fds.discard(fd)
+
+
+def close_own(*fds: int | None) -> None:
+    """Closes fds noted by `own`."""
+    for fd in fds:
+        if fd in _own_fds:
+            _own_fds.discard(fd)
+            os.close(fd)
+
+
+class WorkerProcess:
+    """The caller's handle of one worker. Its `fileno` becomes readable when the worker has ended."""
+
+    def __init__(self, pid: int, pidfd: int, status_fd: int | None, tail_fd: int, stderr_fd: int) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        self._status_fd = status_fd  # None: a child of this process, whose status the kernel tells
+        self._tail_fd = tail_fd
+        self._stderr_fd = stderr_fd
+        self._exit_code: int | None = None
+        self._ended = False
+        self._released = False
+        own(pidfd, status_fd, tail_fd, stderr_fd)
+
+    def fileno(self) -> int:
+        return self._pidfd if self._status_fd is None else self._status_fd
+
+    def has_ended(self) -> bool:
+        """Whether it has; also reaps it and what it left running."""
+        if not self._ended and select_readable(self.fileno(), 0.0):
+            self._ended = True
+            self._exit_code = self._reap()
+        return self._ended
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for a signal; None while it runs, or where the launcher was lost and nobody knows."""
+        return self._exit_code
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until it has ended."""
+        select_readable(self.fileno(), timeout_s)
+        return self.has_ended()
+
+    def kill(self) -> None:
+        """SIGKILL, to it alone: what it has started dies when it is reaped."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def tail(self) -> str:
+        """The last lines that it wrote to stderr, and its crash report."""
+        rest = b""
+        os.set_blocking(self._stderr_fd, False)
+        with contextlib.suppress(BlockingIOError):
+            rest = os.read(self._stderr_fd, 1 << 16)
+        size = os.fstat(self._tail_fd).st_size
+        kept = os.pread(self._tail_fd, 1 << 14, max(0, size - (1 << 14)))
+        return "\n".join(_telling_lines((kept + rest).decode(errors="replace").splitlines()))
+
+    def tail_size(self) -> int:
+        return os.fstat(self._tail_fd).st_size
+
+    def release(self) -> None:
+        """Closes what this end holds. The process must have ended."""
+        if not self._released:
+            self._released = True
+            close_own(self._pidfd, self._status_fd, self._tail_fd, self._stderr_fd)
+
+    def _reap(self) -> int | None:
+        if self._status_fd is not None:
+            text = os.read(self._status_fd, 16)
+            if not text:  # the launcher is gone, and with it the worker, but not what the worker had started
+                _core.kill_session(self.pid)
+                return None
+            return int(text)
+        os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
+        _core.kill_session(self.pid)
+        _, raw = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(raw)
+
+
+def _telling_lines(lines: list[str]) -> list[str]:
+    """The last lines; of a stack, whose most recent call comes first, the first ones."""
+    stacks = [at for at, line in enumerate(lines) if line.startswith("Current thread")]
+    if not stacks:
+        return lines[-_TAIL_LINES:]
+    first = max(0, stacks[-1] - 5)
+    end = first + _TAIL_LINES
+    return lines[first:end] + lines[max(end, len(lines) - 5) :]
+
+
+def select_readable(fd: int, timeout_s: float | None) -> bool:
+    """Whether `fd` becomes readable within the time."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
+
+
+def readable(channels: Sequence[Channel], timeout_s: float) -> list[Channel]:
+    """Those of `channels` that have a message, or have been closed at the other end, within the time."""
+    poller = select.poll()
+    by_fd = {channel.fileno(): channel for channel in channels}
+    for fd in by_fd:
+        poller.register(fd, select.POLLIN)
+    return [by_fd[fd] for fd, _ in poller.poll(timeout_s * 1000)]
+
+
+class LauncherLost(Exception):
+    """The launcher process ended while it started a worker."""
+
+
+class LauncherClient:
+    """The caller's end of a launcher process. Shared by the vector envs of one caller, ended with the last of them."""
+
+    _running: ClassVar[dict[tuple[int, str, int], LauncherClient]] = {}
+    _lock = threading.Lock()
+
+    @classmethod
+    def acquire(cls, method: str, threads: int) -> LauncherClient:
+        """The running launcher for this process, start method and thread limit, or a new one."""
+        key = (os.getpid(), method, threads)
+        with cls._lock:
+            client = cls._running.get(key)
+            if client is None or not client.is_usable():
+                client = cls._running[key] = cls(key)
+            client._users += 1
+            return client
+
+    def __init__(self, key: tuple[int, str, int]) -> None:
+        self._key = key
+        _, method, threads = key
+        self._users = 0
+        self._in_step = True
+        self._request_lock = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        caller = os.pidfd_open(os.getpid())
+        command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(caller)]
+        command.append("preload" if method == "forkserver" else "")
+        self._process = subprocess.Popen(
+            command,
+            env=worker_environment(threads),
+            pass_fds=(theirs.fileno(), caller),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        os.close(caller)
+        own(self._control.fileno())
+
+    def is_usable(self) -> bool:
+        """Whether workers can be started by it."""
+        return self._in_step and self._process.poll() is None
+
+    def release(self) -> None:
+        """One user less; with the last the launcher ends."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            if self._running.get(self._key) is self:
+                del self._running[self._key]
+        disown(self._control.fileno())
+        # Not merely closed: a forked child of the caller may hold the socket open.
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def start(self, fds: Mapping[str, int]) -> tuple[int, int, int]:
+        """Starts a worker on `fds`; returns its pid, pidfd and the pipe that will tell its exit code."""
+        _, method, threads = self._key
+        status_read, status_write = os.pipe()
+        request = {
+            "method": method,
+            "path": sys.path,
+            "cwd": os.getcwd(),
+            "environ": worker_environment(threads),
+        }
+        body = pickle.dumps(request)
+        with self._request_lock:
+            # Until the answer is here: an interrupt in between leaves one that nobody waits for.
+            self._in_step = False
+            try:
+                socket.send_fds(
+                    self._control, [HEADER.pack(len(body))], [*(fds[name] for name in WORKER_FDS), status_write]
+                )
+                self._control.sendall(body)
+                answer, pidfds, _, _ = socket.recv_fds(self._control, HEADER.size, 1)
+            except BaseException as error:
+                os.close(status_read)
+                if isinstance(error, ConnectionError):
+                    raise LauncherLost from error
+                raise
+            finally:
+                os.close(status_write)
+            if len(answer) < HEADER.size:
+                os.close(status_read)
+                raise LauncherLost
+            self._in_step = True
+        return HEADER.unpack(answer)[0], pidfds[0], status_read
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """The caller's environment, with the limits of native thread pools that the caller did not set itself."""
+    return {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), **os.environ}
+
+
+def fork_worker(run: Callable[[Mapping[str, int]], None], fds: Mapping[str, int]) -> tuple[int, int]:
+    """Forks the caller; the child runs `run(fds)` and ends. Returns pid and pidfd."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid, os.pidfd_open(pid)
+    code = 1
+    try:
+        os.setsid()
+        # Not killed with the parent: that would be with the thread that forked it, and spare the worker's children.
+        _core.continue_without_parent()
+        for fd in _own_fds - set(fds.values()):
+            os.close(fd)
+        _own_fds.clear()
+        run(fds)
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)

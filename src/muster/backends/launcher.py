@@ -1,0 +1,152 @@
+"""The launcher: a small, single-threaded process that is the parent of a caller's fresh workers.
+
+Why not the caller itself? Forking it would copy its threads' locks and its memory; and a worker whose parent is a
+thread of the caller cannot be told apart from one whose parent has died. The launcher never runs user code, so its
+forks are clean; it outlives nothing: when the caller is gone, by whatever signal, it kills the workers and ends.
+
+Imports nothing heavy, so that it is there at once; `preload` brings NumPy and Gymnasium in once, for all forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from typing import Any, NoReturn
+
+from muster import _core
+
+# The fds that a worker gets, in the order in which they travel.
+WORKER_FDS = ("channel", "slab", "mail", "tail", "stderr_read", "stderr_write", "stdout", "stderr", "caller")
+HEADER = struct.Struct("<Q")
+
+_SPAWNED = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); fds = json.loads(sys.argv[2]); "
+    "from muster import _core; _core.die_with_parent(); from muster.backends.worker import main; main(fds); "
+    "import os; os._exit(0)"  # like forked workers: an env's threads must not keep it alive
+)
+
+
+class Launcher:
+    """The loop. Requests come from the caller over `control`; exit statuses go back over a pipe for each worker."""
+
+    def __init__(self, control: socket.socket, caller_pidfd: int) -> None:
+        self._control = control
+        self._caller_pidfd = caller_pidfd
+        self._workers: dict[int, tuple[int, int]] = {}  # by pidfd: pid and status pipe
+        self._poller = select.poll()
+        self._poller.register(control, select.POLLIN)
+        self._poller.register(caller_pidfd, select.POLLIN)
+
+    def run(self) -> NoReturn:
+        while True:
+            for fd, _ in self._poller.poll():
+                if fd in self._workers:
+                    self._reap(fd)
+                elif fd == self._caller_pidfd or not self._serve():
+                    self._end()
+
+    def _serve(self) -> bool:
+        """One request; False if there will be no more."""
+        header, fds, _, _ = socket.recv_fds(self._control, HEADER.size, len(WORKER_FDS) + 1)
+        if len(header) < HEADER.size:
+            return False
+        (length,) = HEADER.unpack(header)
+        body = b""
+        while len(body) < length:
+            part = self._control.recv(length - len(body))
+            if not part:
+                return False
+            body += part
+        request = pickle.loads(body)
+        *worker_fds, status = fds
+        os.set_inheritable(status, False)
+        pid = self._start(request, dict(zip(WORKER_FDS, worker_fds, strict=True)), status)
+        pidfd = os.pidfd_open(pid)
+        self._workers[pidfd] = (pid, status)
+        self._poller.register(pidfd, select.POLLIN)
+        for fd in worker_fds:
+            os.close(fd)
+        socket.send_fds(self._control, [HEADER.pack(pid)], [pidfd])
+        return True
+
+    def _start(self, request: dict[str, Any], fds: dict[str, int], status: int) -> int:
+        if request["method"] == "spawn":
+            command = [sys.executable, "-c", _SPAWNED, json.dumps(request["path"]), json.dumps(fds)]
+            process = subprocess.Popen(
+                command,
+                env=request["environ"],
+                cwd=request["cwd"],
+                pass_fds=list(fds.values()),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            process.returncode = 0  # `_reap` waits for it; Popen must not
+            return process.pid
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(request, fds, status)
+        return pid
+
+    def _become_worker(self, request: dict[str, Any], fds: dict[str, int], status: int) -> NoReturn:
+        code = 1
+        try:
+            _core.die_with_parent()
+            os.setsid()
+            for fd in (self._control.fileno(), self._caller_pidfd, status, *self._workers):
+                os.close(fd)
+            for _, pipe in self._workers.values():
+                os.close(pipe)
+            os.environ.clear()
+            os.environ.update(request["environ"])
+            os.chdir(request["cwd"])
+            sys.path[:] = request["path"]
+            from muster.backends.worker import main
+
+            main(fds)
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(code)
+
+    def _reap(self, pidfd: int) -> None:
+        pid, status = self._workers.pop(pidfd)
+        self._poller.unregister(pidfd)
+        # While the worker is a zombie no other process can have its session.
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        _core.kill_session(pid)
+        _, raw = os.waitpid(pid, 0)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(status, str(os.waitstatus_to_exitcode(raw)).encode())
+        os.close(status)
+        os.close(pidfd)
+
+    def _end(self) -> NoReturn:
+        for pid, _ in self._workers.values():
+            _core.kill_session(pid)
+        os._exit(0)
+
+
+def preload() -> None:
+    """What every worker needs, imported once for all forks."""
+    importlib.import_module("muster.backends.worker")
+    gc.collect()
+    gc.freeze()
+
+
+def main(control_fd: int, caller_pidfd: int, preloads: bool) -> NoReturn:
+    """The launcher process, from its command line."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    if preloads:
+        preload()
+    Launcher(socket.socket(fileno=control_fd), caller_pidfd).run()

@@ -1,0 +1,156 @@
+"""``on_failure="restart"``: an env that raised, or whose worker died, is built anew and its episode ends truncated.
+
+A failed env is not delivered. It stays pending while its worker builds it again, and what is delivered then is a row
+that says so: the last observation, reward 0, ``truncated=True``, ``infos["restarted"]`` with the reason; with
+``same_step`` the observation is the new episode's first and the last one is the final observation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from muster.backends.base import Backend
+from muster.errors import WorkerError
+from muster.spec import Array
+from muster.transport.infos import InfoReader
+from muster.transport.slab import STATUS_LOST
+
+WINDOW_S = 60.0
+_RESET = 2  # Command::kReset of _core/layout.hpp
+
+
+class Recovery:
+    """Restarts envs of one vector env. max_restarts: per worker, within `WINDOW_S` seconds."""
+
+    def __init__(self, backend: Backend, autoreset_mode: AutoresetMode, max_restarts: int, infos: InfoReader) -> None:
+        self._backend = backend
+        self._info_reader = infos
+        self._caller = backend.caller
+        self._records = backend.slab.records
+        self._mode = autoreset_mode
+        self._max_restarts = max_restarts
+        num_envs = backend.slab.plan.num_envs
+        self._seeds: list[int | None] = [None] * num_envs
+        self._recent: dict[int, deque[float]] = {}
+        # Envs that died while nobody waited for them, by the reason: told when they are next sent to.
+        self._lost: dict[int, str] = {}
+        self._reasons: dict[int, str] = {}  # of workers' deaths, by env that was waited for
+        # What is to be written over a restarted env's row once it has answered: None for a plain reset's row.
+        self._rows: dict[int, str | None] = {}
+        self._told: dict[int, str] = {}  # why, for infos["restarted"]
+        rows = backend.slab.obs
+        leaves = backend.slab.plan.obs.leaves()
+        self._caller.keep_rows([n for leaf in leaves for n in (rows.offsets[leaf.index], leaf.row_bytes)])
+
+    def seeds_for_reset(self, env_ids: Array, seeds: Sequence[int | None]) -> list[int | None]:
+        """Seeds for a reset, which settles what died before it; remembers those that were asked for."""
+        chosen = []
+        for env, seed in zip(env_ids.tolist(), seeds, strict=True):
+            lost = self._lost.pop(env, None) is not None
+            if seed is not None:
+                self._seeds[env] = seed
+            chosen.append(self._new_seed(env) if lost and seed is None else seed)
+        self._caller.detour = bool(self._lost)
+        return chosen
+
+    def worker_died(self, line: int, envs: range, reason: str) -> None:
+        """The backend has replaced a dead worker; its envs are built anew, their episodes lost."""
+        self._count(line, reason)
+        pending = self._caller.lose_line(line)
+        self._info_reader.forget(line)
+        for env in envs:
+            self._records["restarts"][env] += 1
+            (self._reasons if env in pending else self._lost)[env] = reason
+        self._caller.detour = True
+
+    def split(self, ids: Array) -> tuple[Array, Array]:
+        """Of envs about to be stepped: those that can be, and those whose worker died since their last row."""
+        lost = [env for env in ids.tolist() if env in self._lost]
+        return ids[~np.isin(ids, lost)], np.array(lost, np.int64)
+
+    def answer_for(self, lost: Array) -> None:
+        """Makes envs from `split` pending; they answer as restarted."""
+        self._caller.request_resets(lost)
+        for env in lost.tolist():
+            # An episode that had ended is no loss: its env resets next anyway.
+            truncate = not self._records["needs_reset"][env]
+            self._restart(env, self._lost.pop(env), truncate=truncate, rebuilds=False)
+        self._caller.detour = bool(self._lost)
+
+    def retry_failed(self) -> bool:
+        """Restarts pending envs that have failed. False if none has."""
+        failed = self._caller.failed()
+        for env in failed:
+            died = self._records["status"][env] == STATUS_LOST
+            if died:
+                reason = self._reasons.pop(env)
+            else:
+                failure = self._backend.failures(np.array([env]))[0]
+                reason = f"{failure.type_name}: {failure.message}"
+                self._count(self._caller.line_of(env), f"env {env}: {reason}")
+            was_reset = self._records["command"][env] == _RESET and env not in self._rows
+            overlay = self._rows.pop(env, None)
+            self._caller.restore(env)
+            if not died:
+                self._records["restarts"][env] += 1
+            resets = was_reset or (self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env]))
+            self._caller.ask_again(env)
+            self._restart(env, overlay or reason, truncate=overlay is not None or not resets, rebuilds=not died)
+        return bool(failed)
+
+    def finish_rows(self) -> dict[int, str]:
+        """Writes over the rows of envs that have answered since; returns the reasons of those about to be delivered."""
+        told = {}
+        for env in [env for env in self._rows if self._caller.finished(env)]:
+            reason = self._rows.pop(env)
+            told[env] = self._told.pop(env)
+            if reason is not None:
+                self._truncate(env)
+        return told
+
+    def _restart(self, env: int, reason: str, *, truncate: bool, rebuilds: bool) -> None:
+        self._rows[env] = reason if truncate else None
+        self._told[env] = reason
+        if truncate and self._mode is AutoresetMode.SAME_STEP:
+            slab = self._backend.slab
+            for obs, final in zip(slab.obs.arrays, slab.final_obs.arrays, strict=True):
+                final[env] = obs[env]
+        resets_now = not truncate or self._mode is AutoresetMode.SAME_STEP
+        self._backend.restart(env, self._new_seed(env), resets_now=resets_now, rebuilds=rebuilds)
+
+    def _new_seed(self, env: int) -> int | None:
+        seed = self._seeds[env]
+        if seed is None:
+            return None
+        restarts = int(self._records["restarts"][env])
+        return int(np.random.SeedSequence(seed, spawn_key=(restarts,)).generate_state(1)[0])
+
+    def _truncate(self, env: int) -> None:
+        record = self._records
+        record["reward"][env] = 0.0
+        record["terminated"][env], record["truncated"][env] = False, True
+        record["episode_over"][env], record["was_reset"][env] = True, False
+        same_step = self._mode is AutoresetMode.SAME_STEP
+        record["needs_reset"][env], record["has_final"][env] = not same_step, same_step
+        record["final_schema"][env] = 0
+
+    def _count(self, line: int, reason: str) -> None:
+        now = time.monotonic()
+        recent = self._recent.setdefault(line, deque())
+        recent.append(now)
+        while now - recent[0] > WINDOW_S:
+            recent.popleft()
+        if len(recent) > self._max_restarts:
+            self._caller.closed = True
+            self._backend.close(0.0)
+            raise WorkerError(
+                f"worker {line} failed {len(recent)} times within {WINDOW_S:.0f} s "
+                f"(max_restarts={self._max_restarts}), so restarting does not help; the vector env is closed. "
+                f"The last failure: {reason}",
+                worker_index=line,
+            )

@@ -1,0 +1,102 @@
+"""What the machine grants this process, and what a process holds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """The cores that this process may keep busy: affinity and cgroup quota (v2 and v1), at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _quota_v2() or _quota_v1()
+    return max(1, min(cores, round(quota))) if quota else cores
+
+
+def _quota_v2() -> float | None:
+    own = _own_cgroup()
+    limits = []
+    for folder in (own, *own.parents):
+        if _CGROUP not in (folder, *folder.parents):
+            break
+        fields = _read(folder / "cpu.max").split()
+        if len(fields) == 2 and fields[0] != "max":
+            limits.append(int(fields[0]) / int(fields[1]))
+    return min(limits, default=None)
+
+
+def _quota_v1() -> float | None:
+    quota, period = (_read(_CGROUP / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    return int(quota) / int(period) if quota and period and int(quota) > 0 else None
+
+
+def memory_left() -> tuple[int, str]:
+    """Bytes that this process and its children may still take, and what sets that limit: a cgroup or the machine."""
+    fields = dict(line.split(":") for line in _read(Path("/proc/meminfo")).splitlines())
+    limits = [(sys.maxsize, "no limit is known")]
+    if "MemAvailable" in fields:
+        limits.append((int(fields["MemAvailable"].split()[0]) * 1024, "free in this machine"))
+    for folder, limit_name, usage_name, cache_name in _memory_cgroups():
+        limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
+        if not limit.isdigit() or not usage.isdigit():
+            continue
+        statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+        # The page cache of files that nobody reads is given back when memory is wanted.
+        used = int(usage) - int(statistics.get(cache_name, 0))
+        limits.append((max(0, int(limit) - used), f"of the cgroup's {limit_name}={limit}"))
+    return min(limits)
+
+
+def _memory_cgroups() -> Iterator[tuple[Path, str, str, str]]:
+    """Every cgroup whose memory limit counts here: folder, and the names of its limit, usage and idle page cache."""
+    own = _own_cgroup()
+    for folder in (own, *own.parents):
+        if _CGROUP in (folder, *folder.parents):
+            yield folder, "memory.max", "memory.current", "inactive_file"
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            top = _CGROUP / "memory"
+            own = top / path.lstrip("/")
+            for folder in (own, *own.parents):
+                if top in (folder, *folder.parents):
+                    yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+
+
+def _own_cgroup() -> Path:
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        if line.startswith("0::"):
+            return _CGROUP / line[3:].lstrip("/")
+    return _CGROUP
+
+
+def process_usage(pid: int | None) -> dict[str, int | None]:
+    """``memory_bytes`` that only this process holds, and ``fds``; None where the process is gone."""
+    if pid is None:
+        return {"memory_bytes": None, "fds": None}
+    private = [
+        int(line.split()[1]) * 1024
+        for line in _read(Path(f"/proc/{pid}/smaps_rollup")).splitlines()
+        if line.startswith("Private_")
+    ]
+    try:
+        fds: int | None = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        fds = None
+    return {"memory_bytes": sum(private) if private else None, "fds": fds}
+
+
+def own_memory_bytes() -> int:
+    """Memory that only this process holds; 0 where the kernel does not tell."""
+    return process_usage(os.getpid())["memory_bytes"] or 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,72 @@
+"""The serial backend: all envs in the calling process, on the same stepping loop as everywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from muster.backends.base import Backend, CallerOptions, local_share, make_caller
+from muster.backends.share import EnvCall, EnvFacts, Failure, Share, ShareOptions, to_exception
+from muster.recipe import Recipe, WorkerInfo
+from muster.spec import Array
+from muster.transport.mail import LocalMail, Mail
+from muster.transport.slab import Plan, Slab
+
+
+class SerialBackend(Backend):
+    """Steps every env itself. Arguments reach the envs as they are, and the caller's generators are left alone."""
+
+    def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo | None = None) -> None:
+        self.first_envs = (0, len(recipes))
+        info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
+        self._share = Share(recipes, info, 0)
+        self._mail = LocalMail()
+
+    @property
+    def num_workers(self) -> int:
+        return 0
+
+    @property
+    def envs(self) -> list[Any]:
+        """The envs themselves."""
+        return self._share.envs
+
+    def start(self) -> list[EnvFacts]:
+        if failure := self._share.build():
+            raise to_exception(failure)
+        facts = self._share.facts()
+        return [one or facts[0] for one in facts]  # type: ignore[misc]  # the first is never None
+
+    def attach(self, plan: Plan, shares: ShareOptions, caller: CallerOptions) -> None:
+        self.slab = Slab(plan)
+        self.caller = make_caller(self.slab, caller)
+        local_share(self, self._share, 0, self._mail, shares)
+
+    def mail_of(self, line: int) -> Mail:
+        return self._mail
+
+    def reset(self, env_ids: Array, seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
+        self.caller.request_resets(env_ids)
+        self._share.reset(env_ids.tolist(), seeds, options)
+
+    def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._results = self._share.call(name, args, kwargs)
+
+    def call_wait(self, timeout_s: float | None) -> list[Any]:
+        return self._results
+
+    def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
+        return self._share.set_attr(name, values)
+
+    def restart(self, env: int, seed: int | None, *, resets_now: bool, rebuilds: bool) -> None:
+        self._share.restart(env, seed, resets_now, rebuilds)
+
+    def watch(self, waited_s: float) -> None:
+        """There is no worker to lose."""
+
+    def process_ids(self) -> list[int | None]:
+        return [os.getpid()]
+
+    def close(self, timeout_s: float) -> list[Failure]:
+        return self._share.close()

@@ -1,0 +1,173 @@
+"""The worker process: builds its share of the envs, then steps them until it is told to close."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import fcntl
+import functools
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from muster import _core
+from muster.backends.memory_plan import Built
+from muster.backends.share import Failure, Share, ShareOptions, seed_globals, settle
+from muster.errors import CannotTravel
+from muster.recipe import Recipe, WorkerInfo, unpack, worker_info_context
+from muster.transport.channel import Channel, ChannelClosed
+from muster.transport.mail import SharedMail, dumps
+from muster.transport.slab import Plan, Slab
+
+# Asks for the Python stack, also while native code holds the GIL. Not SIGUSR1: envs may use that.
+STACK_SIGNAL = signal.SIGRTMIN + 7
+
+
+@dataclass(frozen=True)
+class StartOrder:
+    """The first message to a worker."""
+
+    recipes: bytes  # pickled; empty under fork
+    info: WorkerInfo
+    first_env: int
+    argv: list[str]
+    threads: int
+    tells_building: bool  # whether it tells, before all else, of each of its first two envs
+
+
+def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> None:
+    """Runs a worker on the fds of `launcher.WORKER_FDS`. `recipes`: inherited, under fork."""
+    _core.start_watchdog(fds["caller"], fds["stderr_read"], fds["stderr"], fds["tail"])
+    _take_over(fds)
+    forked = recipes is not None
+    channel = Channel(socket.socket(fileno=fds["channel"]), shares_main=forked)
+    exit_code = 0
+    try:
+        Worker(channel, fds["slab"], fds["mail"], forked=forked).run(recipes)
+    except (ChannelClosed, OSError) as error:
+        cause = error.__cause__ if isinstance(error, ChannelClosed) else error
+        if isinstance(cause, OSError) and cause.errno in (errno.EBADF, errno.ENOTSOCK):
+            exit_code = _core.EXIT_FDS_CLOSED
+        elif not isinstance(error, ChannelClosed):
+            raise
+        # Else the caller has closed, or is gone.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if exit_code:
+        os._exit(exit_code)
+
+
+def _take_over(fds: Mapping[str, int]) -> None:
+    """This process's own stdin, stdout, stderr, crash report and signals."""
+    for fd in fds.values():
+        os.set_inheritable(fd, False)
+    # The watchdog writes there, too.
+    fcntl.fcntl(fds["tail"], fcntl.F_SETFL, os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (fds["stdout"], 1), (fds["stderr_write"], 2)):
+        os.dup2(source, target)
+    os.close(null)
+    os.close(fds["stdout"])
+    os.close(fds["stderr_write"])
+    faulthandler.enable(file=fds["tail"], all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=fds["tail"], all_threads=True)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Ctrl-C is the caller's to handle. A handler, since an ignored signal would be inherited by the env's processes.
+    signal.signal(signal.SIGINT, lambda *_: None)
+
+
+class Worker:
+    """Answers the caller's messages; between them, the core steps."""
+
+    def __init__(self, channel: Channel, slab_fd: int, mail_fd: int, *, forked: bool) -> None:
+        self._channel = channel
+        self._slab_fd = slab_fd
+        self._mail = SharedMail(mail_fd, shares_main=forked)
+        self._dumps = functools.partial(dumps, shares_main=forked)
+        self._forked = forked
+        self._share: Share
+
+    def run(self, recipes: Sequence[Recipe] | None) -> None:
+        if self._forked:
+            settle(collects=False)
+        order: StartOrder = self._channel.recv()
+        sys.argv = order.argv
+        assert order.info.seed is not None
+        seed_globals(order.info.seed)
+        with worker_info_context(order.info):
+            self._share = Share((), order.info, order.first_env, dumps=self._dumps)
+            failure = self._build(order, recipes)
+            self._channel.send(failure or self._share.facts())
+            if failure:
+                self._channel.recv()  # until the caller closes it: one that has ended would be taken for dead
+                return
+            limit_threads(order.threads)
+            settle(collects=not self._forked)
+            # The core returns from stepping when a message has come.
+            while self._answer(self._channel.recv()):
+                self._share.stepper.run()
+
+    def _build(self, order: StartOrder, recipes: Sequence[Recipe] | None) -> Failure | None:
+        try:
+            self._share.recipes = list(unpack(order.recipes) if recipes is None else recipes)
+        except BaseException as error:
+            return self._share.failure(0, error)
+        return self._share.build(self._tell_built if order.tells_building else None)
+
+    def _tell_built(self, memory_bytes: Sequence[int]) -> None:
+        """memory_bytes: of this process, before the first env and after each."""
+        self._channel.send(Built(*memory_bytes))
+
+    def _answer(self, message: tuple[Any, ...]) -> bool:
+        """False once the worker is to end."""
+        kind, *arguments = message
+        if kind == "attach":
+            self._attach(*arguments)
+        elif kind == "reset":
+            self._reset(*arguments)
+        elif kind == "restart":
+            self._share.restart(*arguments)
+        elif kind == "call":
+            self._reply(arguments[0], self._share.call(*arguments[1:]))
+        elif kind == "set_attr":
+            self._reply(arguments[0], self._share.set_attr(*arguments[1:]))
+        else:
+            self._reply(arguments[0], self._share.close())
+        return bool(kind != "close")
+
+    def _attach(self, plan: Plan, line: int, options: ShareOptions) -> None:
+        self._share.attach(Slab(plan, self._slab_fd), line, self._mail, options)
+        self._channel.send("attached")
+
+    def _reset(self, env_ids: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
+        known = [seed for seed in seeds if seed is not None]
+        if known:
+            # Neighbouring seeds, and neighbouring workers, must share nothing.
+            seed_globals([*known, self._share.info.worker_index])
+        self._share.reset(env_ids, seeds, options)
+
+    def _reply(self, number: int, results: Sequence[Any]) -> None:
+        """Sends results one by one pickled, so that one that cannot travel costs only itself."""
+        self._channel.send((number, [self._packed(i, result) for i, result in enumerate(results)]))
+
+    def _packed(self, i: int, result: Any) -> bytes:
+        try:
+            return self._dumps(result)
+        except Exception as error:
+            refusal = CannotTravel(
+                f"a {type(result).__module__}.{type(result).__qualname__} cannot be sent from the worker: "
+                f'{error}. Ask for something smaller, such as an attribute of it, or use backend="serial"'
+            )
+            return self._dumps(self._share.failure(i, refusal))
+
+
+def limit_threads(count: int) -> None:
+    """Tells torch, where the env has loaded it; OpenMP and BLAS read their limit from the environment."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(count)

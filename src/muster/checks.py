@@ -1,0 +1,77 @@
+"""What users hand to a vector env, checked before anything is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from muster.errors import ActionError, SpecMismatch, UsageError
+from muster.spec import Space, first_difference
+
+
+def seeds_of(seed: Any, num_envs: int) -> list[int | None]:
+    """One seed for each env: `seed` + i, or the list's own. Raises UsageError, ValueError."""
+    if seed is None:
+        return [None] * num_envs
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+        seeds: list[int | None] = [int(seed) + i for i in range(num_envs)]
+    elif isinstance(seed, (list, tuple, np.ndarray)):
+        seeds = [None if one is None else _whole(one) for one in seed]
+    else:
+        raise UsageError(f"seed must be an int, a list of {num_envs} ints or None, got {seed!r}")
+    if len(seeds) != num_envs:
+        raise ValueError(f"expected {num_envs} seeds, one for each env (num_envs), got {len(seeds)}")
+    if any(one is not None and one < 0 for one in seeds):
+        raise ValueError(f"seeds must not be negative, got {seed!r}")
+    return seeds
+
+
+def reset_mask_of(mask: Any, num_envs: int) -> npt.NDArray[np.bool_]:
+    """`mask` if it is a bool array ``[N]`` that selects something. Raises TypeError, ValueError."""
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+        got = mask.dtype if isinstance(mask, np.ndarray) else type(mask).__name__
+        raise TypeError(f'options["reset_mask"] must be a bool array, got {got}')
+    if mask.shape != (num_envs,):
+        raise ValueError(f'options["reset_mask"] must have shape ({num_envs},), got {mask.shape}')
+    if not mask.any():
+        raise ValueError('options["reset_mask"] selects no env; leave it out to reset all')
+    return mask
+
+
+def env_ids_of(env_ids: Any, num_envs: int) -> npt.NDArray[np.int64]:
+    """int64 ``[n]``: distinct ids below `num_envs`. Raises ActionError."""
+    ids = np.asarray(env_ids)
+    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise ActionError(f"env_ids must be a list of distinct ints, got {env_ids!r}")
+    if ids.min() < 0 or ids.max() >= num_envs or len(np.unique(ids)) != len(ids):
+        raise ActionError(f"env_ids must be distinct and below num_envs={num_envs}, got {env_ids!r}")
+    return np.ascontiguousarray(ids, np.int64)
+
+
+def require_agreement(observation_spaces: Sequence[Space], action_spaces: Sequence[Space], *, bounds: bool) -> None:
+    """Raises SpecMismatch for the first env whose spaces differ from env 0's. bounds: observations' bounds count."""
+    for path, all_spaces, with_bounds in (
+        ("observation", observation_spaces, bounds),
+        ("action", action_spaces, True),
+    ):
+        for env, space in enumerate(all_spaces):
+            found = first_difference(all_spaces[0], space, path, bounds=with_bounds)
+            if found is None:
+                continue
+            hint = ""
+            if path == "observation" and first_difference(all_spaces[0], space, path, bounds=False) is None:
+                hint = '; if that is meant, use observation_mode="different"'
+            raise SpecMismatch(
+                f"env {env} differs from env 0 in {found.path}: {found.field} is {found.got}, "
+                f"expected {found.expected}{hint}",
+                env_index=env,
+            )
+
+
+def _whole(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise UsageError(f"seed must be an int, got {seed!r}")
+    return int(seed)

@@ -1,0 +1,154 @@
+"""`muster.diagnose`: tries an env out and says how to run many of it, or what is in the way."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from muster.doctor.advice import Verdict, recommend, unbuildable
+from muster.doctor.diagnosis import Diagnosis, Finding, Measurements
+from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
+from muster.doctor.forecast import Trace, make_trace
+from muster.doctor.guarded import Outcome, run_guarded
+from muster.envs import resolve_foreign_id
+from muster.errors import CannotTravel, RecipeError
+from muster.existing_env import is_env
+from muster.introspection import callable_name, type_name
+from muster.make import make_vec
+from muster.pickling import find_culprits
+from muster.recipe import Recipe, make_recipes, pack
+
+CONTEXTS = ("forkserver", "spawn", "fork")
+_SHOWN_CULPRITS = 3
+
+
+def diagnose(
+    env: Any,
+    *,
+    num_envs: int | None = None,
+    env_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[Callable[[Any], Any]] = (),
+    timeout: float = 60.0,
+    seconds: float = 2.0,
+    name: str | None = None,
+) -> Diagnosis:
+    """What keeps an env from running in parallel, how fast it is, and the `make_vec` line that suits it.
+
+    env, env_kwargs, wrappers: as for `make_vec`; an env that exists already is a finding, not an error. Every trial
+    runs in a process of its own: a crash, a hang or an exit in the env is a finding, too.
+    num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
+    of a trial.  seconds: how long the env's speed is measured.  name: how messages call the env.
+
+    Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense.
+    """
+    findings: list[Finding] = []
+    target = name or _name(env)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        try:
+            recipe = make_recipes(env, 1, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)[0]
+        except RecipeError as error:
+            return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), unbuildable(env))
+    if is_env(env):
+        findings.append(_about_instance(env))
+    packed = _pack(recipe, findings)
+    tried = {context: _try_context(recipe, context, timeout) for context in CONTEXTS}
+    findings += about_start_methods(tried)
+    verdict = Verdict(env, env_kwargs or {}, num_envs, packed is not None, tried)
+    if packed is None:
+        return Diagnosis(target, tuple(findings), Measurements(), recommend(verdict, Measurements(), None))
+
+    def run(trial: str, hash_seed: int | None = None, **options: Any) -> Outcome:
+        return run_guarded(trial, packed, stage_timeout_s=timeout, options=options, hash_seed=hash_seed)
+
+    behaviour = run("behaviour", hash_seed=1)
+    findings += about_behaviour(behaviour)
+    verdict.fragile = behaviour.stage in ("resetting it", "stepping it")
+    trace, measured = None, _measured(behaviour, Outcome(), Outcome(), None)
+    if "digest" in behaviour.results:
+        findings += about_replay(behaviour, run("replay", hash_seed=2))
+        pair, speed = run("pair", hash_seed=1), run("speed", seconds=seconds)
+        together = about_pair(behaviour, pair)
+        verdict.alone = together.severity != "good" or behaviour.results["one_per_process"]
+        findings += [together, *about_early_end(speed, "blocks")]
+        trace = make_trace(speed.results) if "obs_bytes" in speed.results else None
+        measured = _measured(behaviour, pair, speed, trace)
+    return Diagnosis(target, tuple(findings), measured, recommend(verdict, measured, trace))
+
+
+def _name(env: Any) -> str:
+    if isinstance(env, str):
+        return env
+    if is_env(env):
+        return type_name(env)
+    return getattr(env, "id", None) or (callable_name(env) if callable(env) else type_name(env))
+
+
+def _about_instance(env: Any) -> Finding:
+    culprits = [culprit for culprit in find_culprits(env, "env") if culprit.severity == "blocks"]
+    text = f"this is an env that exists already; new ones are made from its spec {env.spec.id!r}."
+    if culprits:
+        listed = "; ".join(f"{c.path} ({c.type}): {c.reason}" for c in culprits[:_SHOWN_CULPRITS])
+        text += f" It could not have been sent to a worker itself: {listed}"
+    return Finding("note", "recipe", text)
+
+
+def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
+    """The recipe for another process, None if it cannot travel."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            packed = pack([recipe], start_method="spawn")
+        except CannotTravel as error:
+            findings.append(Finding("blocks", "travel", str(error)))
+            return None
+    findings += [Finding("warns", "travel", str(one.message)) for one in said if one.category is UserWarning]
+    if not said:
+        findings.append(Finding("good", "travel", "the recipe and its arguments can be sent to workers"))
+    return packed
+
+
+def _try_context(recipe: Recipe, context: str, timeout_s: float) -> str | None:
+    """Starts one worker for real. What it died of, None if it stepped."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            envs = make_vec(
+                recipe.factory,
+                1,
+                env_kwargs=dict(recipe.kwargs),
+                wrappers=recipe.wrappers,
+                context=context,
+                start_timeout=timeout_s,
+                step_timeout=timeout_s,
+            )
+            with envs:
+                envs.reset(seed=0)
+                envs.step(envs.action_space.sample())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _measured(behaviour: Outcome, pair: Outcome, speed: Outcome, trace: Trace | None) -> Measurements:
+    first_bytes = behaviour.results.get("env_bytes")
+    env_bytes = pair.results.get("env_bytes", first_bytes)
+    base_bytes = behaviour.results.get("worker_bytes")
+    libraries = None if first_bytes is None else max(0, first_bytes - env_bytes)
+    return Measurements(
+        build_s=behaviour.results.get("build_s"),
+        step_median_s=None if trace is None else float(np.median(trace.steps_s)),
+        step_p99_s=None if trace is None else float(np.percentile(trace.steps_s, 99)),
+        reset_median_s=None if trace is None else float(np.median(trace.resets_s)),
+        reset_p99_s=None if trace is None else float(np.percentile(trace.resets_s, 99)),
+        row_s=None if trace is None else trace.row_s,
+        episode_rows=trace.num_steps / trace.num_resets if trace is not None and trace.num_resets else None,
+        obs_bytes=speed.results.get("obs_bytes"),
+        env_bytes=env_bytes,
+        worker_bytes=None if base_bytes is None or libraries is None else base_bytes + libraries,
+        gil_free=behaviour.results.get("gil_free"),
+        threads_started=behaviour.results.get("threads"),
+    )

@@ -1,0 +1,119 @@
+"""What the doctor's trials found, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from muster.doctor.diagnosis import Finding, Severity, size
+from muster.doctor.guarded import Outcome
+
+# An env that ended early in one of these stages cannot be stepped; in the others it can.
+_FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
+_MANY_THREADS = 2
+_MUCH = 10_000
+_SHOWN = 4
+
+
+def about_early_end(outcome: Outcome, severity: Severity) -> list[Finding]:
+    """A finding if the trial did not come to its end."""
+    if outcome.stage is None:
+        return []
+    text = f"{outcome.stage}, the env {outcome.how}"
+    return [Finding(severity, "life", text, outcome.detail or None)]
+
+
+def about_behaviour(outcome: Outcome) -> list[Finding]:
+    """What the trial `behaviour` found."""
+    found = about_early_end(outcome, "blocks" if outcome.stage in _FATAL else "warns")
+    results = outcome.results
+    if "api" in results:
+        found += _about_api(results["api"], results.get("refused"), results.get("warned", ()))
+    blocking = [culprit for culprit in results.get("culprits", ()) if culprit[3] == "blocks"]
+    if blocking:
+        path, kind, reason, _ = blocking[0]
+        text = f"the env itself cannot be sent ({path}: {kind}: {reason}): hand over how to build it, never the env"
+        found.append(Finding("note", "instance", text))
+    if results.get("one_per_process"):
+        found.append(Finding("note", "isolation", 'its class declares metadata["one_per_process"] = True'))
+    if results.get("reuses_buffers"):
+        found.append(
+            Finding("note", "buffers", "it writes every observation into the same array; Muster copies, others may not")
+        )
+    if results.get("changes_action"):
+        found.append(Finding("warns", "actions", "its step changes the action array it is given"))
+    if results.get("costly_infos"):
+        found.append(_about_infos(results["costly_infos"]))
+    if results.get("threads", 0) >= _MANY_THREADS:
+        text = f"it starts {results['threads']} threads; with a worker per core they take each other's time"
+        found.append(Finding("warns", "threads", text))
+    return found
+
+
+def about_replay(behaviour: Outcome, replay: Outcome) -> list[Finding]:
+    """Whether seeds give what they promise, within a process and across."""
+    found = about_early_end(replay, "warns")
+    first = behaviour.results
+    if "digest" not in replay.results or "digest_other" not in first:
+        return found
+    if first["digest"] != first["digest_again"]:
+        text = "the same seed gives another trajectory when the same env is reset to it again"
+        found.append(Finding("warns", "seeds", text))
+    elif first["digest"] != replay.results["digest"]:
+        text = "the same seed gives another trajectory in another process: it draws from a generator that is not seeded"
+        found.append(Finding("warns", "seeds", f"{text}, or depends on the order of a set"))
+    elif first["digest"] == first["digest_other"]:
+        found.append(Finding("note", "seeds", "another seed gives the same trajectory: the seed has no effect"))
+    else:
+        text = "the same seed gives the same trajectory, across processes too; another seed another one"
+        found.append(Finding("good", "seeds", text))
+    return found
+
+
+def about_pair(behaviour: Outcome, pair: Outcome) -> Finding:
+    """Whether two envs may live in one process."""
+    results = behaviour.results
+    repeats = results["digest"] == results.get("digest_again")
+    if pair.stage is not None:
+        text = f"only one may live in a process: {pair.stage}, it {pair.how}"
+    elif repeats and pair.results["digest"] != results["digest"]:
+        text = "two in one process disturb each other: a trajectory changes when another env is stepped in between"
+    else:
+        return Finding("good", "isolation", "several may live in one process")
+    return Finding("warns", "isolation", text, "muster.make_vec(..., one_env_per_process=True)")
+
+
+def about_start_methods(tried: Mapping[str, str | None]) -> list[Finding]:
+    """Which start methods work. tried: for each what it died of, or None."""
+    works = [name for name, error in tried.items() if error is None]
+    found = []
+    if works:
+        found.append(Finding("good", "start methods", f"{', '.join(works)} tried, and work"))
+    for name, error in tried.items():
+        if error is not None:
+            severity: Severity = "note" if works else "blocks"
+            found.append(Finding(severity, "start methods", f"{name} does not work: {error}"))
+    return found
+
+
+def _about_api(api: str, refused: Sequence[str] | None, warned: Sequence[str]) -> list[Finding]:
+    if api == "unknown":
+        return [Finding("blocks", "API", "it speaks none of the APIs: Gymnasium, PettingZoo, dm_env")]
+    if refused is None:
+        return []
+    if refused:
+        return [Finding("warns", "API", f"{api}'s own checker refuses it: {'; '.join(refused[:_SHOWN])}")]
+    found = [Finding("good", "API", f"it follows its API ({api})")]
+    if warned:
+        found.append(Finding("note", "API", f"{api}'s own checker remarks: {'; '.join(warned[:_SHOWN])}"))
+    return found
+
+
+def _about_infos(costly: list[list[object]]) -> Finding:
+    listed = []
+    heavy = False
+    for key, kind, length in costly[:_SHOWN]:
+        assert isinstance(length, int)
+        listed.append(f"{key!r} ({kind}, {size(length) if length >= 0 else 'cannot be pickled'})")
+        heavy = heavy or not 0 <= length < _MUCH
+    text = f"infos hold more than numbers, which is pickled on every step: {', '.join(listed)}"
+    return Finding("warns" if heavy else "note", "infos", text)

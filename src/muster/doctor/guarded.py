@@ -1,0 +1,134 @@
+"""Runs a trial in a process of its own: a crash, a hang or an exit in the env is a finding, not the doctor's end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from muster import _core
+from muster.backends.launch import worker_environment
+
+_BOOT = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "from muster.doctor.trials import main; main(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))"
+)
+_STDERR_LINES = 12
+_ABORT_S = 2.0
+
+
+@dataclass
+class Outcome:
+    """What a trial told. stage: what it was doing when it ended early, None if it came to its end.
+
+    how: how it ended early: what it raised, the signal, the exit code, or that it hung.  detail: the traceback, or the
+    last lines of its stderr with its Python stack.
+    """
+
+    results: dict[str, Any] = field(default_factory=dict)
+    stage: str | None = None
+    how: str = ""
+    detail: str = ""
+
+
+def run_guarded(
+    trial: str, recipe: bytes, *, stage_timeout_s: float, options: dict[str, Any], hash_seed: int | None = None
+) -> Outcome:
+    """Runs `trial` of trials.py on a packed recipe. stage_timeout_s: for each of its stages."""
+    read, write = os.pipe()
+    environment = worker_environment(1)
+    if hash_seed is not None:
+        environment["PYTHONHASHSEED"] = str(hash_seed)
+    with tempfile.TemporaryFile() as packed, tempfile.TemporaryFile() as stderr, os.fdopen(read, "rb", 0) as told:
+        packed.write(recipe)
+        packed.seek(0)
+        command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), trial, str(write), json.dumps(options)]
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            pass_fds=(write,),
+            stdin=packed,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        os.close(write)
+        try:
+            return _listen(process, told, stderr, stage_timeout_s)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            # What the env has started outlives it.
+            _core.kill_session(process.pid)
+            process.wait()
+
+
+def _listen(process: subprocess.Popen[bytes], told: IO[bytes], stderr: IO[bytes], stage_timeout_s: float) -> Outcome:
+    outcome = Outcome(stage="starting Python")
+    deadline = time.monotonic() + stage_timeout_s
+    buffer = b""
+    while True:
+        if not _readable(told, deadline - time.monotonic()):
+            outcome.how = f"hung for {stage_timeout_s:g} s"
+            # The fault handler answers with the Python stack, also out of a native call that holds the GIL.
+            process.send_signal(signal.SIGABRT)
+            _wait(process, _ABORT_S)
+            break
+        chunk = os.read(told.fileno(), 1 << 16)
+        if not chunk:
+            break
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        for line in lines:
+            if _take(outcome, json.loads(line)):
+                deadline = time.monotonic() + stage_timeout_s
+    if outcome.stage is not None and not outcome.how:
+        _wait(process, _ABORT_S)
+        outcome.how = _how_ended(process.returncode)
+    if outcome.stage is not None and not outcome.detail:
+        stderr.seek(0)
+        # The fault handler ends its report with a list of all extension modules.
+        said = stderr.read().decode(errors="replace").partition("\n\nExtension modules:")[0]
+        outcome.detail = "\n".join(said.splitlines()[-_STDERR_LINES:])
+    return outcome
+
+
+def _take(outcome: Outcome, message: list[Any]) -> bool:
+    """Notes one message; True if a stage began."""
+    kind, *rest = message
+    if kind == "result":
+        outcome.results[rest[0]] = rest[1]
+    elif kind == "raised":
+        outcome.how, outcome.detail = rest
+    else:
+        outcome.stage = rest[0]
+    return bool(kind == "stage")
+
+
+def _readable(file: IO[bytes], timeout_s: float) -> bool:
+    poller = select.poll()
+    poller.register(file, select.POLLIN)
+    return bool(poller.poll(max(0.0, timeout_s) * 1000))
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+
+
+def _how_ended(code: int | None) -> str:
+    if code is None:
+        return "closed the doctor's pipe and went on"
+    if code >= 0:
+        return f"ended the process (exit code {code})"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,53 @@
+"""The doctor's report for people, in the terminal. Needs rich, of the extra ``cli``."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from muster.doctor.diagnosis import MARKS, Diagnosis, Finding, Severity, code_of, measured_rows, recommended_rows
+
+_STYLES: dict[Severity, str] = {"blocks": "bold red", "warns": "yellow", "good": "green", "note": "dim"}
+_WORST_FIRST: tuple[Severity, ...] = ("blocks", "warns", "good", "note")
+
+
+def show(diagnosis: Diagnosis, console: Console) -> None:
+    """Prints it: what is in the way first, then what was measured, then what to write."""
+    console.print(Text(diagnosis.target, "bold"), soft_wrap=True)
+    console.print()
+    found = Table.grid(padding=(0, 2))
+    for severity in _WORST_FIRST:
+        for finding in diagnosis.findings:
+            if finding.severity == severity:
+                found.add_row(Text(MARKS[severity], _STYLES[severity]), Text(finding.topic, "bold"), _body(finding))
+    console.print(found)
+    if rows := measured_rows(diagnosis.measured):
+        console.print()
+        console.print(_grid("One env alone", rows))
+    console.print()
+    if diagnosis.recommendation is None:
+        console.print(Text("Nothing works yet: see what is in the way, above.", "bold red"))
+        return
+    console.print(_grid("Recommended", recommended_rows(diagnosis.recommendation)))
+    console.print()
+    # Not broken at the terminal's edge: it is there to be copied.
+    console.print(Text(code_of(diagnosis.recommendation), "cyan"), soft_wrap=True)
+
+
+def _body(finding: Finding) -> RenderableType:
+    text = Text(finding.text)
+    if not finding.remedy:
+        return text
+    code = Syntax(finding.remedy, "python", theme="ansi_dark", background_color="default", word_wrap=True)
+    return Group(text, Padding(code, (0, 0, 0, 2)))
+
+
+def _grid(title: str, rows: list[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(Text(title, "bold"))
+    for name, value in rows:
+        grid.add_row(Text(f"  {name}", "dim"), value)
+    return grid

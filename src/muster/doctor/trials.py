@@ -1,0 +1,219 @@
+"""What the doctor tries out in a process of its own. Each trial tells its results as it goes: it may not come back."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import pickle
+import resource
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from muster import _core
+from muster.backends.resources import own_memory_bytes
+from muster.backends.share import settle
+from muster.doctor.checks import check_api, name_api
+from muster.doctor.gil import share_without_gil
+from muster.doctor.player import Player
+from muster.make import make_vec
+from muster.pickling import find_culprits
+from muster.recipe import Recipe, WorkerInfo, unpack, worker_info_context
+from muster.vector import VectorEnv
+
+_ROWS = 60
+_MAX_TIMES = 20_000
+_ENOUGH_ROWS = 10
+_BIG_INFO_BYTES = 10_000
+
+
+class Teller:
+    """Tells the doctor what is going on, as lines of JSON."""
+
+    def __init__(self, fd: int) -> None:
+        self._pipe = os.fdopen(fd, "w", buffering=1)
+
+    def stage(self, name: str | None) -> None:
+        """What is tried next; None: nothing, all is done."""
+        self._send("stage", name)
+
+    def result(self, name: str, value: Any) -> None:
+        self._send("result", name, value)
+
+    def raised(self, error: BaseException) -> None:
+        self._send("raised", f"raised {type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+
+    def _send(self, *message: Any) -> None:
+        self._pipe.write(json.dumps(message) + "\n")
+
+
+def main(trial: str, fd: int, options: dict[str, Any]) -> None:
+    """The process, from its command line; the packed recipe is on stdin."""
+    _core.die_with_parent()
+    faulthandler.enable(all_threads=True)
+    teller = Teller(fd)
+    try:
+        teller.stage("unpacking the recipe")
+        (recipe,) = unpack(sys.stdin.buffer.read())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _TRIALS[trial](recipe, teller, **options)
+        teller.stage(None)
+    except BaseException as error:
+        teller.raised(error)
+    # Not by way of the interpreter's own end, which threads of the env may keep from coming.
+    os._exit(0)
+
+
+def behaviour(recipe: Recipe, teller: Teller) -> None:
+    """Builds one env and looks at how it behaves."""
+    threads, before = _threads(), own_memory_bytes()
+    teller.result("worker_bytes", before)
+    teller.stage("building it")
+    started = time.perf_counter()
+    with _built(recipe) as env:
+        teller.result("build_s", time.perf_counter() - started)
+        teller.result("api", name_api(env))
+        teller.result("one_per_process", bool((getattr(env, "metadata", None) or {}).get("one_per_process")))
+        teller.stage("looking for what in it cannot travel")
+        teller.result("culprits", [[c.path, c.type, c.reason, c.severity] for c in find_culprits(env, "env")])
+        player = Player(env)
+        teller.stage("resetting it")
+        player.reset(0)
+        teller.stage("stepping it")
+        teller.result("digest", player.play(0, _ROWS))
+        teller.result("env_bytes", max(0, own_memory_bytes() - before))
+        teller.result("threads", max(0, _threads() - threads))
+        teller.result("reuses_buffers", player.reuses_buffers)
+        teller.result("changes_action", player.changes_action)
+        teller.result("costly_infos", _costly(player.infos))
+        teller.result("digest_again", player.play(0, _ROWS))
+        teller.result("digest_other", player.play(1, _ROWS))
+        teller.stage("seeing whether its step releases the GIL")
+        teller.result("gil_free", share_without_gil(player.step_some))
+        teller.stage("checking it by its API's own checker")
+        refused, warned = check_api(env)
+        teller.result("refused", refused)
+        teller.result("warned", warned)
+        teller.stage("closing it")
+
+
+def replay(recipe: Recipe, teller: Teller) -> None:
+    """Plays the same episode in another process."""
+    teller.stage("building it")
+    with _built(recipe) as env:
+        teller.stage("stepping it")
+        teller.result("digest", Player(env).play(0, _ROWS))
+
+
+def pair(recipe: Recipe, teller: Teller) -> None:
+    """Lets two envs live in one process, and step in turns."""
+    teller.stage("building the first of two in one process")
+    with _built(recipe) as first:
+        one = Player(first)
+        one.play(0, _ROWS)
+        teller.stage("building a second one in the same process")
+        before = own_memory_bytes()
+        with _built(recipe) as second:
+            other = Player(second)
+            other.play(1, _ROWS)
+            teller.result("env_bytes", max(0, own_memory_bytes() - before))
+            teller.stage("stepping two of it in one process")
+            teller.result("digest", one.play(0, _ROWS, meanwhile=lambda: other.step_some(1)))
+            teller.stage("closing two of it in one process")
+
+
+def speed(recipe: Recipe, teller: Teller, seconds: float) -> None:
+    """Times one env on the stepping loop that workers run."""
+    teller.stage("building it")
+    envs = make_vec(recipe.factory, 1, env_kwargs=recipe.kwargs, wrappers=recipe.wrappers, backend="serial")
+    settle(collects=True)
+    teller.stage("resetting it")
+    started = time.perf_counter()
+    envs.reset(seed=0)
+    first_reset_s = time.perf_counter() - started
+    envs.action_space.seed(0)
+    actions = [envs.action_space.sample() for _ in range(64)]
+    slab = (envs if isinstance(envs, VectorEnv) else envs._rows)._backend.slab
+    teller.stage("timing its steps")
+    for action in actions[:3]:  # what is set up once
+        envs.step(action)
+    steps_s, resets_s = _time_rows(envs.step, actions, slab.records["was_reset"], seconds)
+    every = max(len(steps_s), len(resets_s)) // _MAX_TIMES + 1
+    teller.result("steps_s", _undisturbed(steps_s)[::every])
+    teller.result("resets_s", _undisturbed(resets_s)[::every] or [first_reset_s])
+    teller.result("num_steps", len(steps_s))
+    teller.result("num_resets", len(resets_s))
+    teller.result("obs_bytes", sum(leaf.row_bytes for leaf in slab.plan.obs.leaves()))
+    teller.stage("closing it")
+    envs.close()
+
+
+Row = tuple[float, bool]
+
+
+def _time_rows(
+    step: Callable[[Any], Any], actions: Sequence[Any], was_reset: npt.NDArray[np.bool_], seconds: float
+) -> tuple[list[Row], list[Row]]:
+    """Seconds of each step and of each reset, and whether the kernel took the core away meanwhile."""
+    clock, usage, thread = time.perf_counter, resource.getrusage, resource.RUSAGE_THREAD
+    rows: tuple[list[Row], list[Row]] = ([], [])
+    end = clock() + seconds
+    row = 0
+    while not row or clock() < end:
+        action = actions[row % len(actions)]
+        switches = usage(thread).ru_nivcsw
+        start = clock()
+        step(action)
+        took = clock() - start
+        rows[bool(was_reset[0])].append((took, usage(thread).ru_nivcsw != switches))
+        row += 1
+    return rows
+
+
+def _undisturbed(rows: list[Row]) -> list[float]:
+    """The rows that had the core to themselves; all of them where too few had: they are too long for that."""
+    quiet = [took for took, disturbed in rows if not disturbed]
+    return quiet if len(quiet) >= min(len(rows), _ENOUGH_ROWS) else [took for took, _ in rows]
+
+
+_TRIALS: dict[str, Callable[..., None]] = {"behaviour": behaviour, "replay": replay, "pair": pair, "speed": speed}
+
+
+@contextmanager
+def _built(recipe: Recipe) -> Iterator[Any]:
+    with worker_info_context(WorkerInfo(recipe.env_index, 0, 1, 1, seed=0)):
+        built = recipe.build()
+    yield built.env
+    built.env.close()
+    built.release(2.0)
+
+
+def _threads() -> int:
+    """Threads of this process, native ones too."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def _costly(infos: list[dict[str, Any]]) -> list[list[Any]]:
+    """What in the infos is no plain number, or big: [key, type, bytes of its pickle or -1]."""
+    costly: dict[str, list[Any]] = {}
+    for info in infos:
+        for key, value in info.items():
+            plain = isinstance(value, (bool, int, float, np.number, np.bool_))
+            array = isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes < _BIG_INFO_BYTES
+            if plain or array:
+                continue
+            try:
+                length = len(pickle.dumps(value))
+            except Exception:
+                length = -1
+            costly[str(key)] = [str(key), type(value).__name__, length]
+    return list(costly.values())

@@ -1,0 +1,271 @@
+"""Multi-agent envs behind the single-env API of the stepping loop.
+
+An adapter's "observation" is a row: everything one step says of all agents, in the parts that `layout.AgentLayout`
+describes. Agents' arrays are copied once, by the core, from the env's own objects into the slab.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from muster.envs.attributes import get_through, set_through
+from muster.envs.groups import Agent, group_agents, sorted_space
+from muster.envs.layout import (
+    ACTING,
+    ALIVE,
+    GIVES_MASKS,
+    GIVES_STATE,
+    TERMINATED,
+    TRUNCATED,
+    AgentLayout,
+    zeros_of,
+)
+from muster.errors import SpecMismatch
+from muster.spec import Space
+
+Row = tuple[Any, ...]
+Step = tuple[Row, float, bool, bool, dict[str, Any]]
+Pick = Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True)
+class AgentSpecs:
+    """What an env says of its agents: their spaces by agent, and the env's state and shared observations."""
+
+    agents: Sequence[Agent]
+    observation_spaces: Mapping[Agent, Space]
+    action_spaces: Mapping[Agent, Space]
+    state_space: Space | None = None
+    shared_space: spaces.Dict | None = None
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where an agent stands: among all agents, in its group, and which of the layout's masks is its own, or -1."""
+
+    index: int
+    group: str
+    group_index: int
+    member: int
+    mask: int
+    pick: Pick
+    unwrap: Callable[[Any], Any] | None  # the observation without its action mask
+
+
+class AgentsEnv(ABC):
+    """A multi-agent env as the stepping loop sees it: `reset` and `step` return rows of `layout`."""
+
+    def __init__(self, env: Any, specs: AgentSpecs, groups: Mapping[Agent, str] | None) -> None:
+        self.env = env
+        self.metadata = dict(getattr(env, "metadata", None) or {})
+        self.render_mode = getattr(env, "render_mode", None)
+        self.layout, unwraps = _layout_of(specs, groups)
+        self.observation_space = self.layout.observation_space()
+        self.action_space = self.layout.action_space(*())
+        self._slots = _slots_of(self.layout, unwraps)
+        self._sizes = [len(agents) for agents in self.layout.groups.values()]
+        self._rewards = np.zeros(self.layout.num_agents, np.float32)
+        self._flags = np.zeros((4, self.layout.num_agents), np.bool_)
+        self._masks = self.layout.full_masks()
+        self._given = np.zeros(2, np.bool_)
+        self._no_state: Any = () if self.layout.state_space is None else zeros_of(self.layout.state_space)
+        self._unended: set[Agent] = set()
+        self._some_truncated = False
+
+    # ---- what each API does in its own way
+
+    @abstractmethod
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
+        """The first row of an episode, and infos."""
+
+    @abstractmethod
+    def step(self, actions: dict[str, Any]) -> Step:
+        """Row, sum of the agents' rewards, terminated, truncated, infos. actions: ``[A, ...]`` by group."""
+
+    # ---- the rest of an env's API
+
+    def render(self) -> Any:
+        return self.env.render()
+
+    def close(self) -> None:
+        self.env.close()
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """The env's attribute, looked up through its wrappers."""
+        return get_through(self, self.env, name)
+
+    def set_wrapper_attr(self, name: str, value: Any) -> None:
+        """Sets the attribute where it is found, or on the innermost env."""
+        set_through(self.env, name, value)
+
+    # ---- making rows
+
+    def _slot(self, agent: Agent) -> _Slot:
+        slot = self._slots.get(agent)
+        if slot is None:
+            raise SpecMismatch(
+                f"agent {agent!r} is not among the env's possible_agents {list(self._slots)}; slots are fixed, so "
+                "every agent that may ever appear has to be named there"
+            )
+        return slot
+
+    def _chosen(self, actions: dict[str, Any], agents: Iterable[Agent]) -> dict[Agent, Any]:
+        """Each agent's own action."""
+        chosen = {}
+        for agent in agents:
+            slot = self._slot(agent)
+            chosen[agent] = slot.pick(actions[slot.group], slot.member)
+        return chosen
+
+    def _start_episode(self) -> None:
+        self._unended.clear()
+        self._some_truncated = False
+
+    def _start_row(self) -> list[list[Any]]:
+        """Nobody is there yet; returns the places for the groups' observations."""
+        self._rewards.fill(0)
+        self._flags.fill(False)
+        self._given.fill(False)
+        for mask in self._masks:
+            mask.fill(True)
+        return [[None] * size for size in self._sizes]
+
+    def _put(
+        self,
+        places: list[list[Any]],
+        agent: Agent,
+        obs: Any,
+        reward: float,
+        terminated: bool,
+        truncated: bool,
+        acts: bool,
+    ) -> None:
+        """One agent that is there. acts: its action counts in the next step."""
+        slot = self._slot(agent)
+        if slot.unwrap is not None:
+            self._put_mask(agent, slot, obs["action_mask"])
+            obs = slot.unwrap(obs)
+        places[slot.group_index][slot.member] = obs
+        self._rewards[slot.index] = reward
+        flags = self._flags
+        flags[ALIVE, slot.index] = True
+        if acts:
+            flags[ACTING, slot.index] = True
+        if terminated or truncated:
+            flags[TERMINATED, slot.index] = terminated
+            flags[TRUNCATED, slot.index] = truncated
+            self._unended.discard(agent)
+            self._some_truncated = self._some_truncated or bool(truncated)
+        else:
+            self._unended.add(agent)
+
+    def _put_mask(self, agent: Agent, slot: _Slot, mask: Any) -> None:
+        row = self._masks[slot.mask][slot.member]
+        if np.shape(mask) != row.shape:
+            raise SpecMismatch(f"the action mask of {agent!r} has shape {np.shape(mask)}, expected {row.shape}")
+        row[...] = mask
+        # No distribution can be made of no action at all: an agent that may do nothing is free to choose.
+        if not row.any():
+            row.fill(True)
+        self._given[GIVES_MASKS] = True
+
+    def _row(self, places: list[list[Any]], shared: Mapping[str, Any] | None = None) -> Row:
+        return (places, self._rewards, self._flags, self._masks, self._given, self._state(), shared or {})
+
+    def _state(self) -> Any:
+        if self.layout.state_space is None:
+            return ()
+        try:
+            state = np.asarray(self.env.state())
+        except Exception:  # envs that inherit the method without having a state raise whatever they like
+            return self._no_state
+        if state.shape != self._no_state.shape:
+            return self._no_state
+        self._given[GIVES_STATE] = True
+        return state
+
+    def _infos(self, infos: Mapping[Agent, Any]) -> dict[str, Any]:
+        """Agents' infos as one; their action masks become part of the row."""
+        if not any(infos.values()):
+            return {}
+        kept = {}
+        for agent, info in infos.items():
+            if not info:
+                continue
+            slot = self._slots.get(agent)
+            if slot is not None and slot.mask >= 0 and slot.unwrap is None and "action_mask" in info:
+                self._put_mask(agent, slot, info["action_mask"])
+                info = {key: value for key, value in info.items() if key != "action_mask"}
+            if info:
+                kept[str(agent)] = info
+        return {"agent_infos": kept} if kept else {}
+
+    def _end_of_step(self, row: Row, over: bool, infos: dict[str, Any]) -> Step:
+        terminated = over and not self._unended and not self._some_truncated
+        return row, float(self._rewards.sum()), terminated, over and not terminated, infos
+
+
+def _layout_of(
+    specs: AgentSpecs, override: Mapping[Agent, str] | None
+) -> tuple[AgentLayout, dict[str, Callable[[Any], Any]]]:
+    """The layout, and for groups whose observations hold the action mask how to take the rest out."""
+    observation_spaces = {agent: sorted_space(space) for agent, space in specs.observation_spaces.items()}
+    groups = group_agents(specs.agents, observation_spaces, specs.action_spaces, override)
+    by_group: dict[str, Space] = {}
+    mask_shapes: dict[str, tuple[int, ...]] = {}
+    unwraps: dict[str, Callable[[Any], Any]] = {}
+    for name, agents in groups.items():
+        space, action_space = observation_spaces[agents[0]], specs.action_spaces[agents[0]]
+        if isinstance(action_space, spaces.Discrete):
+            mask_shapes[name] = (int(action_space.n),)
+        if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
+            mask_shapes[name] = tuple(space["action_mask"].shape or ())
+            rest = {key: one for key, one in space.items() if key != "action_mask"}
+            unwraps[name] = _only_observation if list(rest) == ["observation"] else _without_mask
+            space = rest["observation"] if list(rest) == ["observation"] else spaces.Dict(rest)
+        by_group[name] = space
+    layout = AgentLayout(
+        groups=groups,
+        observation_spaces=by_group,
+        action_spaces={name: specs.action_spaces[agents[0]] for name, agents in groups.items()},
+        mask_shapes=mask_shapes,
+        state_space=specs.state_space,
+        shared_space=specs.shared_space or spaces.Dict({}),
+    )
+    return layout, unwraps
+
+
+def _only_observation(obs: Any) -> Any:
+    return obs["observation"]
+
+
+def _without_mask(obs: Any) -> Any:
+    return {key: value for key, value in obs.items() if key != "action_mask"}
+
+
+def _slots_of(layout: AgentLayout, unwraps: Mapping[str, Callable[[Any], Any]]) -> dict[Agent, _Slot]:
+    slots: dict[Agent, _Slot] = {}
+    masks = list(layout.mask_shapes)
+    for g, (name, agents) in enumerate(layout.groups.items()):
+        mask = masks.index(name) if name in masks else -1
+        pick = _picker(layout.action_spaces[name])
+        for member, agent in enumerate(agents):
+            slots[agent] = _Slot(len(slots), name, g, member, mask, pick, unwraps.get(name))
+    return slots
+
+
+def _picker(space: Space) -> Pick:
+    """One agent's action out of its group's: a scalar of the space's dtype, an array of its own, or a structure."""
+    if isinstance(space, spaces.Dict):
+        parts = {key: _picker(one) for key, one in space.items()}
+        return lambda actions, a: {key: pick(actions[key], a) for key, pick in parts.items()}
+    if isinstance(space, spaces.Tuple):
+        picks = [_picker(one) for one in space.spaces]
+        return lambda actions, a: tuple(pick(actions[i], a) for i, pick in enumerate(picks))
+    return lambda actions, a: actions[a]

@@ -1,0 +1,69 @@
+"""dm_env's single-agent API behind Gymnasium's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from muster.envs.attributes import chain, get_through, set_through
+from muster.envs.specs import space_of
+
+
+def is_dm_env(env: Any) -> bool:
+    """Whether `env` speaks dm_env's API, for one agent or several."""
+    return all(callable(getattr(env, name, None)) for name in ("reset", "step", "observation_spec", "action_spec"))
+
+
+class DmEnv(gymnasium.Env[Any, Any]):
+    """A dm_env env. Its last step terminates the episode where the discount is 0, and truncates it otherwise.
+
+    A discount of its own, neither 0 nor 1, is told as ``info["discount"]``. dm_env knows no seeds: `reset` seeds the
+    `numpy.random.RandomState` of the env, or of its task (dm_control), where it has one.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.metadata = dict(getattr(env, "metadata", None) or {})
+        self.observation_space = space_of(env.observation_spec(), "observation")
+        self.action_space = space_of(env.action_spec(), "action")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            seed_generators(self.env, seed)
+        return self.env.reset().observation, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        timestep = self.env.step(action)
+        last, discount = timestep.last(), timestep.discount
+        # None where the env leaves them out.
+        reward = 0.0 if timestep.reward is None else timestep.reward
+        info = {} if discount is None or discount in (0.0, 1.0) else {"discount": float(discount)}
+        terminated = last and discount == 0.0
+        return timestep.observation, reward, terminated, last and not terminated, info
+
+    def render(self) -> Any:
+        """What ``physics.render`` draws, in envs that have it. Raises AttributeError."""
+        return get_through(None, self.env, "physics").render()
+
+    def close(self) -> None:
+        self.env.close()
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """The env's attribute, looked up through its wrappers."""
+        return get_through(self, self.env, name)
+
+    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
+        """Sets the attribute where it is found, or on the innermost env."""
+        set_through(self.env, name, value)
+        return True
+
+
+def seed_generators(env: Any, seed: int) -> None:
+    """Seeds the random generators that the env and its task keep."""
+    for one in chain(env):
+        for holder in (one, getattr(one, "task", None)):
+            for value in list(vars(holder).values()) if hasattr(holder, "__dict__") else ():
+                if isinstance(value, np.random.RandomState):
+                    value.seed(seed % 2**32)

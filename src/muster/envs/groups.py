@@ -1,0 +1,117 @@
+"""Which agents form a group: agents of one kind, whose arrays lie in one block ``[N, A, ...]``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+
+from gymnasium import spaces
+
+from muster.errors import SpecMismatch
+from muster.spec import Space
+
+Agent = Hashable
+Groups = dict[str, tuple[Agent, ...]]
+
+# Names that stand beside the groups in observations.
+RESERVED = ("shared",)
+_NAME = re.compile(r"(.*?)[_\-. ]*\d+", re.DOTALL)
+
+
+def group_agents(
+    agents: Sequence[Agent],
+    observation_spaces: Mapping[Agent, Space],
+    action_spaces: Mapping[Agent, Space],
+    override: Mapping[Agent, str] | None = None,
+) -> Groups:
+    """Groups by name, ordered by name, their agents in the order of `agents`.
+
+    Without `override` agents form groups by what stands before their number (``walker_0`` -> ``walker``; without that:
+    ``agents``); a group of unequal spaces is split into ``<name>_a``, ``<name>_b``, ... `override` maps every agent to
+    its group. Raises ValueError, SpecMismatch where a group of `override` has unequal spaces.
+    """
+    groups: dict[str, list[Agent]] = {}
+    if override is None:
+        for agent in agents:
+            groups.setdefault(group_name(agent), []).append(agent)
+        groups = _split(groups, observation_spaces, action_spaces)
+    else:
+        for agent in agents:
+            groups.setdefault(_name_of(agent, override, agents), []).append(agent)
+        for name, members in groups.items():
+            _require_equal(name, members, observation_spaces, action_spaces)
+    return {name: tuple(groups[name]) for name in sorted(groups)}
+
+
+def group_name(agent: Agent) -> str:
+    """What stands before the agent's number: the name of its kind.
+
+    >>> group_name("walker_0"), group_name("lead_adversary_12"), group_name("7"), group_name("alice")
+    ('walker', 'lead_adversary', 'agents', 'agents')
+    """
+    match = _NAME.fullmatch(str(agent))
+    name = match.group(1) if match else ""
+    return f"{name}_agents" if name in RESERVED else name or "agents"
+
+
+def _name_of(agent: Agent, override: Mapping[Agent, str], agents: Sequence[Agent]) -> str:
+    name = override.get(agent)
+    if not isinstance(name, str) or not name or name in RESERVED:
+        reason = "is not in it" if agent not in override else f"is mapped to {name!r}"
+        raise ValueError(
+            f"groups must map every agent to the name of its group (not {RESERVED[0]!r}): agent {agent!r} {reason}. "
+            f"The env's agents are {list(agents)}"
+        )
+    return name
+
+
+def _split(
+    groups: dict[str, list[Agent]], observation_spaces: Mapping[Agent, Space], action_spaces: Mapping[Agent, Space]
+) -> dict[str, list[Agent]]:
+    split: dict[str, list[Agent]] = {}
+    for name, members in groups.items():
+        kinds: list[list[Agent]] = []
+        for agent in members:
+            pair = observation_spaces[agent], action_spaces[agent]
+            for kind in kinds:
+                if (observation_spaces[kind[0]], action_spaces[kind[0]]) == pair:
+                    kind.append(agent)
+                    break
+            else:
+                kinds.append([agent])
+        for i, kind in enumerate(kinds):
+            split[name if len(kinds) == 1 else f"{name}_{_letters(i)}"] = kind
+    return split
+
+
+def _letters(number: int) -> str:
+    text = ""
+    while number >= 0:
+        text = chr(ord("a") + number % 26) + text
+        number = number // 26 - 1
+    return text
+
+
+def _require_equal(
+    name: str,
+    members: Sequence[Agent],
+    observation_spaces: Mapping[Agent, Space],
+    action_spaces: Mapping[Agent, Space],
+) -> None:
+    first = members[0]
+    for agent in members[1:]:
+        for kind, of in (("observation", observation_spaces), ("action", action_spaces)):
+            if of[agent] != of[first]:
+                raise SpecMismatch(
+                    f"groups puts {first!r} and {agent!r} into group {name!r}, but their {kind} spaces differ: "
+                    f"{of[first]} and {of[agent]}. Agents of one group share an array; give them groups of their own"
+                )
+
+
+def sorted_space(space: Space) -> Space:
+    """The same space with the keys of its Dicts sorted: their order may be another one in every process."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict([(key, sorted_space(space[key])) for key in sorted(space.spaces, key=str)])
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple(tuple(sorted_space(one) for one in space.spaces))
+    return space

@@ -1,0 +1,42 @@
+"""Which API an env speaks, found by its methods in the worker that built it, and the adapter for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+
+from muster.envs.agents import AgentsEnv
+from muster.envs.dm_env import DmEnv, is_dm_env
+from muster.envs.groups import Agent
+from muster.envs.melting_pot import Players, is_list_shaped
+from muster.envs.parallel import ParallelAgents
+from muster.envs.pettingzoo import is_pettingzoo, is_turn_based
+from muster.envs.turns import TurnBasedAgents
+
+
+@dataclass(frozen=True)
+class Inbound:
+    """A wrapper for recipes, applied last: turns an env of any API into one that the stepping loop knows.
+
+    groups: for multi-agent envs, each agent's group; None to go by their names.
+    """
+
+    groups: Mapping[Agent, str] | None = None
+
+    def __call__(self, env: Any) -> Any:
+        adapted = self._adapt(env)
+        if self.groups is not None and not isinstance(adapted, AgentsEnv):
+            raise ValueError(f"groups= is for multi-agent envs; {type(env).__name__} has one agent. Leave it out")
+        return adapted
+
+    def _adapt(self, env: Any) -> Any:
+        if isinstance(env, gymnasium.Env):
+            return env
+        if is_pettingzoo(env):
+            return (TurnBasedAgents if is_turn_based(env) else ParallelAgents)(env, self.groups)
+        if is_dm_env(env):
+            return Players(env, self.groups) if is_list_shaped(env) else DmEnv(env)
+        return env

@@ -1,0 +1,183 @@
+"""The layout of a multi-agent env: agents in fixed slots, and the tree of all that one step says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from muster.envs.groups import Groups
+from muster.errors import SpecMismatch
+from muster.spec import Array, BranchNode, Leaf, Node, Rows, Space, Take, tree
+
+# The parts of a row, in order: what `AgentsEnv` hands to the stepping loop as one env's observation.
+OBS, REWARDS, FLAGS, MASKS, GIVEN, STATE, SHARED = range(7)
+# The flags, in order.
+ALIVE, ACTING, TERMINATED, TRUNCATED = range(4)
+# What an env may give or not, from step to step.
+GIVES_MASKS, GIVES_STATE = range(2)
+
+
+@dataclass(frozen=True)
+class AgentLayout:
+    """What the caller has to know of a multi-agent env.
+
+    groups: agents by group, the groups sorted.  observation_spaces, action_spaces: of one agent, by group.
+    mask_shapes: shape of one agent's action mask, for the groups that may have masks.
+    state_space: of the whole env's state.  shared_space: of what all agents observe alike.
+    """
+
+    groups: Groups
+    observation_spaces: dict[str, Space]
+    action_spaces: dict[str, Space]
+    mask_shapes: dict[str, tuple[int, ...]]
+    state_space: Space | None
+    shared_space: spaces.Dict
+
+    @property
+    def num_agents(self) -> int:
+        return sum(len(agents) for agents in self.groups.values())
+
+    def slots(self) -> dict[str, slice]:
+        """Where each group's agents stand among all agents."""
+        found, at = {}, 0
+        for name, agents in self.groups.items():
+            found[name] = slice(at, at + len(agents))
+            at += len(agents)
+        return found
+
+    def observation_space(self, *batch: int) -> spaces.Dict:
+        """Of one agent by group, or ``[*batch, A, ...]``; what agents share under ``"shared"``, ``[*batch, ...]``."""
+        by_group: dict[str, Space] = self._batched(self.observation_spaces, batch)
+        if self.shared_space.spaces:
+            by_group["shared"] = stacked_space(self.shared_space, batch)
+        return spaces.Dict(by_group)
+
+    def action_space(self, *batch: int) -> spaces.Dict:
+        """Of one agent by group, or ``[*batch, A, ...]``."""
+        return spaces.Dict(self._batched(self.action_spaces, batch))
+
+    def _batched(self, by_group: dict[str, Space], batch: tuple[int, ...]) -> dict[str, Space]:
+        if not batch:
+            return dict(by_group)
+        return {name: stacked_space(space, (*batch, len(self.groups[name]))) for name, space in by_group.items()}
+
+    def full_masks(self) -> tuple[Array, ...]:
+        """Action masks that allow everything, ``[A, n]`` for each group that may have masks."""
+        return tuple(np.ones((len(self.groups[name]), *shape), np.bool_) for name, shape in self.mask_shapes.items())
+
+    def row_tree(self) -> BranchNode:
+        """The tree of one env's row, see `OBS` and the like."""
+        count = self.num_agents
+        stacks = tuple(
+            StackNode(self.observation_spaces[name], agents, "observation") for name, agents in self.groups.items()
+        )
+        masks = tuple(
+            _leaf(f"action_mask[{name!r}]", (len(self.groups[name]), *shape), np.bool_)
+            for name, shape in self.mask_shapes.items()
+        )
+        parts = (
+            _branch("observation", stacks),
+            _leaf("rewards", (count,), np.float32),
+            _leaf("flags", (4, count), np.bool_),
+            _branch("action_mask", masks),
+            _leaf("given", (2,), np.bool_),
+            tree(self.state_space or spaces.Tuple(()), "state"),
+            tree(self.shared_space, "observation"),
+        )
+        root = _branch("row", parts)
+        for index, leaf in enumerate(root.leaves()):
+            leaf.index = index
+        return root
+
+    def action_tree(self) -> Node:
+        """The tree of one env's actions: ``[A, ...]`` by group."""
+        batched = {name: stacked_space(space, (len(self.groups[name]),)) for name, space in self.action_spaces.items()}
+        root = tree(spaces.Dict(batched), "action", coded=False)
+        if root.has_objects:
+            raise SpecMismatch(f"agents' action spaces must have a fixed layout, got {self.action_spaces}")
+        return root
+
+
+class StackNode(Node):
+    """The observations of a group: one member for each agent; the slab holds ``[N, A, ...]``, each member a part of it.
+
+    A member that is None, an agent that is not there, is a row of zeros.
+    """
+
+    def __init__(self, space: Space, agents: Sequence[Any], path: str) -> None:
+        super().__init__(space, path)
+        self.members = tuple(tree(space, f"{path}[{agent!r}]") for agent in agents)
+        self.stacked = self._stack(self.members[0])
+
+    def leaves(self) -> Iterator[Leaf]:
+        return self.stacked.leaves()
+
+    @property
+    def has_objects(self) -> bool:
+        return False
+
+    def describe_obs(self, rows: Rows, final: Rows) -> tuple[Any, ...]:
+        count = range(len(self.members))
+        parts = tuple(self.members[a].describe_obs(self._part(a, rows), self._part(a, final)) for a in count)
+        return ("stack", self.mismatch, (), parts)
+
+    def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
+        return self.stacked.batch(rows, take, objects)
+
+    def _part(self, a: int, rows: Rows) -> Rows:
+        """Where the leaves of member `a` lie, in the member's own numbering."""
+        whole = list(self.stacked.leaves())
+        parts = list(self.members[a].leaves())
+        offsets = [rows.offsets[one.index] + a * part.row_bytes for one, part in zip(whole, parts, strict=True)]
+        return Rows([], offsets, [one.row_bytes for one in whole])
+
+    def _stack(self, member: Node) -> Node:
+        if isinstance(member, BranchNode):
+            children = tuple(self._stack(child) for child in member.children)
+            return BranchNode(member.space, member.path, member.keys, children)
+        if not isinstance(member, Leaf) or member.kind == "coded":
+            raise SpecMismatch(
+                f"{member.path} is {member.space}; what agents observe must have a fixed shape and dtype. Wrap the env "
+                "so that it is a Box, Discrete, MultiDiscrete or MultiBinary space, or a Dict or Tuple of these"
+            )
+        return Leaf(member.space, member.path, (len(self.members), *member.shape), member.dtype)
+
+
+def stacked_space(space: Space, lead: tuple[int, ...]) -> Space:
+    """`space` with the leading axes `lead`; discrete spaces stay discrete."""
+    if not lead:
+        return space
+    if isinstance(space, spaces.Discrete):
+        start = np.full(lead, space.start, space.dtype)
+        return spaces.MultiDiscrete(np.full(lead, space.n), dtype=space.dtype, start=start)
+    if isinstance(space, spaces.MultiDiscrete):
+        whole = lead + space.shape
+        start = np.broadcast_to(space.start, whole).copy()
+        return spaces.MultiDiscrete(np.broadcast_to(space.nvec, whole).copy(), dtype=space.dtype, start=start)
+    if isinstance(space, spaces.MultiBinary):
+        return spaces.MultiBinary(lead + space.shape)
+    if isinstance(space, spaces.Box):
+        low, high = (np.broadcast_to(bound, lead + space.shape) for bound in (space.low, space.high))
+        return spaces.Box(low, high, dtype=space.dtype.type)
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: stacked_space(one, lead) for key, one in space.items()})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple(tuple(stacked_space(one, lead) for one in space.spaces))
+    raise SpecMismatch(f"agents' spaces must have a fixed layout, got {space}")
+
+
+def _leaf(path: str, shape: tuple[int, ...], dtype: Any) -> Leaf:
+    return Leaf(spaces.Box(0, 1, (), np.uint8), path, shape, dtype)
+
+
+def _branch(path: str, children: tuple[Node, ...]) -> BranchNode:
+    return BranchNode(spaces.Tuple(()), path, (), children)
+
+
+def zeros_of(space: Space) -> Array:
+    """A value of a space with a fixed shape."""
+    return np.zeros(space.shape or (), space.dtype)

@@ -1,0 +1,186 @@
+"""Melting Pot: envs of dm_env's API whose timesteps are lists with one entry for each player."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import itertools
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from gymnasium import spaces
+
+from muster.envs.agents import AgentsEnv, AgentSpecs, Row, Step
+from muster.envs.attributes import chain
+from muster.envs.dm_env import seed_generators
+from muster.envs.groups import Agent
+from muster.envs.specs import space_of
+from muster.errors import RecipeError
+
+_MAX_SEED = 2**32 - 1
+_WORLD = "WORLD.RGB"
+
+
+def is_list_shaped(env: Any) -> bool:
+    """Whether a dm_env env has several players."""
+    return isinstance(env.action_spec(), (list, tuple)) and isinstance(env.observation_spec(), (list, tuple))
+
+
+class Players(AgentsEnv):
+    """A Melting Pot substrate. Its players are ``player_0``, ``player_1``, ...; none ever leaves before the end.
+
+    What all players see alike (``WORLD.RGB``, ``COLLECTIVE_REWARD``) is kept once, as shared observations. Seeds reach
+    the substrate's own generators; substrates that draw from others as well do not repeat themselves.
+    """
+
+    def __init__(self, env: Any, groups: Mapping[Agent, str] | None) -> None:
+        self._players = tuple(f"player_{i}" for i in range(len(env.action_spec())))
+        observed = [dict(spec) for spec in env.observation_spec()]
+        shared = {key: spec for key, spec in observed[0].items() if _is_shared(key)}
+        own = [{key: one for key, one in spec.items() if key not in shared} for spec in observed]
+        specs = AgentSpecs(
+            self._players,
+            {player: space_of(one, f"observation[{player!r}]") for player, one in zip(self._players, own, strict=True)},
+            {
+                player: space_of(one, f"action[{player!r}]")
+                for player, one in zip(self._players, env.action_spec(), strict=True)
+            },
+            shared_space=spaces.Dict([(key, space_of(shared[key], "observation")) for key in sorted(shared)]),
+        )
+        super().__init__(env, specs, groups)
+        self._own_keys = [tuple(one) for one in own]
+        self._shared_keys = tuple(shared)
+        self._world: Any = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
+        if seed is not None and not _seed_rebuilds(self.env, seed):
+            seed_generators(self.env, seed)
+        timestep = self.env.reset()
+        self._start_episode()
+        return self._row_of(timestep, [0.0] * len(self._players), over=False, terminated=False), {}
+
+    def step(self, actions: dict[str, Any]) -> Step:
+        timestep = self.env.step(list(self._chosen(actions, self._players).values()))
+        over = timestep.last()
+        row = self._row_of(timestep, timestep.reward, over=over, terminated=over and timestep.discount == 0.0)
+        return self._end_of_step(row, over, {})
+
+    def render(self) -> Any:
+        """The whole world as the last timestep showed it, uint8 ``[H, W, 3]``; None where the env does not tell."""
+        return self._world
+
+    def _row_of(self, timestep: Any, rewards: Sequence[Any], *, over: bool, terminated: bool) -> Row:
+        places = self._start_row()
+        for player, obs, keys, reward in zip(self._players, timestep.observation, self._own_keys, rewards, strict=True):
+            own = {key: obs[key] for key in keys}
+            self._put(places, player, own, reward, terminated, over and not terminated, not over)
+        first = timestep.observation[0]
+        self._world = first.get(_WORLD)
+        return self._row(places, {key: first[key] for key in self._shared_keys})
+
+
+def _is_shared(key: str) -> bool:
+    return key.startswith("WORLD.") or key == "COLLECTIVE_REWARD"
+
+
+def _seed_rebuilds(env: Any, seed: int) -> bool:
+    """Substrates are built anew for each episode, with seeds that count up: makes them count from `seed`."""
+    for one in chain(env):
+        rebuild = getattr(one, "_rebuild_environment", None)
+        cells = dict(zip(rebuild.__code__.co_freevars, rebuild.__closure__ or (), strict=True)) if rebuild else {}
+        if "env_seeds" in cells:
+            # Not 0, which Melting Pot never uses itself.
+            start = seed % (_MAX_SEED + 1) or _MAX_SEED
+            cells["env_seeds"].cell_contents = (n % (_MAX_SEED + 1) for n in itertools.count(start))
+            one._reset = True  # the first episode is rebuilt as well
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class MakeSubstrate:
+    """The factory behind ``meltingpot/<substrate>``."""
+
+    name: str
+
+    def __call__(self, roles: Sequence[str] | None = None, num_players: int | None = None, **config: Any) -> Any:
+        """Builds the substrate.
+
+        roles: a role for each player, the substrate's default roles if None.  num_players: that many players, their
+        roles the default ones, repeated where there are not enough.  config: replaces entries of the substrate's
+        config.
+        """
+        substrate = load_substrates()
+        chosen = substrate.get_config(self.name)
+        if roles is not None and num_players is not None:
+            raise ValueError("give roles or num_players, not both: there is a role for each player")
+        if roles is None:
+            roles = tuple(chosen.default_player_roles)
+        if num_players is not None:
+            roles = tuple(itertools.islice(itertools.cycle(roles), num_players))
+        if config:
+            with chosen.unlocked():
+                chosen.update(config)
+        return substrate.build_from_config(chosen, roles=tuple(roles))
+
+
+def load_substrates() -> Any:
+    """The module ``meltingpot.substrate``, also where Melting Pot is installed without TensorFlow and bots.
+
+    Raises ModuleNotFoundError with the command that installs it.
+    """
+    if "meltingpot.substrate" in sys.modules:
+        return sys.modules["meltingpot.substrate"]
+    with _with_chex():
+        return _import_without_bots()
+
+
+def check_substrate(name: str) -> MakeSubstrate:
+    """The factory of ``meltingpot/<name>``. Raises RecipeError, ModuleNotFoundError."""
+    folders = _package().submodule_search_locations or [""]
+    listing = Path(folders[0], "configs", "substrates", "__init__.py")
+    known = re.findall(r"^    '(\w+)',$", listing.read_text(encoding="utf-8"), re.MULTILINE)
+    if name not in known:
+        raise RecipeError(f"Melting Pot has no substrate {name!r}. It has: {', '.join(known)}")
+    return MakeSubstrate(name)
+
+
+def _package() -> ModuleSpec:
+    spec = importlib.util.find_spec("meltingpot")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(
+            "Melting Pot is not installed. Without TensorFlow and bots: scripts/install_meltingpot.sh; with them: "
+            "pip install dm-meltingpot",
+            name="meltingpot",
+        )
+    return spec
+
+
+def _import_without_bots() -> Any:
+    """The package is not executed: its ``__init__`` imports bots, hence TensorFlow."""
+    if "meltingpot" not in sys.modules:
+        sys.modules["meltingpot"] = importlib.util.module_from_spec(_package())
+    return importlib.import_module("meltingpot.substrate")
+
+
+@contextlib.contextmanager
+def _with_chex() -> Iterator[None]:
+    """Melting Pot takes nothing but a decorator from chex, which brings JAX along."""
+    if importlib.util.find_spec("chex") is not None:
+        yield
+        return
+    standing_in = types.ModuleType("chex")
+    standing_in.dataclass = dataclasses.dataclass  # type: ignore[attr-defined]  # it is made right here
+    sys.modules["chex"] = standing_in
+    try:
+        yield
+    finally:
+        del sys.modules["chex"]

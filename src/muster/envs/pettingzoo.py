@@ -1,0 +1,80 @@
+"""What PettingZoo envs of both APIs say of their agents. Told by their methods: PettingZoo itself is not needed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gymnasium import spaces
+
+from muster.envs.agents import AgentSpecs
+from muster.errors import RecipeError, SpecMismatch
+from muster.spec import Space
+
+# Families that moved to a package of their own: pettingzoo/mpe/... is found there, too.
+_MOVED = {"mpe": "mpe2", "mpe2": "mpe2"}
+
+
+@dataclass(frozen=True)
+class MakePettingZoo:
+    """The factory behind ``pettingzoo/<family>/<name>``: the parallel env where there is one, else the turn-based."""
+
+    module: str
+
+    def __call__(self, **kwargs: Any) -> Any:
+        module = importlib.import_module(self.module)
+        make = getattr(module, "parallel_env", None) or module.env
+        return make(**kwargs)
+
+
+def check_env(name: str) -> MakePettingZoo:
+    """The factory of ``pettingzoo/<name>``, name being ``<family>/<env>``. Raises RecipeError, ModuleNotFoundError."""
+    family, _, env = name.partition("/")
+    package = _MOVED.get(family, "pettingzoo")
+    root = importlib.util.find_spec(package)
+    if root is None or not root.submodule_search_locations:
+        raise ModuleNotFoundError(
+            f"'pettingzoo/{name}' needs {package}. Install it with: pip install 'muster-rl[pettingzoo]'", name=package
+        )
+    folder = Path(next(iter(root.submodule_search_locations)))
+    folder = folder if package != "pettingzoo" else folder / family
+    known = sorted(path.stem for path in folder.glob("*_v*.py")) if family.isidentifier() else []
+    if env not in known:
+        has = f"It has: {', '.join(known)}" if known else "Give an id such as 'pettingzoo/sisl/multiwalker_v9'"
+        raise RecipeError(f"PettingZoo has no env {name!r}. {has}")
+    return MakePettingZoo(f"{package}.{env}" if package != "pettingzoo" else f"pettingzoo.{family}.{env}")
+
+
+def is_pettingzoo(env: Any) -> bool:
+    """Whether `env` speaks one of PettingZoo's APIs."""
+    return all(callable(getattr(env, name, None)) for name in ("reset", "step", "observation_space", "action_space"))
+
+
+def is_turn_based(env: Any) -> bool:
+    """Whether its agents act in turns (AEC)."""
+    return callable(getattr(env, "last", None)) and callable(getattr(env, "observe", None))
+
+
+def specs_of(env: Any) -> AgentSpecs:
+    """Raises SpecMismatch for an env that does not say which agents it may have."""
+    agents = list(getattr(env, "possible_agents", ()))
+    if not agents:
+        raise SpecMismatch(
+            f"{type(env).__name__} has no possible_agents: every agent has a fixed slot, so the env must name all that "
+            "may appear"
+        )
+    return AgentSpecs(
+        agents,
+        {agent: env.observation_space(agent) for agent in agents},
+        {agent: env.action_space(agent) for agent in agents},
+        state_space=_state_space(env),
+    )
+
+
+def _state_space(env: Any) -> Space | None:
+    space = getattr(env, "state_space", None)
+    fixed = isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
+    return space if fixed and callable(getattr(env, "state", None)) else None

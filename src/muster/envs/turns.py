@@ -1,0 +1,65 @@
+"""PettingZoo's turn-based API (AEC): one agent acts at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from muster.envs.agents import AgentsEnv, Row, Step
+from muster.envs.groups import Agent
+from muster.envs.pettingzoo import specs_of
+from muster.errors import SpecMismatch
+
+
+class TurnBasedAgents(AgentsEnv):
+    """A PettingZoo AEC env: a step is one agent's turn, and `acting` names the one agent whose turn comes next.
+
+    Every live agent's row holds what it observes now. Rewards are told to an agent when its turn comes, or when it
+    ends: all that it got since its last action.
+    """
+
+    def __init__(self, env: Any, groups: Mapping[Agent, str] | None) -> None:
+        super().__init__(env, specs_of(env), groups)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
+        self.env.reset(seed=seed, options=options)
+        self._start_episode()
+        return self._next_turn()
+
+    def step(self, actions: dict[str, Any]) -> Step:
+        agent = self.env.agent_selection
+        self.env.step(self._chosen(actions, (agent,))[agent])
+        row, infos = self._next_turn()
+        return self._end_of_step(row, not self.env.agents, infos)
+
+    def _next_turn(self) -> tuple[Row, dict[str, Any]]:
+        """Takes leave of the agents that have ended, until it is a live agent's turn or nobody is left."""
+        env, places, infos = self.env, self._start_row(), {}
+        acting: Agent | None = None
+        for _ in range(len(self._slots) + 1):
+            if not env.agents:
+                break
+            agent = env.agent_selection
+            obs, reward, terminated, truncated, infos[agent] = env.last()
+            ended = terminated or truncated
+            self._put(places, agent, _kept(obs), reward, terminated, truncated, not ended)
+            if not ended:
+                acting = agent
+                break
+            env.step(None)
+        else:
+            raise SpecMismatch(f"agent {env.agent_selection!r} has ended, but is selected again after step(None)")
+        for agent in env.agents:
+            if agent != acting:
+                self._put(places, agent, _kept(env.observe(agent)), 0.0, False, False, False)
+        info = self._infos(infos)
+        return self._row(places), info
+
+
+def _kept(obs: Any) -> Any:
+    """An observation that stays as it is when the next agent looks: all of them may be shown the same array."""
+    if isinstance(obs, np.ndarray):
+        return obs.copy()
+    return {key: _kept(one) for key, one in obs.items()} if isinstance(obs, dict) else obs

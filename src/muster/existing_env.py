@@ -1,0 +1,135 @@
+"""Finds envs that exist already, where a recipe for a new one is expected."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium as gym
+
+from muster.introspection import attributes_of, global_names, subscript
+
+_ACTION_NAMES = ("action_space", "action_spec", "action_spaces")
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+def is_env(value: Any) -> bool:
+    """Whether ``value`` is an env, of any API. Runs none of its code.
+
+    Other APIs than Gymnasium's are told by their methods; a simulator has ``reset`` and ``step`` too, but no actions.
+    """
+    kind = type(value)
+    if issubclass(kind, (type, types.ModuleType)):
+        return False
+    if issubclass(kind, (gym.Env, gym.vector.VectorEnv)):
+        return True
+    steps = callable(getattr(kind, "reset", None)) and callable(getattr(kind, "step", None))
+    return steps and any(hasattr(kind, name) or name in attributes_of(value) for name in _ACTION_NAMES)
+
+
+def find_existing_env(factory: Any, name: str = "factory") -> tuple[str, Any] | None:
+    """Path and object of the first existing env that ``factory`` holds, None if it holds none.
+
+    Looks at what a factory can return without building it: closures, defaults, the globals and attributes that its code
+    names, arguments of a ``functools.partial``, a bound method's object; in each one level into containers, and
+    through the functions among them.
+    """
+    seen: set[int] = set()
+    pending = [(name, factory)]
+    while pending:
+        path, holder = pending.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for part, held in _held(holder):
+            for where, value in ((path + part, held), *_one_level(path + part, held)):
+                if is_env(value):
+                    return where, value
+                if issubclass(type(value), (types.FunctionType, types.MethodType, functools.partial)):
+                    pending.append((where, value))
+    return None
+
+
+def _held(holder: Any) -> Iterator[tuple[str, Any]]:
+    """What a callable holds by itself: (path suffix, object)."""
+    kind = type(holder)
+    if issubclass(kind, functools.partial):
+        yield ".func", holder.func
+        yield ".args", holder.args
+        yield ".keywords", holder.keywords
+    elif kind is types.MethodType:
+        yield ".__self__", holder.__self__
+        yield ".__func__", holder.__func__
+        yield from _named_attributes(".__self__", holder.__self__, holder.__func__)
+    elif kind is types.FunctionType:
+        for cell_name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True):
+            try:
+                yield f".<closure>.{cell_name}", cell.cell_contents
+            except ValueError:  # a variable that has no value yet
+                continue
+        yield ".__defaults__", holder.__defaults__
+        yield ".__kwdefaults__", holder.__kwdefaults__
+        for global_name in global_names(holder.__code__):
+            if is_env(holder.__globals__.get(global_name)) or type(holder.__globals__.get(global_name)) in _CONTAINERS:
+                yield f".<global>.{global_name}", holder.__globals__[global_name]
+    elif not issubclass(kind, type):
+        call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
+        if isinstance(call, types.FunctionType):
+            yield from _named_attributes("", holder, call)
+            yield ".__call__", call
+
+
+def _named_attributes(prefix: str, instance: Any, function: Any) -> Iterator[tuple[str, Any]]:
+    """The instance's attributes that the function's code names."""
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    attributes = attributes_of(instance)
+    yield from ((f"{prefix}.{name}", attributes[name]) for name in names if name in attributes)
+
+
+def _one_level(path: str, held: Any) -> Iterator[tuple[str, Any]]:
+    if type(held) is dict:
+        yield from ((path + subscript(key), value) for key, value in held.items())
+    elif type(held) in _CONTAINERS:
+        yield from ((f"{path}[{i}]", value) for i, value in enumerate(held))
+
+
+class LiveEnvs:
+    """The envs that recipes built in this process and that are still in use, held weakly."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_id: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, env: Any) -> bool:
+        """Whether ``env`` is new here; a wrapper around an env that is in use is not."""
+        core = _unwrapped(env)
+        with self._lock:
+            known = self._by_id.get(id(core))
+            if known is not None and known() is core:
+                return False
+            try:
+                self._by_id[id(core)] = weakref.ref(core, functools.partial(self._forget, id(core)))
+            except TypeError:  # a class without __weakref__ cannot be recorded
+                return True
+        return True
+
+    def discard(self, env: Any) -> None:
+        """Forget ``env``: its user is done with it."""
+        with self._lock:
+            self._by_id.pop(id(_unwrapped(env)), None)
+
+    def _forget(self, key: int, reference: weakref.ref[Any]) -> None:
+        # No lock: the collector may call this inside ``add``. A newer env may have taken the id.
+        if self._by_id.get(key) is reference:
+            self._by_id.pop(key, None)
+
+
+def _unwrapped(env: Any) -> Any:
+    try:
+        return env.unwrapped
+    except Exception:  # other APIs have no such attribute, or raise what they like
+        return env

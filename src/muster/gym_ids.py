@@ -1,0 +1,121 @@
+"""Env ids and Gymnasium's ``EnvSpec``, turned into factories that make the same env in a process that knows neither."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import gymnasium as gym
+from gymnasium.envs.registration import EnvCreator, EnvSpec, WrapperSpec, _find_spec, load_env_creator
+
+from muster.errors import RecipeError
+
+FOREIGN_PREFIXES = ("pettingzoo/", "meltingpot/")
+"""First parts of the ids that are resolved by the layer above instead of by Gymnasium."""
+
+ForeignResolver = Callable[[str], Callable[..., Any]]
+"""Gives the factory of an id that starts with one of FOREIGN_PREFIXES; raises RecipeError for an unknown one."""
+
+_MAIN_MODULES = ("__main__", "__mp_main__")
+# What Gymnasium's make_vec leaves in the spec of the vector env that it makes.
+_VECTOR_KEYS = ("num_envs", "vectorization_mode", "vector_kwargs", "wrappers")
+
+
+@dataclass(frozen=True)
+class MakeGym:
+    """A factory that calls ``gymnasium.make``.
+
+    target: the spec, which need not be registered where the env is made; or ``"module:Id-v0"`` for a module that is to
+    be imported only there.  late_wrappers: (class, kwargs) to apply after ``make``, which can only import them by name.
+    """
+
+    target: EnvSpec | str
+    late_wrappers: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = field(default=())
+
+    def __call__(self, **kwargs: Any) -> Any:
+        env = gym.make(self.target, **kwargs)
+        for wrapper, wrapper_kwargs in self.late_wrappers:
+            env = wrapper(env=env, **wrapper_kwargs)
+        return env
+
+
+def factory_of_id(env_id: str, resolve_foreign_id: ForeignResolver | None = None) -> Callable[..., Any]:
+    """The factory of an env id. Nothing is built, and no module is imported that only a worker needs.
+
+    Raises Gymnasium's own error for an id that it does not know, RecipeError for one of Muster's that is unknown.
+    """
+    if env_id.startswith(FOREIGN_PREFIXES) and env_id not in gym.registry:
+        if resolve_foreign_id is not None:
+            return resolve_foreign_id(env_id)
+        raise RecipeError(
+            f"No envs of the kind {env_id.split('/')[0]!r} are available here (asked for: {env_id!r}). "
+            "Pass a factory that builds the env, or a Gymnasium id."
+        )
+    module, colon, registered_id = env_id.rpartition(":")
+    if colon and registered_id not in gym.registry and module not in sys.modules:
+        _check_installed(module, env_id)
+        return MakeGym(env_id)
+    if env_id.startswith("ALE/") and env_id not in gym.registry:
+        _register_atari(env_id)
+    return factory_of_spec(_find_spec(env_id))
+
+
+def factory_of_spec(spec: EnvSpec) -> MakeGym:
+    """The factory of a spec: what the spec names in ``__main__`` is looked up here, because a worker's is another."""
+    if spec.entry_point is None:
+        raise RecipeError(
+            f"EnvSpec {spec.id!r} has no entry_point, so no env can be made from it; register it with one."
+        )
+    portable = copy.copy(spec)
+    if "vectorization_mode" in portable.kwargs:
+        portable.kwargs = {key: value for key, value in portable.kwargs.items() if key not in _VECTOR_KEYS}
+    if _is_in_main(portable.entry_point):
+        portable.entry_point = cast(EnvCreator, load_env_creator(str(portable.entry_point)))
+    wrappers = getattr(portable, "additional_wrappers", ())
+    first_late = next((i for i, w in enumerate(wrappers) if _is_in_main(w.entry_point)), len(wrappers))
+    portable.additional_wrappers = tuple(wrappers[:first_late])
+    late = tuple((load_env_creator(w.entry_point), w.kwargs or {}) for w in wrappers[first_late:])
+    return MakeGym(portable, late)
+
+
+def vector_num_envs(spec: EnvSpec) -> int | None:
+    """The num_envs that Gymnasium's ``make_vec`` noted in the spec of its vector env, None for an env's spec."""
+    return spec.kwargs.get("num_envs", 1) if "vectorization_mode" in spec.kwargs else None
+
+
+def vector_wrappers(spec: EnvSpec) -> tuple[Callable[[Any], Any], ...]:
+    """The wrappers that Gymnasium's ``make_vec`` noted in the spec of its vector env."""
+    return tuple(spec.kwargs.get("wrappers") or ()) if "vectorization_mode" in spec.kwargs else ()
+
+
+def unrecorded_wrapper(spec: EnvSpec) -> WrapperSpec | None:
+    """The first wrapper that the spec cannot rebuild, because it did not record its arguments."""
+    return next((wrapper for wrapper in spec.additional_wrappers if wrapper.kwargs is None), None)
+
+
+def _is_in_main(entry_point: Any) -> bool:
+    return type(entry_point) is str and entry_point.split(":")[0] in _MAIN_MODULES
+
+
+def _check_installed(module: str, env_id: str) -> None:
+    # Only the topmost package: looking for a submodule imports its parents.
+    package = module.split(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"No module named {package!r}, which the id {env_id!r} asks to import. Install it, or check the spelling.",
+            name=package,
+        )
+
+
+def _register_atari(env_id: str) -> None:
+    try:
+        importlib.import_module("ale_py")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{env_id!r} needs the Arcade Learning Environment. Install it with: pip install ale-py", name="ale_py"
+        ) from error

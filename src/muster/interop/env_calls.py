@@ -1,0 +1,92 @@
+"""What `muster.interop.sb3` has workers do with an env. Free of SB3, which imports torch: workers may not need it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+
+from muster.backends.share import EnvCall, get_attribute
+
+
+@dataclass(frozen=True)
+class OnSome:
+    """Does something to the envs `indices` only; None for the others."""
+
+    indices: Collection[int]
+    act: EnvCall
+
+    def __call__(self, env: Any, index: int) -> Any:
+        return self.act(env, index) if index in self.indices else None
+
+
+@dataclass(frozen=True)
+class GetAttribute:
+    """The attribute, looked up through wrappers."""
+
+    name: str
+
+    def __call__(self, env: Any, index: int) -> Any:
+        return get_attribute(env, self.name)
+
+
+@dataclass(frozen=True)
+class HasAttribute:
+    """Whether the env has the attribute; it need not travel."""
+
+    name: str
+
+    def __call__(self, env: Any, index: int) -> bool:
+        try:
+            get_attribute(env, self.name)
+        except AttributeError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class SetAttribute:
+    """Sets an attribute of the outermost wrapper, as SB3 does."""
+
+    name: str
+    value: Any
+
+    def __call__(self, env: Any, index: int) -> None:
+        setattr(env, self.name, self.value)
+
+
+@dataclass(frozen=True)
+class CallMethod:
+    """Calls a method, looked up through wrappers."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+
+    def __call__(self, env: Any, index: int) -> Any:
+        return get_attribute(env, self.name)(*self.args, **(self.kwargs or {}))
+
+
+@dataclass(frozen=True)
+class IsWrapped:
+    """Whether one of the env's wrappers is a `wrapper`."""
+
+    wrapper: type
+
+    def __call__(self, env: Any, index: int) -> bool:
+        while isinstance(env, gymnasium.Wrapper):
+            if isinstance(env, self.wrapper):
+                return True
+            env = env.env
+        return False
+
+
+def of_gymnasium(env: Any) -> Any:
+    """`env`, or SB3's wrapper around an env of OpenAI Gym."""
+    if isinstance(env, gymnasium.Env):
+        return env
+    from stable_baselines3.common.vec_env.patch_gym import _patch_env
+
+    return _patch_env(env)

@@ -1,0 +1,373 @@
+"""`AsyncVectorEnv` and `SyncVectorEnv` with the constructors of Gymnasium 1.4's, on Muster's engine."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import logger, spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
+
+from muster.backends.share import EnvCall, EnvFacts, Failure
+from muster.errors import ClosedError, EnvError, PendingError, WaitTimeout
+from muster.interop.starting import original_error, original_of, recipes_of, serial_backend, with_processes
+from muster.spec import first_difference
+from muster.vector import Batch, StepResult, VectorEnv
+
+__all__ = ["AsyncVectorEnv", "SyncVectorEnv"]
+
+EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
+ObservationMode = str | tuple[spaces.Space[Any], spaces.Space[Any]]
+Seeds = int | Sequence[int | None] | None
+
+
+_SPACES = (
+    spaces.Box,
+    spaces.Discrete,
+    spaces.MultiDiscrete,
+    spaces.MultiBinary,
+    spaces.Text,
+    spaces.Graph,
+    spaces.Sequence,
+)
+
+
+class TimedOut(WaitTimeout, multiprocessing.TimeoutError):
+    """A ``timeout`` ran out; also the class that Gymnasium raises. The call stays pending."""
+
+
+class _DropIn(VectorEnv):
+    """What both have in common: how spaces and arguments are checked, and whose exceptions are raised."""
+
+    observation_mode: ObservationMode
+    autoreset_mode: AutoresetMode
+    # What to say of sub-environments that differ: of observations that must be equal, must fit, and of actions.
+    _complaints: tuple[str, str, str]
+
+    def _set_up(self, observation_mode: ObservationMode, autoreset_mode: str | AutoresetMode) -> None:
+        self.observation_mode = observation_mode
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+
+    def _start(self, backend: Any, **options: Any) -> None:
+        super().__init__(backend, autoreset_mode=self.autoreset_mode, observation_mode="same", lenient=True, **options)
+        self.spec = None  # make_vec sets it; the first env's says nothing about the others
+
+    def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
+        first, mode = facts[0], self.observation_mode
+        if isinstance(mode, tuple) and len(mode) == 2:
+            if not all(isinstance(space, spaces.Space) for space in mode):
+                raise TypeError(
+                    f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
+                )
+            self.observation_space, self.single_observation_space = mode
+        elif mode == "same":
+            self.single_observation_space = first.observation_space
+            self.observation_space = batch_space(first.observation_space, len(facts))
+        elif mode == "different":
+            self.single_observation_space = first.observation_space
+            self.observation_space = batch_differing_spaces([one.observation_space for one in facts])
+        else:
+            raise ValueError(
+                "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
+                f"space, actual got {mode}"
+            )
+        self.single_action_space = first.action_space
+        self.action_space = batch_space(first.action_space, len(facts))
+        for env, one in enumerate(facts):
+            self._check_spaces(env, one)
+
+    def _check_spaces(self, env: int, facts: EnvFacts) -> None:
+        same, fitting, actions = self._complaints
+        expected, got = self.single_observation_space, facts.observation_space
+        suffix = f" Sub-environment {env} has {got}, expected {expected}."
+        if self.observation_mode == "same" and got != expected:
+            raise RuntimeError(same + suffix)
+        if first_difference(expected, got, "observation", bounds=False):
+            raise RuntimeError(fitting + suffix)
+        if facts.action_space != self.single_action_space:
+            raise RuntimeError(
+                f"{actions} Sub-environment {env} has {facts.action_space}, expected {self.single_action_space}."
+            )
+
+    def _check_reset(self, seed: Seeds, options: dict[str, Any] | None) -> None:
+        """Gymnasium's checks of reset's arguments, in its words."""
+        if isinstance(seed, (list, tuple)) and len(seed) != self.num_envs:
+            raise ValueError(
+                f"If seeds are passed as a list the length must match num_envs={self.num_envs} but got "
+                f"length={len(seed)}."
+            )
+        if options is None or "reset_mask" not in options:
+            return
+        mask, name = options["reset_mask"], "`options['reset_mask']`"
+        if not isinstance(mask, np.ndarray):
+            raise TypeError(f"{name} must be a numpy array, got {type(mask)}")
+        if mask.shape != (self.num_envs,):
+            raise ValueError(f"{name} must have shape `({self.num_envs},)`, got {mask.shape}")
+        if mask.dtype != np.bool_:
+            raise TypeError(f"{name} must have `dtype=np.bool_`, got {mask.dtype}")
+        if not mask.any():
+            raise ValueError(f"{name} must contain a boolean array with at least one True value, got reset_mask={mask}")
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
+        if isinstance(values, (list, tuple)) and len(values) != self.num_envs:
+            raise ValueError(
+                "Values must be a list or tuple with length equal to the number of environments. Got "
+                f"`{len(values)}` values for {self.num_envs} environments."
+            )
+        super().set_attr(name, values)
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise _closed(self)
+        super()._require_open()
+
+
+class SyncVectorEnv(_DropIn):
+    """Steps all envs in the calling thread, one after the other. Arguments and attributes as Gymnasium's class."""
+
+    _complaints = (
+        "SyncVectorEnv(..., observation_mode='same') however the sub-environments observation spaces are not "
+        "equivalent. If this is intentional, use `observation_mode='different'` instead.",
+        "SyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environments observation "
+        "spaces do not share a common shape and dtype.",
+        "Sub-environment action space doesn't make the `single_action_space`.",
+    )
+
+    def __init__(
+        self,
+        env_fns: EnvFns,
+        copy: bool = True,
+        observation_mode: ObservationMode = "same",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+    ) -> None:
+        self.env_fns = tuple(env_fns)
+        self.copy = copy
+        self._set_up(observation_mode, autoreset_mode)
+        backend, options = serial_backend(recipes_of(self.env_fns, may_reuse=True))
+        try:
+            self._start(backend, copy=copy, **options)
+        except EnvError as error:
+            raise original_of(error) from None
+        self.envs = backend.envs
+
+    def reset(  # as the base class's: lists of seeds, too
+        self, *, seed: Seeds = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Resets all envs, or those in ``options["reset_mask"]``; returns obs ``[N, ...]`` and infos."""
+        self._check_reset(seed, options)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> StepResult:
+        """Steps every env. Raises what an env raises; the others have then been stepped, too."""
+        if self.autoreset_mode is AutoresetMode.DISABLED and self._records["needs_reset"].any():
+            ended = np.flatnonzero(self._records["needs_reset"]).tolist()
+            raise AssertionError(
+                f"envs {ended} have ended their episodes and autoreset_mode is disabled; call "
+                "reset(options={'reset_mask': terminated | truncated}) before stepping them"
+            )
+        return super().step(actions)
+
+    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
+        if failures:
+            raise original_error(failures[0])
+
+
+class AsyncVectorEnv(_DropIn):
+    """Steps the envs in worker processes. Arguments and attributes as Gymnasium's class of that name, and:
+
+    num_workers: processes; None for one per usable core, ``len(env_fns)`` for one env in each as with Gymnasium.
+
+    No env is built in the calling process. `shared_memory` and `daemon` make no difference: observations are always
+    shared, and workers never outlive the caller. `context`: None starts fresh processes instead of forking the caller.
+    `max_concurrency` is the number of workers, at most; it is no limit where envs must have a process each. With a
+    custom `worker`, which speaks the pipes of Gymnasium's own class, the call returns an instance of that class.
+    """
+
+    _complaints = (
+        "AsyncVectorEnv(..., observation_mode='same') however some of the sub-environments observation spaces are not "
+        "equivalent. If this is intentional, use `observation_mode='different'` instead.",
+        "AsyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environment's observation "
+        "spaces do not share a common shape and dtype.",
+        "Some environments have an action space different from `single_action_space`. In order to batch actions, the "
+        "action spaces from all environments must be equal.",
+    )
+
+    def __new__(
+        cls,
+        env_fns: EnvFns,
+        shared_memory: bool = True,
+        copy: bool = True,
+        context: str | None = None,
+        daemon: bool = True,
+        worker: Callable[..., None] | None = None,
+        *args: Any,
+        num_workers: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A custom `worker` makes an instance of Gymnasium's class."""
+        if worker is None:
+            return super().__new__(cls)
+        if num_workers is not None:
+            raise TypeError("a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no num_workers")
+        return GymnasiumsAsyncVectorEnv(tuple(env_fns), shared_memory, copy, context, daemon, worker, *args, **kwargs)
+
+    def __init__(
+        self,
+        env_fns: EnvFns,
+        shared_memory: bool = True,
+        copy: bool = True,
+        context: str | None = None,
+        daemon: bool = True,
+        worker: Callable[..., None] | None = None,
+        observation_mode: ObservationMode = "same",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        max_concurrency: int | None = None,
+        *,
+        num_workers: int | None = None,
+    ) -> None:
+        self.env_fns = tuple(env_fns)
+        self.shared_memory, self.copy, self.context, self.daemon, self.worker = (
+            shared_memory, copy, context, daemon, worker
+        )  # fmt: skip
+        self._set_up(observation_mode, autoreset_mode)
+        if max_concurrency is not None:
+            _check_concurrency(max_concurrency)
+            num_workers = min(max_concurrency, num_workers or max_concurrency)
+        self.max_concurrency = max_concurrency
+        self._kind = "default"
+        start = partial(self._start, copy=copy)
+        try:
+            with_processes(start, recipes_of(self.env_fns), context=context, num_workers=num_workers)
+        except EnvError as error:
+            raise original_of(error) from None
+
+    def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
+        super()._set_spaces(facts, observation_mode)
+        if self.shared_memory and _is_custom(self.single_observation_space):
+            raise ValueError(
+                f"the observation space {self.single_observation_space} is none of Gymnasium's: pass "
+                "`shared_memory=False` to have observations pickled"
+            )
+
+    # ---- the calls, each refused while another is pending
+
+    def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
+        """Starts `reset`; `reset_wait` takes the result."""
+        self._require_default("reset_async")
+        self._check_reset(seed, options)
+        super().reset_async(seed=seed, options=options)
+        self._kind = "reset"
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """What `reset_async` started. Raises multiprocessing.TimeoutError; the reset then stays pending."""
+        self._require_pending("reset")
+        try:
+            return super().reset_wait(timeout)
+        except WaitTimeout as error:
+            raise _timed_out("reset", timeout) from error
+
+    def step(self, actions: Any) -> StepResult:
+        """Steps every env. Raises what an env raises, the last one's where several do."""
+        try:
+            return super().step(actions)
+        except PendingError:
+            self._require_default("step_async")
+            raise
+        except ClosedError as error:
+            raise _closed(self) from error
+
+    def step_async(self, actions: Any) -> None:
+        """Sends the actions; `step_wait` takes the results."""
+        self._require_default("step_async")
+        super().step_async(actions)
+        self._kind = "step"
+
+    def step_wait(self, timeout: float | None = None) -> StepResult:
+        """What `step_async` started. Raises multiprocessing.TimeoutError; the step then stays pending."""
+        self._require_pending("step")
+        try:
+            return super().step_wait(timeout)
+        except WaitTimeout as error:
+            raise _timed_out("step", timeout) from error
+
+    def call_async(self, name: str | EnvCall, /, *args: Any, **kwargs: Any) -> None:
+        """Starts `call`; `call_wait` takes the results."""
+        self._require_default("call_async")
+        super().call_async(name, *args, **kwargs)
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """What `call_async` started. Raises multiprocessing.TimeoutError; the call then stays pending."""
+        self._require_pending("call")
+        try:
+            return super().call_wait(timeout)
+        except WaitTimeout as error:
+            raise _timed_out("call", timeout) from error
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
+        self._require_default("set_attr")
+        super().set_attr(name, values)
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Closes envs and workers, within about `timeout` seconds (None: 5)."""
+        if self._pending() != "default" and not self._caller.closed:
+            logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending()}` to complete.")
+        super().close_extras(5.0 if timeout is None else timeout, terminate)
+
+    # ---- inside
+
+    def _pending(self) -> str:
+        if self._caller.calling:
+            return "call"
+        return self._kind if self._caller.num_pending else "default"
+
+    def _require_default(self, doing: str) -> None:
+        self._require_open()
+        if (pending := self._pending()) != "default":
+            raise AlreadyPendingCallError(
+                f"Calling `{doing}` while waiting for a pending call to `{pending}` to complete.", pending
+            )
+
+    def _require_pending(self, kind: str) -> None:
+        self._require_open()
+        if self._pending() != kind:
+            raise NoAsyncCallError(f"Calling `{kind}_wait` without any prior call to `{kind}_async`.", kind)
+
+    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
+        for failure in failures:
+            logger.error(f"Received the following error from Worker-{failure.env_index} - Shutting it down")
+            logger.error(failure.worker_traceback)
+        if failures:
+            logger.error("Raising the last exception back to the main process.")
+            raise original_error(failures[-1])
+
+
+def _closed(envs: VectorEnv) -> ClosedEnvironmentError:
+    return ClosedEnvironmentError(f"Trying to operate on `{type(envs).__name__}`, after a call to `close()`.")
+
+
+def _timed_out(kind: str, timeout: float | None) -> TimedOut:
+    return TimedOut(f"The call to `{kind}_wait` has timed out after {timeout} second(s).")
+
+
+def _check_concurrency(count: Any) -> None:
+    if not isinstance(count, (int, np.integer)):
+        raise ValueError(f"`max_concurrency` must be an integer or None, got {type(count)}.")
+    if count < 1:
+        raise ValueError(f"`max_concurrency` must be a positive or None, got {count}.")
+
+
+def _is_custom(space: spaces.Space[Any]) -> bool:
+    if isinstance(space, spaces.Dict):
+        return any(_is_custom(child) for child in space.values())
+    if isinstance(space, (spaces.Tuple, spaces.OneOf)):
+        return any(_is_custom(child) for child in space.spaces)
+    return not isinstance(space, _SPACES)

@@ -1,0 +1,326 @@
+"""Stable-Baselines3's vector envs on Muster's engine: real `VecEnv`s, for its algorithms, wrappers and callbacks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode
+
+from muster.backends.share import EnvCall, EnvFacts, Failure
+from muster.errors import ActionError, EnvError, SpecMismatch
+from muster.interop.env_calls import (
+    CallMethod,
+    GetAttribute,
+    HasAttribute,
+    IsWrapped,
+    OnSome,
+    SetAttribute,
+    of_gymnasium,
+)
+from muster.interop.infos import info_rows
+from muster.interop.starting import (
+    original_error,
+    original_of,
+    recipes_of,
+    require_copies,
+    serial_backend,
+    with_processes,
+)
+from muster.spec import Array, first_difference
+from muster.vector import Batch, StepResult, VectorEnv
+
+try:
+    from stable_baselines3.common.monitor import Monitor
+    from stable_baselines3.common.preprocessing import check_for_nested_spaces
+    from stable_baselines3.common.vec_env.base_vec_env import VecEnv
+except ImportError as error:
+    raise ImportError('muster.interop.sb3 needs Stable-Baselines3: pip install "muster-rl[sb3]"') from error
+
+__all__ = ["DummyVecEnv", "MusterVecEnv", "SubprocVecEnv", "as_sb3", "make_vec_env"]
+
+EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
+Indices = None | int | Iterable[int]
+VecStep = tuple[Any, npt.NDArray[Any], npt.NDArray[np.bool_], list[dict[str, Any]]]
+
+
+class MusterVecEnv(VecEnv):
+    """SB3's `VecEnv` around a `muster.VectorEnv` with ``autoreset_mode="same_step"``. Made by `as_sb3`."""
+
+    def __init__(self, envs: VectorEnv) -> None:
+        if not isinstance(envs, VectorEnv):
+            raise TypeError(f"SB3 trains single agents: as_sb3 takes a muster.VectorEnv, got {type(envs).__name__}")
+        mode = envs.metadata["autoreset_mode"]
+        if mode is not AutoresetMode.SAME_STEP:
+            raise ValueError(
+                f'SB3 resets envs in the step that ends their episode, but autoreset_mode is "{mode.name.lower()}"; '
+                'make the vector env with autoreset_mode="same_step"'
+            )
+        require_copies(envs)
+        self.vector_env = envs
+        check_for_nested_spaces(envs.single_observation_space)
+        super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.vector_env.closed
+
+    # ---- stepping
+
+    def reset(self) -> Any:
+        """Resets all envs with the seeds and options set before; returns obs ``[N, ...]``."""
+        seeds, options = list(self._seeds), list(self._options)
+        self._reset_seeds()
+        self._reset_options()
+        given = [one or ... for one in options] if any(options) else ...
+        obs, infos = self.vector_env.reset(seed=seeds, options=given)  # type: ignore[arg-type]  # see reset_async
+        self.reset_infos = info_rows(infos, self.num_envs)
+        return obs
+
+    def step_async(self, actions: Any) -> None:
+        """Sends the actions; `step_wait` takes the results."""
+        self.vector_env.step_async(actions)
+
+    def step_wait(self) -> VecStep:
+        """obs ``[N, ...]``, rewards ``[N]``, dones bool ``[N]``, and N infos."""
+        return self._as_rows(self.vector_env.step_wait())
+
+    def step(self, actions: Any) -> VecStep:
+        """`step_async` and `step_wait` in one."""
+        return self._as_rows(self.vector_env.step(actions))
+
+    def close(self) -> None:
+        """Closes envs and workers."""
+        self.vector_env.close()
+
+    def _as_rows(self, result: StepResult) -> VecStep:
+        obs, rewards, terminated, truncated, infos = result
+        dones = terminated | truncated
+        if not infos and not dones.any():
+            return obs, rewards, dones, [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
+        finals = {
+            key: infos.pop(key) for key in ("final_obs", "_final_obs", "final_info", "_final_info") if key in infos
+        }
+        rows = info_rows(infos, self.num_envs)
+        final_rows = info_rows(finals.get("final_info", {}), self.num_envs)
+        for env in np.flatnonzero(dones).tolist():
+            self.reset_infos[env] = rows[env]
+            rows[env] = final_rows[env]
+            rows[env]["terminal_observation"] = finals["final_obs"][env]
+        for row, ended, cut in zip(rows, terminated.tolist(), truncated.tolist(), strict=True):
+            row["TimeLimit.truncated"] = cut and not ended
+        return obs, rewards, dones, rows
+
+    # ---- the envs themselves
+
+    def has_attr(self, attr_name: str) -> bool:
+        """Whether every env has the attribute."""
+        return all(self._do(HasAttribute(attr_name), None))
+
+    def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
+        """The attribute of the envs `indices`, looked up through wrappers."""
+        return self._do(GetAttribute(attr_name), indices)
+
+    def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
+        """Sets an attribute of the envs `indices`, on their outermost wrapper."""
+        self._do(SetAttribute(attr_name, value), indices)
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """Calls a method of the envs `indices`."""
+        return self._do(CallMethod(method_name, method_args, method_kwargs), indices)
+
+    def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
+        """Whether the envs `indices` have such a wrapper."""
+        return self._do(IsWrapped(wrapper_class), indices)
+
+    def get_images(self) -> Sequence[npt.NDArray[Any] | None]:
+        """What each env renders."""
+        if self.render_mode != "rgb_array":
+            warnings.warn(
+                f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
+                stacklevel=2,
+            )
+            return [None] * self.num_envs
+        return self._do(CallMethod("render"), None)
+
+    def _do(self, act: EnvCall, indices: Indices) -> list[Any]:
+        wanted = [range(self.num_envs)[i] for i in self._get_indices(indices)]
+        results = self.vector_env.call(act if len(wanted) == self.num_envs else OnSome(frozenset(wanted), act))
+        return [results[i] for i in wanted]
+
+
+class _Envs(VectorEnv):
+    """As lenient as SB3's own, and raising what envs raise. ignores_surplus: more actions than envs are no error."""
+
+    def __init__(self, backend: Any, *, ignores_surplus: bool = False, **options: Any) -> None:
+        self._ignores_surplus = ignores_surplus
+        super().__init__(
+            backend,
+            autoreset_mode=AutoresetMode.SAME_STEP,
+            observation_mode="same",
+            copy=True,
+            lenient=True,
+            **options,
+        )
+
+    def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
+        # SB3 takes env 0's spaces for all. Bounds may differ; a different layout could not be stored.
+        for env, one in enumerate(facts):
+            pairs = (
+                ("observation", facts[0].observation_space, one.observation_space),
+                ("action", facts[0].action_space, one.action_space),
+            )
+            for path, expected, got in pairs:
+                if found := first_difference(expected, got, path, bounds=False):
+                    raise SpecMismatch(
+                        f"env {env} differs from env 0 in {found.path}: {found.field} is {found.got}, expected "
+                        f"{found.expected}",
+                        env_index=env,
+                    )
+        super()._set_spaces([facts[0]] * len(facts), observation_mode)
+
+    def _write_actions(self, actions: Any, ids: Array) -> bool:
+        if not isinstance(self.single_action_space, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple)):
+            return super()._write_actions(actions, ids)
+        given = self._one_by_one(actions)
+        if len(given) != len(ids):
+            raise ActionError(f"expected {len(ids)} actions, one for each env, got {len(given)}")
+        self._backend.post_actions(ids, [[action] for action in given])
+        return True
+
+    def _one_by_one(self, actions: Any) -> list[Any]:
+        given = list(actions)  # SB3 knows no batches of Dict or Tuple actions
+        return given[: self.num_envs] if self._ignores_surplus else given
+
+    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
+        if failures:
+            raise original_error(failures[0])
+
+
+class DummyVecEnv(MusterVecEnv):
+    """Steps all envs in the calling thread, one after the other."""
+
+    def __init__(self, env_fns: EnvFns) -> None:
+        backend, options = serial_backend(recipes_of(env_fns, (of_gymnasium,), may_reuse=True))
+        try:
+            envs = _Envs(backend, ignores_surplus=True, **options)
+        except EnvError as error:
+            raise original_of(error) from None
+        self.envs = backend.envs
+        if len({id(env.unwrapped) for env in self.envs}) != len(self.envs):
+            raise ValueError(
+                "Several env_fns returned the same env. Each must build a new one: not `lambda: env`, but a function "
+                "that calls the constructor or gymnasium.make."
+            )
+        super().__init__(envs)
+        self.metadata = self.envs[0].metadata
+
+    def _as_rows(self, result: StepResult) -> VecStep:
+        obs, rewards, dones, rows = super()._as_rows(result)
+        return obs, rewards.astype(np.float32), dones, rows
+
+
+class SubprocVecEnv(MusterVecEnv):
+    """Steps the envs in worker processes, several in each where they bear that.
+
+    start_method: "forkserver", "spawn" or "fork"; None starts fresh processes that never fork the caller.
+    num_workers: processes; None for one per usable core, ``len(env_fns)`` for one env in each as with SB3.
+    """
+
+    def __init__(self, env_fns: EnvFns, start_method: str | None = None, *, num_workers: int | None = None) -> None:
+        made: list[_Envs] = []
+        try:
+            with_processes(
+                lambda backend, **options: made.append(_Envs(backend, **options)),
+                recipes_of(env_fns, (of_gymnasium,)),
+                context=start_method,
+                num_workers=num_workers,
+            )
+        except EnvError as error:
+            raise original_of(error) from None
+        super().__init__(made[0])
+
+
+def as_sb3(envs: VectorEnv) -> MusterVecEnv:
+    """`envs` as an SB3 `VecEnv`. Raises ValueError unless ``autoreset_mode="same_step"``."""
+    return MusterVecEnv(envs)
+
+
+def make_vec_env(
+    env_id: str | Callable[..., gymnasium.Env[Any, Any]],
+    n_envs: int = 1,
+    seed: int | None = None,
+    start_index: int = 0,
+    monitor_dir: str | None = None,
+    wrapper_class: Callable[..., gymnasium.Env[Any, Any]] | None = None,
+    env_kwargs: dict[str, Any] | None = None,
+    vec_env_cls: Callable[..., VecEnv] | None = None,
+    vec_env_kwargs: dict[str, Any] | None = None,
+    monitor_kwargs: dict[str, Any] | None = None,
+    wrapper_kwargs: dict[str, Any] | None = None,
+) -> VecEnv:
+    """`n_envs` monitored envs in one `VecEnv`, by default a `DummyVecEnv`; the arguments are SB3's.
+
+    env_kwargs: values may be `muster.lazy(...)`: they are built beside each env, and released with it.
+    """
+    fns = [
+        functools.partial(
+            _MonitoredEnv(
+                env_id,
+                None if seed is None else seed + rank,
+                None if monitor_dir is None else os.path.join(monitor_dir, str(rank)),
+                monitor_kwargs or {},
+                wrapper_class,
+                wrapper_kwargs or {},
+            ),
+            **(env_kwargs or {}),
+        )
+        for rank in range(start_index, start_index + n_envs)
+    ]
+    vec_env = (vec_env_cls or DummyVecEnv)(fns, **(vec_env_kwargs or {}))
+    vec_env.seed(seed)
+    return vec_env
+
+
+class _MonitoredEnv:
+    """Builds one env of `make_vec_env`, where it will run."""
+
+    def __init__(
+        self,
+        env_id: str | Callable[..., Any],
+        action_seed: int | None,
+        monitor_path: str | None,
+        monitor_kwargs: dict[str, Any],
+        wrapper_class: Callable[..., Any] | None,
+        wrapper_kwargs: dict[str, Any],
+    ) -> None:
+        self.env_id = env_id
+        self.action_seed = action_seed
+        self.monitor_path = monitor_path
+        self.monitor_kwargs = monitor_kwargs
+        self.wrapper_class = wrapper_class
+        self.wrapper_kwargs = wrapper_kwargs
+
+    def __call__(self, **env_kwargs: Any) -> Any:
+        if not isinstance(self.env_id, str):
+            env = of_gymnasium(self.env_id(**env_kwargs))
+        else:
+            try:
+                env = gymnasium.make(self.env_id, **{"render_mode": "rgb_array", **env_kwargs})
+            except TypeError:  # an env without render modes
+                env = gymnasium.make(self.env_id, **env_kwargs)
+        if self.action_seed is not None:
+            env.action_space.seed(self.action_seed)
+        if self.monitor_path is not None:
+            os.makedirs(os.path.dirname(self.monitor_path), exist_ok=True)
+        env = Monitor(env, filename=self.monitor_path, **self.monitor_kwargs)
+        return env if self.wrapper_class is None else self.wrapper_class(env, **self.wrapper_kwargs)

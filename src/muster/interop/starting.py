@@ -1,0 +1,125 @@
+"""What the drop-ins share: recipes from ``env_fns``, and how many envs share a worker process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from typing import Any
+
+from muster.backends.base import Backend
+from muster.backends.process import ProcessBackend, ProcessOptions
+from muster.backends.resources import usable_cores
+from muster.backends.serial import SerialBackend
+from muster.backends.share import Failure, to_exception
+from muster.errors import EnvError, OneEnvPerProcess, RecipeError, SpecMismatch, WorkerError
+from muster.introspection import callable_name, caller_stacklevel
+from muster.make import patience
+from muster.recipe import Recipe
+from muster.vector import VectorEnv
+
+_START_TIMEOUT_S = 300.0
+
+
+class PackingWarning(RuntimeWarning):
+    """Several envs could not be built in one process, so each got a process of its own."""
+
+
+def recipes_of(
+    env_fns: Iterable[Callable[[], Any]], wrappers: Sequence[Callable[[Any], Any]] = (), *, may_reuse: bool = False
+) -> list[Recipe]:
+    """A recipe for each factory. may_reuse: see Recipe. Raises ValueError for an empty list, TypeError."""
+    recipes = []
+    for i, env_fn in enumerate(env_fns):
+        if not callable(env_fn):
+            raise TypeError(f"env_fns[{i}] must be a callable that returns an env, got {type(env_fn).__name__}")
+        labels = (f"env_fns[{i}]", f"env_fns[{i}]")
+        recipes.append(Recipe(i, callable_name(env_fn), env_fn, {}, tuple(wrappers), labels, may_reuse))
+    if not recipes:
+        raise ValueError("env_fns is empty; give at least one callable that returns an env")
+    return recipes
+
+
+def serial_backend(recipes: Sequence[Recipe]) -> tuple[SerialBackend, dict[str, Any]]:
+    """The backend that steps in the calling thread, and the waiting times to hand to VectorEnv with it."""
+    return SerialBackend(recipes), _patience(0)
+
+
+def with_processes(
+    make: Callable[..., None], recipes: Sequence[Recipe], *, context: str | None, num_workers: int | None
+) -> None:
+    """Calls ``make(backend, **options)`` with worker processes that step several envs each, where envs bear that.
+
+    Other workers start only after the first has built a second env. If that raises, or the worker dies, all is built
+    again with one env per process. context: as for `multiprocessing`; None never forks the caller.
+    num_workers: None for one per usable core. Raises what `make` and building the envs raise, ValueError.
+    """
+    if context is not None:
+        get_context(context)  # raises for a name that it does not know
+    most = len(recipes)
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+    options = ProcessOptions(
+        context=context or "forkserver",
+        num_workers=min(num_workers or usable_cores(), most),
+        caller_steps=False,
+        start_timeout_s=_START_TIMEOUT_S,
+        step_timeout_s=None,
+        threads_per_worker=1,
+        packs_carefully=True,
+        memory_check="warn",
+    )
+    backend = ProcessBackend(recipes, options)
+    try:
+        make(backend, **_patience(backend.num_workers))
+        return
+    except OneEnvPerProcess:
+        pass  # the env says so itself: nothing to warn of
+    except (EnvError, RecipeError, WorkerError) as error:
+        if options.num_workers == most or isinstance(error, SpecMismatch) or _was_alone(error, backend):
+            raise
+        warnings.warn(
+            f"Several envs could not be built in one process ({_first_line(error)}), so each gets a process of its "
+            f"own. To be rid of this warning pass num_workers={most}.",
+            PackingWarning,
+            stacklevel=caller_stacklevel(),
+        )
+    make(ProcessBackend(recipes, replace(options, num_workers=most)), **_patience(most))
+
+
+def require_copies(envs: VectorEnv) -> None:
+    """Raises ValueError for views: other libraries keep observations over the next step."""
+    if envs.stats()["copies_per_obs"] < 2:
+        raise ValueError("observations are views of memory that the next step overwrites; make_vec(..., copy=True)")
+
+
+def original_error(failure: Failure) -> BaseException:
+    """The env's own exception where it could be rebuilt in this process, else an EnvError that tells of it."""
+    error = to_exception(failure)
+    original = error.__cause__
+    if original is None or type(error) is not EnvError:
+        return error
+    if isinstance(failure.exception, bytes):
+        where = f"env {failure.env_index} (worker {failure.worker_index})"
+        original.add_note(f"The traceback of {where}:\n{failure.worker_traceback.rstrip()}")
+    return original
+
+
+def original_of(error: EnvError) -> BaseException:
+    """The exception that an env's constructor raised, where it could be rebuilt, else `error`."""
+    return error.__cause__ if type(error) is EnvError and error.__cause__ is not None else error
+
+
+def _patience(num_workers: int) -> dict[str, Any]:
+    caller, worker = patience(usable_cores(), num_workers + 1)
+    return {"caller_patience": caller, "worker_patience": worker, "check_finite": False, "max_restarts": None}
+
+
+def _was_alone(error: Exception, backend: Backend) -> bool:
+    """Whether the env that failed was the first in its process: then company is not to blame."""
+    return isinstance(error, EnvError) and error.env_index in backend.first_envs
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

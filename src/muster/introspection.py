@@ -1,0 +1,64 @@
+"""Looks at objects without running any of their code, and names what it sees for messages."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from typing import Any
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of the instance itself, read without running a property."""
+    descriptor = attribute_dict(type(value))
+    return {} if descriptor is None else dict(descriptor.__get__(value))
+
+
+def attribute_dict(kind: type) -> Any:
+    """The descriptor that gives the attributes of the class's instances; None if they have none."""
+    for base in kind.__mro__:
+        descriptor = vars(base).get("__dict__")
+        # A property of this name would be the class's own code.
+        if type(descriptor) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+            return descriptor
+    return None
+
+
+def global_names(code: types.CodeType) -> set[str]:
+    """The global names that ``code`` and the functions defined in it read."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= global_names(constant)
+    return names
+
+
+def subscript(key: Any) -> str:
+    """How a message writes an element: ``["server"]``, ``[3]``; a key that is no plain value by its class."""
+    if type(key) is str:
+        return f'["{key}"]'
+    return f"[{key!r}]" if type(key) in (int, float, bool, bytes, type(None)) else f"[<{type(key).__qualname__}>]"
+
+
+def type_name(value: Any) -> str:
+    """Module and name of the object's class; the name alone for a builtin."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def callable_name(function: Any) -> str:
+    """Module and name of a callable, ``"my_module.make_env"``; for an instance those of its class."""
+    while type(function) is functools.partial:
+        function = function.func
+    named = function if isinstance(function, (type, types.FunctionType, types.MethodType)) else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def caller_stacklevel() -> int:
+    """The ``stacklevel`` by which a warning of the function that asks points at the first line outside of Muster."""
+    package = __name__.partition(".")[0]
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    return level

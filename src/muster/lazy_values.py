@@ -1,0 +1,161 @@
+"""Arguments that are built where the env runs, and released with it: ZeroMQ contexts, sockets, locks, file handles."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from muster.introspection import subscript
+
+_log = logging.getLogger("muster")
+
+_RELEASE_METHODS = ("close", "destroy", "term")
+
+
+class Lazy:
+    """An argument that is still to be built. ``muster.lazy`` makes it; ``Recipe.build`` turns it into its value."""
+
+    __slots__ = ("args", "fn", "kwargs")
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.fn = fn
+        self.args = args
+        self.kwargs = kwargs
+
+    def __repr__(self) -> str:
+        shown = [getattr(self.fn, "__qualname__", repr(self.fn))]
+        shown += [repr(arg) for arg in self.args]
+        shown += [f"{key}={value!r}" for key, value in self.kwargs.items()]
+        return f"muster.lazy({', '.join(shown)})"
+
+
+def lazy(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Lazy:
+    """A value for ``env_kwargs`` that is built in the worker, once per env, by ``fn(*args, **kwargs)``.
+
+    Only ``fn`` and its arguments travel. Inside ``fn``, ``muster.get_worker_info().env_index`` tells envs apart:
+    ``lazy(lambda: 5555 + muster.get_worker_info().env_index)``. Arguments may be lazy themselves, and one Lazy used
+    twice is built once per env.
+
+    What ``fn`` returns is entered if it is a context manager (locks and database connections, whose ``with`` means
+    something else, are not) and released with the env, last built first: by leaving the context, else by ``close()``,
+    ``destroy()`` or ``term()``, the first that there is. Raises TypeError if ``fn`` is not callable.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"muster.lazy needs something to call in the worker, got {type(fn).__name__}. "
+            "Write muster.lazy(zmq.Context), not muster.lazy(zmq.Context())."
+        )
+    return Lazy(fn, args, kwargs)
+
+
+class LazyValues:
+    """Builds the lazy values of one env and remembers what has to be released."""
+
+    def __init__(self) -> None:
+        # By id of the original, which is kept so that its id cannot be taken by another object.
+        self._resolved: dict[int, tuple[Any, Any]] = {}
+        self._releases: list[tuple[str, Callable[[], Any]]] = []
+
+    def resolve(self, value: Any, path: str) -> Any:
+        """``value`` with every Lazy in it built, in dicts, lists and tuples too; the object itself if there is none.
+
+        path: where the value stands, for messages: ``env_kwargs["server"]``.
+        """
+        if id(value) in self._resolved:
+            return self._resolved[id(value)][1]
+        if type(value) is Lazy:
+            return self._build(value, path)
+        if type(value) not in (dict, list, tuple):
+            return value
+        self._resolved[id(value)] = (value, value)  # what a container that holds itself finds
+        items = value.items() if type(value) is dict else enumerate(value)
+        resolved = {key: self.resolve(item, path + subscript(key)) for key, item in items}
+        originals = value.values() if type(value) is dict else value
+        result = value
+        if any(new is not old for new, old in zip(resolved.values(), originals, strict=True)):
+            result = resolved if type(value) is dict else type(value)(resolved.values())
+        self._resolved[id(value)] = (value, result)
+        return result
+
+    def resolve_arguments(self, arguments: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """A new dict of keyword arguments, each resolved."""
+        return {key: self.resolve(value, path + subscript(key)) for key, value in arguments.items()}
+
+    def release(self, timeout_s: float) -> None:
+        """Release what was built, last first, within ``timeout_s`` seconds. Never raises; failures are logged."""
+        deadline = time.monotonic() + timeout_s
+        while self._releases:
+            path, release = self._releases.pop()
+            if hasattr(getattr(release, "__self__", None), "commit"):
+                # A database refuses to be closed by another thread; unlike a network's, its close does not wait.
+                _run(release, path)
+                continue
+            # One that hangs must not eat the time of those that wait behind it.
+            share_s = max(0.0, deadline - time.monotonic()) / (len(self._releases) + 1)
+            if not _run_bounded(release, path, share_s):
+                _log.warning("%s was not released within %.3g s and is left behind.", path, share_s)
+        self._resolved.clear()
+
+    def _build(self, value: Lazy, path: str) -> Any:
+        args = [self.resolve(arg, f"{path}.args[{i}]") for i, arg in enumerate(value.args)]
+        kwargs = self.resolve_arguments(value.kwargs, f"{path}.kwargs")
+        try:
+            built = self._adopt(value.fn(*args, **kwargs), path)
+        except Exception as error:
+            error.add_note(f"Raised while building {path} = {value!r}")
+            raise
+        self._resolved[id(value)] = (value, built)
+        return built
+
+    def _adopt(self, resource: Any, path: str) -> Any:
+        """What the env gets for ``resource``, whose release is noted."""
+        kind = type(resource)
+        close = next((getattr(resource, m) for m in _RELEASE_METHODS if callable(getattr(kind, m, None))), None)
+        if not _is_context_manager(kind):
+            if close is not None:
+                self._releases.append((path, close))
+            return resource
+        entered = kind.__enter__(resource)
+
+        def leave() -> None:
+            try:
+                kind.__exit__(resource, None, None, None)
+            except Exception:
+                if close is None:
+                    raise
+                close()
+
+        self._releases.append((path, leave))
+        return entered
+
+
+def _is_context_manager(kind: type) -> bool:
+    """Whether ``with`` opens and closes: entering a lock takes it, entering a database starts a transaction."""
+    return (
+        hasattr(kind, "__enter__")
+        and hasattr(kind, "__exit__")
+        and not hasattr(kind, "acquire")
+        and not hasattr(kind, "commit")
+    )
+
+
+def _run_bounded(release: Callable[[], Any], path: str, timeout_s: float) -> bool:
+    """Whether ``release()`` ended in time; an exception of its own is logged and counts as ended."""
+    # The context carries get_worker_info() into the thread.
+    thread = threading.Thread(
+        target=contextvars.copy_context().run, args=(_run, release, path), daemon=True, name=f"muster-release {path}"
+    )
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def _run(release: Callable[[], Any], path: str) -> None:
+    try:
+        release()
+    except BaseException as error:  # a SystemExit in a close() must not get any further either
+        _log.warning("Releasing %s failed: %s: %s", path, type(error).__name__, error)

@@ -1,0 +1,363 @@
+"""`MultiAgentVectorEnv`: N envs of many agents behind the verbs of `VectorEnv`, with agents batched by group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+
+from muster.backends.share import EnvFacts
+from muster.envs.groups import Groups
+from muster.envs.layout import (
+    ACTING,
+    ALIVE,
+    FLAGS,
+    GIVEN,
+    GIVES_MASKS,
+    GIVES_STATE,
+    MASKS,
+    OBS,
+    REWARDS,
+    SHARED,
+    STATE,
+    TERMINATED,
+    TRUNCATED,
+    AgentLayout,
+)
+from muster.errors import ActionError, EnvError, SpecMismatch
+from muster.spec import Array, Node
+from muster.transport.infos import Infos, merge
+from muster.vector import Batch, VectorEnv
+
+__all__ = ["AgentBatch", "MultiAgentVectorEnv", "RowVectorEnv"]
+
+Bools = npt.NDArray[np.bool_]
+ByGroup = dict[str, Any]
+Rewards = dict[str, npt.NDArray[np.float32]]
+StepResult = tuple[ByGroup, Rewards, Bools, Bools, Infos]
+
+# What a same_step batch holds of ended episodes, on its way to final_obs and final_info.
+_FINAL_ROWS = "final_rows"
+
+
+class AgentBatch(NamedTuple):
+    """What `MultiAgentVectorEnv.recv` returns for the n envs that were ready, in the order of their ids.
+
+    env_ids: int64 ``[n]``.  The rest as from `step`, with n rows.
+    """
+
+    env_ids: npt.NDArray[np.int64]
+    obs: ByGroup
+    rewards: Rewards
+    terminated: Bools
+    truncated: Bools
+    infos: Infos
+
+
+class MultiAgentVectorEnv:
+    """Many multi-agent envs, stepped by a backend. Made by `muster.make_vec`.
+
+    Agents stand in fixed slots: group g has A slots, in the order of ``groups[g]``; arrays are ``[N, A, ...]``. An
+    agent that is not there is a row of zeros with ``alive`` False; the step in which it ends still carries its
+    observation.
+
+    obs: by group, an array or a structure of arrays ``[N, A, ...]``; what all agents observe alike stands once under
+    ``obs["shared"]``, ``[N, ...]``.  rewards: float32 ``[N, A]`` by group.
+    terminated, truncated: bool ``[N]``, of the whole env: terminated if every agent ended and none was truncated.
+    infos: by group, bool ``[N, A]``: ``alive`` the agent's row holds something, ``acting`` its action counts in the
+    next step, ``agent_terminated``, ``agent_truncated`` it ended in this step; ``action_mask`` ``[N, A, n]`` where
+    the env gives masks, never all False; ``state`` ``[N, ...]`` and ``_state`` ``[N]`` where it has a state;
+    ``agent_infos`` by agent, whatever else the env tells.
+    With same_step autoreset `obs`, ``alive``, ``acting``, ``action_mask`` and ``state`` are the new episode's;
+    ``final_obs`` and ``final_info`` hold the old one's in the rows where ``_final_obs`` is True.
+
+    Actions are ``[N, A, ...]`` by group; those of agents that are not acting are ignored.
+    """
+
+    def __init__(self, rows: RowVectorEnv) -> None:
+        self._rows = rows
+        self._layout = rows.layout
+        self._slots = self._layout.slots()
+        self.num_envs = rows.num_envs
+        self.metadata = rows.metadata
+        self.render_mode = rows.render_mode
+        self.single_observation_space = self._layout.observation_space()
+        self.single_action_space = self._layout.action_space()
+
+    @property
+    def groups(self) -> Groups:
+        """The agents of each group, in the order of their slots."""
+        return dict(self._layout.groups)
+
+    @functools.cached_property
+    def observation_space(self) -> spaces.Dict:
+        """Of `obs`: ``[N, A, ...]`` by group."""
+        return self._layout.observation_space(self.num_envs)
+
+    @functools.cached_property
+    def action_space(self) -> spaces.Dict:
+        """Of actions: ``[N, A, ...]`` by group."""
+        return self._layout.action_space(self.num_envs)
+
+    @property
+    def state_space(self) -> spaces.Space[Any] | None:
+        """Of one env's ``infos["state"]``, None for envs without a state."""
+        return self._layout.state_space
+
+    @property
+    def mask_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of one agent's action mask, for the groups that may have masks."""
+        return dict(self._layout.mask_shapes)
+
+    # ---- stepping
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[ByGroup, Infos]:
+        """Resets all envs, or those in ``options["reset_mask"]`` (bool ``[N]``). As `VectorEnv.reset`."""
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    def reset_async(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        """Starts `reset`; `reset_wait` or `recv` takes the result."""
+        self._rows.reset_async(seed=seed, options=options)
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[ByGroup, Infos]:
+        """What `reset_async` started. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
+        rows, infos = self._converting(lambda: self._rows.reset_wait(timeout))
+        obs, _, infos = self._by_group(rows, infos, None)
+        return obs, infos
+
+    def step(self, actions: Mapping[str, Any]) -> StepResult:
+        """Steps every env: obs, rewards, terminated, truncated, infos, as the class describes them.
+
+        actions: ``[N, A, ...]`` by group. Raises ActionError before anything is sent, EnvError, WorkerDied.
+        """
+        return self._step_result(self._converting(lambda: self._sending(self._rows.step, actions, None)))
+
+    def step_async(self, actions: Mapping[str, Any]) -> None:
+        """Sends the actions; `step_wait` or `recv` takes the results."""
+        self._sending(self._rows.step_async, actions, None)
+
+    def step_wait(self, timeout: float | None = None) -> StepResult:
+        """What `step_async` started. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
+        return self._step_result(self._converting(lambda: self._rows.step_wait(timeout)))
+
+    def send(
+        self, actions: Mapping[str, Any], env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None
+    ) -> None:
+        """Sends actions ``[n, A, ...]`` by group to envs `env_ids`, or to all. As `VectorEnv.send`."""
+        self._sending(lambda acts: self._rows.send(acts, env_ids), actions, env_ids)
+
+    def recv(self, min_envs: int | None = None, timeout: float | None = None) -> AgentBatch:
+        """The results of the envs that are ready, once at least `min_envs` are. As `VectorEnv.recv`."""
+        return self._batch(self._converting(lambda: self._rows.recv(min_envs, timeout)))
+
+    # ---- everything else, as VectorEnv
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """``env.name(*args, **kwargs)`` of every env, or the attribute's value where it is not callable."""
+        return self._rows.call(name, *args, **kwargs)
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Starts `call`; `call_wait` takes the results."""
+        self._rows.call_async(name, *args, **kwargs)
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """What `call_async` started. Raises WaitTimeout after `timeout` seconds; the call then stays pending."""
+        return self._rows.call_wait(timeout)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """The attribute `name` of every env, looked up through wrappers."""
+        return self._rows.get_attr(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
+        self._rows.set_attr(name, values)
+
+    def render(self) -> tuple[Any, ...]:
+        """Every env's ``render()``."""
+        return self._rows.render()
+
+    def stats(self) -> dict[str, Any]:
+        """How the time went, and what is held: see `VectorEnv.stats`."""
+        return self._rows.stats()
+
+    @property
+    def episode_returns(self) -> npt.NDArray[np.float64]:
+        """float64 ``[N]``: each env's sum of all agents' rewards since its last reset, see `VectorEnv`."""
+        return self._rows.episode_returns
+
+    @property
+    def episode_lengths(self) -> npt.NDArray[np.int64]:
+        """int64 ``[N]``: env steps behind `episode_returns`; of turn-based envs, turns."""
+        return self._rows.episode_lengths
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or a worker was lost."""
+        return bool(self._rows.closed)
+
+    def close(self, timeout: float = 5.0, terminate: bool = False) -> None:
+        """Closes envs and workers, within about `timeout` seconds; `terminate` does not wait for env.close()."""
+        self._rows.close(timeout=timeout, terminate=terminate)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside
+
+    def _step_result(self, result: tuple[Any, ...]) -> StepResult:
+        rows, _, terminated, truncated, infos = result
+        obs, rewards, infos = self._by_group(rows, infos, truncated)
+        return obs, rewards, terminated, truncated, infos
+
+    def _batch(self, batch: Batch) -> AgentBatch:
+        obs, rewards, infos = self._by_group(batch.obs, batch.infos, batch.truncated)
+        return AgentBatch(batch.env_ids, obs, rewards, batch.terminated, batch.truncated, infos)
+
+    def _converting(self, take: Callable[[], Any]) -> Any:
+        """What `take` returns; the rows of envs that did not fail are converted in its error, too."""
+        try:
+            return take()
+        except EnvError as error:
+            if isinstance(error.batch, Batch):
+                error.batch = self._batch(error.batch)
+            raise
+
+    def _by_group(self, rows: Any, infos: Infos, truncated: Bools | None) -> tuple[ByGroup, Rewards, Infos]:
+        final = infos.pop(_FINAL_ROWS, None)
+        if truncated is not None and "_restarted" in infos and (lost := infos["_restarted"] & truncated).any():
+            if final is None:
+                rows = _cut_off(rows, lost)
+            else:
+                final = _cut_off(final, lost)
+        rewards, ended = rows[REWARDS], rows[FLAGS][:, TERMINATED:]
+        if final is not None:
+            over = infos["_final_obs"]
+            rewards = np.where(over[:, None], final[REWARDS], rewards)
+            ended = np.where(over[:, None, None], final[FLAGS][:, TERMINATED:], ended)
+            infos["final_obs"] = self._obs(final)
+            infos["final_info"] |= self._about_agents(final) | self._about_ends(final[FLAGS][:, TERMINATED:])
+        infos |= self._about_agents(rows) | self._about_ends(ended)
+        return self._obs(rows), {name: rewards[:, slot] for name, slot in self._slots.items()}, infos
+
+    def _obs(self, rows: Any) -> ByGroup:
+        obs = dict(zip(self._slots, rows[OBS], strict=True))
+        if rows[SHARED]:
+            obs["shared"] = rows[SHARED]
+        return obs
+
+    def _about_agents(self, rows: Any) -> Infos:
+        """The infos that belong to a row's observation."""
+        flags, given = rows[FLAGS], rows[GIVEN]
+        infos = self._flag("alive", flags[:, ALIVE]) | self._flag("acting", flags[:, ACTING])
+        if given[:, GIVES_MASKS].any():
+            infos["action_mask"] = dict(zip(self._layout.mask_shapes, rows[MASKS], strict=True))
+        if given[:, GIVES_STATE].any():
+            infos["state"] = rows[STATE]
+            infos["_state"] = given[:, GIVES_STATE]
+        return infos
+
+    def _about_ends(self, ended: Array) -> Infos:
+        return self._flag("agent_terminated", ended[:, 0]) | self._flag("agent_truncated", ended[:, 1])
+
+    def _flag(self, name: str, flags: Array) -> Infos:
+        return {name: {group: flags[:, slot] for group, slot in self._slots.items()}}
+
+    def _sending(self, send: Callable[[Any], Any], actions: Any, env_ids: Any) -> Any:
+        """Sends; actions that are refused are tried again without those of agents that are not acting."""
+        try:
+            return send(actions)
+        except ActionError:
+            ignoring = self._ignoring_idle(actions, env_ids)
+            if ignoring is None:
+                raise
+            return send(ignoring)
+
+    def _ignoring_idle(self, actions: Any, env_ids: Any) -> ByGroup | None:
+        """`actions` with allowed values for agents whose actions do not count; None where the actions are no batch."""
+        if not isinstance(actions, Mapping) or set(actions) != set(self._slots):
+            return None
+        flags = self._rows.flags()
+        acting = flags[:, ACTING] if env_ids is None else flags[np.asarray(env_ids), ACTING]
+        replaced: ByGroup = {}
+        for name, slot in self._slots.items():
+            space = self._layout.action_spaces[name]
+            given = replaced[name] = actions[name]
+            if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+                given, counts, shape = np.asarray(given), acting[:, slot], space.shape or ()
+                if given.shape != (*counts.shape, *shape) or given.dtype.kind not in "iu":
+                    return None
+                replaced[name] = np.where(counts.reshape(*counts.shape, *(1 for _ in shape)), given, space.start)
+        return replaced
+
+
+class RowVectorEnv(VectorEnv):
+    """The vector env underneath: its observations are rows of all that is said of the agents."""
+
+    layout: AgentLayout
+
+    def flags(self) -> Array:
+        """bool ``[N, 4, agents]``, of the last rows."""
+        return self._backend.slab.obs.arrays[self._flags_index]
+
+    def _trees(self, facts: EnvFacts, lenient: bool) -> tuple[Node, Node]:
+        assert facts.agents is not None
+        self.layout = facts.agents
+        rows = self.layout.row_tree()
+        self._flags_index = next(rows.children[FLAGS].leaves()).index
+        return rows, self.layout.action_tree()
+
+    def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
+        first = facts[0].agents
+        for env, other in enumerate(facts[1:], 1):
+            if found := _difference(first, other.agents):
+                raise SpecMismatch(f"env {env} differs from env 0: {found}", env_index=env)
+        super()._set_spaces(facts, observation_mode)
+
+    def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any]) -> None:
+        ended = self._records["has_final"][ids].copy()
+
+        def take(array: Array) -> Array:
+            taken = np.zeros((len(ids), *array.shape[1:]), array.dtype)
+            taken[ended] = array[ids[ended]]
+            return taken
+
+        infos["final_info"] = {}
+        for row in np.flatnonzero(ended).tolist():
+            merge(infos, {"final_info": self._infos.final(int(ids[row]), objects[row])}, row, len(ids))
+        infos["_final_info"] = ended
+        infos["_final_obs"] = ended.copy()
+        infos[_FINAL_ROWS] = self._obs.batch(self._backend.slab.final_obs, take, [])
+
+
+def _cut_off(rows: Any, lost: Bools) -> tuple[Any, ...]:
+    """`rows` in which the envs `lost`, which repeat their last row, truncate all agents that were left."""
+    rewards, flags = rows[REWARDS].copy(), rows[FLAGS].copy()
+    left = flags[lost, ALIVE] & ~flags[lost, TERMINATED] & ~flags[lost, TRUNCATED]
+    rewards[lost], flags[lost] = 0, False
+    flags[lost, ALIVE] = flags[lost, TRUNCATED] = left
+    return tuple({REWARDS: rewards, FLAGS: flags}.get(part, one) for part, one in enumerate(rows))
+
+
+def _difference(first: AgentLayout | None, other: AgentLayout | None) -> str | None:
+    """What keeps two envs' agents from sharing one layout."""
+    if first is None or other is None:
+        return "only one of them has several agents"
+    for name in ("groups", "mask_shapes", "state_space"):
+        if getattr(first, name) != getattr(other, name):
+            return f"{name} is {getattr(other, name)}, expected {getattr(first, name)}"
+    return None

@@ -1,0 +1,27 @@
+"""Multi-agent networks, functional calls that never copy a module, and target parameters (extra "torch")."""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("muster.nn needs PyTorch. Install it with: pip install muster-rl[torch]") from error
+
+from muster.nn.functional import functionalize
+from muster.nn.marks import UncopyableMark, is_uncopyable, uncopyable, uncopyable_mark
+from muster.nn.multi_agent import AgentView, MultiAgentNet
+from muster.nn.networks import MultiAgentConvNet, MultiAgentMLP
+from muster.nn.target import TargetParams
+
+__all__ = [
+    "AgentView",
+    "MultiAgentConvNet",
+    "MultiAgentMLP",
+    "MultiAgentNet",
+    "TargetParams",
+    "UncopyableMark",
+    "functionalize",
+    "is_uncopyable",
+    "uncopyable",
+    "uncopyable_mark",
+]

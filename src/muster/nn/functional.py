@@ -1,0 +1,132 @@
+"""Calling a module with parameters that are not its own, without copying it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase  # type: ignore[import-untyped]  # ships no types
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from muster.errors import UsageError
+from muster.nn.tensordicts import replaced_tensordicts, tensordict_slots
+
+# Which call has swapped the tensors of a module: id(module) -> (process, thread, a number of its own).
+_holders: dict[int, tuple[int, int, int]] = {}
+_call_numbers = itertools.count()
+
+
+def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+    """``call, params``: ``call(params, *args, **kwargs)`` is ``module(*args, **kwargs)`` with ``params`` for its own.
+
+    params: the module's own parameters and buffers by name, a tensor that has several names once; no copies, so that
+    gradients and optimizers reach the module. ``call`` takes any mapping of these names, of the same or of other
+    tensors (stacked under ``torch.vmap``, targets, results of ``torch.func.grad``). A name that is left out keeps the
+    module's own tensor; a tensor with several names is replaced under all of them. Buffers that the module writes
+    to, such as the statistics of a batch norm, are written in ``params``, not in the module.
+
+    The module is neither copied nor pickled: the tensors are swapped in for the call and back afterwards, on errors
+    too. Until then every user of the module sees them, so that a second thread that calls gets UsageError.
+
+    Raises TypeError for what is not an ``nn.Module``, UsageError for lazy modules that saw no input yet and, in
+    ``call``, for names that the module does not have.
+    """
+    params = named_tensors(module)
+    known = frozenset(name for name, _ in _all_names(module))
+    owners = tensor_owners(module)
+    slots = tensordict_slots(module, params)
+    in_tensordicts = _names_inside_tensordicts(module)
+
+    def run(tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not slots:
+            return functional_call(module, tensors, args, kwargs)
+        registered = {name: tensor for name, tensor in tensors.items() if name not in in_tensordicts}
+        with replaced_tensordicts(slots, tensors):
+            return functional_call(module, registered, args, kwargs)
+
+    def call(params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        tensors = params if isinstance(params, dict) else dict(params)
+        # Tracing runs the swap symbolically, once: no other thread can see it, and it is not in the compiled code.
+        if torch.compiler.is_compiling():
+            return run(tensors, args, kwargs)
+        if not tensors.keys() <= known:
+            raise UsageError(_unknown_names(module, tensors, known))
+        with sole_use(module, owners):
+            return run(tensors, args, kwargs)
+
+    return call, params
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of ``module`` by name, each tensor once. Raises TypeError and UsageError."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"expected a torch.nn.Module, got {type(module).__qualname__}; wrap the callable in a module first"
+        )
+    tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise UsageError(
+                f"{name!r} of {type(module).__qualname__} has no shape yet: it belongs to a lazy module. Call the "
+                "module once on an input, then try again"
+            )
+    return tensors
+
+
+def tensor_owners(module: nn.Module) -> list[nn.Module]:
+    """The modules inside ``module``, itself included, that hold a tensor."""
+    return [owner for owner in module.modules() if next(_own_tensors(owner), None) is not None]
+
+
+@contextmanager
+def sole_use(module: nn.Module, owners: Iterable[nn.Module]) -> Iterator[None]:
+    """While it lasts, a second thread that wants to swap the tensors of ``owners`` gets UsageError; this one may."""
+    me = (os.getpid(), threading.get_ident(), next(_call_numbers))
+    taken: list[int] = []
+    try:
+        for key in map(id, owners):
+            holder = _holders.setdefault(key, me)  # atomic: of two threads, one sees the other's entry
+            if holder[0] != me[0]:  # left by a thread of the process that this one was forked from
+                _holders[key] = holder = me
+            if holder is me:
+                taken.append(key)
+            elif holder[1] != me[1]:
+                raise UsageError(
+                    f"{type(module).__qualname__} is being called with other parameters in thread {holder[1]}; its "
+                    "tensors are swapped until that call ends. Call it from one thread at a time (hold a lock around "
+                    "the calls), or give each thread a module of its own"
+                )
+        yield
+    finally:
+        for key in taken:
+            del _holders[key]
+
+
+def _names_inside_tensordicts(module: nn.Module) -> frozenset[str]:
+    prefixes = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, TensorDictBase))
+    return frozenset(name for name, _ in _all_names(module) if name.startswith(prefixes))
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _all_names(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _unknown_names(module: nn.Module, tensors: Mapping[str, Tensor], known: frozenset[str]) -> str:
+    unknown = sorted(tensors.keys() - known)
+    close = get_close_matches(unknown[0], known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"it has {sorted(known)[:8]}"
+    return f"{type(module).__qualname__} has no tensor named {', '.join(map(repr, unknown[:4]))}; {hint}"

@@ -1,0 +1,78 @@
+"""Target parameters for losses of policies that cannot be copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muster.errors import UsageError
+from muster.nn.functional import functionalize, named_tensors
+
+
+class TargetParams:
+    """The parameters and buffers that a module had, following it slowly; the module itself is not copied.
+
+    ``target(*args)`` is ``module(*args)`` with the target's tensors: no gradient reaches them, while gradients still
+    reach the arguments. ``update(tau)`` moves them towards the module (Lillicrap et al. 2015, arXiv:1509.02971),
+    ``hard_update()`` makes them equal (Mnih et al. 2015, doi:10.1038/nature14236).
+
+    params: the tensors by the names that they have in the module, one for all the names of a tied tensor.
+    Raises what ``functionalize`` raises; like its calls, a target is not for two threads at a time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._call, _ = functionalize(module)
+        self.params: dict[str, Tensor] = {}
+        self.hard_update()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for these arguments, computed with the target's parameters and buffers."""
+        return self._call(self.params, *args, **kwargs)
+
+    @torch.no_grad()
+    def update(self, tau: float) -> None:
+        """Each parameter becomes ``(1 - tau) * target + tau * module``; buffers become equal to the module's.
+
+        Buffers are no weights: averaged statistics of a batch norm would lag, and counters cannot be averaged.
+        Raises ValueError for a ``tau`` outside [0, 1], UsageError where the module changed its tensors' layout.
+        """
+        if not 0.0 <= tau <= 1.0:
+            raise ValueError(f"tau={tau} is not in [0, 1]; a usual value is 0.005")
+        sources = named_tensors(self._module)
+        self._require_same_layout(sources)
+        for name, source in sources.items():
+            if isinstance(source, nn.Parameter) and (source.is_floating_point() or source.is_complex()):
+                self.params[name].lerp_(source, tau)
+            else:
+                self.params[name].copy_(source)
+
+    def hard_update(self) -> None:
+        """The target becomes equal to the module, on the module's device; its tensors are new ones."""
+        self.params = {name: tensor.detach().clone() for name, tensor in named_tensors(self._module).items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The target's tensors by the module's names; ``module.load_state_dict`` takes them where none are tied."""
+        return dict(self.params)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copies ``state`` into the target's tensors. Raises UsageError where names or shapes differ."""
+        self._require_same_layout(state, devices=False)
+        for name, tensor in state.items():
+            self.params[name].copy_(tensor)
+
+    def _require_same_layout(self, other: Mapping[str, Tensor], *, devices: bool = True) -> None:
+        if other.keys() != self.params.keys():
+            names = sorted(other.keys() ^ self.params.keys())
+            raise UsageError(f"the target and its source differ in {names[:8]}; hard_update() starts afresh")
+        for name, tensor in other.items():
+            mine = self.params[name]
+            if tensor.shape != mine.shape or (devices and tensor.device != mine.device):
+                raise UsageError(
+                    f"{name!r} is {list(mine.shape)} on {mine.device} in the target, but {list(tensor.shape)} on "
+                    f"{tensor.device} in its source; hard_update() starts afresh from the module"
+                )

@@ -1,0 +1,111 @@
+"""Networks of any layers for A agents: one of them with stacked parameters [A, ...], called under ``torch.vmap``.
+
+The module that holds the stacked parameters is an ordinary one, but only the functions below can call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from muster.errors import CannotTravel
+from muster.nn.functional import named_tensors, sole_use, tensor_owners
+
+Output = TypeVar("Output")
+
+
+def stack_any(modules: Sequence[nn.Module]) -> nn.Module:
+    """A copy of the first module whose tensors are those of all the modules, stacked. Raises CannotTravel."""
+    tensors = [named_tensors(module) for module in modules]
+    replaced: dict[int, Any] = {}
+    for name, first in tensors[0].items():
+        replaced[id(first)] = _like(torch.stack([each[name].detach() for each in tensors]), first)
+    return copy_module(modules[0], replaced)
+
+
+def split_any(net: nn.Module, n_agents: int) -> list[nn.Module]:
+    """A plain module for each agent, with copies of its tensors."""
+    tensors = named_tensors(net)
+    return [
+        copy_module(net, {id(stacked): _like(stacked.detach()[agent].clone(), stacked) for stacked in tensors.values()})
+        for agent in range(n_agents)
+    ]
+
+
+def call_each(net: nn.Module, x: Tensor, common: bool) -> Tensor:
+    """x: [B, A, ...], or [B, ...] that all agents see if ``common``. Returns [B, A, ...]."""
+    tensors = named_tensors(net)
+    vmapped = torch.vmap(
+        partial(_call, net), in_dims=(0, None if common else 1), out_dims=(1, 0), randomness="different"
+    )
+    try:
+        y, replaced = _alone(net, vmapped, tensors, x)
+    except RuntimeError as error:
+        error.add_note("If torch.vmap cannot run this network, build the MultiAgentNet with use_vmap=False")
+        raise
+    _write_back(tensors, replaced)
+    return y
+
+
+def call_one_by_one(net: nn.Module, x: Tensor, common: bool, n_agents: int) -> Tensor:
+    """What ``call_each`` returns, from ``n_agents`` separate calls."""
+    # One unbind for all agents: its gradient is one stack, where slices would each give one of the whole size.
+    slices = {name: stacked.unbind() for name, stacked in named_tensors(net).items()}
+    inputs = [x] * n_agents if common else x.unbind(1)
+    outputs = [_call_slices(net, {n: s[i] for n, s in slices.items()}, one) for i, one in enumerate(inputs)]
+    return torch.stack(outputs, 1)
+
+
+def call_one(net: nn.Module, x: Tensor, agent: int) -> Tensor:
+    """x: [B, ...], what one agent sees. Returns that agent's output, [B, ...]."""
+    return _call_slices(net, {name: stacked[agent] for name, stacked in named_tensors(net).items()}, x)
+
+
+def _call_slices(net: nn.Module, slices: dict[str, Tensor], x: Tensor) -> Tensor:
+    y, replaced = _alone(net, partial(_call, net), slices, x)
+    _write_back(slices, replaced)
+    return y
+
+
+def _call(net: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and the buffers that the network replaced instead of writing to them."""
+    after = dict(tensors)  # functional_call puts the replaced ones into the dict that it is given
+    y = functional_call(net, after, (x,))
+    return y, {name: tensor for name, tensor in after.items() if tensor is not tensors[name]}
+
+
+def _alone(net: nn.Module, function: Callable[..., Output], tensors: dict[str, Tensor], x: Tensor) -> Output:
+    if torch.compiler.is_compiling():  # as in functionalize
+        return function(tensors, x)
+    with sole_use(net, tensor_owners(net)):
+        return function(tensors, x)
+
+
+@torch.no_grad()
+def _write_back(tensors: dict[str, Tensor], replaced: dict[str, Tensor]) -> None:
+    for name, tensor in replaced.items():
+        tensors[name].copy_(tensor)
+
+
+def _like(tensor: Tensor, original: Tensor) -> Tensor:
+    return nn.Parameter(tensor, original.requires_grad) if isinstance(original, nn.Parameter) else tensor
+
+
+def copy_module(module: nn.Module, replaced: dict[int, Any]) -> nn.Module:
+    """A deep copy, in which the objects whose ids ``replaced`` holds are replaced. Raises CannotTravel."""
+    # deepcopy takes what its memo holds for an id as the copy: every reference to a tensor, whichever its name, is
+    # replaced, and no tensor is copied in vain.
+    try:
+        return deepcopy(module, replaced)
+    except Exception as error:
+        raise CannotTravel(
+            f"{type(module).__qualname__} cannot be copied ({type(error).__name__}: {error}), so that it cannot become "
+            "one network with stacked parameters, nor be taken out of it. Move the part that cannot be copied out of "
+            "the network, or keep the networks in a torch.nn.ModuleList"
+        ) from error

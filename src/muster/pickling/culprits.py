@@ -1,0 +1,174 @@
+"""Finds the objects that cannot travel, or would arrive as something else, with their paths and remedies."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import pickle
+import time
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from muster.introspection import type_name
+from muster.pickling.kinds import Kind, kind_of
+from muster.pickling.probe import Outcome, attempt
+from muster.pickling.remedies import remedy_for
+from muster.pickling.walk import Edge, Walk
+
+_MAX_CULPRITS = 10
+_SILENCE_S = 1.0
+_HEAP_TYPE_FLAG = 1 << 9
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """An object that is in the way.
+
+    path: where it stands, ``factory.<closure>.server._context``.  type: its class, with module.  reason: why it cannot
+    be sent, or what arrives instead of it.  remedy: code to write instead.  severity: it ``"blocks"`` sending, or
+    arrives ``"silently_wrong"``.  inherited: what a forked worker would get, None where that is not known.
+    fork_is_safe: whether that is known to be usable.
+    """
+
+    path: str
+    type: str
+    reason: str
+    remedy: str
+    severity: Literal["blocks", "silently_wrong"]
+    inherited: str | None = None
+    fork_is_safe: bool = False
+
+
+def find_culprits(obj: Any, name: str = "factory", *, limit_s: float = 2.0) -> list[Culprit]:
+    """What keeps ``obj`` from being sent to another process as it is, what blocks first; empty if nothing does.
+
+    Runs no property, and no code of the objects but what pickling them runs. Takes ``limit_s`` seconds at most, and
+    then returns what it found.
+    """
+    return culprits_in({name: obj}, limit_s=limit_s)
+
+
+def culprits_in(parts: dict[str, Any], *, limit_s: float, known: Sequence[Outcome] = ()) -> list[Culprit]:
+    """The culprits among several named objects. known: failures that were met before."""
+    deadline = time.monotonic() + limit_s
+    failures = list(known)
+    # One failure before the walk, which may use up the time, and the others after it.
+    if not failures and (first := _next_failure(parts, failures, deadline)) is not None:
+        failures = [first]
+    walk = Walk(parts, limit_s=max(limit_s / 4, deadline - time.monotonic()))
+    silent = [(value, kind) for value in walk if (kind := kind_of(value)) is not None and kind.silent]
+    while failures and len(failures) < _MAX_CULPRITS and _can_be_left_out(failures[-1], walk):
+        another = _next_failure(parts, failures, deadline)
+        if another is None or another.out_of_time:
+            break
+        failures.append(another)
+    return [_blocking(failure, walk) for failure in failures] + [_silently_wrong(*found, walk) for found in silent]
+
+
+def noted_in(parts: dict[str, Any], noted: Iterable[Any]) -> list[Culprit]:
+    """The culprits for objects that pickling took note of."""
+    walk = Walk(parts, limit_s=1.0)
+    wanted = {id(value) for value in noted}
+    found = [(value, kind_of(value)) for value in walk if id(value) in wanted]
+    return [_silently_wrong(value, kind, walk) for value, kind in found if kind is not None]
+
+
+def fork_hazards(parts: dict[str, Any], *, only_hangs: bool = False) -> list[Culprit]:
+    """What a forked worker would inherit but could not use; or only what would make it hang."""
+    walk = Walk(parts, limit_s=0.5, inherited=True)
+    hazards = [(value, kind) for value in walk if (kind := kind_of(value)) is not None and not kind.fork_is_safe]
+    return [
+        dataclasses.replace(_silently_wrong(value, kind, walk), severity="blocks", reason=kind.inherited)
+        for value, kind in hazards
+        if kind.hangs_under_fork or not only_hangs
+    ]
+
+
+def _next_failure(parts: dict[str, Any], known: Sequence[Outcome], deadline: float) -> Outcome | None:
+    """The first failure when pickling without the objects that failed before."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        return None
+    skip = {id(failure.failed) for failure in known}
+    outcome = attempt(list(parts.values()), silence_s=min(_SILENCE_S, left_s), limit_s=left_s, skip=skip)
+    return None if outcome.data is not None else outcome
+
+
+def _can_be_left_out(failure: Outcome, walk: Walk) -> bool:
+    """Whether pickling can go on without it: what a __getstate__ makes is another object each time."""
+    return not failure.out_of_time and not _is_too_deep(failure.error) and bool(walk.trail(failure.failed))
+
+
+def _blocking(failure: Outcome, walk: Walk) -> Culprit:
+    value, error = failure.failed, failure.error
+    name, root = next(iter(walk.parts.items()))
+    trail: list[Edge] = walk.trail(value)
+    if failure.out_of_time or _is_too_deep(error):
+        # What is too large or too deep is the whole; the object that met the limit is any one of many.
+        value, trail = root, [(name, root)]
+    if not trail:
+        where = (
+            "in what a __reduce__ or __getstate__ in it returns" if walk.complete else "too large to say where in it"
+        )
+        trail = [(f"{name} ({where})", value)]
+    kind = kind_of(value)
+    plain = kind is None and _is_plain_python(type(value))
+    return Culprit(
+        path=trail[-1][0],
+        type=type_name(value),
+        reason=_reason(failure, kind),
+        remedy=remedy_for(trail, kind),
+        severity="silently_wrong" if failure.out_of_time else "blocks",
+        inherited=kind.inherited if kind else "workers inherit a copy of it as it is now" if plain else None,
+        fork_is_safe=kind.fork_is_safe if kind else plain,
+    )
+
+
+def _silently_wrong(value: Any, kind: Kind, walk: Walk) -> Culprit:
+    trail = walk.trail(value)
+    return Culprit(
+        path=trail[-1][0],
+        type=type_name(value),
+        reason=kind.reason,
+        remedy=remedy_for(trail, kind),
+        severity="silently_wrong",
+        inherited=kind.inherited,
+        fork_is_safe=kind.fork_is_safe,
+    )
+
+
+def _reason(failure: Outcome, kind: Kind | None) -> str:
+    error = failure.error
+    if failure.out_of_time:
+        return "it is so large that there was no time to pickle it to the end; the rest was not looked at"
+    if error is None:
+        return "pickling it hangs: its __getstate__ or __reduce__ did not come back in time"
+    if _is_too_deep(error):
+        return "it is nested too deeply to be pickled (Python's recursion limit)"
+    if kind is not None and kind.refused:
+        return kind.reason
+    said = f"{type(error).__name__}: {str(error) or '(no message)'}"
+    return f"{kind.reason} ({said})" if kind is not None else said
+
+
+def _is_too_deep(error: BaseException | None) -> bool:
+    # cloudpickle turns the RecursionError into a PicklingError.
+    return isinstance(error, RecursionError) or (
+        isinstance(error, pickle.PicklingError) and isinstance(error.__cause__, RecursionError)
+    )
+
+
+def _is_plain_python(kind: type) -> bool:
+    """Whether instances hold nothing but Python objects: a fork copies those, while C++ parts may hold threads."""
+    for base in kind.__mro__:
+        if base in (object, list, dict, tuple, set, frozenset, BaseException, Exception):
+            continue
+        made_in_c = not base.__flags__ & _HEAP_TYPE_FLAG or type(base) not in (type, abc.ABCMeta)
+        slots = sum(type(member) is types.MemberDescriptorType for member in vars(base).values())
+        # An attribute dict and weak references take two pointers, each slot one; C structs take more.
+        room = base.__base__.__basicsize__ + 8 * (2 + slots) if base.__base__ is not None else 0
+        if made_in_c or base.__basicsize__ > room:
+            return False
+    return True

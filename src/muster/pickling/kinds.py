@@ -1,0 +1,297 @@
+"""What is known about objects that cannot travel, or not as they are: why, what to write instead, what fork does."""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import io
+import random
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from mmap import mmap
+from socket import socket
+from typing import Any
+
+import numpy as np
+
+HUGE_BYTES = 100 * 1000 * 1000
+"""Arrays of at least this size are worth a warning: every worker gets a copy."""
+
+_SHARED_BY_INHERITANCE = ("multiprocessing.synchronize", "multiprocessing.queues", "multiprocessing.sharedctypes")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known about one kind of object.
+
+    reason: why it cannot be sent, or what arrives instead.  lazy: the arguments of the ``muster.lazy`` that builds one.
+    refused: pickling it "works", but what arrives is broken.  silent: it travels, but arrives as something else.
+    warns: silent, and worth a warning on every start.  inherited: what a forked worker gets of it.  fork_is_safe:
+    whether that is usable.  hangs_under_fork: it must not be inherited at all.
+    """
+
+    reason: str
+    lazy: str
+    inherited: str
+    fork_is_safe: bool = False
+    hangs_under_fork: bool = False
+    refused: bool = False
+    silent: bool = False
+    warns: bool = False
+
+
+def kind_of(value: Any) -> Kind | None:
+    """What is known about ``value``, None for nothing. Runs none of its code."""
+    bases = type(value).__mro__
+    for base in bases:
+        describe = _BY_CLASS.get(base) or _BY_NAME.get((base.__module__.partition(".")[0], base.__name__))
+        if describe is not None:
+            return describe(value)
+        if base.__module__ in _SHARED_BY_INHERITANCE:
+            return _SHARED
+    return None
+
+
+def _zeromq(what: str, code: str) -> Kind:
+    return Kind(
+        reason=f"a ZeroMQ {what} belongs to the threads of the process that made it",
+        lazy=code,
+        inherited=f"a ZeroMQ {what} inherited by fork hangs: its I/O threads do not exist in the child",
+        hangs_under_fork=True,
+    )
+
+
+def _lock(code: str, show: Callable[[Any], str]) -> Callable[[Any], Kind]:
+    def describe(lock: Any) -> Kind:
+        # An RLock has no locked() before Python 3.14, but its repr tells.
+        held = show(lock).startswith("<locked")
+        return Kind(
+            reason="a lock works only within the process that made it",
+            lazy=code,
+            inherited="the lock is held now, and nobody would ever release the copy in a worker: waiting for it hangs"
+            if held
+            else "each worker inherits a copy of the lock, free, which keeps out only its own threads",
+            fork_is_safe=not held,
+            hangs_under_fork=held,
+        )
+
+    return describe
+
+
+def _text_file(file: Any) -> Kind | None:
+    mode = str(vars(file).get("mode", "")) if hasattr(file, "__dict__") else ""
+    if "r" not in mode and "+" not in mode:
+        return _open_file(file)
+    opened = _open_file(file)
+    return Kind(
+        reason="an open text file travels as an io.StringIO with a copy of its contents: no file, no later changes",
+        lazy=opened.lazy,
+        inherited=opened.inherited,
+        silent=True,
+        warns=True,
+    )
+
+
+def _open_file(file: Any) -> Kind:
+    name, mode = _file_name_and_mode(file)
+    return Kind(
+        reason="an open file belongs to the process that opened it",
+        lazy=f"open, {name}, {mode}",
+        inherited="all workers would share one file position with the caller, and each write out what is buffered now",
+    )
+
+
+def _file_name_and_mode(file: Any) -> tuple[str, str]:
+    try:
+        return repr(file.name), repr(file.mode)
+    except Exception:  # closed or detached files raise; BytesIO-backed ones have neither
+        return "path", "mode"
+
+
+def _generator(generator: Any) -> Kind:
+    code = next(getattr(generator, name) for name in ("gi_code", "cr_code", "ag_code") if hasattr(generator, name))
+    return Kind(
+        reason="a generator's stack frame cannot be sent",
+        lazy=f"{code.co_name}, ..." if code.co_name.isidentifier() else "lambda: (... for ... in ...)",
+        inherited="every worker continues a copy of its own from where it stands now",
+        fork_is_safe=True,
+    )
+
+
+def _array(array: Any) -> Kind | None:
+    if _nbytes(array) < HUGE_BYTES or _dtype(array).hasobject:
+        return None
+    return Kind(
+        reason=f"{_megabytes(array)}, of which every worker gets a copy through a pipe",
+        lazy='np.load, "data.npy", mmap_mode="r"',
+        inherited="workers inherit the memory, shared with the caller until one writes to it",
+        fork_is_safe=True,
+        silent=True,
+        warns=True,
+    )
+
+
+def _memory_map(array: Any) -> Kind:
+    return Kind(
+        reason=f"a memory map travels as a copy of its contents ({_megabytes(array)}): no file behind it",
+        lazy='np.load, "data.npy", mmap_mode="r"',
+        inherited="workers inherit the same mapping of the same file",
+        fork_is_safe=True,
+        silent=True,
+        warns=True,
+    )
+
+
+def _megabytes(array: Any) -> str:
+    return f"{_nbytes(array) / 1e6:.3g} MB"
+
+
+# By ndarray's own descriptors, because a subclass may have properties of these names.
+_nbytes: Callable[[Any], int] = np.ndarray.nbytes.__get__
+_dtype: Callable[[Any], np.dtype[Any]] = np.ndarray.dtype.__get__
+
+
+def _module(module: types.ModuleType) -> Kind | None:
+    if sys.modules.get(module.__name__) is module:
+        return None
+    return Kind(
+        reason="a module that cannot be imported by its name travels by value: every worker gets a module of its own",
+        lazy=f'importlib.import_module, "{module.__name__}"',
+        inherited="workers inherit a copy of the module as it is now",
+        fork_is_safe=True,
+        silent=True,
+        warns=True,
+    )
+
+
+def _tensor(tensor: Any) -> Kind | None:
+    if not tensor.is_cuda:
+        return None
+    return Kind(
+        reason="a CUDA tensor travels as a copy through the host, and every worker opens a CUDA context for it",
+        lazy="torch.load, path",
+        inherited="CUDA cannot be used in a forked child of a process that uses it",
+        hangs_under_fork=True,
+        silent=True,
+        warns=True,
+    )
+
+
+def _random(generator: Any) -> Kind:
+    return Kind(
+        reason="every worker gets a copy in the same state, so its envs repeat each other's draws",
+        lazy="lambda: np.random.default_rng(muster.get_worker_info().env_index)",
+        inherited="every worker inherits a copy in the same state",
+        fork_is_safe=True,
+        silent=True,
+    )
+
+
+def _ctypes_data(value: Any) -> Kind:
+    return Kind(
+        reason="a C pointer means nothing in another process",
+        lazy=f"{type(value).__name__}, ...",
+        inherited="workers inherit a copy of the memory that it points to, at the same address",
+        fork_is_safe=True,
+    )
+
+
+_SHARED = Kind(
+    reason="what multiprocessing shares can only be inherited",
+    lazy="...",
+    inherited="workers inherit this very object, shared with each other and the caller",
+    fork_is_safe=True,
+)
+_SOCKET = Kind(
+    reason="a socket belongs to the process that opened it",
+    lazy="socket.create_connection, (host, port)",
+    inherited="all workers would read from and write to one connection",
+)
+_SQLITE = Kind(
+    reason="an SQLite connection belongs to the process that opened it",
+    lazy="sqlite3.connect, path",
+    inherited="SQLite forbids to use a connection in a forked child: the database file can be damaged",
+)
+_PIPE = Kind(
+    reason="one end of a pipe: its number would be sent, which means another file in a worker",
+    lazy="...",
+    inherited="all workers would read from and write to one pipe",
+    refused=True,
+)
+_LIBRARY = Kind(
+    reason="a loaded C library: its address would be sent, which means nothing in a worker",
+    lazy='ctypes.CDLL, "lib.so"',
+    inherited="workers inherit the library as it is now, initialised or not",
+    fork_is_safe=True,
+    refused=True,
+)
+_THREAD = Kind(
+    reason="a thread runs only in the process that started it",
+    lazy="...",
+    inherited="workers would inherit the object, but not its thread: what waits for it hangs",
+    refused=True,
+)
+_EXECUTOR = Kind(
+    reason="the threads or processes of an executor belong to the process that started them",
+    lazy="concurrent.futures.ThreadPoolExecutor",
+    inherited="workers would inherit the object, but not its threads: what is submitted to it hangs",
+    refused=True,
+)
+_CHILD = Kind(
+    reason="a child process belongs to the process that started it",
+    lazy="subprocess.Popen, [...]",
+    inherited="workers would inherit a handle on a process that is not their child, so they cannot wait for it",
+    refused=True,
+)
+_MAPPING = Kind(
+    reason="a memory mapping belongs to the process that made it",
+    lazy="mmap.mmap, fileno, length",
+    inherited="workers inherit the same mapping; whether they see each other's writes depends on its flags",
+    fork_is_safe=True,
+)
+
+
+def _always(kind: Kind) -> Callable[[Any], Kind | None]:
+    return lambda value: kind
+
+
+_BY_CLASS: dict[type, Callable[[Any], Kind | None]] = {
+    _thread.LockType: _lock("threading.Lock", _thread.LockType.__repr__),
+    _thread.RLock: _lock("threading.RLock", _thread.RLock.__repr__),
+    io.TextIOWrapper: _text_file,
+    io.BufferedReader: _open_file,
+    io.BufferedWriter: _open_file,
+    io.BufferedRandom: _open_file,
+    io.FileIO: _open_file,
+    socket: _always(_SOCKET),
+    types.GeneratorType: _generator,
+    types.CoroutineType: _generator,
+    types.AsyncGeneratorType: _generator,
+    types.ModuleType: _module,
+    np.memmap: _memory_map,
+    np.ndarray: _array,
+    np.random.Generator: _random,
+    np.random.RandomState: _random,
+    random.Random: _random,
+    ctypes.CDLL: _always(_LIBRARY),
+    ctypes.Structure.__mro__[1]: _ctypes_data,
+    threading.Thread: _always(_THREAD),
+    subprocess.Popen: _always(_CHILD),
+    mmap: _always(_MAPPING),
+}
+
+# By topmost module and class: optional packages, and modules that are not worth importing for this.
+_BY_NAME: dict[tuple[str, str], Callable[[Any], Kind | None]] = {
+    ("zmq", "Context"): _always(_zeromq("context", "zmq.Context")),
+    ("zmq", "Socket"): _always(_zeromq("socket", "lambda: zmq.Context.instance().socket(zmq.REQ)")),
+    ("torch", "Tensor"): _tensor,
+    ("sqlite3", "Connection"): _always(_SQLITE),
+    ("sqlite3", "Cursor"): _always(_SQLITE),
+    ("multiprocessing", "_ConnectionBase"): _always(_PIPE),
+    ("multiprocessing", "BaseProcess"): _always(_CHILD),
+    ("concurrent", "Executor"): _always(_EXECUTOR),
+}

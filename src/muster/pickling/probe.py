@@ -1,0 +1,125 @@
+"""Pickling that tells which object failed, and that comes back although an object hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import cloudpickle
+
+from muster.pickling.kinds import kind_of
+
+_POLL_S = 0.05
+_mp_main_lock = threading.Lock()
+
+
+@dataclass
+class Outcome:
+    """What came of one attempt to pickle.
+
+    data: the pickle, None if there is none.  failed: the very object that could not be pickled, with ``error`` what it
+    raised, None if it hung.  out_of_time: the limit was reached before anything failed.  noted: objects that arrive as
+    something else, or are huge.
+    """
+
+    data: bytes | None = None
+    failed: Any = None
+    error: BaseException | None = None
+    out_of_time: bool = False
+    noted: list[Any] = field(default_factory=list)
+
+
+def attempt(value: Any, *, silence_s: float, limit_s: float | None = None, skip: Collection[int] = ()) -> Outcome:
+    """Pickle ``value`` by cloudpickle.
+
+    silence_s: an object that takes longer than this hangs.  limit_s: for the whole; None for as long as it goes on.
+    skip: ids of objects to put a placeholder in place of, to find what else fails.
+    """
+    buffer = io.BytesIO()
+    pickler = _ReportingPickler(buffer, skip)
+    outcome = Outcome(noted=pickler.noted)
+
+    def run() -> None:
+        try:
+            pickler.dump(value)
+            outcome.data = buffer.getvalue()
+        except BaseException as error:  # a SystemExit from a __reduce__ must not get any further either
+            outcome.error = error
+
+    # In a thread, because nothing else can leave an object behind that hangs while it is pickled.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name="muster-pickling")
+    with _main_by_value():
+        thread.start()
+        end = _wait(thread, lambda: (pickler.count, buffer.tell()), silence_s, limit_s)
+    if end == "finished":
+        outcome.failed = pickler.current if outcome.data is None else None
+        return outcome
+    pickler.abandoned = True
+    return Outcome(failed=pickler.current, out_of_time=end == "out of time")
+
+
+class _ReportingPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
+    """Tells which object is being pickled. The pickler asks here for every object that is not a plain builtin."""
+
+    def __init__(self, file: io.BytesIO, skip: Collection[int]) -> None:
+        super().__init__(file, protocol=5)
+        self.abandoned = False
+        self.current: Any = None
+        self.count = 0
+        self.noted: list[Any] = []
+        self._skip = skip
+
+    def reducer_override(self, obj: Any) -> Any:
+        if self.abandoned:
+            raise TimeoutError("nobody waits for this pickle any more")
+        self.current = obj
+        self.count += 1
+        if id(obj) in self._skip:
+            return str, ()
+        kind = kind_of(obj)
+        if kind is not None and kind.refused:
+            raise TypeError(kind.reason)
+        if kind is not None and kind.warns:
+            self.noted.append(obj)
+        return super().reducer_override(obj)
+
+
+def _wait(
+    thread: threading.Thread, progress: Callable[[], Any], silence_s: float, limit_s: float | None
+) -> Literal["finished", "silent", "out of time"]:
+    """How the wait for the thread ended: made no progress for ``silence_s``, or took more than ``limit_s`` in all."""
+    started = silent_since = time.monotonic()
+    seen = None
+    while True:
+        thread.join(_POLL_S)
+        if not thread.is_alive():
+            return "finished"
+        now, reached = time.monotonic(), progress()
+        if reached != seen:
+            seen, silent_since = reached, now
+        if now - silent_since > silence_s:
+            return "silent"
+        if limit_s is not None and now - started > limit_s:
+            return "out of time"
+
+
+@contextlib.contextmanager
+def _main_by_value() -> Iterator[None]:
+    """In a child of ``multiprocessing`` the script is called ``__mp_main__``, and no worker can import that either."""
+    main = sys.modules.get("__mp_main__")
+    with _mp_main_lock:
+        register = main is not None and main.__name__ not in cloudpickle.list_registry_pickle_by_value()
+        if register:
+            cloudpickle.register_pickle_by_value(main)
+        try:
+            yield
+        finally:
+            if register:
+                cloudpickle.unregister_pickle_by_value(main)

@@ -1,0 +1,65 @@
+"""The smallest change, as code, that keeps an object from having to travel."""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from typing import Any
+
+from gymnasium.envs.registration import EnvSpec
+
+from muster.lazy_values import Lazy
+from muster.pickling.kinds import Kind
+from muster.pickling.walk import Edge
+
+_HOLDERS = (
+    *(dict, list, tuple, set, frozenset, type(None), functools.partial),
+    *(types.FunctionType, types.MethodType, types.CellType, type, EnvSpec),
+)
+
+
+def remedy_for(trail: list[Edge], kind: Kind | None) -> str:
+    """Code to write instead, lines joined by newlines.
+
+    trail: path and object from the argument of ``make_vec`` to the culprit.  kind: what is known about the culprit.
+    """
+    root_path, root = trail[0]
+    path, owner = next(((path, value) for path, value in trail if type(value) not in _HOLDERS), trail[-1])
+    build = kind.lazy if kind is not None and owner is trail[-1][1] else f"{type(owner).__name__}, ..."
+    if type(owner) is Lazy or (type(owner) in _HOLDERS and owner is not root):
+        return "muster.lazy(a_function_of_a_module, ...)   # one that builds all that it uses"
+    if root_path.startswith("env_kwargs"):
+        return _for_kwargs(path, root_path, build)
+    if root_path.startswith("wrappers"):
+        return f"def wrap(env):\n    return MyWrapper(env, {_as_call(build)})\nmuster.make_vec(..., wrappers=[wrap])"
+    if owner is root or path.endswith("__self__"):
+        return "def make_env():\n    return MyEnv(...)   # and all that it needs\nmuster.make_vec(make_env, ...)"
+    name = _argument_name(path, owner)
+    if type(root) is EnvSpec:
+        kwargs = f'env_kwargs={{"{name}": muster.lazy({build})}}'
+        return f'muster.make_vec("{root.id}", {kwargs})   # and not in the kwargs of the spec'
+    return (
+        f"def make_env({name}):\n    ...   # what it did, with {name} as an argument\n"
+        f'muster.make_vec(make_env, env_kwargs={{"{name}": muster.lazy({build})}})'
+    )
+
+
+def _for_kwargs(path: str, root_path: str, build: str) -> str:
+    """env_kwargs["server"] or env_kwargs[3]["server"], or something in a dict or list in there."""
+    if path != root_path:
+        return f"{path} = muster.lazy({build})   # before make_vec"
+    key = root_path[root_path.rindex("[") + 1 : -1]
+    one = f"{{{key}: muster.lazy({build})}}"
+    return f"muster.make_vec(..., env_kwargs={one if root_path.count('[') == 1 else f'[..., {one}, ...]'})"
+
+
+def _as_call(build: str) -> str:
+    function, _, arguments = build.partition(", ")
+    return f"({function})({arguments})" if function.startswith("lambda") else f"{function}({arguments})"
+
+
+def _argument_name(path: str, owner: Any) -> str:
+    """``factory.<closure>.server`` and ``factory.keywords["server"]`` give ``server``; an unnamed owner its class."""
+    last = re.split(r"[.\[]", path)[-1].strip('"]')
+    return last if last.isidentifier() and last not in ("cell_contents",) else type(owner).__name__.lower().strip("_")

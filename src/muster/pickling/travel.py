@@ -1,0 +1,89 @@
+"""Sends objects to other processes, or says why not, where and what to write instead."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from muster.errors import CannotTravel
+from muster.introspection import caller_stacklevel
+from muster.pickling.culprits import Culprit, culprits_in, fork_hazards, noted_in
+from muster.pickling.probe import attempt
+
+# Together below the 5 s that a caller waits at most for an answer about an object that hangs.
+_SILENCE_S = 2.5
+_DIAGNOSIS_S = 1.0
+_SHOWN = 5
+
+
+def dumps(value: Any, parts: dict[str, Any], *, start_method: str) -> bytes:
+    """``value`` as a pickle.
+
+    parts: what ``value`` is made of, by the names that messages use.  Warns about what arrives as something else.
+    Raises CannotTravel.
+    """
+    outcome = attempt(value, silence_s=_SILENCE_S)
+    if outcome.data is None:
+        culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome])
+        raise CannotTravel(explain(culprits, start_method=start_method, parts=parts)) from outcome.error
+    for culprit in noted_in(parts, outcome.noted) if outcome.noted else ():
+        warnings.warn(
+            f"{culprit.path} ({culprit.type}): {culprit.reason}. Build it in the worker instead:\n"
+            f"{textwrap.indent(culprit.remedy, '    ')}",
+            UserWarning,
+            stacklevel=caller_stacklevel(),
+        )
+    return outcome.data
+
+
+def check_inheritable(parts: dict[str, Any]) -> None:
+    """Raises CannotTravel if a forked worker would hang on what it inherits."""
+    hazards = fork_hazards(parts, only_hangs=True)
+    if hazards:
+        lines = [f'{_argument(hazards[0].path)} cannot be inherited by a worker (context="fork").']
+        raise CannotTravel("\n".join([*lines, *_found(hazards), _instead(hazards[0])]))
+
+
+def explain(culprits: Sequence[Culprit], *, start_method: str = "spawn", parts: dict[str, Any] | None = None) -> str:
+    """The culprits as a message for people: what cannot travel, why, what to write instead, and whether fork helps.
+
+    parts: what the culprits were found in; without it no word about ``context="fork"`` can be said.
+    """
+    blocking = [culprit for culprit in culprits if culprit.severity == "blocks"]
+    if not culprits:
+        return "Everything can be sent to a worker."
+    if not blocking:
+        return "\n".join(["What would not arrive as it is:", *_found(culprits)])
+    lines = [f'{_argument(blocking[0].path)} cannot be sent to a worker (context="{start_method}").']
+    lines += [*_found(blocking), _instead(blocking[0])]
+    if parts is not None:
+        lines += ["  " + _about_fork(blocking, parts), '  backend="serial" hands over this very object.']
+    return "\n".join(lines)
+
+
+def _found(culprits: Sequence[Culprit]) -> list[str]:
+    lines = [f"  {culprit.path}: {culprit.type}: {culprit.reason}" for culprit in culprits[:_SHOWN]]
+    return lines if len(culprits) <= _SHOWN else [*lines, f"  and {len(culprits) - _SHOWN} more"]
+
+
+def _instead(culprit: Culprit) -> str:
+    return f"  Build it in the worker instead:\n{textwrap.indent(culprit.remedy, ' ' * 6)}"
+
+
+def _argument(path: str) -> str:
+    """The argument of ``make_vec`` that a path starts with."""
+    end = path.find("]") + 1 if path.startswith(("env_kwargs", "wrappers", "env[")) else path.find(".")
+    return path[:end] if end > 0 else path
+
+
+def _about_fork(blocking: Sequence[Culprit], parts: dict[str, Any]) -> str:
+    unsafe = next((culprit for culprit in blocking if not culprit.fork_is_safe), None)
+    if unsafe is not None and unsafe.inherited is None:
+        return f'Whether context="fork" would be safe for a {unsafe.type} is not known.'
+    if unsafe is not None:
+        return f'context="fork" is no way out here: {unsafe.inherited}.'
+    for hazard in fork_hazards(parts):
+        return f'context="fork" is no way out here: {hazard.path}: {hazard.reason}.'
+    return f'context="fork" would be safe here: {blocking[0].inherited}.'

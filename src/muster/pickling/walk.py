@@ -1,0 +1,213 @@
+"""Walks through what an object holds, without running any of its code, and keeps the path to each part."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import sys
+import time
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+
+from muster.introspection import attribute_dict, global_names, subscript
+
+Edge = tuple[str, Any]
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, type(...), range, np.dtype)
+_OPAQUE = (types.BuiltinFunctionType, types.CodeType, types.FrameType, types.GeneratorType, types.GetSetDescriptorType)
+_CODE = (types.FunctionType, types.MethodType, types.ModuleType, staticmethod, classmethod, property)
+_WITH_ELEMENTS = (dict, list, tuple, collections.deque, set, frozenset, types.CellType, np.ndarray)
+_MAIN_MODULES = ("__main__", "__mp_main__")
+
+
+class Walk:
+    """Everything that can be reached from ``parts``, nearest first.
+
+    inherited: follow what a forked process sees (also the globals of importable functions), not just what is pickled.
+    Stops after ``limit_s`` seconds; ``complete`` tells whether it reached the end.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], *, limit_s: float, inherited: bool = False) -> None:
+        self._inherited = inherited
+        self._deadline = time.monotonic() + limit_s
+        # By id: the object, which must live as long as its id is in use here, its holder's id and its place in there.
+        self._reached: dict[int, tuple[Any, int | None, str]] = {}
+        self._layouts: dict[type, _Layout] = {}
+        self.parts = parts
+        self.complete = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Each object once, roots first."""
+        queue: collections.deque[Any] = collections.deque()
+        for name, root in self.parts.items():
+            if self._enter(root, None, name):
+                queue.append(root)
+        while queue:
+            holder = queue.popleft()
+            yield holder
+            for part, value in edges(holder, self._layouts, inherited=self._inherited):
+                if type(value) not in _ATOMS and self._enter(value, id(holder), part):
+                    queue.append(value)
+                if time.monotonic() > self._deadline:
+                    return
+        self.complete = True
+
+    def trail(self, value: Any) -> list[Edge]:
+        """From its root to ``value``: each object on the way, with its path. Empty if the walk did not reach it."""
+        steps: list[Edge] = []
+        key: int | None = id(value)
+        while key is not None and key in self._reached:
+            reached, key_of_holder, part = self._reached[key]
+            steps.append((part, reached))
+            key = key_of_holder
+        steps.reverse()
+        paths = itertools.accumulate(part for part, _ in steps)
+        return [(path, reached) for path, (_, reached) in zip(paths, steps, strict=True)]
+
+    def _enter(self, value: Any, holder: int | None, part: str) -> bool:
+        if id(value) in self._reached:
+            return False
+        self._reached[id(value)] = (value, holder, part)
+        return True
+
+
+def edges(holder: Any, layouts: dict[type, _Layout], *, inherited: bool) -> Iterator[Edge]:
+    """What ``holder`` holds: (place in it, object). Runs no property and no method of a user's class.
+
+    layouts: of the classes met before; more are added.
+    ``issubclass(type(x), ...)`` throughout, because ``isinstance`` asks an object for its ``__class__``.
+    """
+    kind = type(holder)
+    if kind in _ATOMS or issubclass(kind, _OPAQUE):
+        return
+    if kind in _CODE or issubclass(kind, type):
+        yield from _code_edges(holder, kind, inherited)
+        return
+    if kind not in layouts:
+        layouts[kind] = _Layout(kind)
+    layout = layouts[kind]
+    if layout.has_elements:
+        yield from _element_edges(holder, kind)
+    yield from layout.attributes(holder)
+    if not inherited and not layout.importable:
+        yield ".__class__", kind
+
+
+class _Layout:
+    """Where the instances of a class keep what they hold."""
+
+    def __init__(self, kind: type) -> None:
+        self.has_elements = issubclass(kind, _WITH_ELEMENTS)
+        self.importable = is_importable(kind)
+        self._dict = attribute_dict(kind)
+        self._slots = [
+            (f".{name}", member)
+            for base in kind.__mro__
+            for name, member in vars(base).items()
+            if type(member) is types.MemberDescriptorType and name != "__dict__"
+        ]
+        # A space's generator is seeded anew by whoever draws from it.
+        self._hidden = "_np_random" if issubclass(kind, gym.Space) else None
+
+    def attributes(self, holder: Any) -> Iterator[Edge]:
+        if self._dict is not None:
+            for name, value in self._dict.__get__(holder).copy().items():
+                if name != self._hidden:
+                    yield f".{name}", value
+        for place, member in self._slots:
+            try:
+                yield place, member.__get__(holder)
+            except AttributeError:  # a slot that was never set
+                continue
+
+
+def is_importable(definition: Any) -> bool:
+    """Whether a function or class travels by its name; else it is sent by value, with what it uses."""
+    module_name = definition.__module__
+    if module_name in _MAIN_MODULES or module_name in cloudpickle.list_registry_pickle_by_value():
+        return False
+    found: Any = sys.modules.get(module_name)
+    for name in definition.__qualname__.split("."):
+        found = vars(found).get(name) if isinstance(found, (type, types.ModuleType)) else None
+    if type(found) in (staticmethod, classmethod):
+        found = found.__func__
+    return found is definition
+
+
+def _code_edges(holder: Any, kind: type, inherited: bool) -> Iterator[Edge]:
+    if kind is types.FunctionType:
+        yield from _function_edges(holder, inherited)
+    elif kind is types.MethodType:
+        yield ".__self__", holder.__self__
+        yield ".__func__", holder.__func__
+    elif kind in (staticmethod, classmethod):
+        yield ".__func__", holder.__func__
+    elif kind is property:
+        yield from ((f".{name}", getattr(holder, name)) for name in ("fget", "fset", "fdel"))
+    elif kind is types.ModuleType:
+        if not inherited and sys.modules.get(holder.__name__) is not holder:
+            yield from _named(dict(vars(holder)))
+    elif not is_importable(holder):
+        yield from _named(dict(vars(holder)))
+    elif inherited and "__init__" in vars(holder):
+        yield ".__init__", vars(holder)["__init__"]
+
+
+def _function_edges(function: Any, inherited: bool) -> Iterator[Edge]:
+    importable = is_importable(function)
+    if importable and not inherited:
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".<closure>.{name}", cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+    yield from ((f".<default>[{i}]", value) for i, value in enumerate(function.__defaults__ or ()))
+    yield from ((f".<default>.{name}", value) for name, value in (function.__kwdefaults__ or {}).items())
+    yield from _named(vars(function))
+    for name in sorted(global_names(function.__code__)):
+        # An importable function leads into its whole library, so only the objects that it names itself are followed.
+        if name in function.__globals__ and (not importable or _is_object(function.__globals__[name])):
+            yield f".<global>.{name}", function.__globals__[name]
+
+
+def _element_edges(holder: Any, kind: type) -> Iterator[Edge]:
+    # The builtin classes' own methods, because a subclass may have overridden them.
+    if issubclass(kind, dict):
+        yield from ((subscript(key), value) for key, value in dict.copy(holder).items())
+        yield from (("<key>", key) for key in dict.keys(dict.copy(holder)) if type(key) not in _ATOMS)
+    elif issubclass(kind, (list, tuple, collections.deque)):
+        yield from ((f"[{i}]", value) for i, value in enumerate(_copied(holder, kind)))
+    elif issubclass(kind, (set, frozenset)):
+        yield from ((f"<element {i}>", value) for i, value in enumerate(_copied(holder, kind)))
+    elif issubclass(kind, types.CellType):
+        yield from _cell(holder)
+    elif issubclass(kind, np.ndarray) and holder.dtype.hasobject:
+        yield from ((f".flat[{i}]", value) for i, value in enumerate(np.ndarray.ravel(holder).tolist()))
+
+
+def _copied(holder: Any, kind: type) -> list[Any]:
+    """The elements as they are now: another thread may change the container meanwhile."""
+    base: Any = next(b for b in (list, tuple, set, frozenset, collections.deque) if issubclass(kind, b))
+    return list(base.__iter__(holder))
+
+
+def _is_object(value: Any) -> bool:
+    """Whether ``value`` is something other than code."""
+    return type(value) not in _CODE and not issubclass(type(value), type)
+
+
+def _named(attributes: Mapping[str, Any]) -> Iterator[Edge]:
+    return ((f".{name}", value) for name, value in attributes.items())
+
+
+def _cell(cell: Any) -> Iterator[Edge]:
+    try:
+        yield ".cell_contents", cell.cell_contents
+    except ValueError:
+        return

@@ -1,0 +1,82 @@
+"""What a person sees in the terminal while a policy trains: one live line, then the result."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+RECENT_S = 10.0
+PLAIN_EVERY_S = 10.0
+
+
+class TrainingDisplay:
+    """Steps, steps/s, mean return and time left on one line, for use in a ``with`` block.
+
+    A terminal has it redrawn in place; a file or a pipe gets a line of its own every 10 s.
+    """
+
+    def __init__(self, console: Console, total_steps: int) -> None:
+        self._console = console
+        self._total_steps = total_steps
+        self._recent = deque([(time.monotonic(), 0)])
+        self._printed_at = time.monotonic()
+        self._line = Progress(
+            BarColumn(bar_width=None, complete_style="blue", finished_style="green"),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            # Redrawn by ``update`` alone: a thread that draws would take time from the training.
+            auto_refresh=False,
+            expand=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._line.add_task("collecting the first rollout", total=total_steps)
+
+    def update(self, steps: int, mean_return: float) -> None:
+        """Shows the state after ``steps`` env steps; mean_return may be nan."""
+        now = time.monotonic()
+        self._recent.append((now, steps))
+        while len(self._recent) > 2 and now - self._recent[0][0] > RECENT_S:
+            self._recent.popleft()
+        since, steps_then = self._recent[0]
+        speed = (steps - steps_then) / max(now - since, 1e-9)
+        parts = (
+            f"{steps:{len(f'{self._total_steps:,}')},}/{self._total_steps:,} steps",
+            f"{speed:7,.0f} steps/s",
+            f"return {format_return(mean_return):>6}",
+            f"{format_seconds(max(self._total_steps - steps, 0) / speed):>4} left",
+        )
+        if self._console.is_terminal:
+            styled = f"{parts[0]}  [dim]{parts[1]}[/]  [bold]{parts[2]}[/]  [dim]{parts[3]}[/]"
+            self._line.update(self._task, completed=steps, description=styled, refresh=True)
+        elif now - self._printed_at >= PLAIN_EVERY_S:
+            self._printed_at = now
+            self._console.print("  ".join(parts))
+
+    def __enter__(self) -> TrainingDisplay:
+        self._line.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._line.stop()
+
+
+def format_return(value: float) -> str:
+    return "none yet" if math.isnan(value) else f"{value:,.1f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """42 s, 3 min 20 s, 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

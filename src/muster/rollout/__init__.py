@@ -1,0 +1,11 @@
+"""Rollouts: what T steps of N envs become for learning, and who collects them (extra "torch")."""
+
+from __future__ import annotations
+
+try:
+    import tensordict as _tensordict  # type: ignore[import-untyped]  # noqa: F401  # ships no types
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "Collectors need PyTorch and TensorDict. Install them with: pip install muster-rl[torch]"
+    ) from error

@@ -1,0 +1,88 @@
+"""Shared memory for the batches of several processes: each batch a region, written by replicas, handed out as it is."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from muster.rollout.fields import Array, Field
+from muster.rollout.storage import Storage
+from muster.transport.slab import memfd
+
+# A region starts with the flag that ends a batch early.
+_HEADER = 64
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """What the regions hold: T steps of N envs. outputs: what the policy gives."""
+
+    T: int
+    N: int
+    observed: tuple[Field, ...]
+    earned: tuple[Field, ...]
+    outputs: tuple[Field, ...]
+    compact: bool
+
+    def storage(self, block: mmap.mmap, columns: slice = slice(None)) -> Storage:
+        """A storage over the envs `columns` of a region; every process that maps it finds the arrays at one place."""
+        place = _HEADER
+
+        def allocate(rows: int, field: Field) -> Array:
+            nonlocal place
+            shape = (rows, self.N, *field.shape)
+            whole: Array = np.ndarray(shape, field.dtype, block, place)
+            place += _size(shape, field)
+            return whole[:, columns]
+
+        width = len(range(*columns.indices(self.N)))
+        storage = Storage(self.T, width, self.observed, self.earned, compact=self.compact, allocate=allocate)
+        storage.use_outputs(self.outputs, allocate)
+        return storage
+
+    @property
+    def region_bytes(self) -> int:
+        """Whole pages, so that each region can be mapped by itself."""
+        observed = [(self.T + 1, field) for field in self.observed]
+        after = [] if self.compact else [(self.T, field) for field in self.observed]
+        rest = [(self.T, field) for field in (*self.earned, *Storage.FLAGS, *self.outputs)]
+        size = sum(_size((rows, self.N, *field.shape), field) for rows, field in [*observed, *after, *rest])
+        return -(-(_HEADER + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Arena:
+    """One file in memory, cut into regions of one size. A region is used again once nothing refers to its arrays."""
+
+    def __init__(self) -> None:
+        self.fd = memfd("batches")
+        self._free: list[int] = []
+        self._end = 0
+        self._finalizer = weakref.finalize(self, os.close, self.fd)
+
+    def region(self, size: int) -> tuple[int, mmap.mmap]:
+        """The offset of a region that nobody uses, and its memory."""
+        if not self._free:
+            self._free.append(self._end)
+            self._end += size
+            os.ftruncate(self.fd, self._end)
+        offset = self._free.pop()
+        block = mmap.mmap(self.fd, size, offset=offset)
+        # When the last tensor of a batch goes, so does the mapping.
+        weakref.finalize(block, self._free.append, offset).atexit = False
+        return offset, block
+
+
+def stop_flag(block: mmap.mmap) -> Array:
+    """int64 ``[1]``: not 0 once the replicas are to end this batch early."""
+    return np.frombuffer(block, np.int64, 1)
+
+
+def _size(shape: Sequence[int], field: Field) -> int:
+    return -(-math.prod(shape) * field.dtype.itemsize // _ALIGN) * _ALIGN

@@ -1,0 +1,312 @@
+"""`Collector`: a policy and a vector env, joined to an iterator of batches ``[T, N]``.
+
+    collector = muster.Collector("CartPole-v1", policy, num_envs=8, frames_per_batch=1024, total_frames=100_000)
+    for batch in collector:
+        learn(batch)
+
+Each step computes all envs' actions at once, in the calling process and with the very policy object that was given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
+from tensordict.nn import InteractionType, set_interaction_type  # type: ignore[import-untyped]  # ships no types
+from torch import Tensor, nn
+
+from muster.errors import ClosedError, ConfigError
+from muster.rollout.devices import Device, place, to_device
+from muster.rollout.episodes import EpisodeCounter, Episodes, TrajectoryCounter
+from muster.rollout.fields import Array, Field
+from muster.rollout.policies import Actor, PlainActor, RandomActor, TensorDictActor, is_tensordict_policy
+from muster.rollout.returns import split_trajectories
+from muster.rollout.single_agent import open_envs
+from muster.rollout.stepping import Stepping
+from muster.rollout.storage import Storage
+from muster.rollout.weights import load_weights
+
+
+class Collector:
+    """Iterates batches of `frames_per_batch` frames, rounded up to whole steps: TensorDicts ``[T, N]``.
+
+    envs: a vector env, which stays the caller's, or what `muster.make_vec` takes as its first argument; then
+        `num_envs` and `make_vec_options` (its other options, as a dict) go with it, and `shutdown` closes it.
+    policy: a module with ``in_keys`` and ``out_keys``; any callable from observation to action, or to a dict with
+        "action" in it; or None for random actions. It is neither copied nor pickled.
+    policy_factory: builds the policy, instead of `policy`.
+    total_frames: where to end, -1 for never.
+    device: stands for policy_device (where the policy computes, which moves it there; None: where it is) and
+        storing_device (where batches are handed out; None: in memory).
+    seed: for envs, random actions and torch's generators while the policy acts. None leaves all as they are.
+    overlap: steps one half of the envs while the policy computes for the other.
+    init_random_frames: so many frames have random actions before the policy acts.
+    max_frames_per_traj: resets an env after so many frames; the trajectory ends truncated.
+    reset_at_each_iter: starts new trajectories with each batch.
+    split_trajs: batches are ``[T, B]``, trajectories side by side, padded; see `split_trajectories`.
+    compact: leaves ``("next", "observation")`` out, see `next_observations`.
+    replay_buffer: takes the valid frames of each batch by ``extend``; the iterator then gives None.
+    initial_state: by key one env's recurrent state at the start of an episode; a TensorDict policy needs none where
+        its modules start without, or from zeros.
+    exploration: how distributions in the policy are drawn from.
+
+    Raises ConfigError, UsageError, and what `make_vec` raises.
+    """
+
+    def __init__(
+        self,
+        envs: Any,
+        policy: Callable[..., Any] | None = None,
+        *,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        num_envs: int | None = None,
+        make_vec_options: Mapping[str, Any] | None = None,
+        policy_factory: Callable[[], Callable[..., Any]] | None = None,
+        device: Device = None,
+        policy_device: Device = None,
+        storing_device: Device = None,
+        seed: int | None = None,
+        overlap: bool = False,
+        init_random_frames: int = 0,
+        max_frames_per_traj: int | None = None,
+        reset_at_each_iter: bool = False,
+        split_trajs: bool = False,
+        compact: bool = False,
+        replay_buffer: Any = None,
+        initial_state: Mapping[Any, Tensor] | None = None,
+        exploration: InteractionType = InteractionType.RANDOM,
+    ) -> None:
+        check_numbers(
+            frames_per_batch=(frames_per_batch, 1),
+            total_frames=(total_frames, -1),
+            init_random_frames=(init_random_frames, 0),
+            max_frames_per_traj=(max_frames_per_traj, 1),
+            seed=(seed, 0),
+        )
+        if policy is not None and policy_factory is not None:
+            raise ConfigError("give policy or policy_factory, not both")
+        if split_trajs and compact:
+            raise ConfigError("split_trajs needs every row's next observation: not with compact=True")
+        self.policy = policy_factory() if policy_factory is not None else policy
+        self._policy_device = place(self.policy, device if policy_device is None else policy_device)
+        storing = device if storing_device is None else storing_device
+        self._storing_device = None if storing is None else to_device(storing)
+        self.total_frames = total_frames
+        self.frames = 0
+        self.batches = 0
+        self.last_episodes = Episodes(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
+        self._seed = seed
+        self._rng = np.random.default_rng(None if seed is None else np.random.SeedSequence(seed, spawn_key=(0,)))
+        self._torch_state = None if seed is None else _torch_states(seed, self._policy_device)
+        self._init_random_frames = init_random_frames
+        self._reset_at_each_iter = reset_at_each_iter
+        self._split_trajs = split_trajs
+        self._compact = compact
+        self._replay_buffer = replay_buffer
+        self._initial_state = dict(initial_state or {})
+        self._exploration = exploration
+        self._closed = False
+        self._envs, self._owns_envs = open_envs(envs, num_envs, make_vec_options)
+        try:
+            self.steps_per_batch = math.ceil(frames_per_batch / self._envs.num_envs)
+            self._stepping = Stepping(self._envs, overlap=overlap, max_frames_per_traj=max_frames_per_traj)
+            self._random = RandomActor(self._envs, self._rng)
+            self._actors = [self._actor(part) for part in self._stepping.parts]
+            self._trajectories = TrajectoryCounter(self._envs.num_envs)
+            self._episodes = EpisodeCounter(self._envs.num_envs)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __iter__(self) -> Iterator[TensorDict | None]:
+        """Batches until `total_frames`; another ``iter`` goes on where the last one stopped."""
+        while self.total_frames < 0 or self.frames < self.total_frames:
+            batch = self.rollout()
+            if self._replay_buffer is None:
+                yield batch
+            else:
+                valid = batch["collector", "mask"]
+                self._replay_buffer.extend(batch[valid])
+                yield None
+
+    def rollout(self) -> TensorDict:
+        """The next batch. After an error the following one starts new episodes in all envs."""
+        if self._closed:
+            raise ClosedError("this collector was shut down; make another one")
+        storage = Storage(
+            self.steps_per_batch,
+            self._envs.num_envs,
+            self._envs.observed,
+            self._envs.earned,
+            compact=self._compact,
+        )
+        self.fill(storage)
+        done = storage.terminated | storage.truncated
+        self.last_episodes = self._episodes.count(storage.rewards(), storage.begins, done, storage.mask)
+        batch = storage.to_batch(self._trajectories.count(storage.begins))
+        if self._split_trajs:
+            batch = split_trajectories(batch)
+        return batch if self._storing_device is None else batch.to(self._storing_device)
+
+    def fill(self, storage: Storage, stop: Array | None = None) -> int:
+        """The next steps of all envs, into `storage`; `stop`: see `Stepping.fill`. Returns how many."""
+        random = self.policy is None or self.frames < self._init_random_frames
+        if self._reset_at_each_iter:
+            self._stepping.start_afresh()
+        with self._acting():
+            steps = self._stepping.fill(storage, self._actors_for(random), self._env_seeds(), stop)
+        if steps < storage.T:
+            storage.leave_out(steps)
+        self.frames += int(storage.mask.sum())
+        self.batches += 1
+        return steps
+
+    @property
+    def fields(self) -> tuple[list[Field], list[Field]]:
+        """What the envs show, and what steps earn."""
+        return self._envs.observed, self._envs.earned
+
+    def output_fields(self) -> list[Field]:
+        """What the policy gives at each step, found by acting once on what the envs show; nothing is stepped."""
+        with self._acting():
+            rows = self._stepping.start(self._actors, self._env_seeds())
+            trial = Storage(1, self._envs.num_envs, self._envs.observed, self._envs.earned, compact=self._compact)
+            for array, row in zip(trial.observed, rows, strict=True):
+                array[0] = row
+            actor, kept = self._actor(slice(0, self._envs.num_envs)), self._torch_state
+            actor.begin(trial)
+            actor.act(0)
+        self._torch_state = kept
+        return [
+            Field(key, tuple(tensor.shape[2:]), tensor[0, 0].numpy().dtype) for key, tensor in trial.outputs.items()
+        ]
+
+    def reset(self) -> None:
+        """Starts new episodes in all envs with the next batch."""
+        self._stepping.start_afresh()
+
+    def update_policy_weights_(self, weights: Any = None) -> None:
+        """Copies `weights` (a state dict, a TensorDict of parameters or a module) into the policy.
+
+        Without an argument there is nothing to do: the policy that acts is the object that was given.
+        """
+        if weights is not None:
+            load_weights(self.policy, weights)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of frames and batches; ``copies_per_obs``: from an env's array to the batch; ``envs``: their stats."""
+        own = getattr(self._envs.envs, "stats", None)
+        envs = own() if own is not None else {}
+        copies = envs.get("copies_per_obs")
+        return {
+            "frames": self.frames,
+            "batches": self.batches,
+            "copies_per_obs": None if copies is None else copies + 1,
+            "envs": envs,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, generators and the policy's weights. Envs have no state to save: they will start new episodes."""
+        state: dict[str, Any] = {
+            "frames": self.frames,
+            "batches": self.batches,
+            "next_traj_id": self._trajectories.next_id,
+            "action_rng": self._rng.bit_generator.state,
+        }
+        if self._torch_state is not None:
+            state["torch_rng"] = list(self._torch_state)
+        if isinstance(self.policy, nn.Module):
+            state["policy"] = self.policy.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict`, in new episodes with seeds of their own."""
+        self.frames, self.batches = int(state["frames"]), int(state["batches"])
+        self._trajectories.next_id = int(state["next_traj_id"])
+        self._rng.bit_generator.state = state["action_rng"]
+        if self._torch_state is not None and "torch_rng" in state:
+            self._torch_state = list(state["torch_rng"])
+        if isinstance(self.policy, nn.Module) and "policy" in state:
+            self.policy.load_state_dict(state["policy"])
+        self._stepping.start_afresh(seeded=True)
+
+    def shutdown(self) -> None:
+        """Closes the envs, if the collector made them."""
+        self._closed = True
+        if self._owns_envs:
+            self._envs.envs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    def _actor(self, part: slice) -> Actor:
+        if self.policy is None:
+            return self._random
+        kind = TensorDictActor if is_tensordict_policy(self.policy) else PlainActor
+        return kind(self.policy, self._envs, part, self._policy_device, self._initial_state)
+
+    def _actors_for(self, random: bool) -> list[Actor]:
+        return [self._random] if random else self._actors
+
+    def _env_seeds(self) -> list[int] | None:
+        """For the envs' first reset, and for the first one after `load_state_dict`."""
+        if self._seed is None:
+            return None
+        sequence = np.random.SeedSequence(self._seed, spawn_key=(1, self.batches))
+        return [int(word) for word in sequence.generate_state(self._envs.num_envs)]
+
+    @contextmanager
+    def _acting(self) -> Iterator[None]:
+        with self._generators(), torch.no_grad(), set_interaction_type(self._exploration):
+            yield
+
+    @contextmanager
+    def _generators(self) -> Iterator[None]:
+        """Torch's global generators are the collector's own while the policy acts, then the caller's again."""
+        if self._torch_state is None:
+            yield
+            return
+        cuda = self._policy_device if self._policy_device.type == "cuda" else None
+        callers = _get_states(cuda)
+        _set_states(self._torch_state, cuda)
+        try:
+            yield
+        finally:
+            self._torch_state = _get_states(cuda)
+            _set_states(callers, cuda)
+
+
+def _torch_states(seed: int, device: torch.device) -> list[Tensor]:
+    words = np.random.SeedSequence(seed, spawn_key=(2,)).generate_state(2, np.uint64)
+    states = [torch.Generator().manual_seed(int(words[0])).get_state()]
+    if device.type == "cuda":
+        states.append(torch.Generator(device).manual_seed(int(words[1])).get_state())
+    return states
+
+
+def _get_states(cuda: torch.device | None) -> list[Tensor]:
+    return [torch.get_rng_state(), *([] if cuda is None else [torch.cuda.get_rng_state(cuda)])]
+
+
+def _set_states(states: list[Tensor], cuda: torch.device | None) -> None:
+    torch.set_rng_state(states[0])
+    if cuda is not None:
+        torch.cuda.set_rng_state(states[1], cuda)
+
+
+def check_numbers(**least: tuple[int | None, int]) -> None:
+    """Each option's value and the least that makes sense; None where there may be none. Raises ConfigError."""
+    for name, (value, low) in least.items():
+        if value is None and name in ("max_frames_per_traj", "seed"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
+            raise ConfigError(f"{name} must be an int of at least {low}, got {value!r}")

@@ -1,0 +1,350 @@
+"""The processes of a `MultiCollector`: started, told to collect, waited for, restarted and closed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from muster.backends.deaths import name_envs
+from muster.errors import CollectorError, EnvError, MusterError, NotPendingError, SpecMismatch, WorkerError
+from muster.make import make_vec
+from muster.pickling import dumps
+from muster.recipe import Recipe, check_forkable, pack
+from muster.rollout.arena import Arena, stop_flag
+from muster.rollout.fields import Array
+from muster.rollout.replica import Replica, ReplicaFacts, ReplicaPlan
+from muster.rollout.storage import Final, Storage
+from muster.rollout.travel import pack_policy
+from muster.rollout.weights import SharedWeights, named_weights
+from muster.transport.slab import memfd, split_evenly
+from muster.vector import VectorEnv
+
+# The first word of the seeds that are for replicas; Collector uses those below it.
+_REPLICAS = 3
+
+
+@dataclass(frozen=True)
+class CrewOptions:
+    """How collector processes are started and watched, as `make_vec` names it; threshold: of collectors, see Crew."""
+
+    context: str
+    start_timeout: float
+    collect_timeout: float | None
+    on_failure: str
+    max_restarts: int
+    threads: int
+    threshold: float
+
+
+class Filled(NamedTuple):
+    """A complete storage. first_env: of its envs, among all.  versions: int64 ``[n]``, of the weights, by env."""
+
+    storage: Storage
+    first_env: int
+    versions: Array
+
+
+class Crew:
+    """Replicas of a policy and shares of envs, in processes of their own.
+
+    sync: a batch is of all envs; once `threshold` (a share) of the collectors is done, the others stop. Otherwise a
+    batch is of one collector's envs, and each has begun the next one before its last one is handed out.
+    """
+
+    def __init__(
+        self,
+        recipes: Sequence[Recipe],
+        policy: Any,
+        policy_factory: Callable[[], Any] | None,
+        *,
+        num_collectors: int,
+        frames_per_batch: int,
+        sync: bool,
+        seed: int | None,
+        collector_options: Mapping[str, Any],
+        options: CrewOptions,
+    ) -> None:
+        self._firsts = split_evenly(len(recipes), num_collectors)
+        self._sync = sync
+        self._seed = seed
+        self._threshold = options.threshold * num_collectors
+        self._arena = Arena()
+        self._weights_fd = memfd("weights")
+        self._finalizer = weakref.finalize(self, os.close, self._weights_fd)
+        self._regions: dict[int, mmap.mmap] = {}  # by collector, what it is filling
+        self._ready: deque[Filled] = deque()
+        plans = self._plans(recipes, policy, policy_factory, frames_per_batch, collector_options, options.context)
+        processes = make_vec(
+            Replica,
+            num_collectors,
+            num_workers=num_collectors,
+            env_kwargs=[{"plan": plan} for plan in plans],
+            context=options.context,
+            autoreset_mode="same_step",
+            start_timeout=options.start_timeout,
+            step_timeout=options.collect_timeout,
+            on_failure=options.on_failure,
+            max_restarts=options.max_restarts,
+            threads_per_worker=options.threads,
+        )
+        assert isinstance(processes, VectorEnv)
+        self._processes = processes
+        try:
+            self._begin(plans, policy)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_envs(self) -> int:
+        return self._firsts[-1]
+
+    @property
+    def version(self) -> int:
+        """Of the weights that replicas take for their next batch."""
+        return self._weights.version
+
+    def publish(self, weights: Mapping[str, Tensor]) -> int:
+        """Gives the replicas new weights, by name, for the batches that they begin from now on."""
+        own = self._weights.names
+        if missing := sorted(own - weights.keys()):
+            raise SpecMismatch(f"the weights are not the replicas': missing {missing[:5]}")
+        return self._weights.write(weights)
+
+    def reset(self, round_number: int, frames: int = 0) -> None:
+        """All collectors begin anew.
+
+        round_number: seeds differ from those of other rounds.  frames: collected before, by all.
+        """
+        if self._regions:
+            self._wait_for_all()
+        self._ready.clear()
+        seeds: list[int | None] = [None] * self._processes.num_envs
+        if self._seed is not None:
+            sequence = np.random.SeedSequence(self._seed, spawn_key=(_REPLICAS, round_number))
+            seeds = [int(word) for word in sequence.generate_state(len(seeds))]
+        self._processes.reset(seed=seeds, options={"frames": frames // len(seeds)})
+
+    def collect(self) -> Filled:
+        """The next batch."""
+        return self._collect_all() if self._sync else self._collect_first()
+
+    def stats(self) -> dict[str, Any]:
+        """Of the processes, see `VectorEnv.stats`."""
+        stats: dict[str, Any] = self._processes.stats()
+        return stats
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._processes.close()
+
+    # ---- starting
+
+    def _plans(
+        self,
+        recipes: Sequence[Recipe],
+        policy: Any,
+        policy_factory: Callable[[], Any] | None,
+        frames_per_batch: int,
+        collector_options: Mapping[str, Any],
+        context: str,
+    ) -> list[ReplicaPlan]:
+        start_method = "forkserver" if context == "auto" else context
+        if policy_factory is not None:
+            sent: bytes | None = dumps(policy_factory, {"policy_factory": policy_factory}, start_method=start_method)
+        else:
+            sent = None if policy is None else pack_policy(policy)
+        if context == "fork":
+            check_forkable(recipes)
+        count = len(self._firsts) - 1
+        files = f"/proc/{os.getpid()}/fd"
+        plans = []
+        for k in range(count):
+            first, last = self._firsts[k : k + 2]
+            share = recipes[first:last]
+            T = -(-frames_per_batch // (self.num_envs if self._sync else last - first))
+            plans.append(
+                ReplicaPlan(
+                    index=k,
+                    # A forked process has them already, whatever they hold.
+                    recipes=list(share) if context == "fork" else pack(share, start_method=start_method),
+                    first_env=first,
+                    num_envs=self.num_envs,
+                    num_collectors=count,
+                    policy=sent,
+                    policy_is_factory=policy_factory is not None,
+                    columns=(first, last) if self._sync else (0, last - first),
+                    batch_envs=self.num_envs if self._sync else last - first,
+                    arena_path=f"{files}/{self._arena.fd}",
+                    weights_path=f"{files}/{self._weights_fd}",
+                    options={**collector_options, "frames_per_batch": T * (last - first)},
+                )
+            )
+        return plans
+
+    def _begin(self, plans: Sequence[ReplicaPlan], policy: Any) -> None:
+        self.reset(0)
+        all_facts: tuple[ReplicaFacts, ...] = self._call("facts")
+        for k, facts in enumerate(all_facts[1:], 1):
+            if facts != all_facts[0]:
+                raise SpecMismatch(f"collector {k} has {facts}, but collector 0 {all_facts[0]}; all must be alike")
+        first = all_facts[0]
+        self._layouts = [plan.layout(first) for plan in plans]
+        weights = named_weights(policy)
+        if plans[0].policy_is_factory:
+            # Factories may draw different weights in each process; one of them, or the learner, is to be followed.
+            built = {name: torch.from_numpy(array) for name, array in self._call("weights")[0].items()}
+            _require_same(weights or built, built)
+            weights = weights or built
+        self._weights = SharedWeights(
+            {name: tensor.detach().cpu() for name, tensor in weights.items()}, self._weights_fd
+        )
+        self._weights.write(weights)
+
+    def _call(self, name: str) -> Any:
+        try:
+            return self._processes.call(name)
+        except MusterError as error:
+            raise self._translated(error) from None
+
+    # ---- collecting
+
+    def _send(self, collectors: Sequence[int], offsets: Sequence[int]) -> None:
+        try:
+            self._processes.send(np.array(offsets, np.int64).reshape(-1, 1), list(collectors))
+        except MusterError as error:
+            raise self._translated(error) from None
+
+    def _collect_all(self) -> Filled:
+        count = len(self._firsts) - 1
+        layout = self._layouts[0]
+        offset, block = self._arena.region(layout.region_bytes)
+        stop = stop_flag(block)
+        stop[0] = 0
+        storage = layout.storage(block)
+        versions = np.zeros(self.num_envs, np.int64)
+        self._send(range(count), [offset] * count)
+        self._regions = dict.fromkeys(range(count), block)
+        while self._regions:
+            enough = max(1, min(len(self._regions), int(np.ceil(self._threshold)) - (count - len(self._regions))))
+            for k, obs, infos in self._receive(enough):
+                part = slice(*self._firsts[k : k + 2])
+                versions[part] = obs[1]
+                self._finish(storage, part, infos)
+            if count - len(self._regions) >= self._threshold:
+                stop[0] = 1
+        return Filled(storage, 0, versions)
+
+    def _collect_first(self) -> Filled:
+        idle = [k for k in range(len(self._firsts) - 1) if k not in self._regions]
+        while not self._ready:
+            if idle:
+                self._fill(idle)
+            done = []
+            for k, obs, infos in self._receive(1, keep=True):
+                block = self._regions.pop(k)
+                storage = self._layouts[k].storage(block)
+                self._finish(storage, slice(0, storage.N), infos)
+                self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, obs[1])))
+                done.append(k)
+            # Each goes on at once, while its last batch is learnt from, and has at most one that waits.
+            self._fill(done)
+            idle = []
+        return self._ready.popleft()
+
+    def _fill(self, collectors: Sequence[int]) -> None:
+        regions = [self._arena.region(self._layouts[k].region_bytes) for k in collectors]
+        for _, block in regions:
+            stop_flag(block)[0] = 0
+        if collectors:
+            self._send(collectors, [offset for offset, _ in regions])
+            self._regions |= {k: block for k, (_, block) in zip(collectors, regions, strict=True)}
+
+    def _receive(self, min_collectors: int, *, keep: bool = False) -> list[tuple[int, Array, dict[str, Any]]]:
+        """The collectors that are done: index, [steps, version], infos."""
+        try:
+            batch = self._processes.recv(min_envs=min_collectors)
+        except MusterError as error:
+            translated = self._translated(error)
+            if isinstance(error, EnvError):
+                self._wait_for_all()
+            raise translated from None
+        done: list[tuple[int, Array, dict[str, Any]]] = []
+        for row, k in enumerate(batch.env_ids.tolist()):
+            if not keep:
+                self._regions.pop(k)
+            columns: dict[str, Any] = {
+                name: batch.infos[name] for name in ("finals", "restarted") if name in batch.infos
+            }
+            infos = {name: column[row] for name, column in columns.items() if column[row] is not None}
+            done.append((k, np.array(batch.obs[row]), infos))
+        return done
+
+    def _finish(self, storage: Storage, part: slice, infos: Mapping[str, Any]) -> None:
+        """Whatever the process could not write itself."""
+        if "restarted" in infos:
+            storage.blank(part)
+            return
+        for time, env, leaves in infos.get("finals", ()):
+            storage.finals.append(Final(time, part.start + env, leaves))
+
+    def _wait_for_all(self) -> None:
+        """After an error: the others finish what they do, and what they did is given up."""
+        self._regions.clear()
+        while True:
+            try:
+                self._processes.recv()
+            except NotPendingError:
+                return
+            except EnvError:
+                continue
+
+    def _translated(self, error: MusterError) -> MusterError:
+        """The same in a collector's terms, where the engine speaks of workers and their envs."""
+        if isinstance(error, WorkerError) and error.worker_index is not None:
+            return self._translated_death(error)
+        if not isinstance(error, EnvError) or error.env_index is None:
+            return error
+        cause = error.__cause__
+        if isinstance(cause, MusterError):
+            told: MusterError = cause
+        else:
+            k = error.env_index
+            envs = range(self._firsts[k], self._firsts[k + 1])
+            told = CollectorError(
+                f"collector {k} ({name_envs(envs)}): {error.original_type}: "
+                f"{cause if cause is not None else str(error).split(': ', 2)[-1]}",
+                worker_index=k,
+                env_indices=tuple(envs),
+            )
+            told.__cause__ = cause
+        if error.worker_traceback:
+            told.add_note(f"In the collector's process:\n{error.worker_traceback.rstrip()}")
+        return told
+
+    def _translated_death(self, error: WorkerError) -> MusterError:
+        k = error.worker_index
+        assert k is not None
+        envs = range(self._firsts[k], self._firsts[k + 1])
+        text = str(error).replace(f"worker {k} (env {k})", f"collector {k} ({name_envs(envs)})", 1)
+        text = text.replace(f"in step of env {k}", "collecting", 1)
+        return type(error)(text, worker_index=k, env_indices=tuple(envs), exit_code=error.exit_code)
+
+
+def _require_same(expected: Mapping[str, Tensor], built: Mapping[str, Tensor]) -> None:
+    a, b = ({name: tuple(tensor.shape) for name, tensor in weights.items()} for weights in (expected, built))
+    if a != b:
+        differing = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))[:5]
+        raise SpecMismatch(
+            f"policy_factory builds other weights than policy has: {differing} are "
+            f"{[b.get(name) for name in differing]}, expected {[a.get(name) for name in differing]}"
+        )

@@ -1,0 +1,287 @@
+"""The policy's side of a step: observations of a storage's row in, outputs into the same row, actions out.
+
+Three kinds: random actions, modules with TensorDict keys, and any other callable. Each computes straight from views of
+the storage and writes straight into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
+from torch import Tensor
+
+from muster.errors import ConfigError, SpecMismatch
+from muster.rollout.envs import EnvSide
+from muster.rollout.fields import Array, Key, describe
+from muster.rollout.storage import Storage
+
+IS_INIT = ("is_init",)
+
+
+class Actor(Protocol):
+    """Acts for the envs of one part of a vector env."""
+
+    def begin(self, storage: Storage) -> None:
+        """Works on `storage` from now on."""
+        ...
+
+    def act(self, t: int) -> list[Array]:
+        """The actions of step t, one array ``[n, ...]`` for each action field. All that it gave is in the storage."""
+        ...
+
+    def forget(self, done: Array) -> None:
+        """New episodes begin in the envs `done` (bool ``[n]``): recurrent state starts afresh there."""
+        ...
+
+
+class RandomActor:
+    """Draws actions from the action space, a whole rollout's at once."""
+
+    def __init__(self, envs: EnvSide, rng: np.random.Generator) -> None:
+        self._envs = envs
+        self._rng = rng
+
+    def begin(self, storage: Storage) -> None:
+        self._storage = storage
+        self._rows: list[Array] = []
+        for field, space in zip(self._envs.actions, self._envs.action_spaces, strict=True):
+            drawn = _draw(space, (storage.T, storage.N), self._rng).astype(field.dtype, copy=False)
+            if field.key in storage.outputs:
+                storage.outputs[field.key].copy_(torch.from_numpy(drawn))
+            else:
+                storage.outputs[field.key] = torch.from_numpy(drawn)
+            self._rows.append(drawn)
+
+    def act(self, t: int) -> list[Array]:
+        for i, masked_by in enumerate(self._envs.masks):
+            if masked_by is not None:
+                self._obey(self._rows[i][t], self._envs.action_spaces[i], self._storage.observed[masked_by][t])
+        return [rows[t] for rows in self._rows]
+
+    def _obey(self, actions: Array, space: spaces.Space[Any], masks: Array) -> None:
+        """Draws again where an action is not allowed. actions: ints ``[N, A]``; masks: bool ``[N, A, n]``."""
+        assert isinstance(space, spaces.MultiDiscrete)
+        start = np.broadcast_to(space.start, actions.shape)
+        wrong = ~np.take_along_axis(masks, (actions - start)[..., None], -1)[..., 0]
+        if wrong.any():
+            drawn = (self._rng.random(masks[wrong].shape) * masks[wrong]).argmax(-1)
+            actions[wrong] = drawn + start[wrong]
+
+    def forget(self, done: Array) -> None:
+        """Random actions remember nothing."""
+
+
+class PolicyActor:
+    """What policies that compute have in common: rows in and out, devices, recurrent state.
+
+    part: its envs.  device: where the policy computes.  initial_state: by key the state of one env ``[...]`` at the
+    start of an episode.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[..., Any],
+        envs: EnvSide,
+        part: slice,
+        device: torch.device,
+        initial_state: Mapping[Any, Tensor],
+    ) -> None:
+        self._policy = policy
+        self._envs = envs
+        self._part = part
+        self._count = len(range(*part.indices(envs.num_envs)))
+        self._device = device
+        self._initial = {as_key(key): value.to(device) for key, value in initial_state.items()}
+        self._state = {key: self._expanded(value) for key, value in self._initial.items()}
+
+    def begin(self, storage: Storage) -> None:
+        self._storage = storage
+        # The views of all rows, made once: indexing a tensor at each step would cost more.
+        self._inputs = [torch.from_numpy(array)[:, self._part].unbind(0) for array in storage.observed]
+        self._outputs: dict[Key, tuple[Tensor, ...]] = {}
+        self._actions: list[Array] = []
+
+    def act(self, t: int) -> list[Array]:
+        inputs = [rows[t] for rows in self._inputs]
+        if self._device.type != "cpu":
+            inputs = [row.to(self._device) for row in inputs]
+        outputs = self._compute(inputs)
+        if not self._outputs:
+            self._lay_out(outputs)
+        try:
+            for key, rows in self._outputs.items():
+                rows[t].copy_(outputs[key])
+        except (KeyError, RuntimeError) as error:
+            expected = {key: rows[t] for key, rows in self._outputs.items()}
+            raise SpecMismatch(
+                f"the policy gave {_shapes(outputs)} at step {t}, expected {_shapes(expected)} as at step 0"
+            ) from error
+        return [action[t] for action in self._actions]
+
+    def forget(self, done: Array) -> None:
+        rows = torch.from_numpy(done).to(self._device)
+        for key, initial in self._initial.items():
+            # Not in place: the tensor may be one that the policy keeps.
+            self._state[key] = torch.where(rows.view(-1, *[1] * initial.ndim), initial, self._state[key])
+
+    def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
+        raise NotImplementedError
+
+    def _carry(self, key: Key, state: Tensor, outputs: dict[Key, Tensor]) -> None:
+        """Keeps the state for the next step; the one before goes to the outputs. A first one starts from zeros."""
+        if key not in self._initial:
+            self._initial[key] = torch.zeros_like(state[0])
+            self._state[key] = self._expanded(self._initial[key])
+        outputs[key] = self._state[key]
+        self._state[key] = state
+
+    def _expanded(self, initial: Tensor) -> Tensor:
+        return initial.expand(self._count, *initial.shape)
+
+    def _lay_out(self, outputs: dict[Key, Tensor]) -> None:
+        """Memory for what the policy gives, as the first step shows it."""
+        action_keys = [field.key for field in self._envs.actions]
+        for key in action_keys:
+            if key not in outputs:
+                given = ", ".join(map(describe, outputs)) or "nothing"
+                raise SpecMismatch(f"the policy gave {given}; the envs need {describe(key)}")
+        for key, value in outputs.items():
+            if not isinstance(value, Tensor) or value.shape[:1] != (self._count,):
+                got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise SpecMismatch(
+                    f"the policy gave {describe(key)}: {got}; expected a tensor of {self._count} rows, one for each env"
+                )
+            whole = self._storage.outputs.get(key)
+            if whole is None:
+                whole = self._storage.add_output(key, value)
+            self._outputs[key] = whole[:, self._part].unbind(0)
+        self._actions = [self._storage.outputs[key][:, self._part].numpy() for key in action_keys]
+
+
+class TensorDictActor(PolicyActor):
+    """A module with ``in_keys`` and ``out_keys``. Keys k that it reads and gives as ``("next", k)`` are carried on."""
+
+    def __init__(
+        self,
+        policy: Callable[..., Any],
+        envs: EnvSide,
+        part: slice,
+        device: torch.device,
+        initial_state: Mapping[Any, Tensor],
+    ) -> None:
+        super().__init__(policy, envs, part, device, initial_state)
+        self._in_keys, out_keys = ([as_key(key) for key in keys] for keys in (policy.in_keys, policy.out_keys))  # type: ignore[attr-defined]  # what makes it one of these
+        self._carried = [key for key in self._in_keys if ("next", *key) in out_keys]
+        self._td = TensorDict({}, batch_size=[self._count])
+        self._wants_is_init = IS_INIT in self._in_keys
+        self._is_init = torch.ones(self._count, 1, dtype=torch.bool, device=device)
+        self._given = {field.key for field in envs.observed} | {IS_INIT, *self._carried}
+        self._keys: list[Key] | None = None
+
+    def forget(self, done: Array) -> None:
+        super().forget(done)
+        self._is_init = self._is_init | torch.from_numpy(done).to(self._device).unsqueeze(-1)
+
+    def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
+        td = self._td
+        for field, row in zip(self._envs.observed, inputs, strict=True):
+            td.set(field.key, row)
+        for key, value in self._state.items():
+            td.set(key, value)
+        if self._wants_is_init:
+            td.set(IS_INIT, self._is_init)
+        try:
+            td = self._policy(td)
+        except Exception as error:
+            # Missing keys reach the modules as None, and fail there in any way.
+            if self._keys is None and (missing := [key for key in self._in_keys if td.get(key, None) is None]):
+                raise self._explained(missing, error) from error
+            raise
+        if self._keys is None:
+            given = [as_key(key) for key in td.keys(include_nested=True, leaves_only=True)]
+            self._keys = [key for key in given if key not in self._given]
+        outputs: dict[Key, Tensor] = {key: td.get(key) for key in self._keys}
+        for key in self._carried:
+            self._carry(key, outputs[("next", *key)], outputs)
+        if self._wants_is_init:
+            outputs[IS_INIT] = self._is_init
+            self._is_init = torch.zeros_like(self._is_init)
+        return outputs
+
+    def _explained(self, missing: list[Key], error: Exception) -> Exception:
+        names = ", ".join(map(describe, missing))
+        if any(key in self._carried for key in missing):
+            return ConfigError(
+                f"the policy carries {names} from step to step and needs a first value: pass "
+                f"initial_state={{{describe(missing[0])}: torch.zeros(...)}}, the state of one env"
+            )
+        return SpecMismatch(
+            f"the policy reads {names}, which the envs do not have; they have "
+            f"{', '.join(describe(field.key) for field in self._envs.observed)}. "
+            f"It raised {type(error).__name__}: {error}"
+        )
+
+
+class PlainActor(PolicyActor):
+    """Any callable: ``policy(obs)`` gives an action, or a dict with one.
+
+    With `initial_state` ``policy(obs, state)`` gives that and the next state, a dict as `initial_state` is.
+    """
+
+    def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
+        value = self._envs.policy_input(inputs)
+        if not self._initial:
+            return self._envs.output_keys(self._policy(value))
+        state = {key[0] if len(key) == 1 else key: tensor for key, tensor in self._state.items()}
+        given = self._policy(value, state)
+        if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[1], dict):
+            raise SpecMismatch(
+                f"with initial_state the policy must return (outputs, state), state a dict; got {type(given).__name__}"
+            )
+        outputs = self._envs.output_keys(given[0])
+        for key in self._initial:
+            if key not in (next_state := {as_key(name): tensor for name, tensor in given[1].items()}):
+                raise SpecMismatch(f"the policy's next state lacks {describe(key)}, which initial_state has")
+            self._carry(key, next_state[key], outputs)
+        return outputs
+
+
+def is_tensordict_policy(policy: object) -> bool:
+    """Whether it takes and gives a TensorDict."""
+    return hasattr(policy, "in_keys") and hasattr(policy, "out_keys")
+
+
+def as_key(key: Any) -> Key:
+    """A TensorDict key as a tuple of names."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def _draw(space: spaces.Space[Any], lead: tuple[int, int], rng: np.random.Generator) -> Array:
+    """Random elements ``[*lead, ...]``, distributed as Gymnasium's ``sample``."""
+    shape = (*lead, *(space.shape or ()))
+    if isinstance(space, spaces.Discrete):
+        return rng.integers(space.start, space.start + space.n, shape)
+    if isinstance(space, spaces.MultiDiscrete):
+        return rng.integers(space.start, space.start + space.nvec, shape)
+    if isinstance(space, spaces.MultiBinary):
+        return rng.integers(0, 2, shape)
+    assert isinstance(space, spaces.Box)
+    low, high = (np.broadcast_to(bound, shape) for bound in (space.low, space.high))
+    if not np.issubdtype(space.dtype, np.floating):
+        return rng.integers(low, high, endpoint=True)
+    above, below = np.isfinite(low), np.isfinite(high)
+    spread = rng.exponential(size=shape)
+    drawn = np.where(above, low + spread, np.where(below, high - spread, rng.normal(size=shape)))
+    both = above & below
+    drawn[both] = rng.uniform(low[both], high[both])
+    return np.clip(drawn, space.low, space.high)
+
+
+def _shapes(tensors: Mapping[Key, Any]) -> str:
+    parts = [f"{describe(key)} {list(getattr(value, 'shape', ['?']))}" for key, value in tensors.items()]
+    return "{" + ", ".join(parts) + "}"

@@ -1,0 +1,161 @@
+"""One collector of a `MultiCollector`, in its process: its share of the envs, a replica of the policy, shared memory.
+
+To the engine it is an env whose step collects a batch. So whatever the engine does for envs holds for collectors, too:
+start methods, first-ready waits, deaths that are noticed and explained, timeouts, restarts, no orphans.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from muster.errors import EnvError
+from muster.make import serial_vec
+from muster.recipe import Recipe, get_worker_info, unpack
+from muster.rollout.arena import BatchLayout, stop_flag
+from muster.rollout.collector import Collector
+from muster.rollout.fields import Array, Field
+from muster.rollout.weights import SharedWeights, named_weights
+from muster.worker_info import WorkerInfo
+
+
+@dataclass(frozen=True)
+class ReplicaFacts:
+    """What the caller has to know of a replica: the fields of its rollouts."""
+
+    observed: tuple[Field, ...]
+    earned: tuple[Field, ...]
+    outputs: tuple[Field, ...]
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """How one replica is built and where it writes.
+
+    recipes: its share, packed but where it is inherited.  first_env: their first index among all envs.
+    num_envs: of all of them.
+    policy: packed; None for random actions.  policy_is_factory: it is to be called for the policy.
+    columns: the part of a batch's envs that is its own.  batch_envs: how many envs a batch has.
+    arena_path, weights_path: the shared memory, as files of the caller's.
+    options: for `Collector`.
+    """
+
+    index: int
+    recipes: bytes | list[Recipe]
+    first_env: int
+    num_envs: int
+    num_collectors: int
+    policy: bytes | None
+    policy_is_factory: bool
+    columns: tuple[int, int]
+    batch_envs: int
+    arena_path: str
+    weights_path: str
+    options: Mapping[str, Any]
+
+    def layout(self, facts: ReplicaFacts) -> BatchLayout:
+        """Of the regions that it writes into."""
+        first, last = self.columns
+        T = self.options["frames_per_batch"] // (last - first)
+        compact = bool(self.options["compact"])
+        return BatchLayout(T, self.batch_envs, facts.observed, facts.earned, facts.outputs, compact)
+
+
+class Replica(gymnasium.Env[Array, Array]):
+    """``step([offset])`` collects a batch into the region there; returns [steps done, version of the weights]."""
+
+    observation_space = spaces.Box(0, 2**62, (2,), np.int64)
+    action_space = spaces.Box(0, 2**62, (1,), np.int64)
+
+    def __init__(self, plan: ReplicaPlan) -> None:
+        self._plan = plan
+        recipes = unpack(plan.recipes) if isinstance(plan.recipes, bytes) else plan.recipes
+        told = get_worker_info()
+        info = WorkerInfo(None, plan.index, plan.num_envs, plan.num_collectors, told.seed if told else None)
+        self._envs = serial_vec(recipes, info)
+        try:
+            self.policy = _unpacked_policy(plan)
+            self._arena = _opened(plan.arena_path)
+            self._weights_fd = _opened(plan.weights_path)
+        except BaseException:
+            self._envs.close()
+            raise
+        self._weights: SharedWeights | None = None
+        self._version = 0
+        self._collector: Collector | None = None
+        self._known_layout: BatchLayout | None = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        """Begins anew, with this seed. ``options["frames"]``: how many this collector has collected before."""
+        super().reset(seed=seed)
+        self._collector = Collector(self._envs, self.policy, seed=seed, **self._plan.options)
+        self._collector.frames = int((options or {}).get("frames", 0))
+        return np.zeros(2, np.int64), {}
+
+    def facts(self) -> ReplicaFacts:
+        """After the first reset."""
+        collector = self._started()
+        outputs = tuple(self._guarded(collector.output_fields))
+        observed, earned = collector.fields
+        return ReplicaFacts(tuple(observed), tuple(earned), outputs)
+
+    def weights(self) -> dict[str, Array]:
+        """The policy's weights by name, as arrays."""
+        return {name: tensor.detach().cpu().numpy() for name, tensor in named_weights(self.policy).items()}
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        collector = self._started()
+        layout = self._layout()
+        if self._weights is None:
+            self._weights = SharedWeights(named_weights(self.policy), self._weights_fd)
+        self._version = self._weights.read_into(named_weights(self.policy), self._version)
+        block = mmap.mmap(self._arena, layout.region_bytes, offset=int(action[0]))
+        storage = layout.storage(block, slice(*self._plan.columns))
+        storage.clear_flags()
+        steps = self._guarded(lambda: collector.fill(storage, stop_flag(block)))
+        told = {"finals": [tuple(final) for final in storage.finals]} if storage.finals else {}
+        return np.array([steps, self._version], np.int64), 0.0, False, False, told
+
+    def close(self) -> None:
+        self._envs.close()
+
+    def _started(self) -> Collector:
+        assert self._collector is not None
+        return self._collector
+
+    def _layout(self) -> BatchLayout:
+        if self._known_layout is None:
+            self._known_layout = self._plan.layout(self.facts())
+        return self._known_layout
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """Env indices in errors count all envs, not just this share."""
+        try:
+            return work()
+        except EnvError as error:
+            error.batch = None  # the other envs' rows are given up, too
+            k, env = self._plan.index, error.env_index
+            if env is not None:
+                error.env_index, error.worker_index = env + self._plan.first_env, k
+                text = str(error).replace(f"env {env} (worker {k}", f"env {error.env_index} (collector {k}", 1)
+                error.args = (text, *error.args[1:])
+            raise
+
+
+def _unpacked_policy(plan: ReplicaPlan) -> Any:
+    if plan.policy is None:
+        return None
+    policy = pickle.loads(plan.policy)
+    return policy() if plan.policy_is_factory else policy
+
+
+def _opened(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)

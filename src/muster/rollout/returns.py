@@ -1,0 +1,171 @@
+"""From a rollout's rewards and values to what a policy learns from: GAE, V-trace, and single trajectories.
+
+A step can end an episode in two ways, and they are never confused here:
+
+- ``terminated``: the episode is over; what would follow is worth nothing.
+- ``truncated``: it was only cut off (a time limit, a lost worker); what would follow is worth the value of the final
+  observation.
+
+So every function takes ``next_values``, the value of the observation *after* each action: the final observation where
+an episode ended, the following row's observation everywhere else. It is exact in every autoreset mode.
+
+Rows whose ``mask`` is False are left out, as if they had never been in the rollout: the reset rows of ``next_step``
+autoreset, agents that are dead or do not act, padding. They may hold anything, NaN included, and get zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict, TensorDictBase  # type: ignore[import-untyped]  # ships no types
+from torch import Tensor
+
+from muster.errors import SpecMismatch
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and value targets by GAE (Schulman et al. 2015, arXiv:1506.02438).
+
+    All tensors are [T, N], or [T, N, A] for a group of agents.
+    rewards: float, for the action at t.  values, next_values: float, of the observations before and after it.
+    terminated, truncated, mask: bool; mask False leaves the row out.
+
+    Returns (advantages, targets), shaped as ``values`` and of its dtype, without gradients; targets are advantages +
+    values. Raises SpecMismatch where shapes differ or a flag is not bool.
+    """
+    kept = _check_and_mask(rewards, values, next_values, terminated, truncated, mask)
+    bootstrap = next_values.masked_fill(terminated, 0.0)
+    deltas = rewards.to(values.dtype) + gamma * bootstrap - values
+    decays = torch.full_like(values, gamma * gae_lambda)
+    advantages = _discounted_sums(deltas, decays, terminated | truncated, kept)[:-1].masked_fill(~kept, 0.0)
+    return advantages, (advantages + values).masked_fill(~kept, 0.0)
+
+
+@torch.no_grad()
+def vtrace(
+    log_ratios: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    *,
+    gamma: float,
+    rho_clip: float = 1.0,
+    c_clip: float = 1.0,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and value targets for an older policy's rollout, by V-trace (Espeholt et al. 2018, arXiv:1802.01561).
+
+    All tensors are [T, N], or [T, N, A] for a group of agents.
+    log_ratios: float, log-probability of the action under the policy that learns minus that under the one that acted.
+    rewards, values, next_values, terminated, truncated, mask: as for ``gae``.
+    rho_clip, c_clip: where the importance weights are cut off (the paper's rho-bar and c-bar).
+
+    Returns (advantages, targets), shaped as ``values`` and of its dtype, without gradients. Raises SpecMismatch where
+    shapes differ or a flag is not bool.
+    """
+    kept = _check_and_mask(rewards, values, next_values, terminated, truncated, mask, log_ratios=log_ratios)
+    ended = terminated | truncated
+    rewards = rewards.to(values.dtype)
+    ratios = log_ratios.to(values.dtype).exp()
+    rhos = ratios.clamp(max=rho_clip)
+    bootstrap = next_values.masked_fill(terminated, 0.0)
+    deltas = rhos * (rewards + gamma * bootstrap - values)
+    corrections = _discounted_sums(deltas, gamma * ratios.clamp(max=c_clip), ended, kept)
+    targets = values + corrections[:-1]
+    next_targets = bootstrap + corrections[1:].masked_fill(ended, 0.0)
+    advantages = rhos * (rewards + gamma * next_targets - values)
+    return advantages.masked_fill(~kept, 0.0), targets.masked_fill(~kept, 0.0)
+
+
+def split_trajectories(rollout: TensorDictBase) -> TensorDict:
+    """The rollout's trajectories side by side, each from row 0 on, padded with zeros to the longest.
+
+    rollout: batch_size [T, N], with ``("next", "done")`` [T, N, 1] bool and, where rows are to be left out,
+    ``("collector", "mask")`` [T, N] bool. A trajectory ends where done is True, and at the end of the rollout.
+
+    Returns a TensorDict of batch_size [T_longest, B], names ["time", None], for B trajectories ordered by env, then
+    time; its ``("collector", "mask")`` [T_longest, B] is False on the padding. Raises SpecMismatch where the
+    batch_size has not two dimensions or done is missing or misshapen.
+    """
+    if rollout.batch_dims != 2:
+        raise SpecMismatch(f"split_trajectories: expected batch_size [T, N], got {list(rollout.batch_size)}.")
+    done = rollout.get(("next", "done"), None)
+    if done is None or done.shape != (*rollout.batch_size, 1):
+        got = "none" if done is None else f"shape {list(done.shape)}"
+        raise SpecMismatch(
+            f'split_trajectories: expected ("next", "done") of shape {[*rollout.batch_size, 1]}, got {got}.'
+        )
+    num_rows = rollout.batch_size.numel()
+    mask = rollout.get(("collector", "mask"), None)
+    # Rows are numbered env by env, so that a trajectory's rows are neighbours.
+    kept = torch.ones(num_rows, dtype=torch.bool) if mask is None else mask.T.reshape(num_rows)
+    begins = torch.ones(rollout.batch_size[::-1], dtype=torch.bool, device=done.device)
+    begins[:, 1:] = done[:-1, :, 0].T
+    rows = torch.nonzero(kept.to(done.device)).squeeze(1)
+    _, owners, lengths = torch.unique_consecutive(
+        begins.reshape(num_rows).cumsum(0)[rows], return_inverse=True, return_counts=True
+    )
+    firsts = lengths.cumsum(0) - lengths
+    times = torch.arange(len(rows), device=done.device) - firsts[owners]
+
+    flat = rollout.transpose(0, 1).reshape(num_rows)
+    flat = torch.cat([flat, torch.zeros_like(flat[:1])])
+    index = torch.full((int(lengths.max()) if len(rows) else 0, len(lengths)), num_rows, device=done.device)
+    index[times, owners] = rows
+    split: TensorDict = flat[index]
+    split.set(("collector", "mask"), index < num_rows)
+    split.names = ["time", None]
+    return split
+
+
+def _discounted_sums(deltas: Tensor, decays: Tensor, ended: Tensor, kept: Tensor) -> Tensor:
+    """sums[t] = deltas[t] + decays[t] * sums[t + 1] within each episode; rows not kept pass the sum on unchanged.
+
+    Arguments [T, ...]; returns [T + 1, ...], row T zero.
+    """
+    deltas = deltas.masked_fill(~kept, 0.0)
+    decays = decays.masked_fill(~kept, 1.0).masked_fill(ended, 0.0)
+    sums = torch.zeros((len(deltas) + 1, *deltas.shape[1:]), dtype=deltas.dtype, device=deltas.device)
+    for t in reversed(range(len(deltas))):
+        torch.addcmul(deltas[t], decays[t], sums[t + 1], out=sums[t])
+    return sums
+
+
+def _check_and_mask(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    mask: Tensor | None,
+    *,
+    log_ratios: Tensor | None = None,
+) -> Tensor:
+    """The mask, all True where there is none. Raises SpecMismatch: nothing is broadcast silently."""
+    kept = torch.ones_like(terminated) if mask is None else mask
+    flags = {"terminated": terminated, "truncated": truncated, "mask": kept}
+    numbers = {"rewards": rewards, "next_values": next_values}
+    if log_ratios is not None:
+        numbers["log_ratios"] = log_ratios
+    for name, tensor in (numbers | flags).items():
+        if tensor.shape != values.shape:
+            raise SpecMismatch(
+                f"{name}: expected shape {list(values.shape)} as values have, got {list(tensor.shape)}; "
+                "expand it where it holds for every agent."
+            )
+    for name, tensor in flags.items():
+        if tensor.dtype != torch.bool:
+            raise SpecMismatch(f"{name}: expected dtype torch.bool, got {tensor.dtype}; pass {name}.bool().")
+    return kept

@@ -1,0 +1,175 @@
+"""The loop: T steps of all envs into a storage, with episodes that end, are cut or are lost on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from muster.errors import ConfigError
+from muster.rollout.envs import EnvSide, StepRows
+from muster.rollout.fields import Array
+from muster.rollout.policies import Actor
+from muster.rollout.storage import Final, Storage
+
+
+class Stepping:
+    """Carries the envs' state from one storage to the next.
+
+    parts: the envs that one actor acts for at a time: all, or with `overlap` two halves that take turns, the envs of
+    one stepping while the actor computes for the other.
+    """
+
+    def __init__(self, envs: EnvSide, *, overlap: bool, max_frames_per_traj: int | None) -> None:
+        if overlap and (envs.num_envs < 2 or not envs.takes_turns):
+            raise ConfigError(
+                "overlap=True needs a muster.VectorEnv of at least 2 envs, got a "
+                f"{type(envs.envs).__name__} of {envs.num_envs}"
+            )
+        N = envs.num_envs
+        self.parts = [slice(0, N // 2), slice(N // 2, N)] if overlap else [slice(0, N)]
+        self._envs = envs
+        self._max_frames = max_frames_per_traj
+        self._next_step = envs.autoreset_mode is AutoresetMode.NEXT_STEP
+        self._ids = np.arange(N)
+        self._rows: list[Array] | None = None  # the observations that the next actions are for
+        self._seeded = True
+        self._begins = np.ones(N, np.bool_)  # the next row is a trajectory's first
+        self._resets = np.zeros(N, np.bool_)  # the next row is an env's reset (next_step)
+        self._frames = np.zeros(N, np.int64)  # of the current trajectory
+        self._owed = [0] * len(self.parts)  # envs of each part that still have to answer
+        self._at = [0] * len(self.parts)  # and the step they answer for
+
+    def start_afresh(self, *, seeded: bool = False) -> None:
+        """The next storage starts with new episodes in all envs; `seeded`: with new seeds, too."""
+        self._rows = None
+        self._seeded = self._seeded or seeded
+
+    def start(self, actors: Sequence[Actor], seeds: Sequence[int] | None) -> list[Array]:
+        """What the envs show before the next storage's first step; resets them where they have to start afresh."""
+        if self._rows is None:
+            self._rows = self._start(actors, seeds)
+        return self._rows
+
+    def fill(
+        self, storage: Storage, actors: Sequence[Actor], seeds: Sequence[int] | None, stop: Array | None = None
+    ) -> int:
+        """T steps of all envs, or fewer once ``stop[0]`` is not 0; returns how many.
+
+        actors: one for each part, or one for all.
+        """
+        rows = self.start(actors, seeds)
+        self._rows = None  # after an error the envs' state is unknown
+        for array, row in zip(storage.observed, rows, strict=True):
+            array[0] = row
+        for actor in actors:
+            actor.begin(storage)
+        steps = storage.T
+        if len(actors) == 1:
+            steps = self._step_all(storage, actors[0], stop)
+        else:
+            self._take_turns(storage, actors)
+        self._rows = [array[steps].copy() for array in storage.observed]
+        return steps
+
+    def _start(self, actors: Sequence[Actor], seeds: Sequence[int] | None) -> list[Array]:
+        self._envs.settle()
+        self._owed = [0] * len(self.parts)
+        rows = self._envs.reset(seeds if self._seeded else None)
+        self._seeded = False
+        self._begins[:] = True
+        self._resets[:] = False
+        self._frames[:] = 0
+        for part, actor in zip(self.parts, actors, strict=False):
+            actor.forget(self._begins[part] if len(actors) > 1 else self._begins)
+        return rows
+
+    def _step_all(self, storage: Storage, actor: Actor, stop: Array | None) -> int:
+        everything = slice(0, storage.N)
+        for t in range(storage.T):
+            if stop is not None and t and stop[0]:
+                return t
+            rows = self._envs.step(actor.act(t))
+            self._write(storage, t, everything, rows)
+            begins = self._close_row(storage, t, everything)
+            if begins is not None:
+                actor.forget(begins)
+        return storage.T
+
+    def _take_turns(self, storage: Storage, actors: Sequence[Actor]) -> None:
+        for t in range(storage.T + 1):
+            for i, (part, actor) in enumerate(zip(self.parts, actors, strict=True)):
+                if t:
+                    self._await(storage, i)
+                    begins = self._close_row(storage, t - 1, part)
+                    if begins is not None:
+                        actor.forget(begins)
+                if t < storage.T:
+                    self._envs.send(actor.act(t), self._ids[part])
+                    self._owed[i], self._at[i] = part.stop - part.start, t
+
+    def _await(self, storage: Storage, i: int) -> None:
+        """Until part i has answered. Whatever else is ready lands in its own rows."""
+        while self._owed[i]:
+            ids, rows = self._envs.recv(self._owed[i])
+            for k, part in enumerate(self.parts):
+                mine = (ids >= part.start) & (ids < part.stop)
+                if mine.all():
+                    self._write(storage, self._at[k], ids, rows)
+                elif mine.any():
+                    self._write(storage, self._at[k], ids[mine], rows.select(mine))
+                self._owed[k] -= int(mine.sum())
+
+    def _write(self, storage: Storage, t: int, where: slice | Array, rows: StepRows) -> None:
+        storage.write(t, where, rows)
+        if not rows.infos:
+            return
+        ids = self._ids[where]
+        for row in np.flatnonzero(rows.terminated | rows.truncated):
+            leaves = self._envs.final(rows.infos, int(row))
+            if leaves is not None:
+                storage.write_final(Final(t, int(ids[row]), leaves))
+        if "restarted" in rows.infos:
+            storage.mask[t, ids[rows.infos["_restarted"]]] = False
+
+    def _close_row(self, storage: Storage, t: int, part: slice) -> Array | None:
+        """What row t of `part` means for the rows after it; returns which of them begin trajectories, if any do."""
+        begins = self._begins[part]
+        if begins.any():
+            storage.begins[t, part] = begins
+            begins[:] = False
+        ended = storage.terminated[t, part] | storage.truncated[t, part]
+        if self._next_step:
+            resets = self._resets[part]
+            storage.mask[t, part] &= ~resets
+            begins |= resets
+            resets[:] = ended
+        else:
+            begins |= ended
+        if self._max_frames is not None:
+            self._cut(storage, t, part, ended, self._max_frames)
+        return begins.copy() if begins.any() else None
+
+    def _cut(self, storage: Storage, t: int, part: slice, ended: Array, max_frames: int) -> None:
+        """Ends trajectories of `max_frames_per_traj` frames: truncated, and reset at once."""
+        frames, begins = self._frames[part], self._begins[part]
+        frames += 1
+        cut = (frames >= max_frames) & ~ended & ~begins
+        frames[begins | ended] = 0
+        if not cut.any():
+            return
+        for k in range(len(self.parts)):
+            self._await(storage, k)
+        ids = self._ids[part][cut]
+        for env in ids.tolist():
+            if storage.compact:
+                storage.write_final(Final(t, env, [array[t + 1, env].copy() for array in storage.observed]))
+        storage.truncated[t, ids] = True
+        self._envs.mark_cut(storage.observed, storage.earned, t, ids)
+        mask = np.zeros(storage.N, np.bool_)
+        mask[ids] = True
+        for array, rows in zip(storage.observed, self._envs.reset(None, mask), strict=True):
+            array[t + 1, ids] = rows[ids]
+        begins[cut] = True
+        frames[cut] = 0

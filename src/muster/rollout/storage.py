@@ -1,0 +1,200 @@
+"""The memory of one rollout: arrays ``[T+1, N, ...]``, written in place as the envs step, and the batch over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict, UnbatchedTensor  # type: ignore[import-untyped]  # ships no types
+from torch import Tensor
+
+from muster.errors import UsageError
+from muster.rollout.envs import StepRows
+from muster.rollout.fields import Array, Field, Key
+
+_NAMES = ["time", None]
+Allocate = Callable[[int, Field], Array]
+
+
+class Final(NamedTuple):
+    """The observation that ended an episode of env `env` with step `time`; one array for each observed field."""
+
+    time: int
+    env: int
+    leaves: list[Array]
+
+
+class Storage:
+    """The arrays of one rollout of T steps of N envs.
+
+    observed: for each observed field ``[T+1, N, ...]``; row T is what follows the last action.
+    next_observed: the same ``[T, N, ...]``, the final observation where an episode ended; empty with ``compact``.
+    earned: for each earned field ``[T, N, ...]``: rewards, and what else a step gives.
+    outputs: by key what the policy gave, ``[T, N, ...]`` tensors.
+    terminated, truncated, mask, begins: bool ``[T, N]``; begins: the row is the first of a trajectory.
+
+    allocate: gives the memory for a field, ``[rows, N, ...]``; called in a fixed order. None: memory of its own.
+    """
+
+    FLAGS = tuple(Field((name,), (), np.dtype(np.bool_)) for name in ("terminated", "truncated", "mask", "begins"))
+
+    def __init__(
+        self,
+        T: int,
+        N: int,
+        observed: Sequence[Field],
+        earned: Sequence[Field],
+        *,
+        compact: bool,
+        allocate: Allocate | None = None,
+    ) -> None:
+        new = allocate or (lambda rows, field: np.empty((rows, N, *field.shape), field.dtype))
+        self.T, self.N = T, N
+        self.compact = compact
+        self._observed_fields = observed
+        self._earned_fields = earned
+        self.observed = [new(T + 1, field) for field in observed]
+        self.next_observed = [] if compact else [new(T, field) for field in observed]
+        self.earned = [new(T, field) for field in earned]
+        self.terminated, self.truncated, self.mask, self.begins = (new(T, field) for field in self.FLAGS)
+        if allocate is None:
+            self.clear_flags()
+        self.outputs: dict[Key, Tensor] = {}
+        self.finals: list[Final] = []
+
+    def use_outputs(self, fields: Sequence[Field], allocate: Allocate) -> None:
+        """Memory for what the policy will give, known beforehand."""
+        for field in fields:
+            self.outputs[field.key] = torch.from_numpy(allocate(self.T, field))
+
+    def add_output(self, key: Key, like: Tensor) -> Tensor:
+        """Memory ``[T, N, ...]`` for what the policy gives under `key`; `like`: one step of some envs."""
+        self.outputs[key] = torch.empty((self.T, self.N, *like.shape[1:]), dtype=like.dtype)
+        return self.outputs[key]
+
+    def clear_flags(self) -> None:
+        """No row ends anything, begins anything or is left out, until it is written."""
+        for flags in (self.terminated, self.truncated, self.begins):
+            flags[:] = False
+        self.mask[:] = True
+
+    def blank(self, part: slice) -> None:
+        """The envs `part` were lost: zeros, and masked."""
+        for flags in (self.terminated, self.truncated, self.begins, self.mask):
+            flags[:, part] = False
+        for array in (*self.observed, *self.next_observed, *self.earned):
+            array[:, part] = 0
+        for tensor in self.outputs.values():
+            tensor[:, part] = 0
+
+    def rewards(self) -> Array:
+        """``[T, N]``; of groups of agents side by side, ``[T, N, agents]``."""
+        rewards = [
+            array for array, field in zip(self.earned, self._earned_fields, strict=True) if field.key[-1] == "reward"
+        ]
+        return rewards[0] if len(rewards) == 1 else np.concatenate(rewards, axis=-1)
+
+    def leave_out(self, since: int) -> None:
+        """Rows from `since` on were never stepped: zeros, and masked."""
+        self.mask[since:] = False
+        for array in (*(rows[1:] for rows in self.observed), *self.next_observed, *self.earned):
+            array[since:] = 0
+        for tensor in self.outputs.values():
+            tensor[since:] = 0
+
+    def write(self, t: int, part: slice | Array, rows: StepRows) -> None:
+        """Step t of the envs `part`, a slice or their ids."""
+        for array, value in zip(self.observed, rows.observed, strict=True):
+            array[t + 1, part] = value
+        for array, value in zip(self.next_observed, rows.observed, strict=False):
+            array[t, part] = value
+        for array, value in zip(self.earned, rows.earned, strict=True):
+            array[t, part] = value
+        self.terminated[t, part] = rows.terminated
+        self.truncated[t, part] = rows.truncated
+
+    def write_final(self, final: Final) -> None:
+        """The final observation of an episode whose env has been reset already."""
+        if self.compact:
+            self.finals.append(final)
+        for array, leaf in zip(self.next_observed, final.leaves, strict=False):
+            array[final.time, final.env] = leaf
+
+    def to_batch(self, traj_ids: Array) -> TensorDict:
+        """The batch ``[T, N]``, on the memory of this storage; DESIGN's keys. traj_ids: int64 ``[T, N]``."""
+        shape = (self.T, self.N)
+        done = self.terminated | self.truncated
+        after: dict[str, Any] = {}
+        root: dict[str, Any] = {}
+        for i, field in enumerate(self._observed_fields):
+            _put(root, field.key, torch.from_numpy(self.observed[i][: self.T]))
+            if not self.compact:
+                _put(after, field.key, torch.from_numpy(self.next_observed[i]))
+        for field, array in zip(self._earned_fields, self.earned, strict=True):
+            _put(after, field.key, torch.from_numpy(array).unsqueeze(-1))
+        for key, tensor in self.outputs.items():
+            _put(root, key, tensor)
+        for name, flags in (("terminated", self.terminated), ("truncated", self.truncated), ("done", done)):
+            after[name] = torch.from_numpy(flags).unsqueeze(-1)
+        collector: dict[str, Any] = {"traj_ids": torch.from_numpy(traj_ids), "mask": torch.from_numpy(self.mask)}
+        if self.compact:
+            collector |= self._sparse()
+        # Keys that the policy gave under "next" join those of the env.
+        after = _merged(after, root.pop("next", {}))
+        root |= {"next": after, "collector": collector}
+        return TensorDict(_nested(root, shape), batch_size=shape, names=_NAMES)
+
+    def _sparse(self) -> dict[str, Any]:
+        final: dict[str, Any] = {}
+        last: dict[str, Any] = {}
+        for i, field in enumerate(self._observed_fields):
+            leaves = [np.asarray(one.leaves[i]) for one in self.finals]
+            rows = np.stack(leaves) if leaves else np.empty((0, *field.shape), field.dtype)
+            _put(final, field.key, UnbatchedTensor(torch.from_numpy(rows)))
+            _put(last, field.key, UnbatchedTensor(torch.from_numpy(self.observed[i][self.T])))
+        where = np.array([(one.time, one.env) for one in self.finals], np.int64).reshape(-1, 2)
+        return {"final": final, "last": last, "final_at": UnbatchedTensor(torch.from_numpy(where))}
+
+
+def next_observations(batch: TensorDict) -> TensorDict:
+    """What each action of a ``compact`` batch ``[T, N]`` led to, final observations included: ``[T, N]``.
+
+    Raises UsageError for a batch that is not a whole one from ``Collector(compact=True)``.
+    """
+    last = batch.get(("collector", "last"), None)
+    if last is None or batch.batch_dims != 2:
+        raise UsageError(
+            "next_observations: expected a whole batch [T, N] of a collector with compact=True; other batches hold "
+            '("next", "observation") already'
+        )
+    at = batch["collector", "final_at"].unbind(-1)
+    after: dict[str, Any] = {}
+    for key in last.keys(include_nested=True, leaves_only=True):
+        key = key if isinstance(key, tuple) else (key,)
+        rows = torch.cat([batch[key][1:], last[key].unsqueeze(0)])
+        rows[at] = batch[("collector", "final", *key)]
+        _put(after, key, rows)
+    return TensorDict(_nested(after, tuple(batch.batch_size)), batch_size=batch.batch_size, names=_NAMES)
+
+
+def _put(tree: dict[str, Any], key: Key, value: Any) -> None:
+    for name in key[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[key[-1]] = value
+
+
+def _merged(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(first)
+    for key, value in second.items():
+        merged[key] = _merged(merged.get(key, {}), value) if isinstance(value, dict) else value
+    return merged
+
+
+def _nested(tree: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Each inner dict as a TensorDict of the same batch size."""
+    return {
+        key: TensorDict(_nested(value, shape), batch_size=shape) if isinstance(value, dict) else value
+        for key, value in tree.items()
+    }

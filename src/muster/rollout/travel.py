@@ -1,0 +1,129 @@
+"""How a policy gets to other processes: what keeps it where it is, and what can be rebuilt there."""
+
+from __future__ import annotations
+
+import copy
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from muster.introspection import type_name
+from muster.nn.marks import uncopyable_mark
+from muster.pickling.culprits import culprits_in
+from muster.pickling.probe import attempt
+from muster.pickling.walk import Walk
+
+_WALK_S = 2.0
+_DIAGNOSIS_S = 1.2
+_SILENCE_S = 3.0
+
+# What `rebuild_with` was told: types, and single objects as long as they live.
+_factories_of_types: dict[type, Callable[[], Any]] = {}
+_factories_of_objects: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}
+
+
+class Obstacle(NamedTuple):
+    """Why a policy stays where it is: the object in the way, its path from the policy, its type, and the reason."""
+
+    path: str
+    type_name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.type_name}): {self.reason}"
+
+
+def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:
+    """From now on `target` is not copied to other processes with a policy, but built there by ``factory()``.
+
+    target: a class, for all its instances, or one object such as a submodule. The rest of the policy travels; weights
+    of what is rebuilt follow like all others, by name. Raises TypeError for a factory that is not callable.
+    """
+    if not callable(factory):
+        raise TypeError(f"factory must be callable without arguments, got {type(factory).__name__}")
+    if isinstance(target, type):
+        _factories_of_types[target] = factory
+        return
+    key = id(target)
+    _factories_of_objects[key] = (weakref.ref(target, lambda _: _factories_of_objects.pop(key, None)), factory)
+
+
+def obstacle_to(policy: Any) -> Obstacle | None:
+    """What keeps `policy` from being copied to another process; None where nothing does.
+
+    In this order: the mark ``uncopyable``, a ``__deepcopy__`` of its own that raises, a tensor inside a graph, whatever
+    cannot be pickled. What `rebuild_with` covers is left out.
+    """
+    mark = uncopyable_mark(policy)
+    if mark is not None:
+        return Obstacle(mark.path, mark.type_name, mark.reason or "marked as uncopyable")
+    parts = {"policy": policy}
+    walk = Walk(parts, limit_s=_WALK_S)
+    rebuilt: set[int] = set()
+    for value in walk:
+        if factory_for(value) is not None:
+            rebuilt.add(id(value))
+            continue
+        reason = _reason_against(value)
+        if reason is not None:
+            trail = walk.trail(value)
+            if not any(id(holder) in rebuilt for _, holder in trail):
+                return Obstacle(trail[-1][0], type_name(value), reason)
+    outcome = attempt(policy, silence_s=_SILENCE_S, skip=rebuilt)
+    if outcome.data is not None:
+        return None
+    blocking = [c for c in culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome]) if c.severity == "blocks"]
+    if blocking:
+        return Obstacle(blocking[0].path, blocking[0].type, blocking[0].reason)
+    return Obstacle("policy", type_name(policy), f"it cannot be pickled: {outcome.error}")
+
+
+def pack_policy(policy: Any) -> bytes:
+    """`policy` as bytes; what `rebuild_with` covers goes as its factory. It must have no `obstacle_to` it."""
+    file = io.BytesIO()
+    _Packer(file, protocol=5).dump(policy)
+    return file.getvalue()
+
+
+def factory_for(value: Any) -> Callable[[], Any] | None:
+    """What `rebuild_with` was given for `value`, if anything."""
+    if (entry := _factories_of_objects.get(id(value))) is not None and entry[0]() is value:
+        return entry[1]
+    if _factories_of_types:
+        for cls in type(value).__mro__:
+            if cls in _factories_of_types:
+                return _factories_of_types[cls]
+    return None
+
+
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
+    def reducer_override(self, obj: Any) -> Any:
+        factory = factory_for(obj)
+        if factory is not None:
+            return factory, ()
+        return super().reducer_override(obj)
+
+
+def _reason_against(value: Any) -> str | None:
+    """Why `value` itself cannot be copied, as far as that shows without pickling."""
+    if isinstance(value, Tensor):
+        if value.requires_grad and not value.is_leaf:
+            return "a tensor inside an autograd graph, which cannot be copied; detach() it"
+        return None
+    if isinstance(value, type):
+        return None
+    hook = getattr(type(value), "__deepcopy__", None)
+    owner = next((cls for cls in type(value).__mro__ if "__deepcopy__" in vars(cls)), None)
+    if hook is None or owner is None or owner.__module__.split(".")[0] in ("torch", "numpy", "builtins", "tensordict"):
+        return None
+    try:
+        with torch.no_grad():
+            copy.deepcopy(value)
+    except Exception as error:
+        return f"its __deepcopy__ raised {type(error).__name__}: {error}"
+    return None

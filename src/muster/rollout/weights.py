@@ -1,0 +1,135 @@
+"""Weights in motion: by name, from a learner to the policies that act, whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase  # type: ignore[import-untyped]  # ships no types
+from torch import Tensor, nn
+
+from muster.errors import SpecMismatch, UsageError
+from muster.transport.slab import memfd
+
+_ALIGN = 64
+
+
+def named_weights(policy: object) -> dict[str, Tensor]:
+    """The parameters and buffers of a module, each tensor once; placeholders on the meta device have no values."""
+    if not isinstance(policy, nn.Module):
+        return {}
+    tensors: dict[str, Tensor] = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
+    return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+
+
+@torch.no_grad()
+def load_weights(policy: object, weights: Any) -> None:
+    """Copies `weights` into the policy's own tensors.
+
+    weights: a module, a state dict, or a TensorDict as ``TensorDict.from_module`` gives it. Nothing is copied where
+    they do not fit: raises SpecMismatch for names or shapes that the policy does not have, UsageError for a policy
+    without weights.
+    """
+    own = named_weights(policy)
+    if not own:
+        raise UsageError(f"the policy is a {type(policy).__name__} without weights; there is nothing to update")
+    given = _by_name(weights)
+    missing = sorted(own.keys() - given.keys())
+    unknown = sorted(given.keys() - _all_names(policy))
+    if unknown or missing:
+        raise SpecMismatch(f"the weights are not this policy's: unknown {unknown[:5]}, missing {missing[:5]}")
+    for name, tensor in own.items():
+        if given[name].shape != tensor.shape:
+            raise SpecMismatch(
+                f"weights[{name!r}] has shape {tuple(given[name].shape)}, the policy's {tuple(tensor.shape)}"
+            )
+    for name, tensor in own.items():
+        tensor.copy_(given[name])
+
+
+class SharedWeights:
+    """One learner's weights in shared memory, for replicas in other processes; a version counts the updates.
+
+    Readers and the writer keep each other out by a lock of the kernel's, which ends with the process that holds it:
+    nobody ever sees half an update, and nobody who dies leaves the others locked out.
+
+    like: the tensors, by name; the same names, shapes and dtypes at both ends.  fd: the memory that the other end made.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], fd: int | None = None) -> None:
+        places: dict[str, int] = {}
+        size = _ALIGN
+        for name, tensor in like.items():
+            places[name] = size
+            size += (tensor.numel() * tensor.element_size() + _ALIGN - 1) // _ALIGN * _ALIGN
+        self.fd = memfd("weights") if fd is None else fd
+        if os.fstat(self.fd).st_size < size:
+            os.ftruncate(self.fd, size)
+        block = mmap.mmap(self.fd, size)
+        self._version = np.frombuffer(block, np.int64, 1)
+        self._tensors: dict[str, Tensor] = {}
+        for name, tensor in like.items():
+            if tensor.numel():
+                flat = torch.frombuffer(block, dtype=tensor.dtype, count=tensor.numel(), offset=places[name])
+                self._tensors[name] = flat.view(tensor.shape)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tensors that have any element."""
+        return frozenset(self._tensors)
+
+    @property
+    def version(self) -> int:
+        """How often `write` was called."""
+        return int(self._version[0])
+
+    @torch.no_grad()
+    def write(self, weights: Mapping[str, Tensor]) -> int:
+        """Publishes `weights` as a whole; returns their version."""
+        with self._locked(fcntl.LOCK_EX):
+            for name, shared in self._tensors.items():
+                shared.copy_(weights[name])
+            self._version[0] += 1
+            return self.version
+
+    @torch.no_grad()
+    def read_into(self, weights: Mapping[str, Tensor], known: int) -> int:
+        """Copies the latest version into `weights`, unless it is the `known` one; returns which it is."""
+        if self.version == known:
+            return known
+        with self._locked(fcntl.LOCK_SH):
+            for name, shared in self._tensors.items():
+                weights[name].copy_(shared)
+            return self.version
+
+    @contextmanager
+    def _locked(self, kind: int) -> Iterator[None]:
+        fcntl.lockf(self.fd, kind)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self.fd, fcntl.LOCK_UN)
+
+
+def _by_name(weights: Any) -> dict[str, Tensor]:
+    if isinstance(weights, nn.Module):
+        return {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
+    if isinstance(weights, TensorDictBase):
+        flat = weights.flatten_keys(".")
+        return {key: flat.get(key) for key in flat.keys()}  # noqa: SIM118  # a TensorDict iterates over its batch
+    if isinstance(weights, Mapping):
+        return dict(weights)
+    raise UsageError(f"weights must be a module, a state dict or a TensorDict, got {type(weights).__name__}")
+
+
+def _all_names(policy: Any) -> set[str]:
+    """Also the second names of shared tensors, and placeholders: state dicts have them."""
+    parameters = policy.named_parameters(remove_duplicate=False)
+    buffers = policy.named_buffers(remove_duplicate=False)
+    return {name for name, _ in [*parameters, *buffers]}

@@ -1,0 +1,134 @@
+"""The forms that ``make_vec``'s env argument may take, each understood as a factory; what is no recipe is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import reprlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
+
+from muster.errors import RecipeError
+from muster.existing_env import find_existing_env, is_env
+from muster.gym_ids import (
+    ForeignResolver,
+    MakeGym,
+    factory_of_id,
+    factory_of_spec,
+    unrecorded_wrapper,
+    vector_num_envs,
+    vector_wrappers,
+)
+from muster.introspection import callable_name, caller_stacklevel, type_name
+from muster.pickling import find_culprits
+
+
+@dataclass(frozen=True)
+class Source:
+    """One element of ``make_vec``'s env argument, understood."""
+
+    factory: Callable[..., Any]
+    name: str
+    label: str
+    num_envs: int | None = None
+    wrappers: tuple[Callable[[Any], Any], ...] = ()
+
+
+def sources_of(forms: Sequence[Any], several: bool, resolve_foreign_id: ForeignResolver | None) -> list[Source]:
+    """The source of each form; one that stands in the list many times (``[make_env] * 64``) is looked at once."""
+    known: dict[int, Source] = {}
+    sources = []
+    for i, form in enumerate(forms):
+        if id(form) not in known:
+            known[id(form)] = _understand(form, f"env[{i}]" if several else "", resolve_foreign_id)
+        sources.append(known[id(form)])
+    return sources
+
+
+def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | None) -> Source:
+    if isinstance(form, str):
+        return Source(factory_of_id(form, resolve_foreign_id), form, label or "env")
+    if is_env(form):
+        form = _spec_of_instance(form, label or "env")
+    if isinstance(form, EnvSpec):
+        return Source(factory_of_spec(form), form.id, label or "env", vector_num_envs(form), vector_wrappers(form))
+    if not callable(form):
+        raise RecipeError(
+            f"{label or 'env'} must be an env id, a gymnasium EnvSpec or a callable that builds an env, or a list of "
+            f"these; got {type(form).__name__}: {reprlib.repr(form)}"
+        )
+    existing = find_existing_env(form, label or "factory")
+    if existing is not None:
+        path, env = existing
+        raise RecipeError(
+            f"{label or 'factory'} {callable_name(form)} holds an env that exists already: {path} is a "
+            f"{type_name(env)}. Every env must be built where it runs; build it in the factory:\n"
+            f"{factory_example(_constructor(env))}{_why_it_stays(env, path)}"
+        )
+    return Source(form, callable_name(form), label or "factory")
+
+
+def _spec_of_instance(env: Any, label: str) -> EnvSpec:
+    """The spec of an env that was handed over itself, with a warning. RecipeError where that is not enough."""
+    spec = None
+    if isinstance(env, gym.Env):
+        with contextlib.suppress(Exception):  # a property, of any user's class
+            spec = env.spec
+    lost = unrecorded_wrapper(spec) if isinstance(spec, EnvSpec) else None
+    if not isinstance(spec, EnvSpec) or spec.entry_point is None or lost is not None:
+        reason = "carries no spec that it could be rebuilt from"
+        if lost is not None:
+            reason = f"its wrapper {lost.name} did not record its arguments (gymnasium.utils.RecordConstructorArgs)"
+        raise RecipeError(
+            f"{label} is an env that exists already ({type_name(env)}), and {reason}. Every env is built where it "
+            f"runs; hand over a factory instead:\n{factory_example(_constructor(env))}{_why_it_stays(env, label)}"
+        )
+    warnings.warn(
+        f"{label} is an env that exists already ({type_name(env)}). New ones are made from its spec {spec.id!r}; "
+        f"the one given is not used. To be rid of this warning pass the id, the spec or a factory.",
+        UserWarning,
+        stacklevel=caller_stacklevel(),
+    )
+    return spec
+
+
+def check_call(source: Source, kwargs: Mapping[str, Any]) -> None:
+    """Raises RecipeError if the factory's signature cannot take ``kwargs``: before workers start, and in the caller."""
+    if type(source.factory) is MakeGym:
+        return
+    try:
+        # Not what it wraps: a decorator may well add the arguments that the decorated function asks for.
+        signature = inspect.signature(source.factory, follow_wrapped=False)
+    except (TypeError, ValueError):  # builtins without one
+        return
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        given = f"with env_kwargs {sorted(kwargs)}" if kwargs else "without arguments"
+        raise RecipeError(
+            f"{source.label} {source.name}{signature} cannot be called {given}: {error}. Pass what it needs in "
+            "env_kwargs (a dict, or a list with a dict per env); muster.get_worker_info().env_index tells envs apart."
+        ) from None
+
+
+def _constructor(env: Any) -> str:
+    if isinstance(env, gym.Env):
+        with contextlib.suppress(Exception):
+            env = env.unwrapped
+    return f"{type(env).__name__}(...)"
+
+
+def factory_example(constructor: str) -> str:
+    return f"    def make_env():\n        return {constructor}\n    envs = muster.make_vec(make_env, num_envs=...)"
+
+
+def _why_it_stays(env: Any, path: str) -> str:
+    """A line per part of the env that could not have travelled anyway, to tell people what their env holds."""
+    blocking = [culprit for culprit in find_culprits(env, path, limit_s=1.0) if culprit.severity == "blocks"]
+    lines = [f"\n  {culprit.path}: {culprit.type}: {culprit.reason}" for culprit in blocking[:3]]
+    return "\nIt could not have been sent to a worker either:" + "".join(lines) if lines else ""

@@ -1,0 +1,197 @@
+"""Infos as Gymnasium gives them, from the columns that workers store them in.
+
+``infos[key]`` holds one value per env and ``infos["_" + key]`` says which envs gave one. Envs nearly always agree in
+the layout of their infos; then each key is one copy out of the slab. What differs is merged env by env.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from muster.spec import Array
+from muster.transport.slab import Slab
+
+# InfoTable of _core/infos.hpp.
+_EMPTY, _PICKLED, _FIRST = 0, 1, 2
+_STEP, _FINAL = 0, 1
+_MAX_PLANS = 256
+
+Infos = dict[str, Any]
+Column = tuple[str, str, int, tuple[int, ...], int, Any]  # key, kind, dtype number, shape, offset, children
+
+
+class InfoReader:
+    """Reads infos out of one slab. `fetch_schemas(line)` gives what that line's worker has mailed last."""
+
+    def __init__(self, slab: Slab, line_of: Callable[[int], int], fetch_schemas: Callable[[int], Any]) -> None:
+        self._slab = slab
+        self._line_of = np.array([line_of(env) for env in range(slab.plan.num_envs)])
+        self._fetch_schemas = fetch_schemas
+        self._schemas: list[tuple[Any, ...]] = [()] * slab.plan.num_lines
+        self._plans: dict[tuple[bytes, bytes], list[tuple[str, Array]] | None] = {}
+        self._given = np.ones(slab.plan.num_envs, np.bool_)
+
+    def forget(self, line: int) -> None:
+        """Forgets a lost worker's schemas: its successor numbers its own."""
+        self._schemas[line] = ()
+        self._plans.clear()
+
+    def read_plain(self) -> Infos | None:
+        """The infos of a step of all envs, where these are plain columns that have been read before; else None."""
+        plan = self._plans.get((self._slab.records["info_schema"].tobytes(), b""))
+        if plan is None:
+            return None
+        infos: Infos = {}
+        for name, column in plan:
+            infos[name] = column.copy()
+            infos["_" + name] = self._given.copy()
+        return infos
+
+    def read(self, ids: Array, objects: Sequence[Iterator[Any]]) -> Infos:
+        """The infos of a step of envs `ids` ``[n]``; `objects`: for each its letters' rest, in order."""
+        schemas = self._slab.records["info_schema"][ids]
+        if not schemas.any():
+            return {}
+        key = (schemas.tobytes(), b"" if len(ids) == self._slab.plan.num_envs else ids.tobytes())
+        if key not in self._plans:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = self._plan(ids, schemas)
+        plan = self._plans[key]
+        if plan is not None:
+            infos: Infos = {}
+            for name, column in plan:
+                infos[name] = column.copy() if len(column) == len(ids) else column[ids]
+                infos["_" + name] = np.ones(len(ids), np.bool_)
+            return infos
+        infos = {}
+        for row, env in enumerate(ids):
+            merge(infos, self.single(int(env), _STEP, objects[row]), row, len(ids))
+        return infos
+
+    def final(self, env: int, objects: Iterator[Any]) -> Infos:
+        """The info of the step that ended env's episode (autoreset_mode="same_step")."""
+        return self.single(env, _FINAL, objects)
+
+    def single(self, env: int, which: int, objects: Iterator[Any]) -> Infos:
+        """One env's info, in memory of its own."""
+        schema = int(self._slab.records["final_schema" if which else "info_schema"][env])
+        if schema == _EMPTY:
+            return {}
+        if schema == _PICKLED:
+            info: Infos = next(objects)
+            return info
+        return self._decode(self._columns(int(self._line_of[env]), schema), env, which, objects)
+
+    def _plan(self, ids: Array, schemas: Array) -> list[tuple[str, Array]] | None:
+        """Each key's column over all envs, where the envs agree and there is nothing but plain columns."""
+        if schemas.min() < _FIRST:
+            return None
+        columns = self._columns(int(self._line_of[ids[0]]), int(schemas[0]))
+        if any(column[1] not in ("number", "array") for column in columns):
+            return None
+        pairs = set(zip(self._line_of[ids].tolist(), schemas.tolist(), strict=True))
+        if any(self._columns(line, schema) != columns for line, schema in pairs):
+            return None
+        return [(column[0], self._column(column, _STEP)) for column in columns]
+
+    def _columns(self, line: int, schema: int) -> tuple[Column, ...]:
+        if schema - _FIRST >= len(self._schemas[line]):
+            self._schemas[line] = self._fetch_schemas(line)
+        columns: tuple[Column, ...] = self._schemas[line][schema - _FIRST]
+        return columns
+
+    def _column(self, column: Column, which: int) -> Array:
+        _, _, number, shape, offset, _ = column
+        dtype = np.dtype(_DTYPES[number])
+        strides = np.zeros(shape, dtype).strides
+        info_bytes = self._slab.info_bytes
+        plane = info_bytes[:, which, offset:]
+        return np.ndarray(
+            (len(info_bytes), *shape), dtype, plane.base, _offset_in(plane), (info_bytes.strides[0], *strides)
+        )
+
+    def _decode(self, columns: tuple[Column, ...], env: int, which: int, objects: Iterator[Any]) -> Infos:
+        info: Infos = {}
+        for column in columns:
+            key, kind, *_, children = column
+            if kind == "object":
+                info[key] = next(objects)
+            elif kind == "dict":
+                info[key] = self._decode(children, env, which, objects)
+            else:
+                value = self._column(column, which)[env]
+                info[key] = np.array(value) if kind == "array" else value
+        return info
+
+
+def info_object_names(schemas: Sequence[Sequence[Column]], schema: int) -> list[str]:
+    """Where in an info of this schema the objects stand that go by mail, in their order."""
+    if schema == _PICKLED:
+        return ["info"]
+
+    def names(columns: Sequence[Column], path: str) -> Iterator[str]:
+        for key, kind, *_, children in columns:
+            here = f"{path}[{key!r}]"
+            if kind == "dict":
+                yield from names(children, here)
+            elif kind == "object":
+                yield here
+
+    return list(names(schemas[schema - _FIRST], "info")) if schema >= _FIRST else []
+
+
+_DTYPES: dict[int, str] = {np.dtype(char).num: char for char in np.typecodes["All"] if char not in "SUVO"}
+
+
+def _offset_in(view: Array) -> int:
+    base = view.base
+    assert isinstance(base, np.ndarray)
+    return int(view.ctypes.data - base.ctypes.data)
+
+
+def merge(infos: Infos, info: Infos, row: int, count: int) -> Infos:
+    """Adds one env's info at `row` of `count`, as Gymnasium does; dtypes promote where envs differ in them."""
+    for key, value in info.items():
+        if key == "final_obs":
+            column = infos.get(key)
+            if column is None:
+                column = np.full(count, None, object)
+            column[row] = value
+        elif isinstance(value, dict):
+            column = merge(infos.get(key, {}), value, row, count)
+        else:
+            column = _with_value(infos.get(key), infos.get(f"_{key}"), value, row, count)
+        infos[key] = column
+        infos.setdefault(f"_{key}", np.zeros(count, np.bool_))[row] = True
+    return infos
+
+
+def _with_value(column: Any, given: Any, value: Any, row: int, count: int) -> Any:
+    plain = isinstance(value, (bool, int, float, complex, np.number, np.bool_))
+    array = np.asarray(value) if plain else value if isinstance(value, np.ndarray) else None
+    if array is None or (plain and array.dtype == object):
+        array = np.array(None)  # one object
+    if not isinstance(column, np.ndarray):
+        single = array.dtype == object and array.ndim == 0
+        column = np.full(count, None, object) if single else np.zeros((count, *array.shape), array.dtype)
+    elif column.shape[1:] != array.shape or (array.dtype == object) != (column.dtype == object):
+        column = _as_objects(column, given)
+    elif array.dtype != column.dtype:
+        try:
+            column = column.astype(np.result_type(column.dtype, array.dtype))
+        except TypeError:  # text and numbers
+            column = _as_objects(column, given)
+    column[row] = value
+    return column
+
+
+def _as_objects(column: Array, given: Array) -> Array:
+    """The values that were given, as objects: what follows has another shape, or is no number."""
+    objects = np.full(len(column), None, object)
+    for row in np.flatnonzero(given):
+        objects[row] = column[row]
+    return objects

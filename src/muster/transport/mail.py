@@ -1,0 +1,85 @@
+"""The mail: what has no place in the slab, from worker to caller and back. Rare, and never on a step of plain numbers.
+
+A letter is a pickle at a place of its own in a sparse memfd, so that writing never waits for a reader: a pipe would
+fill up while the caller waits for a worker that waits for the pipe.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any, Protocol
+
+import cloudpickle
+
+# Address space is free in a sparse file: each box may hold 4 GiB.
+_BOX_BYTES = 1 << 32
+
+
+class Mail(Protocol):
+    """Boxes that hold one object each. Both backends' stepping loops write and read through this."""
+
+    def put(self, box: int, letter: object) -> int:
+        """Stores `letter` and returns a length to hand to `get`, more than 0."""
+        ...
+
+    def get(self, box: int, length: int) -> Any:
+        """The letter, or for length 0 None."""
+        ...
+
+
+class SharedMail:
+    """Mail between processes. Letters are pickled: each side gets objects of its own. shares_main: see `dumps`."""
+
+    def __init__(self, fd: int, *, shares_main: bool = False) -> None:
+        self._fd = fd
+        self._shares_main = shares_main
+
+    def put(self, box: int, letter: object) -> int:
+        data = dumps(letter, shares_main=self._shares_main)
+        view, at = memoryview(data), box * _BOX_BYTES
+        while view:
+            written = os.pwrite(self._fd, view, at)
+            view, at = view[written:], at + written
+        return len(data)
+
+    def get(self, box: int, length: int) -> Any:
+        if not length:
+            return None
+        parts, at = [], box * _BOX_BYTES
+        while length:
+            part = os.pread(self._fd, length, at)
+            if not part:
+                raise EOFError(f"the mail holds {length} bytes less than announced")
+            parts.append(part)
+            at, length = at + len(part), length - len(part)
+        return pickle.loads(b"".join(parts))
+
+
+class LocalMail:
+    """Mail within one process: the very objects."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[int, object] = {}
+
+    def put(self, box: int, letter: object) -> int:
+        self._boxes[box] = letter
+        return 1
+
+    def get(self, box: int, length: int) -> Any:
+        return self._boxes.pop(box) if length else None
+
+
+def dumps(value: object, *, shares_main: bool = False) -> bytes:
+    """Pickles by reference where possible, else by value: what `__main__` defines exists in one process only.
+
+    shares_main: the other process is a fork of this one, or the other way round, and has the same `__main__`.
+    """
+    try:
+        data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return cloudpickle.dumps(value)  # type: ignore[no-any-return]  # cloudpickle has no annotations
+    # What pickle wrote as a name in __main__ names nothing, or something else, in the other process.
+    if b"__main__" in data and not shares_main:
+        return cloudpickle.dumps(value)  # type: ignore[no-any-return]  # as above
+    return data

@@ -1,0 +1,139 @@
+"""The slab: the shared block that holds a vector env's arrays, each at a fixed place.
+
+One layout for all backends. In a memfd it is shared with worker processes (a container's small ``/dev/shm`` does not
+matter, and nothing can be left behind); without one it is this process's own memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from muster import _core
+from muster.spec import Array, Node, Rows
+
+_LINE = 64
+# Numbers that one env's info may fill before the rest goes through the mail. Untouched pages cost nothing.
+_INFO_BYTES = 16384
+
+# EnvRecord of _core/layout.hpp.
+RECORD = np.dtype(
+    {
+        "names": [
+            *("requested", "finished", "command", "status", "terminated", "truncated", "needs_reset", "has_final"),
+            *("was_reset", "episode_over", "info_schema", "final_schema", "mail_bytes", "restarts"),
+            *("reward", "episode_return", "episode_length"),
+        ],
+        "formats": ["u4", "u4", "u1", "u1", "?", "?", "?", "?", "?", "?", "u4", "u4", "u4", "u4", "f8", "f8", "i8"],
+        "offsets": [0, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16, 20, 24, 28, 32, 40, 48],
+        "itemsize": _core.RECORD_BYTES,
+    }
+)
+
+STATUS_OK, STATUS_RAISED, STATUS_LOST = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the slab's layout follows from; the same in the caller and in every worker.
+
+    first_envs: for each line (a worker, or the caller's own share) its first env, and num_envs at the end.
+    """
+
+    obs: Node
+    action: Node
+    first_envs: tuple[int, ...]
+
+    @property
+    def num_envs(self) -> int:
+        return self.first_envs[-1]
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.first_envs) - 1
+
+
+class Slab:
+    """The block, and NumPy views of what lies in it.
+
+    records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
+    info_bytes: uint8 ``[N, 2, ...]``, the step's info and the final one.
+    action_mail_bytes ``[N]``, schema_mail_bytes ``[lines]``: lengths of letters in the mail, see mail.py.
+    description: the same, as the core reads it.
+    """
+
+    def __init__(self, plan: Plan, fd: int | None = None) -> None:
+        self.plan = plan
+        n = plan.num_envs
+        self._end = 0
+        caller = self._reserve(_LINE)
+        lines = self._reserve(plan.num_lines * _core.LINE_BYTES)
+        records = self._reserve(n * _core.RECORD_BYTES)
+        actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves()]
+        obs = [self._reserve(n * leaf.row_bytes) for leaf in plan.obs.leaves()]
+        final = [self._reserve(n * leaf.row_bytes) for leaf in plan.obs.leaves()]
+        lengths = self._reserve((n + plan.num_lines) * 4)
+        infos = self._reserve(n * 2 * _INFO_BYTES)
+
+        if fd is not None and os.fstat(fd).st_size < self._end:
+            os.ftruncate(fd, self._end)
+        self._bytes: npt.NDArray[np.uint8] = _core.map_bytes(-1 if fd is None else fd, self._end)
+        address = self._bytes.ctypes.data
+        self.description = (address, n, plan.num_lines, caller, lines, records, infos, _INFO_BYTES)
+        self.records = self.array(records, (n,), RECORD)
+        self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
+        self.schema_mail_bytes = self.array(lengths + 4 * n, (plan.num_lines,), np.dtype(np.uint32))
+        self.info_bytes = self.array(infos, (n, 2, _INFO_BYTES), np.dtype(np.uint8))
+        self.actions = self._rows(plan.action, actions)
+        self.obs = self._rows(plan.obs, obs)
+        self.final_obs = self._rows(plan.obs, final)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole block."""
+        return self._end
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """A view of the block."""
+        return np.ndarray(shape, dtype, self._bytes.data, offset)
+
+    def line(self, index: int) -> dict[str, int]:
+        """What worker `index` is doing and has done, see WorkerLine in _core/layout.hpp."""
+        return _core.line_state(self.description, index)
+
+    def _reserve(self, size: int) -> int:
+        offset = self._end
+        self._end = offset + (size + _LINE - 1) // _LINE * _LINE
+        return offset
+
+    def _rows(self, node: Node, offsets: list[int]) -> Rows:
+        n = self.plan.num_envs
+        leaves = zip(node.leaves(), offsets, strict=True)
+        return Rows([self.array(offset, (n, *leaf.shape), leaf.dtype) for leaf, offset in leaves], offsets)
+
+
+def split_evenly(num_envs: int, num_parts: int) -> tuple[int, ...]:
+    """The first env of each part, and num_envs at the end. Parts differ by one env at most.
+
+    >>> split_evenly(8, 3)
+    (0, 3, 6, 8)
+    """
+    base, extra = divmod(num_envs, num_parts)
+    firsts = [part * base + min(part, extra) for part in range(num_parts + 1)]
+    return tuple(firsts)
+
+
+def memfd(name: str) -> int:
+    """A file in memory that vanishes with the last process that has it open."""
+    return os.memfd_create(f"muster-{name}", os.MFD_CLOEXEC)
+
+
+def contiguous(ids: Sequence[int] | npt.NDArray[np.int64]) -> slice | None:
+    """The slice that `ids` make up, or None if they don't."""
+    first, last = int(ids[0]), int(ids[-1])
+    return slice(first, last + 1) if last - first == len(ids) - 1 else None

@@ -1,0 +1,186 @@
+"""Every space an env may have, and distributions against torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch.distributions import Categorical, Normal
+from torch.testing import assert_close
+
+from muster.algorithms.actor_critic import ActorCritic, Categoricals, Gaussian
+from muster.errors import UsageError
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def batch_of(space: gym.Space[Any], size: int) -> torch.Tensor:
+    space.seed(0)
+    return torch.from_numpy(np.stack([space.sample() for _ in range(size)]))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(-1, 1, (), np.float32),
+        spaces.Box(-np.inf, np.inf, (3, 2), np.float64),
+        spaces.Box(0, 255, (128,), np.uint8),
+        spaces.Box(0, 9, (2,), np.int64),
+        spaces.Box(0, 255, (84, 84, 4), np.uint8),
+        spaces.Box(0, 255, (4, 84, 84), np.uint8),
+        spaces.Box(0, 255, (210, 160, 3), np.uint8),
+        spaces.Box(0, 255, (8, 8, 3), np.uint8),
+        spaces.Discrete(4, start=-2),
+        spaces.MultiDiscrete([[2, 3], [4, 5]]),
+        spaces.MultiBinary((2, 2)),
+    ],
+    ids=str,
+)
+def test_every_observation_gets_action_parameters_and_a_value(space: gym.Space[Any]):
+    policy = ActorCritic(space, spaces.Discrete(3), generator())
+    obs = batch_of(space, 5)
+    params, values = policy(obs)
+    assert params.shape == (5, 3)
+    assert values.shape == (5,)
+    assert policy.act(obs, generator()).shape == (5, 1)
+
+
+def test_images_mean_the_same_with_channels_first_or_last():
+    first = ActorCritic(spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Discrete(3), generator())
+    last = ActorCritic(spaces.Box(0, 255, (84, 84, 4), np.uint8), spaces.Discrete(3), generator())
+    obs = batch_of(spaces.Box(0, 255, (4, 84, 84), np.uint8), 2)
+    assert_close(first(obs), last(obs.permute(0, 2, 3, 1)))
+
+
+def test_weights_come_from_the_given_generator_alone():
+    spaces_of = (spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2))
+    before = torch.get_rng_state()
+    one, same, other = (ActorCritic(*spaces_of, generator(seed)) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one.actor[0].weight, same.actor[0].weight)
+    assert not torch.equal(one.actor[0].weight, other.actor[0].weight)
+
+
+def test_it_starts_out_without_a_preference():
+    policy = ActorCritic(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2), generator())
+    params, _ = policy(torch.rand(10, 4, generator=generator()))
+    assert params.softmax(-1).sub(0.5).abs().max() < 0.02
+
+
+def test_following_the_scale_of_targets_changes_no_value():
+    policy = ActorCritic(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2), generator())
+    obs = torch.rand(10, 4, generator=generator())
+    _, before = policy(obs)
+    for targets in (torch.full((8,), 1e4), torch.full((8,), -1e-3), torch.zeros(8)):
+        policy.follow_value_scale(targets, share=0.2)
+        assert_close(policy(obs)[1], before)
+
+
+def test_the_scale_comes_to_the_targets_root_mean_square():
+    policy = ActorCritic(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2), generator())
+    for _ in range(100):
+        policy.follow_value_scale(torch.tensor([-100.0, 100.0]), share=0.2)
+    assert_close(policy.value_scale.item(), 100.0, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("space", "what"),
+    [(spaces.Text(5), "observations"), (spaces.Dict({"a": spaces.Discrete(2)}), "observations")],
+)
+def test_other_observations_are_refused_with_the_remedy(space: gym.Space[Any], what: str):
+    with pytest.raises(UsageError, match=f"MultiBinary {what}, but this env has .*FlattenObservation"):
+        ActorCritic(space, spaces.Discrete(2), generator())
+
+
+def test_other_actions_are_refused():
+    space = spaces.Box(-1, 1, (4,), np.float32)
+    with pytest.raises(UsageError, match="MultiBinary actions"):
+        ActorCritic(space, spaces.Tuple([spaces.Discrete(2)]), generator())
+    with pytest.raises(UsageError, match="float dtype"):
+        ActorCritic(space, spaces.Box(0, 9, (1,), np.int64), generator())
+
+
+class TestCategoricals:
+    def test_log_probabilities_and_entropy_are_torchs(self):
+        head = Categoricals(spaces.MultiDiscrete([2, 3]))
+        params = torch.randn(10, 5, generator=generator())
+        actions = head.sample(params, generator())
+        log_prob, entropy = head.log_prob_and_entropy(params, actions)
+        parts = [Categorical(logits=params[:, :2]), Categorical(logits=params[:, 2:])]
+        assert_close(log_prob, parts[0].log_prob(actions[:, 0]) + parts[1].log_prob(actions[:, 1]))
+        assert_close(entropy, parts[0].entropy() + parts[1].entropy())
+
+    def test_samples_follow_the_probabilities(self):
+        head = Categoricals(spaces.Discrete(3))
+        params = torch.tensor([0.2, 0.5, 0.3]).log().expand(20_000, 3)
+        shares = head.sample(params, generator()).squeeze(-1).bincount() / 20_000
+        assert_close(shares, torch.tensor([0.2, 0.5, 0.3]), atol=0.015, rtol=0)
+
+    def test_huge_logits_are_sampled_and_scored(self):
+        head = Categoricals(spaces.Discrete(2))
+        params = torch.tensor([[1000.0, 0.0]])
+        assert head.sample(params, generator()).tolist() == [[0]]
+        log_prob, entropy = head.log_prob_and_entropy(params, torch.tensor([[0]]))
+        assert (log_prob.item(), entropy.item()) == (0.0, 0.0)
+
+    @pytest.mark.parametrize(
+        "space",
+        [
+            spaces.Discrete(3, start=-5),
+            spaces.MultiDiscrete([[2, 3], [4, 5]], dtype=np.int32),
+            spaces.MultiDiscrete([2, 3], start=[1, 9]),
+            spaces.MultiBinary((2, 2)),
+        ],
+        ids=str,
+    )
+    def test_actions_are_the_spaces(self, space: gym.Space[Any]):
+        head = Categoricals(space)
+        actions = head.to_env(head.sample(torch.zeros(50, head.num_params), generator()))
+        assert all(space.contains(action) for action in actions)
+        assert len({action.tobytes() for action in actions}) > 2
+
+
+class TestGaussian:
+    def test_log_probabilities_and_entropy_are_torchs(self):
+        head = Gaussian(spaces.Box(-1, 1, (3,), np.float32))
+        with torch.no_grad():
+            head.log_std.copy_(torch.tensor([-1.0, 0.0, 0.5]))
+        params = torch.randn(10, 3, generator=generator())
+        actions = head.sample(params, generator())
+        log_prob, entropy = head.log_prob_and_entropy(params, actions)
+        normal = Normal(params, head.log_std.exp())
+        assert_close(log_prob, normal.log_prob(actions).sum(-1))
+        assert_close(entropy, normal.entropy().sum(-1))
+
+    def test_samples_have_the_mean_and_the_deviation(self):
+        head = Gaussian(spaces.Box(-1, 1, (1,), np.float32))
+        with torch.no_grad():
+            head.log_std.fill_(-1)
+            samples = head.sample(torch.full((20_000, 1), 0.3), generator())
+        assert_close(samples.mean().item(), 0.3, atol=0.01, rtol=0)
+        assert_close(samples.std().log().item(), -1.0, atol=0.02, rtol=0)
+
+    def test_minus_1_and_1_stand_for_finite_bounds(self):
+        head = Gaussian(spaces.Box(np.array([2, -np.inf], np.float32), np.array([6, np.inf], np.float32)))
+        actions = head.to_env(torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0], [9.0, 9.0]]))
+        assert actions.tolist() == [[2, -1], [4, 0], [6, 1], [6, 9]]
+
+    @pytest.mark.parametrize(
+        "space",
+        [
+            spaces.Box(-2, 2, (1,), np.float32),
+            spaces.Box(0, np.inf, (2, 2), np.float64),
+            spaces.Box(np.finfo(np.float32).min, np.finfo(np.float32).max, (2,), np.float32),
+        ],
+        ids=str,
+    )
+    def test_actions_are_the_spaces(self, space: spaces.Box):
+        head = Gaussian(space)
+        actions = head.to_env(10 * torch.randn(50, head.num_params, generator=generator()))
+        assert all(space.contains(action) for action in actions)

@@ -1,0 +1,273 @@
+"""PPO on small envs whose best policy, or whose value, is known."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch.testing import assert_close
+
+import muster
+from muster.algorithms import PPO, PPOConfig
+from muster.errors import ConfigError, TrainingDiverged, UsageError
+
+Step = tuple[Any, float, bool, bool, dict[str, Any]]
+
+
+class Match(gym.Env[Any, Any]):
+    """Three steps an episode; the reward is 1 less the distance between action and observation."""
+
+    def __init__(self, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
+        self.observation_space = observation_space
+        self.action_space = action_space
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.steps = 0
+        self.obs = self.observation_space.sample()
+        return self.obs, {}
+
+    def step(self, action: Any) -> Step:
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        distance = np.abs(np.asarray(action, float).reshape(-1)[0] - np.asarray(self.obs, float).reshape(-1)[0])
+        self.steps += 1
+        self.obs = self.observation_space.sample()
+        return self.obs, float(1 - distance), self.steps == 3, False, {}
+
+
+class Clock(gym.Env[Any, Any]):
+    """Observes how many steps it made, gets the same reward for each, is truncated after 5 if not terminated before."""
+
+    observation_space = spaces.Box(0, 100, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, terminated_after: int = 100, reward: float = 1.0) -> None:
+        self.terminated_after = terminated_after
+        self.reward = reward
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Step:
+        self.steps += 1
+        obs = np.full(1, self.steps, np.float32)
+        return obs, self.reward, self.steps == self.terminated_after, self.steps == 5, {}
+
+
+SMALL: dict[str, Any] = {"num_envs": 4, "num_steps": 32, "learning_rate": 0.01}
+
+
+@contextmanager
+def ppo_on(env: Any, **options: Any) -> Iterator[PPO]:
+    config = PPOConfig(**SMALL | options)
+    with muster.make_vec(env, config.num_envs, backend="serial", autoreset_mode="same_step") as envs:
+        yield PPO(envs, config)
+
+
+class TestLearning:
+    @pytest.mark.parametrize(
+        ("observation_space", "action_space"),
+        [
+            (spaces.Discrete(2), spaces.Discrete(2)),
+            (spaces.MultiDiscrete([2, 3], start=[1, 4]), spaces.MultiDiscrete([2, 3], start=[1, 4])),
+            (spaces.Box(-1, 1, (1, 2), np.float64), spaces.Box(-1, 1, (1,), np.float32)),
+        ],
+        ids=["Discrete", "MultiDiscrete", "Box"],
+    )
+    def test_it_learns_to_match_its_observation(self, observation_space: Any, action_space: Any):
+        make = functools.partial(Match, observation_space, action_space)
+        with ppo_on(make, total_steps=3000, num_steps=64, update_epochs=4, learning_rate=0.005, gamma=0.0) as ppo:
+            returns = [metrics.episodes.mean_return for metrics in ppo.train()]
+        assert returns[-1] > returns[0] + 0.5
+
+    @pytest.mark.parametrize("reward", [1e-3, 1.0, 1e5])
+    def test_values_are_learned_whatever_the_size_of_rewards(self, reward: float):
+        with ppo_on(
+            functools.partial(Clock, reward=reward, terminated_after=4), total_steps=4000, update_epochs=4
+        ) as ppo:
+            for metrics in ppo.train():
+                last = metrics
+        assert last.explained_variance > 0.9
+
+    @pytest.mark.slow
+    def test_cartpole_is_solved_with_the_defaults(self):
+        with muster.make_vec("CartPole-v1", 8, autoreset_mode="same_step") as envs:
+            *_, last = PPO(envs, PPOConfig()).train()
+        assert last.episodes.mean_return >= 475
+
+
+class TestBootstrapping:
+    def rollout(self, **env_options: Any) -> tuple[list[int], torch.Tensor, torch.Tensor, Callable[[int], float]]:
+        """Of one env and 12 steps: the clock before each step, targets, values, and the critic's value at a clock."""
+        make = functools.partial(Clock, **env_options)
+        with ppo_on(make, num_envs=1, num_steps=12, gamma=0.5, gae_lambda=0.0) as ppo:
+            rollout = ppo.collect_rollout()
+
+            def value_at(clock: int) -> float:
+                return ppo.policy(torch.tensor([[float(clock)]]))[1].item()
+
+            return [int(clock) for clock in rollout.observations], rollout.targets, rollout.values, value_at
+
+    def test_truncation_bootstraps_from_final_obs(self):
+        clocks, targets, _, value_at = self.rollout()
+        assert clocks == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+        # The last step of an episode leads to clock 5, which is seen in no row.
+        assert_close(targets.tolist(), [1 + 0.5 * value_at(clock + 1) for clock in clocks])
+
+    def test_termination_does_not_bootstrap(self):
+        clocks, targets, _, value_at = self.rollout(terminated_after=3)
+        assert clocks == [0, 1, 2] * 4
+        assert_close(targets.tolist(), [1 + (0.5 * value_at(clock + 1) if clock < 2 else 0.0) for clock in clocks])
+
+    def test_terminated_and_truncated_at_once_does_not_bootstrap(self):
+        clocks, targets, _, _ = self.rollout(terminated_after=5)
+        assert [float(target) for clock, target in zip(clocks, targets, strict=True) if clock == 4] == [1.0, 1.0]
+
+    def test_values_are_those_of_the_observations_before_each_action(self):
+        clocks, _, values, value_at = self.rollout()
+        assert_close(values.tolist(), [value_at(clock) for clock in clocks])
+
+
+class TestSeeds:
+    def run(self, seed: int, **vec_options: Any) -> tuple[list[dict[str, float]], dict[str, Any]]:
+        with muster.make_vec("CartPole-v1", 4, autoreset_mode="same_step", **vec_options) as envs:
+            ppo = PPO(envs, PPOConfig(seed=seed, total_steps=500, num_envs=4, num_steps=64))
+            return [metrics.as_row() for metrics in ppo.train()], ppo.policy.state_dict()
+
+    def test_same_seed_same_policy_on_any_backend_and_number_of_workers(self):
+        rows, weights = self.run(3, backend="serial")
+        for options in ({"backend": "serial"}, {"num_workers": 1}, {"num_workers": 3}):
+            other_rows, other_weights = self.run(3, **options)
+            assert other_rows == rows
+            assert all(torch.equal(other_weights[name], weights[name]) for name in weights)
+
+    def test_neighbouring_seeds_share_nothing(self):
+        seen: set[float] = set()
+        for seed in range(3):
+            with muster.make_vec("CartPole-v1", 4, backend="serial", autoreset_mode="same_step") as envs:
+                rollout = PPO(envs, PPOConfig(seed=seed, num_envs=4, num_steps=2, num_minibatches=1)).collect_rollout()
+            firsts = set(rollout.observations[:4, 0].tolist())
+            assert len(firsts) == 4
+            assert not firsts & seen
+            seen |= firsts
+
+    def test_global_generators_and_threads_are_left_alone(self):
+        torch_state, numpy_state = torch.get_rng_state(), str(np.random.get_state())  # noqa: NPY002
+        threads = torch.get_num_threads()
+        with ppo_on("CartPole-v1", torch_threads=threads + 1) as ppo:
+            ppo.iterate()
+            assert torch.get_num_threads() == threads
+        assert torch.equal(torch.get_rng_state(), torch_state)
+        assert str(np.random.get_state()) == numpy_state  # noqa: NPY002
+
+
+class TestProgress:
+    def test_total_steps_are_rounded_up_to_whole_rollouts(self):
+        with ppo_on(Clock, total_steps=129) as ppo:
+            assert [metrics.steps for metrics in ppo.train()] == [128, 256]
+            assert list(ppo.train()) == []
+
+    def test_learning_rate_falls_in_a_line(self):
+        with ppo_on(Clock, total_steps=4 * 128) as ppo:
+            assert_close([metrics.learning_rate for metrics in ppo.train()], [0.01, 0.0075, 0.005, 0.0025])
+
+    def test_returns_are_nan_until_an_episode_ends_and_then_exact(self):
+        with ppo_on(Clock, num_steps=4, total_steps=32) as ppo:
+            first, second = (metrics.episodes for metrics in ppo.train())
+        assert first.episodes == 0
+        assert math.isnan(first.mean_return)
+        assert second == (4, 5.0, 5.0, 5.0, 5.0)
+
+    def test_returns_are_of_the_last_100_episodes(self):
+        with ppo_on(Clock, num_steps=5 * 30, total_steps=600) as ppo:
+            (metrics,) = ppo.train()
+            assert metrics.episodes.episodes == 120
+            assert len(ppo.episodes.returns) == 100
+
+    def test_target_kl_ends_the_passes_early(self):
+        with (
+            ppo_on("CartPole-v1", target_kl=1e-9, update_epochs=50) as ppo,
+            ppo_on("CartPole-v1", update_epochs=1) as once,
+        ):
+            assert ppo.iterate().losses == once.iterate().losses
+
+    def test_any_gymnasium_vector_env_will_do(self):
+        envs = SyncVectorEnv([Clock] * 4, autoreset_mode=AutoresetMode.SAME_STEP)
+        (metrics,) = PPO(envs, PPOConfig(**SMALL, total_steps=128)).train()
+        assert metrics.episodes.mean_return == 5.0
+
+    def test_checkpoint_loads_without_running_code_and_gives_the_policy_back(self):
+        with ppo_on(Clock) as ppo, ppo_on(Clock, seed=1) as other:
+            ppo.iterate()
+            file = io.BytesIO()
+            torch.save(ppo.state_dict(), file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+            assert state["steps"] == 128
+            other.policy.load_state_dict(state["policy"])
+            other.optimizer.load_state_dict(state["optimizer"])
+            obs = torch.rand(3, 1)
+            assert torch.equal(other.policy(obs)[1], ppo.policy(obs)[1])
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("reward", [math.nan, math.inf])
+    def test_rewards_that_are_not_finite_are_named_and_leave_the_weights_finite(self, reward: float):
+        with ppo_on(functools.partial(Clock, reward=reward)) as ppo:
+            with pytest.raises(TrainingDiverged, match=r"step 128 gives value targets that are not finite.*rewards"):
+                ppo.iterate()
+            assert all(weights.isfinite().all() for weights in ppo.policy.parameters())
+
+    def test_diverging_is_named_and_leaves_the_weights_finite(self):
+        with ppo_on(Clock, learning_rate=1e30, max_grad_norm=1e30) as ppo:
+            with pytest.raises(
+                TrainingDiverged, match=r"diverged after step 128.*Lower learning_rate, which is 1e\+30"
+            ):
+                ppo.iterate()
+            assert all(weights.isfinite().all() for weights in ppo.policy.parameters())
+
+    def test_other_autoreset_modes_are_refused(self):
+        with (
+            muster.make_vec(Clock, 4, backend="serial") as envs,
+            pytest.raises(UsageError, match="autoreset_mode='same_step'"),
+        ):
+            PPO(envs, PPOConfig(**SMALL))
+
+    def test_another_number_of_envs_is_refused(self):
+        with (
+            muster.make_vec(Clock, 2, backend="serial", autoreset_mode="same_step") as envs,
+            pytest.raises(UsageError, match=r"num_envs=2, the config num_envs=4; pass PPOConfig\(num_envs=2\)"),
+        ):
+            PPO(envs, PPOConfig(**SMALL))
+
+    def test_a_single_env_is_refused(self):
+        with pytest.raises(UsageError, match="needs a gymnasium VectorEnv, got Clock"):
+            PPO(Clock(), PPOConfig())  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"num_envs": 0}, "num_envs must be at least 1, got 0"),
+            ({"total_steps": 0}, "total_steps must be at least 1"),
+            ({"seed": -1}, "seed must not be negative"),
+            ({"gamma": 99}, r"gamma must lie in \[0, 1\], got 99"),
+            ({"num_envs": 1, "num_steps": 7, "num_minibatches": 4}, "too small for num_minibatches=4"),
+        ],
+    )
+    def test_senseless_options_are_named(self, options: dict[str, Any], message: str):
+        with pytest.raises(ConfigError, match=message):
+            PPOConfig(**options)

@@ -1,0 +1,221 @@
+"""What a worker process is: clean, limited, apart from the caller and from other vector envs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import muster
+from sample_envs import Counter, Reporting
+
+CONTEXTS = ("fork", "forkserver", "spawn")
+TESTS = Path(__file__).parent.parent
+
+
+def run_python(*arguments: str, timeout_s: float = 60) -> str:
+    """What a fresh interpreter prints; it must end well."""
+    environ = {**os.environ, "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environ, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SCRIPT = """
+import sys
+import gymnasium as gym
+import numpy as np
+import muster
+
+print("run as", __name__)
+
+class Mine(gym.Env):
+    observation_space = gym.spaces.Discrete(10)
+    action_space = gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        return np.int64(LOCAL), {}
+    def step(self, action):
+        raise MyError("from main", 3)
+
+class MyError(Exception):
+    def __init__(self, text, number):
+        super().__init__(text, number)
+
+LOCAL = 7
+gym.register("Mine-v0", Mine)
+for env in ("Mine-v0", Mine, lambda: Mine()):
+    envs = muster.make_vec(env, 2, context=CONTEXT)
+    assert envs.reset()[0].tolist() == [7, 7]
+    try:
+        envs.step(np.zeros(2, int))
+    except muster.MusterError as error:
+        assert type(error.__cause__) is MyError, error.__cause__
+    envs.close()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("how", ["script", "-c"])
+def test_a_caller_without_main_guard_runs_once(tmp_path: Path, context: str, how: str) -> None:
+    source = SCRIPT.replace("CONTEXT", repr(context))
+    path = tmp_path / "script.py"
+    path.write_text(source)
+    out = run_python(str(path)) if how == "script" else run_python("-c", source)
+    assert out == "run as __main__\ndone\n"
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_workers_start_clean(context: str) -> None:
+    with muster.make_vec([Reporting] * 2, num_workers=2, context=context) as envs:
+        first, second = envs.call("report")
+    if context != "fork":
+        assert not {"pytest", "torch"} & set(first["modules"])
+        assert first["omp"] == "1"
+    assert first["random"] != second["random"]
+    assert first["numpy"] != second["numpy"]
+    assert first["sid"]
+    assert first["faulthandler"]
+    assert first["threads"] == 1
+    assert (first["argv"], first["cwd"], first["stdin"]) == (sys.argv, os.getcwd(), "/dev/null")
+
+
+def test_threads_per_worker_reaches_native_libraries() -> None:
+    with muster.make_vec([Reporting], threads_per_worker=3) as envs:
+        assert envs.call("report")[0]["omp"] == "3"
+
+
+def test_the_callers_generators_are_left_alone() -> None:
+    import random
+
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002  # as above
+    expected = random.Random(5).random(), np.random.RandomState(5).random_sample()  # as above
+    for options in ({"backend": "serial"}, {"context": "fork"}):
+        with muster.make_vec([Reporting] * 2, **options) as envs:
+            envs.reset(seed=3)
+            envs.step(np.zeros(2, int))
+    assert (random.random(), np.random.random()) == expected  # noqa: NPY002  # as above
+
+
+def test_a_reset_seeds_the_workers_generators_differently_and_again() -> None:
+    def draws() -> list[float]:
+        with muster.make_vec([Reporting] * 2, num_workers=2, context="fork") as envs:
+            envs.reset(seed=11)
+            return [report["random"] for report in envs.call("report")]
+
+    first, again = draws(), draws()
+    assert first == again
+    assert first[0] != first[1]
+
+
+class WithChild(Counter):
+    """Starts a process of its own, by multiprocessing and by subprocess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import multiprocessing
+
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        process = context.Process(target=queue.put, args=(os.getpid(),))
+        process.start()
+        self.from_child = queue.get(timeout=30)
+        process.join()
+        self.said = subprocess.run(["echo", "hello"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("context", ["forkserver", "fork"])
+def test_workers_can_start_processes_of_their_own(context: str) -> None:
+    with muster.make_vec([WithChild], context=context) as envs:
+        assert envs.get_attr("said") == ("hello\n",)
+        assert envs.get_attr("from_child")[0] == envs.stats()["workers"][0]["pid"]
+
+
+def test_a_forked_child_of_the_caller_does_not_touch_its_workers() -> None:
+    with muster.make_vec([Counter] * 2, num_workers=2) as envs:
+        envs.reset(seed=0)
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                envs.step(np.zeros(2, int))
+            except muster.MusterError:
+                envs.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert envs.step(np.zeros(2, int))[0][:, 2].tolist() == [1, 1]
+
+
+def test_vector_envs_made_under_fork_inherit_nothing_from_each_other() -> None:
+    with muster.make_vec([Counter], context="fork") as one, muster.make_vec([Counter], context="fork") as two:
+        alone, beside = (envs.stats()["workers"][0]["fds"] for envs in (one, two))
+        assert alone == beside
+        one.close()
+        assert two.reset(seed=4)[0].tolist() == [[4, 1, 0]]
+
+
+def test_no_env_is_built_in_the_caller() -> None:
+    built: list[int] = []
+
+    def factory() -> gym.Env[Any, Any]:
+        built.append(os.getpid())
+        return Counter()
+
+    with muster.make_vec([factory] * 2, context="fork"):
+        assert built == []
+
+
+def test_a_vector_env_outlives_the_thread_that_made_it() -> None:
+    import threading
+
+    made: list[muster.VectorEnv] = []
+    for context in ("fork", "forkserver"):
+        thread = threading.Thread(
+            target=lambda context=context: made.append(muster.make_vec([Counter], context=context))
+        )
+        thread.start()
+        thread.join()
+    for envs in made:
+        assert envs.reset(seed=1)[0].tolist() == [[1, 1, 0]]
+        assert envs.step(np.zeros(1, int))[0].tolist() == [[1, 1, 1]]
+        envs.close()
+
+
+def test_results_that_cannot_travel_cost_only_themselves() -> None:
+    class Holder(Counter):
+        def lock(self) -> Any:
+            import threading
+
+            return threading.Lock()
+
+    with muster.make_vec([Holder] * 2, context="fork") as envs:
+        with pytest.raises(muster.MusterError, match="lock cannot be sent from the worker"):
+            envs.call("lock")
+        assert envs.get_attr("length") == (4, 4)
+
+
+def children() -> str:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_close_leaves_nothing_behind(context: str) -> None:
+    fds_before, children_before = set(os.listdir("/proc/self/fd")), children()
+    envs = muster.make_vec([Counter] * 3, num_workers=3, context=context)
+    envs.reset()
+    pids = [worker["pid"] for worker in envs.stats()["workers"]]
+    envs.close()
+    assert set(os.listdir("/proc/self/fd")) == fds_before
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert children() == children_before

@@ -1,0 +1,255 @@
+"""The thread backend: what it does that no other does. The common contract is tested in test_vector.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import muster
+from muster.errors import EnvError, OneEnvPerProcess, WaitTimeout, WorkerTimeout
+
+
+class Meeting(gym.Env):
+    """Its step returns only once as many envs are in step at the same time as the barrier asks for."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, barrier=None, step=None):
+        self.barrier = barrier
+        self.in_step = step
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        if self.barrier is not None:
+            self.barrier.wait(10)
+        if self.in_step is not None:
+            self.in_step()
+        return np.zeros(2, np.float32), 0.0, False, False, {"thread": threading.current_thread().name}
+
+    def slow(self, event):
+        return event.wait(10)
+
+
+def worker_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("muster-worker")]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left():
+    yield
+    gc.collect()
+    assert worker_threads() == []
+
+
+def test_envs_of_different_workers_are_stepped_at_the_same_time():
+    barrier = threading.Barrier(3)
+    with muster.make_vec(Meeting, 3, backend="thread", num_workers=3, env_kwargs={"barrier": barrier}) as envs:
+        envs.reset()
+        infos = envs.step(np.zeros(3, int))[-1]
+    assert len(set(infos["thread"])) == 3
+
+
+def test_arguments_are_shared_as_they_are():
+    lock = threading.Lock()
+    with muster.make_vec(Meeting, 4, backend="thread", num_workers=2, env_kwargs={"barrier": lock}) as envs:
+        assert all(one is lock for one in envs.get_attr("barrier"))
+
+
+def test_callers_generators_are_left_alone():
+    np.random.seed(5)  # noqa: NPY002
+    expected = np.random.RandomState(5).rand()
+    with muster.make_vec("CartPole-v1", 4, backend="thread", num_workers=2) as envs:
+        envs.reset(seed=1)
+        envs.step(np.zeros(4, int))
+    assert np.random.rand() == expected  # noqa: NPY002
+
+
+def test_worker_info_tells_envs_apart():
+    seen = {}
+
+    def make(**kwargs):
+        info = muster.get_worker_info()
+        seen[info.env_index] = (info.worker_index, threading.current_thread().name)
+        return Meeting()
+
+    muster.make_vec(make, 4, backend="thread", num_workers=2).close()
+    assert seen == {
+        0: (0, "muster-worker-0"),
+        1: (0, "muster-worker-0"),
+        2: (1, "muster-worker-1"),
+        3: (1, "muster-worker-1"),
+    }
+    assert muster.get_worker_info() is None
+
+
+def test_a_vector_env_that_nobody_uses_ends_its_threads():
+    envs = muster.make_vec(Meeting, 4, backend="thread", num_workers=2)
+    assert len(worker_threads()) == 2
+    del envs
+    gc.collect()
+    assert worker_threads() == []
+
+
+def test_idle_threads_sleep():
+    with muster.make_vec(Meeting, 4, backend="thread", num_workers=4) as envs:
+        envs.reset()
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.1
+
+
+@pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt, ValueError])
+def test_what_a_step_raises_names_the_env_and_the_others_go_on(ending):
+    def fail():
+        if threading.current_thread().name == "muster-worker-1":
+            raise ending("no")
+
+    with muster.make_vec(Meeting, 2, backend="thread", num_workers=2, env_kwargs={"step": fail}) as envs:
+        envs.reset()
+        with pytest.raises(KeyboardInterrupt if ending is KeyboardInterrupt else EnvError) as raised:
+            envs.step(np.zeros(2, int))
+        if ending is not KeyboardInterrupt:
+            assert raised.value.env_index == 1
+            assert raised.value.__cause__.args == ("no",)
+            assert raised.value.batch.env_ids.tolist() == [0]
+        assert len(worker_threads()) == 2
+
+
+def test_an_error_while_building_leaves_nothing():
+    closed = []
+
+    class Closes(Meeting):
+        def close(self):
+            closed.append(self)
+
+    def make():
+        if muster.get_worker_info().env_index == 3:
+            raise FileNotFoundError("level.xml")
+        return Closes()
+
+    with pytest.raises(EnvError, match=r"env 3 .*level\.xml"):
+        muster.make_vec(make, 4, backend="thread", num_workers=2)
+    assert len(closed) == 3
+
+
+def test_a_constructor_that_hangs_ends_in_a_timeout():
+    def make():
+        while True:
+            time.sleep(0.01)
+
+    with pytest.raises(WorkerTimeout, match=r"worker 0 \(env 0\) did not answer within start_timeout=0.3 s"):
+        muster.make_vec(make, 2, backend="thread", num_workers=2, start_timeout=0.3)
+
+
+def test_a_step_that_never_ends_is_interrupted_by_close():
+    def forever():
+        while True:
+            pass
+
+    envs = muster.make_vec(Meeting, 2, backend="thread", num_workers=1, env_kwargs={"step": forever})
+    envs.reset()
+    envs.step_async(np.zeros(2, int))
+    with pytest.raises(WaitTimeout):
+        envs.step_wait(timeout=0.05)
+    envs.close(timeout=0.1)
+    assert worker_threads() == []
+
+
+def test_close_is_bounded_when_a_native_call_does_not_return(caplog):
+    entered, release = threading.Event(), threading.Event()
+
+    def step():
+        entered.set()
+        release.wait(20)
+
+    envs = muster.make_vec(Meeting, 1, backend="thread", env_kwargs={"step": step})
+    envs.reset()
+    envs.send(np.zeros(1, int))
+    assert entered.wait(10)
+    started = time.monotonic()
+    envs.close(timeout=0.1)
+    assert time.monotonic() - started < 10
+    assert "worker 0 (env 0) is left behind" in caplog.text
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("muster-worker"):
+            thread.join(10)
+
+
+@pytest.mark.parametrize("step", ["time.sleep(60)", "exec('while True: pass')"])
+def test_the_interpreter_ends_although_a_step_does_not(step):
+    script = f"""
+        import sys, time
+        import numpy as np
+        import muster
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from test_thread import Meeting
+        envs = muster.make_vec(Meeting, 4, backend="thread", num_workers=2, env_kwargs={{"step": lambda: {step}}})
+        envs.reset()
+        envs.send(np.zeros(4, int))
+        time.sleep(0.2)
+        print("done")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_a_call_can_be_waited_for_again():
+    event = threading.Event()
+    with muster.make_vec(Meeting, 2, backend="thread", num_workers=2) as envs:
+        envs.call_async("slow", event)
+        with pytest.raises(WaitTimeout, match="worker 0 has not answered"):
+            envs.call_wait(timeout=0.05)
+        event.set()
+        assert envs.call_wait() == (True, True)
+
+
+def test_a_forked_child_leaves_the_threads_alone():
+    with muster.make_vec(Meeting, 2, backend="thread", num_workers=2) as envs:
+        envs.reset()
+        pid = os.fork()
+        if not pid:
+            envs._backend.close(1.0)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        envs.step(np.zeros(2, int))
+
+
+@pytest.mark.parametrize("option", [{"one_env_per_process": True}, {"caller_steps": True}, {"step_timeout": 1.0}])
+def test_options_that_need_processes_are_refused(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))} needs worker processes"):
+        muster.make_vec(Meeting, 2, backend="thread", **option)
+
+
+@pytest.mark.parametrize("num_workers", [0, 3, 1.5, True])
+def test_a_number_of_workers_that_makes_no_sense_is_refused(num_workers):
+    with pytest.raises(ValueError, match="num_workers"):
+        muster.make_vec(Meeting, 2, backend="thread", num_workers=num_workers)
+
+
+def test_an_env_that_must_be_alone_is_refused_before_a_second_is_built():
+    built = []
+
+    class Alone(Meeting):
+        metadata = {"one_per_process": True}  # noqa: RUF012
+
+        def __init__(self):
+            super().__init__()
+            built.append(self)
+
+    with pytest.raises(OneEnvPerProcess, match=r'Alone declares .*backend="process"'):
+        muster.make_vec(Alone, 2, backend="thread", num_workers=2)
+    assert len(built) == 1
+    muster.make_vec(Alone, 1, backend="thread").close()

@@ -1,0 +1,108 @@
+"""What every test may ask for: a check that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PATIENCE_S = 5.0
+
+
+@dataclass
+class Holdings:
+    """What this process holds and has started, each as a set of names."""
+
+    processes: set[str]
+    threads: set[str]
+    fds: set[str]
+    shared_memory: set[str]
+
+    @classmethod
+    def now(cls) -> Holdings:
+        threads = {f"{thread.name} {thread.ident}" for thread in threading.enumerate()}
+        return cls(set(descendants(os.getpid())), threads, _open_fds(), set(os.listdir("/dev/shm")))
+
+    def beyond(self, before: Holdings) -> dict[str, set[str]]:
+        """What there is now and was not before, by kind."""
+        more = {field.name: getattr(self, field.name) - getattr(before, field.name) for field in fields(self)}
+        return {kind: names for kind, names in more.items() if names}
+
+
+@pytest.fixture(scope="session")
+def _adopts_orphans() -> None:
+    """Processes whose parent has ended become children of this process, so that none can hide."""
+    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+@pytest.fixture
+def leaves_nothing(_adopts_orphans: None) -> Iterator[None]:
+    """Fails if the test leaves a process, a thread, an fd or an entry in /dev/shm (semaphores are there, too)."""
+    gc.collect()
+    before = Holdings.now()
+    yield
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        gc.collect()
+        left = Holdings.now().beyond(before)
+        if "shared_memory" in left:
+            left["shared_memory"] -= _used_by_others()
+        if not any(left.values()):
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: {left}")
+        time.sleep(0.02)
+
+
+def descendants(pid: int) -> dict[str, int]:
+    """Living processes below `pid`: ``name pid`` by what they are, for messages, and their pids."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        state, parent = rest.split()[:2]
+        if state != "Z":  # a zombie holds nothing, and somebody may still ask for its exit code
+            children.setdefault(int(parent), []).append((int(entry.name), name))
+    found: dict[str, int] = {}
+    queue = [pid]
+    while queue:
+        for child, name in children.get(queue.pop(), []):
+            found[f"{name} {child}"] = child
+            queue.append(child)
+    return found
+
+
+def _used_by_others() -> set[str]:
+    """Entries of /dev/shm that processes have mapped which are neither this one nor its descendants."""
+    ours = {os.getpid(), *descendants(os.getpid()).values()}
+    used: set[str] = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) not in ours:
+            try:
+                maps = (entry / "maps").read_text()
+            except OSError:
+                continue
+            used.update(part.split()[0] for part in maps.split("/dev/shm/")[1:])
+    return used
+
+
+def _open_fds() -> set[str]:
+    fds = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            fds.add(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
+        except OSError:
+            continue  # the one that listed the folder
+    return fds

@@ -1,0 +1,86 @@
+"""Envs with one trait each for the doctor to find."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+
+class Patient(gym.Env[Any, Any]):
+    """A healthy env, but for what `trait` says happens in its third step."""
+
+    observation_space = gym.spaces.Box(0, 1, (3,), np.float64)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    instances = 0
+    shared = np.zeros(3)
+
+    def __init__(self, trait: str = "") -> None:
+        self.trait = trait
+        self.buffer = np.zeros(3)
+        if trait == "alone":
+            Patient.instances += 1
+            if Patient.instances > 1:
+                raise RuntimeError("licence in use")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count = 0
+        Patient.shared = np.zeros(3)
+        return self._obs(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        if self.count == 3:
+            self._suffer()
+        if self.trait == "changes its action":
+            action *= 0.5
+        info = {"state": object()} if self.trait == "costly infos" else {"count": self.count}
+        return self._obs(), 0.0, False, self.count >= 10, info
+
+    def _suffer(self) -> None:
+        if self.trait == "segfault":
+            ctypes.string_at(0)
+        if self.trait == "exit":
+            os._exit(3)
+        if self.trait == "hang":
+            time.sleep(600)
+        if self.trait == "raise":
+            raise KeyError("no such level")
+
+    def _obs(self) -> Any:
+        drawn = self.np_random.random(3)
+        if self.trait == "unseeded":
+            return np.frombuffer(os.urandom(3), np.uint8) / 255
+        if self.trait == "hash order":
+            return np.full(3, hash("a") % 1000 / 1000)
+        if self.trait == "disturbs":
+            Patient.shared = Patient.shared / 2 + drawn / 2
+            return Patient.shared.copy()
+        if self.trait == "reuses its buffer":
+            self.buffer[:] = drawn
+            return self.buffer
+        return drawn
+
+
+class Sleeper(Patient):
+    """Its step leaves the GIL to others."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(0.002)
+        return super().step(action)
+
+
+def make_patient(trait: str = "") -> Patient:
+    return Patient(trait)
+
+
+existing = Patient()
+
+
+def make_existing() -> Patient:
+    return existing

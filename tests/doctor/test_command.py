@@ -1,0 +1,90 @@
+"""`muster doctor`, as a person and as a program call it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODULE = """
+import os
+import gymnasium as gym
+
+def make_env(gravity=9.8):
+    env = gym.make("CartPole-v1")
+    env.unwrapped.gravity = gravity
+    return env
+
+def crashes():
+    os._exit(4)
+
+kept = gym.make("CartPole-v1")
+
+def gives_what_exists():
+    return kept.unwrapped
+"""
+
+
+@pytest.fixture
+def doctor(tmp_path: Path):
+    (tmp_path / "my_game.py").write_text(MODULE)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "import muster.cli; muster.cli.main()", "doctor", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path)
+
+    return run
+
+
+def test_a_healthy_factory_gets_lines_that_run(doctor, tmp_path):
+    done = doctor("my_game:make_env", "--kwargs", '{"gravity": 5.0}', "--num-envs", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["blocks"] is False
+    advice = told["recommendation"]
+    assert advice["num_envs"] == 3
+    code = f"{advice['factory']}\n{advice['line']}\nenvs.reset()\nenvs.close()"
+    assert "from my_game import make_env" in code
+    assert "env_kwargs={'gravity': 5.0}" in code
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=True)
+
+
+def test_what_blocks_sets_the_exit_status_and_is_told_first(doctor):
+    done = doctor("my_game:crashes")
+    assert done.returncode == 1, done.stderr
+    first = done.stdout.split("\n\n")[1]
+    assert "ended the process (exit code 4)" in " ".join(first.split())
+    assert done.stdout.rstrip().endswith("see what is in the way, above.")
+
+
+def test_a_factory_of_an_existing_env_blocks(doctor):
+    done = doctor("my_game:gives_what_exists")
+    assert done.returncode == 1, done.stderr
+    assert "holds an env that exists already" in " ".join(done.stdout.split())
+    assert "def make_env():\n    return CartPoleEnv(...)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["my_game:absent"], 2, "It has: make_env, crashes"),
+        (["no_such_module:make_env"], 1, "No module named 'no_such_module'"),
+        (["CartPohl-v1"], 1, "CartPohl"),
+        (["CartPole-v1", "--kwargs", "[1]"], 2, "must be a JSON object"),
+        (["CartPole-v1", "--kwargs", "{size}"], 2, "must be a JSON object"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(doctor, arguments, status, words):
+    done = doctor(*arguments)
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == status, done.stderr
+    assert words in said
+    assert "Traceback" not in done.stderr
+
+
+def test_it_needs_no_torch(doctor, tmp_path):
+    (tmp_path / "torch.py").write_text("raise AssertionError('the doctor imports torch')")
+    assert doctor("my_game:gives_what_exists").returncode == 1

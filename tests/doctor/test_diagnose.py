@@ -1,0 +1,180 @@
+"""What the doctor finds, on envs that have it."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+from patients import Patient, Sleeper, make_existing, make_patient
+
+import muster
+from muster.doctor import Diagnosis, Finding
+from muster.doctor.findings import about_behaviour, about_replay
+from muster.doctor.gil import share_without_gil
+from muster.doctor.guarded import run_guarded
+from muster.recipe import make_recipes, pack
+
+
+def diagnose(env, **kwargs) -> Diagnosis:
+    return muster.diagnose(env, seconds=0.2, timeout=20.0, **kwargs)
+
+
+def found(diagnosis: Diagnosis, topic: str, severity: str) -> list[Finding]:
+    return [one for one in diagnosis.findings if (one.topic, one.severity) == (topic, severity)]
+
+
+def text_of(diagnosis: Diagnosis, topic: str, severity: str) -> str:
+    texts = [one.text for one in found(diagnosis, topic, severity)]
+    assert texts, f"nothing about {topic} that {severity}: {diagnosis}"
+    return "\n".join(texts)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left():
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Diagnosis:
+    return diagnose(make_patient)
+
+
+def test_a_healthy_env_gets_a_line_that_runs(healthy):
+    assert not healthy.blocks
+    topics = ("travel", "start methods", "API", "seeds", "isolation")
+    assert all(found(healthy, topic, "good") for topic in topics), str(healthy)
+    advice = healthy.recommendation
+    names = {"muster": muster, "make_patient": make_patient}
+    exec(advice.line, names)
+    with names["envs"] as envs:
+        assert envs.num_envs == advice.num_envs
+        envs.reset(seed=0)
+        envs.step(envs.action_space.sample())
+
+
+def test_what_is_measured_makes_sense(healthy):
+    measured = healthy.measured
+    assert 0 < measured.step_median_s <= measured.step_p99_s
+    assert measured.episode_rows == pytest.approx(10, abs=1)
+    assert measured.obs_bytes == 24
+    assert measured.worker_bytes > 1e6
+    assert measured.gil_free < 0.5
+    assert healthy.recommendation.steps_per_s > 100
+    assert healthy.recommendation.memory_bytes >= measured.worker_bytes or healthy.recommendation.backend == "serial"
+
+
+def test_it_goes_through_json(healthy):
+    told = json.loads(json.dumps(healthy.to_dict()))
+    assert told["blocks"] is False
+    assert told["recommendation"]["line"].startswith("envs = muster.make_vec(make_patient, num_envs=")
+    assert {"severity", "topic", "text", "remedy"} == set(told["findings"][0])
+
+
+def test_an_env_that_dies_is_a_finding_and_the_line_restarts_it():
+    diagnosis = diagnose(make_patient, env_kwargs={"trait": "segfault"})
+    assert "stepping it, the env was killed by SIGSEGV" in text_of(diagnosis, "life", "blocks")
+    assert "_suffer" in found(diagnosis, "life", "blocks")[0].remedy
+    assert diagnosis.blocks
+    assert 'on_failure="restart"' in diagnosis.recommendation.line
+
+
+def behave(trait: str, timeout_s: float = 20.0) -> list[Finding]:
+    """What the trials of a single env find."""
+    packed = pack(make_recipes(make_patient, 1, {"trait": trait}), start_method="spawn")
+    first = run_guarded("behaviour", packed, stage_timeout_s=timeout_s, options={}, hash_seed=1)
+    if "digest" not in first.results:
+        return about_behaviour(first)
+    again = run_guarded("replay", packed, stage_timeout_s=timeout_s, options={}, hash_seed=2)
+    return about_behaviour(first) + about_replay(first, again)
+
+
+@pytest.mark.parametrize(
+    ("trait", "words"),
+    [
+        ("exit", "stepping it, the env ended the process (exit code 3)"),
+        ("raise", "stepping it, the env raised KeyError: 'no such level'"),
+        ("hang", "stepping it, the env hung for 3 s"),
+    ],
+)
+def test_every_early_end_is_told(trait, words):
+    (finding,) = [one for one in behave(trait, 3.0) if one.topic == "life"]
+    assert finding.text == words
+    assert finding.severity == "blocks"
+    assert trait == "exit" or "_suffer" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("trait", "topic", "severity", "words"),
+    [
+        ("unseeded", "seeds", "warns", "when the same env is reset to it again"),
+        ("hash order", "seeds", "warns", "in another process"),
+        ("reuses its buffer", "buffers", "note", "same array"),
+        ("changes its action", "actions", "warns", "changes the action"),
+        ("costly infos", "infos", "note", "'state' (object"),
+    ],
+)
+def test_traits_are_found(trait, topic, severity, words):
+    assert [one for one in behave(trait) if one.topic == topic and one.severity == severity and words in one.text]
+
+
+@pytest.mark.parametrize(("trait", "words"), [("alone", "licence in use"), ("disturbs", "disturb each other")])
+def test_envs_that_must_be_alone_in_a_process_are_found_by_trial(trait, words):
+    diagnosis = diagnose(make_patient, env_kwargs={"trait": trait}, num_envs=3)
+    assert words in text_of(diagnosis, "isolation", "warns")
+    assert not diagnosis.blocks
+    assert "one_env_per_process=True" in diagnosis.recommendation.line
+    assert diagnosis.recommendation.num_workers == 3
+
+
+def test_a_step_that_releases_the_gil_is_seen():
+    sleeper = Sleeper()
+    sleeper.reset(seed=0)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            sleeper.step(np.zeros(2, np.float32))
+
+    assert share_without_gil(run) > 0.5
+    assert share_without_gil(lambda count: [sum(range(1000)) for _ in range(count)]) < 0.2
+
+
+def test_an_instance_is_no_recipe_but_gets_a_factory():
+    diagnosis = diagnose(Patient())
+    assert "an env that exists already" in text_of(diagnosis, "recipe", "blocks")
+    assert diagnosis.recommendation.factory == "def make_env():\n    return Patient(...)\n"
+    assert diagnosis.recommendation.line.startswith("envs = muster.make_vec(make_env,")
+
+
+def test_a_factory_of_an_existing_env_is_refused_and_its_part_that_cannot_travel_is_named():
+    patient = Patient()
+    patient.lock = threading.Lock()
+    diagnosis = diagnose(lambda: patient)
+    assert "_thread.lock" in text_of(diagnosis, "recipe", "blocks")
+    assert diagnosis.recommendation.factory == "def make_env():\n    return Patient(...)\n"
+    assert found(diagnose(make_existing), "recipe", "blocks")
+
+
+def test_an_instance_with_a_spec_gets_its_id():
+    diagnosis = diagnose(gym.make("CartPole-v1"))
+    assert "new ones are made from its spec 'CartPole-v1'" in text_of(diagnosis, "recipe", "note")
+    assert diagnosis.recommendation.line.startswith('envs = muster.make_vec("CartPole-v1", num_envs=')
+    assert not diagnosis.blocks
+
+
+def test_an_argument_that_cannot_travel_blocks_and_is_named():
+    diagnosis = diagnose(lambda lock: Patient(), env_kwargs={"lock": threading.Lock()})
+    assert diagnosis.blocks
+    assert 'env_kwargs={"lock": muster.lazy(threading.Lock)}' in text_of(diagnosis, "travel", "blocks")
+    assert "fork tried, and work" in text_of(diagnosis, "start methods", "good")
+    assert 'context="fork"' in diagnosis.recommendation.line
+
+
+def test_an_id_that_does_not_exist_is_an_error_of_the_caller():
+    with pytest.raises(gym.error.Error):
+        diagnose("CartPohl-v1")

@@ -1,0 +1,127 @@
+"""dm_env's single-agent envs behind Gymnasium's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import muster
+from muster.envs.specs import space_of
+from muster.errors import EnvError, SpecMismatch
+
+dm_env = pytest.importorskip("dm_env", reason="pip install dm-env")
+specs = dm_env.specs
+
+
+class Task:
+    def __init__(self) -> None:
+        self.random = np.random.RandomState(0)
+
+
+class Walk(dm_env.Environment):
+    """Counts to `length` and ends with `discount`."""
+
+    def __init__(self, length: int = 3, discount: float | None = 0.0, nested: bool = False) -> None:
+        self.task = Task()
+        self.length, self.discount, self.nested = length, discount, nested
+        self.level = 1
+
+    def observation_spec(self) -> Any:
+        if not self.nested:
+            return specs.BoundedArray((2,), np.float32, minimum=0, maximum=[9, 99])
+        return {
+            "z": specs.Array((), np.float64),
+            "a": [specs.DiscreteArray(5), specs.Array((2, 2), np.uint8)],
+            "on": specs.Array((1,), np.bool_),
+        }
+
+    def action_spec(self) -> Any:
+        return (
+            specs.BoundedArray((2,), np.float64, minimum=-1.0, maximum=1.0) if self.nested else specs.DiscreteArray(4)
+        )
+
+    def reset(self) -> Any:
+        self.t, self.drawn = 0, self.task.random.randint(50)
+        return dm_env.restart(self._obs())
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        self.action = action
+        kind = dm_env.StepType.LAST if self.t == self.length else dm_env.StepType.MID
+        last = kind is dm_env.StepType.LAST
+        return dm_env.TimeStep(kind, None if self.t == 1 else 0.5, self.discount if last else 1.0, self._obs())
+
+    def _obs(self) -> Any:
+        if not self.nested:
+            return np.array([self.t, self.drawn], np.float32)
+        return {"on": np.array([True]), "a": [3, np.full((2, 2), self.t, np.uint8)], "z": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("discount", "terminates", "info"), [(0.0, True, None), (1.0, False, None), (0.9, False, 0.9), (None, False, None)]
+)
+def test_the_last_discount_tells_termination_from_truncation(discount: Any, terminates: bool, info: Any) -> None:
+    with muster.make_vec(Walk, 2, env_kwargs={"discount": discount}, num_workers=2) as envs:
+        assert isinstance(envs, muster.VectorEnv)
+        assert envs.single_action_space == spaces.Discrete(4, dtype=np.int32)
+        envs.reset(seed=0)
+        _, rewards, terminated, truncated, infos = envs.step(np.zeros(2, np.int32))
+        assert rewards.tolist() == [0, 0]  # None
+        envs.step(np.zeros(2, np.int32))
+        obs, rewards, terminated, truncated, infos = envs.step(np.zeros(2, np.int32))
+        assert obs[:, 0].tolist() == [3, 3]
+        assert rewards.tolist() == [0.5, 0.5]
+        assert terminated.tolist() == [terminates] * 2
+        assert truncated.tolist() == [not terminates] * 2
+        assert infos.get("discount", np.array([None]))[0] == info
+        assert envs.step(np.zeros(2, np.int32))[0][:, 0].tolist() == [0, 0]
+
+
+def test_nested_specs_become_nested_spaces_with_sorted_keys() -> None:
+    with muster.make_vec(Walk, 2, env_kwargs={"nested": True}, backend="serial") as envs:
+        obs, _ = envs.reset(seed=0)
+        assert list(obs) == ["a", "on", "z"]
+        assert obs["z"].tolist() == [0.25, 0.25]
+        assert obs["a"][0].tolist() == [3, 3]
+        assert obs["a"][1].shape == (2, 2, 2)
+        assert obs["on"].dtype == np.bool_
+        envs.step(np.full((2, 2), 0.5))
+        assert envs.get_attr("action")[1].tolist() == [0.5, 0.5]
+
+
+def test_seeds_reach_the_random_state_of_the_task() -> None:
+    with muster.make_vec(Walk, 3, backend="serial") as envs:
+        first, again, other = (envs.reset(seed=seed)[0][:, 1].tolist() for seed in (5, 5, 6))
+        assert first == again
+        assert first[1:] == other[:-1]
+
+
+def test_attributes_are_the_envs_own() -> None:
+    with muster.make_vec(Walk, 2) as envs:
+        envs.set_attr("level", [3, 4])
+        assert envs.get_attr("level") == (3, 4)
+        with pytest.raises(EnvError, match="physics"):
+            envs.render()
+
+
+@pytest.mark.parametrize(
+    ("spec", "space"),
+    [
+        (specs.DiscreteArray(3), spaces.Discrete(3, dtype=np.int32)),
+        (specs.DiscreteArray(3, dtype=np.int64), spaces.Discrete(3)),
+        (specs.Array((2,), np.float32), spaces.Box(-np.inf, np.inf, (2,), np.float32)),
+        (specs.Array((2,), np.int16), spaces.Box(-32768, 32767, (2,), np.int16)),
+        (specs.BoundedArray((2,), np.int64, 0, [3, 4]), spaces.Box(np.array([0, 0]), np.array([3, 4]), dtype=np.int64)),
+    ],
+)
+def test_specs_become_spaces_of_their_shape_dtype_and_bounds(spec: Any, space: Any) -> None:
+    assert space_of(spec, "observation") == space
+
+
+@pytest.mark.parametrize("spec", [specs.StringArray(()), object(), None])
+def test_specs_without_a_space_are_named(spec: Any) -> None:
+    with pytest.raises(SpecMismatch, match=r"observation\['name'\] has the spec"):
+        space_of({"name": spec}, "observation")

@@ -1,0 +1,230 @@
+"""A long run under fire: workers are killed and stopped at random, envs raise and crash, and every row is checked.
+
+    python tests/faults/soak.py --seconds 300
+
+Each row says which env, episode and step it is of, under a checksum, so that one which is wrong, stale, doubled or lost
+is seen. At the end memory, fds and processes must be where they were after the first tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import random
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+import muster
+
+NUM_ENVS, NUM_WORKERS = 16, 4
+KILL_EVERY_S = 0.2
+STEP_TIMEOUT_S = 0.5
+RAISES, CRASHES = 1 / 20_000, 1 / 50_000  # for each env step
+EPISODE_STEPS = 60
+MEMORY_GROWTH_BYTES = 32 << 20
+_WORDS = 12
+
+
+def row_of(env: int, episode: int, step: int) -> Any:
+    """int64 ``[12]``: the three numbers, and a checksum of them in each other place."""
+    row = np.full(_WORDS, hash((env, episode, step)) & 0x7FFFFFFF, np.int64)
+    row[:3] = env, episode, step
+    return row + np.arange(_WORDS) * (np.arange(_WORDS) > 2)
+
+
+class UnderFire(gym.Env[Any, Any]):
+    """Counts its steps; raises or crashes at random. Episodes have numbers that no other process gives."""
+
+    observation_space = gym.spaces.Box(np.iinfo(np.int64).min, np.iinfo(np.int64).max, (_WORDS,), np.int64)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        info = muster.get_worker_info()
+        assert info is not None
+        self.index = info.env_index
+        self.random = random.Random(os.urandom(8))
+        self.episode = self.random.getrandbits(40)
+        self.steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.episode, self.steps = self.episode + 1, 0
+        return row_of(self.index, self.episode, 0), {}
+
+    def step(self, action: Any) -> Any:
+        luck = self.random.random()
+        if luck < CRASHES:
+            ctypes.string_at(0)
+        elif luck < CRASHES + RAISES:
+            raise RuntimeError("bad luck")
+        self.steps += 1
+        row = row_of(self.index, self.episode, self.steps)
+        return row, float(self.steps), self.steps == EPISODE_STEPS, False, {"step": self.steps}
+
+
+@dataclass
+class Report:
+    """What a soak has seen. problems: empty if all was well."""
+
+    rows: int = 0
+    kills: int = 0
+    truncations: int = 0
+    episodes: int = 0
+    restarts: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+class Checker:
+    """Follows each env's episode, row by row."""
+
+    def __init__(self, obs: Any) -> None:
+        self.report = Report()
+        self.last = obs.copy()
+        self.over = np.zeros(NUM_ENVS, bool)
+
+    def check(self, batch: Any) -> None:
+        restarted = batch.infos.get("_restarted", np.zeros(len(batch.env_ids), bool))
+        steps = batch.infos.get("step", np.zeros(len(batch.env_ids)))
+        for row, env in enumerate(batch.env_ids.tolist()):
+            obs, step = batch.obs[row], int(batch.obs[row][2])
+            ended = bool(batch.terminated[row]), bool(batch.truncated[row])
+            reward, info_step = batch.rewards[row], steps[row]
+            if not np.array_equal(obs, row_of(env, int(obs[1]), step)):
+                wrong = "its checksum is wrong"
+            elif self.over[env]:
+                fresh = obs[1] != self.last[env][1] and step == 0
+                wrong = "" if fresh and ended == (False, False) and reward == 0 else "not the start of an episode"
+            elif restarted[row]:
+                kept = np.array_equal(obs, self.last[env])
+                wrong = "" if kept and ended == (False, True) and reward == 0 else "not a truncated last row"
+            else:
+                goes_on = obs[1] == self.last[env][1] and step == self.last[env][2] + 1
+                as_told = ended == (step == EPISODE_STEPS, False) and reward == step == info_step
+                wrong = "" if goes_on and as_told else "not the next step"
+            if wrong and len(self.report.problems) < 20:
+                told = f"after {self.last[env][:3]}, over={self.over[env]}: {obs[:3]}, {ended}, reward {reward}"
+                self.report.problems.append(f"row {self.report.rows} of env {env} is {wrong}: {told}")
+            self.report.rows += 1
+            self.report.episodes += ended[0]
+            self.report.truncations += ended[1]
+            self.last[env], self.over[env] = obs, any(ended)
+
+
+class Killer(threading.Thread):
+    """Kills or stops a random worker every `KILL_EVERY_S` on average."""
+
+    def __init__(self, envs: Any, seed: int) -> None:
+        super().__init__(name="killer")
+        self.kills = 0
+        self._envs, self._random, self._done = envs, random.Random(seed), threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(self._random.expovariate(1 / KILL_EVERY_S)):
+            pid = self._random.choice(workers_of(os.getpid()) or [0])
+            if pid:
+                number = self._random.choice([signal.SIGKILL, signal.SIGSTOP])
+                try:
+                    os.kill(pid, number)
+                    self.kills += 1
+                except ProcessLookupError:
+                    continue
+
+    def stop(self) -> None:
+        self._done.set()
+        self.join()
+
+
+def soak(seconds: float, seed: int = 0) -> Report:
+    """Steps for so long, by `step` and by `send` and `recv` in turn."""
+    envs = muster.make_vec(
+        UnderFire,
+        NUM_ENVS,
+        num_workers=NUM_WORKERS,
+        on_failure="restart",
+        max_restarts=1_000_000,
+        step_timeout=STEP_TIMEOUT_S,
+    )
+    checker = Checker(envs.reset(seed=seed)[0])
+    report = checker.report
+    killer = Killer(envs, seed)
+    start = time.monotonic()
+    held: dict[str, int] | None = None
+    killer.start()
+    try:
+        while (elapsed_s := time.monotonic() - start) < seconds and not report.problems:
+            if held is None and elapsed_s > seconds / 10:
+                held = holdings()
+            some_steps(envs, checker)
+            some_halves(envs, checker)
+    finally:
+        killer.stop()
+    some_steps(envs, checker)  # repairs what the killer has left broken
+    report.kills, report.restarts = killer.kills, envs.stats()["restarts"]
+    after = holdings()
+    for kind, before in (held or after).items():
+        limit = before + (MEMORY_GROWTH_BYTES if kind == "memory_bytes" else 0)
+        if after[kind] > limit:
+            report.problems.append(f"{kind} grew from {before} to {after[kind]}")
+    if report.truncations > report.restarts:
+        report.problems.append(f"{report.truncations} truncations, but only {report.restarts} envs were restarted")
+    envs.close()
+    if workers_of(os.getpid()):
+        report.problems.append("workers are left after close")
+    return report
+
+
+def some_steps(envs: Any, checker: Checker) -> None:
+    actions, ids = np.zeros(NUM_ENVS, np.int64), np.arange(NUM_ENVS)
+    for _ in range(20):
+        checker.check(muster.vector.Batch(ids, *envs.step(actions)))
+
+
+def some_halves(envs: Any, checker: Checker) -> None:
+    envs.send(np.zeros(NUM_ENVS, np.int64))
+    for _ in range(40):
+        batch = envs.recv(min_envs=NUM_ENVS // 2)
+        checker.check(batch)
+        envs.send(np.zeros(len(batch.env_ids), np.int64), batch.env_ids)
+    checker.check(envs.recv())
+
+
+def workers_of(caller: int) -> list[int]:
+    """The grandchildren of `caller`: workers are children of the launcher."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry.name)] = int(parent)
+    return [pid for pid, parent in parents.items() if parents.get(parent) == caller]
+
+
+def holdings() -> dict[str, int]:
+    """Of this process: memory, fds, threads; and the processes that it has started."""
+    memory = Path("/proc/self/statm").read_text().split()
+    return {
+        "memory_bytes": (int(memory[1]) - int(memory[2])) * os.sysconf("SC_PAGESIZE"),
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count() - sum(isinstance(one, Killer) for one in threading.enumerate()),
+        "processes": len(workers_of(os.getpid())),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    result = soak(options.seconds, options.seed)
+    print(result)
+    raise SystemExit(bool(result.problems))

@@ -1,0 +1,160 @@
+"""The caller ends by a signal: its workers and what they started are gone within a second."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+BOUND_S = 1.0
+CONTEXTS = ("forkserver", "fork", "spawn")
+
+# Prints a line once its workers are in the state that the test asks for, then waits to be killed.
+CALLER = """
+import os, signal, sys, threading, time
+import faulty_envs, muster
+import numpy as np
+
+method, state, threaded = sys.argv[1:]
+
+class Env(faulty_envs.CountingEnv):
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+        if self.index == 0:
+            faulty_envs.start_children()
+
+    def step(self, action):
+        if self.state == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.state == "in C":
+            faulty_envs.hang_in_c()
+        elif self.state == "flooding":
+            while True:
+                os.write(2, b"noise that nobody reads" * 100)
+        return super().step(action)
+
+def start():
+    global envs
+    envs = muster.make_vec(Env, 2, num_workers=2, context=method, env_kwargs={"state": state})
+    envs.reset()
+    if state != "idle":
+        envs.send(np.zeros(2, np.int64))
+
+if threaded == "True":
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+else:
+    start()
+time.sleep(0.5)
+print(*[worker["pid"] for worker in envs.stats()["workers"]], flush=True)
+signal.pause()
+"""
+
+
+def run_caller(method: str, state: str, *, threaded: bool = False, by: Any = signal.SIGKILL) -> tuple[float, set[str]]:
+    """Starts a caller, ends it by the signal, and tells how long its processes lived on, and which still live."""
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, method, state, str(threaded)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
+        start_new_session=True,
+    )
+    assert caller.stdout is not None
+    assert caller.stderr is not None
+    workers = caller.stdout.readline().split()
+    if len(workers) != 2:
+        pytest.fail(caller.communicate()[1])
+    before = family(caller.pid)
+    # Two workers, and env 0's three children; the launcher beside them.
+    assert len(before) == 5 + (method != "fork")
+    caller.send_signal(by)
+    start = time.monotonic()
+    while (left := {pid for pid in before if is_alive(pid)}) and time.monotonic() < start + 10 * BOUND_S:
+        time.sleep(0.01)
+    took_s = time.monotonic() - start
+    caller.stdout.close()
+    caller.stderr.close()
+    assert caller.wait(5.0) == -by
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return took_s, {str(pid) for pid in left}
+
+
+def family(pid: int) -> set[int]:
+    """All living descendants, also those whose parent has ended."""
+    from_parent: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and is_alive(int(entry.name)):
+            from_parent.setdefault(int(_stat(int(entry.name))[1]), []).append(int(entry.name))
+    found: set[int] = set()
+    queue = [pid]
+    while queue:
+        children = from_parent.get(queue.pop(), [])
+        found.update(children)
+        queue += children
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    return _stat(pid)[0] not in ("Z", "X")
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X", "0"]
+
+
+def some_slow(params: list[tuple[Any, ...]], fast: list[tuple[Any, ...]]) -> list[Any]:
+    return [pytest.param(*param, marks=() if param in fast else pytest.mark.slow) for param in params]
+
+
+STATES = ("idle", "in C", "stopped", "flooding")
+EVERY = some_slow(
+    list(itertools.product(CONTEXTS, STATES)),
+    [("forkserver", "in C"), ("spawn", "stopped"), ("fork", "in C"), ("fork", "stopped"), ("fork", "flooding")],
+)
+THREADED = some_slow(
+    list(itertools.product(CONTEXTS, ("in C", "stopped"))), [("forkserver", "in C"), ("fork", "stopped")]
+)
+SIGNALS = some_slow(
+    list(itertools.product(("forkserver", "fork"), (signal.SIGTERM, signal.SIGSEGV, signal.SIGHUP))),
+    [("forkserver", signal.SIGTERM), ("fork", signal.SIGSEGV)],
+)
+
+
+@pytest.mark.parametrize(("method", "state"), EVERY)
+@pytest.mark.usefixtures("leaves_nothing")
+def test_sigkill_takes_workers_and_their_children(method: str, state: str) -> None:
+    took_s, left = run_caller(method, state)
+    assert not left
+    assert took_s < BOUND_S
+
+
+@pytest.mark.parametrize(("method", "by"), SIGNALS)
+@pytest.mark.usefixtures("leaves_nothing")
+def test_other_signals_do_the_same(method: str, by: signal.Signals) -> None:
+    took_s, left = run_caller(method, "in C", by=by)
+    assert not left
+    assert took_s < BOUND_S
+
+
+@pytest.mark.parametrize(("method", "state"), THREADED)
+@pytest.mark.usefixtures("leaves_nothing")
+def test_workers_made_in_a_thread_outlive_it_but_not_the_caller(method: str, state: str) -> None:
+    took_s, left = run_caller(method, state, threaded=True)
+    assert not left
+    assert took_s < BOUND_S

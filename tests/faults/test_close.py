@@ -1,0 +1,228 @@
+"""Closing: always bounded, always complete, however the end comes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faulty_envs import CountingEnv, hang_in_c
+
+import muster
+from muster.errors import ClosedError, EnvError, WorkerDied
+
+HERE = Path(__file__).parent
+ACTIONS = np.zeros(2, np.int64)
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+class Closing(CountingEnv):
+    """Leaves a file when it is closed. hangs: the step of env 0 never ends."""
+
+    def __init__(self, folder: str, hangs: bool = False) -> None:
+        super().__init__()
+        self.folder, self.hangs = folder, hangs
+
+    def step(self, action: Any) -> Any:
+        if self.hangs and self.index == 0:
+            hang_in_c()
+        return super().step(action)
+
+    def close(self) -> None:
+        Path(self.folder, f"closed-{self.index}").touch()
+
+    def dies(self) -> None:
+        os._exit(1)
+
+    def exits(self) -> None:
+        sys.exit(2)
+
+
+class ClosingNever(CountingEnv):
+    def close(self) -> None:
+        time.sleep(1000)
+
+
+class ClosingByExit(CountingEnv):
+    def close(self) -> None:
+        sys.exit(5)
+
+
+def make(tmp_path: Path, **options: Any) -> Any:
+    env_kwargs = {"folder": str(tmp_path), "hangs": options.pop("hangs", False)}
+    return muster.make_vec(Closing, 2, num_workers=2, env_kwargs=env_kwargs, **options)
+
+
+def closed(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_close_closes_envs_and_may_be_repeated(tmp_path: Path) -> None:
+    envs = make(tmp_path)
+    envs.reset()
+    envs.close()
+    assert closed(tmp_path) == ["closed-0", "closed-1"]
+    envs.close()
+    with pytest.raises(ClosedError):
+        envs.step(ACTIONS)
+
+
+def test_with_block_closes_when_an_error_leaves_it(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), make(tmp_path) as envs:
+        envs.reset()
+        raise KeyError
+    assert closed(tmp_path) == ["closed-0", "closed-1"]
+
+
+def test_garbage_collection_closes(tmp_path: Path) -> None:
+    envs = make(tmp_path)
+    envs.reset()
+    del envs
+    gc.collect()
+    assert closed(tmp_path) == ["closed-0", "closed-1"]
+
+
+def test_close_is_silent_about_a_dead_worker_and_closes_the_others(tmp_path: Path) -> None:
+    envs = make(tmp_path)
+    envs.reset()
+    os.kill(envs.stats()["workers"][0]["pid"], signal.SIGKILL)
+    envs.close()
+    assert closed(tmp_path) == ["closed-1"]
+
+
+def test_close_does_not_wait_for_a_step_that_hangs(tmp_path: Path) -> None:
+    envs = make(tmp_path, hangs=True)
+    envs.reset()
+    envs.send(ACTIONS)
+    start = time.monotonic()
+    envs.close()
+    assert time.monotonic() - start < 5.0
+    assert closed(tmp_path) == ["closed-1"]
+
+
+def test_close_kills_an_env_that_does_not_end_its_close() -> None:
+    envs = muster.make_vec(ClosingNever, 2, num_workers=2)
+    start = time.monotonic()
+    envs.close(timeout=0.5)
+    assert time.monotonic() - start < 5.0
+
+
+def test_an_env_that_exits_in_close_is_an_error_that_names_it() -> None:
+    envs = muster.make_vec(ClosingByExit, 2, num_workers=1)
+    with pytest.raises(EnvError, match="env 0 .*SystemExit: 5"):
+        envs.close()
+
+
+def test_close_while_a_call_is_pending(tmp_path: Path) -> None:
+    envs = make(tmp_path)
+    envs.call_async("index")
+    time.sleep(0.2)
+    envs.close()
+    assert closed(tmp_path) == ["closed-0", "closed-1"]
+
+
+def test_worker_that_dies_in_a_call(tmp_path: Path) -> None:
+    envs = make(tmp_path)
+    with pytest.raises(WorkerDied, match=r"exit code 1. It was answering call\('dies'\)"):
+        envs.call("dies")
+    with pytest.raises(ClosedError):
+        envs.reset()
+
+
+def test_env_that_exits_in_a_call(tmp_path: Path) -> None:
+    with make(tmp_path) as envs:
+        with pytest.raises(EnvError, match="env 0 .*SystemExit: 2"):
+            envs.call("exits")
+        assert envs.get_attr("index") == (0, 1)
+
+
+# ---- the end of the whole program
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import faulty_envs, muster
+import numpy as np
+
+class Env(faulty_envs.CountingEnv):
+    def __init__(self, sleep_s):
+        super().__init__()
+        self.sleep_s = sleep_s
+        print("built", flush=True)
+        if sleep_s < 0:
+            time.sleep(1000)
+        faulty_envs.start_children()
+
+    def step(self, action):
+        print("stepping", flush=True)
+        time.sleep(self.sleep_s)
+        return super().step(action)
+
+def make(sleep_s):
+    return muster.make_vec(Env, 2, num_workers=2, context=sys.argv[1], env_kwargs={"sleep_s": sleep_s})
+
+"""
+ENDINGS = {
+    "falls off the end": "envs = make(0.0); envs.reset(); envs.step(np.zeros(2, np.int64))",
+    "sys.exit": "envs = make(0.0); envs.reset(); sys.exit(0)",
+    "unclosed, another thread": "envs = make(0.0); threading.Thread(target=envs.reset).start()",
+    "exit while a step is pending": "envs = make(3.0); envs.reset(); envs.send(np.zeros(2, np.int64))",
+}
+INTERRUPTED = {
+    "in step": "envs = make(1000.0); envs.reset(); envs.step(np.zeros(2, np.int64))",
+    "in step, closing": "with make(1000.0) as envs: envs.reset(); envs.step(np.zeros(2, np.int64))",
+    "in a call": "envs = make(1000.0); envs.reset(); envs.call('step', 0)",
+    "while starting": "print('stepping', flush=True); make(-1.0)",
+}
+
+
+def some_slow(names: dict[str, str]) -> list[Any]:
+    """Every name with every start method; those that are not slow have each name once."""
+    return [
+        pytest.param(name, method, marks=() if row % 2 == column else pytest.mark.slow)
+        for row, name in enumerate(names)
+        for column, method in enumerate(("forkserver", "fork", "spawn"))
+    ]
+
+
+def run(body: str, method: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM + body, method],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(("ending", "method"), some_slow(ENDINGS))
+def test_interpreter_exit_leaves_nothing_and_says_nothing(ending: str, method: str) -> None:
+    process = run(ENDINGS[ending], method)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert errors == ""
+
+
+@pytest.mark.parametrize(("place", "method"), some_slow(INTERRUPTED))
+def test_ctrl_c_is_one_keyboard_interrupt(place: str, method: str) -> None:
+    process = run(INTERRUPTED[place], method)
+    assert process.stdout is not None
+    awaited = {"while starting": "built"}.get(place, "stepping")
+    while process.stdout.readline().strip() != awaited:
+        assert process.poll() is None
+    time.sleep(0.5)
+    # To the whole group, as a terminal does.
+    os.killpg(process.pid, signal.SIGINT)
+    start = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - start < 4.0
+    assert errors.count("KeyboardInterrupt") == 1
+    assert errors.count("Traceback") == 1
+    assert process.returncode == -signal.SIGINT

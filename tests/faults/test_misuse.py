@@ -1,0 +1,300 @@
+"""Calls that make no sense: each a named error, after which the next correct call works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faulty_envs import CountingEnv
+
+import muster
+from muster.errors import (
+    ActionError,
+    CannotTravel,
+    ClosedError,
+    EnvError,
+    NotPendingError,
+    PendingError,
+    UsageError,
+    WaitTimeout,
+)
+
+ACTIONS = np.zeros(2, np.int64)
+
+
+def refuse() -> None:
+    raise OSError("not in this process")
+
+
+class NotRebuilt:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+class Env(CountingEnv):
+    def step(self, action: Any) -> Any:
+        if self.steps == 0 and (self.options or {}).get("slow"):
+            time.sleep(0.5)
+        return super().step(action)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.options = options
+        return super().reset(seed=seed)
+
+    def give_lock(self) -> Any:
+        return threading.Lock()
+
+    def give_not_rebuilt(self) -> Any:
+        return NotRebuilt()
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def fail(self) -> None:
+        raise LookupError("no such thing")
+
+    def sleep(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "slept"
+
+
+@pytest.fixture(params=["process", "serial"])
+def backend(request: Any) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def envs(backend: str) -> Iterator[Any]:
+    options = {"num_workers": 2} if backend == "process" else {}
+    with muster.make_vec(Env, 2, backend=backend, **options) as envs:
+        yield envs
+
+
+@pytest.fixture
+def remote() -> Iterator[Any]:
+    with muster.make_vec(Env, 2, num_workers=2) as envs:
+        yield envs
+
+
+def check_in_step(envs: Any) -> None:
+    """A whole episode's start, right in every row."""
+    obs, _ = envs.reset()
+    episode = obs[0, 1]
+    for step in range(1, 4):
+        obs = envs.step(ACTIONS)[0]
+        np.testing.assert_array_equal(obs, [[0, episode, step], [1, episode, step]])
+    assert envs.call("echo", 7) == (7, 7)
+
+
+WRONG_ACTIONS = {
+    "too few": np.zeros(1, np.int64),
+    "too many": np.zeros(3, np.int64),
+    "shape": np.zeros((2, 1), np.int64),
+    "float": np.zeros(2),
+    "beyond": np.array([0, 2]),
+    "below": np.array([-1, 0]),
+    "None": None,
+    "words": ["left", "right"],
+}
+
+
+def test_actions(envs: Any) -> None:
+    envs.reset()
+    for name, actions in WRONG_ACTIONS.items():
+        with pytest.raises(ActionError):
+            pytest.fail(f"{name}: {envs.step(actions)}")
+        with pytest.raises(ActionError):
+            envs.send(actions)
+    check_in_step(envs)
+
+
+def test_env_ids(envs: Any) -> None:
+    envs.reset()
+    for ids in ([2], [-1], [0, 0], [], [0.5], [[0]]):
+        with pytest.raises(ActionError, match="env_ids"):
+            envs.send(np.zeros(len(ids), np.int64), ids)
+    check_in_step(envs)
+
+
+def test_order_of_calls(envs: Any) -> None:
+    with pytest.raises(UsageError, match="reset"):
+        envs.step(ACTIONS)
+    with pytest.raises(NotPendingError):
+        envs.recv()
+    with pytest.raises(NotPendingError):
+        envs.step_wait()
+    with pytest.raises(NotPendingError):
+        envs.call_wait()
+    envs.reset()
+    envs.send(ACTIONS)
+    calls = (
+        lambda: envs.step(ACTIONS),
+        lambda: envs.send(ACTIONS),
+        lambda: envs.send([0], [1]),
+        envs.reset,
+        lambda: envs.call("index"),
+        lambda: envs.set_attr("x", 1),
+    )
+    for call in calls:
+        with pytest.raises(PendingError):
+            call()
+    with pytest.raises(NotPendingError):
+        envs.recv(min_envs=3)
+    np.testing.assert_array_equal(envs.recv().obs[:, 2], 1)
+    envs.call_async("index")
+    for call in calls:
+        with pytest.raises(PendingError):
+            call()
+    assert envs.call_wait() == (0, 1)
+    check_in_step(envs)
+
+
+def test_disabled_autoreset_needs_a_reset() -> None:
+    with muster.make_vec("CartPole-v1", 2, backend="serial", autoreset_mode="disabled") as envs:
+        envs.reset(seed=0)
+        ended = np.zeros(2, bool)
+        while not ended.any():
+            ended = envs.step(ACTIONS)[2]
+        with pytest.raises(UsageError, match="reset_mask"):
+            envs.step(ACTIONS)
+        envs.reset(options={"reset_mask": ended})
+        envs.step(ACTIONS)
+
+
+def test_seeds_and_masks(envs: Any) -> None:
+    for seed in (-1, [1], [1, 2, 3], "one", 1.5, [1, "two"], [1, -2], True):
+        with pytest.raises((ValueError, UsageError), match="seed"):
+            envs.reset(seed=seed)
+    for mask in ([True, False], np.ones(3, bool), np.ones(2), np.zeros(2, bool)):
+        with pytest.raises((ValueError, TypeError), match="reset_mask"):
+            envs.reset(options={"reset_mask": mask})
+    check_in_step(envs)
+
+
+def test_attributes(envs: Any) -> None:
+    with pytest.raises(EnvError, match="env 0 .*AttributeError"):
+        envs.get_attr("no_such_attribute")
+    with pytest.raises(EnvError, match="env 0 .*LookupError: no such thing"):
+        envs.call("fail")
+    with pytest.raises(ValueError, match="2 values"):
+        envs.set_attr("index", [1, 2, 3])
+    check_in_step(envs)
+
+
+def test_what_cannot_travel(remote: Any) -> None:
+    with pytest.raises(CannotTravel, match="lock"):
+        remote.call("give_lock")
+    with pytest.raises(CannotTravel, match="not in this process"):
+        remote.call("give_not_rebuilt")
+    with pytest.raises(CannotTravel, match="lock"):
+        remote.call("echo", threading.Lock())
+    with pytest.raises(CannotTravel, match="lock"):
+        remote.set_attr("thing", {"deep": threading.Lock()})
+    with pytest.raises(CannotTravel, match="lock"):
+        remote.reset(options={"lock": threading.Lock()})
+    check_in_step(remote)
+
+
+def test_waiting_too_short_loses_nothing(remote: Any) -> None:
+    remote.reset(options={"slow": True})
+    remote.send(ACTIONS)
+    with pytest.raises(WaitTimeout):
+        remote.recv(timeout=0.01)
+    np.testing.assert_array_equal(remote.recv().obs[:, 2], 1)
+    remote.call_async("sleep", 0.3)
+    with pytest.raises(WaitTimeout):
+        remote.call_wait(timeout=0.01)
+    assert remote.call_wait() == ("slept", "slept")
+    check_in_step(remote)
+
+
+def test_after_close(envs: Any) -> None:
+    envs.reset()
+    envs.close()
+    for call in (lambda: envs.step(ACTIONS), envs.reset, envs.recv, lambda: envs.call("index"), envs.stats):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_from_two_threads(remote: Any) -> None:
+    remote.reset(options={"slow": True})
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(remote.step(ACTIONS)))
+    thread.start()
+    time.sleep(0.2)
+    for call in (lambda: remote.step(ACTIONS), remote.reset, lambda: remote.call("index"), lambda: remote.recv(2)):
+        with pytest.raises(UsageError, match="thread|owe"):
+            call()
+    thread.join()
+    np.testing.assert_array_equal(results[0][0][:, 2], 1)
+    check_in_step(remote)
+
+
+def test_calls_from_two_threads(remote: Any) -> None:
+    thread = threading.Thread(target=remote.call, args=("sleep", 0.5))
+    thread.start()
+    time.sleep(0.2)
+    for call in (lambda: remote.step(ACTIONS), remote.reset, lambda: remote.set_attr("x", 1)):
+        with pytest.raises(PendingError):
+            call()
+    thread.join()
+    check_in_step(remote)
+
+
+def test_closed_by_another_thread(remote: Any) -> None:
+    remote.reset(options={"slow": True})
+    errors: list[Exception] = []
+
+    def step() -> None:
+        try:
+            remote.step(ACTIONS)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    time.sleep(0.1)
+    remote.close(terminate=True)
+    thread.join(10.0)
+    assert [type(error) for error in errors] == [ClosedError]
+
+
+def test_in_a_forked_child(envs: Any) -> None:
+    envs.reset()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            with pytest.raises(ClosedError, match="forked"):
+                envs.step(ACTIONS)
+            with pytest.raises(ClosedError, match="forked"):
+                envs.reset()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    check_in_step(envs)
+
+
+def test_a_forked_child_that_exits_leaves_the_workers_alone() -> None:
+    program = (
+        "import os, sys, faulty_envs, muster, numpy as np\n"
+        "envs = muster.make_vec(faulty_envs.CountingEnv, 2, num_workers=2); envs.reset()\n"
+        "pid = os.fork()\n"
+        "if pid == 0: sys.exit(0)\n"  # runs what is registered for the interpreter's exit
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+        "assert envs.step(np.zeros(2, np.int64))[0][:, 2].tolist() == [1, 1]\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "PYTHONPATH": path})

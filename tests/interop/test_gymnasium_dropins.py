@@ -1,0 +1,227 @@
+import multiprocessing
+import os
+import signal
+import warnings
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+from dropin_envs import Alone, Careless, Counter, Raising, Repeater, Slow, Speaker
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AsyncVectorEnv as TheirAsync
+from gymnasium.vector.async_vector_env import _async_worker
+
+from muster.errors import WorkerDied
+from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv
+from muster.interop.starting import PackingWarning
+
+BOTH = pytest.mark.parametrize("vectorise", [SyncVectorEnv, AsyncVectorEnv])
+
+
+@BOTH
+def test_may_be_stepped_before_the_first_reset(vectorise):
+    with vectorise([Counter] * 2) as envs:
+        obs, rewards, *_ = envs.step([0, 1])
+    assert obs.tolist() == [[1.0], [1.0]]
+    assert rewards.tolist() == [1.0, 1.0]
+
+
+@BOTH
+def test_observations_are_cast_and_axes_of_length_one_filled_in(vectorise):
+    with vectorise([Careless] * 2) as envs:
+        obs, _ = envs.reset()
+        assert obs.dtype == np.float32
+        assert obs.shape == (2, 1)
+
+
+@BOTH
+def test_actions_that_fit_no_space_reach_the_env_as_they_were_given(vectorise):
+    with vectorise([Repeater] * 2) as envs:
+        envs.reset()
+        envs.step(["left", "right"])
+        assert envs.call("what") == (("str", "left"), ("str", "right"))
+        envs.step(np.array([7, 8]))
+        assert envs.call("what") == (("int64", 7), ("int64", 8))
+        with pytest.raises(ValueError, match="2 actions"):
+            envs.step([1, 2, 3])
+        assert envs.step([0, 0])[0].tolist() == [[3.0], [3.0]]
+
+
+@BOTH
+def test_raises_the_envs_own_exception_and_stays_in_step(vectorise):
+    with vectorise([Raising] * 2) as envs:
+        envs.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(KeyError, match="no action 2"):
+                envs.step([2, 1])
+        assert envs.step([1, 1])[0].tolist() == [[1.0], [2.0]]
+
+
+@BOTH
+def test_next_step_autoreset_and_infos_are_gymnasiums(vectorise):
+    with vectorise([partial(Counter, 1), partial(Counter, 3)]) as envs:
+        _, infos = envs.reset(seed=5)
+        assert infos["start"].tolist() == [True, True]
+        assert envs.step([0, 0])[3].tolist() == [True, False]
+        obs, rewards, _, truncated, infos = envs.step([0, 0])
+        assert obs.tolist() == [[0.0], [2.0]]
+        assert rewards.tolist() == [0.0, 2.0]
+        assert not truncated.any()
+        assert infos["_count"].tolist() == [False, True]
+        assert envs.get_attr("seeds") == ([5, None], [6])
+
+
+@BOTH
+def test_what_is_wrong_with_a_reset_mask_is_said_in_gymnasiums_words(vectorise):
+    with vectorise([Counter] * 2) as envs:
+        for mask, error, match in (
+            ([True, False], TypeError, "must be a numpy array"),
+            (np.ones(3, bool), ValueError, r"must have shape `\(2,\)`"),
+            (np.ones(2), TypeError, "must have `dtype=np.bool_`"),
+            (np.zeros(2, bool), ValueError, "at least one True value"),
+        ):
+            with pytest.raises(error, match=match):
+                envs.reset(options={"reset_mask": mask})
+        with pytest.raises(ValueError, match="length must match num_envs=2 but got length=3"):
+            envs.reset(seed=[1, 2, 3])
+
+
+@BOTH
+def test_a_constructors_own_exception_comes_through(vectorise):
+    def broken():
+        raise LookupError("no such track")
+
+    with pytest.raises(LookupError, match="no such track"):
+        vectorise([broken] * 2)
+
+
+def test_sync_takes_an_env_that_exists_and_gives_access_to_it():
+    env = Counter()
+    for _ in range(2):  # and again, while the first vector env has it still
+        envs = SyncVectorEnv([lambda: env])
+        assert envs.envs[0] is env
+        envs.reset()
+    assert envs.step([0])[0].tolist() == [[1.0]]
+
+
+def test_sync_with_autoreset_disabled_asserts_that_ended_envs_are_reset():
+    envs = SyncVectorEnv([partial(Counter, 1), Counter], autoreset_mode="Disabled")
+    envs.reset()
+    *_, truncated, _ = envs.step([0, 0])
+    with pytest.raises(AssertionError, match=r"envs \[0\] have ended"):
+        envs.step([0, 0])
+    envs.reset(options={"reset_mask": truncated})
+    assert envs.step([0, 0])[0].tolist() == [[1.0], [2.0]]
+
+
+def test_async_builds_no_env_in_the_calling_process():
+    with AsyncVectorEnv([Counter] * 4, num_workers=2) as envs:
+        pids = envs.call("where")
+    assert os.getpid() not in pids
+    assert len(set(pids)) == 2
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_async_gives_each_env_a_process_where_two_cannot_share_one(dies):
+    with pytest.warns(PackingWarning, match="num_workers=3"):
+        envs = AsyncVectorEnv([partial(Alone, dies)] * 3, num_workers=1)
+    with envs:
+        envs.reset()
+        assert len(set(envs.call("where"))) == 3
+
+
+def test_async_does_not_start_again_for_an_env_that_always_raises(recwarn):
+    with pytest.raises(TypeError, match="lenght"):
+        AsyncVectorEnv([partial(Counter, lenght=3)] * 2, num_workers=1)
+    assert not recwarn.list
+
+
+def test_a_timeout_leaves_the_step_pending_and_returns_nothing_stale():
+    with AsyncVectorEnv([Slow] * 2) as envs:
+        envs.reset()
+        envs.step_async([2, 2])
+        with pytest.raises(multiprocessing.TimeoutError, match=r"`step_wait` has timed out after 0.01 second"):
+            envs.step_wait(timeout=0.01)
+        with pytest.raises(TimeoutError):
+            envs.step_wait(timeout=0)
+        with pytest.raises(
+            AlreadyPendingCallError, match="Calling `step_async` while waiting for a pending call to `step`"
+        ):
+            envs.step([0, 0])
+        assert envs.step_wait()[0].tolist() == [[1.0], [1.0]]
+        assert envs.step([0, 0])[0].tolist() == [[2.0], [2.0]]
+
+
+def test_calls_out_of_order_are_refused_in_gymnasiums_words():
+    with AsyncVectorEnv([Counter] * 2) as envs:
+        with pytest.raises(NoAsyncCallError, match="Calling `reset_wait` without any prior call to `reset_async`"):
+            envs.reset_wait()
+        envs.call_async("where")
+        with pytest.raises(AlreadyPendingCallError, match="pending call to `call`"):
+            envs.reset()
+        with pytest.raises(NoAsyncCallError, match="`step_wait`"):
+            envs.step_wait()
+        envs.call_wait()
+        envs.reset()
+    with pytest.raises(ClosedEnvironmentError, match="after a call to `close"):
+        envs.step([0, 0])
+
+
+def test_closing_while_a_step_is_pending_warns():
+    envs = AsyncVectorEnv([Counter] * 2)
+    envs.step_async([0, 0])
+    with pytest.warns(UserWarning, match="Calling `close` while waiting for a pending call to `step`"):
+        envs.close()
+
+
+def test_a_killed_worker_is_an_error_and_close_raises_nothing():
+    envs = AsyncVectorEnv([Counter] * 2)
+    envs.reset()
+    os.kill(envs.call("where")[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        for _ in range(100):
+            envs.step([0, 0])
+    envs.close()
+
+
+def test_text_observations_are_not_those_of_the_first_step():
+    with AsyncVectorEnv([Speaker] * 2) as envs:
+        assert envs.reset()[0] == ("a", "a")
+        assert envs.step([0, 0])[0] == ("ab", "ab")
+
+
+def test_a_custom_worker_gets_gymnasiums_own_class():
+    envs = AsyncVectorEnv([Counter] * 2, worker=_async_worker)
+    assert type(envs) is TheirAsync
+    envs.close()
+    with pytest.raises(TypeError, match="num_workers"):
+        AsyncVectorEnv([Counter], worker=_async_worker, num_workers=1)
+
+
+def test_max_concurrency_is_the_number_of_workers_at_most():
+    with AsyncVectorEnv([Counter] * 4, max_concurrency=1) as envs:
+        assert len(set(envs.call("where"))) == 1
+    with pytest.raises(ValueError, match="must be an integer or None"):
+        AsyncVectorEnv([Counter], max_concurrency=1.5)
+    with pytest.raises(ValueError, match="must be a positive or None"):
+        AsyncVectorEnv([Counter], max_concurrency=0)
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="env_fns is empty"):
+        SyncVectorEnv([])
+    with pytest.raises(TypeError, match=r"env_fns\[0\] must be a callable"):
+        SyncVectorEnv([Counter()])
+    with pytest.raises(ValueError, match="cannot find context for 'threads'"):
+        AsyncVectorEnv([Counter], context="threads")
+
+
+def test_make_vec_of_gymnasium_finds_the_classes_once_they_are_bound_there(monkeypatch):
+    monkeypatch.setattr(gymnasium.vector, "AsyncVectorEnv", AsyncVectorEnv)
+    envs = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async")
+    with envs:
+        assert isinstance(envs, AsyncVectorEnv)
+        assert envs.spec.id == "CartPole-v1"
+        assert envs.reset(seed=1)[0].shape == (2, 4)

@@ -1,0 +1,233 @@
+import os
+import pickle
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+from dropin_envs import Alone, Careless, Counter, Raising, Repeater, SeedOnly, Structured
+
+import muster
+from muster.errors import CannotTravel
+from muster.interop.starting import PackingWarning
+
+sb3 = pytest.importorskip("stable_baselines3")
+
+from stable_baselines3.common.monitor import Monitor  # noqa: E402
+from stable_baselines3.common.vec_env import VecEnv, VecFrameStack, VecMonitor, VecNormalize  # noqa: E402
+
+from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, as_sb3, make_vec_env  # noqa: E402
+
+# torch warns of what SB3 does with it.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:stable_baselines3")
+BOTH = pytest.mark.parametrize(
+    "vec_env_cls", [DummyVecEnv, partial(SubprocVecEnv, num_workers=2)], ids=["dummy", "sub"]
+)
+
+
+@pytest.fixture
+def make():
+    """Closes what a test has made."""
+    made = []
+
+    def keep(vec_env):
+        made.append(vec_env)
+        return vec_env
+
+    yield keep
+    for vec_env in made:
+        vec_env.close()
+
+
+@BOTH
+def test_is_a_vec_env_that_resets_in_the_step_that_ends(vec_env_cls, make):
+    envs = make(vec_env_cls([partial(Counter, 1), partial(Counter, 2), Counter]))
+    assert isinstance(envs, VecEnv)
+    assert envs.reset().tolist() == [[0.0], [0.0], [0.0]]
+    assert envs.reset_infos == [{"start": True}] * 3
+    obs, rewards, dones, infos = envs.step(np.zeros(3, int))
+    assert obs.tolist() == [[0.0], [1.0], [1.0]]
+    assert rewards.tolist() == [1.0, 1.0, 1.0]
+    assert dones.tolist() == [True, False, False]
+    assert infos[0].pop("terminal_observation").tolist() == [1.0]
+    assert infos[0] == {"count": 1, "TimeLimit.truncated": True}
+    assert infos[1] == {"count": 1, "TimeLimit.truncated": False}
+    assert envs.reset_infos[0] == {"start": True}
+
+
+@BOTH
+def test_seeds_and_options_are_used_once(vec_env_cls, make):
+    envs = make(vec_env_cls([Counter] * 2))
+    assert envs.seed(7) == [7, 8]
+    envs.set_options([{"level": 1}, {}])
+    envs.reset()
+    envs.reset()
+    assert envs.get_attr("seeds") == [[7, None], [8, None]]
+    assert envs.get_attr("options") == [[{"level": 1}, None], [None, None]]
+
+
+@BOTH
+def test_an_env_whose_reset_knows_no_options_may_be_used(vec_env_cls, make):
+    envs = make(vec_env_cls([SeedOnly] * 2))
+    envs.seed(1)
+    assert envs.reset().shape == (2, 1)
+
+
+@BOTH
+def test_attributes_and_methods_of_some_envs(vec_env_cls, make):
+    envs = make(vec_env_cls([lambda: Monitor(Counter()), Counter, Counter]))
+    assert envs.env_is_wrapped(Monitor) == [True, False, False]
+    assert envs.env_is_wrapped(Monitor, indices=[2, 0]) == [False, True]
+    envs.set_attr("mark", 5, indices=[0, -1])
+    assert not envs.has_attr("mark")
+    assert envs.get_attr("mark", indices=[-1, 0]) == [5, 5]
+    with pytest.raises(AttributeError, match="mark"):
+        envs.get_attr("mark")
+    assert len(envs.env_method("where", indices=1)) == 1
+    assert envs.reset().shape == (3, 1)  # and they are in step still
+
+
+@BOTH
+def test_as_lenient_as_sb3(vec_env_cls, make):
+    envs = make(vec_env_cls([Careless] * 2))
+    obs, *_ = envs.step([0, 1])
+    assert obs.dtype == np.float32
+    assert obs.shape == (2, 1)
+    given = make(vec_env_cls([Repeater] * 2))
+    given.step(np.array([[0.5, 1.5], [2.5, 3.5]]))
+    assert given.env_method("what")[1][1].tolist() == [2.5, 3.5]
+
+
+@BOTH
+def test_an_env_that_raises_is_told_and_leaves_the_others_in_step(vec_env_cls, make):
+    envs = make(vec_env_cls([Raising] * 2))
+    envs.reset()
+    with pytest.raises(KeyError, match="no action 2"):
+        envs.step(np.array([2, 0]))
+    assert envs.step(np.array([0, 0]))[0].tolist() == [[1.0], [2.0]]
+
+
+def test_dummy_takes_an_env_that_exists_but_not_twice(make):
+    env = Counter()
+    first = make(DummyVecEnv([lambda: env]))
+    second = make(DummyVecEnv([lambda: env]))
+    assert first.envs[0] is second.envs[0] is env
+    with pytest.raises(ValueError, match="returned the same env"):
+        DummyVecEnv([lambda: env] * 2)
+
+
+def test_dummy_gives_float32_rewards(make):
+    envs = make(DummyVecEnv([Counter]))
+    envs.reset()
+    assert envs.step([0])[1].dtype == np.float32
+
+
+def test_a_library_that_loads_once_per_process_gets_one_process_for_each_env(make):
+    with pytest.warns(PackingWarning, match="the simulator is loaded already"):
+        envs = make(make_vec_env(Alone, n_envs=3, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"num_workers": 1}))
+    assert envs.reset().shape == (3, 1)
+    assert len(set(envs.env_method("where"))) == 3
+
+
+class Lock:
+    """Cannot be pickled, and is made from a host and a port."""
+
+    def __init__(self, host, port):
+        self.address = f"{host}:{port}"
+        self.lock = threading.Lock()
+
+
+class Connected(Counter):
+    def __init__(self, server):
+        super().__init__()
+        self.server = server
+
+    def address(self):
+        return self.server.address, os.getpid()
+
+
+def test_lazy_env_kwargs_are_built_beside_each_env(make):
+    kwargs = {"server": muster.lazy(Lock, "localhost", 5555)}
+    envs = make(make_vec_env(Connected, n_envs=2, env_kwargs=kwargs, vec_env_cls=SubprocVecEnv))
+    addresses = envs.env_method("address")
+    assert {address for address, _ in addresses} == {"localhost:5555"}
+    assert os.getpid() not in {pid for _, pid in addresses}
+
+
+def test_an_argument_that_cannot_travel_is_named():
+    with pytest.raises(CannotTravel, match=r"server.*lock"):
+        make_vec_env(Connected, n_envs=2, env_kwargs={"server": Lock("h", 1)}, vec_env_cls=SubprocVecEnv)
+
+
+def test_make_vec_env_seeds_monitors_and_wraps(tmp_path, make):
+    envs = make(
+        make_vec_env(
+            "CartPole-v1",
+            2,
+            seed=3,
+            start_index=4,
+            monitor_dir=str(tmp_path / "logs"),
+            env_kwargs={"sutton_barto_reward": True},
+        )
+    )
+    assert type(envs) is DummyVecEnv
+    assert envs.env_is_wrapped(Monitor) == [True, True]
+    assert envs.render_mode == "rgb_array"
+    envs.reset()
+    assert envs.get_attr("np_random_seed") == [3, 4]
+    for _ in range(100):
+        *_, dones, infos = envs.step(np.ones(2, int))
+        if dones.any():
+            break
+    assert infos[int(np.flatnonzero(dones)[0])]["episode"]["l"] > 0
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["4.monitor.csv", "5.monitor.csv"]
+
+
+def test_wrappers_of_sb3_work_and_normalisation_is_saved_without_the_envs(tmp_path, make):
+    envs = make(VecNormalize(VecMonitor(VecFrameStack(SubprocVecEnv([Counter] * 2), 2))))
+    assert envs.reset().shape == (2, 2)
+    for _ in range(4):
+        _, _, dones, infos = envs.step(np.zeros(2, int))
+        if dones.any():
+            assert infos[0]["episode"]["l"] == 3
+    envs.save(str(tmp_path / "normal.pkl"))
+    with open(tmp_path / "normal.pkl", "rb") as file:
+        assert pickle.load(file).obs_rms.count > 1
+
+
+def test_as_sb3_wants_envs_that_reset_in_the_same_step(make):
+    with pytest.raises(ValueError, match='autoreset_mode="same_step"'):
+        as_sb3(muster.make_vec(Counter, 2, backend="serial"))
+    envs = make(as_sb3(muster.make_vec(Counter, 2, backend="serial", autoreset_mode="same_step")))
+    envs.reset()
+    for _ in range(3):
+        *_, dones, infos = envs.step(np.zeros(2, int))
+    assert dones.all()
+    assert infos[1]["terminal_observation"].tolist() == [3.0]
+
+
+def test_ppo_trains_and_is_saved(tmp_path, make):
+    envs = make(make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv, seed=0))
+    model = sb3.PPO("MlpPolicy", envs, n_steps=32, batch_size=64, n_epochs=1, seed=0, device="cpu")
+    model.learn(256)
+    model.save(tmp_path / "model")
+    again = sb3.PPO.load(tmp_path / "model", env=envs, device="cpu")
+    again.learn(128)
+    assert len(model.ep_info_buffer) > 0
+
+
+@BOTH
+def test_dict_and_tuple_actions_come_one_for_each_env(vec_env_cls, make):
+    envs = make(vec_env_cls([Structured] * 2))
+    actions = [envs.action_space.sample() for _ in range(2)]
+    envs.reset()
+    envs.step(actions)
+    assert [given for _, given in envs.env_method("what")] == actions
+    with pytest.raises(ValueError, match="expected 2 actions"):
+        envs.step(actions[:1])
+
+
+def test_as_sb3_refuses_views_of_memory_that_the_next_step_overwrites():
+    envs = muster.make_vec(Counter, 2, backend="serial", autoreset_mode="same_step", copy=False)
+    with pytest.raises(ValueError, match="copy=True"):
+        as_sb3(envs)

@@ -1,0 +1,163 @@
+from functools import partial
+
+import numpy as np
+import pytest
+from dropin_envs import Alone, Counter, Raising, Structured
+from gymnasium import spaces
+
+import muster
+from muster.errors import UsageError
+from muster.interop.starting import PackingWarning
+
+torchrl = pytest.importorskip("torchrl")
+
+from torchrl.envs import RewardSum, TransformedEnv  # noqa: E402
+from torchrl.envs.libs.gym import GymEnv  # noqa: E402
+from torchrl.envs.utils import check_env_specs  # noqa: E402
+
+from muster.interop.torchrl import ParallelEnv, as_torchrl  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+MODES = pytest.mark.parametrize("mode", ["same_step", "disabled"])
+
+
+class Sensors(Counter):
+    """Observes a dict of dicts."""
+
+    observation_space = spaces.Dict(
+        {
+            "position": spaces.Box(-1, 100, (2,), np.float32),
+            "inner": spaces.Dict({"key": spaces.Discrete(4), "bits": spaces.MultiBinary(3)}),
+        }
+    )
+
+    def observe(self):
+        inner = {"key": self.count % 4, "bits": np.array([1, 0, 1], np.int8)}
+        return {"position": np.full(2, self.count, np.float32), "inner": inner}
+
+
+def make(env, mode="same_step", num_envs=3):
+    return as_torchrl(muster.make_vec(env, num_envs, backend="serial", autoreset_mode=mode))
+
+
+@MODES
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", Counter, Sensors])
+def test_passes_torchrls_own_check(env, mode):
+    check_env_specs(make(env, mode))
+
+
+@MODES
+def test_a_rollout_chains_steps_and_keeps_final_observations(mode):
+    rollout = make(partial(Counter, 2), mode).rollout(5, break_when_any_done=False)
+    assert rollout.batch_size == (3, 5)
+    assert rollout["observation"][0, :, 0].tolist() == [0.0, 1.0, 0.0, 1.0, 0.0]
+    assert rollout["next", "observation"][0, :, 0].tolist() == [1.0, 2.0, 1.0, 2.0, 1.0]
+    assert rollout["next", "reward"].shape == (3, 5, 1)
+    assert rollout["next", "truncated"][1, :, 0].tolist() == [False, True, False, True, False]
+    assert not rollout["next", "terminated"].any()
+
+
+@MODES
+def test_envs_end_independently(mode):
+    lengths = [partial(Counter, 1), partial(Counter, 3)]
+    envs = as_torchrl(muster.make_vec(lengths, backend="serial", autoreset_mode=mode))
+    rollout = envs.rollout(4, break_when_any_done=False)
+    assert rollout["next", "observation"][..., 0].tolist() == [[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 1.0]]
+
+
+def test_nested_observations_keep_their_final_values():
+    rollout = make(partial(Sensors, 2)).rollout(3, break_when_any_done=False)
+    assert rollout["next", "position"][0, :, 0].tolist() == [1.0, 2.0, 1.0]
+    assert rollout["next", "inner", "key"].argmax(-1)[0].tolist() == [1, 2, 1]
+
+
+def test_seeds_make_resets_repeatable():
+    envs = make("CartPole-v1")
+    envs.set_seed(3)
+    first = envs.reset()["observation"]
+    envs.set_seed(3)
+    assert (envs.reset()["observation"] == first).all()
+    assert not (first[0] == first[1]).all()
+
+
+def test_actions_are_one_hot_or_integers():
+    envs = muster.make_vec("CartPole-v1", 2, backend="serial", autoreset_mode="same_step")
+    assert as_torchrl(envs).action_spec.shape == (2, 2)
+    integers = as_torchrl(envs, categorical_action_encoding=True)
+    assert integers.action_spec.shape == (2,)
+    check_env_specs(integers)
+
+
+def test_transforms_go_around_the_batch():
+    envs = TransformedEnv(make(partial(Counter, 2)), RewardSum())
+    rollout = envs.rollout(4, break_when_any_done=False)
+    assert rollout["next", "episode_reward"][0, :, 0].tolist() == [1.0, 3.0, 1.0, 3.0]
+
+
+def test_next_step_envs_and_tuple_spaces_are_refused():
+    with pytest.raises(ValueError, match='autoreset_mode="same_step"'):
+        make(Counter, "next_step")
+    with pytest.raises(UsageError, match="Dict or Box"):
+        make(Structured)
+
+
+def test_parallel_env_takes_torchrls_factories_and_its_encoding():
+    envs = ParallelEnv(3, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True), num_processes=2)
+    try:
+        assert envs.action_spec.shape == (3,)
+        check_env_specs(envs)
+        envs.set_seed(0)
+        assert envs.rollout(30, break_when_any_done=False).batch_size == (3, 30)
+        assert len({worker["pid"] for worker in envs.vector_env.stats()["workers"]}) == 2
+    finally:
+        envs.close()
+    assert envs.is_closed
+
+
+def test_parallel_env_gives_each_env_a_process_where_two_cannot_share_one():
+    with pytest.warns(PackingWarning):
+        envs = ParallelEnv(2, Alone, num_processes=1)
+    assert len(set(envs.vector_env.call("where"))) == 2
+    envs.close()
+
+
+def test_parallel_env_hands_each_env_its_arguments_and_raises_what_it_raises():
+    envs = ParallelEnv(2, [Raising, Raising], create_env_kwargs=[{"length": 1}, {"length": 9}])
+    envs.reset()
+    assert envs.vector_env.get_attr("length") == (1, 9)
+    action = envs.full_action_spec.zero()
+    action["action"][:, 2] = 1
+    with pytest.raises(KeyError, match="no action 2"):
+        envs.step(envs.reset().update(action))
+    envs.close()
+    with pytest.raises(ValueError, match="num_workers=3"):
+        ParallelEnv(3, [Counter, Counter])
+
+
+def test_parallel_env_says_what_to_do_with_transformed_envs():
+    with pytest.raises(ValueError, match=r"TransformedEnv\(ParallelEnv"):
+        ParallelEnv(1, lambda: TransformedEnv(GymEnv("CartPole-v1"), RewardSum()))
+
+
+def test_torchrls_collector_and_replay_buffer_take_it():
+    from torchrl.collectors import Collector
+    from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+    envs = ParallelEnv(2, lambda: GymEnv("CartPole-v1"))
+    collector = Collector(envs, None, frames_per_batch=40, total_frames=80)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(80), batch_size=16)
+    for batch in collector:
+        assert batch.batch_size == (2, 20)
+        ended = batch["next", "done"][:, :-1, 0]
+        following, arrived = batch["observation"][:, 1:], batch["next", "observation"][:, :-1]
+        assert (following[~ended] == arrived[~ended]).all()
+        buffer.extend(batch.reshape(-1))
+    assert buffer.sample()["observation"].shape == (16, 4)
+    collector.shutdown()
+    assert envs.is_closed
+
+
+def test_as_torchrl_refuses_views_of_memory_that_the_next_step_overwrites():
+    envs = muster.make_vec(Counter, 2, backend="serial", autoreset_mode="same_step", copy=False)
+    with pytest.raises(ValueError, match="copy=True"):
+        as_torchrl(envs)

@@ -1,0 +1,291 @@
+"""functionalize: calls with other parameters, the module untouched."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torchrl.modules
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+
+from muster.errors import UsageError
+from muster.nn import MultiAgentMLP, functionalize
+
+
+def small_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def snapshot(module: nn.Module) -> dict[str, tuple[int, Tensor]]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: (id(tensor), tensor.detach().clone()) for name, tensor in tensors.items()}
+
+
+def assert_untouched(module: nn.Module, before: dict[str, tuple[int, Tensor]]) -> None:
+    after = snapshot(module)
+    assert after.keys() == before.keys()
+    for name, (identity, value) in before.items():
+        assert after[name][0] == identity
+        torch.testing.assert_close(after[name][1], value, rtol=0, atol=0)
+
+
+def test_params_are_the_modules_own_and_gradients_reach_it():
+    net = small_net()
+    call, params = functionalize(net)
+    assert {name: id(p) for name, p in params.items()} == {name: id(p) for name, p in net.named_parameters()}
+    call(params, torch.ones(5, 3)).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_other_params_give_the_output_of_a_module_with_them():
+    net, other = small_net(), small_net()
+    call, _ = functionalize(net)
+    before = snapshot(net)
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(call(dict(other.named_parameters()), x), other(x))
+    assert_untouched(net, before)
+
+
+def test_modules_that_cannot_be_copied(uncopyable_policy):
+    policy = uncopyable_policy
+    held = policy.held
+    call, params = functionalize(policy)
+    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+    assert call(zeros, torch.ones(1, 3)).abs().sum() == 0
+    assert policy.held is held
+
+
+def test_restored_when_the_module_raises():
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ZeroDivisionError("in the module")
+
+    net = Fails(3, 2)
+    before = snapshot(net)
+    call, params = functionalize(net)
+    with pytest.raises(ZeroDivisionError, match="in the module"):
+        call({name: p * 2 for name, p in params.items()}, torch.ones(3))
+    assert_untouched(net, before)
+    with pytest.raises(ZeroDivisionError):  # and it can be called again
+        call(params, torch.ones(3))
+
+
+def test_restored_when_a_value_is_no_tensor():
+    net = small_net()
+    before = snapshot(net)
+    call, params = functionalize(net)
+    with pytest.raises(TypeError):
+        call({**params, "2.bias": "zeros"}, torch.ones(3))
+    assert_untouched(net, before)
+
+
+def test_a_misspelt_name_is_refused_and_a_missing_one_is_the_modules_own():
+    net = small_net()
+    call, params = functionalize(net)
+    with pytest.raises(UsageError, match=r"no tensor named '0\.weights'; did you mean '0\.weight'"):
+        call({"0.weights": params["0.weight"]}, torch.ones(3))
+    torch.testing.assert_close(call({}, torch.ones(3)), net(torch.ones(3)))
+
+
+def test_tied_parameters_stay_tied():
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False))
+    net[2].weight = net[0].weight
+    call, params = functionalize(net)
+    assert list(params) == ["0.weight"]
+    doubled = {"0.weight": params["0.weight"].detach() * 2}
+    x = torch.randn(4, 3)
+    expected = torch.tanh(x @ doubled["0.weight"].t()) @ doubled["0.weight"].t()
+    torch.testing.assert_close(call(doubled, x), expected)
+    assert net[2].weight is net[0].weight
+
+
+def test_batch_norm_statistics_are_written_to_params_and_not_to_the_module():
+    net, twin = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    before = snapshot(net)
+    call, params = functionalize(net)
+    copies = {name: p.detach().clone() for name, p in params.items()}
+    x = torch.randn(8, 3) + 5
+    call(copies, x)
+    twin(x)
+    assert_untouched(net, before)
+    for name, buffer in twin.named_buffers():
+        torch.testing.assert_close(copies[name], buffer)
+
+
+def test_a_buffer_that_the_module_replaces_ends_up_in_params():
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return x
+
+    net = Counts()
+    call, params = functionalize(net)
+    mine = dict(params)
+    call(mine, torch.ones(1))
+    call(mine, torch.ones(1))
+    assert mine["calls"] == 2
+    assert net.calls == 0
+
+
+def test_grad_over_params():
+    net = small_net()
+    call, params = functionalize(net)
+    x = torch.randn(5, 3)
+    grads = torch.func.grad(lambda p: call(p, x).square().mean())(params)
+    net(x).square().mean().backward()
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+
+
+def test_grad_over_the_trainable_part_of_a_module_with_integer_buffers():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+    call, params = functionalize(net)
+    trainable = {name: p for name, p in params.items() if p.requires_grad}
+    grads = torch.func.grad(lambda p: call(p, torch.randn(5, 3)).sum())(trainable)
+    assert grads.keys() == trainable.keys()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_vmap_over_stacked_params(training):
+    nets = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).train(training) for _ in range(3)]
+    call, _ = functionalize(nets[0])
+    params = [functionalize(net)[1] for net in nets]
+    stacked = {name: torch.stack([each[name].detach() for each in params]) for name in params[0]}
+    x = torch.randn(6, 3)
+    outputs = torch.vmap(call, in_dims=(0, None))(stacked, x)
+    for index, net in enumerate(nets):
+        torch.testing.assert_close(outputs[index], net(x), rtol=1e-5, atol=1e-6)
+        for name, buffer in net.named_buffers():
+            torch.testing.assert_close(stacked[name][index], buffer)
+
+
+def test_vmap_over_stacked_params_of_a_multi_agent_net():
+    nets = [MultiAgentMLP(3, 2, 4, centralised=False, share_params=False, depth=1) for _ in range(2)]
+    call, _ = functionalize(nets[0])
+    stacked = {name: torch.stack([dict(n.named_parameters())[name] for n in nets]) for name in nets[0].state_dict()}
+    x = torch.randn(5, 4, 3)
+    torch.testing.assert_close(torch.vmap(call, (0, None))(stacked, x), torch.stack([net(x) for net in nets]))
+
+
+def test_compiled_call_equals_the_plain_one():
+    torch.compiler.reset()
+    net = small_net()
+    call, params = functionalize(net)
+    other = {name: p.detach() + 1 for name, p in params.items()}
+    compiled = torch.compile(lambda p, x: call(p, x).tanh(), backend="aot_eager", fullgraph=True)
+    before = snapshot(net)
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(compiled(other, x), call(other, x).tanh())
+    torch.testing.assert_close(compiled(params, x), net(x).tanh())
+    assert_untouched(net, before)
+
+
+def test_recurrent_layers_see_the_given_weights_and_get_theirs_back():
+    net, other = nn.GRU(3, 4), nn.GRU(3, 4)
+    call, _ = functionalize(net)
+    x = torch.randn(2, 5, 3)
+    expected = net(x)[0].detach()
+    torch.testing.assert_close(call(dict(other.named_parameters()), x)[0], other(x)[0])
+    torch.testing.assert_close(net(x)[0], expected)
+
+
+def test_tensordict_modules_and_keyword_arguments():
+    policy = TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
+    call, params = functionalize(policy)
+    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+    out = call(zeros, TensorDict({"observation": torch.ones(4, 3)}, [4]))
+    assert out["action"].abs().sum() == 0
+    call, params = functionalize(nn.Linear(3, 2))
+    assert call(params, input=torch.ones(3)).shape == (2,)
+
+
+class Blocks(nn.Linear):
+    """Waits inside forward until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.entered.set()
+        assert self.go_on.wait(30)
+        return super().forward(x)
+
+
+def test_a_second_thread_gets_an_error_until_the_first_call_ends():
+    net = Blocks()
+    whole = nn.Sequential(net)
+    call, params = functionalize(net)
+    call_whole, params_whole = functionalize(whole)  # shares the module that is swapped
+    results: list[Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(call(params, torch.ones(3))))
+    thread.start()
+    try:
+        assert net.entered.wait(30)
+        with pytest.raises(UsageError, match="one thread at a time"):
+            call(params, torch.ones(3))
+        with pytest.raises(UsageError, match="one thread at a time"):
+            call_whole(params_whole, torch.ones(3))
+    finally:
+        net.go_on.set()
+        thread.join(30)
+    torch.testing.assert_close(call(params, torch.ones(3)), results[0])
+
+
+def test_the_same_thread_may_call_within_a_call():
+    inner = nn.Linear(3, 3)
+    call, params = functionalize(inner)
+    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+    x = torch.randn(3)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return call(zeros, x), self.inner(x)
+
+    outer_call, outer_params = functionalize(Outer())
+    twos = {name: torch.full_like(p, 2.0) for name, p in outer_params.items()}
+    with_zeros, with_twos = outer_call(twos, x)
+    assert with_zeros.abs().sum() == 0
+    torch.testing.assert_close(with_twos, x.sum() * 2 + torch.full((3,), 2.0))
+
+
+def test_what_is_not_a_module_and_lazy_modules_are_refused():
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got function"):
+        functionalize(lambda x: x)
+    with pytest.raises(UsageError, match="lazy"):
+        functionalize(nn.LazyLinear(2))
+
+
+@pytest.mark.parametrize("use_td_params", [True, False])
+@pytest.mark.parametrize("share_params", [True, False])
+def test_modules_that_keep_their_parameters_in_a_tensordict(use_td_params, share_params):
+    flags = {"centralised": False, "share_params": share_params, "use_td_params": use_td_params}
+    net, other = (torchrl.modules.MultiAgentMLP(5, 2, 3, depth=1, **flags) for _ in range(2))
+    call, params = functionalize(net)
+    before, held = snapshot(net), net.params
+    x = torch.randn(4, 3, 5)
+    given = {name: p.detach().clone().requires_grad_() for name, p in functionalize(other)[1].items()}
+    y = call(given, x)
+    torch.testing.assert_close(y, other(x))
+    y.sum().backward()
+    assert all(p.grad is not None for p in given.values())
+    assert all(p.grad is None for p in net.parameters())
+    call(params, x).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+    assert net.params is held
+    assert_untouched(net, before)
+    with pytest.raises(RuntimeError):
+        call(given, torch.randn(4, 3, 6))
+    assert net.params is held
+    assert_untouched(net, before)

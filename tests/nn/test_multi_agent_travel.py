@@ -1,0 +1,161 @@
+"""Multi-agent networks copy, pickle, share, move and compile as any module does."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from muster.nn import MultiAgentConvNet, MultiAgentMLP, MultiAgentNet, TargetParams, functionalize
+
+X = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+
+
+def any_layers() -> MultiAgentNet:
+    return MultiAgentNet.from_modules([nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8)) for _ in range(3)])
+
+
+NETS = {
+    "unshared": lambda: MultiAgentMLP(5, 2, 3, centralised=False, share_params=False, depth=1),
+    "centralised": lambda: MultiAgentMLP(5, 2, 3, centralised=True, share_params=False, depth=1),
+    "shared": lambda: MultiAgentMLP(5, 2, 3, centralised=True, share_params=True, depth=1),
+    "any layers": any_layers,
+}
+
+
+@pytest.fixture(params=NETS.values(), ids=NETS)
+def net(request):
+    return request.param()
+
+
+def save_and_load(net: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda n: pickle.loads(pickle.dumps(n)), save_and_load])
+def test_copies_act_alike_and_are_apart(net, through):
+    net(X)
+    other = through(net)
+    torch.testing.assert_close(other(X), net(X))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert net(X).abs().sum() > 0
+
+
+def test_nothing_is_on_another_device(net):
+    assert {t.device.type for t in [*net.parameters(), *net.buffers()]} == {"cpu"}
+    assert all(p.is_leaf and type(p) is nn.Parameter for p in net.parameters())
+
+
+def test_state_dict_round_trip(net):
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1.0)
+    other.load_state_dict(net.state_dict())
+    torch.testing.assert_close(other(X), net(X))
+    assert all(name.startswith("net.") for name in net.state_dict())
+
+
+def test_to_meta_and_back(net):
+    net.to("meta")
+    assert net(X.to("meta")).shape[:2] == (4, 3)
+    net.to_empty(device="cpu")
+    net.reset_parameters()
+    assert torch.isfinite(net(X)).all()
+
+
+def test_built_on_meta_and_materialised():
+    net = MultiAgentMLP(5, 2, 3, centralised=False, share_params=False, depth=1, device="meta")
+    source = NETS["unshared"]()
+    net.load_state_dict(source.state_dict(), assign=True)
+    torch.testing.assert_close(net(X), source(X))
+
+
+def test_to_dtype(net):
+    assert net.double()(X.double()).dtype == torch.float64
+
+
+def zero_in_child(nets: nn.ModuleList) -> None:
+    with torch.no_grad():
+        for parameter in nets.parameters():
+            parameter.zero_()
+
+
+def test_shared_memory_with_a_spawned_process():
+    nets = nn.ModuleList(build() for build in NETS.values()).share_memory()
+    child = mp.get_context("spawn").Process(target=zero_in_child, args=(nets,))
+    child.start()
+    child.join(100)
+    assert child.exitcode == 0
+    assert all(parameter.abs().sum() == 0 for parameter in nets.parameters())
+
+
+def test_compiled_equals_eager_with_gradients(net):
+    torch.compiler.reset()
+    eager = copy.deepcopy(net)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    y, expected = compiled(X), eager(X)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for mine, other in zip(net.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_convolutions():
+    torch.compiler.reset()
+    net = MultiAgentConvNet(3, False, False, in_features=2, num_cells=[4], kernel_sizes=3)
+    x = torch.randn(2, 3, 2, 8, 8)
+    torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), net(x), rtol=1e-5, atol=1e-6)
+
+
+def test_in_a_tensordict_module_with_nested_keys(net):
+    policy = TensorDictModule(net, in_keys=[("walker", "observation")], out_keys=[("walker", "action")])
+    policy = pickle.loads(pickle.dumps(copy.deepcopy(policy)))
+    batch = TensorDict({"walker": TensorDict({"observation": X}, [4, 3])}, [4])
+    torch.testing.assert_close(policy(batch)["walker", "action"], net(X))
+
+
+def test_functional_calls_and_targets(net):
+    call, params = functionalize(net)
+    torch.testing.assert_close(call({name: p.detach() for name, p in params.items()}, X), net(X))
+    target = TargetParams(net)
+    before = net(X).detach()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(1.0)
+    torch.testing.assert_close(target(X), before)
+
+
+def test_optimizers_train_every_agent_towards_its_own_goal():
+    net = NETS["unshared"]()
+    goal = torch.tensor([[[0.0], [1.0], [-1.0]]])
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = (net(X) - goal).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.01
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # raised by torch.func.jvp itself
+def test_double_backward_and_forward_mode(net):
+    x = X.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(net(x).tanh().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert x.grad is not None
+    _, tangent = torch.func.jvp(net, (X,), (torch.ones_like(X),))
+    assert tangent.shape == net(X).shape

@@ -1,0 +1,195 @@
+"""MultiAgentMLP and MultiAgentConvNet against single networks and against TorchRL's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchrl.modules
+from torch import nn
+
+from muster.errors import SpecMismatch
+from muster.nn import MultiAgentConvNet, MultiAgentMLP, MultiAgentNet, stacked
+
+FLAGS = pytest.mark.parametrize(("centralised", "share_params"), [(c, s) for c in (False, True) for s in (False, True)])
+BATCHES = pytest.mark.parametrize("batch", [(), (1,), (6,), (2, 3), (0,), (2, 0)])
+
+
+def mlp(centralised: bool, share_params: bool, **options: object) -> MultiAgentMLP:
+    options = {"depth": 2, "num_cells": 8, **options}
+    return MultiAgentMLP(5, 2, 3, centralised=centralised, share_params=share_params, **options)
+
+
+def conv(centralised: bool, share_params: bool) -> MultiAgentConvNet:
+    return MultiAgentConvNet(3, centralised, share_params, in_features=2, num_cells=[4, 6], kernel_sizes=3)
+
+
+def one_by_one(net: MultiAgentNet, x: torch.Tensor) -> torch.Tensor:
+    """What a loop of the single networks gives for x, [B, A, *F]."""
+    modules = net.to_modules() * (net.n_agents if net.share_params else 1)
+    inputs = [x.flatten(1, 2)] * net.n_agents if net.centralised else x.unbind(1)
+    return torch.stack([module(one) for module, one in zip(modules, inputs, strict=True)], 1)
+
+
+@pytest.fixture(params=["together", "looped"])
+def way(request, monkeypatch):
+    """Both ways to compute unshared networks, whatever the size."""
+    threshold = -1 if request.param == "looped" else 2**62
+    monkeypatch.setattr(stacked, "LOOP_ABOVE_HIDDEN", threshold)
+    monkeypatch.setattr(stacked, "LOOP_ABOVE_PIXELS", threshold)
+
+
+@pytest.mark.usefixtures("way")
+@FLAGS
+@pytest.mark.parametrize("images", [False, True])
+def test_outputs_and_gradients_equal_a_loop_of_single_networks(centralised, share_params, images):
+    net = (conv if images else mlp)(centralised, share_params)
+    x = torch.randn(4, 3, 2, 12, 12) if images else torch.randn(4, 3, 5)
+    x_net, x_loop = x.clone().requires_grad_(), x.clone().requires_grad_()
+    modules = net.to_modules()
+    y = net(x_net)
+    inputs = [x_loop.flatten(1, 2)] * 3 if centralised else x_loop.unbind(1)
+    singles = modules * (3 if share_params else 1)
+    expected = torch.stack([module(one) for module, one in zip(singles, inputs, strict=True)], 1)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(x_net.grad, x_loop.grad, rtol=1e-4, atol=1e-5)
+    for name, parameter in net.net.named_parameters():
+        grads = [dict(module.named_parameters())[name].grad for module in modules]
+        linear = not share_params and parameter.ndim == 3  # stacked as [A, in, out]
+        expected_grad = grads[0] if share_params else torch.stack([g.t() if linear else g for g in grads])
+        torch.testing.assert_close(parameter.grad, expected_grad, rtol=1e-4, atol=1e-4)
+
+
+@BATCHES
+@FLAGS
+def test_mlp_equals_torchrls_from_the_same_seed(centralised, share_params, batch):
+    torch.manual_seed(3)
+    ours = mlp(centralised, share_params)
+    torch.manual_seed(3)
+    theirs = torchrl.modules.MultiAgentMLP(
+        5, 2, 3, centralised=centralised, share_params=share_params, depth=2, num_cells=8
+    )
+    x = torch.randn(*batch, 3, 5)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+
+
+@FLAGS
+def test_convolutions_equal_torchrls_from_the_same_seed(centralised, share_params):
+    torch.manual_seed(3)
+    ours = MultiAgentConvNet(3, centralised, share_params, in_features=2, kernel_sizes=3)
+    torch.manual_seed(3)
+    theirs = torchrl.modules.MultiAgentConvNet(3, centralised, share_params, in_features=2, kernel_sizes=3)
+    for batch in ((), (4,), (2, 2)):
+        x = torch.randn(*batch, 3, 2, 20, 20)
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+    assert ours(torch.randn(0, 3, 2, 20, 20)).shape == (0, 3, 32)
+
+
+def test_the_issues_example_is_one_linear_layer_shared_by_all():
+    net = MultiAgentMLP(31, 4, 3, centralised=True, share_params=True)
+    assert {name: tuple(p.shape) for name, p in net.named_parameters()} == {"net.0.weight": (4, 93), "net.0.bias": (4,)}
+    y = net(torch.randn(7, 3, 31))
+    assert y.shape == (7, 3, 4)
+    assert torch.equal(y[:, 0], y[:, 2])
+
+
+def test_parameters_are_stacked_with_the_agents_in_front():
+    shapes = {name: tuple(p.shape) for name, p in mlp(False, False).named_parameters()}
+    assert shapes == {
+        "net.0.weight": (3, 5, 8),
+        "net.0.bias": (3, 8),
+        "net.2.weight": (3, 8, 8),
+        "net.2.bias": (3, 8),
+        "net.4.weight": (3, 8, 2),
+        "net.4.bias": (3, 2),
+    }
+    assert tuple(conv(True, False).net[0].weight.shape) == (3, 4, 6, 3, 3)
+
+
+def test_agents_start_from_different_values():
+    weight = mlp(False, False).net[0].weight
+    assert not torch.allclose(weight[0], weight[1])
+
+
+def test_hidden_layers_and_activations():
+    net = MultiAgentMLP(5, 2, 3, centralised=False, share_params=True, num_cells=[7, 9], activation_class=nn.ReLU)
+    assert [type(layer) for layer in net.net] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
+    assert [layer.out_features for layer in net.net[::2]] == [7, 9, 2]
+    assert MultiAgentMLP(5, 2, 3, centralised=False, share_params=True, depth=1).net[0].out_features == 32
+
+
+def test_an_activation_with_parameters_has_its_own_for_each_agent():
+    net = MultiAgentMLP(5, 2, 3, centralised=False, share_params=False, depth=1, activation_class=nn.PReLU)
+    with torch.no_grad():
+        net.net[1].weight.copy_(torch.tensor([[0.0], [1.0], [2.0]]))
+    x = torch.randn(6, 3, 5)
+    torch.testing.assert_close(net(x), one_by_one(net, x), rtol=1e-5, atol=1e-6)
+
+
+def test_several_inputs_are_concatenated():
+    net = mlp(False, False)
+    x = torch.randn(4, 3, 5)
+    torch.testing.assert_close(net(x[..., :2], x[..., 2:]), net(x))
+
+
+def test_both_spellings_of_centralised():
+    assert MultiAgentMLP(5, 2, 3, centralized=True, share_params=True).centralised
+    assert not MultiAgentConvNet(3, centralized=False, share_params=True, in_features=2).centralised
+    with pytest.raises(TypeError, match="give one of centralised and centralized"):
+        MultiAgentMLP(5, 2, 3, share_params=True)
+    with pytest.raises(TypeError, match="give one of centralised and centralized"):
+        MultiAgentMLP(5, 2, 3, share_params=True, centralised=True, centralized=False)
+
+
+@pytest.mark.parametrize("share_params", [False, True])
+@pytest.mark.parametrize("centralised", [False, True])
+def test_inputs_of_another_shape_are_named(centralised, share_params):
+    net = mlp(centralised, share_params)
+    with pytest.raises(SpecMismatch, match=r"\[4, 2, 5\]; expected 3 agents at axis -2"):
+        net(torch.randn(4, 2, 5))
+    with pytest.raises(SpecMismatch, match=r"\[4, 3, 6\]; expected size 5 for each agent at axis -1"):
+        net(torch.randn(4, 3, 6))
+    with pytest.raises(SpecMismatch, match=r"\[5\]; expected 3 agents"):
+        net(torch.randn(5))
+    images = conv(centralised, share_params)
+    with pytest.raises(SpecMismatch, match="size 2 for each agent at axis -3"):
+        images(torch.randn(4, 3, 6, 12, 12))
+
+
+def test_channels_that_would_fit_all_agents_together_are_refused():
+    net = MultiAgentConvNet(3, False, False, in_features=6, kernel_sizes=3)
+    with pytest.raises(SpecMismatch, match="size 6 for each agent"):
+        net(torch.randn(4, 3, 2, 20, 20))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_cells": 8, "depth": None}, "give depth"),
+        ({"num_cells": [8, 8], "depth": 3}, "leave depth out"),
+    ],
+)
+def test_sizes_of_hidden_layers_that_contradict(options, message):
+    with pytest.raises(ValueError, match=message):
+        mlp(False, False, **options)
+
+
+def test_sizes_are_asked_for():
+    with pytest.raises(ValueError, match="n_agent_inputs=None is not a positive integer"):
+        MultiAgentMLP(None, 2, 3, centralised=False, share_params=True)
+    with pytest.raises(ValueError, match="n_agents=0"):
+        MultiAgentMLP(5, 2, 0, centralised=False, share_params=True)
+    with pytest.raises(TypeError, match="share_params is missing"):
+        MultiAgentConvNet(3, False, in_features=2)
+    with pytest.raises(ValueError, match=r"strides=\[1, 2\] has 2 entries for the 3 layers"):
+        MultiAgentConvNet(3, False, True, in_features=2, strides=[1, 2])
+    with pytest.raises(ValueError, match="at least one"):
+        MultiAgentConvNet(3, False, True, in_features=2, num_cells=[])
+
+
+def test_layers_with_sizes_of_their_own():
+    options = {"kernel_sizes": [3, (2, 3)], "strides": [1, 2], "paddings": [(1, 0), 0]}
+    net = MultiAgentConvNet(2, False, False, in_features=2, num_cells=[3, 4], **options)
+    x = torch.randn(3, 2, 2, 9, 8)
+    torch.testing.assert_close(net(x), one_by_one(net, x), rtol=1e-5, atol=1e-6)

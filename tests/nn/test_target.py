@@ -1,0 +1,123 @@
+"""TargetParams: soft and hard updates, for modules that cannot be copied too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from muster.errors import UsageError
+from muster.nn import TargetParams
+
+
+def fill(module: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(value)
+
+
+def test_soft_update_by_hand():
+    net = nn.Linear(2, 1)
+    fill(net, 1.0)
+    target = TargetParams(net)
+    fill(net, 3.0)
+    target.update(0.25)
+    assert target.params["weight"].flatten().tolist() == [1.5, 1.5]  # 0.75 * 1 + 0.25 * 3
+    assert target.params["bias"].item() == 1.5
+    assert target(torch.ones(2)).item() == 4.5
+    assert net.weight.flatten().tolist() == [3.0, 3.0]
+
+
+def test_a_tau_of_zero_keeps_and_of_one_takes_over():
+    net = nn.Linear(2, 1)
+    fill(net, 1.0)
+    target = TargetParams(net)
+    fill(net, 3.0)
+    target.update(0.0)
+    assert target.params["bias"].item() == 1.0
+    target.update(1.0)
+    assert target.params["bias"].item() == 3.0
+
+
+@pytest.mark.parametrize("tau", [-0.1, 1.5, float("nan")])
+def test_a_tau_outside_the_range_is_refused(tau):
+    with pytest.raises(ValueError, match="not in"):
+        TargetParams(nn.Linear(2, 1)).update(tau)
+
+
+def test_policies_that_cannot_be_copied_train_against_their_target(uncopyable_policy):
+    policy = uncopyable_policy
+    target = TargetParams(policy)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    x = torch.randn(8, 3)
+    before = target(x)
+    for _ in range(3):
+        loss = (policy(x) - target(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.testing.assert_close(target(x), before)
+    assert not torch.allclose(policy(x), before)
+    target.hard_update()
+    torch.testing.assert_close(target(x), policy(x))
+
+
+def test_no_gradient_reaches_the_target_but_the_arguments_have_theirs():
+    net = nn.Linear(2, 1)
+    x = torch.ones(2, requires_grad=True)
+    target = TargetParams(net)
+    target(x).backward()
+    assert net.weight.grad is None
+    torch.testing.assert_close(x.grad, net.weight[0])
+
+
+def test_buffers_become_equal_and_a_call_in_training_mode_writes_only_the_targets():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    target = TargetParams(net)
+    target(torch.randn(8, 3) + 5)
+    assert net[1].num_batches_tracked == 0
+    assert target.params["1.num_batches_tracked"] == 1
+    net(torch.randn(8, 3) - 5)
+    net(torch.randn(8, 3) - 5)
+    target.update(0.5)
+    torch.testing.assert_close(target.params["1.running_mean"], net[1].running_mean)
+    assert target.params["1.num_batches_tracked"] == 2
+
+
+def test_tied_parameters_have_one_target():
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[1].weight = net[0].weight
+    target = TargetParams(net)
+    fill(net, 1.0)
+    target.update(1.0)
+    assert list(target.params) == ["0.weight"]
+    assert target(torch.ones(2)).tolist() == [4.0, 4.0]
+
+
+def test_the_module_may_replace_its_parameters():
+    net = nn.Linear(2, 1)
+    target = TargetParams(net)
+    net.load_state_dict({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, assign=True)
+    target.update(1.0)
+    assert target(torch.ones(2)).item() == 2.0
+
+
+def test_a_changed_layout_is_named_and_hard_update_starts_afresh():
+    net = nn.Linear(2, 1)
+    target = TargetParams(net)
+    net.weight = nn.Parameter(torch.ones(1, 3))
+    with pytest.raises(UsageError, match=r"'weight' is \[1, 2\] on cpu .* \[1, 3\]"):
+        target.update(0.5)
+    target.hard_update()
+    assert target(torch.ones(3)).shape == (1,)
+
+
+def test_state_dict_round_trip():
+    net, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    saved = {name: tensor.clone() for name, tensor in TargetParams(net).state_dict().items()}
+    target = TargetParams(other)
+    target.load_state_dict(saved)
+    torch.testing.assert_close(target(torch.ones(2)), net(torch.ones(2)))
+    nn.Linear(2, 1).load_state_dict(target.state_dict())
+    with pytest.raises(UsageError, match="bias"):
+        target.load_state_dict({"weight": saved["weight"]})

@@ -1,0 +1,527 @@
+"""`Collector`: what a batch holds, row by row, in every autoreset mode and with every kind of policy."""
+
+from __future__ import annotations
+
+import functools
+import io
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from counting_env import CountingEnv, DictEnv, FailingEnv, NoisyEnv
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+
+import muster
+from muster.errors import ClosedError, ConfigError, EnvError, SpecMismatch
+from muster.rollout.collector import Collector
+from muster.rollout.storage import next_observations
+
+SERIAL = {"backend": "serial"}
+
+
+def count_env(**kwargs):
+    return functools.partial(CountingEnv, **kwargs)
+
+
+def collect(env, policy=None, *, T=8, num_envs=2, options=None, **kwargs):
+    """One batch of T steps, and the collector, which is shut down."""
+    options = {**SERIAL, **(options or {})}
+    with Collector(
+        env, policy, num_envs=num_envs, frames_per_batch=T * num_envs, make_vec_options=options, **kwargs
+    ) as collector:
+        return collector.rollout(), collector
+
+
+def zeros_policy(obs):
+    return torch.zeros(len(obs), dtype=torch.int64)
+
+
+class Noisy(nn.Module):
+    """Random actions of torch's global generator, and the observation's mean beside them."""
+
+    def forward(self, obs):
+        return {"action": torch.randint(0, 100, (len(obs),)), "mean": obs.mean(-1)}
+
+
+# ---- rows
+
+
+def test_batch_has_torchrls_keys_and_shapes():
+    batch, _ = collect(count_env(), zeros_policy)
+    assert batch.batch_size == (8, 2)
+    assert batch.names == ["time", None]
+    shapes = {key: tuple(batch[key].shape) for key in batch.keys(True, True)}
+    assert shapes == {
+        "observation": (8, 2, 2),
+        "action": (8, 2),
+        ("next", "observation"): (8, 2, 2),
+        ("next", "reward"): (8, 2, 1),
+        ("next", "terminated"): (8, 2, 1),
+        ("next", "truncated"): (8, 2, 1),
+        ("next", "done"): (8, 2, 1),
+        ("collector", "traj_ids"): (8, 2),
+        ("collector", "mask"): (8, 2),
+    }
+    assert batch["next", "reward"].dtype == torch.float32
+    assert batch["next", "done"].dtype == torch.bool
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_same_step_rows_hold_the_final_observation_once(overlap):
+    batch, collector = collect(count_env(length=3, truncates=True), zeros_policy, overlap=overlap)
+    steps = batch["observation"][:, 0].tolist()
+    assert steps == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1]]
+    after = batch["next", "observation"][:, 0].tolist()
+    assert after == [[0, 1], [0, 2], [0, 3], [1, 1], [1, 2], [1, 3], [2, 1], [2, 2]]
+    assert batch["next", "truncated"][:, 0, 0].tolist() == [False, False, True] * 2 + [False] * 2
+    assert not batch["next", "terminated"].any()
+    assert batch["next", "done"].equal(batch["next", "truncated"])
+    assert batch["next", "reward"][:, 0, 0].tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert batch["collector", "mask"].all()
+    assert batch["collector", "traj_ids"].T.tolist() == [[0, 0, 0, 2, 2, 2, 4, 4], [1, 1, 1, 3, 3, 3, 5, 5]]
+    assert collector.last_episodes.returns.tolist() == [6.0] * 4
+    assert collector.last_episodes.lengths.tolist() == [3] * 4
+    assert collector.last_episodes.env_ids.tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_next_step_reset_rows_are_masked(overlap):
+    envs = muster.make_vec(count_env(length=3), 2, backend="serial", autoreset_mode="next_step")
+    with envs:
+        collector = Collector(envs, zeros_policy, frames_per_batch=16, overlap=overlap)
+        batch = collector.rollout()
+        assert batch["observation"][:, 1].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1], [1, 2], [1, 3]]
+        assert batch["next", "observation"][2, 1].tolist() == [0, 3]
+        assert batch["collector", "mask"][:, 1].tolist() == [True, True, True, False] * 2
+        assert batch["next", "done"][:, 1, 0].tolist() == [False, False, True, False] * 2
+        assert batch["collector", "traj_ids"][[0, 1, 2, 4, 5, 6], 0].tolist() == [0] * 3 + [2] * 3
+        assert collector.frames == 12
+        assert collector.last_episodes.returns.tolist() == [6.0] * 4
+        second = collector.rollout()
+        assert second["observation"][0, 0].tolist() == [2, 0]
+        assert second["collector", "mask"][0].all()
+
+
+def test_disabled_autoreset_is_refused():
+    with (
+        muster.make_vec(CountingEnv, 2, backend="serial", autoreset_mode="disabled") as envs,
+        pytest.raises(ConfigError, match="same_step"),
+    ):
+        Collector(envs, zeros_policy, frames_per_batch=16)
+
+
+def test_gymnasiums_own_vector_env_collects_too():
+    envs = gym.vector.SyncVectorEnv([count_env(length=3)] * 2, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    batch = Collector(envs, zeros_policy, frames_per_batch=8).rollout()
+    assert batch["next", "observation"][2, 0].tolist() == [0, 3]
+    assert batch["observation"][3, 0].tolist() == [1, 0]
+    envs.close()
+
+
+def test_batches_go_on_where_the_last_one_ended_and_keep_their_memory():
+    with Collector(
+        count_env(length=5), zeros_policy, num_envs=1, frames_per_batch=3, total_frames=7, make_vec_options=SERIAL
+    ) as collector:
+        batches = list(collector)
+    assert [batch["observation"][:, 0, 1].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+    assert [batch["collector", "traj_ids"][:, 0].tolist() for batch in batches] == [[0, 0, 0], [0, 0, 1], [1, 1, 1]]
+    assert collector.frames == 9
+
+
+def test_episode_longer_than_a_batch_is_counted_whole():
+    with Collector(
+        count_env(length=5), zeros_policy, num_envs=1, frames_per_batch=3, total_frames=6, make_vec_options=SERIAL
+    ) as collector:
+        found = [collector.last_episodes for _ in collector]
+    assert [len(episodes.returns) for episodes in found] == [0, 1]
+    assert found[1].returns.tolist() == [15.0]
+    assert found[1].lengths.tolist() == [5]
+
+
+# ---- options
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_max_frames_per_traj_truncates_and_resets(mode, overlap):
+    batch, collector = collect(
+        count_env(length=5),
+        zeros_policy,
+        options={"autoreset_mode": mode},
+        max_frames_per_traj=2,
+        overlap=overlap,
+    )
+    assert batch["observation"][:, 0].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0], [3, 1]]
+    assert batch["next", "observation"][:, 1, 1].tolist() == [1, 2] * 4
+    assert batch["next", "truncated"][:, 1, 0].tolist() == [False, True] * 4
+    assert batch["collector", "mask"].all()
+    assert batch["collector", "traj_ids"][:, 0].tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert collector.last_episodes.lengths.tolist() == [2] * 8
+
+
+def test_max_frames_per_traj_does_not_cut_what_ended_by_itself():
+    batch, _ = collect(count_env(length=2), zeros_policy, max_frames_per_traj=2, T=4)
+    assert batch["next", "terminated"][:, 0, 0].tolist() == [False, True] * 2
+    assert not batch["next", "truncated"].any()
+    assert batch["observation"][:, 0, 0].tolist() == [0, 0, 1, 1]
+
+
+def test_reset_at_each_iter_starts_new_trajectories():
+    with Collector(
+        count_env(length=50),
+        zeros_policy,
+        num_envs=2,
+        frames_per_batch=6,
+        total_frames=12,
+        reset_at_each_iter=True,
+        make_vec_options=SERIAL,
+    ) as collector:
+        first, second = collector
+    assert first["observation"][:, 0].tolist() == [[0, 0], [0, 1], [0, 2]]
+    assert second["observation"][:, 0].tolist() == [[1, 0], [1, 1], [1, 2]]
+    assert second["collector", "traj_ids"].tolist() == [[2, 3]] * 3
+    assert not second["next", "done"].any()
+
+
+def test_split_trajs_gives_one_trajectory_per_column():
+    batch, _ = collect(count_env(length=3), zeros_policy, split_trajs=True)
+    assert batch.batch_size == (3, 6)
+    assert batch["collector", "mask"].sum(0).tolist() == [3, 3, 2, 3, 3, 2]
+
+
+def test_compact_batches_rebuild_next_observations():
+    whole, _ = collect(count_env(length=3), zeros_policy, max_frames_per_traj=2)
+    compact, _ = collect(count_env(length=3), zeros_policy, max_frames_per_traj=2, compact=True)
+    assert ("next", "observation") not in compact.keys(True)
+    assert next_observations(compact)["observation"].equal(whole["next", "observation"])
+    assert compact["collector", "last", "observation"].shape == (2, 2)
+
+
+def test_init_random_frames_come_before_the_policy():
+    with Collector(
+        count_env(),
+        zeros_policy,
+        num_envs=2,
+        frames_per_batch=40,
+        total_frames=120,
+        init_random_frames=60,
+        seed=3,
+        make_vec_options=SERIAL,
+    ) as collector:
+        sums = [int(batch["action"].sum()) for batch in collector]
+    assert sums[0] > 0
+    assert sums[1] > 0
+    assert sums[2] == 0
+
+
+def test_replay_buffer_takes_valid_frames_and_nothing_is_yielded():
+    class Buffer:
+        def __init__(self):
+            self.parts = []
+
+        def extend(self, frames):
+            self.parts.append(frames)
+
+    buffer = Buffer()
+    with muster.make_vec(count_env(length=3), 2, backend="serial") as envs:
+        collector = Collector(envs, zeros_policy, frames_per_batch=16, total_frames=12, replay_buffer=buffer)
+        assert list(collector) == [None]
+    assert buffer.parts[0].batch_size == (12,)
+    assert (buffer.parts[0]["next", "observation"][:, 1] > 0).all()
+
+
+def test_dict_spaces_nest_and_actions_go_back_as_dicts():
+    batch, _ = collect(DictEnv, None, T=3, seed=0)
+    assert batch["eyes", "left"].shape == (3, 2, 2, 2)
+    assert batch["eyes", "left"].dtype == torch.uint8
+    assert batch["eyes", "right"].tolist() == [[3, 3]] * 3
+    assert batch["next", "speed"].dtype == torch.float64
+    expected = batch["action", "gear"] + batch["action", "steer"].sum(-1)
+    assert torch.allclose(batch["next", "reward"].squeeze(-1), expected)
+    assert batch["action", "lights"].shape == (3, 2, 3)
+
+
+# ---- policies
+
+
+def test_policy_is_used_as_it_is():
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+            self.generator = (i for i in range(3))
+
+        def __deepcopy__(self, memo):
+            raise RuntimeError("there is only one of me")
+
+        def forward(self, obs):
+            return self.layer(obs).squeeze(-1).long().clamp(0, 99)
+
+    policy = Holding()
+    _, collector = collect(count_env(), policy, seed=0)
+    assert collector.policy is policy
+
+
+def test_tensordict_policy_reads_and_writes_its_keys():
+    policy = TensorDictSequential(
+        TensorDictModule(lambda obs: obs * 2, in_keys=["observation"], out_keys=[("hidden", "twice")]),
+        TensorDictModule(lambda h: h[:, 1].long(), in_keys=[("hidden", "twice")], out_keys=["action"]),
+    )
+    batch, _ = collect(count_env(length=4), policy)
+    assert batch["hidden", "twice"].equal(batch["observation"] * 2)
+    assert batch["action"][:, 0].tolist() == [0, 2, 4, 6] * 2
+
+
+def test_what_a_plain_policy_gives_besides_actions_is_stored():
+    batch, _ = collect(count_env(length=4), Noisy())
+    assert torch.allclose(batch["mean"], batch["observation"].mean(-1))
+
+
+def test_recurrent_state_is_carried_and_reset_by_env():
+    class Counter(nn.Module):
+        in_keys = ("observation", "seen")
+        out_keys = ("action", ("next", "seen"))
+
+        def forward(self, td):
+            td["action"] = td["seen"][:, 0].long()
+            td["next", "seen"] = td["seen"] + 1
+            return td
+
+    lengths = [count_env(length=3), count_env(length=5)]
+    with Collector(
+        lengths, Counter(), frames_per_batch=14, initial_state={"seen": torch.full((1,), 10.0)}, make_vec_options=SERIAL
+    ) as collector:
+        first, second = collector.rollout(), collector.rollout()
+    assert first["action"].T.tolist() == [[10, 11, 12, 10, 11, 12, 10], [10, 11, 12, 13, 14, 10, 11]]
+    assert second["action"][0].tolist() == [11, 12]
+    assert first["next", "seen"][0, 0].item() == 11
+
+
+def test_plain_recurrent_policy_gets_and_gives_its_state():
+    def policy(obs, state):
+        return state["h"][:, 0].long(), {"h": state["h"] + 1}
+
+    batch, _ = collect(count_env(length=3), policy, initial_state={"h": torch.zeros(1)})
+    assert batch["action"][:, 0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert batch["h"][:, 0, 0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_torchrls_lstm_module_collects_without_a_primer():
+    modules = pytest.importorskip("torchrl.modules")
+    lstm = modules.LSTMModule(input_size=2, hidden_size=4, in_key="observation", out_key="embed")
+    head = TensorDictModule(lambda h: h.argmax(-1), in_keys=["embed"], out_keys=["action"])
+    policy = TensorDictSequential(lstm, head)
+    batch, _ = collect(count_env(length=3), policy)
+    assert batch["is_init"][:, 0, 0].tolist() == [True, False, False] * 2 + [True, False]
+    assert not batch["recurrent_state_h"][[0, 3, 6]].any()
+    assert batch["recurrent_state_h"][1].equal(batch["next", "recurrent_state_h"][0])
+
+
+def test_missing_initial_state_is_named():
+    policy = TensorDictModule(lambda o, h: (h.long(), h), ["observation", "h"], ["action", ("next", "h")])
+    with pytest.raises(ConfigError, match=r"initial_state=.*'h'"):
+        collect(count_env(), policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (lambda obs: {"move": obs}, "gave 'move'; the envs need 'action'"),
+        (lambda obs: torch.zeros(3, dtype=torch.int64), "2 rows"),
+        (lambda obs: None, "NoneType"),
+        (TensorDictModule(nn.Identity(), in_keys=["camera"], out_keys=["action"]), "camera"),
+    ],
+)
+def test_wrong_policies_are_told_what_is_wrong(policy, message):
+    with pytest.raises(SpecMismatch, match=message):
+        collect(count_env(), policy)
+
+
+def test_meta_placeholders_stay_and_the_rest_moves():
+    class WithPlaceholder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+            self.placeholder = nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+            self.hidden = [nn.Linear(2, 2, device="meta")]
+
+        def forward(self, obs):
+            return self.layer(obs).squeeze(-1).long().clamp(0, 99)
+
+    batch, _ = collect(count_env(), WithPlaceholder(), device="cpu")
+    assert batch.device == torch.device("cpu")
+
+
+def test_device_that_cannot_be_used_is_a_clear_error():
+    with pytest.raises(ConfigError, match="cannot be used"):
+        collect(count_env(), nn.Linear(2, 1), policy_device="xla:7")
+
+
+# ---- seeds and state
+
+
+def batches_equal(a: TensorDict, b: TensorDict) -> bool:
+    keys = set(a.keys(True, True))
+    return keys == set(b.keys(True, True)) and all(a[key].equal(b[key]) for key in keys)
+
+
+@pytest.mark.parametrize("policy", [None, Noisy()])
+@pytest.mark.parametrize("options", [{"backend": "thread"}, {"backend": "process", "num_workers": 2}])
+def test_same_seed_gives_the_same_batch_on_every_backend(policy, options):
+    expected, _ = collect(NoisyEnv, policy, num_envs=3, T=20, seed=5)
+    got, _ = collect(NoisyEnv, policy, num_envs=3, T=20, seed=5, options=options)
+    assert batches_equal(expected, got)
+
+
+def test_overlap_gives_the_same_rows_for_a_deterministic_policy():
+    policy = lambda obs: obs[:, 1].long()  # noqa: E731
+    expected, _ = collect(NoisyEnv, policy, num_envs=5, T=20, seed=5)
+    got, _ = collect(NoisyEnv, policy, num_envs=5, T=20, seed=5, overlap=True, options={"backend": "process"})
+    assert batches_equal(expected, got)
+
+
+def test_other_seeds_give_other_batches_and_torchs_generator_is_left_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first, _ = collect(NoisyEnv, Noisy(), seed=5)
+    second, _ = collect(NoisyEnv, Noisy(), seed=6)
+    assert torch.get_rng_state().equal(before)
+    assert not first["action"].equal(second["action"])
+    assert not first["observation"].equal(second["observation"])
+
+
+def test_state_dict_goes_on_with_counters_generators_and_weights():
+    def make(policy):
+        return Collector(
+            NoisyEnv, policy, num_envs=2, frames_per_batch=20, total_frames=60, seed=1, make_vec_options=SERIAL
+        )
+
+    class Learned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.best = nn.Parameter(torch.zeros(()))
+
+        def forward(self, obs):
+            return self.best.long().expand(len(obs)) + torch.randint(0, 2, (len(obs),))
+
+    policy = Learned()
+    with make(policy) as collector:
+        first = collector.rollout()
+        policy.best.data.fill_(7.0)
+        file = io.BytesIO()
+        torch.save(collector.state_dict(), file)
+    file.seek(0)
+    resumed = Learned()
+    with make(resumed) as collector:
+        collector.load_state_dict(torch.load(file, weights_only=True))
+        rest = list(collector)
+    assert len(rest) == 2
+    assert rest[0]["action"].min() >= 7
+    assert rest[0]["collector", "traj_ids"].min() > first["collector", "traj_ids"].max()
+    assert not rest[0]["observation"].equal(first["observation"])
+
+
+def test_update_policy_weights_copies_into_the_policy():
+    policy = nn.Linear(2, 1)
+    wrapped = nn.Sequential(policy)
+    with Collector(count_env(), wrapped, num_envs=1, frames_per_batch=1, make_vec_options=SERIAL) as collector:
+        collector.update_policy_weights_()
+        collector.update_policy_weights_({"0.weight": torch.ones(1, 2), "0.bias": torch.zeros(1)})
+        assert policy.weight.equal(torch.ones(1, 2))
+        with pytest.raises(SpecMismatch, match=r"0\.bias"):
+            collector.update_policy_weights_({"0.weight": torch.ones(1, 2)})
+        with pytest.raises(SpecMismatch, match="shape"):
+            collector.update_policy_weights_({"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(1)})
+        assert policy.weight.equal(torch.ones(1, 2))
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_after_an_env_error_the_next_batch_starts_afresh(overlap):
+    envs = [count_env(length=9), functools.partial(FailingEnv, length=9)]
+    with Collector(envs, zeros_policy, frames_per_batch=14, overlap=overlap, make_vec_options=SERIAL) as collector:
+        with pytest.raises(EnvError, match="the motor is stuck"):
+            collector.rollout()
+        batch = collector.rollout()
+    assert batch["observation"][:, 0].tolist() == [[1, count] for count in range(7)]
+    assert batch["observation"][:, 1].tolist() == [[1, count] for count in range(7)]
+
+
+def test_restarted_rows_are_masked():
+    envs = [count_env(length=9), functools.partial(FailingEnv, length=9)]
+    with Collector(
+        envs, zeros_policy, frames_per_batch=16, make_vec_options={**SERIAL, "on_failure": "restart"}
+    ) as collector:
+        batch = collector.rollout()
+    assert batch["collector", "mask"][:, 0].all()
+    assert batch["collector", "mask"][:, 1].tolist() == [True] * 4 + [False] + [True] * 3
+    assert batch["next", "truncated"][4, 1].item()
+    assert batch["collector", "traj_ids"][5, 1] != batch["collector", "traj_ids"][3, 1]
+    assert len(collector.last_episodes.returns) == 0
+
+
+def test_a_collector_that_was_shut_down_says_so():
+    _, collector = collect(count_env(), zeros_policy)
+    with pytest.raises(ClosedError, match="shut down"):
+        collector.rollout()
+
+
+def test_the_callers_vector_env_stays_open():
+    with muster.make_vec(count_env(), 2, backend="serial", autoreset_mode="same_step") as envs:
+        with Collector(envs, zeros_policy, frames_per_batch=4) as collector:
+            collector.rollout()
+        assert not envs.closed
+        with pytest.raises(ConfigError, match="num_envs"):
+            Collector(envs, zeros_policy, frames_per_batch=4, num_envs=3)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"frames_per_batch": 0}, {"frames_per_batch": 2.5}, {"seed": -1}, {"max_frames_per_traj": 0}]
+)
+def test_numbers_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Collector(count_env(), zeros_policy, make_vec_options=SERIAL, **{"frames_per_batch": 4, **wrong})
+
+
+def test_spaces_without_a_shape_are_refused_by_name():
+    class Texts(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Dict({"note": gym.spaces.Text(5)})
+
+    with pytest.raises(ConfigError, match="note"):
+        Collector(Texts, zeros_policy, frames_per_batch=4, make_vec_options=SERIAL)
+
+
+def test_observations_that_would_hide_a_key_of_the_batch_are_refused():
+    class Hiding(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Dict({"action": gym.spaces.Discrete(2)})
+
+    with pytest.raises(ConfigError, match="'action'"):
+        Collector(Hiding, zeros_policy, frames_per_batch=4, make_vec_options=SERIAL)
+
+
+def test_at_most_two_copies_per_observation():
+    with Collector(count_env(), zeros_policy, num_envs=2, frames_per_batch=4, make_vec_options=SERIAL) as collector:
+        collector.rollout()
+        assert collector.stats()["copies_per_obs"] == 2
+
+
+def test_float64_observations_arrive_as_they_are():
+    class Doubles(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Box(-1.0, 9.0, (2,), np.float64)
+
+        def _obs(self):
+            return super()._obs().astype(np.float64)
+
+    batch, _ = collect(Doubles, zeros_policy)
+    assert batch["observation"].dtype == torch.float64

@@ -1,0 +1,310 @@
+"""`MultiCollector`: replicas in processes of their own, weights that follow, faults that are named."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from counting_env import CountingEnv, FailingEnv, NoisyEnv
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import muster
+from muster.errors import CollectorError, ConfigError, EnvError, SpecMismatch, WorkerDied
+from muster.rollout.collector import Collector
+from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
+from muster.rollout.storage import next_observations
+
+# A forked process has PyTorch already; the default, a fresh one, takes seconds to import it.
+MultiCollector = functools.partial(AnyMultiCollector, context="fork")
+
+
+class Constant(nn.Module):
+    """Acts its one weight."""
+
+    def __init__(self, action: int = 0) -> None:
+        super().__init__()
+        self.best = nn.Parameter(torch.tensor(float(action)))
+
+    def forward(self, obs):
+        return self.best.long().expand(len(obs))
+
+
+class Locked(Constant):
+    """Cannot be copied."""
+
+    def __init__(self, action: int = 0) -> None:
+        super().__init__(action)
+        self.lock = threading.Lock()
+
+
+class Noisy(nn.Module):
+    def forward(self, obs):
+        return {"action": torch.randint(0, 100, (len(obs),)), "mean": obs.mean(-1)}
+
+
+class Refusing(nn.Module):
+    def forward(self, obs):
+        raise ZeroDivisionError("no action is good enough")
+
+
+def batches_equal(a, b):
+    keys = set(a.keys(True, True))
+    return keys == set(b.keys(True, True)) and all(a[key].equal(b[key]) for key in keys)
+
+
+def test_sync_batches_hold_all_envs_and_weights_follow():
+    policy = Constant(3)
+    with MultiCollector(
+        functools.partial(CountingEnv, length=3), policy, num_collectors=2, num_envs=3, frames_per_batch=12
+    ) as collector:
+        first = collector.rollout()
+        policy.best.data.fill_(8.0)
+        kept = collector.rollout()
+        collector.update_policy_weights_()
+        after = collector.rollout()
+        collector.update_policy_weights_({"best": torch.tensor(9.0)})
+        last = collector.rollout()
+        assert policy.best.item() == 9.0
+        with pytest.raises(SpecMismatch, match="missing"):
+            collector.update_policy_weights_({"worst": torch.tensor(1.0)})
+    assert first.batch_size == (4, 3)
+    assert first.names == ["time", None]
+    assert first["observation"][:, 2].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]
+    assert first["next", "observation"][:, 0].tolist() == [[0, 1], [0, 2], [0, 3], [1, 1]]
+    assert first["collector", "traj_ids"].tolist() == [[0, 1, 2]] * 3 + [[3, 4, 5]]
+    assert [int(batch["action"].unique()) for batch in (first, kept, after, last)] == [3, 3, 8, 9]
+    versions = [int(batch["collector", "policy_version"].unique()) for batch in (first, kept, after, last)]
+    assert versions == [1, 1, 2, 3]
+    assert kept["observation"][0, 0].tolist() == [1, 1]
+    assert collector.frames == 48
+    assert collector.last_episodes.returns.tolist() == [6.0] * 3
+
+
+def test_same_seed_gives_the_same_batches_and_other_seeds_others():
+    def run(seed):
+        with MultiCollector(NoisyEnv, Noisy(), num_collectors=2, frames_per_batch=40, seed=seed) as collector:
+            return [collector.rollout(), collector.rollout()]
+
+    first, second, other = run(4), run(4), run(5)
+    assert all(batches_equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not other[0]["action"].equal(first[0]["action"])
+    # Neither do the two collectors of one run share anything.
+    assert not first[0]["action"][:, 0].equal(first[0]["action"][:, 1])
+
+
+@pytest.mark.parametrize("context", ["auto", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_fresh_processes_collect_what_forked_ones_do(context):
+    def run(context):
+        with AnyMultiCollector(
+            NoisyEnv, Noisy(), num_collectors=2, frames_per_batch=40, seed=4, context=context
+        ) as collector:
+            return collector.rollout()
+
+    assert batches_equal(run("fork"), run(context))
+
+
+def test_first_come_batches_are_of_one_collector_each():
+    policy = Constant(2)
+    with MultiCollector(
+        functools.partial(CountingEnv, length=50),
+        policy,
+        num_collectors=2,
+        num_envs=4,
+        frames_per_batch=6,
+        sync=False,
+        total_frames=60,
+    ) as collector:
+        batches = list(collector)
+    assert len(batches) == 10
+    assert {tuple(batch.batch_size) for batch in batches} == {(3, 2)}
+    ids = torch.cat([batch["collector", "traj_ids"].unique() for batch in batches])
+    assert len(ids.unique()) <= 4
+    for batch in batches:
+        steps = batch["observation"][:, 0, 1]
+        assert (steps[1:] - steps[:-1] == 1).all()
+
+
+def test_batches_keep_their_memory_while_later_ones_are_collected():
+    with MultiCollector(
+        functools.partial(CountingEnv, length=100), Constant(), num_collectors=1, frames_per_batch=5
+    ) as c:
+        batches = [c.rollout() for _ in range(6)]
+    assert [batch["observation"][0, 0, 1].item() for batch in batches] == [0, 5, 10, 15, 20, 25]
+
+
+def test_uncopyable_policy_stays_with_a_warning():
+    policy = Locked(5)
+    env = functools.partial(CountingEnv, length=3)
+    with pytest.warns(UserWarning, match=r"policy\.lock \(_thread\.lock\)[\s\S]*policy_factory[\s\S]*rebuild_with"):
+        collector = MultiCollector(env, policy, num_collectors=2, frames_per_batch=8, total_frames=16)
+    with collector:
+        batches = list(collector)
+        assert collector.policy is policy
+    assert [batch.batch_size for batch in batches] == [(4, 2)] * 2
+    assert (batches[0]["action"] == 5).all()
+
+
+def test_policy_factory_builds_replicas_whose_weights_follow():
+    learner = Locked(5)
+    with MultiCollector(CountingEnv, learner, policy_factory=Locked, num_collectors=2, frames_per_batch=4) as collector:
+        assert (collector.rollout()["action"] == 5).all()
+        learner.best.data.fill_(6.0)
+        collector.update_policy_weights_()
+        assert (collector.rollout()["action"] == 6).all()
+
+
+def test_rebuilt_component_travels_with_the_rest():
+    policy = Locked(7)
+    policy.lock.acquire()
+    try:
+        muster.rebuild_with(LockHolder, LockHolder)
+        policy.lock = LockHolder()
+        with MultiCollector(CountingEnv, policy, num_collectors=1, frames_per_batch=2) as collector:
+            assert (collector.rollout()["action"] == 7).all()
+    finally:
+        from muster.rollout import travel
+
+        travel._factories_of_types.clear()
+
+
+class LockHolder:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+def test_errors_name_the_env_among_all_and_the_collector():
+    envs = [functools.partial(CountingEnv, length=9)] * 3 + [functools.partial(FailingEnv, length=9)]
+    with MultiCollector(envs, Constant(), num_collectors=2, frames_per_batch=28) as collector:
+        with pytest.raises(EnvError, match=r"env 3 \(collector 1.*the motor is stuck") as caught:
+            collector.rollout()
+        assert caught.value.env_index == 3
+        assert collector.rollout()["collector", "mask"].all()
+
+
+def test_policy_that_raises_is_told_with_its_collector():
+    with (
+        pytest.raises(CollectorError, match=r"collector 0 \(env 0\): ZeroDivisionError: no action is good enough"),
+        MultiCollector(CountingEnv, Refusing(), num_collectors=2, frames_per_batch=4) as collector,
+    ):
+        collector.rollout()
+
+
+class Deadly(CountingEnv):
+    """Kills its process in the third step of the first process that it lives in."""
+
+    def __init__(self, marker: str) -> None:
+        super().__init__(length=100)
+        self.marker = marker
+
+    def step(self, action):
+        if self.count == 2 and not os.path.exists(self.marker):
+            with open(self.marker, "w"):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_dead_collector_is_named(tmp_path):
+    envs = [CountingEnv, functools.partial(Deadly, str(tmp_path / "died"))]
+    with MultiCollector(envs, Constant(), num_collectors=2, frames_per_batch=10) as collector:
+        with pytest.raises(WorkerDied, match=r"collector 1 \(env 1\) died: killed by SIGKILL") as caught:
+            collector.rollout()
+        assert caught.value.env_indices == (1,)
+
+
+def test_dead_collector_is_replaced_and_its_rows_masked(tmp_path):
+    envs = [CountingEnv, functools.partial(Deadly, str(tmp_path / "died"))]
+    with MultiCollector(envs, Constant(4), num_collectors=2, frames_per_batch=10, on_failure="restart") as collector:
+        first, second = collector.rollout(), collector.rollout()
+    assert first["collector", "mask"].T.tolist() == [[True] * 5, [False] * 5]
+    assert second["collector", "mask"].all()
+    assert second["observation"][:, 1, 1].tolist() == [0, 1, 2, 3, 4]
+    assert (second["action"] == 4).all()
+
+
+def test_meta_tensors_travel_and_work():
+    class WithPlaceholder(Constant):
+        def __init__(self):
+            super().__init__(6)
+            self.placeholder = nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+            self.hidden = [nn.Linear(2, 2, device="meta")]
+
+    policy = TensorDictModule(WithPlaceholder(), in_keys=["observation"], out_keys=["action"])
+    with MultiCollector(CountingEnv, policy, num_collectors=2, frames_per_batch=4, device="cpu") as collector:
+        collector.update_policy_weights_()
+        assert (collector.rollout()["action"] == 6).all()
+
+
+def test_state_dict_goes_on_with_weights_and_without_random_frames():
+    def make(policy):
+        return MultiCollector(
+            NoisyEnv, policy, num_collectors=2, frames_per_batch=20, total_frames=60, init_random_frames=20, seed=3
+        )
+
+    policy = Constant(5)
+    with make(policy) as collector:
+        first = collector.rollout()
+        state = collector.state_dict()
+    resumed = Constant(1)
+    with make(resumed) as collector:
+        collector.load_state_dict(state)
+        rest = list(collector)
+    assert len(first["action"].unique()) > 2
+    assert [int(batch["action"].unique()) for batch in rest] == [5, 5]
+    assert rest[0]["collector", "traj_ids"].min() > first["collector", "traj_ids"].max()
+    assert not rest[0]["observation"].equal(first["observation"])
+
+
+def test_stragglers_are_stopped_at_the_threshold():
+    class Slow(CountingEnv):
+        def step(self, action):
+            import time
+
+            time.sleep(0.05)
+            return super().step(action)
+
+    with MultiCollector(
+        [functools.partial(CountingEnv, length=1000), functools.partial(Slow, length=1000)],
+        Constant(),
+        num_collectors=2,
+        frames_per_batch=200,
+        preemptive_threshold=0.5,
+    ) as collector:
+        first, second = collector.rollout(), collector.rollout()
+    assert first["collector", "mask"][:, 0].all()
+    done = int(first["collector", "mask"][:, 1].sum())
+    assert 0 < done < 100
+    assert second["observation"][0, 1, 1].item() == done
+    assert not first["observation"][done + 1 :, 1].any()
+
+
+def test_matches_what_a_collector_gives_row_by_row():
+    compact = {"compact": True, "max_frames_per_traj": 2}
+    env = functools.partial(CountingEnv, length=5)
+    with MultiCollector(env, Constant(), num_collectors=2, frames_per_batch=12, **compact) as collector:
+        got = collector.rollout()
+    with Collector(
+        env, Constant(), num_envs=2, frames_per_batch=12, make_vec_options={"backend": "serial"}, **compact
+    ) as collector:
+        expected = collector.rollout()
+    assert next_observations(got)["observation"].equal(next_observations(expected)["observation"])
+    assert got["next", "truncated"].equal(expected["next", "truncated"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_collectors": 3, "num_envs": 2}, "only 2 envs"),
+        ({"num_collectors": 1, "make_vec_options": {"backend": "serial"}}, "backend"),
+        ({"num_collectors": 0}, "num_collectors"),
+        ({"num_collectors": 1, "preemptive_threshold": 2.0}, "preemptive_threshold"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_starts(options, message):
+    with pytest.raises(ConfigError, match=message):
+        MultiCollector(CountingEnv, Constant(), frames_per_batch=4, **options)

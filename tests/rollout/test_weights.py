@@ -1,0 +1,117 @@
+"""Weights in shared memory, and what keeps a policy from travelling."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import socket
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import muster
+from muster.rollout import travel
+from muster.rollout.travel import obstacle_to, pack_policy
+from muster.rollout.weights import SharedWeights
+
+
+class Holding(nn.Module):
+    def __init__(self, what) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.what = what
+
+
+class OnlyOne:
+    def __deepcopy__(self, memo):
+        raise RuntimeError("there is only one of me")
+
+
+@pytest.fixture
+def registry():
+    yield
+    travel._factories_of_types.clear()
+
+
+def test_ordinary_policies_travel():
+    policy = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert obstacle_to(policy) is None
+    assert torch.equal(pickle.loads(pack_policy(policy))[0].weight, policy[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "type_name"),
+    [
+        (threading.Lock, "_thread.lock"),
+        (lambda: ctypes.pointer(ctypes.c_int(3)), "ctypes"),
+        (lambda: (i for i in range(3)), "generator"),
+        (lambda: torch.ones(2, requires_grad=True) * 2, "Tensor"),
+        (OnlyOne, "OnlyOne"),
+    ],
+)
+def test_what_cannot_be_copied_is_found_by_path_and_type(make, type_name):
+    found = obstacle_to(Holding({"deep": [make()]}))
+    assert found is not None
+    assert found.path == 'policy.what["deep"][0]'
+    assert type_name in found.type_name
+
+
+def test_open_socket_is_an_obstacle():
+    with socket.socket() as held:
+        assert "socket" in obstacle_to(Holding(held)).reason
+
+
+def test_the_hooks_own_message_is_quoted():
+    assert obstacle_to(Holding(OnlyOne())).reason == "its __deepcopy__ raised RuntimeError: there is only one of me"
+
+
+def test_the_mark_says_why():
+    policy = Holding(None)
+    policy.layer.uncopyable = "drives the arm"
+    assert tuple(obstacle_to(policy))[::2] == ("policy.layer", "drives the arm")
+
+
+def test_meta_tensors_are_no_obstacle():
+    policy = Holding([torch.empty(2, device="meta")])
+    policy.placeholder = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
+    assert obstacle_to(policy) is None
+    assert pickle.loads(pack_policy(policy)).placeholder.is_meta
+
+
+def test_components_are_rebuilt_by_type_or_by_object(registry):
+    by_type, by_object = Holding(OnlyOne()), Holding(None)
+    muster.rebuild_with(OnlyOne, dict)
+    assert obstacle_to(by_type) is None
+    assert pickle.loads(pack_policy(by_type)).what == {}
+    by_object.layer.lock = threading.Lock()
+    muster.rebuild_with(by_object.layer, torch.nn.Identity)
+    assert obstacle_to(by_object) is None
+    assert isinstance(pickle.loads(pack_policy(by_object)).layer, nn.Identity)
+    with pytest.raises(TypeError, match="callable"):
+        muster.rebuild_with(OnlyOne, 3)
+
+
+def test_no_reader_ever_sees_half_an_update():
+    """10,000 updates by another process, of weights that all have one value."""
+    weights = {"a": torch.zeros(3000), "b": torch.zeros(50, 40)}
+    shared = SharedWeights(weights)
+    pid = os.fork()
+    if not pid:
+        writer = SharedWeights(weights, os.open(f"/proc/self/fd/{shared.fd}", os.O_RDWR))
+        for value in range(1, 10_001):
+            writer.write({name: torch.full_like(tensor, value) for name, tensor in weights.items()})
+        os._exit(0)
+    version, seen = 0, 0
+    try:
+        while version < 10_000:
+            latest = shared.read_into(weights, version)
+            if latest != version:
+                seen += 1
+                assert all(bool((tensor == latest).all()) for tensor in weights.values())
+                version = latest
+    finally:
+        os.waitpid(pid, 0)
+    assert seen > 1

@@ -1,0 +1,179 @@
+"""The ``muster`` command as a person meets it."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from muster import cli
+from muster.algorithms import PPOConfig
+
+# -P: as for an installed script, Python itself does not look into the working folder.
+RUN_MUSTER = [sys.executable, "-P", "-c", "from muster.cli import main; main()"]
+
+
+def muster(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(cli.make_app(), arguments)
+
+
+def read_metrics(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_train_leaves_a_whole_run_folder(tmp_path: Path):
+    run = tmp_path / "run"
+    result = muster(
+        "train", "CartPole-v1", "--total-steps", "3000", "--seed", "7", "--num-workers", "1", "--run-dir", str(run)
+    )
+    assert result.exit_code == 0, result.output
+    config = json.loads((run / "config.json").read_text())
+    assert (config["env"], config["seed"], config["num_envs"], config["total_steps"]) == ("CartPole-v1", 7, 8, 3000)
+    rows = read_metrics(run)
+    assert [row["steps"] for row in rows] == ["2048", "4096"]
+    assert 9 <= float(rows[-1]["mean_return"]) <= 500
+    assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == 4096
+    assert matplotlib.image.imread(run / "learning_curve.png").ndim == 3
+    assert "CartPole-v1  PPO, 3,000 steps, seed 7, 8 envs on 1 worker\n" in result.output
+    assert f"{float(rows[-1]['mean_return']):.1f} over the last 100 episodes  solved at 475" in result.output
+    assert str(run / "learning_curve.png") in result.output
+
+
+def test_the_same_seed_gives_the_same_metrics(tmp_path: Path):
+    measured = []
+    for name, workers in (("a", "1"), ("b", "2")):
+        arguments = ("--total-steps", "4000", "--num-workers", workers, "--run-dir", str(tmp_path / name))
+        assert muster("train", "CartPole-v1", *arguments).exit_code == 0
+        rows = read_metrics(tmp_path / name)
+        measured.append([{k: v for k, v in row.items() if "second" not in k} for row in rows])
+    assert measured[0] == measured[1]
+
+
+def test_runs_without_a_folder_get_one_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert muster("train", "Pendulum-v1", "--total-steps", "1", "--num-envs", "2").exit_code == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("Pendulum-v1-seed0-")
+    assert len(read_metrics(run)) == 1
+
+
+def test_a_run_too_short_for_an_episode_says_so(tmp_path: Path):
+    arguments = ("--total-steps", "1", "--num-envs", "2", "--run-dir", str(tmp_path))
+    result = muster("train", "MountainCarContinuous-v0", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "none yet" in result.output
+    assert "no episode has ended yet" in result.output
+    assert not (tmp_path / "learning_curve.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (("NoSuchEnv-v0",), 1, "NoSuchEnv"),
+        (("Blackjack-v1",), 1, "FlattenObservation"),
+        (("pettingzoo/sisl/multiwalker_v9",), 1, "has several agents"),
+        (("CartPole-v1", "--num-workers", "9"), 2, "num_workers=9 is too many for num_envs=8"),
+        (("CartPole-v1", "--num-envs", "0"), 2, "--num-envs"),
+        (("CartPole-v1", "--seed", "-1"), 2, "--seed"),
+    ],
+)
+def test_mistakes_are_explained_without_a_traceback(
+    tmp_path: Path, arguments: tuple[str, ...], exit_code: int, message: str
+):
+    run = tmp_path / "run"
+    result = muster("train", *arguments, "--run-dir", str(run))
+    assert result.exit_code == exit_code
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert not run.exists()
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path):
+    (tmp_path / "metrics.csv").write_text("precious")
+    result = muster("train", "CartPole-v1", "--run-dir", str(tmp_path))
+    assert result.exit_code == 1
+    assert "already holds a run" in result.output
+    assert (tmp_path / "metrics.csv").read_text() == "precious"
+
+
+def test_what_was_reached_is_kept_when_the_env_fails(tmp_path: Path):
+    (tmp_path / "fragile.py").write_text(
+        "import gymnasium\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Fragile(CartPoleEnv):\n"
+        "    count = 0\n"
+        "    def step(self, action):\n"
+        "        self.count += 1\n"
+        "        if self.count == 400:\n"
+        "            raise ArithmeticError('the pole broke')\n"
+        "        return super().step(action)\n"
+        "gymnasium.register('Fragile-v0', Fragile)\n"
+    )
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [*RUN_MUSTER, "train", "fragile:Fragile-v0", "--run-dir", str(run)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "ArithmeticError" in done.stderr
+    assert "the pole broke" in done.stderr
+    assert "muster/cli.py" not in done.stderr
+    assert f"What was reached is saved in {run}" in done.stdout
+    assert [row["steps"] for row in read_metrics(run)] == ["2048"]
+    assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == 2048
+
+
+def test_ctrl_c_ends_cleanly_with_what_was_reached(tmp_path: Path):
+    run = tmp_path / "run"
+    child = subprocess.Popen(
+        [*RUN_MUSTER, "train", "CartPole-v1", "--total-steps", "100000000", "--run-dir", str(run)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not ((run / "metrics.csv").exists() and len(read_metrics(run)) > 1):
+        assert time.monotonic() < deadline
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.05)
+    os.killpg(child.pid, signal.SIGINT)  # as a terminal does: the workers get it too
+    output, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Stopped by Ctrl-C" in output
+    assert "Traceback" not in output + errors
+    assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == int(read_metrics(run)[-1]["steps"])
+    assert (run / "learning_curve.png").exists()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(child.pid, 0)
+
+
+def test_defaults_are_those_that_solve_cartpole():
+    parameters = inspect.signature(cli.train).parameters
+    for name in ("seed", "num_envs", "total_steps"):
+        assert parameters[name].default == getattr(PPOConfig(), name)
+
+
+def test_help_is_quick_to_have_and_names_the_commands():
+    code = "import sys; from muster.cli import make_app; make_app(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert "train" in muster("--help").output
+    for option in ("--seed", "--num-envs", "--num-workers", "--total-steps", "--run-dir"):
+        assert option in muster("train", "--help").output
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_the_message_says_what_to_install(missing: str):
+    code = f"import sys; sys.modules[{missing!r}] = None; from muster.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == (f"The muster command needs {missing}. Install it with: pip install 'muster-rl[cli]'")

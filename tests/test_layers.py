@@ -1,0 +1,222 @@
+"""Imports go down only, and `import muster` is cheap and changes nothing for the process that does it."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import muster
+
+PACKAGE = Path(__file__).parent.parent / "src" / "muster"
+
+# A module or package of src/muster, and its layer. A new one needs a place here.
+LAYERS = {
+    "errors": 0,
+    "checks": 1,
+    "spec": 1,
+    "recipe": 1,
+    "sources": 1,
+    "existing_env": 1,
+    "gym_ids": 1,
+    "introspection": 1,
+    "lazy_values": 1,
+    "worker_info": 1,
+    "pickling": 1,
+    "envs": 2,
+    "transport": 2,
+    "_core": 2,
+    "backends": 3,
+    "vector": 4,
+    "multi_agent": 4,
+    "make": 4,
+    "nn": 5,
+    "rollout": 5,
+    "algorithms": 6,
+    "interop": 6,
+    "doctor": 7,
+    "report": 7,
+    "cli": 8,
+}
+TORCH_FROM_LAYER = 5
+OPTIONAL = {
+    "torch",
+    "tensordict",
+    "torchrl",
+    "ray",
+    "pettingzoo",
+    "mpe2",
+    "dm_env",
+    "dmlab2d",
+    "meltingpot",
+    "stable_baselines3",
+    "typer",
+    "rich",
+    "matplotlib",
+    "tensorboard",
+    "psutil",
+}
+
+
+def imported_names(source: str, package: str) -> Iterator[str]:
+    """Dotted names of all that ``source``, a module in ``package``, imports: in functions and for type checkers too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base]) if base else ".".join(above)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            name = node.args[0] if node.args else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield name.value
+
+
+def unit_of(path: Path) -> str:
+    """The entry of LAYERS that the file ``path`` belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def complaints(unit: str, names: Iterator[str]) -> list[str]:
+    """What is wrong with a module of ``unit`` that imports ``names``."""
+    layer = LAYERS[unit]
+    found = []
+    for name in names:
+        root, *inner = name.split(".")
+        if root == "torch" and layer < TORCH_FROM_LAYER:
+            found.append(f"layer {layer} imports {name}; torch is for layer {TORCH_FROM_LAYER} and above")
+        if root != "muster":
+            continue
+        target = inner[0] if inner else ""
+        if target not in LAYERS and layer == max(LAYERS.values()):
+            continue  # nothing is above it, so it may use the public names like anyone
+        if target not in LAYERS:
+            found.append(f"imports {name} by way of muster/__init__.py; import it from the module that defines it")
+        elif LAYERS[target] > layer:
+            found.append(f"layer {layer} imports {name} of layer {LAYERS[target]}")
+    return found
+
+
+def modules() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+def names_imported_by(path: Path) -> Iterator[str]:
+    package = ".".join(["muster", *path.relative_to(PACKAGE).parts[:-1]])
+    return imported_names(path.read_text(encoding="utf-8"), package)
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {unit_of(path) for path in modules()} <= LAYERS.keys()
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_go_down_only(path: Path) -> None:
+    assert complaints(unit_of(path), names_imported_by(path)) == []
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in modules():
+        targets = {name.split(".")[1] for name in names_imported_by(path) if name.startswith("muster.")}
+        graph.setdefault(unit_of(path), set()).update(targets - {unit_of(path)})
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import muster.vector",
+        "from muster import vector",
+        "from muster.vector import VectorEnv",
+        "from muster import VectorEnv",
+        "from .. import vector",
+        "from ..vector import VectorEnv",
+        "def f():\n    from muster.vector import VectorEnv",
+        "if TYPE_CHECKING:\n    from muster.vector import VectorEnv",
+        "importlib.import_module('muster.vector')",
+        "def f():\n    import torch.nn",
+    ],
+)
+def test_an_import_that_goes_up_is_noticed(source: str) -> None:
+    assert len(complaints("backends", imported_names(source, "muster.backends"))) == 1
+
+
+@pytest.mark.parametrize(
+    "source", ["from muster import _core", "from muster.errors import EnvError", "from . import base", "import numpy"]
+)
+def test_an_import_that_goes_down_is_allowed(source: str) -> None:
+    assert complaints("backends", imported_names(source, "muster.backends")) == []
+
+
+def in_a_fresh_process(code: str) -> object:
+    """What ``code`` prints as JSON."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_importing_muster_imports_no_optional_package() -> None:
+    loaded = in_a_fresh_process("import json, sys, muster; print(json.dumps(list(sys.modules)))")
+    assert isinstance(loaded, list)
+    assert {name.split(".")[0] for name in loaded} & OPTIONAL == set()
+
+
+def test_importing_muster_changes_nothing_global() -> None:
+    changed = in_a_fresh_process(
+        """
+        import json, logging, multiprocessing, os, random, signal, sys, threading, warnings
+        import cloudpickle, gymnasium, gymnasium.vector, numpy
+
+        def state():
+            return {
+                "start method": multiprocessing.get_start_method(allow_none=True),
+                "warning filters": list(warnings.filters),
+                "showwarning": warnings.showwarning,
+                "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+                "threads": len(os.listdir("/proc/self/task")),
+                "threading hook": threading.excepthook,
+                "environment": dict(os.environ),
+                "sys.path": list(sys.path),
+                "import hooks": list(sys.meta_path) + list(sys.path_hooks),
+                "sys hooks": (sys.excepthook, sys.displayhook, sys.breakpointhook, sys.unraisablehook),
+                "file descriptors": sorted(os.listdir("/proc/self/fd")),
+                "children": open("/proc/self/task/%d/children" % os.getpid()).read(),
+                "working directory": os.getcwd(),
+                "log handlers": (list(logging.root.handlers), logging.root.level),
+                "random": random.getstate(),
+                "numpy.random": str(numpy.random.get_state()),
+                "registered envs": list(gymnasium.registry),
+            }
+
+        before = state()
+        import muster
+        after = state()
+        print(json.dumps([key for key in before if before[key] != after[key]]))
+        """
+    )
+    assert changed == []
+
+
+def test_muster_has_at_most_15_public_names() -> None:
+    assert len(muster.__all__) <= 15
+    assert len(set(muster.__all__)) == len(muster.__all__)
+
+
+def test_every_public_name_can_be_had() -> None:
+    assert [name for name in muster.__all__ if getattr(muster, name, None) is None] == []
+
+
+def test_every_public_name_is_announced() -> None:
+    ours = {name for name, value in vars(muster).items() if getattr(value, "__module__", "").startswith("muster")}
+    assert {name for name in ours if not name.startswith("_")} <= set(muster.__all__)

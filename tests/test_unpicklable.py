@@ -1,0 +1,233 @@
+"""Handing over what cannot be sent, end to end: real ZeroMQ, locks, files, databases, and difficult objects."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import sqlite3
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+import muster
+from muster.errors import CannotTravel
+
+CONTEXTS = ("forkserver", "spawn", "fork")
+LIMIT_S = 5.0
+
+
+class Holder(gym.Env):
+    """Keeps what it is given. obs: what a ZeroMQ server answers, where it was given a socket or an address."""
+
+    observation_space = gym.spaces.Box(0, 1e9, (1,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, thing=None, host=None, port=None):
+        self.thing = thing
+        self.box = [thing]  # for get_attr, which calls what can be called
+        self.socket = thing if isinstance(thing, zmq.Socket) else None
+        if host is not None:
+            self.socket = zmq.Context.instance().socket(zmq.REQ)
+            self.socket.linger = 0
+            self.socket.connect(f"tcp://{host}:{port}")
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._obs(seed or 0), {}
+
+    def step(self, action):
+        return self._obs(int(action)), 0.0, False, False, {}
+
+    def close(self):
+        if self.socket is not None:
+            self.socket.close()
+
+    def _obs(self, number):
+        if self.socket is None:
+            return np.array([number], np.float64)
+        self.socket.send_json(number)
+        assert self.socket.poll(10_000), "the server does not answer"
+        return np.array([self.socket.recv_json()], np.float64)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left() -> Iterator[None]:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.fixture
+def doubling_server() -> Iterator[int]:
+    """A REP server on loopback that answers with twice what it is sent; its port."""
+    context = zmq.Context()
+    server = context.socket(zmq.REP)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    stop = threading.Event()
+
+    def serve():
+        while not stop.is_set():
+            if server.poll(20):
+                server.send_json(2 * server.recv_json())
+        server.close(linger=0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield port
+    stop.set()
+    thread.join()
+    context.term()
+
+
+def connect(port):
+    client = zmq.Context.instance().socket(zmq.REQ)
+    client.linger = 0
+    client.connect(f"tcp://127.0.0.1:{port}")
+    return client
+
+
+def check_answers(envs):
+    obs, _ = envs.reset(seed=10)
+    assert obs[:, 0].tolist() == [20, 22, 24, 26]
+    assert envs.step(np.array([0, 1, 1, 0]))[0][:, 0].tolist() == [0, 2, 2, 0]
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_each_env_has_a_zeromq_socket_of_its_own_by_lazy(doubling_server, context):
+    kwargs = {"thing": muster.lazy(connect, doubling_server)}
+    with muster.make_vec(Holder, 4, num_workers=2, env_kwargs=kwargs, context=context) as envs:
+        check_answers(envs)
+
+
+@pytest.mark.parametrize("backend", ["process", "thread", "serial"])
+def test_each_env_has_a_zeromq_socket_of_its_own_by_host_and_port(doubling_server, backend):
+    kwargs = {"host": "127.0.0.1", "port": muster.lazy(lambda: doubling_server)}
+    with muster.make_vec(Holder, 4, backend=backend, env_kwargs=kwargs) as envs:
+        check_answers(envs)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("what", ["context", "socket"])
+def test_zeromq_objects_are_refused_by_name_under_every_start_method(context, what):
+    with zmq.Context() as zeromq, zeromq.socket(zmq.REQ) as client:
+        thing = zeromq if what == "context" else client
+        started = time.monotonic()
+        with pytest.raises(CannotTravel) as raised:
+            muster.make_vec(Holder, 4, env_kwargs={"thing": thing}, context=context)
+        assert time.monotonic() - started < LIMIT_S
+        said = str(raised.value)
+        assert 'env_kwargs["thing"]' in said
+        assert f"zmq.sugar.{what}.{what.capitalize()}" in said
+        assert "muster.lazy(" in said
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread"])
+def test_a_zeromq_context_is_shared_within_the_process(backend):
+    with zmq.Context() as zeromq, muster.make_vec(Holder, 4, backend=backend, env_kwargs={"thing": zeromq}) as envs:
+        envs.reset()
+        assert all(one is zeromq for one in envs.get_attr("thing"))
+
+
+class RaisesInReduce:
+    def __reduce__(self):
+        raise ValueError("I am bound to this machine")
+
+
+class HangsInGetstate:
+    def __getstate__(self):
+        time.sleep(600)
+
+
+def held_lock(folder):
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+DIFFICULT = {
+    "a lock that the caller holds": (held_lock, "_thread.lock"),
+    "a file that the caller writes": (lambda folder: (folder / "log").open("w"), "TextIOWrapper"),
+    "a socket": (lambda folder: socket.socket(), "socket.socket"),
+    "an SQLite connection": (lambda folder: sqlite3.connect(folder / "db"), "sqlite3.Connection"),
+    "a generator": (lambda folder: (i for i in range(3)), "generator"),
+    "a pointer of ctypes": (lambda folder: ctypes.pointer(ctypes.c_int(3)), "LP_c_int"),
+    "an object whose __reduce__ raises": (lambda folder: RaisesInReduce(), "I am bound to this machine"),
+    "an object whose __getstate__ hangs": (lambda folder: HangsInGetstate(), "hangs"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFICULT)
+def test_what_cannot_travel_is_named_in_time(what, tmp_path: Path):
+    make, words = DIFFICULT[what]
+    thing = make(tmp_path)
+    started = time.monotonic()
+    with pytest.raises(CannotTravel) as raised:
+        muster.make_vec(Holder, 2, env_kwargs={"thing": thing})
+    assert time.monotonic() - started < LIMIT_S
+    said = str(raised.value)
+    assert 'env_kwargs["thing"] cannot be sent to a worker (context="forkserver")' in said
+    assert words in said
+    assert "muster." in said.partition("Build it in the worker instead:")[2]
+    assert 'context="fork"' in said
+    if hasattr(thing, "close"):
+        thing.close()
+
+
+@pytest.mark.parametrize("what", DIFFICULT)
+def test_in_the_callers_process_it_arrives_as_it_is(what, tmp_path: Path):
+    thing = DIFFICULT[what][0](tmp_path)
+    for backend in ("serial", "thread"):
+        with muster.make_vec(Holder, 2, backend=backend, env_kwargs={"thing": thing}) as envs:
+            assert all(box[0] is thing for box in envs.get_attr("box"))
+    if hasattr(thing, "close"):
+        thing.close()
+
+
+def test_a_module_travels_by_its_name():
+    with muster.make_vec(Holder, 2, num_workers=2, env_kwargs={"thing": sqlite3}) as envs:
+        assert envs.get_attr("thing") == (sqlite3, sqlite3)
+
+
+def test_a_module_that_nobody_can_import_travels_by_value_with_a_warning():
+    made = types.ModuleType("made_up")
+    made.answer = 42
+    with (
+        pytest.warns(UserWarning, match="every worker gets a module of its own"),
+        muster.make_vec(Holder, 2, num_workers=2, env_kwargs={"thing": made}) as envs,
+    ):
+        assert [one.answer for one in envs.get_attr("thing")] == [42, 42]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_files_databases_and_locks_are_built_where_the_envs_run(context, tmp_path: Path):
+    def open_log():
+        return (tmp_path / f"{muster.get_worker_info().env_index}.log").open("w")
+
+    things = {
+        "log": muster.lazy(open_log),
+        "lock": muster.lazy(threading.Lock),
+        "database": muster.lazy(sqlite3.connect, tmp_path / "levels.db"),
+    }
+    with muster.make_vec(Holder, 3, num_workers=2, env_kwargs={"thing": things}, context=context) as envs:
+        envs.reset()
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["0.log", "1.log", "2.log"]
+
+
+def test_fork_inherits_what_is_safe_to_inherit():
+    numbers = (i for i in range(3))
+    with muster.make_vec(Holder, 2, num_workers=2, env_kwargs={"thing": numbers}, context="fork") as envs:
+        envs.reset()
+    assert next(numbers) == 0
+
+
+def test_a_held_lock_is_refused_under_fork(tmp_path: Path):
+    with pytest.raises(CannotTravel, match="waiting for it hangs"):
+        muster.make_vec(Holder, 2, env_kwargs={"thing": held_lock(tmp_path)}, context="fork")
