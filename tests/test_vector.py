@@ -94,15 +94,40 @@ def test_every_kind_of_space_survives_the_trip(make_everywhere: MakeVec, mode: s
     same_run(envs, reference, 20)
 
 
+def _pong() -> gym.Env[Any, Any]:
+    import ale_py
+
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    return gym.make("ALE/Pong-v5", max_episode_steps=200)
+
+
+REPRODUCIBLE: dict[str, Callable[[], gym.Env[Any, Any]]] = {
+    "CartPole": functools.partial(gym.make, "CartPole-v1"),
+    "HalfCheetah": functools.partial(gym.make, "HalfCheetah-v5", max_episode_steps=50),
+    "Pong": _pong,
+    "nested Dict": functools.partial(Everything, length=30),
+}
+
+
+def bit_identical_run(name: str, steps: int, **options: Any) -> None:
+    """Asserts that 6 envs on worker processes give the rows that they give in this process."""
+    recipes = [REPRODUCIBLE[name]] * 6
+    with muster.make_vec(recipes, **options) as envs, muster.make_vec(recipes, backend="serial") as reference:
+        same_run(envs, reference, steps)
+
+
 @pytest.mark.parametrize(("context", "num_workers"), [("fork", 1), ("fork", 3), ("forkserver", 2), ("spawn", 3)])
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "HalfCheetah-v5"])
-def test_runs_are_bit_identical_whatever_steps_them(env_id: str, context: str, num_workers: int) -> None:
-    kwargs = {"env_kwargs": {"max_episode_steps": 50}, "num_envs": 6}
-    with (
-        muster.make_vec(env_id, context=context, num_workers=num_workers, **kwargs) as envs,
-        muster.make_vec(env_id, backend="serial", **kwargs) as reference,
-    ):
-        same_run(envs, reference, 300)
+@pytest.mark.parametrize("name", REPRODUCIBLE)
+def test_runs_are_bit_identical_whatever_steps_them(name: str, context: str, num_workers: int) -> None:
+    bit_identical_run(name, 60, context=context, num_workers=num_workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("name", REPRODUCIBLE)
+def test_long_runs_are_bit_identical(name: str, context: str, num_workers: int) -> None:
+    bit_identical_run(name, 1000, context=context, num_workers=num_workers)
 
 
 def test_same_step_keeps_the_final_obs_of_envs_that_reuse_their_buffer(make: MakeVec) -> None:

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include "caller.hpp"
+#include "columns.hpp"
 #include "stepper.hpp"
 #include "watchdog.hpp"
 
@@ -164,6 +165,9 @@ NB_MODULE(_core, m) {
       .def_prop_ro("num_pending", &Caller::num_pending)
       .def_prop_ro("in_fork", &Caller::in_fork);
 
+  m.def("gather_columns", [](nb::list columns, nb::handle ids, nb::handle given) {
+    return guarded([&] { return handed_over(gather_columns(columns.ptr(), ids.ptr(), given.ptr())); });
+  }, nb::arg("columns"), nb::arg("ids").none(), nb::arg("given"));
   m.def("line_state", &line_state);
   m.def("map_bytes", &map_bytes, nb::arg("fd"), nb::arg("size"));
   m.def("ticks", &ticks, "The clock of line_state's since and ticks, in units of its own.");

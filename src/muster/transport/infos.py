@@ -1,26 +1,40 @@
 """Infos as Gymnasium gives them, from the columns that workers store them in.
 
 ``infos[key]`` holds one value per env and ``infos["_" + key]`` says which envs gave one. Envs nearly always agree in
-the layout of their infos; then each key is one copy out of the slab. What differs is merged env by env.
+the layout of their infos, or have none after a reset; then each key is one copy out of the slab. What differs is
+merged env by env.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from muster import _core
 from muster.spec import Array
 from muster.transport.slab import Slab
 
 # InfoTable of _core/infos.hpp.
 _EMPTY, _PICKLED, _FIRST = 0, 1, 2
 _STEP, _FINAL = 0, 1
-_MAX_PLANS = 256
+_MAX_PLANS = 4096
 
 Infos = dict[str, Any]
 Column = tuple[str, str, int, tuple[int, ...], int, Any]  # key, kind, dtype number, shape, offset, children
+
+
+class _Plan(NamedTuple):
+    """How to read the infos of some envs with some schemas.
+
+    columns: for each key itself, its mask's key and the values in the slab ``[num_envs, ...]``; None where infos are
+    no plain columns that all agree.  given: bool ``[n]``, which of the envs gave an info.
+    """
+
+    columns: list[tuple[str, str, Array]] | None
+    given: npt.NDArray[np.bool_]
 
 
 class InfoReader:
@@ -31,45 +45,35 @@ class InfoReader:
         self._line_of = np.array([line_of(env) for env in range(slab.plan.num_envs)])
         self._fetch_schemas = fetch_schemas
         self._schemas: list[tuple[Any, ...]] = [()] * slab.plan.num_lines
-        self._plans: dict[tuple[bytes, bytes], list[tuple[str, Array]] | None] = {}
-        self._given = np.ones(slab.plan.num_envs, np.bool_)
+        self._last_schemas = slab.records["info_schema"]
+        self._plans: dict[tuple[bytes, bytes], _Plan] = {}
 
     def forget(self, line: int) -> None:
         """Forgets a lost worker's schemas: its successor numbers its own."""
         self._schemas[line] = ()
         self._plans.clear()
 
-    def read_plain(self) -> Infos | None:
-        """The infos of a step of all envs, where these are plain columns that have been read before; else None."""
-        plan = self._plans.get((self._slab.records["info_schema"].tobytes(), b""))
+    def read_plain(self, ids: Array) -> Infos | None:
+        """The infos of a step of envs `ids` ``[n]``, where these are plain columns that all agree in; else None."""
+        everything = len(ids) == len(self._line_of)
+        schemas = self._last_schemas if everything else self._last_schemas[ids]
+        key = (schemas.tobytes(), b"" if everything else ids.tobytes())
+        plan = self._plans.get(key)
         if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._plan(ids, schemas)
+        if plan.columns is None:
             return None
-        infos: Infos = {}
-        for name, column in plan:
-            infos[name] = column.copy()
-            infos["_" + name] = self._given.copy()
-        return infos
+        return _core.gather_columns(plan.columns, None if everything else ids, plan.given)
 
     def read(self, ids: Array, objects: Sequence[Iterator[Any]]) -> Infos:
         """The infos of a step of envs `ids` ``[n]``; `objects`: for each its letters' rest, in order."""
-        schemas = self._slab.records["info_schema"][ids]
-        if not schemas.any():
-            return {}
-        key = (schemas.tobytes(), b"" if len(ids) == self._slab.plan.num_envs else ids.tobytes())
-        if key not in self._plans:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = self._plan(ids, schemas)
-        plan = self._plans[key]
-        if plan is not None:
-            infos: Infos = {}
-            for name, column in plan:
-                infos[name] = column.copy() if len(column) == len(ids) else column[ids]
-                infos["_" + name] = np.ones(len(ids), np.bool_)
-            return infos
-        infos = {}
-        for row, env in enumerate(ids):
-            merge(infos, self.single(int(env), _STEP, objects[row]), row, len(ids))
+        infos = self.read_plain(ids)
+        if infos is None:
+            infos = {}
+            for row, env in enumerate(ids):
+                merge(infos, self.single(int(env), _STEP, objects[row]), row, len(ids))
         return infos
 
     def final(self, env: int, objects: Iterator[Any]) -> Infos:
@@ -86,17 +90,16 @@ class InfoReader:
             return info
         return self._decode(self._columns(int(self._line_of[env]), schema), env, which, objects)
 
-    def _plan(self, ids: Array, schemas: Array) -> list[tuple[str, Array]] | None:
-        """Each key's column over all envs, where the envs agree and there is nothing but plain columns."""
-        if schemas.min() < _FIRST:
-            return None
-        columns = self._columns(int(self._line_of[ids[0]]), int(schemas[0]))
-        if any(column[1] not in ("number", "array") for column in columns):
-            return None
-        pairs = set(zip(self._line_of[ids].tolist(), schemas.tolist(), strict=True))
-        if any(self._columns(line, schema) != columns for line, schema in pairs):
-            return None
-        return [(column[0], self._column(column, _STEP)) for column in columns]
+    def _plan(self, ids: Array, schemas: Array) -> _Plan:
+        given = schemas != _EMPTY
+        pairs = set(zip(self._line_of[ids[given]].tolist(), schemas[given].tolist(), strict=True))
+        if any(schema < _FIRST for _, schema in pairs):
+            return _Plan(None, given)
+        layouts = {self._columns(line, schema) for line, schema in pairs}
+        layout = layouts.pop() if layouts else ()
+        if layouts or any(column[1] not in ("number", "array") for column in layout):
+            return _Plan(None, given)
+        return _Plan([(column[0], f"_{column[0]}", self._column(column, _STEP)) for column in layout], given)
 
     def _columns(self, line: int, schema: int) -> tuple[Column, ...]:
         if schema - _FIRST >= len(self._schemas[line]):
