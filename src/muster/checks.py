@@ -51,11 +51,13 @@ def env_ids_of(env_ids: Any, num_envs: int) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(ids, np.int64)
 
 
-def require_agreement(observation_spaces: Sequence[Space], action_spaces: Sequence[Space], *, bounds: bool) -> None:
+def require_agreement(
+    observation_spaces: Sequence[Space], action_spaces: Sequence[Space], *, bounds: bool, action_bounds: bool = True
+) -> None:
     """Raises SpecMismatch for the first env whose spaces differ from env 0's. bounds: observations' bounds count."""
     for path, all_spaces, with_bounds in (
         ("observation", observation_spaces, bounds),
-        ("action", action_spaces, True),
+        ("action", action_spaces, action_bounds),
     ):
         for env, space in enumerate(all_spaces):
             found = first_difference(all_spaces[0], space, path, bounds=with_bounds)

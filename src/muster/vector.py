@@ -16,7 +16,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
 
 from muster.backends.base import Backend, CallerOptions
 from muster.backends.recovery import Recovery
-from muster.backends.resources import process_usage
+from muster.backends.resources import worker_stats
 from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, ShareOptions, to_exception
 from muster.checks import env_ids_of, require_agreement, reset_mask_of, seeds_of
 from muster.errors import (
@@ -41,6 +41,7 @@ Floats = npt.NDArray[np.float64]
 StepResult = tuple[Any, Floats, Bools, Bools, Infos]
 
 _SLICE_NS = 20_000_000
+_WATCH_S = 0.05
 # Bits of the core's `unusual`, see _core/caller.hpp.
 _INFOS, _NOT_OK, _FINALS = 1, 2, 4
 
@@ -106,6 +107,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._records = backend.slab.records
         self._infos = InfoReader(backend.slab, self._caller.line_of, backend.fetch_schemas)
         self._all = np.arange(self.num_envs)
+        self._watch_at = 0.0
         self._recovery: Recovery | None = None
         if max_restarts is not None:
             self._recovery = Recovery(backend, autoreset_mode, max_restarts, self._infos)
@@ -126,29 +128,20 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
-    def reset_async(self, *, seed: int | Sequence[int | None] | None = None, options: Any = None) -> None:
+    def reset_async(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
         """Starts `reset`; `reset_wait` or `recv` takes the result."""
         self._require_idle("reset")
         seeds = seeds_of(seed, self.num_envs)
-        if isinstance(options, list) or options is ...:
-            self._reset_each(seeds, options)
-            return
         ids = self._all
         if options is not None and "reset_mask" in options:
             options = dict(options)
             ids = np.flatnonzero(reset_mask_of(options.pop("reset_mask"), self.num_envs))
         chosen = [seeds[i] for i in ids.tolist()]
         if self._recovery is not None:
-            chosen = self._recovery.seeds_for_reset(ids, chosen)
+            chosen = self._recovery.seeds_for_reset(ids, chosen, options)
         self._backend.reset(ids, chosen, options)
-
-    def _reset_each(self, seeds: list[int | None], options: Any) -> None:
-        """`options`: a list with one dict for each env, or Ellipsis: the keyword is not passed at all."""
-        if options is ...:
-            self._backend.reset(self._all, seeds, options)
-        else:
-            for env in range(self.num_envs):
-                self._backend.reset(self._all[env : env + 1], seeds[env : env + 1], options[env])
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Infos]:
         """What `reset_async` started. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
@@ -172,9 +165,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             obs, rewards, terminated, truncated, unusual = result
             infos: Infos | None = {}
             if unusual:
-                infos = self._infos.read_plain() if unusual == _INFOS and not self._obs.has_objects else None
+                infos = self._infos.read_plain(self._all) if unusual == _INFOS and not self._obs.has_objects else None
             if infos is not None:
-                return self._view() if obs is None else obs, rewards, terminated, truncated, infos
+                return self._batch_obs(self._all, []) if obs is None else obs, rewards, terminated, truncated, infos
             batch = self._batch(self._all, rewards, terminated, truncated, unusual, obs)
         else:
             if result is False:
@@ -289,20 +282,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         ``copies_per_obs`` counts the copies from an env's own array to the caller's.
         """
         self._require_open()
-        workers = []
-        for line, pid in enumerate(self._backend.process_ids()):
-            state = self._backend.slab.line(line)
-            spent = [state["ticks_in_env"], state["ticks_waiting"], state["ticks_copying"]]
-            shares = [ticks / max(1, sum(spent)) for ticks in spent]
-            workers.append(
-                {
-                    **dict(zip(("stepping", "waiting", "copying"), shares, strict=True)),
-                    "env_steps": state["env_steps"],
-                    "resets": state["resets"],
-                    "pid": pid,
-                    **process_usage(pid),
-                }
-            )
+        workers = worker_stats(self._backend.slab, self._backend.process_ids())
         return {
             "env_steps": sum(worker["env_steps"] for worker in workers),
             "copies_per_obs": 2 if self._copy else 1,
@@ -430,6 +410,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _wait(self, min_envs: int, timeout: float | None, doing: str) -> None:
         start = time.monotonic()
+        if start > self._watch_at:  # where some envs are always ready, nothing else would notice that others are dead
+            self._backend.watch(0.0)
+            self._watch_at = start + _WATCH_S
         while True:
             waited = time.monotonic() - start
             left_ns = _SLICE_NS if timeout is None else int((timeout - waited) * 1e9)
@@ -445,12 +428,13 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
                 )
 
     def _collect(self) -> Batch:
-        restarted = self._recovery.finish_rows() if self._recovery is not None else {}
         ids, rewards, terminated, truncated, unusual = self._caller.collect_ready()
+        reasons: dict[int, str] = {}
+        if self._recovery is not None and (reasons := self._recovery.finish_rows(ids, rewards, terminated, truncated)):
+            unusual |= _FINALS  # they may have ended an episode
         batch = self._batch(ids, rewards, terminated, truncated, unusual, None)
-        for row, env in enumerate(batch.env_ids.tolist() if restarted else ()):
-            if env in restarted:
-                merge(batch.infos, {"restarted": restarted[env]}, row, len(batch.env_ids))
+        for row, reason in reasons.items():
+            merge(batch.infos, {"restarted": reason}, row, len(ids))
         return batch
 
     def _batch(self, ids: Array, rewards: Floats, terminated: Bools, truncated: Bools, unusual: int, obs: Any) -> Batch:
@@ -478,9 +462,6 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             final_obs = self._obs.single(self._backend.slab.final_obs, env, objects[row])
             final_info = self._infos.final(env, objects[row])
             merge(infos, {"final_obs": final_obs, "final_info": final_info}, row, len(ids))
-
-    def _view(self) -> Any:
-        return self._batch_obs(self._all, [])
 
     def _batch_obs(self, ids: Array, objects: Sequence[Any]) -> Any:
         rows = self._backend.slab.obs

@@ -17,6 +17,7 @@ import pytest
 import muster
 from muster.backends import process
 from muster.errors import ClosedError, WorkerDied, WorkerError, WorkerTimeout
+from processes import kill_worker, parent_of, wait_for_end
 
 ACTIONS = np.zeros(4, np.int64)
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -75,14 +76,6 @@ def make(**options: Any) -> Any:
 def envs() -> Iterator[Any]:
     with make() as envs:
         yield envs
-
-
-def kill_worker(envs: Any, worker: int) -> None:
-    """Returns once it is dead."""
-    pid = envs.stats()["workers"][worker]["pid"]
-    os.kill(pid, signal.SIGKILL)
-    while Path(f"/proc/{pid}").exists():
-        time.sleep(0.01)
 
 
 def test_send_and_recv_deliver_the_others_and_the_restarted(envs: Any) -> None:
@@ -306,22 +299,13 @@ def test_long_wait_warns_once(envs: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         envs.step(ACTIONS + [3, 0, 0, 0])
 
 
-def is_alive(pid: int) -> bool:
-    """A zombie, which whoever adopted it may leave unreaped, is not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_launcher_that_dies_is_replaced(envs: Any) -> None:
     envs.reset(seed=0)
     worker = envs.stats()["workers"][0]["pid"]
-    launcher = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    launcher = parent_of(worker)
     assert launcher != os.getpid()
     os.kill(launcher, signal.SIGKILL)
-    while is_alive(worker):  # its workers die with it
-        time.sleep(0.01)
+    wait_for_end(worker)  # its workers die with it
     result = envs.step(ACTIONS)
     assert result[3].all()
     assert "launcher process was lost" in result[4]["restarted"][0]

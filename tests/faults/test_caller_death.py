@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from processes import is_alive, parent_of
+
 HERE = Path(__file__).parent
 BOUND_S = 1.0
 CONTEXTS = ("forkserver", "fork", "spawn")
@@ -97,7 +99,7 @@ def family(pid: int) -> set[int]:
     from_parent: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and is_alive(int(entry.name)):
-            from_parent.setdefault(int(_stat(int(entry.name))[1]), []).append(int(entry.name))
+            from_parent.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
     found: set[int] = set()
     queue = [pid]
     while queue:
@@ -105,17 +107,6 @@ def family(pid: int) -> set[int]:
         found.update(children)
         queue += children
     return found
-
-
-def is_alive(pid: int) -> bool:
-    return _stat(pid)[0] not in ("Z", "X")
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["X", "0"]
 
 
 def some_slow(params: list[tuple[Any, ...]], fast: list[tuple[Any, ...]]) -> list[Any]:

@@ -145,8 +145,8 @@ def test_env_that_exits_in_a_call(tmp_path: Path) -> None:
 
 # ---- the end of the whole program
 
-# Lines that several workers write are one `write` each: where Python is unbuffered, print() makes two of a line, and the
-# lines of two workers run into each other.
+# Lines that several workers write are one `write` each: where Python is unbuffered, print() makes two of a line, and
+# the lines of two workers run into each other.
 PROGRAM = """
 import os, signal, sys, threading, time
 import faulty_envs, muster

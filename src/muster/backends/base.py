@@ -71,8 +71,11 @@ class Backend(ABC):
         """Sets an attribute of every env, each to its own value."""
 
     @abstractmethod
-    def restart(self, env: int, seed: int | None, *, resets_now: bool, rebuilds: bool) -> None:
-        """Has a failed env answer anew: built again or, in a new worker, as it is; after a reset or without one."""
+    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> None:
+        """Has a failed env answer anew: built again or, in a new worker, as it is; after a reset or without one.
+
+        seed: for its first reset.  options: for that which it answers with.
+        """
 
     @abstractmethod
     def watch(self, waited_s: float) -> None:

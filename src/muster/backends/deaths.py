@@ -48,7 +48,7 @@ def explain_death(line: int, envs: range, exit_code: int | None, doing: str, tai
 
 def _how(exit_code: int | None) -> str:
     if exit_code is None:
-        return "its exit code is unknown, the launcher process was lost"
+        return "its exit code is unknown, the launcher process was lost or the caller has reaped it"
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from muster.backends.launch import WorkerProcess, close_own, fork_worker, own
+from muster.backends.deaths import explain_death, name_envs
+from muster.backends.launch import WorkerProcess, close_own, disown, fork_worker, own
 from muster.backends.worker import STACK_SIGNAL, main
+from muster.errors import WorkerDied, WorkerTimeout
 from muster.recipe import Recipe
-from muster.transport.channel import Channel, ChannelClosed
+from muster.transport.channel import Channel
 from muster.transport.slab import memfd
 
 # Its pid, its pidfd, and the pipe that will tell its exit code, where it is no child of this process.
@@ -24,15 +25,45 @@ _STACK_S = 0.5
 
 @dataclass
 class WorkerHandle:
-    """One worker as the caller sees it. first, last: its envs are first to last - 1."""
+    """One worker as the caller sees it."""
 
     index: int
-    first: int
-    last: int
+    envs: range
     process: WorkerProcess
     channel: Channel
     seen: tuple[int, ...] = ()  # its state when it last changed, and when that was
     seen_at: float = 0.0
+    # A replacement starts while the caller goes on: until when it may, for what reason, and what it is to be sent then.
+    starting_until: float | None = None
+    replaces: str = ""
+    outbox: list[bytes] = field(default_factory=list)
+    ready_at: float = 0.0  # when it had started, if it is a replacement
+
+    def died(self, doing: str) -> WorkerDied:
+        """The error that tells of its death. doing: what it was doing, in words."""
+        self.process.wait(1.0)
+        exit_code = self.process.exit_code
+        message = explain_death(self.index, self.envs, exit_code, doing, self.process.tail())
+        return WorkerDied(message, worker_index=self.index, env_indices=tuple(self.envs), exit_code=exit_code)
+
+    def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
+        """The error that tells that it hangs, with its Python stack. It is the caller's to kill it."""
+        stack = python_stack(self.process)
+        return WorkerTimeout(
+            f"worker {self.index} ({name_envs(self.envs)}) did not answer for {elapsed_s:.1f} s ({limit}) and was "
+            f"killed; it was {doing}.\nIts Python stack:\n{stack}",
+            worker_index=self.index,
+            env_indices=tuple(self.envs),
+        )
+
+    def retire(self) -> None:
+        """Kills it, and closes what this end holds of it."""
+        self.process.kill()
+        self.process.wait(5.0)
+        if (fd := self.channel.fileno()) >= 0:
+            disown(fd)
+            self.channel.close()
+        self.process.release()
 
 
 def launch_worker(
@@ -41,9 +72,13 @@ def launch_worker(
     shared_fds: Mapping[str, int],
     start: Callable[[Mapping[str, int]], Started],
     *,
+    watch: Callable[[], None],
     shares_main: bool,
 ) -> WorkerHandle:
-    """Starts a worker by `start`, which is given the fds of `launcher.WORKER_FDS`. shares_main: see `mail.dumps`."""
+    """Starts a worker by `start`, which is given the fds of `launcher.WORKER_FDS`.
+
+    watch, shares_main: see `Channel`, `mail.dumps`.
+    """
     ours, theirs = Channel.pair()
     stderr_read, stderr_write = os.pipe()
     tail = memfd(f"tail-{line}")
@@ -71,8 +106,7 @@ def launch_worker(
         os.close(stderr_write)
         os.close(caller)
     process = WorkerProcess(pid, pidfd, status, tail, stderr_read)
-    channel = Channel(ours, functools.partial(_watch_process, process), shares_main=shares_main)
-    return WorkerHandle(line, envs.start, envs.stop, process, channel)
+    return WorkerHandle(line, envs, process, Channel(ours, watch, shares_main=shares_main))
 
 
 def fork_worker_for(recipes: Sequence[Recipe], fds: Mapping[str, int]) -> Started:
@@ -102,11 +136,6 @@ def name_workers(workers: Sequence[WorkerHandle]) -> str:
     """``worker 1 has`` or ``workers 0, 2 have``."""
     names = ", ".join(str(worker.index) for worker in workers)
     return f"worker {names} has" if len(workers) == 1 else f"workers {names} have"
-
-
-def _watch_process(process: WorkerProcess, waited_s: float) -> None:
-    if process.has_ended():
-        raise ChannelClosed
 
 
 def _stream_fd(stream: Any, fallback: int) -> int:

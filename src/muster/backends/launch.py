@@ -76,13 +76,13 @@ class WorkerProcess:
     def has_ended(self) -> bool:
         """Whether it has; also reaps it and what it left running."""
         if not self._ended and select_readable(self.fileno(), 0.0):
-            self._ended = True
             self._exit_code = self._reap()
+            self._ended = True
         return self._ended
 
     @property
     def exit_code(self) -> int | None:
-        """Negative for a signal; None while it runs, or where the launcher was lost and nobody knows."""
+        """Negative for a signal; None while it runs, or where nobody knows: it has been reaped by somebody else."""
         return self._exit_code
 
     def wait(self, timeout_s: float) -> bool:
@@ -115,8 +115,8 @@ class WorkerProcess:
     def release(self) -> None:
         """Closes what this end holds. The process must have ended."""
         if not self._released:
-            self._released = True
             close_own(self._pidfd, self._status_fd, self._tail_fd, self._stderr_fd)
+            self._released = True
 
     def _reap(self) -> int | None:
         if self._status_fd is not None:
@@ -125,9 +125,12 @@ class WorkerProcess:
                 _core.kill_session(self.pid)
                 return None
             return int(text)
-        os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
-        _core.kill_session(self.pid)
-        _, raw = os.waitpid(self.pid, 0)
+        try:
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
+            _core.kill_session(self.pid)
+            _, raw = os.waitpid(self.pid, 0)
+        except ChildProcessError:  # the caller ignores SIGCHLD, or waits for any child itself
+            return None
         return os.waitstatus_to_exitcode(raw)
 
 

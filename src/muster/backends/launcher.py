@@ -57,6 +57,12 @@ class Launcher:
 
     def _serve(self) -> bool:
         """One request; False if there will be no more."""
+        try:
+            return self._serve_one()
+        except ConnectionError:  # the caller ended meanwhile
+            return False
+
+    def _serve_one(self) -> bool:
         header, fds, _, _ = socket.recv_fds(self._control, HEADER.size, len(WORKER_FDS) + 1)
         if len(header) < HEADER.size:
             return False
@@ -147,6 +153,7 @@ def preload() -> None:
 def main(control_fd: int, caller_pidfd: int, preloads: bool) -> NoReturn:
     """The launcher process, from its command line."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it would have it ignored here, too
     if preloads:
         preload()
     Launcher(socket.socket(fileno=control_fd), caller_pidfd).run()

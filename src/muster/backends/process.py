@@ -3,55 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import itertools
 import math
 import os
 import pickle
-import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
-
 from muster.backends.base import Backend, CallerOptions, local_share, make_caller
-from muster.backends.deaths import describe_doing, explain_death, name_envs, seconds_since
-from muster.backends.handle import Started, WorkerHandle, fork_worker_for, launch_worker, name_workers, python_stack
-from muster.backends.launch import LauncherClient, LauncherLost, close_own, disown, own, readable
-from muster.backends.memory_plan import Built, MemoryPlan
+from muster.backends.deaths import describe_doing, seconds_since
+from muster.backends.handle import WorkerHandle, name_workers
+from muster.backends.launch import readable
 from muster.backends.share import EnvCall, EnvFacts, Failure, Share, ShareOptions, message_of, to_exception, type_name
-from muster.backends.worker import StartOrder
-from muster.errors import CannotTravel, ClosedError, EnvError, WaitTimeout, WorkerDied, WorkerError, WorkerTimeout
+from muster.backends.workers import SLICE_S, ProcessOptions, Workers
+from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitTimeout, WorkerError
 from muster.pickling import explain, find_culprits
-from muster.recipe import Recipe, WorkerInfo, check_forkable, pack
+from muster.recipe import Recipe, WorkerInfo
 from muster.spec import Array
 from muster.transport.channel import ChannelClosed
 from muster.transport.mail import LocalMail, Mail, SharedMail, dumps
-from muster.transport.slab import Plan, Slab, memfd, split_evenly
+from muster.transport.slab import Plan, Slab, split_evenly
+
+__all__ = ["CONTEXTS", "ProcessBackend", "ProcessOptions"]
 
 CONTEXTS = ("auto", "fork", "forkserver", "spawn")
 _PATIENT_S = 60.0
-# How long a worker may take to finish the step it is in when the vector env closes.
+# How long a worker may take to finish the step it is in when the vector env closes, or to close an env that has raised.
 _BUSY_GRACE_S = 1.0
-_SLICE_S = 0.05
-
-
-@dataclass(frozen=True)
-class ProcessOptions:
-    """How worker processes are started and watched. context: "fork", "forkserver" or "spawn"."""
-
-    context: str
-    num_workers: int
-    caller_steps: bool
-    start_timeout_s: float
-    step_timeout_s: float | None
-    threads_per_worker: int
-    packs_carefully: bool = False  # the other workers build once the first has built two envs in one process
-    memory_check: str = "error"  # one of memory_plan.MEMORY_CHECKS
 
 
 class ProcessBackend(Backend):
@@ -61,16 +41,16 @@ class ProcessBackend(Backend):
         self._recipes = recipes
         self._options = options
         self.first_envs = split_evenly(len(recipes), options.num_workers + options.caller_steps)
-        self._workers: list[WorkerHandle] = []
+        self._workers = Workers(recipes, self.first_envs, options, self._watch_sending)
         self._local: Share | None = None
         self._local_mail = LocalMail()
-        self._launcher: LauncherClient | None = None
-        self._fds: dict[str, int] = {}
         self._owner = os.getpid()
         self._closed = False
         self._warned = False
         self._number = 0  # of calls, so that an answer is told from that to an interrupted call
         self._calling: str | None = None
+        self._results: dict[int, list[Any]] = {}
+        self._sending_at = math.inf
 
     @property
     def num_workers(self) -> int:
@@ -79,82 +59,21 @@ class ProcessBackend(Backend):
     # ---- starting
 
     def start(self) -> list[EnvFacts]:
-        if self._options.context == "fork":
-            check_forkable(self._recipes)
-        # Before anything is started: what cannot travel leaves nothing behind.
-        self._orders = orders = [self._order(line) for line in range(self.num_workers)]
-        deadline = time.monotonic() + self._options.start_timeout_s
         try:
-            self._fds = {"slab": memfd("slab"), "mail": memfd("mail")}
-            own(*self._fds.values())
-            self._mail = SharedMail(self._fds["mail"], shares_main=self._options.context == "fork")
-            if self._options.context != "fork" and orders:
-                self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
-            for line in range(self.num_workers):
-                self._workers.append(self._launch(line))
-            for worker, order in zip(self._workers, orders, strict=True):
-                _tell_order(worker, order)
-                if order.tells_building:
-                    self._await_first_envs(worker, deadline)
-            facts = self._build_local()
-            answers = [self._facts(worker, deadline) for worker in self._workers]
+            self._workers.start()
+            self._mail = SharedMail(self._workers.fds["mail"], shares_main=self._options.context == "fork")
+            self._workers.tell()
+            local = self._build_local()
+            answers = [*self._workers.facts(), local]
         except BaseException:
             self.close(0.0)
             raise
+        facts: list[EnvFacts] = []
         for answer in answers:
-            if isinstance(answer, Failure):
-                self.close(0.0)
-                raise to_exception(answer)
-        return [(one or answer[0]) for answer in [*answers, facts] for one in answer]
-
-    def _await_first_envs(self, worker: WorkerHandle, deadline: float) -> None:
-        """Waits until the first worker has built enough to tell that the others may build, too."""
-        plan = MemoryPlan(len(self._recipes), self.num_workers, self._options.memory_check)
-        enough = not self._options.packs_carefully
-        for count in range(1, min(2, worker.last - worker.first) + 1):
-            built = self._answer(worker, deadline, f"building env {worker.first + count - 1}")
-            if isinstance(built, Failure):
-                raise to_exception(built)
-            if enough and plan.fits(built):
-                break
-        else:
-            plan.require(built)
-
-    def _facts(self, worker: WorkerHandle, deadline: float) -> Any:
-        """A worker's facts or its Failure, behind what it tells of single envs."""
-        while isinstance(answer := self._answer(worker, deadline, "building its envs"), Built):
-            pass
-        return answer
-
-    def _order(self, line: int) -> StartOrder:
-        first, last = self.first_envs[line : line + 2]
-        info = WorkerInfo(
-            env_index=None,
-            worker_index=line,
-            num_envs=len(self._recipes),
-            num_workers=self.num_workers,
-            seed=int(np.random.SeedSequence().generate_state(1)[0]),
-        )
-        recipes = self._recipes[first:last]
-        data = b"" if self._options.context == "fork" else pack(recipes, start_method=self._options.context)
-        tells_building = line == 0 and len(self._recipes) > 1
-        return StartOrder(data, info, first, sys.argv, self._options.threads_per_worker, tells_building)
-
-    def _launch(self, line: int) -> WorkerHandle:
-        envs = range(*self.first_envs[line : line + 2])
-        recipes = self._recipes[envs.start : envs.stop]
-        if self._launcher is None:
-            return launch_worker(line, envs, self._fds, functools.partial(fork_worker_for, recipes), shares_main=True)
-        return launch_worker(line, envs, self._fds, self._start_by_launcher, shares_main=False)
-
-    def _start_by_launcher(self, fds: Mapping[str, int]) -> Started:
-        assert self._launcher is not None
-        try:
-            return self._launcher.start(fds)
-        except LauncherLost:
-            self._launcher.release()
-            self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
-            return self._launcher.start(fds)
+            facts += [one or answer[0] for one in answer]  # type: ignore[misc]  # the first is never None
+        declared = any(one.metadata.get("one_per_process") for one in facts)
+        self._one_per_process = declared or self._options.one_env_per_process
+        return facts
 
     def _build_local(self) -> list[EnvFacts | None]:
         if not self._options.caller_steps:
@@ -167,11 +86,9 @@ class ProcessBackend(Backend):
         return self._local.facts()
 
     def attach(self, plan: Plan, shares: ShareOptions, caller: CallerOptions) -> None:
-        self.slab = Slab(plan, self._fds["slab"])
+        self.slab = Slab(plan, self._workers.fds["slab"])
         self.caller = make_caller(self.slab, caller)
-        self._share_options = shares
-        deadline = time.monotonic() + self._options.start_timeout_s
-        self._attach(self._workers, deadline)
+        self._workers.attach(plan, shares)
         if self._local is not None:
             local_share(self, self._local, self.num_workers, self._local_mail, shares)
 
@@ -188,18 +105,30 @@ class ProcessBackend(Backend):
         remote = orders[: self.num_workers]
         # Before anything is asked for: what cannot travel leaves the vector env as it was.
         messages = [self._packed(("reset", *order), "options", options) if order[0] else None for order in remote]
-        self.caller.request_resets(env_ids)
         with self._whole():
+            self.caller.request_resets(env_ids)
             for line, message in enumerate(messages):
                 if message is not None:
                     self._tell(line, message)
         if self._local is not None:
             self._local.reset(*orders[self.num_workers])
 
-    def restart(self, env: int, seed: int | None, *, resets_now: bool, rebuilds: bool) -> None:
+    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> None:
+        line = self.caller.line_of(env)
         with self._whole():
-            message = self._packed(("restart", env, seed, resets_now, rebuilds), "seed", seed)
-            self._tell(self.caller.line_of(env), message)
+            if rebuilds and self._one_per_process:
+                self._end_gently(self._workers.handles[line])
+                self._workers.replace(line, f"env {env} raised")
+                rebuilds = False
+            message = self._packed(("restart", env, seed, options, resets_now, rebuilds), "options", options)
+            self._tell(line, message)
+
+    def _end_gently(self, worker: WorkerHandle) -> None:
+        """Lets a worker close its envs before it is ended."""
+        with contextlib.suppress(ChannelClosed, TimeoutError):
+            self._send(worker, dumps(("close", self._number)), _BUSY_GRACE_S)
+            worker.process.wait(_BUSY_GRACE_S)
+        worker.retire()
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._number += 1
@@ -213,29 +142,29 @@ class ProcessBackend(Backend):
         parts = [list(values[first:last]) for first, last in itertools.pairwise(self.first_envs)]
         remote = parts[: self.num_workers]
         messages = [self._packed(("set_attr", self._number, name, part), "values", part) for part in remote]
-        self._call(messages, f"set_attr({name!r})")
-        if self._local is not None:
-            self._results[self.num_workers] = self._local.set_attr(name, parts[self.num_workers])
-        return self.call_wait(None)
+        try:
+            self._call(messages, f"set_attr({name!r})")
+            if self._local is not None:
+                self._results[self.num_workers] = self._local.set_attr(name, parts[self.num_workers])
+            return self.call_wait(None)
+        finally:
+            self._calling = None
 
     def _call(self, messages: Sequence[bytes], calling: str) -> None:
-        self._results: dict[int, list[Any]] = {}
+        self._results = {}
         self._calling, self._called_at = calling, time.monotonic()
         with self._whole():
             for line, message in enumerate(messages):
-                try:
-                    self._send(self._workers[line], message)
-                except ChannelClosed:
-                    self._lose_call(self._workers[line])
+                self._tell(line, message)
 
     def call_wait(self, timeout_s: float | None) -> list[Any]:
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
-        while owed := [worker for worker in self._workers if worker.index not in self._results]:
+        while owed := [worker for worker in self._workers.handles if worker.index not in self._results]:
             left_s = max(0.0, deadline - time.monotonic())
-            ready = readable([worker.channel for worker in owed], min(_SLICE_S, left_s))
+            ready = readable([worker.channel for worker in owed], min(SLICE_S, left_s))
             with self._whole():
                 for worker in owed:
-                    self._take_results(worker, worker.channel in ready)
+                    self._take_results(worker)
             if left_s == 0.0 and not ready:
                 raise WaitTimeout(
                     f"call_wait(timeout={timeout_s}): {name_workers(owed)} not answered; the call stays pending"
@@ -244,32 +173,28 @@ class ProcessBackend(Backend):
         self._calling = None
         return [result for line in sorted(self._results) for result in self._results[line]]
 
-    def _take_results(self, worker: WorkerHandle, is_ready: bool) -> None:
+    def _take_results(self, worker: WorkerHandle) -> None:
+        if worker.starting_until is not None:
+            return self._settle(worker)
         try:
-            if is_ready:
-                number, answer = worker.channel.recv()
-                if number == self._number:  # else it answers a call that was interrupted
-                    self._results[worker.index] = [_unpacked(worker, i, one) for i, one in enumerate(answer)]
-            elif worker.process.has_ended():
-                self._lose_call(worker)
-            elif limit_s := self._options.step_timeout_s:
-                elapsed_s = time.monotonic() - self._called_at
-                if elapsed_s > limit_s * (worker.last - worker.first):
-                    limit = f"step_timeout={limit_s} for each env"
-                    self._lose_call(worker, self._timeout(worker, limit, elapsed_s))
+            number, answer = worker.channel.recv(0.0)
+            if number == self._number:  # else it answers a call that was interrupted
+                self._results[worker.index] = [_unpacked(worker, i, one) for i, one in enumerate(answer)]
         except ChannelClosed:
-            self._lose_call(worker)
-
-    def _lose_call(self, worker: WorkerHandle, error: WorkerError | None = None) -> None:
-        """A worker died over a call: that is the call's result, where the worker can be replaced."""
-        error = error or self._death(worker)
-        self._replace_or_lose(worker, error)
-        index = worker.index
-        self._results[index] = [Failure(worker.first, index, None, type(error).__name__, str(error), "", error)]
+            self._replace_or_lose(worker, worker.died(self._doing(worker)))
+        except TimeoutError:
+            if worker.process.has_ended():
+                self._replace_or_lose(worker, worker.died(self._doing(worker)))
+            elif limit_s := self._options.step_timeout_s:
+                since = max(self._called_at, worker.ready_at, worker.channel.heard_at)
+                elapsed_s = time.monotonic() - since
+                if elapsed_s > limit_s * len(worker.envs):
+                    self._give_up(worker, elapsed_s, f"step_timeout={limit_s} for each env")
 
     def process_ids(self) -> list[int | None]:
         own = [os.getpid()] if self._local is not None else []
-        return [None if worker.process.has_ended() else worker.process.pid for worker in self._workers] + own
+        workers = self._workers.handles
+        return [None if worker.process.has_ended() else worker.process.pid for worker in workers] + own
 
     # ---- watching
 
@@ -277,16 +202,30 @@ class ProcessBackend(Backend):
         if self._closed:
             raise ClosedError("this vector env was closed by another thread while this one waited for it")
         with self._whole():
-            for worker in list(self._workers):
-                if worker.process.has_ended():
-                    self._replace_or_lose(worker, self._death(worker))
+            for worker in list(self._workers.handles):
+                if worker.starting_until is not None:
+                    self._settle(worker)
+                elif worker.process.has_ended():
+                    self._replace_or_lose(worker, worker.died(self._doing(worker)))
             self._watch_step_time()
         self._warn_once(waited_s)
+
+    def _watch_sending(self, line: int) -> None:
+        """While a message to worker `line` waits for it to read the one before."""
+        for worker in self._workers.handles:
+            if not worker.process.has_ended():
+                continue
+            if worker.index == line:
+                raise ChannelClosed
+            if self.on_worker_died is None and not self._closed:
+                raise worker.died(self._doing(worker))
+        self._warn_once(time.monotonic() - self._sending_at)
 
     def _warn_once(self, waited_s: float) -> None:
         if waited_s > _PATIENT_S and not self._warned:
             self._warned = True
-            doing = "; ".join(f"worker {worker.index}: {self._doing(worker)}" for worker in self._workers)
+            workers = self._workers.handles
+            doing = "; ".join(f"worker {worker.index}: {self._doing(worker)}" for worker in workers)
             warnings.warn(
                 f"waiting for {_PATIENT_S:.0f} s ({doing}). Set step_timeout= to end waits for envs that hang.",
                 RuntimeWarning,
@@ -297,78 +236,68 @@ class ProcessBackend(Backend):
         limit_s = self._options.step_timeout_s
         if limit_s is None:
             return
-        for worker in list(self._workers):
+        for worker in list(self._workers.handles):
+            if worker.starting_until is not None:
+                continue
             state = self.slab.line(worker.index)
             # A worker that is stopped between steps says that it does nothing, yet owes an answer: then what counts is
             # how long nothing has changed.
-            records = self.slab.records[worker.first : worker.last]
+            records = self.slab.records[worker.envs.start : worker.envs.stop]
             seen = (state["since"], records["requested"].sum(), records["finished"].sum())
             if seen != worker.seen:
                 worker.seen, worker.seen_at = seen, time.monotonic()
-            elapsed_s = seconds_since(state["since"]) if state["doing"] else time.monotonic() - worker.seen_at
+            since = max(worker.seen_at, worker.ready_at)
+            elapsed_s = seconds_since(state["since"]) if state["doing"] else time.monotonic() - since
             if elapsed_s > limit_s and self._busy(worker):
-                self._replace_or_lose(worker, self._timeout(worker, f"step_timeout={limit_s}", elapsed_s))
+                self._give_up(worker, elapsed_s, f"step_timeout={limit_s}")
+
+    def _give_up(self, worker: WorkerHandle, elapsed_s: float, limit: str) -> None:
+        # What it was doing, before the signal that asks for its stack may change that.
+        self._replace_or_lose(worker, worker.timed_out(self._doing(worker), limit, elapsed_s))
 
     def _busy(self, worker: WorkerHandle) -> list[int]:
-        return [
-            env
-            for env in range(worker.first, worker.last)
-            if self.caller.is_pending(env) and not self.caller.finished(env)
-        ]
-
-    def _death(self, worker: WorkerHandle) -> WorkerDied:
-        worker.process.wait(1.0)
-        exit_code = worker.process.exit_code
-        envs = range(worker.first, worker.last)
-        message = explain_death(worker.index, envs, exit_code, self._doing(worker), worker.process.tail())
-        return WorkerDied(message, worker_index=worker.index, env_indices=tuple(envs), exit_code=exit_code)
-
-    def _timeout(self, worker: WorkerHandle, limit: str, elapsed_s: float) -> WorkerTimeout:
-        doing, envs = self._doing(worker), range(worker.first, worker.last)  # the signal for the stack may change it
-        stack = python_stack(worker.process)
-        return WorkerTimeout(
-            f"worker {worker.index} ({name_envs(envs)}) did not answer for {elapsed_s:.1f} s ({limit}) and was killed; "
-            f"it was {doing}.\nIts Python stack:\n{stack}",
-            worker_index=worker.index,
-            env_indices=tuple(envs),
-        )
+        return [env for env in worker.envs if self.caller.is_pending(env) and not self.caller.finished(env)]
 
     def _doing(self, worker: WorkerHandle) -> str:
+        if worker.starting_until is not None:
+            return "building its envs"
         if self._calling is not None and worker.index not in self._results:
             return f"answering {self._calling}"
         slab = getattr(self, "slab", None)
         return describe_doing(slab, worker.index, self._busy(worker) if slab is not None else [])
 
-    def _replace_or_lose(self, worker: WorkerHandle, error: WorkerError) -> None:
+    # ---- replacing
+
+    def _settle(self, worker: WorkerHandle) -> None:
+        """Goes on with starting a replacement, and sends it what has waited for that."""
+        try:
+            if not self._workers.settle(worker):
+                return
+        except (WorkerError, EnvError) as error:
+            reason = f"{error} (while worker {worker.index} was replaced, after: {worker.replaces})"
+            self._replace_or_lose(worker, error, reason)
+            return
+        outbox, worker.outbox = worker.outbox, []
+        for message in outbox:
+            if self._workers.handles[worker.index] is worker:  # else it has died meanwhile, and all are pending again
+                self._tell(worker.index, message)
+
+    def _replace_or_lose(self, worker: WorkerHandle, error: Exception, reason: str | None = None) -> None:
+        """Starts another worker in the place of one that is of no more use, or else closes the vector env and raises.
+
+        Goes on at once: what the replacement is to do waits until it has started, see `_settle`.
+        """
         if self.on_worker_died is None:
             self._lose(error)
-        line, reason = worker.index, str(error)
-        while True:
-            # Killed before its envs are written off: one that only hung could still write.
-            self._retire(self._workers[line])
-            # Told before the replacement starts: it may find that there have been too many.
-            self.on_worker_died(line, range(worker.first, worker.last), reason)
-            try:
-                return self._start_replacement(line)
-            except (WorkerError, EnvError) as again:
-                reason = f"{again} (while worker {line} was replaced, after: {reason})"
-
-    def _start_replacement(self, line: int) -> None:
-        deadline = time.monotonic() + self._options.start_timeout_s
-        replacement = self._workers[line] = self._launch(line)
-        _tell_order(replacement, dataclasses.replace(self._orders[line], tells_building=False))
-        answer = self._answer(replacement, deadline, "building its envs")
-        if isinstance(answer, Failure):
-            raise to_exception(answer)
-        self._attach([replacement], deadline)
-
-    def _retire(self, worker: WorkerHandle) -> None:
-        worker.process.kill()
-        worker.process.wait(5.0)
-        if (fd := worker.channel.fileno()) >= 0:
-            disown(fd)
-            worker.channel.close()
-        worker.process.release()
+        line, reason = worker.index, reason or str(error)
+        if self._calling is not None and line not in self._results:  # that is the call's result, then
+            first = worker.envs.start
+            self._results[line] = [Failure(first, line, None, type(error).__name__, str(error), "", error)]
+        # Killed before its envs are written off: one that only hung could still write.
+        worker.retire()
+        # Told before the replacement starts: it may find that there have been too many.
+        self.on_worker_died(line, worker.envs, reason)
+        self._workers.replace(line, reason)
 
     def _lose(self, error: BaseException) -> NoReturn:
         """The vector env is beyond use: closes it and raises."""
@@ -393,39 +322,35 @@ class ProcessBackend(Backend):
         """Closes the vector env where what is done here ends halfway, by Ctrl-C say: workers would be out of step."""
         try:
             yield
+        except UsageError:  # raised before anything was done
+            raise
         except BaseException as error:
             if self._closed:
                 raise
             self._lose(error)
 
     def _tell(self, line: int, message: bytes) -> None:
-        """Sends a message about pending envs: if their worker is dead, its replacement answers for them."""
+        """Sends a message for pending envs or a call: if the worker is of no use any more, its replacement answers."""
+        worker = self._workers.handles[line]
+        if worker.starting_until is not None:
+            worker.outbox.append(message)
+            return
+        # It may have to finish a reset of each of its envs before it reads on.
+        limit_s = self._options.step_timeout_s
+        patience_s = None if limit_s is None else limit_s * len(worker.envs)
         try:
-            self._send(self._workers[line], message)
+            self._send(worker, message, patience_s)
         except ChannelClosed:
-            self._replace_or_lose(self._workers[line], self._death(self._workers[line]))
-
-    def _send(self, worker: WorkerHandle, message: bytes) -> None:
-        """Sends a message to a worker that may be asleep in the core. Raises ChannelClosed."""
-        self.caller.announce_message(worker.index)
-        worker.channel.send_bytes(message)
-
-    def _attach(self, workers: Sequence[WorkerHandle], deadline: float) -> None:
-        for worker in workers:
-            with contextlib.suppress(ChannelClosed):  # the wait for its answer says so
-                worker.channel.send(("attach", self.slab.plan, worker.index, self._share_options))
-        for worker in workers:
-            self._answer(worker, deadline, "mapping the slab")
-
-    def _answer(self, worker: WorkerHandle, deadline: float, doing: str) -> Any:
-        """What a worker says while it starts. Raises WorkerDied, WorkerTimeout."""
-        try:
-            return worker.channel.recv(max(0.0, deadline - time.monotonic()))
+            self._replace_or_lose(worker, worker.died(self._doing(worker)))
         except TimeoutError:
-            limit_s = self._options.start_timeout_s
-            raise self._timeout(worker, f"start_timeout={limit_s}, {doing}", limit_s) from None
-        except ChannelClosed:
-            raise self._death(worker) from None
+            assert patience_s is not None
+            self._give_up(worker, patience_s, f"step_timeout={limit_s} for each env")
+
+    def _send(self, worker: WorkerHandle, message: bytes, timeout_s: float | None) -> None:
+        """Sends a message to a worker that may be asleep in the core. Raises ChannelClosed, TimeoutError."""
+        self.caller.announce_message(worker.index)
+        self._sending_at = time.monotonic()
+        worker.channel.send_bytes(message, timeout_s)
 
     # ---- closing
 
@@ -438,23 +363,15 @@ class ProcessBackend(Backend):
         try:
             if self._local is not None:
                 failures += self._local.close()
-            asked = self._ask_to_close(timeout_s) if timeout_s > 0 else []
             deadline = time.monotonic() + timeout_s
-            for worker in asked:
+            for worker in self._ask_to_close(deadline) if timeout_s > 0 else []:
                 try:
                     failures += self._last_results(worker, deadline)
                     worker.process.wait(max(0.0, deadline - time.monotonic()))
                 except (TimeoutError, ChannelClosed):
                     pass  # dead, or too slow: killed below
         finally:  # also where Ctrl-C ends the wait
-            for worker in self._workers:
-                if not worker.process.has_ended():
-                    worker.process.kill()
-            for worker in self._workers:
-                self._retire(worker)
-            if self._launcher is not None:
-                self._launcher.release()
-            close_own(*self._fds.values())
+            self._workers.end()
         return failures
 
     def _last_results(self, worker: WorkerHandle, deadline: float) -> list[Failure]:
@@ -464,26 +381,33 @@ class ProcessBackend(Backend):
             if number == self._number:
                 return [pickle.loads(one) for one in answer]
 
-    def _ask_to_close(self, timeout_s: float) -> list[WorkerHandle]:
+    def _ask_to_close(self, deadline: float) -> list[WorkerHandle]:
         """Tells the workers that can listen to close; those that hang in a step are not waited for."""
-        grace_end = time.monotonic() + min(_BUSY_GRACE_S, timeout_s)
-        if hasattr(self, "caller"):
-            while any(self._busy(worker) for worker in self._workers) and time.monotonic() < grace_end:
-                if not any(self._busy(worker) and not worker.process.has_ended() for worker in self._workers):
-                    break
-                time.sleep(0.002)
+        if not hasattr(self, "caller"):
+            return []
+        grace_end = min(time.monotonic() + _BUSY_GRACE_S, deadline)
+        while any(self._holds_up(worker) for worker in self._workers.handles) and time.monotonic() < grace_end:
+            time.sleep(0.002)
         asked = []
         self._number += 1
         closing = dumps(("close", self._number))
-        for worker in self._workers:
-            if worker.process.has_ended() or not hasattr(self, "caller") or self._busy(worker):
+        for worker in self._workers.handles:
+            if worker.process.has_ended() or self._holds_up(worker):
                 continue
-            try:
-                self._send(worker, closing)
+            with contextlib.suppress(ChannelClosed, TimeoutError):
+                self._send(worker, closing, max(0.0, deadline - time.monotonic()))
                 asked.append(worker)
-            except ChannelClosed:
-                pass
         return asked
+
+    def _holds_up(self, worker: WorkerHandle) -> bool:
+        """Whether it cannot listen now, but may soon."""
+        if worker.process.has_ended():
+            return False
+        if worker.starting_until is None:
+            return bool(self._busy(worker))
+        with contextlib.suppress(WorkerError, EnvError):
+            return not self._workers.settle(worker)
+        return True
 
 
 def _unpacked(worker: WorkerHandle, i: int, data: bytes) -> Any:
@@ -493,9 +417,4 @@ def _unpacked(worker: WorkerHandle, i: int, data: bytes) -> Any:
     except Exception as error:
         what = f"the result could be pickled in the worker, but not rebuilt in the caller: {message_of(error)}"
         refusal = CannotTravel(f"{what}. Ask for something plainer, such as an attribute of it")
-        return Failure(worker.first + i, worker.index, None, type_name(refusal), str(refusal), "", refusal)
-
-
-def _tell_order(worker: WorkerHandle, order: StartOrder) -> None:
-    with contextlib.suppress(ChannelClosed):  # it has died already; the wait for its answer says so
-        worker.channel.send(order)
+        return Failure(worker.envs.start + i, worker.index, None, type_name(refusal), str(refusal), "", refusal)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -24,6 +26,15 @@ WINDOW_S = 60.0
 _RESET = 2  # Command::kReset of _core/layout.hpp
 
 
+@dataclass(frozen=True)
+class _Restart:
+    """What a restarted env is to answer with. truncates: the row that ends its episode, else the one of a reset."""
+
+    reason: str
+    truncates: bool
+    options: Any  # of the reset that it was asked for
+
+
 class Recovery:
     """Restarts envs of one vector env. max_restarts: per worker, within `WINDOW_S` seconds."""
 
@@ -36,19 +47,19 @@ class Recovery:
         self._max_restarts = max_restarts
         num_envs = backend.slab.plan.num_envs
         self._seeds: list[int | None] = [None] * num_envs
+        self._options: Any = None  # of the last reset
         self._recent: dict[int, deque[float]] = {}
         # Envs that died while nobody waited for them, by the reason: told when they are next sent to.
         self._lost: dict[int, str] = {}
         self._reasons: dict[int, str] = {}  # of workers' deaths, by env that was waited for
-        # What is to be written over a restarted env's row once it has answered: None for a plain reset's row.
-        self._rows: dict[int, str | None] = {}
-        self._told: dict[int, str] = {}  # why, for infos["restarted"]
+        self._restarts: dict[int, _Restart] = {}  # by env that has not been delivered since
         rows = backend.slab.obs
         leaves = backend.slab.plan.obs.leaves()
         self._caller.keep_rows([n for leaf in leaves for n in (rows.offsets[leaf.index], leaf.row_bytes)])
 
-    def seeds_for_reset(self, env_ids: Array, seeds: Sequence[int | None]) -> list[int | None]:
-        """Seeds for a reset, which settles what died before it; remembers those that were asked for."""
+    def seeds_for_reset(self, env_ids: Array, seeds: Sequence[int | None], options: Any) -> list[int | None]:
+        """Seeds for a reset, which settles what died before it; remembers what was asked for."""
+        self._options = options
         chosen = []
         for env, seed in zip(env_ids.tolist(), seeds, strict=True):
             lost = self._lost.pop(env, None) is not None
@@ -78,13 +89,16 @@ class Recovery:
         self._caller.request_resets(lost)
         for env in lost.tolist():
             # An episode that had ended is no loss: its env resets next anyway.
-            truncate = not self._records["needs_reset"][env]
-            self._restart(env, self._lost.pop(env), truncate=truncate, rebuilds=False)
+            truncates = not self._records["needs_reset"][env]
+            self._restart(env, _Restart(self._lost.pop(env), truncates, None), rebuilds=False)
         self._caller.detour = bool(self._lost)
 
     def retry_failed(self) -> bool:
-        """Restarts pending envs that have failed. False if none has."""
-        failed = self._caller.failed()
+        """Restarts pending envs that have failed. False if none has.
+
+        Raises KeyboardInterrupt, once all are restarted, if that is what one of them raised: the caller's own Ctrl-C.
+        """
+        failed, interrupt = self._caller.failed(), None
         for env in failed:
             died = self._records["status"][env] == STATUS_LOST
             if died:
@@ -92,36 +106,48 @@ class Recovery:
             else:
                 failure = self._backend.failures(np.array([env]))[0]
                 reason = f"{failure.type_name}: {failure.message}"
+                if isinstance(failure.exception, KeyboardInterrupt):
+                    interrupt = failure.exception
                 self._count(self._caller.line_of(env), f"env {env}: {reason}")
-            was_reset = self._records["command"][env] == _RESET and env not in self._rows
-            overlay = self._rows.pop(env, None)
+            was_reset = self._records["command"][env] == _RESET
             self._caller.restore(env)
             if not died:
                 self._records["restarts"][env] += 1
-            resets = was_reset or (self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env]))
+                self._info_reader.forget(self._caller.line_of(env))  # it may get a fresh process
+            restart = self._restarts.pop(env, None)  # there already: it has failed again before it could answer
+            if restart is None:
+                ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
+                restart = _Restart(reason, not (was_reset or ended), self._options if was_reset else None)
             self._caller.ask_again(env)
-            self._restart(env, overlay or reason, truncate=overlay is not None or not resets, rebuilds=not died)
+            self._restart(env, restart, rebuilds=not died)
+        if interrupt is not None:
+            raise interrupt
         return bool(failed)
 
-    def finish_rows(self) -> dict[int, str]:
-        """Writes over the rows of envs that have answered since; returns the reasons of those about to be delivered."""
-        told = {}
-        for env in [env for env in self._rows if self._caller.finished(env)]:
-            reason = self._rows.pop(env)
-            told[env] = self._told.pop(env)
-            if reason is not None:
-                self._truncate(env)
-        return told
+    def finish_rows(self, ids: Array, rewards: Array, terminated: Array, truncated: Array) -> dict[int, str]:
+        """Of envs `ids`, which have just been collected: writes over the rows of restarted ones; their reasons, by row.
 
-    def _restart(self, env: int, reason: str, *, truncate: bool, rebuilds: bool) -> None:
-        self._rows[env] = reason if truncate else None
-        self._told[env] = reason
-        if truncate and self._mode is AutoresetMode.SAME_STEP:
+        Not before they are collected: until then one more may answer.
+        """
+        reasons = {}
+        for row, env in enumerate(ids.tolist() if self._restarts else ()):
+            restart = self._restarts.pop(env, None)
+            if restart is None:
+                continue
+            reasons[row] = restart.reason
+            if restart.truncates:
+                self._truncate(env)
+                rewards[row], terminated[row], truncated[row] = 0.0, False, True
+        return reasons
+
+    def _restart(self, env: int, restart: _Restart, *, rebuilds: bool) -> None:
+        self._restarts[env] = restart
+        if restart.truncates and self._mode is AutoresetMode.SAME_STEP:
             slab = self._backend.slab
             for obs, final in zip(slab.obs.arrays, slab.final_obs.arrays, strict=True):
                 final[env] = obs[env]
-        resets_now = not truncate or self._mode is AutoresetMode.SAME_STEP
-        self._backend.restart(env, self._new_seed(env), resets_now=resets_now, rebuilds=rebuilds)
+        resets_now = not restart.truncates or self._mode is AutoresetMode.SAME_STEP
+        self._backend.restart(env, self._new_seed(env), restart.options, resets_now=resets_now, rebuilds=rebuilds)
 
     def _new_seed(self, env: int) -> int | None:
         seed = self._seeds[env]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from muster.transport.slab import Slab
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -88,6 +91,25 @@ def process_usage(pid: int | None) -> dict[str, int | None]:
     except OSError:
         fds = None
     return {"memory_bytes": sum(private) if private else None, "fds": fds}
+
+
+def worker_stats(slab: Slab, process_ids: Sequence[int | None]) -> list[dict[str, Any]]:
+    """For each worker the shares of its time (they add up to 1), its env steps and resets, and what it holds."""
+    stats = []
+    for line, pid in enumerate(process_ids):
+        state = slab.line(line)
+        spent = [state["ticks_in_env"], state["ticks_waiting"], state["ticks_copying"]]
+        shares = [ticks / max(1, sum(spent)) for ticks in spent]
+        stats.append(
+            {
+                **dict(zip(("stepping", "waiting", "copying"), shares, strict=True)),
+                "env_steps": state["env_steps"],
+                "resets": state["resets"],
+                "pid": pid,
+                **process_usage(pid),
+            }
+        )
+    return stats
 
 
 def own_memory_bytes() -> int:

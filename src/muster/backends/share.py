@@ -17,8 +17,8 @@ import numpy as np
 from muster import _core
 from muster.backends.resources import own_memory_bytes
 from muster.envs.agents import AgentsEnv
-from muster.envs.layout import AgentLayout
-from muster.errors import CannotTravel, EnvError, MusterError, OneEnvPerProcess
+from muster.envs.layout import AgentLayout, RowNode, layout_difference
+from muster.errors import CannotTravel, EnvError, MusterError, OneEnvPerProcess, SpecMismatch
 from muster.pickling import find_culprits
 from muster.recipe import BuiltEnv, Recipe, WorkerInfo, worker_info_context
 from muster.spec import Space, first_difference
@@ -151,6 +151,8 @@ class Share:
         self._slab = slab
         self._mail = mail
         self._line = line
+        found = ((i, self._misfit(i, env)) for i, env in enumerate(self.envs))
+        self._misfits = {i: misfit for i, misfit in found if misfit is not None}
         self.stepper = _core.Stepper(
             slab.description,
             line,
@@ -164,6 +166,26 @@ class Share:
             host=self,
             pauses=options.patience.pauses,
             yields=options.patience.yields,
+        )
+
+    def _misfit(self, i: int, env: Any) -> SpecMismatch | None:
+        """Why a new env cannot use the rows that were laid out when the vector env was made."""
+        assert self._slab is not None
+        plan, facts = self._slab.plan, facts_of(env)
+        layout = plan.obs.layout if isinstance(plan.obs, RowNode) else None
+        reason = layout_difference(layout, facts.agents)
+        for path, expected, got in (
+            ("observation", plan.obs.space if layout is None else layout.observation_space(), facts.observation_space),
+            ("action", plan.action.space if layout is None else layout.action_space(), facts.action_space),
+        ):
+            if reason is None and (found := first_difference(expected, got, path, bounds=False)) is not None:
+                reason = f"{found.path}: {found.field} is {found.got}, expected {found.expected}"
+        if reason is None:
+            return None
+        return SpecMismatch(
+            f"env {self.first_env + i}, built anew, is laid out otherwise than before: {reason}. Make the factory build "
+            "the same spaces and agents every time",
+            env_index=self.first_env + i,
         )
 
     # ---- what the stepper calls, rarely
@@ -216,9 +238,13 @@ class Share:
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
         """Resets some envs; each is published as soon as it is done."""
         for env, seed in zip(env_ids, seeds, strict=True):
-            self.stepper.reset_env(env - self.first_env, seed, options)
+            i = env - self.first_env
+            if i in self._misfits:
+                self.stepper.refuse(i, self._misfits[i])
+            else:
+                self.stepper.reset_env(i, seed, options)
 
-    def restart(self, env: int, seed: int | None, resets_now: bool, rebuilds: bool) -> None:
+    def restart(self, env: int, seed: int | None, options: Any, resets_now: bool, rebuilds: bool) -> None:
         """Answers the request that is pending for `env` with a new episode; in a new worker the env is new already."""
         i = env - self.first_env
         if rebuilds:
@@ -228,9 +254,15 @@ class Share:
             except BaseException as error:
                 self.stepper.refuse(i, error)
                 return
+            self._misfits.pop(i, None)
+            if (misfit := self._misfit(i, self._built[i].env)) is not None:
+                self._misfits[i] = misfit
+        if i in self._misfits:
+            self.stepper.refuse(i, self._misfits[i])
+            return
         self.stepper.replace_env(i, self._built[i].env, seed)
         if resets_now:
-            self.stepper.reset_env(i, seed, None)
+            self.stepper.reset_env(i, seed, options)
         else:
             self.stepper.acknowledge(i)
 

@@ -37,6 +37,7 @@ class StartOrder:
     argv: list[str]
     threads: int
     tells_building: bool  # whether it tells, before all else, of each of its first two envs
+    replaces: bool = False  # it is a replacement: the facts of its envs are known
 
 
 def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> None:
@@ -54,7 +55,8 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> Non
             exit_code = _core.EXIT_FDS_CLOSED
         elif not isinstance(error, ChannelClosed):
             raise
-        # Else the caller has closed, or is gone.
+        else:  # The caller is gone, or has closed: this may end before the watchdog has ended what the env has started.
+            _core.kill_session(os.getpid(), os.getpid())
     sys.stdout.flush()
     sys.stderr.flush()
     if exit_code:
@@ -102,10 +104,9 @@ class Worker:
         with worker_info_context(order.info):
             self._share = Share((), order.info, order.first_env, dumps=self._dumps)
             failure = self._build(order, recipes)
-            self._channel.send(failure or self._share.facts())
-            if failure:
-                self._channel.recv()  # until the caller closes it: one that has ended would be taken for dead
-                return
+            self._channel.send(failure or (None if order.replaces else self._share.facts()))
+            while failure:  # until the caller closes it: one that has ended would be taken for dead
+                self._channel.recv()
             limit_threads(order.threads)
             settle(collects=not self._forked)
             # The core returns from stepping when a message has come.

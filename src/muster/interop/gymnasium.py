@@ -16,9 +16,16 @@ from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncV
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from muster.backends.share import EnvCall, EnvFacts, Failure
-from muster.errors import ClosedError, EnvError, PendingError, WaitTimeout
-from muster.interop.starting import original_error, original_of, recipes_of, serial_backend, with_processes
-from muster.spec import first_difference
+from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout
+from muster.interop.starting import (
+    RaisesOriginals,
+    original_error,
+    originals_raised,
+    recipes_of,
+    serial_backend,
+    with_processes,
+)
+from muster.spec import Array, first_difference
 from muster.vector import Batch, StepResult, VectorEnv
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv"]
@@ -43,7 +50,7 @@ class TimedOut(WaitTimeout, multiprocessing.TimeoutError):
     """A ``timeout`` ran out; also the class that Gymnasium raises. The call stays pending."""
 
 
-class _DropIn(VectorEnv):
+class _DropIn(RaisesOriginals, VectorEnv):
     """What both have in common: how spaces and arguments are checked, and whose exceptions are raised."""
 
     observation_mode: ObservationMode
@@ -96,6 +103,11 @@ class _DropIn(VectorEnv):
                 f"{actions} Sub-environment {env} has {facts.action_space}, expected {self.single_action_space}."
             )
 
+    def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
+        """Starts `reset`; `reset_wait` takes the result. Raises ValueError, TypeError."""
+        self._check_reset(seed, options)
+        super().reset_async(seed=seed, options=options)
+
     def _check_reset(self, seed: Seeds, options: dict[str, Any] | None) -> None:
         """Gymnasium's checks of reset's arguments, in its words."""
         if isinstance(seed, (list, tuple)) and len(seed) != self.num_envs:
@@ -123,6 +135,14 @@ class _DropIn(VectorEnv):
                 f"`{len(values)}` values for {self.num_envs} environments."
             )
         super().set_attr(name, values)
+
+    def _write_actions(self, actions: Any, ids: Array) -> bool:
+        try:
+            return super()._write_actions(actions, ids)
+        except ActionError as error:
+            if not isinstance(actions, Iterable):
+                raise TypeError(str(error)) from error
+            raise
 
     def _require_open(self) -> None:
         if self.closed:
@@ -152,18 +172,9 @@ class SyncVectorEnv(_DropIn):
         self.copy = copy
         self._set_up(observation_mode, autoreset_mode)
         backend, options = serial_backend(recipes_of(self.env_fns, may_reuse=True))
-        try:
+        with originals_raised():
             self._start(backend, copy=copy, **options)
-        except EnvError as error:
-            raise original_of(error) from None
         self.envs = backend.envs
-
-    def reset(  # as the base class's: lists of seeds, too
-        self, *, seed: Seeds = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Resets all envs, or those in ``options["reset_mask"]``; returns obs ``[N, ...]`` and infos."""
-        self._check_reset(seed, options)
-        return super().reset(seed=seed, options=options)
 
     def step(self, actions: Any) -> StepResult:
         """Steps every env. Raises what an env raises; the others have then been stepped, too."""
@@ -174,10 +185,6 @@ class SyncVectorEnv(_DropIn):
                 "reset(options={'reset_mask': terminated | truncated}) before stepping them"
             )
         return super().step(actions)
-
-    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
-        if failures:
-            raise original_error(failures[0])
 
 
 class AsyncVectorEnv(_DropIn):
@@ -244,10 +251,8 @@ class AsyncVectorEnv(_DropIn):
         self.max_concurrency = max_concurrency
         self._kind = "default"
         start = partial(self._start, copy=copy)
-        try:
+        with originals_raised():
             with_processes(start, recipes_of(self.env_fns), context=context, num_workers=num_workers)
-        except EnvError as error:
-            raise original_of(error) from None
 
     def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
         super()._set_spaces(facts, observation_mode)
@@ -262,8 +267,7 @@ class AsyncVectorEnv(_DropIn):
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
         """Starts `reset`; `reset_wait` takes the result."""
         self._require_default("reset_async")
-        self._check_reset(seed, options)
-        super().reset_async(seed=seed, options=options)
+        super().reset_async(seed, options)
         self._kind = "reset"
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
-from muster.backends.share import EnvCall, EnvFacts, Failure
-from muster.errors import ActionError, EnvError, SpecMismatch
+from muster.backends.share import EnvCall, EnvFacts
+from muster.checks import require_agreement, seeds_of
+from muster.errors import ActionError
 from muster.interop.env_calls import (
     CallMethod,
     GetAttribute,
@@ -26,15 +27,16 @@ from muster.interop.env_calls import (
 )
 from muster.interop.infos import info_rows
 from muster.interop.starting import (
-    original_error,
-    original_of,
+    SAME_STEP,
+    RaisesOriginals,
+    originals_raised,
     recipes_of,
     require_copies,
     serial_backend,
     with_processes,
 )
-from muster.spec import Array, first_difference
-from muster.vector import Batch, StepResult, VectorEnv
+from muster.spec import Array
+from muster.vector import StepResult, VectorEnv
 
 try:
     from stable_baselines3.common.monitor import Monitor
@@ -79,8 +81,8 @@ class MusterVecEnv(VecEnv):
         seeds, options = list(self._seeds), list(self._options)
         self._reset_seeds()
         self._reset_options()
-        given = [one or ... for one in options] if any(options) else ...
-        obs, infos = self.vector_env.reset(seed=seeds, options=given)  # type: ignore[arg-type]  # see reset_async
+        _start_resets(self.vector_env, seeds, options)
+        obs, infos = self.vector_env.reset_wait()
         self.reset_infos = info_rows(infos, self.num_envs)
         return obs
 
@@ -158,34 +160,38 @@ class MusterVecEnv(VecEnv):
         return [results[i] for i in wanted]
 
 
-class _Envs(VectorEnv):
+def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[str, Any]]) -> None:
+    """Starts resetting every env with its own seed and options."""
+    if not any(options):
+        envs.reset_async(seed=seeds)
+        return
+    envs._require_idle("reset")
+    if envs._recovery is not None:
+        seeds = envs._recovery.seeds_for_reset(envs._all, seeds, None)
+    for env, given in enumerate(options):
+        envs._backend.reset(envs._all[env : env + 1], seeds[env : env + 1], given or ...)
+
+
+class _Envs(RaisesOriginals, VectorEnv):
     """As lenient as SB3's own, and raising what envs raise. ignores_surplus: more actions than envs are no error."""
 
     def __init__(self, backend: Any, *, ignores_surplus: bool = False, **options: Any) -> None:
         self._ignores_surplus = ignores_surplus
-        super().__init__(
-            backend,
-            autoreset_mode=AutoresetMode.SAME_STEP,
-            observation_mode="same",
-            copy=True,
-            lenient=True,
-            **options,
-        )
+        super().__init__(backend, **SAME_STEP, **options)
+
+    def reset_async(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        if options:
+            super().reset_async(seed=seed, options=options)
+            return
+        self._require_idle("reset")
+        self._backend.reset(self._all, seeds_of(seed, self.num_envs), ...)  # a reset that knows no options will do
 
     def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
         # SB3 takes env 0's spaces for all. Bounds may differ; a different layout could not be stored.
-        for env, one in enumerate(facts):
-            pairs = (
-                ("observation", facts[0].observation_space, one.observation_space),
-                ("action", facts[0].action_space, one.action_space),
-            )
-            for path, expected, got in pairs:
-                if found := first_difference(expected, got, path, bounds=False):
-                    raise SpecMismatch(
-                        f"env {env} differs from env 0 in {found.path}: {found.field} is {found.got}, expected "
-                        f"{found.expected}",
-                        env_index=env,
-                    )
+        observations, actions = [one.observation_space for one in facts], [one.action_space for one in facts]
+        require_agreement(observations, actions, bounds=False, action_bounds=False)
         super()._set_spaces([facts[0]] * len(facts), observation_mode)
 
     def _write_actions(self, actions: Any, ids: Array) -> bool:
@@ -201,20 +207,14 @@ class _Envs(VectorEnv):
         given = list(actions)  # SB3 knows no batches of Dict or Tuple actions
         return given[: self.num_envs] if self._ignores_surplus else given
 
-    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
-        if failures:
-            raise original_error(failures[0])
-
 
 class DummyVecEnv(MusterVecEnv):
     """Steps all envs in the calling thread, one after the other."""
 
     def __init__(self, env_fns: EnvFns) -> None:
         backend, options = serial_backend(recipes_of(env_fns, (of_gymnasium,), may_reuse=True))
-        try:
+        with originals_raised():
             envs = _Envs(backend, ignores_surplus=True, **options)
-        except EnvError as error:
-            raise original_of(error) from None
         self.envs = backend.envs
         if len({id(env.unwrapped) for env in self.envs}) != len(self.envs):
             raise ValueError(
@@ -237,17 +237,9 @@ class SubprocVecEnv(MusterVecEnv):
     """
 
     def __init__(self, env_fns: EnvFns, start_method: str | None = None, *, num_workers: int | None = None) -> None:
-        made: list[_Envs] = []
-        try:
-            with_processes(
-                lambda backend, **options: made.append(_Envs(backend, **options)),
-                recipes_of(env_fns, (of_gymnasium,)),
-                context=start_method,
-                num_workers=num_workers,
-            )
-        except EnvError as error:
-            raise original_of(error) from None
-        super().__init__(made[0])
+        recipes = recipes_of(env_fns, (of_gymnasium,))
+        with originals_raised():
+            super().__init__(with_processes(_Envs, recipes, context=start_method, num_workers=num_workers))
 
 
 def as_sb3(envs: VectorEnv) -> MusterVecEnv:

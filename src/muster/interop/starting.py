@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, TypeVar
+
+from gymnasium.vector import AutoresetMode
 
 from muster.backends.base import Backend
 from muster.backends.process import ProcessBackend, ProcessOptions
@@ -16,9 +19,19 @@ from muster.backends.share import Failure, to_exception
 from muster.errors import EnvError, OneEnvPerProcess, RecipeError, SpecMismatch, WorkerError
 from muster.introspection import callable_name, caller_stacklevel
 from muster.make import patience
+from muster.multi_agent import MultiAgentVectorEnv
 from muster.recipe import Recipe
-from muster.vector import VectorEnv
+from muster.vector import Batch, VectorEnv
 
+Made = TypeVar("Made")
+
+# How SB3 and TorchRL want their envs, in VectorEnv's words.
+SAME_STEP: dict[str, Any] = {
+    "autoreset_mode": AutoresetMode.SAME_STEP,
+    "observation_mode": "same",
+    "copy": True,
+    "lenient": True,
+}
 _START_TIMEOUT_S = 300.0
 
 
@@ -47,9 +60,9 @@ def serial_backend(recipes: Sequence[Recipe]) -> tuple[SerialBackend, dict[str, 
 
 
 def with_processes(
-    make: Callable[..., None], recipes: Sequence[Recipe], *, context: str | None, num_workers: int | None
-) -> None:
-    """Calls ``make(backend, **options)`` with worker processes that step several envs each, where envs bear that.
+    make: Callable[..., Made], recipes: Sequence[Recipe], *, context: str | None, num_workers: int | None
+) -> Made:
+    """``make(backend, **options)`` with worker processes that step several envs each, where envs bear that.
 
     Other workers start only after the first has built a second env. If that raises, or the worker dies, all is built
     again with one env per process. context: as for `multiprocessing`; None never forks the caller.
@@ -72,8 +85,7 @@ def with_processes(
     )
     backend = ProcessBackend(recipes, options)
     try:
-        make(backend, **_patience(backend.num_workers))
-        return
+        return make(backend, **_patience(backend.num_workers))
     except OneEnvPerProcess:
         pass  # the env says so itself: nothing to warn of
     except (EnvError, RecipeError, WorkerError) as error:
@@ -85,10 +97,18 @@ def with_processes(
             PackingWarning,
             stacklevel=caller_stacklevel(),
         )
-    make(ProcessBackend(recipes, replace(options, num_workers=most)), **_patience(most))
+    return make(ProcessBackend(recipes, replace(options, num_workers=most)), **_patience(most))
 
 
-def require_copies(envs: VectorEnv) -> None:
+class RaisesOriginals:
+    """For vector envs that raise the env's own exception, not an EnvError with it as its cause."""
+
+    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
+        if failures:
+            raise original_error(failures[0])
+
+
+def require_copies(envs: VectorEnv | MultiAgentVectorEnv) -> None:
     """Raises ValueError for views: other libraries keep observations over the next step."""
     if envs.stats()["copies_per_obs"] < 2:
         raise ValueError("observations are views of memory that the next step overwrites; make_vec(..., copy=True)")
@@ -106,9 +126,13 @@ def original_error(failure: Failure) -> BaseException:
     return original
 
 
-def original_of(error: EnvError) -> BaseException:
-    """The exception that an env's constructor raised, where it could be rebuilt, else `error`."""
-    return error.__cause__ if type(error) is EnvError and error.__cause__ is not None else error
+@contextmanager
+def originals_raised() -> Iterator[None]:
+    """Raises the exception of an env's constructor, where it could be rebuilt, in place of the EnvError about it."""
+    try:
+        yield
+    except EnvError as error:
+        raise (error.__cause__ if type(error) is EnvError and error.__cause__ is not None else error) from None
 
 
 def _patience(num_workers: int) -> dict[str, Any]:

@@ -6,42 +6,60 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from muster.backends.share import Failure
-from muster.errors import EnvError, UsageError
-from muster.interop.starting import original_error, original_of, recipes_of, require_copies, with_processes
-from muster.interop.torchrl_worker import ENCODING, gymnasium_env_of
-from muster.vector import Batch, VectorEnv
+from muster.backends.base import Backend
+from muster.interop.starting import (
+    SAME_STEP,
+    RaisesOriginals,
+    originals_raised,
+    recipes_of,
+    require_copies,
+    with_processes,
+)
+from muster.interop.torchrl_worker import ENCODING, inner_env_of
+from muster.multi_agent import MultiAgentVectorEnv, RowVectorEnv
+from muster.vector import VectorEnv
 
 try:
     import torch
-    from tensordict import TensorDict, TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
-    from torchrl.data import Binary, Categorical, Composite, MultiOneHot, OneHot, Unbounded
+    from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
     from torchrl.envs import EnvBase
-    from torchrl.envs.libs.gym import _gym_to_torchrl_spec_transform
+
+    from muster.interop.torchrl_layouts import AgentGroups, Layout, SingleAgent
+    from muster.interop.torchrl_specs import ends, no_ends
 except ImportError as error:
     raise ImportError('muster.interop.torchrl needs TorchRL: pip install "muster-rl[torchrl]"') from error
 
 __all__ = ["MusterEnv", "ParallelEnv", "as_torchrl"]
 
 EnvFn = Callable[..., Any]
+AnyVectorEnv = VectorEnv | MultiAgentVectorEnv
 
 
 class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type information here
-    """TorchRL's `EnvBase` of batch size ``[N]`` around a `muster.VectorEnv`. Made by `as_torchrl`.
+    """TorchRL's `EnvBase` of batch size ``[N]`` around a vector env of Muster's. Made by `as_torchrl`.
 
-    Keys: ``observation`` (or those of a Dict space), ``action``, and ``("next", "observation" | "reward" |
+    Keys of one agent: ``observation`` (or those of a Dict space), ``action``, and ``("next", "observation" | "reward" |
     "terminated" | "truncated" | "done")``; the last four ``[N, 1]``, rewards float32.
+
+    Of several agents, for each group of `group_map`: ``(group, "observation" | "action" | "alive" | "acting" |
+    "action_mask")`` ``[N, A, ...]`` and ``("next", group, "reward" | "terminated" | "truncated" | "done")``
+    ``[N, A, 1]``; an agent's three flags tell of the step in which it ends. At the root the env's own ``done``,
+    ``terminated`` and ``truncated``, ``[N, 1]``, which decide about resets, and ``state`` and ``shared`` where the env
+    has them. Random actions keep to the masks.
     """
 
     def __init__(
-        self, envs: VectorEnv, *, categorical_action_encoding: bool = False, device: torch.device | str | None = None
+        self,
+        envs: AnyVectorEnv,
+        *,
+        categorical_action_encoding: bool | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
-        if not isinstance(envs, VectorEnv):
-            raise TypeError(f"as_torchrl takes single-agent vector envs (muster.VectorEnv), got {type(envs).__name__}")
+        if not isinstance(envs, AnyVectorEnv):
+            raise TypeError(f"as_torchrl takes what muster.make_vec returns, got {type(envs).__name__}")
         mode = envs.metadata["autoreset_mode"]
         if mode is AutoresetMode.NEXT_STEP:
             raise ValueError(
@@ -51,33 +69,20 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         require_copies(envs)
         super().__init__(device=device, batch_size=torch.Size([envs.num_envs]))
         self.vector_env = envs
+        self.group_map: dict[str, list[Any]] = {}
         self._resets_itself = mode is AutoresetMode.SAME_STEP
         self._next_seed: int | None = None
         # Envs whose current observation is the first of a new episode already.
         self._fresh = np.zeros(envs.num_envs, np.bool_)
-        self._make_specs(categorical_action_encoding)
-
-    def _make_specs(self, categorical: bool) -> None:
-        envs, batch = self.vector_env, self.batch_size
-
-        def spec_of(space: gymnasium.Space[Any]) -> Any:
-            if isinstance(space, (gymnasium.spaces.Tuple, gymnasium.spaces.OneOf, gymnasium.spaces.Sequence)):
-                raise UsageError(f"TorchRL has no tensors for {space}; wrap the env so that it has a Dict or Box space")
-            spec = _gym_to_torchrl_spec_transform(
-                space, device=self.device, categorical_action_encoding=categorical, remap_state_to_observation=False
-            )
-            return spec.expand(*batch, *spec.shape)
-
-        observation = spec_of(envs.single_observation_space)
-        if not isinstance(observation, Composite):
-            observation = Composite(observation=observation, shape=batch, device=self.device)
-        flag = Categorical(2, shape=(*batch, 1), dtype=torch.bool, device=self.device)
-        self.observation_spec = observation
-        self.action_spec = self._encoded_action = spec_of(envs.single_action_space)
-        self.reward_spec = Unbounded(shape=(*batch, 1), device=self.device)
-        self.done_spec = Composite(
-            done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=batch, device=self.device
-        )
+        self._layout: Layout
+        if isinstance(envs, VectorEnv):
+            self._layout = SingleAgent(envs, categorical=bool(categorical_action_encoding), device=self.device)
+        else:
+            self.group_map = {group: list(agents) for group, agents in envs.groups.items()}
+            categorical = categorical_action_encoding is not False
+            self._layout = AgentGroups(envs, categorical=categorical, device=self.device)
+        self.observation_spec, self.action_spec = self._layout.observation, self._layout.action
+        self.reward_spec, self.done_spec = self._layout.reward, self._layout.done
 
     # ---- what EnvBase calls
 
@@ -85,38 +90,36 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         mask = None if tensordict is None else tensordict.get("_reset", None)
         rows = None if mask is None else mask.reshape(self.batch_size[0], -1).any(-1).cpu().numpy()
         if rows is None or (rows.all() and self._next_seed is not None):
-            obs, _ = self.vector_env.reset(seed=self._next_seed, options=kwargs or None)
-            self._current = self._as_tensors(obs)
+            obs, infos = self.vector_env.reset(seed=self._next_seed, options=kwargs or None)
+            self._now_observed(obs, infos)
             self._next_seed = None
         elif (rows & ~self._fresh).any():
-            obs, _ = self.vector_env.reset(options={**kwargs, "reset_mask": rows & ~self._fresh})
-            self._current = self._as_tensors(obs)
+            obs, infos = self.vector_env.reset(options={**kwargs, "reset_mask": rows & ~self._fresh})
+            self._now_observed(obs, infos)
         self._fresh = np.zeros_like(self._fresh)
-        flags = {
-            name: self._flag(np.zeros(self.batch_size[0], np.bool_)) for name in ("done", "terminated", "truncated")
-        }
-        return TensorDict({**self._current, **flags}, self.batch_size, device=self.device)
+        return self._layout.joined(
+            self._current, self._layout.not_ended(), no_ends(tuple(self.batch_size), self.device)
+        )
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        actions = _decoded(tensordict.get("action"), self._encoded_action)
+        actions = self._layout.actions(tensordict)
         obs, rewards, terminated, truncated, infos = self.vector_env.step(actions)
-        self._current = arrived = self._as_tensors(obs)
+        self._now_observed(obs, infos)
+        arrived = self._current
         over = terminated | truncated
         if self._resets_itself:
-            self._fresh = over.copy()  # the flags below share its memory
+            self._fresh = over
             if over.any():
-                arrived = self._with_finals(arrived, infos["final_obs"], np.flatnonzero(over).tolist())
-        return TensorDict(
-            {
-                **arrived,
-                "reward": torch.from_numpy(rewards.astype(np.float32)).unsqueeze(-1).to(self.device),
-                "terminated": self._flag(terminated),
-                "truncated": self._flag(truncated),
-                "done": self._flag(over),
-            },
-            self.batch_size,
-            device=self.device,
+                arrived = self._layout.with_finals(arrived, infos, over)
+        return self._layout.joined(
+            arrived, self._layout.earned(rewards, infos), ends(terminated, truncated, self.device)
         )
+
+    def _now_observed(self, obs: Any, infos: Mapping[str, Any]) -> None:
+        self._current = self._layout.observed(obs, infos)
+        for group in infos.get("action_mask", ()):
+            spec = self.input_spec["full_action_spec", group, "action"]
+            spec.update_mask(self._current[group]["action_mask"].clone())
 
     def _set_seed(self, seed: int | None) -> None:
         self._next_seed = seed
@@ -127,30 +130,12 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
             self.vector_env.close()
         super().close(raise_if_closed=raise_if_closed)
 
-    # ---- inside
-
-    def _flag(self, values: Any) -> torch.Tensor:
-        return torch.from_numpy(values).unsqueeze(-1).to(self.device)
-
-    def _as_tensors(self, obs: Any) -> dict[str, Any]:
-        tree = obs if isinstance(obs, Mapping) else {"observation": obs}
-        encoded: dict[str, Any] = _encoded(tree, self.observation_spec, self.device)
-        return encoded
-
-    def _with_finals(self, current: dict[str, Any], finals: Any, rows: list[int]) -> dict[str, Any]:
-        """`current`, with the final observations of the envs `rows` in their places."""
-        arrived: dict[str, Any] = _map(torch.clone, current)
-        for row in rows:
-            final = finals[row]
-            tree = final if isinstance(final, Mapping) else {"observation": final}
-            _put(arrived, _encoded(tree, self.observation_spec, self.device), row)
-        return arrived
-
 
 class ParallelEnv(MusterEnv):
     """`num_workers` envs in worker processes, one per usable core, several envs in each where they bear that.
 
-    create_env_fn: returns TorchRL's `GymEnv` or `GymWrapper`, or a Gymnasium env; or a list of such functions.
+    create_env_fn: returns TorchRL's `GymEnv`, `GymWrapper`, `PettingZooEnv` or `PettingZooWrapper`, or an env that
+        `muster.make_vec` takes; or a list of such functions.
     create_env_kwargs: keyword arguments for it, one dict or a list of them; values may be `muster.lazy`.
     mp_start_method: None starts fresh processes.  num_processes: None for one per usable core.
 
@@ -177,74 +162,38 @@ class ParallelEnv(MusterEnv):
             )
         recipes = [
             replace(recipe, kwargs=dict(given or {}))
-            for recipe, given in zip(recipes_of(fns, (gymnasium_env_of,)), kwargs, strict=True)
+            for recipe, given in zip(recipes_of(fns, (inner_env_of,)), kwargs, strict=True)
         ]
-        made: list[_Envs] = []
-        try:
-            with_processes(
-                lambda backend, **options: made.append(_Envs(backend, **options)),
-                recipes,
-                context=mp_start_method,
-                num_workers=num_processes,
-            )
-        except EnvError as error:
-            raise original_of(error) from None
-        categorical = bool(made[0].metadata.get(ENCODING, False))
-        super().__init__(made[0], categorical_action_encoding=categorical, device=device)
+        with originals_raised():
+            envs = with_processes(_vector_env, recipes, context=mp_start_method, num_workers=num_processes)
+        super().__init__(envs, categorical_action_encoding=envs.metadata.get(ENCODING), device=device)
 
 
-class _Envs(VectorEnv):
-    def __init__(self, backend: Any, **options: Any) -> None:
-        super().__init__(
-            backend,
-            autoreset_mode=AutoresetMode.SAME_STEP,
-            observation_mode="same",
-            copy=True,
-            lenient=True,
-            **options,
-        )
+class _Envs(RaisesOriginals, VectorEnv):
+    pass
 
-    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
-        if failures:
-            raise original_error(failures[0])
+
+class _Rows(RaisesOriginals, RowVectorEnv):
+    pass
+
+
+def _vector_env(backend: Backend, **options: Any) -> AnyVectorEnv:
+    facts = backend.start()
+    if facts[0].agents is None:
+        return _Envs(backend, facts=facts, **SAME_STEP, **options)
+    return MultiAgentVectorEnv(_Rows(backend, facts=facts, **SAME_STEP, **options))
 
 
 def as_torchrl(
-    envs: VectorEnv, *, categorical_action_encoding: bool = False, device: torch.device | str | None = None
+    envs: AnyVectorEnv,
+    *,
+    categorical_action_encoding: bool | None = None,
+    device: torch.device | str | None = None,
 ) -> MusterEnv:
-    """`envs` as a TorchRL env of batch size ``[N]``.
+    """`envs` as a TorchRL env of batch size ``[N]``, with agents nested by group where there are several.
 
-    categorical_action_encoding: True for discrete actions as integers, False for one-hot vectors, TorchRL's default.
+    categorical_action_encoding: True for discrete actions as integers, False for one-hot vectors, None for TorchRL's
+    own default: one-hot for one agent, as its GymEnv, integers for several, as its PettingZooEnv.
     Raises ValueError for ``autoreset_mode="next_step"``.
     """
     return MusterEnv(envs, categorical_action_encoding=categorical_action_encoding, device=device)
-
-
-def _encoded(value: Any, spec: Any, device: torch.device | None) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _encoded(item, spec[key], device) for key, item in value.items()}
-    tensor = torch.as_tensor(np.asarray(value))
-    if isinstance(spec, (OneHot, MultiOneHot)):
-        single = spec[(0,) * (len(spec.shape) - 1)] if tensor.ndim < len(spec.shape) - 1 else spec
-        tensor = single.encode(tensor)
-    elif isinstance(spec, Binary):
-        tensor = tensor.to(spec.dtype)
-    return tensor.to(device)
-
-
-def _decoded(action: Any, spec: Any) -> Any:
-    if isinstance(spec, Composite):
-        return {key: _decoded(action.get(key), spec[key]) for key in spec.keys()}  # noqa: SIM118  # no dict
-    return spec.to_numpy(action, safe=False)
-
-
-def _map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    return {key: _map(function, item) for key, item in tree.items()} if isinstance(tree, dict) else function(tree)
-
-
-def _put(tree: Any, row_tree: Any, row: int) -> None:
-    for key, item in row_tree.items():
-        if isinstance(item, dict):
-            _put(tree[key], item, row)
-        else:
-            tree[key][row] = item

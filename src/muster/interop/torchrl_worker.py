@@ -7,28 +7,41 @@ from typing import Any
 
 import gymnasium
 
+from muster.envs.agents import AgentsEnv
+from muster.envs.inbound import Inbound
 from muster.errors import RecipeError
 
 # The metadata key that tells the caller whether discrete actions are integers.
 ENCODING = "torchrl_categorical_action_encoding"
 
 
-def gymnasium_env_of(env: Any) -> Any:
-    """The Gymnasium env inside TorchRL's `GymEnv` or `GymWrapper`, or `env` itself. Raises RecipeError."""
-    if isinstance(env, gymnasium.Env):
-        return env
-    libs = sys.modules.get("torchrl.envs.libs.gym")
-    if libs is not None and isinstance(env, libs.GymWrapper):
+def inner_env_of(env: Any) -> Any:
+    """The env inside one of TorchRL's wrappers, or `env` itself, as the stepping loop takes it. Raises RecipeError."""
+    groups, categorical = None, None
+    if _is_a(env, "gym", "GymWrapper"):
         if env.frame_skip != 1:
             raise RecipeError(
                 f"frame_skip={env.frame_skip} of GymEnv is not done here; skip frames in a wrapper of the Gymnasium env"
             )
-        inner = env._env
-        if isinstance(inner, gymnasium.Env):
-            inner.metadata = {**inner.metadata, ENCODING: bool(env._categorical_action_encoding)}
-            return inner
-    raise RecipeError(
-        f"create_env_fn returned a {type(env).__module__}.{type(env).__qualname__}; expected TorchRL's GymEnv or "
-        "GymWrapper around a Gymnasium env, or a Gymnasium env. Put transforms around the batch, "
-        "TransformedEnv(ParallelEnv(...), ...); for other envs use torchrl.envs.ParallelEnv"
-    )
+        inner, categorical = env._env, bool(env._categorical_action_encoding)
+    elif _is_a(env, "pettingzoo", "PettingZooWrapper"):
+        inner, categorical = env._env, bool(env.categorical_actions)
+        groups = {agent: group for group, agents in env.group_map.items() for agent in agents}
+    else:
+        inner = env
+    adapted = Inbound(groups)(inner)
+    if not isinstance(adapted, (gymnasium.Env, AgentsEnv)):
+        raise RecipeError(
+            f"create_env_fn returned a {type(env).__module__}.{type(env).__qualname__}; expected TorchRL's GymEnv or "
+            "PettingZooEnv, or an env that muster.make_vec takes. Put transforms around the batch, "
+            "TransformedEnv(ParallelEnv(...), ...); for other envs use torchrl.envs.ParallelEnv"
+        )
+    if categorical is not None:
+        adapted.metadata = {**adapted.metadata, ENCODING: categorical}
+    return adapted
+
+
+def _is_a(env: Any, module: str, name: str) -> bool:
+    """Whether `env` is of that class of TorchRL's; if its module was not imported, it is not."""
+    libs = sys.modules.get(f"torchrl.envs.libs.{module}")
+    return libs is not None and isinstance(env, getattr(libs, name))

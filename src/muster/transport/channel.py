@@ -16,7 +16,8 @@ from typing import Any
 from muster.transport.mail import dumps
 
 _LENGTH = struct.Struct("<Q")
-_SLICE_MS = 50
+_SLICE_S = 0.05
+_CHUNK_BYTES = 1 << 20
 
 
 class ChannelClosed(Exception):
@@ -24,17 +25,19 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One end. `watch(waited_s)` is called while a call of this end has to wait, and may raise to end the wait.
+    """One end. `watch()` is called every 50 ms while a call of this end has to wait, and may raise to end the wait.
 
     shares_main: see `mail.dumps`.
     """
 
     def __init__(
-        self, end: socket.socket, watch: Callable[[float], None] | None = None, *, shares_main: bool = False
+        self, end: socket.socket, watch: Callable[[], None] | None = None, *, shares_main: bool = False
     ) -> None:
         self._socket = end
         self._watch = watch
         self._shares_main = shares_main
+        self._received = bytearray()  # of a message that has not come whole
+        self.heard_at = 0.0  # time.monotonic() of the last bytes received
         end.setblocking(False)
 
     @classmethod
@@ -43,62 +46,79 @@ class Channel:
         return socket.socketpair()
 
     def fileno(self) -> int:
-        """For polling: readable when there is a message."""
+        """For polling: readable when there is a message, or a part of one."""
         return self._socket.fileno()
 
-    def send(self, message: object) -> None:
-        """Raises ChannelClosed, and whatever `watch` raises."""
-        self.send_bytes(dumps(message, shares_main=self._shares_main))
+    def send(self, message: object, timeout_s: float | None = None) -> None:
+        """Raises ChannelClosed, TimeoutError, and whatever `watch` raises."""
+        self.send_bytes(dumps(message, shares_main=self._shares_main), timeout_s)
 
-    def send_bytes(self, data: bytes) -> None:
-        """As `send`, for what is pickled already."""
+    def send_bytes(self, data: bytes, timeout_s: float | None = None) -> None:
+        """As `send`, for what is pickled already.
+
+        Raises TimeoutError once the other end has taken nothing for `timeout_s`: then half a message is on its way, and
+        the channel is of no more use.
+        """
         view = memoryview(_LENGTH.pack(len(data)) + data)
         while view:
             try:
                 view = view[self._socket.send(view, socket.MSG_NOSIGNAL) :]
             except BlockingIOError:
-                self._poll(select.POLLOUT, None)
+                if not self._poll(select.POLLOUT, timeout_s):
+                    raise TimeoutError from None
             except OSError as error:
                 raise ChannelClosed from error
 
     def recv(self, timeout_s: float | None = None) -> Any:
-        """The next message. Raises TimeoutError before anything is read, ChannelClosed, and what `watch` raises."""
-        if not self._poll(select.POLLIN, timeout_s):
-            raise TimeoutError
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        return pickle.loads(self._read(length))
+        """The next message. Raises ChannelClosed, and what `watch` raises.
+
+        Raises TimeoutError if it has not come whole within the time; the part that has come is kept for the next call.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._fill():
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._poll(select.POLLIN, left_s):
+                raise TimeoutError
+        message, self._received = self._received, bytearray()
+        return pickle.loads(memoryview(message)[_LENGTH.size :])
 
     def close(self) -> None:
         self._socket.close()
 
-    def _read(self, length: int) -> bytes:
-        parts = []
-        while length:
+    def _fill(self) -> bool:
+        """Reads what is there of the next message; True once it is whole."""
+        while missing := self._missing():
             try:
-                part = self._socket.recv(min(length, 1 << 20))
+                part = self._socket.recv(min(missing, _CHUNK_BYTES))
             except BlockingIOError:
-                self._poll(select.POLLIN, None)
-                continue
+                return False
             except OSError as error:
                 raise ChannelClosed from error
             if not part:
                 raise ChannelClosed
-            parts.append(part)
-            length -= len(part)
-        return b"".join(parts)
+            self._received += part
+            self.heard_at = time.monotonic()
+        return True
+
+    def _missing(self) -> int:
+        """Bytes of the next message that are still to come, as far as that is known."""
+        known = len(self._received)
+        if known < _LENGTH.size:
+            return _LENGTH.size - known
+        (length,) = _LENGTH.unpack_from(self._received)
+        return int(_LENGTH.size + length - known)
 
     def _poll(self, event: int, timeout_s: float | None) -> bool:
+        """Whether `event` comes within the time."""
         poller = select.poll()
         poller.register(self._socket, event)
-        start = time.monotonic()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
-            slice_ms: float | None = None if self._watch is None else _SLICE_MS
-            if left is not None:
-                slice_ms = left * 1000 if slice_ms is None else min(left * 1000, slice_ms)
-            if poller.poll(slice_ms):
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            slices = [one for one in (left_s, None if self._watch is None else _SLICE_S) if one is not None]
+            if poller.poll(min(slices) * 1000 if slices else None):
                 return True
             if self._watch is not None:
-                self._watch(time.monotonic() - start)
-            if left == 0.0:
+                self._watch()
+            if left_s == 0.0:
                 return False
