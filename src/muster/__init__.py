@@ -1,6 +1,6 @@
 """Muster: many reinforcement-learning environments in parallel, also those that cannot be pickled, copied or forked.
 
-Names are imported when they are first used, so that a worker loads only what its envs need.
+The vector envs are here at once. What needs torch, or few programs use, is imported when it is first asked for.
 """
 
 from __future__ import annotations
@@ -8,29 +8,25 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from muster.errors import MusterError
+from muster.make import make_vec
+from muster.multi_agent import MultiAgentVectorEnv
+from muster.recipe import get_worker_info, lazy
+from muster.vector import VectorEnv
+
 if TYPE_CHECKING:
     from muster.doctor.diagnose import diagnose
-    from muster.errors import MusterError
-    from muster.make import make_vec
-    from muster.multi_agent import MultiAgentVectorEnv
-    from muster.recipe import get_worker_info, lazy
     from muster.rollout.collector import Collector
     from muster.rollout.multi_collector import MultiCollector
     from muster.rollout.travel import rebuild_with
-    from muster.vector import VectorEnv
 
-_HOMES = {
+_LATER = {
     "Collector": "rollout.collector",
     "MultiCollector": "rollout.multi_collector",
-    "MultiAgentVectorEnv": "multi_agent",
-    "MusterError": "errors",
-    "VectorEnv": "vector",
     "diagnose": "doctor.diagnose",
-    "get_worker_info": "recipe",
-    "lazy": "recipe",
-    "make_vec": "make",
     "rebuild_with": "rollout.travel",
 }
+_SUBMODULES = ("algorithms", "interop", "nn")
 
 __all__ = [
     "Collector",
@@ -46,15 +42,12 @@ __all__ = [
 ]
 
 
-_SUBMODULES = ("algorithms", "errors", "interop", "nn")
-
-
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"muster.{name}")
-    if name not in _HOMES:
+    if name not in _LATER:
         raise AttributeError(f"module 'muster' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"muster.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"muster.{_LATER[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -3,8 +3,6 @@
 Why not the caller itself? Forking it would copy its threads' locks and its memory; and a worker whose parent is a
 thread of the caller cannot be told apart from one whose parent has died. The launcher never runs user code, so its
 forks are clean; it outlives nothing: when the caller is gone, by whatever signal, it kills the workers and ends.
-
-Imports nothing heavy, so that it is there at once; `preload` brings NumPy and Gymnasium in once, for all forks.
 """
 
 from __future__ import annotations
@@ -144,7 +142,7 @@ class Launcher:
 
 
 def preload() -> None:
-    """What every worker needs, imported once for all forks."""
+    """Imports what every worker needs, once for all forks."""
     importlib.import_module("muster.backends.worker")
     gc.collect()
     gc.freeze()
