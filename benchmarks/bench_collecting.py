@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 import muster
@@ -47,6 +48,13 @@ class ActorCritic(nn.Module):
 
 def _mlp(outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+
+
+def with_keys(net: ActorCritic) -> TensorDictModule:
+    """The same policy with TensorDict's keys."""
+    return TensorDictModule(
+        lambda obs: tuple(net(obs).values()), in_keys=["observation"], out_keys=["action", "log_prob", "value"]
+    )
 
 
 def collector(policy: nn.Module | None, num_envs: int) -> tuple[Run, Callable[[], None]]:
@@ -105,20 +113,13 @@ def sb3(kind: str, num_envs: int) -> tuple[Run, Callable[[], None]]:
 
 def torchrl(kind: str, with_policy: bool, num_envs: int) -> tuple[Run, Callable[[], None]]:
     """TorchRL's collectors: over a SerialEnv, over a ParallelEnv, or two collector processes."""
-    from tensordict.nn import TensorDictModule
     from torchrl import collectors
     from torchrl.envs import GymEnv, ParallelEnv, SerialEnv
 
     def make_env() -> Any:
         return GymEnv(_ENV, categorical_action_encoding=True)
 
-    policy = None
-    if with_policy:
-        policy = TensorDictModule(
-            lambda obs, net=ActorCritic(): tuple(net(obs).values()),  # noqa: B008  # one for this policy
-            in_keys=["observation"],
-            out_keys=["action", "log_prob", "value"],
-        )
+    policy = with_keys(ActorCritic()) if with_policy else None
     frames = {"frames_per_batch": _STEPS * num_envs, "total_frames": -1}
     if kind == "multi":
         made = collectors.MultiSyncCollector([lambda: SerialEnv(num_envs // 2, make_env)] * 2, policy, **frames)
@@ -134,6 +135,8 @@ def contenders(with_policy: bool, num_envs: int, loop_only: bool) -> dict[str, t
     """By name; Muster's collector first."""
     policy = ActorCritic() if with_policy else None
     found = {"Muster": collector(policy, num_envs), "loop by hand": hand_written(policy, num_envs)}
+    if policy is not None:
+        found["Muster, TensorDictModule"] = collector(with_keys(policy), num_envs)
     if loop_only:
         return found
     if with_policy:

@@ -5,6 +5,9 @@ contenders run one after another in every round, each for the same wall time and
 round, so that whatever else the machine does hits all of them. A share is the median over the rounds of the ratio to
 the limit of the same round, with the smallest and the largest beside it. Rows that only reset an env are not counted as
 env steps.
+
+The limit in step is the same loops waiting for each other after every round, in Python and awake: what is left of the
+limit where a batch is complete only with its slowest env, before a vector env has cost anything.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ costs nothing: the workers of all of them sleep too.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from workloads import (
     GYMNASIUM_ASYNC,
     GYMNASIUM_SYNC,
     LIMIT,
+    LIMIT_IN_STEP,
     ONE_LOOP,
     PROCESS,
     SB3_DUMMY,
@@ -36,6 +38,7 @@ from workloads import (
 _ACTION_BATCHES = 256
 _WARM_UP_S = 0.3
 _STOP_TIMEOUT_S = 20.0
+_DONE = 1 << 62
 # The share of a window that is stepped a second time to see how many of the rows were resets.
 _COUNTING_SHARE = 0.15
 
@@ -116,9 +119,13 @@ def _ended(result: tuple[Any, ...]) -> int:
 
 
 class BareLoop:
-    """One process that only loops ``env.step`` over its envs and resets those that end."""
+    """One process that only loops ``env.step`` over its envs and resets those that end.
 
-    def __init__(self, workload: Workload, first_env: int, num_envs: int) -> None:
+    progress: shared by the loops that keep in step, one entry each: the rounds that it has done.  index: of this loop.
+    """
+
+    def __init__(self, workload: Workload, first_env: int, num_envs: int, progress: Any = None, index: int = 0) -> None:
+        self._progress, self._index = progress, index
         self._envs = [workload.factory() for _ in range(num_envs)]
         for index, env in enumerate(self._envs, start=first_env):
             env.reset(seed=index)
@@ -129,6 +136,9 @@ class BareLoop:
         clock = time.perf_counter
         steppers = [(env.step, env.reset) for env in self._envs]
         rows = 0
+        progress, index = self._progress, self._index
+        if progress is not None:
+            progress[index] = 0
         now = start = clock()
         deadline = start + seconds
         for actions in self._actions:
@@ -139,7 +149,13 @@ class BareLoop:
                 if terminated or truncated:
                     reset()
             rows += 1
+            if progress is not None:
+                progress[index] = rows
+                while min(progress) < rows:
+                    pass
             now = clock()
+        if progress is not None:
+            progress[index] = _DONE  # nobody is to wait for this loop any more
         return rows * len(steppers) / (now - start)
 
     def close(self) -> None:
@@ -148,12 +164,20 @@ class BareLoop:
 
 
 class Limit:
-    """What the cores can do: a bare loop per core, unconnected, the envs split evenly among them."""
+    """What the cores can do: a bare loop per core, unconnected, the envs split evenly among them.
 
-    def __init__(self, workload: Workload) -> None:
+    in_step: every loop waits, awake, until all have finished the round. That is what stepping all envs at once would
+    reach if it cost nothing: a batch is there when its slowest env is, and cores are never equally fast.
+    """
+
+    def __init__(self, workload: Workload, in_step: bool = False) -> None:
         num_loops = min(usable_cores(), workload.num_envs)
         shares = np.array_split(np.arange(workload.num_envs), num_loops)
-        self._loops = [start_host(BareLoop, workload, int(share[0]), len(share)) for share in shares]
+        progress = _spawn.RawArray("q", num_loops) if in_step else None
+        self._loops = [
+            start_host(BareLoop, workload, int(share[0]), len(share), progress, index)
+            for index, share in enumerate(shares)
+        ]
         for _, connection in self._loops:
             connection.recv()
 
@@ -242,6 +266,7 @@ def _envpool(workload: Workload) -> Contender:
 
 CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
     LIMIT: Limit,
+    LIMIT_IN_STEP: functools.partial(Limit, in_step=True),
     ONE_LOOP: _one_loop,
     SERIAL: _muster_serial,
     PROCESS: _muster_process,

@@ -12,6 +12,7 @@ import gymnasium
 from envs import BusyEnv, FrameEnv, cartpole, half_cheetah, pong
 
 LIMIT = "limit"
+LIMIT_IN_STEP = "limit, in step"
 ONE_LOOP = "one loop"
 SERIAL = "muster serial"
 PROCESS = "muster process"
