@@ -32,9 +32,10 @@ def sb3_ppo(make_vec_env: Callable[..., object], vec_env_cls: type) -> Opened:
 
 
 def torchrl_ppo(envs: object) -> Opened:
-    """A PPO loop in TorchRL's own terms: rollouts of 32 steps, 4 epochs of one minibatch each."""
+    """A PPO loop in TorchRL's own terms: rollouts of 32 steps, through a replay buffer, 4 epochs of one minibatch."""
     from tensordict.nn import TensorDictModule
     from torch import nn
+    from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
     from torchrl.modules import OneHotCategorical, ProbabilisticActor, ValueOperator
     from torchrl.objectives import ClipPPOLoss
     from torchrl.objectives.value import GAE
@@ -44,13 +45,15 @@ def torchrl_ppo(envs: object) -> Opened:
     critic = ValueOperator(nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1)), ["observation"])
     loss, gae = ClipPPOLoss(actor, critic), GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     optimizer = torch.optim.Adam(loss.parameters(), 3e-4)
+    frames = 32 * _NUM_ENVS
+    buffer = ReplayBuffer(storage=LazyTensorStorage(frames), sampler=SamplerWithoutReplacement(), batch_size=frames)
 
     def learn(steps: int) -> None:
-        for _ in range(steps // (32 * _NUM_ENVS)):
+        for _ in range(steps // frames):
             with torch.no_grad():
-                rollout = gae(envs.rollout(32, actor, break_when_any_done=False))
+                buffer.extend(gae(envs.rollout(32, actor, break_when_any_done=False)).reshape(-1))
             for _ in range(4):
-                losses = loss(rollout.reshape(-1))
+                losses = loss(buffer.sample())
                 optimizer.zero_grad()
                 (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
                 optimizer.step()
@@ -58,31 +61,41 @@ def torchrl_ppo(envs: object) -> Opened:
     return learn, envs.close
 
 
-def open_all() -> dict[str, Opened]:
-    """All contenders, started."""
+def open_sb3() -> dict[str, Opened]:
+    """The contenders of SB3's PPO, started."""
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
-    from torchrl.envs import ParallelEnv
-    from torchrl.envs.libs.gym import GymEnv
 
-    import muster
     from muster.interop import sb3
-    from muster.interop.torchrl import as_torchrl
 
     return {
         "SB3 PPO, Muster's SubprocVecEnv": sb3_ppo(sb3.make_vec_env, sb3.SubprocVecEnv),
         "SB3 PPO, SB3's SubprocVecEnv": sb3_ppo(make_vec_env, SubprocVecEnv),
         "SB3 PPO, SB3's DummyVecEnv": sb3_ppo(make_vec_env, DummyVecEnv),
-        "TorchRL PPO, Muster's as_torchrl": torchrl_ppo(
-            as_torchrl(muster.make_vec("CartPole-v1", _NUM_ENVS, autoreset_mode="same_step"))
-        ),
+    }
+
+
+def open_torchrl() -> dict[str, Opened]:
+    """The contenders of TorchRL's PPO loop, started."""
+    from torchrl.envs import ParallelEnv
+    from torchrl.envs.libs.gym import GymEnv
+
+    import muster
+    from muster.interop.torchrl import as_torchrl
+
+    ours = muster.make_vec("CartPole-v1", _NUM_ENVS, autoreset_mode="same_step")
+    return {
+        "TorchRL PPO, Muster's as_torchrl": torchrl_ppo(as_torchrl(ours)),
         "TorchRL PPO, TorchRL's ParallelEnv": torchrl_ppo(ParallelEnv(_NUM_ENVS, lambda: GymEnv("CartPole-v1"))),
     }
 
 
-def measure(rounds: int, steps: int) -> dict[str, list[float]]:
+_PROGRAMS = {"sb3": open_sb3, "torchrl": open_torchrl}
+
+
+def measure(programs: list[str], rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds per 100,000 env steps of each contender, one figure per round."""
-    opened = open_all()
+    opened = {name: contender for program in programs for name, contender in _PROGRAMS[program]().items()}
     seconds: dict[str, list[float]] = {name: [] for name in opened}
     try:
         for learn, _ in opened.values():
@@ -113,12 +126,14 @@ def report(seconds: dict[str, list[float]]) -> str:
 def main() -> None:
     """Measures and prints; with ``--write`` also into RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", nargs="+", choices=_PROGRAMS, default=list(_PROGRAMS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16_384, help="env steps of each contender in each round")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    text = f"{heading('Training with a drop-in')}\n{report(measure(arguments.rounds, arguments.steps))}"
+    seconds = measure(arguments.programs, arguments.rounds, arguments.steps)
+    text = f"{heading('Training with a drop-in')}\n{report(seconds)}"
     print(text)
     if arguments.write:
         write_section("Training with a drop-in", text)

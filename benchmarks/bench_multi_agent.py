@@ -3,8 +3,9 @@
 Env steps (all agents once) per second of: Muster's process backend, the same with ``caller_steps``, Muster's serial
 backend, one bare loop, and two unconnected bare loops in two processes, which is the limit (100 %) on two cores. Every
 contender lives in a process of its own and they run in turns; medians of at least 3 rounds. ``layout`` is how much more
-CPU time the serial backend takes for a step than the bare loop, the env's ``state()`` included, which a bare loop does
-not ask for. With ``--torchrl`` TorchRL's ParallelEnv runs on simple_spread, too.
+CPU time the serial backend takes for a step than the bare loop. Like bare loops and TorchRL's wrapper, Muster does not
+ask for the env's ``state()`` here (``state=False``), but for one contender that shows what that costs. With
+``--torchrl`` TorchRL's ParallelEnv runs on simple_spread, too.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def _timed(some: Callable[[], int]) -> Run:
 
 def _parallel(env: Any) -> Callable[[], int]:
     env.reset(seed=0)
-    for agent in env.possible_agents:
-        env.action_space(agent).seed(0)
+    for i, agent in enumerate(env.possible_agents):
+        env.action_space(agent).seed(i)
     batches = itertools.cycle(
         [{agent: env.action_space(agent).sample() for agent in env.possible_agents} for _ in range(_BATCHES)]
     )
@@ -95,10 +96,10 @@ def _players(env: Any) -> Callable[[], int]:
     return step
 
 
-def muster_envs(env_id: str, num_envs: int, **options: Any) -> Run:
+def muster_envs(env_id: str, num_envs: int, *, state: bool = False, **options: Any) -> Run:
     import muster
 
-    envs = muster.make_vec(env_id, num_envs, **options)
+    envs = muster.make_vec(env_id, num_envs, state=state, **options)
     envs.action_space.seed(0)
     batches = itertools.cycle([envs.action_space.sample() for _ in range(_BATCHES)])
     envs.reset(seed=0)
@@ -178,6 +179,8 @@ def measure(name: str, rounds: int, seconds: float, with_torchrl: bool) -> list[
         "muster process": Host(1, muster_envs, env_id, num_envs, num_workers=2),
         "muster caller_steps": Host(1, muster_envs, env_id, num_envs, num_workers=1, caller_steps=True),
     }
+    if not env_id.startswith("meltingpot/"):
+        hosts["muster serial, with state()"] = Host(1, muster_envs, env_id, num_envs, backend="serial", state=True)
     if with_torchrl and name == "simple_spread_v3":
         hosts["torchrl ParallelEnv"] = Host(1, torchrl_parallel, env_id, num_envs)
     rates: dict[str, list[float]] = {contender: [] for contender in hosts}
@@ -193,14 +196,14 @@ def measure(name: str, rounds: int, seconds: float, with_torchrl: bool) -> list[
     rows = []
     for contender, own in rates.items():
         shares = [mine / most for mine, most in zip(own, limit, strict=True)]
-        layout = statistics.median(by_cpu["one bare loop"]) / statistics.median(by_cpu["muster serial"]) - 1
+        ratios = [bare / mine for bare, mine in zip(by_cpu["one bare loop"], by_cpu[contender], strict=True)]
         rows.append(
             [
                 f"{name}, {num_envs} envs: {contender}",
                 f"{statistics.median(own):,.0f}",
                 f"{min(own):,.0f} to {max(own):,.0f}",
                 f"{statistics.median(shares):.2f}",
-                f"{layout:.0%}" if contender == "muster serial" else "",
+                f"{statistics.median(ratios) - 1:.0%}" if contender.startswith("muster serial") else "",
             ]
         )
     return rows

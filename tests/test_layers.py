@@ -43,6 +43,7 @@ LAYERS = {
     "interop": 6,
     "doctor": 7,
     "report": 7,
+    "runs": 7,
     "cli": 8,
 }
 TORCH_FROM_LAYER = 5

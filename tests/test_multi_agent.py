@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 import muster
-from muster.errors import ActionError, ClosedError, EnvError, PendingError, SpecMismatch, WorkerDied
+from muster.errors import ActionError, ClosedError, EnvError, PendingError, SpecMismatch, WorkerDied, WorkerError
 
 sys.path.insert(0, str(Path(__file__).parent / "envs"))
 
@@ -307,6 +308,49 @@ def test_a_restarted_env_truncates_whoever_was_left(mode: str) -> None:
         last = obs if mode == "next_step" else infos["final_obs"]
         assert last["a"][1].tolist() == [[1, 0], [1, 1]]
         envs.step(ones(2))
+
+
+class ChangingItsAgents(Failing):
+    """Built for a second time it has other agents, in as many slots: their rows would fit the slab."""
+
+    def __init__(self, built: str, **options: Any) -> None:
+        super().__init__(**options)
+        if os.path.exists(built):
+            self.possible_agents = [agent.replace("a_", "c_") for agent in self.possible_agents]
+        else:
+            Path(built).touch()
+
+
+class DyingAndChangingItsAgents(ChangingItsAgents):
+    def step(self, actions: dict[str, Any]) -> Any:
+        if self.t == 1:
+            os._exit(3)
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("kind", [ChangingItsAgents, DyingAndChangingItsAgents])
+def test_a_restarted_env_with_other_agents_is_an_error(kind: type[Script], tmp_path: Path) -> None:
+    options = {"env_kwargs": {"built": str(tmp_path / "built")}, "on_failure": "restart", "max_restarts": 2}
+    with muster.make_vec(kind, 1, **options) as envs:
+        envs.reset(seed=1)
+        envs.step(ones(1))
+        with pytest.raises(WorkerError, match="env 0, built anew, is laid out otherwise than before: groups is .*c_0"):
+            envs.step(ones(1))
+
+
+def test_without_state_the_env_is_not_asked_for_it() -> None:
+    class Stating(Script):
+        state_space = spaces.Box(-1, 1, (3,), np.float32)
+
+        def state(self) -> Any:
+            return np.full(3, 0.5, np.float32)
+
+    with muster.make_vec(Stating, 2, backend="serial") as envs:
+        assert envs.reset(seed=0)[1]["state"].tolist() == [[0.5] * 3] * 2
+    with muster.make_vec(Stating, 2, backend="serial", state=False) as envs:
+        assert "state" not in envs.reset(seed=0)[1]
+        assert "state" not in envs.step(ones(2))[4]
+        assert envs.state_space is None
 
 
 def test_a_killed_worker_is_named_and_nothing_hangs() -> None:

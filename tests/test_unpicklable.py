@@ -181,6 +181,20 @@ def test_what_cannot_travel_is_named_in_time(what, tmp_path: Path):
         thing.close()
 
 
+class ForgetsItsArguments:
+    def __init__(self, one, two):
+        self.both = one, two
+
+    def __reduce__(self):
+        return ForgetsItsArguments, (1,)
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_what_is_sent_but_cannot_be_rebuilt_is_told(context):
+    with pytest.raises(CannotTravel, match=r"cannot be rebuilt there: TypeError: .*'two'(.|\n)*muster\.lazy"):
+        muster.make_vec(Holder, 2, env_kwargs={"thing": ForgetsItsArguments(1, 2)}, context=context)
+
+
 @pytest.mark.parametrize("what", DIFFICULT)
 def test_in_the_callers_process_it_arrives_as_it_is(what, tmp_path: Path):
     thing = DIFFICULT[what][0](tmp_path)

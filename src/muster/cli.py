@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import gymnasium as gym
 
 import muster
 from muster.errors import EnvError, MusterError, UsageError
-from muster.report.learning_curve import plot_learning_curve
-from muster.report.run_folder import RunFolder
 
 # Told by ``main``, without a traceback; a program that only imports this module is not stopped.
 try:
     import typer
     from rich.console import Console
     from rich.markup import escape
-
-    from muster.report.console import TrainingDisplay, format_return, format_seconds
 except ImportError as error:
     _missing: str | None = str(error.name).partition(".")[0]
 else:
     _missing = None
 
 if TYPE_CHECKING:
-    from muster.algorithms import PPO
+    from muster.runs import Plan
 
-CHECKPOINT_EVERY_S = 60.0
 INTERRUPTED = 130  # the shell's exit status for Ctrl-C
 
 
@@ -52,6 +44,7 @@ def make_app() -> typer.Typer:
     app = typer.Typer(name="muster", no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
     app.callback()(describe)
     app.command("train", no_args_is_help=True)(train)
+    app.command("eval", no_args_is_help=True)(evaluate)
     app.command("doctor", no_args_is_help=True)(doctor)
     return app
 
@@ -71,6 +64,10 @@ def doctor(
         int | None, typer.Option(min=1, show_default="what suits the machine", help="Envs to recommend a line for.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a trial is taken to hang.")] = 60.0,
+    policy: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FACTORY", help="Also say whether this policy can go to collector processes."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Try an env out, and say how to run many of it, or what is in the way.
@@ -81,16 +78,17 @@ def doctor(
     """
     from muster.doctor import diagnose
     from muster.doctor.show import show
-    from muster.doctor.targets import parse_kwargs, resolve_target
+    from muster.doctor.targets import parse_kwargs, resolve_policy, resolve_target
 
     _find_modules_here()
     with _told_plainly():
         try:
             env, how_to_import = resolve_target(target)
             arguments = parse_kwargs(kwargs)
+            built = resolve_policy(policy)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-        diagnosis = diagnose(env, num_envs=num_envs, env_kwargs=arguments, timeout=timeout, name=target)
+        diagnosis = diagnose(env, policy=built, num_envs=num_envs, env_kwargs=arguments, timeout=timeout, name=target)
     if diagnosis.recommendation is not None and how_to_import is not None and diagnosis.recommendation.factory is None:
         diagnosis = replace(
             diagnosis, recommendation=replace(diagnosis.recommendation, factory=f"import muster\n{how_to_import}\n")
@@ -103,99 +101,112 @@ def doctor(
 
 
 def train(
-    env: Annotated[str, typer.Argument(metavar="ENV", help="A Gymnasium id: CartPole-v1, or module:Id-v0.")],
+    context: typer.Context,
+    env: Annotated[
+        str | None, typer.Argument(metavar="ENV", help="A Gymnasium id: CartPole-v1, or module:Id-v0.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same policy, with any number of workers.")] = 0,
     num_envs: Annotated[int, typer.Option(min=1, help="Envs stepped in parallel.")] = 8,
     num_workers: Annotated[
         int | None, typer.Option(min=1, show_default="one per core", help="Processes that share the envs.")
     ] = None,
     total_steps: Annotated[int, typer.Option(min=1, help="Env steps, rounded up to whole rollouts.")] = 200_000,
+    normalize_observations: Annotated[
+        bool, typer.Option("--normalize-observations", help="Bring observations to mean 0 and deviation 1.")
+    ] = False,
+    normalize_rewards: Annotated[
+        bool, typer.Option("--normalize-rewards", help="Bring returns to deviation 1, for learning only.")
+    ] = False,
     run_dir: Annotated[
         Path | None,
         typer.Option(show_default="a new one in runs/", help="Folder for config, metrics, checkpoint and plot."),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder, up to its --total-steps.")
     ] = None,
 ) -> None:
     """Train a policy with PPO and plot its learning curve.
 
     Observations and actions may be Box, Discrete, MultiDiscrete or MultiBinary.
-    Ctrl-C ends the training early and keeps what was reached.
+    Ctrl-C ends the training early and keeps what was reached; --resume goes on from there.
 
     [dim]Example:[/] [bold]muster train CartPole-v1 --seed 1[/]
     """
     console = Console(highlight=False)
     _find_modules_here()
     with _told_plainly():
-        from muster.algorithms import PPO, PPOConfig
+        from muster import runs
+        from muster.algorithms import PPOConfig
 
-        config = PPOConfig(total_steps=total_steps, seed=seed, num_envs=num_envs)
-        try:
-            envs = muster.make_vec(env, num_envs, num_workers=num_workers, autoreset_mode="same_step")
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-        with envs:
-            if not isinstance(envs, muster.VectorEnv):
-                raise UsageError(f"{env} has several agents; muster train takes envs with one.")
-            ppo = PPO(envs, config)
-            with RunFolder(run_dir) if run_dir else RunFolder.create(Path("runs"), f"{env}-seed{seed}") as folder:
-                folder.write_config(
-                    {"env": env, "algorithm": "PPO", **asdict(config), "num_workers": num_workers, "with": _versions()}
-                )
-                workers = len(envs.stats()["workers"])
-                console.print(
-                    f"[bold]{escape(env)}[/]  [dim]PPO, {total_steps:,} steps, seed {seed}, "
-                    f"{num_envs} envs on {workers} worker{'s' * (workers > 1)}[/]"
-                )
-                goal = envs.spec.reward_threshold if envs.spec else None
-                finished = _train(ppo, folder, console, title=f"{env}, PPO, seed {seed}", goal=goal)
+        if resume is not None:
+            plan = _resumed_plan(context, resume)
+        elif env is not None:
+            config = PPOConfig(
+                total_steps=total_steps,
+                seed=seed,
+                num_envs=num_envs,
+                normalize_observations=normalize_observations,
+                normalize_rewards=normalize_rewards,
+            )
+            plan = runs.Plan(env, config, num_workers)
+        else:
+            raise typer.BadParameter("name an ENV to train on, or a run to go on with: --resume RUN")
+        with _opened(plan, plan.config.num_envs) as envs:
+            finished = runs.train(plan, envs, console, run_dir=resume or run_dir, resume=resume is not None)
     if not finished:
         raise typer.Exit(INTERRUPTED)
 
 
-def _train(ppo: PPO, folder: RunFolder, console: Console, *, title: str, goal: float | None) -> bool:
-    """Trains to the end, or until Ctrl-C and then returns False. Whatever happens, what was reached is saved."""
-    started = saved = time.monotonic()
-    finished = False
-    try:
-        with TrainingDisplay(console, ppo.config.total_steps) as display:
-            for metrics in ppo.train():
-                now = time.monotonic()
-                seconds = now - started
-                folder.append_metrics(
-                    {"seconds": seconds, "steps_per_second": metrics.steps / seconds, **metrics.as_row()}
-                )
-                display.update(metrics.steps, metrics.episodes.mean_return)
-                if now - saved > CHECKPOINT_EVERY_S:
-                    folder.save_checkpoint(ppo.state_dict())
-                    saved = now
-        finished = True
-    except KeyboardInterrupt:
-        console.print("[yellow]Stopped by Ctrl-C.[/]")
-    finally:
-        seconds = time.monotonic() - started
-        folder.save_checkpoint(ppo.state_dict())
-        plotted = plot_learning_curve(folder.metrics_path, folder.plot_path, title=title, goal=goal)
-        if not finished:
-            console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
-    _print_result(ppo, folder, console, seconds=seconds, goal=goal, plotted=plotted)
-    return finished
-
-
-def _print_result(
-    ppo: PPO, folder: RunFolder, console: Console, *, seconds: float, goal: float | None, plotted: bool
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    episodes: Annotated[int, typer.Option(min=1, help="Whole episodes to play.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of the envs; same seed, same episodes.")] = 0,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw actions as in training, not the likeliest.")] = False,
 ) -> None:
-    mean_return = ppo.episodes.summary().mean_return
-    result = f"[bold]{format_return(mean_return)}[/] over the last {min(ppo.episodes.ended, 100)} episodes"
-    if goal is not None:
-        result += f"  [green]solved (at {goal:,g})[/]" if mean_return >= goal else f"  [dim]solved at {goal:,g}[/]"
-    lines = {
-        "mean return": result,
-        "trained": f"{ppo.steps:,} steps in {format_seconds(seconds)}, {ppo.steps / seconds:,.0f} steps/s",
-        "learning curve": escape(str(folder.plot_path)) if plotted else "none: no episode has ended yet",
-        "checkpoint": escape(str(folder.checkpoint_path)),
-        "metrics": escape(str(folder.metrics_path)),
+    """Play whole episodes with the policy that a run has trained, and tell how good it is.
+
+    Statistics of observations stay as they are in the checkpoint.
+
+    [dim]Example:[/] [bold]muster eval runs/CartPole-v1-seed0-20260101-120000[/]
+    """
+    console = Console(highlight=False)
+    _find_modules_here()
+    with _told_plainly():
+        from muster import runs
+
+        plan = runs.read_plan(run)
+        with _opened(plan, min(plan.config.num_envs, episodes)) as envs:
+            runs.evaluate_run(run, plan, envs, console, episodes=episodes, seed=seed, sample=sample)
+
+
+def _resumed_plan(context: typer.Context, run: Path) -> Plan:
+    """The run's own plan, with what the command line says otherwise."""
+    from muster import runs
+
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if getattr(context.get_parameter_source(name), "name", None) == "COMMANDLINE"
     }
-    for name, text in lines.items():
-        console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
+    if settled := sorted(given.keys() - {"resume", "total_steps", "num_workers"}):
+        raise typer.BadParameter(f"the run has settled {', '.join(settled)}; --resume goes on with what it has")
+    plan = runs.read_plan(run)
+    config = replace(plan.config, total_steps=given.get("total_steps", plan.config.total_steps))
+    return replace(plan, config=config, num_workers=given.get("num_workers", plan.num_workers))
+
+
+@contextmanager
+def _opened(plan: Plan, num_envs: int) -> Iterator[muster.VectorEnv]:
+    """The plan's envs. As an option may be why they cannot be made, ValueErrors are told with the usage."""
+    workers = plan.num_workers if num_envs == plan.config.num_envs else None
+    try:
+        envs = muster.make_vec(plan.env, num_envs, num_workers=workers, autoreset_mode="same_step")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    with envs:
+        if not isinstance(envs, muster.VectorEnv):
+            raise UsageError(f"{plan.env} has several agents; muster train takes envs with one.")
+        yield envs
 
 
 def _find_modules_here() -> None:
@@ -215,13 +226,3 @@ def _told_plainly() -> Iterator[None]:
         if isinstance(error, EnvError) and error.worker_traceback:
             console.print(f"[dim]{escape(error.worker_traceback.rstrip())}[/]", soft_wrap=True)
         raise typer.Exit(1) from error
-
-
-def _versions() -> dict[str, Any]:
-    versions: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("muster-rl", "torch", "numpy", "gymnasium"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return {**versions, "cores": os.cpu_count()}

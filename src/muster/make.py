@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from muster.backends.base import Backend
@@ -93,6 +94,7 @@ def make_vec(
         raise ValueError(f"memory_check must be one of {', '.join(map(repr, MEMORY_CHECKS))}, got {memory_check!r}")
     if on_failure not in ("raise", "restart"):
         raise ValueError(f'on_failure must be "raise" or "restart", got {on_failure!r}')
+    _check_numbers(start_timeout, step_timeout, max_restarts, threads_per_worker)
     if wrappers is None or isinstance(wrappers, (list, tuple)):
         wrappers = [*(wrappers or ()), Inbound(groups, state)]
     recipes = make_recipes(env, num_envs, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
@@ -175,6 +177,19 @@ def patience(cores: int, processes: int) -> tuple[Patience, Patience]:
     if processes > cores:
         return Patience(0, 0), Patience(0, 100)
     return Patience(1000, 300), Patience(1000, 300)
+
+
+def _check_numbers(
+    start_timeout: float, step_timeout: float | None, max_restarts: int, threads_per_worker: int
+) -> None:
+    for name, seconds in (("start_timeout", start_timeout), ("step_timeout", step_timeout)):
+        if seconds is None and name == "step_timeout":
+            continue
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float, np.number)) or not seconds > 0:
+            raise ValueError(f"{name} must be a number of seconds greater than 0, got {seconds!r}")
+    for name, count, least in (("max_restarts", max_restarts, 0), ("threads_per_worker", threads_per_worker, 1)):
+        if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {count!r}")
 
 
 def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:

@@ -28,9 +28,10 @@ from muster.envs.layout import (
     TERMINATED,
     TRUNCATED,
     AgentLayout,
+    layout_difference,
 )
 from muster.errors import ActionError, EnvError, SpecMismatch
-from muster.spec import Array, Node
+from muster.spec import Array, BranchNode, Leaf, Node
 from muster.transport.infos import Infos, merge
 from muster.vector import Batch, VectorEnv
 
@@ -43,6 +44,8 @@ StepResult = tuple[ByGroup, Rewards, Bools, Bools, Infos]
 
 # What a same_step batch holds of ended episodes, on its way to final_obs and final_info.
 _FINAL_ROWS = "final_rows"
+# How long a step is waited for before the workers are looked after.
+_SLICE_NS = 20_000_000
 
 
 class AgentBatch(NamedTuple):
@@ -264,6 +267,8 @@ class MultiAgentVectorEnv:
         """The infos that belong to a row's observation."""
         flags, given = rows[FLAGS], rows[GIVEN]
         infos = self._flag("alive", flags[:, ALIVE]) | self._flag("acting", flags[:, ACTING])
+        if not given.any():
+            return infos
         if given[:, GIVES_MASKS].any():
             infos["action_mask"] = dict(zip(self._layout.mask_shapes, rows[MASKS], strict=True))
         if given[:, GIVES_STATE].any():
@@ -321,15 +326,59 @@ class RowVectorEnv(VectorEnv):
         self._flags_index = next(rows.children[FLAGS].leaves()).index
         return rows, self.layout.action_tree()
 
+    def step(self, actions: Any) -> tuple[Any, ...]:
+        """As `VectorEnv.step`, without the detours of steps in which nothing unusual happens."""
+        caller = self._caller
+        if caller.detour or caller.num_pending or caller.calling or not self._write_plain(actions):
+            return super().step(actions)
+        caller.send(None, False)
+        if self._recovery is not None or not caller.wait(self.num_envs, _SLICE_NS):
+            return self.step_wait()
+        ids, rewards, terminated, truncated, unusual = caller.collect_ready()
+        if unusual:
+            return self._batch(ids, rewards, terminated, truncated, unusual, None)[1:]
+        return self._batch_obs(ids, []), rewards, terminated, truncated, {}
+
+    def _write_plain(self, actions: Any) -> bool:
+        """Writes actions that are arrays of the very dtype, shape and range; False, having written nothing, for others.
+
+        A batch that is refused here is cast or complained of elsewhere.
+        """
+        if not isinstance(actions, dict) or len(actions) != len(self._plain):
+            return False
+        given = [actions.get(name) for name, *_ in self._plain]
+        for (_, row, low, high), one in zip(self._plain, given, strict=True):
+            if type(one) is not np.ndarray or one.dtype != row.dtype or one.shape != row.shape:
+                return False
+            if low is not None and ((one < low) | (one > high)).any():
+                return False
+        for (_, row, *_), one in zip(self._plain, given, strict=True):
+            row[...] = one
+        return True
+
+    @functools.cached_property
+    def _plain(self) -> list[tuple[str, Array, Array | None, Array | None]]:
+        """For each group: name, place of its actions ``[N, A, ...]``, lowest and highest. Empty if one is no array."""
+        assert isinstance(self._actions, BranchNode)
+        found = []
+        for name, leaf in zip(self._actions.keys, self._actions.children, strict=True):
+            if not isinstance(leaf, Leaf):
+                return []
+            low, high = leaf.bounds() or (None, None)
+            found.append((name, self._backend.slab.actions.arrays[leaf.index], low, high))
+        return found
+
     def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
         first = facts[0].agents
         for env, other in enumerate(facts[1:], 1):
-            if found := _difference(first, other.agents):
+            if found := layout_difference(first, other.agents):
                 raise SpecMismatch(f"env {env} differs from env 0: {found}", env_index=env)
         super()._set_spaces(facts, observation_mode)
 
     def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any]) -> None:
         ended = self._records["has_final"][ids].copy()
+        if not ended.any():
+            return
 
         def take(array: Array) -> Array:
             taken = np.zeros((len(ids), *array.shape[1:]), array.dtype)
@@ -351,13 +400,3 @@ def _cut_off(rows: Any, lost: Bools) -> tuple[Any, ...]:
     rewards[lost], flags[lost] = 0, False
     flags[lost, ALIVE] = flags[lost, TRUNCATED] = left
     return tuple({REWARDS: rewards, FLAGS: flags}.get(part, one) for part, one in enumerate(rows))
-
-
-def _difference(first: AgentLayout | None, other: AgentLayout | None) -> str | None:
-    """What keeps two envs' agents from sharing one layout."""
-    if first is None or other is None:
-        return "only one of them has several agents"
-    for name in ("groups", "mask_shapes", "state_space"):
-        if getattr(first, name) != getattr(other, name):
-            return f"{name} is {getattr(other, name)}, expected {getattr(first, name)}"
-    return None

@@ -13,7 +13,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from muster.errors import RecipeError
+from muster.errors import CannotTravel, RecipeError
 from muster.existing_env import LiveEnvs
 from muster.gym_ids import ForeignResolver, MakeGym
 from muster.introspection import callable_name, subscript
@@ -178,8 +178,17 @@ def pack(recipes: Sequence[Recipe], *, start_method: str) -> bytes:
 
 
 def unpack(data: bytes) -> list[Recipe]:
-    """The recipes that ``pack`` packed."""
-    recipes: list[Recipe] = pickle.loads(data)
+    """The recipes that ``pack`` packed. Raises CannotTravel where something in them cannot be rebuilt here."""
+    try:
+        recipes: list[Recipe] = pickle.loads(data)
+    except Exception as error:
+        raise CannotTravel(
+            f"the factory, a wrapper or a value of env_kwargs was sent to the worker, but cannot be rebuilt there: "
+            f"{type(error).__name__}: {error}\n"
+            "  What its __reduce__ or __getstate__ gave does not make it anew, or its module is not found there.\n"
+            "  Build it in the worker instead:\n"
+            '      muster.make_vec(..., env_kwargs={"name": muster.lazy(MyClass, ...)})'
+        ) from error
     return recipes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch.testing import assert_close
 
 import muster
-from muster.algorithms import PPO, PPOConfig
+from muster.algorithms import PPO, ActorCritic, PPOConfig
 from muster.errors import ConfigError, TrainingDiverged, UsageError
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
@@ -210,6 +211,18 @@ class TestProgress:
         (metrics,) = PPO(envs, PPOConfig(**SMALL, total_steps=128)).train()
         assert metrics.episodes.mean_return == 5.0
 
+    def test_rows_that_only_reset_an_env_are_left_out(self):
+        with muster.make_vec(Clock, 2, backend="serial") as envs:  # next_step
+            ppo = PPO(envs, PPOConfig(num_envs=2, num_steps=12, gamma=0.5, gae_lambda=0.0))
+            rollout = ppo.collect_rollout()
+            clocks = rollout.observations[::2, 0].tolist()
+            assert clocks == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+            after = ppo.policy(rollout.observations + 1)[1].tolist()
+            assert_close(rollout.targets.tolist(), [1 + 0.5 * value for value in after])
+            metrics = ppo.iterate()
+        assert metrics.steps == 40
+        assert metrics.episodes == (8, 5.0, 5.0, 5.0, 5.0)
+
     def test_checkpoint_loads_without_running_code_and_gives_the_policy_back(self):
         with ppo_on(Clock) as ppo, ppo_on(Clock, seed=1) as other:
             ppo.iterate()
@@ -222,6 +235,111 @@ class TestProgress:
             other.optimizer.load_state_dict(state["optimizer"])
             obs = torch.rand(3, 1)
             assert torch.equal(other.policy(obs)[1], ppo.policy(obs)[1])
+
+
+RESUMED: dict[str, Any] = {"total_steps": 512, "normalize_observations": True, "normalize_rewards": True}
+
+
+class TestGoingOn:
+    def saved_after(self, iterations: int) -> tuple[dict[str, Any], PPO]:
+        with ppo_on("CartPole-v1", **RESUMED) as ppo:
+            for _ in range(iterations):
+                ppo.iterate()
+            file = io.BytesIO()
+            torch.save(ppo.state_dict(), file)
+            file.seek(0)
+            return torch.load(file, weights_only=True), ppo
+
+    def test_everything_goes_on_where_it_stopped(self):
+        state, first = self.saved_after(2)
+        with ppo_on("CartPole-v1", **RESUMED, seed=0) as ppo:
+            ppo.load_state_dict(state)
+            assert ppo.steps == 256
+            assert ppo.episodes.summary() == first.episodes.summary()
+            obs = torch.randn(5, 4)
+            assert torch.equal(ppo.act(obs), first.act(obs))
+            assert torch.equal(ppo.observations.moments.mean, first.observations.moments.mean)
+            rest = list(ppo.train())
+        assert [metrics.steps for metrics in rest] == [384, 512]
+        assert_close([metrics.learning_rate for metrics in rest], [0.005, 0.0025])
+        assert rest[-1].episodes.episodes > first.episodes.ended
+
+    def test_two_that_go_on_from_one_state_do_the_same(self):
+        rows = []
+        for _ in range(2):
+            with ppo_on("CartPole-v1", **RESUMED) as ppo:
+                ppo.load_state_dict(self.saved_after(2)[0])
+                rows.append([metrics.as_row() for metrics in ppo.train()])
+        assert rows[0] == rows[1]
+
+    def test_a_rollout_that_was_not_learnt_from_does_not_count(self):
+        with ppo_on(Clock) as ppo, ppo_on(Clock) as other:
+            ppo.iterate()
+            ppo.collect_rollout()
+            other.load_state_dict(ppo.state_dict())
+            assert other.iterate().steps == 256
+
+
+class TestNormalization:
+    def test_it_learns_from_observations_and_rewards_of_any_size(self):
+        space = spaces.Box(1e4, 1e4 + 2, (1,), np.float32)
+        make = functools.partial(FarMatch, space)
+        options = {"normalize_observations": True, "normalize_rewards": True}
+        with ppo_on(make, total_steps=3000, num_steps=64, learning_rate=0.005, gamma=0.0, **options) as ppo:
+            returns = [metrics.episodes.mean_return for metrics in ppo.train()]
+        assert returns[-1] > returns[0] + 50
+
+    def test_returns_are_told_as_they_are_and_statistics_stand_still_while_acting(self):
+        with ppo_on(Clock, normalize_observations=True, normalize_rewards=True) as ppo:
+            assert ppo.iterate().episodes.mean_return == 5.0
+            count = ppo.observations.moments.count
+            assert count == 128
+            ppo.act(torch.zeros(3, 1))
+            assert ppo.observations.moments.count == count
+
+    def test_seeds_decide_all_on_any_number_of_workers(self):
+        rows = []
+        for workers in (1, 2):
+            with muster.make_vec("CartPole-v1", 4, num_workers=workers, autoreset_mode="same_step") as envs:
+                options = {"normalize_observations": True, "normalize_rewards": True}
+                ppo = PPO(envs, PPOConfig(total_steps=200, num_envs=4, num_steps=25, **options))
+                rows.append([metrics.as_row() for metrics in ppo.train()])
+        assert rows[0] == rows[1]
+
+
+class FarMatch(Match):
+    """Observations are far from 0, rewards big; the action wanted is -1 or 1, by the side of the middle."""
+
+    def __init__(self, space: spaces.Box) -> None:
+        super().__init__(space, spaces.Discrete(2))
+
+    def step(self, action: Any) -> Step:
+        wanted = int(self.obs[0] > self.observation_space.low[0] + 1)
+        _, _, *rest = super().step(action)
+        return self.obs, 100.0 * (action == wanted), *rest
+
+
+class TestUncopyablePolicies:
+    def test_the_policy_given_is_the_one_that_learns(self):
+        policy = Guarded(spaces.Box(0, 100, (1,), np.float32), spaces.Discrete(2), torch.Generator().manual_seed(0))
+        lock, before = policy.lock, policy.critic[0].weight.clone()
+        with muster.make_vec(Clock, 4, backend="serial", autoreset_mode="same_step") as envs:
+            ppo = PPO(envs, PPOConfig(**SMALL), policy)
+            ppo.iterate()
+            assert ppo.policy is policy
+        assert policy.lock is lock
+        assert not policy.critic[0].weight.equal(before)
+
+
+class Guarded(ActorCritic):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("there is only one of me")
+
+    __reduce_ex__ = __deepcopy__
 
 
 class TestRefusals:
@@ -240,12 +358,18 @@ class TestRefusals:
                 ppo.iterate()
             assert all(weights.isfinite().all() for weights in ppo.policy.parameters())
 
-    def test_other_autoreset_modes_are_refused(self):
+    def test_envs_that_do_not_reset_themselves_are_refused(self):
         with (
-            muster.make_vec(Clock, 4, backend="serial") as envs,
-            pytest.raises(UsageError, match="autoreset_mode='same_step'"),
+            muster.make_vec(Clock, 4, backend="serial", autoreset_mode="disabled") as envs,
+            pytest.raises(ConfigError, match="needs envs that reset themselves"),
         ):
             PPO(envs, PPOConfig(**SMALL))
+
+    @pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.Box(0, 255, (48, 48, 3), np.uint8)], ids=str)
+    def test_observations_that_are_no_numbers_are_not_normalized(self, space: gym.Space[Any]):
+        make = functools.partial(Match, space, spaces.Discrete(2))
+        with pytest.raises(ConfigError, match="normalize_observations"), ppo_on(make, normalize_observations=True):
+            pass
 
     def test_another_number_of_envs_is_refused(self):
         with (

@@ -31,6 +31,7 @@ class Env(gym.Env[Any, Any]):
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
     action_space = gym.spaces.Discrete(5)
+    slow_s = 0.4
 
     def __init__(self) -> None:
         info = muster.get_worker_info()
@@ -53,7 +54,7 @@ class Env(gym.Env[Any, Any]):
         if action == 2:
             raise ValueError("asked for")
         if action == 3:
-            time.sleep(0.4)
+            time.sleep(self.slow_s)
         if action == 4:
             os.kill(os.getpid(), signal.SIGSTOP)
         self.steps += 1
@@ -174,7 +175,7 @@ def test_worker_that_dies_in_reset_is_asked_again(envs: Any) -> None:
 
 
 def test_step_timeout_counts_in_resets_and_calls() -> None:
-    with make(step_timeout=1.0) as envs:
+    with make(step_timeout=2.0) as envs:
         envs.reset(seed=0)
         with pytest.raises(WorkerTimeout, match=r"answering call\('sleep'\)"):
             envs.call("sleep", 1000.0)
@@ -183,21 +184,23 @@ def test_step_timeout_counts_in_resets_and_calls() -> None:
         np.testing.assert_array_equal(obs[:, 1], 0)
 
 
+@pytest.mark.slow
 def test_a_worker_with_many_slow_envs_is_not_too_slow() -> None:
-    with make(step_timeout=1.0) as envs:
+    with make(step_timeout=5.0) as envs:
         envs.reset(seed=0)
+        envs.set_attr("slow_s", 3.0)
         for _ in range(2):
-            assert not envs.step(ACTIONS + 3)[3].any()  # 0.8 s for each worker
-        time.sleep(1.2)
+            assert not envs.step(ACTIONS + 3)[3].any()  # 6 s for each worker
+        time.sleep(6.0)
         assert not envs.step(ACTIONS)[3].any()  # it was not asked for anything
 
 
 def test_short_waits_do_not_put_off_the_step_timeout() -> None:
-    with make(step_timeout=0.5) as envs:
+    with make(step_timeout=2.0) as envs:
         envs.reset(seed=0)
         os.kill(envs.stats()["workers"][0]["pid"], signal.SIGSTOP)
         envs.send(ACTIONS)
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         truncated = np.zeros(0)
         while not truncated.any() and time.monotonic() < deadline:
             try:
@@ -271,9 +274,10 @@ class SlowToBuild(Env):
             time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_start_timeout_names_the_worker_and_shows_where_it_is() -> None:
-    with pytest.raises(WorkerTimeout, match=r"worker 1 .*start_timeout=8.0, building its envs(.|\n)*in __init__"):
-        muster.make_vec(SlowToBuild, 4, num_workers=2, start_timeout=8.0)
+    with pytest.raises(WorkerTimeout, match=r"worker 1 .*start_timeout=15.0, building its envs(.|\n)*in __init__"):
+        muster.make_vec(SlowToBuild, 4, num_workers=2, start_timeout=15.0)
 
 
 class DiesBuilding(Env):
@@ -289,8 +293,9 @@ def test_death_while_building_quotes_stderr() -> None:
 
 
 def test_long_wait_warns_once(envs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_PATIENT_S", 0.1)
     envs.reset(seed=0)
+    envs.set_attr("slow_s", 2.0)
+    monkeypatch.setattr(process, "_PATIENT_S", 1.0)
     with pytest.warns(RuntimeWarning, match="in step of env 0 .*step_timeout") as caught:
         envs.step(ACTIONS + [3, 0, 0, 0])
     assert len(caught) == 1

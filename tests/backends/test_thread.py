@@ -202,7 +202,7 @@ def test_the_interpreter_ends_although_a_step_does_not(step):
         time.sleep(0.2)
         print("done")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=90)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 
@@ -173,6 +174,13 @@ def test_an_argument_that_cannot_travel_blocks_and_is_named():
     assert 'env_kwargs={"lock": muster.lazy(threading.Lock)}' in text_of(diagnosis, "travel", "blocks")
     assert "fork tried, and work" in text_of(diagnosis, "start methods", "good")
     assert 'context="fork"' in diagnosis.recommendation.line
+
+
+def test_fork_is_not_recommended_for_what_must_not_be_inherited(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        diagnosis = diagnose(functools.partial(lambda log: Patient(), log), name="my_game:logging_env")
+    assert "one file position" in text_of(diagnosis, "start methods", "blocks")
+    assert diagnosis.recommendation.line == 'envs = muster.make_vec(logging_env, num_envs=1, backend="serial")'
 
 
 def test_an_id_that_does_not_exist_is_an_error_of_the_caller():

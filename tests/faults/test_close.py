@@ -20,6 +20,8 @@ from muster.errors import ClosedError, EnvError, WorkerDied
 
 HERE = Path(__file__).parent
 ACTIONS = np.zeros(2, np.int64)
+# On a busy machine; what hangs here hangs for ever, or for 1,000 s.
+BOUND_S = 30.0
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
@@ -103,7 +105,7 @@ def test_close_does_not_wait_for_a_step_that_hangs(tmp_path: Path) -> None:
     envs.send(ACTIONS)
     start = time.monotonic()
     envs.close()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < BOUND_S
     assert closed(tmp_path) == ["closed-1"]
 
 
@@ -111,7 +113,7 @@ def test_close_kills_an_env_that_does_not_end_its_close() -> None:
     envs = muster.make_vec(ClosingNever, 2, num_workers=2)
     start = time.monotonic()
     envs.close(timeout=0.5)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < BOUND_S
 
 
 def test_an_env_that_exits_in_close_is_an_error_that_names_it() -> None:
@@ -153,34 +155,50 @@ import faulty_envs, muster
 import numpy as np
 
 class Env(faulty_envs.CountingEnv):
-    def __init__(self, sleep_s):
+    def __init__(self, slow, sleep_s):
         super().__init__()
-        self.sleep_s = sleep_s
-        os.write(1, b"built\\n")
-        if sleep_s < 0:
-            time.sleep(1000)
+        self.slow, self.sleep_s = slow, sleep_s
         faulty_envs.start_children()
+        self.arrive("__init__")
+
+    def arrive(self, place):
+        if place == self.slow:
+            os.write(1, b"there\\n")
+            time.sleep(self.sleep_s)
+
+    def reset(self, **kwargs):
+        self.arrive("reset")
+        return super().reset(**kwargs)
 
     def step(self, action):
-        os.write(1, b"stepping\\n")
-        time.sleep(self.sleep_s)
+        self.arrive("step")
         return super().step(action)
 
-def make(sleep_s):
-    return muster.make_vec(Env, 2, num_workers=2, context=sys.argv[1], env_kwargs={"sleep_s": sleep_s})
+    def close(self):
+        self.arrive("close")
+
+ACTIONS = np.zeros(2, np.int64)
+
+def make(slow="", sleep_s=1000.0):
+    return muster.make_vec(
+        Env, 2, num_workers=2, context=sys.argv[1], env_kwargs={"slow": slow, "sleep_s": sleep_s}
+    )
 
 """
 ENDINGS = {
-    "falls off the end": "envs = make(0.0); envs.reset(); envs.step(np.zeros(2, np.int64))",
-    "sys.exit": "envs = make(0.0); envs.reset(); sys.exit(0)",
-    "unclosed, another thread": "envs = make(0.0); threading.Thread(target=envs.reset).start()",
-    "exit while a step is pending": "envs = make(3.0); envs.reset(); envs.send(np.zeros(2, np.int64))",
+    "falls off the end": "envs = make(); envs.reset(); envs.step(ACTIONS)",
+    "sys.exit": "envs = make(); envs.reset(); sys.exit(0)",
+    "unclosed, another thread": "envs = make(); threading.Thread(target=envs.reset).start()",
+    "exit while a step is pending": "envs = make('step', 3.0); envs.reset(); envs.send(ACTIONS)",
 }
 INTERRUPTED = {
-    "in step": "envs = make(1000.0); envs.reset(); envs.step(np.zeros(2, np.int64))",
-    "in step, closing": "with make(1000.0) as envs: envs.reset(); envs.step(np.zeros(2, np.int64))",
-    "in a call": "envs = make(1000.0); envs.reset(); envs.call('step', 0)",
-    "while starting": "make(-1.0)",
+    "in step": "envs = make('step'); envs.reset(); envs.step(ACTIONS)",
+    "in step, closing": "with make('step') as envs: envs.reset(); envs.step(ACTIONS)",
+    "in a call": "envs = make('step'); envs.reset(); envs.call('step', 0)",
+    "while starting": "make('__init__')",
+    "in recv": "envs = make('step'); envs.reset(); envs.send(ACTIONS); envs.recv(min_envs=1)",
+    "in reset": "envs = make('reset'); envs.reset()",
+    "in close": "envs = make('close'); envs.reset(); envs.close(timeout=1000.0)",
 }
 
 
@@ -207,7 +225,7 @@ def run(body: str, method: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(("ending", "method"), some_slow(ENDINGS))
 def test_interpreter_exit_leaves_nothing_and_says_nothing(ending: str, method: str) -> None:
     process = run(ENDINGS[ending], method)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=100)
     assert process.returncode == 0
     assert errors == ""
 
@@ -216,15 +234,13 @@ def test_interpreter_exit_leaves_nothing_and_says_nothing(ending: str, method: s
 def test_ctrl_c_is_one_keyboard_interrupt(place: str, method: str) -> None:
     process = run(INTERRUPTED[place], method)
     assert process.stdout is not None
-    awaited = {"while starting": "built"}.get(place, "stepping")
-    while process.stdout.readline().strip() != awaited:
-        assert process.poll() is None
+    assert process.stdout.readline() == "there\n", process.communicate(timeout=100)
     time.sleep(0.5)
     # To the whole group, as a terminal does.
     os.killpg(process.pid, signal.SIGINT)
     start = time.monotonic()
-    _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - start < 4.0
+    _, errors = process.communicate(timeout=100)
+    assert time.monotonic() - start < BOUND_S
     assert errors.count("KeyboardInterrupt") == 1
     assert errors.count("Traceback") == 1
     assert process.returncode == -signal.SIGINT

@@ -26,9 +26,10 @@ FAULTS = (*RAISED, *OBSERVATIONS, "unpicklable info", *DIED, *HUNG, *HARMLESS, *
 
 NUM_ENVS, MATES = 4, (0, 1)  # two workers; env 1 goes wrong, env 0 shares its worker
 ACTIONS = np.zeros(NUM_ENVS, np.int64)
-STEP_TIMEOUT_S = 1.0
+# A worker that is fine must not run into it on a machine so busy that nothing moves for a second.
+STEP_TIMEOUT_S = 2.5
 # Noticing takes 20 ms, killing and explaining less than a second, starting a worker on a busy machine the rest.
-BOUND_S = 30.0
+BOUND_S = 60.0
 
 
 def cases() -> list[Any]:

@@ -42,9 +42,12 @@ class NotRebuilt:
 
 
 class Env(CountingEnv):
+    """options["gate"]: the first step waits until there is such a file; it leaves one itself, ``gate-INDEX``."""
+
     def step(self, action: Any) -> Any:
-        if self.steps == 0 and (self.options or {}).get("slow"):
-            time.sleep(0.5)
+        gate = (self.options or {}).get("gate")
+        if self.steps == 0 and gate:
+            self.wait_for(gate)
         return super().step(action)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -63,9 +66,11 @@ class Env(CountingEnv):
     def fail(self) -> None:
         raise LookupError("no such thing")
 
-    def sleep(self, seconds: float) -> str:
-        time.sleep(seconds)
-        return "slept"
+    def wait_for(self, gate: str) -> str:
+        Path(f"{gate}-{self.index}").touch()
+        while not Path(gate).exists():
+            time.sleep(0.01)
+        return "went through"
 
 
 @pytest.fixture(params=["process", "serial"])
@@ -95,6 +100,21 @@ def check_in_step(envs: Any) -> None:
         obs = envs.step(ACTIONS)[0]
         np.testing.assert_array_equal(obs, [[0, episode, step], [1, episode, step]])
     assert envs.call("echo", 7) == (7, 7)
+
+
+WRONG_NUMBERS = {
+    "start_timeout": (0, -1.0, None, "soon", float("nan"), True),
+    "step_timeout": (0, -1.0, "soon", float("nan")),
+    "max_restarts": (-1, 1.5, None, "often"),
+    "threads_per_worker": (0, 1.5, None),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_NUMBERS)
+def test_options_that_are_no_sensible_numbers(name: str) -> None:
+    for value in WRONG_NUMBERS[name]:
+        with pytest.raises(ValueError, match=f"{name} must be a .*number"):
+            pytest.fail(f"{value}: {muster.make_vec(Env, 2, **{name: value})}")
 
 
 WRONG_ACTIONS = {
@@ -206,16 +226,30 @@ def test_what_cannot_travel(remote: Any) -> None:
     check_in_step(remote)
 
 
-def test_waiting_too_short_loses_nothing(remote: Any) -> None:
-    remote.reset(options={"slow": True})
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    return tmp_path / "gate"
+
+
+def wait_for_both(gate: Path) -> None:
+    """Returns once both envs wait at the gate."""
+    while not all(Path(f"{gate}-{env}").exists() for env in (0, 1)):
+        time.sleep(0.01)
+
+
+def test_waiting_too_short_loses_nothing(remote: Any, gate: Path) -> None:
+    remote.reset(options={"gate": str(gate)})
     remote.send(ACTIONS)
     with pytest.raises(WaitTimeout):
         remote.recv(timeout=0.01)
+    gate.touch()
     np.testing.assert_array_equal(remote.recv().obs[:, 2], 1)
-    remote.call_async("sleep", 0.3)
+    gate.unlink()
+    remote.call_async("wait_for", str(gate))
     with pytest.raises(WaitTimeout):
         remote.call_wait(timeout=0.01)
-    assert remote.call_wait() == ("slept", "slept")
+    gate.touch()
+    assert remote.call_wait() == ("went through", "went through")
     check_in_step(remote)
 
 
@@ -227,33 +261,35 @@ def test_after_close(envs: Any) -> None:
             call()
 
 
-def test_from_two_threads(remote: Any) -> None:
-    remote.reset(options={"slow": True})
+def test_from_two_threads(remote: Any, gate: Path) -> None:
+    remote.reset(options={"gate": str(gate)})
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(remote.step(ACTIONS)))
     thread.start()
-    time.sleep(0.2)
+    wait_for_both(gate)
     for call in (lambda: remote.step(ACTIONS), remote.reset, lambda: remote.call("index"), lambda: remote.recv(2)):
         with pytest.raises(UsageError, match="thread|owe"):
             call()
+    gate.touch()
     thread.join()
     np.testing.assert_array_equal(results[0][0][:, 2], 1)
     check_in_step(remote)
 
 
-def test_calls_from_two_threads(remote: Any) -> None:
-    thread = threading.Thread(target=remote.call, args=("sleep", 0.5))
+def test_calls_from_two_threads(remote: Any, gate: Path) -> None:
+    thread = threading.Thread(target=remote.call, args=("wait_for", str(gate)))
     thread.start()
-    time.sleep(0.2)
+    wait_for_both(gate)
     for call in (lambda: remote.step(ACTIONS), remote.reset, lambda: remote.set_attr("x", 1)):
         with pytest.raises(PendingError):
             call()
+    gate.touch()
     thread.join()
     check_in_step(remote)
 
 
-def test_closed_by_another_thread(remote: Any) -> None:
-    remote.reset(options={"slow": True})
+def test_closed_by_another_thread(remote: Any, gate: Path) -> None:
+    remote.reset(options={"gate": str(gate)})
     errors: list[Exception] = []
 
     def step() -> None:
@@ -264,9 +300,9 @@ def test_closed_by_another_thread(remote: Any) -> None:
 
     thread = threading.Thread(target=step)
     thread.start()
-    time.sleep(0.1)
+    wait_for_both(gate)
     remote.close(terminate=True)
-    thread.join(10.0)
+    thread.join(30.0)
     assert [type(error) for error in errors] == [ClosedError]
 
 

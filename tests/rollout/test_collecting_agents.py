@@ -89,16 +89,9 @@ def test_plain_policies_get_and_give_dicts_by_group():
     assert torch.allclose(batch["walker", "norm"], batch["walker", "observation"].norm(dim=-1))
 
 
+@pytest.mark.parametrize("net", [MultiAgentMLP, torchrl_mlp, with_placeholder])
 @pytest.mark.parametrize(
-    ("net", "context"),
-    [
-        (MultiAgentMLP, "fork"),
-        (torchrl_mlp, "fork"),
-        (with_placeholder, "fork"),
-        pytest.param(MultiAgentMLP, "forkserver", marks=pytest.mark.slow),
-        pytest.param(torchrl_mlp, "forkserver", marks=pytest.mark.slow),
-        pytest.param(MultiAgentMLP, "spawn", marks=pytest.mark.slow),
-    ],
+    "context", ["fork", *(pytest.param(context, marks=pytest.mark.slow) for context in ("forkserver", "spawn"))]
 )
 def test_four_collectors_of_multiwalker_give_two_batches(net, context):
     with MultiCollector(

@@ -68,6 +68,16 @@ def test_the_hooks_own_message_is_quoted():
     assert obstacle_to(Holding(OnlyOne())).reason == "its __deepcopy__ raised RuntimeError: there is only one of me"
 
 
+def test_what_can_be_rebuilt_is_named_as_one_would_write_it():
+    inner = Holding(None)
+    inner.layer.lock = threading.Lock()
+    found = obstacle_to(nn.Sequential(inner))
+    assert found.path == "policy.0.layer.lock"
+    assert any("muster.rebuild_with(policy.0.layer, a_factory)" in way for way in found.ways_out())
+    found = obstacle_to(Holding(OnlyOne()))
+    assert any("muster.rebuild_with(OnlyOne, a_factory)" in way for way in found.ways_out())
+
+
 def test_the_mark_says_why():
     policy = Holding(None)
     policy.layer.uncopyable = "drives the arm"

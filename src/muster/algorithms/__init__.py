@@ -5,6 +5,7 @@ try:
 except ImportError as error:
     raise ImportError("muster.algorithms needs PyTorch. Install it with: pip install 'muster-rl[torch]'") from error
 
+from muster.algorithms.actor_critic import ActorCritic
 from muster.algorithms.ppo import PPO, PPOConfig, PPOMetrics
 
-__all__ = ["PPO", "PPOConfig", "PPOMetrics"]
+__all__ = ["ActorCritic", "PPO", "PPOConfig", "PPOMetrics"]

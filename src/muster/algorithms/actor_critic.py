@@ -21,10 +21,13 @@ from muster.errors import UsageError
 class ActorCritic(nn.Module):
     """A policy and a value for one env: two 64-64 tanh networks, or single layers on a shared CNN where it sees images.
 
-    Raises UsageError for spaces other than Box, Discrete, MultiDiscrete and MultiBinary.
+    rng: what weights are drawn from; None for torch's global generator. Raises UsageError for spaces other than Box,
+    Discrete, MultiDiscrete and MultiBinary.
     """
 
-    def __init__(self, observation_space: gym.Space[Any], action_space: gym.Space[Any], rng: torch.Generator) -> None:
+    def __init__(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], rng: torch.Generator | None = None
+    ) -> None:
         super().__init__()
         self.encoder = Encoder(observation_space, rng)
         self.head = Gaussian(action_space) if isinstance(action_space, spaces.Box) else Categoricals(action_space)
@@ -54,9 +57,13 @@ class ActorCritic(nn.Module):
             weights.mul_(self.value_scale / scale)
         self.value_scale.copy_(scale)
 
-    def act(self, obs: Tensor, rng: torch.Generator) -> Tensor:
+    def act(self, obs: Tensor, rng: torch.Generator | None = None) -> Tensor:
         """Actions [B, K] drawn for observations [B, *obs_shape]; ``head.to_env`` makes them the env's."""
         return self.head.sample(self.actor(self.encoder(obs)), rng)
+
+    def best(self, obs: Tensor) -> Tensor:
+        """The likeliest actions [B, K] for observations [B, *obs_shape]."""
+        return self.head.mode(self.actor(self.encoder(obs)))
 
 
 class Encoder(nn.Module):
@@ -66,7 +73,7 @@ class Encoder(nn.Module):
     of Mnih et al. 2015 (doi:10.1038/nature14236).
     """
 
-    def __init__(self, space: gym.Space[Any], rng: torch.Generator) -> None:
+    def __init__(self, space: gym.Space[Any], rng: torch.Generator | None) -> None:
         super().__init__()
         shape = space.shape or ()
         self.scale = 1 / 255 if space.dtype == np.uint8 else 1.0
@@ -132,11 +139,15 @@ class Categoricals(nn.Module):
         self.choices = Choices(space, "actions")
         self.num_params = sum(self.choices.nvec)
 
-    def sample(self, params: Tensor, rng: torch.Generator) -> Tensor:
+    def sample(self, params: Tensor, rng: torch.Generator | None = None) -> Tensor:
         """Actions [B, K] int64."""
         # The first of several exponential clocks to ring is drawn in proportion to their rates (the Gumbel-max trick).
         scores = params - torch.empty_like(params).exponential_(generator=rng).log_()
-        return torch.stack([s.argmax(-1) for s in torch.split(scores, self.choices.nvec, -1)], -1)
+        return self.mode(scores)
+
+    def mode(self, params: Tensor) -> Tensor:
+        """The likeliest actions [B, K] int64."""
+        return torch.stack([s.argmax(-1) for s in torch.split(params, self.choices.nvec, -1)], -1)
 
     def log_prob_and_entropy(self, params: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, [B] each, of actions [B, K]."""
@@ -172,9 +183,13 @@ class Gaussian(nn.Module):
         self.num_params = math.prod(space.shape)
         self.log_std = nn.Parameter(torch.zeros(self.num_params))
 
-    def sample(self, params: Tensor, rng: torch.Generator) -> Tensor:
+    def sample(self, params: Tensor, rng: torch.Generator | None = None) -> Tensor:
         """Actions [B, K] float32."""
         return params + self.log_std.exp() * torch.randn(params.shape, generator=rng)
+
+    def mode(self, params: Tensor) -> Tensor:
+        """The likeliest actions [B, K] float32."""
+        return params
 
     def log_prob_and_entropy(self, params: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, [B] each, of actions [B, K]."""
@@ -190,7 +205,7 @@ class Gaussian(nn.Module):
         return clipped.reshape(-1, *self.shape)
 
 
-def _mlp(sizes: Sequence[int], *, gain: float, rng: torch.Generator) -> nn.Sequential:
+def _mlp(sizes: Sequence[int], *, gain: float, rng: torch.Generator | None) -> nn.Sequential:
     """Linear layers with tanh between them; ``gain`` is the last layer's."""
     layers: list[nn.Module] = []
     for i in range(len(sizes) - 2):
@@ -198,7 +213,7 @@ def _mlp(sizes: Sequence[int], *, gain: float, rng: torch.Generator) -> nn.Seque
     return nn.Sequential(*layers, _layer(nn.Linear, sizes[-2], sizes[-1], rng=rng, gain=gain))
 
 
-def _cnn(height: int, width: int, channels: int, rng: torch.Generator) -> nn.Sequential:
+def _cnn(height: int, width: int, channels: int, rng: torch.Generator | None) -> nn.Sequential:
     layers: list[nn.Module] = []
     for filters, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
         layers += [_layer(nn.Conv2d, channels, filters, kernel, stride, rng=rng), nn.ReLU()]
@@ -208,7 +223,7 @@ def _cnn(height: int, width: int, channels: int, rng: torch.Generator) -> nn.Seq
 
 
 def _layer(
-    kind: type[nn.Linear] | type[nn.Conv2d], *sizes: int, rng: torch.Generator, gain: float = 2**0.5
+    kind: type[nn.Linear] | type[nn.Conv2d], *sizes: int, rng: torch.Generator | None, gain: float = 2**0.5
 ) -> nn.Module:
     """A layer with orthogonal weights and zero biases. It is built empty: torch's own draw would use its global rng."""
     layer: nn.Linear | nn.Conv2d = nn.utils.skip_init(kind, *sizes)  # type: ignore[no-untyped-call]  # torch's gap

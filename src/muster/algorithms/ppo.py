@@ -7,26 +7,30 @@
 
 One iteration collects ``num_steps`` steps of ``num_envs`` envs, then learns from them for ``update_epochs`` passes. A
 truncated episode is bootstrapped from its final observation: a time limit is no termination. Everything random comes
-from ``seed``, through generators of its own: the same seed gives the same policy, torch's global generator is left
-alone, and runs with neighbouring seeds share nothing.
+from ``seed``, through generators of its own: the same seed gives the same policy, torch's global generator is left as
+it was, and runs with neighbouring seeds share nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
 
 from muster.algorithms.actor_critic import ActorCritic
+from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer
 from muster.errors import ConfigError, TrainingDiverged, UsageError
+from muster.rollout.collector import Collector
+from muster.rollout.episodes import Episodes
 from muster.rollout.returns import gae
 
 EPISODE_WINDOW = 100
@@ -54,6 +58,8 @@ class PPOConfig:
     vf_coef: float = 0.5
     max_grad_norm: float = 0.5
     target_kl: float | None = None  # end the update's passes once the policy has moved this far
+    normalize_observations: bool = False  # to mean 0 and deviation 1, as far as they are known
+    normalize_rewards: bool = False  # to returns of deviation 1; episodes' returns are told as they are
     torch_threads: int = 1  # the other cores belong to the envs' workers
 
     @property
@@ -114,19 +120,25 @@ class PPOMetrics:
 
     def as_row(self) -> dict[str, float]:
         """All of it under plain names, as metrics.csv has it."""
+        return {"steps": self.steps, **{tag.split("/")[1]: value for tag, value in self.as_scalars().items()}}
+
+    def as_scalars(self) -> dict[str, float]:
+        """The measurements in groups, ``group/name``, as TensorBoard shows them."""
         return {
-            "steps": self.steps,
-            **self.episodes._asdict(),
-            **self.losses._asdict(),
-            "explained_variance": self.explained_variance,
-            "learning_rate": self.learning_rate,
+            **{f"episodes/{name}": value for name, value in self.episodes._asdict().items()},
+            **{f"losses/{name}": value for name, value in self.losses._asdict().items()},
+            "losses/explained_variance": self.explained_variance,
+            "losses/learning_rate": self.learning_rate,
         }
 
 
 class Rollout(NamedTuple):
-    """The B = T * N rows of a rollout, T steps of N envs, and what the policy that collected them made of them."""
+    """The B rows of a rollout, by time, then env, and what the policy that collected them made of them.
 
-    observations: Tensor  # [B, *obs_shape], the space's dtype
+    B = T * N for T steps of N envs, less the rows that a collector leaves out.
+    """
+
+    observations: Tensor  # [B, *obs_shape], the space's dtype; normalised ones float32
     actions: Tensor  # [B, K]: K choices (int64) or K continuous numbers (float32)
     log_probs: Tensor  # [B] float32
     values: Tensor  # [B] float32
@@ -137,23 +149,32 @@ class Rollout(NamedTuple):
 class PPO:
     """Trains a policy on ``envs``, which stay the caller's: PPO steps them, but never closes them.
 
-    envs: single-agent, ``same_step`` autoreset, ``config.num_envs`` of them, with Box, Discrete, MultiDiscrete or
-    MultiBinary observations and actions. Raises UsageError for others.
+    envs: single-agent, ``same_step`` or ``next_step`` autoreset, ``config.num_envs`` of them, with Box, Discrete,
+        MultiDiscrete or MultiBinary observations and actions.
+    policy: an ActorCritic for these spaces, or a module with its attributes and methods. It is trained as the object
+        that it is: neither copied nor pickled. None draws a new one from the seed.
+
+    Raises UsageError for other envs, ConfigError for options that do not fit them.
     """
 
-    def __init__(self, envs: VectorEnv[Any, Any, Any], config: PPOConfig) -> None:
+    def __init__(self, envs: VectorEnv[Any, Any, Any], config: PPOConfig, policy: ActorCritic | None = None) -> None:
         _check_envs(envs, config)
         self.envs = envs
         self.config = config
-        self.steps = 0
-        env_seeds, weights, actions, minibatches = np.random.SeedSequence(config.seed).spawn(4)
-        self._action_rng = _generator(actions)
-        self._minibatch_rng = _generator(minibatches)
-        self.policy = ActorCritic(envs.single_observation_space, envs.single_action_space, _generator(weights))
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=True)
-        self.episodes = EpisodeWindow(config.num_envs)
-        seeds = [int(word) for word in env_seeds.generate_state(config.num_envs)]
-        self._obs, _ = envs.reset(seed=seeds)  # type: ignore[arg-type]  # every vector env takes a list; the base says int
+        self.steps = 0  # of the iterations that are complete
+        space = envs.single_observation_space
+        collecting, weights, minibatches = np.random.SeedSequence(config.seed).spawn(3)
+        self._minibatch_rng = torch.Generator().manual_seed(_seed(minibatches))
+        if policy is None:
+            policy = ActorCritic(space, envs.single_action_space, torch.Generator().manual_seed(_seed(weights)))
+        self.policy = policy
+        self.optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=True)
+        self.observations = ObservationNormalizer(space.shape or ()) if config.normalize_observations else None
+        self.rewards = RewardNormalizer(config.num_envs, config.gamma) if config.normalize_rewards else None
+        self.episodes = EpisodeWindow()
+        self.collector = Collector(
+            envs, self._explore, frames_per_batch=config.batch_size, seed=_seed(collecting), compact=True
+        )
 
     def train(self) -> Iterator[PPOMetrics]:
         """Trains until ``total_steps``, an iteration for each item."""
@@ -168,53 +189,68 @@ class PPO:
         with _torch_threads(config.torch_threads):
             rollout = self.collect_rollout()
             losses = self.update(rollout, learning_rate)
+        self.steps = self.collector.frames
         unexplained = (rollout.targets - rollout.values).var() / (rollout.targets.var() + 1e-8)
         return PPOMetrics(self.steps, self.episodes.summary(), losses, 1 - unexplained.item(), learning_rate)
 
     @torch.no_grad()
     def collect_rollout(self) -> Rollout:
         """The next ``num_steps`` steps of every env, going on where the last rollout ended."""
-        T, N = self.config.num_steps, self.config.num_envs
-        space = self.envs.single_observation_space
-        observations = np.empty((T + 1, N, *(space.shape or ())), space.dtype)
-        rewards = np.empty((T, N), np.float32)
-        terminated = np.empty((T, N), np.bool_)
-        truncated = np.empty((T, N), np.bool_)
-        actions: list[Tensor] = []
-        cut_at: list[tuple[int, int]] = []
-        cut_obs: list[np.ndarray[Any, Any]] = []
-
-        for t in range(T):
-            observations[t] = self._obs
-            actions.append(self.policy.act(torch.from_numpy(observations[t]), self._action_rng))
-            env_actions = self.policy.head.to_env(actions[t])
-            self._obs, step_rewards, terminated[t], truncated[t], infos = self.envs.step(env_actions)
-            rewards[t] = step_rewards
-            self.episodes.count(step_rewards, terminated[t] | truncated[t])
-            for env in np.flatnonzero(truncated[t] & ~terminated[t]):
-                cut_at.append((t, int(env)))
-                cut_obs.append(infos["final_obs"][env])
-        observations[T] = self._obs
-        self.steps += T * N
+        batch = self.collector.rollout()
+        self.episodes.add(self.collector.last_episodes)
+        observed = batch["observation" if self.observations is None else "normalized"]
+        last, finals = (self._normalized(batch["collector", name, "observation"]) for name in ("last", "final"))
+        terminated, truncated, rewards = (
+            batch["next", name].squeeze(-1) for name in ("terminated", "truncated", "reward")
+        )
+        mask = batch["collector", "mask"]
+        if self.rewards is not None:
+            rewards = self.rewards.update(rewards, terminated | truncated, mask)
 
         # While collecting only the actor ran: values and log-probabilities come from one pass over all rows.
-        obs = torch.from_numpy(observations).flatten(0, 1)
-        params, row_values = self._evaluate(obs)
-        values, next_values = row_values.view(T + 1, N)[:-1], row_values.view(T + 1, N)[1:].clone()
-        if cut_at:
-            _, next_values[tuple(np.transpose(cut_at))] = self._evaluate(torch.from_numpy(np.stack(cut_obs)))
+        params, values = self._evaluate(torch.cat([observed.flatten(0, 1), last]))
+        values = values.view(len(observed) + 1, -1)
+        next_values = values[1:].clone()
+        if len(finals):
+            next_values[batch["collector", "final_at"].unbind(-1)] = self._evaluate(finals)[1]
         advantages, targets = gae(
-            torch.from_numpy(rewards),
-            values,
+            rewards,
+            values[:-1],
             next_values,
-            torch.from_numpy(terminated),
-            torch.from_numpy(truncated),
+            terminated,
+            truncated,
             gamma=self.config.gamma,
             gae_lambda=self.config.gae_lambda,
+            mask=mask,
         )
-        chosen = torch.cat(actions)
-        log_probs, _ = self.policy.head.log_prob_and_entropy(params[: T * N], chosen)
-        return Rollout(obs[: T * N], chosen, log_probs, *(x.flatten() for x in (values, advantages, targets)))
+        observed, chosen, *rest = (
+            x.flatten(0, 1) for x in (observed, batch["chosen"], values[:-1], advantages, targets)
+        )
+        log_probs, _ = self.policy.head.log_prob_and_entropy(params[: len(chosen)], chosen)
+        rows = (observed, chosen, log_probs, *rest)
+        return Rollout(*(rows if mask.all() else (row[mask.flatten()] for row in rows)))
+
+    def act(self, obs: Tensor, *, sample: bool = False) -> Tensor:
+        """Actions for observations [B, *obs_shape], as the env wants them: the likeliest ones, or drawn if ``sample``.
+
+        Statistics of observations stay as they are.
+        """
+        seen = self._normalized(obs)
+        return self._for_env(self.policy.act(seen) if sample else self.policy.best(seen))
+
+    def _explore(self, obs: Tensor) -> dict[str, Tensor]:
+        """What the collector stores of a step; each step's observations count in the statistics, then go by them."""
+        outputs = {}
+        if self.observations is not None:
+            outputs["normalized"] = obs = self.observations.update(obs)
+        chosen = self.policy.act(obs)
+        return {**outputs, "chosen": chosen, "action": self._for_env(chosen)}
+
+    def _normalized(self, obs: Tensor) -> Tensor:
+        return obs if self.observations is None else self.observations(obs)
+
+    def _for_env(self, chosen: Tensor) -> Tensor:
+        return torch.from_numpy(self.policy.head.to_env(chosen))
 
     def _evaluate(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """The policy's output for observations [B, *obs_shape], a minibatch at a time: images need the memory."""
@@ -229,14 +265,14 @@ class PPO:
             group["lr"] = learning_rate
         if not rollout.targets.isfinite().all():
             raise TrainingDiverged(
-                f"The rollout that ended at step {self.steps} gives value targets that are not finite. Look for nan "
-                "and infinity in the env's rewards and observations; make_vec(check_finite=True) names the env."
+                f"The rollout that ended at step {self.collector.frames} gives value targets that are not finite. Look "
+                "for nan and infinity in the env's rewards and observations; make_vec(check_finite=True) names the env."
             )
-        rollouts = self.steps // config.batch_size
-        self.policy.follow_value_scale(rollout.targets, share=max(1 / rollouts, VALUE_SCALE_SHARE))
+        share = max(1 / self.collector.batches, VALUE_SCALE_SHARE)
+        self.policy.follow_value_scale(rollout.targets, share)
         history: list[Tensor] = []
         for _ in range(config.update_epochs):
-            order = torch.randperm(config.batch_size, generator=self._minibatch_rng)
+            order = torch.randperm(len(rollout.targets), generator=self._minibatch_rng)
             for minibatch in order.tensor_split(config.num_minibatches):
                 loss, parts = self._loss(Rollout(*(tensor[minibatch] for tensor in rollout)))
                 self.optimizer.zero_grad()
@@ -244,8 +280,9 @@ class PPO:
                 norm = nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
                 if not norm.isfinite():
                     raise TrainingDiverged(
-                        f"PPO diverged after step {self.steps}: loss {loss.item()}, gradient norm {norm.item()}. "
-                        f"Lower learning_rate, which is {learning_rate:g}, or look for huge observations."
+                        f"PPO diverged after step {self.collector.frames}: loss {loss.item()}, gradient norm "
+                        f"{norm.item()}. Lower learning_rate, which is {learning_rate:g}, or look for huge "
+                        "observations."
                     )
                 self.optimizer.step()
                 history.append(parts)
@@ -282,36 +319,46 @@ class PPO:
         return loss, torch.stack([policy_loss, value_loss, entropy, approx_kl, clip_fraction]).detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer, step count and generators: plain tensors and numbers, so weights_only=True loads them."""
+        """All that going on needs but the envs: plain tensors, numbers and lists, so weights_only=True loads them."""
+        normalizers = {"observations": self.observations, "rewards": self.rewards}
         return {
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "steps": self.steps,
-            "action_rng": self._action_rng.get_state(),
+            "collector": self.collector.state_dict(),
             "minibatch_rng": self._minibatch_rng.get_state(),
+            "episodes": self.episodes.state_dict(),
+            "normalizers": {name: one.state_dict() for name, one in normalizers.items() if one is not None},
         }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from ``state_dict``, in new episodes. The config must be for the same network and normalisation."""
+        self.policy.load_state_dict(state["policy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.collector.load_state_dict(state["collector"])
+        # An interrupt may have come between a rollout and the end of its iteration, which then does not count.
+        self.steps = self.collector.frames = int(state["steps"])
+        self._minibatch_rng.set_state(state["minibatch_rng"])
+        self.episodes.load_state_dict(state["episodes"])
+        if self.observations is not None:
+            self.observations.load_state_dict(state["normalizers"]["observations"])
+        if self.rewards is not None:
+            self.rewards.load_state_dict(state["normalizers"]["rewards"])
 
 
 class EpisodeWindow:
-    """Counts episodes as they are stepped, and keeps the returns and lengths of the last 100 that ended."""
+    """The returns and lengths of the last 100 episodes that ended."""
 
-    def __init__(self, num_envs: int) -> None:
+    def __init__(self) -> None:
         self.ended = 0
-        self._running_returns = np.zeros(num_envs)
-        self._running_lengths = np.zeros(num_envs, np.int64)
         self.returns: deque[float] = deque(maxlen=EPISODE_WINDOW)
         self.lengths: deque[int] = deque(maxlen=EPISODE_WINDOW)
 
-    def count(self, rewards: np.ndarray[Any, Any], done: np.ndarray[Any, Any]) -> None:
-        """Adds a step of every env: rewards [N] float, done [N] bool."""
-        self._running_returns += rewards
-        self._running_lengths += 1
-        if done.any():
-            self.ended += int(done.sum())
-            self.returns.extend(self._running_returns[done].tolist())
-            self.lengths.extend(self._running_lengths[done].tolist())
-            self._running_returns[done] = 0
-            self._running_lengths[done] = 0
+    def add(self, episodes: Episodes) -> None:
+        """Counts what ended in a rollout."""
+        self.ended += len(episodes.returns)
+        self.returns.extend(episodes.returns.tolist())
+        self.lengths.extend(episodes.lengths.tolist())
 
     def summary(self) -> EpisodeSummary:
         if not self.returns:
@@ -319,6 +366,14 @@ class EpisodeWindow:
         low, high = np.percentile(self.returns, (10, 90))
         mean_return, mean_length = np.mean(self.returns), np.mean(self.lengths)
         return EpisodeSummary(self.ended, float(mean_return), float(low), float(high), float(mean_length))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ended": self.ended, "returns": list(self.returns), "lengths": list(self.lengths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.ended = int(state["ended"])
+        self.returns = deque(state["returns"], EPISODE_WINDOW)
+        self.lengths = deque(state["lengths"], EPISODE_WINDOW)
 
 
 def _check_envs(envs: VectorEnv[Any, Any, Any], config: PPOConfig) -> None:
@@ -329,13 +384,15 @@ def _check_envs(envs: VectorEnv[Any, Any, Any], config: PPOConfig) -> None:
             f"envs has num_envs={envs.num_envs}, the config num_envs={config.num_envs}; "
             f"pass PPOConfig(num_envs={envs.num_envs})."
         )
-    mode = envs.metadata.get("autoreset_mode")
-    if mode != AutoresetMode.SAME_STEP:
-        raise UsageError(f"PPO needs envs made with autoreset_mode='same_step'; these have {mode}.")
+    space = envs.single_observation_space
+    if config.normalize_observations and not (isinstance(space, spaces.Box) and space.dtype != np.uint8):
+        raise ConfigError(
+            f"normalize_observations is for numbers, Boxes of another dtype than uint8; this env observes {space}."
+        )
 
 
-def _generator(sequence: np.random.SeedSequence) -> torch.Generator:
-    return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
+def _seed(sequence: np.random.SeedSequence) -> int:
+    return int(sequence.generate_state(1, np.uint64)[0])
 
 
 @contextmanager

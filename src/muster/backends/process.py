@@ -350,7 +350,10 @@ class ProcessBackend(Backend):
         """Sends a message to a worker that may be asleep in the core. Raises ChannelClosed, TimeoutError."""
         self.caller.announce_message(worker.index)
         self._sending_at = time.monotonic()
-        worker.channel.send_bytes(message, timeout_s)
+        try:
+            worker.channel.send_bytes(message, timeout_s)
+        finally:
+            self._sending_at = math.inf
 
     # ---- closing
 

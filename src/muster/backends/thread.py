@@ -22,7 +22,7 @@ from muster.transport.slab import Plan, Slab, split_evenly
 
 _log = logging.getLogger("muster")
 _GRACE_S = 1.0
-_INTERRUPT_S = 0.5
+_INTERRUPT_S = 2.0
 
 
 class _Worker:

@@ -6,26 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gymnasium.envs.registration import EnvSpec
-
 from muster.backends.resources import usable_cores
 from muster.doctor.diagnosis import Measurements, Recommendation
 from muster.doctor.forecast import Trace, envs_per_worker, predict_serial, predict_steps_per_s, workers_pay
 from muster.existing_env import find_existing_env, is_env
-from muster.introspection import callable_name
 
 _LONGEST_REPR = 200
 
 
 @dataclass
 class Verdict:
-    """What the recommendation depends on. alone: only one env may live in a process.
+    """What the recommendation depends on. source: how a line of code names the env, its id or its factory.
 
-    travels: the recipe can be sent.  tried: for each start method what it died of, or None.  fragile: it ended early
-    while it was stepped.
+    alone: only one env may live in a process.  travels: the recipe can be sent.  tried: for each start method what it
+    died of, or None.  fragile: it ended early while it was stepped.
     """
 
-    env: Any
+    source: str
     env_kwargs: Mapping[str, Any]
     num_envs: int | None
     travels: bool
@@ -90,7 +87,7 @@ def _recommendation(
     steps_per_s: float | None,
     measured: Measurements,
 ) -> Recommendation:
-    options = [_source(verdict.env), f"num_envs={num_envs}"]
+    options = [verdict.source, f"num_envs={num_envs}"]
     if backend != "process":
         options.append(f'backend="{backend}"')
     elif verdict.alone:
@@ -116,17 +113,6 @@ def _recommendation(
         steps_per_s=steps_per_s,
         memory_bytes=memory,
     )
-
-
-def _source(env: Any) -> str:
-    """How a line of code names what the doctor was given."""
-    if isinstance(env, str):
-        return repr(env).replace("'", '"')
-    spec = env if isinstance(env, EnvSpec) else getattr(env, "spec", None) if is_env(env) else None
-    if isinstance(spec, EnvSpec):
-        return f'"{spec.id}"'
-    name = callable_name(env).rpartition(".")[2] if callable(env) else "make_env"
-    return name if name.isidentifier() else "make_env"
 
 
 def _kwargs(env_kwargs: Mapping[str, Any]) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 
+from muster.backends.resources import usable_cores
 from muster.doctor.advice import Verdict, recommend, unbuildable
 from muster.doctor.diagnosis import Diagnosis, Finding, Measurements
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
@@ -18,16 +24,18 @@ from muster.errors import CannotTravel, RecipeError
 from muster.existing_env import is_env
 from muster.introspection import callable_name, type_name
 from muster.make import make_vec
-from muster.pickling import find_culprits
+from muster.pickling import find_culprits, fork_hazards
 from muster.recipe import Recipe, make_recipes, pack
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 _SHOWN_CULPRITS = 3
+_MOST_SPEED_TRIALS = 8
 
 
 def diagnose(
     env: Any,
     *,
+    policy: Any = None,
     num_envs: int | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Callable[[Any], Any]] = (),
@@ -41,11 +49,29 @@ def diagnose(
     runs in a process of its own: a crash, a hang or an exit in the env is a finding, too.
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
     of a trial.  seconds: how long the env's speed is measured.  name: how messages call the env.
+    policy: is looked at, too: whether `MultiCollector` could copy it to its processes. It is not called. Needs PyTorch.
 
     Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense.
     """
+    diagnosis = _diagnose_env(env, num_envs, env_kwargs or {}, wrappers, timeout, seconds, name or _name(env))
+    if policy is None:
+        return diagnosis
+    from muster.doctor.policy import judge_policy
+
+    finding, verdict = judge_policy(policy)
+    return replace(diagnosis, findings=(*diagnosis.findings, finding), policy=verdict)
+
+
+def _diagnose_env(
+    env: Any,
+    num_envs: int | None,
+    env_kwargs: Mapping[str, Any],
+    wrappers: Sequence[Callable[[Any], Any]],
+    timeout: float,
+    seconds: float,
+    target: str,
+) -> Diagnosis:
     findings: list[Finding] = []
-    target = name or _name(env)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         try:
@@ -55,9 +81,9 @@ def diagnose(
     if is_env(env):
         findings.append(_about_instance(env))
     packed = _pack(recipe, findings)
-    tried = {context: _try_context(recipe, context, timeout) for context in CONTEXTS}
+    tried = {context: _try_context(recipe, context, timeout, packed is not None) for context in CONTEXTS}
     findings += about_start_methods(tried)
-    verdict = Verdict(env, env_kwargs or {}, num_envs, packed is not None, tried)
+    verdict = Verdict(_source(env, target), env_kwargs, num_envs, packed is not None, tried)
     if packed is None:
         return Diagnosis(target, tuple(findings), Measurements(), recommend(verdict, Measurements(), None))
 
@@ -67,15 +93,18 @@ def diagnose(
     behaviour = run("behaviour", hash_seed=1)
     findings += about_behaviour(behaviour)
     verdict.fragile = behaviour.stage in ("resetting it", "stepping it")
-    trace, measured = None, _measured(behaviour, Outcome(), Outcome(), None)
+    trace, measured = None, _measured(behaviour, Outcome(), None, None)
     if "digest" in behaviour.results:
         findings += about_replay(behaviour, run("replay", hash_seed=2))
-        pair, speed = run("pair", hash_seed=1), run("speed", seconds=seconds)
+        pair, speeds = run("pair", hash_seed=1), _time_one_per_core(recipe, timeout, seconds)
         together = about_pair(behaviour, pair)
         verdict.alone = together.severity != "good" or behaviour.results["one_per_process"]
-        findings += [together, *about_early_end(speed, "blocks")]
-        trace = make_trace(speed.results) if "obs_bytes" in speed.results else None
-        measured = _measured(behaviour, pair, speed, trace)
+        findings.append(together)
+        if early := [one for one in speeds if one.stage is not None]:
+            findings += about_early_end(early[0], "blocks")
+        timed = [one.results for one in speeds if "obs_bytes" in one.results]
+        trace = make_trace(timed) if timed else None
+        measured = _measured(behaviour, pair, timed[0]["obs_bytes"] if timed else None, trace)
     return Diagnosis(target, tuple(findings), measured, recommend(verdict, measured, trace))
 
 
@@ -85,6 +114,17 @@ def _name(env: Any) -> str:
     if is_env(env):
         return type_name(env)
     return getattr(env, "id", None) or (callable_name(env) if callable(env) else type_name(env))
+
+
+def _source(env: Any, target: str) -> str:
+    """How a line of code names what was handed over; "make_env" where it has no name of its own."""
+    spec = getattr(env, "spec", None) if is_env(env) else env
+    if isinstance(spec, (str, EnvSpec)):
+        return json.dumps(spec if isinstance(spec, str) else spec.id)
+    module, _, name = target.rpartition(":")  # as the command line names it
+    if not module:
+        name = callable_name(env).rpartition(".")[2] if inspect.isfunction(env) or inspect.isclass(env) else ""
+    return name if name.isidentifier() else "make_env"
 
 
 def _about_instance(env: Any) -> Finding:
@@ -111,8 +151,16 @@ def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
     return packed
 
 
-def _try_context(recipe: Recipe, context: str, timeout_s: float) -> str | None:
-    """Starts one worker for real. What it died of, None if it stepped."""
+def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) -> str | None:
+    """Starts one worker for real. What it died of, None if it stepped.
+
+    A recipe that does not travel can still be inherited, though not everything in it may be of use then.
+    """
+    if not travels:
+        if context != "fork":
+            return "the recipe cannot be sent to its workers, see above"
+        if hazards := fork_hazards(recipe.parts()):
+            return f"workers would inherit what they must not use: {hazards[0].path}: {hazards[0].reason}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -133,7 +181,21 @@ def _try_context(recipe: Recipe, context: str, timeout_s: float) -> str | None:
     return None
 
 
-def _measured(behaviour: Outcome, pair: Outcome, speed: Outcome, trace: Trace | None) -> Measurements:
+def _time_one_per_core(recipe: Recipe, timeout_s: float, seconds: float) -> list[Outcome]:
+    """What the trial `speed` tells on every core at the same time: cores share caches, memory and heat."""
+    count = min(usable_cores(), _MOST_SPEED_TRIALS)
+
+    def run(i: int) -> Outcome:
+        packed = pack([replace(recipe, env_index=i)], start_method="spawn")
+        options = {"seconds": seconds, "num_trials": count}
+        return run_guarded("speed", packed, stage_timeout_s=timeout_s, options=options)
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(count) as pool:
+        warnings.simplefilter("ignore")
+        return list(pool.map(run, range(count)))
+
+
+def _measured(behaviour: Outcome, pair: Outcome, obs_bytes: int | None, trace: Trace | None) -> Measurements:
     first_bytes = behaviour.results.get("env_bytes")
     env_bytes = pair.results.get("env_bytes", first_bytes)
     base_bytes = behaviour.results.get("worker_bytes")
@@ -146,7 +208,7 @@ def _measured(behaviour: Outcome, pair: Outcome, speed: Outcome, trace: Trace | 
         reset_p99_s=None if trace is None else float(np.percentile(trace.resets_s, 99)),
         row_s=None if trace is None else trace.row_s,
         episode_rows=trace.num_steps / trace.num_resets if trace is not None and trace.num_resets else None,
-        obs_bytes=speed.results.get("obs_bytes"),
+        obs_bytes=obs_bytes,
         env_bytes=env_bytes,
         worker_bytes=None if base_bytes is None or libraries is None else base_bytes + libraries,
         gil_free=behaviour.results.get("gil_free"),

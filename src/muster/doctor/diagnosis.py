@@ -27,7 +27,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What one env alone did in a process of its own. Seconds and bytes; None where it could not be measured.
+    """What one env did in a process of its own. Seconds and bytes; None where it could not be measured.
+
+    Times are taken on all cores at once, one env on each, since that is how many envs will run.
 
     row_s: for each row of a vector env, that is a step or the reset after an episode's end, mean; with all that a
     worker does for it, without what the caller does.  episode_rows: mean rows of an episode, None if none ended.
@@ -66,13 +68,30 @@ class Recommendation:
 
 
 @dataclass(frozen=True)
+class PolicyVerdict:
+    """Whether a policy can be copied to collector processes.
+
+    weight_bytes: of its parameters and buffers.  path, type, reason: of what is in the way, "" where nothing is.
+    ways_out: what can be done about it.
+    """
+
+    copyable: bool
+    weight_bytes: int
+    path: str = ""
+    type: str = ""
+    reason: str = ""
+    ways_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Diagnosis:
-    """What `muster.diagnose` returns. Printing it shows it all."""
+    """What `muster.diagnose` returns. Printing it shows it all. policy: None where none was given."""
 
     target: str
     findings: tuple[Finding, ...]
     measured: Measurements
     recommendation: Recommendation | None
+    policy: PolicyVerdict | None = None
 
     @property
     def blocks(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ _MOST_ENVS_PER_WORKER = 32
 _LEAST_S = 1e-7
 _STAND_IN_S = 0.6
 _DRAWS = 400
-_SPIN = 2_000
+SPIN = 2_000
 _CALLS = 500
 
 Floats = npt.NDArray[np.float64]
@@ -28,12 +29,16 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Trace:
-    """The rows of one env alone, in seconds: steps and resets after an episode's end, without the caller's work."""
+    """The rows of one env alone, in seconds: steps and resets after an episode's end, without the caller's work.
+
+    spin_s: of one round of `spin`, meanwhile.
+    """
 
     steps_s: Floats
     resets_s: Floats
     num_steps: int
     num_resets: int
+    spin_s: float
 
     @property
     def row_s(self) -> float:
@@ -47,12 +52,20 @@ class Trace:
         return self.num_steps / (self.num_steps + self.num_resets)
 
 
-def make_trace(results: dict[str, Any]) -> Trace:
-    """The trace of the trial `speed`."""
+def make_trace(trials: Sequence[dict[str, Any]]) -> Trace:
+    """The trace of what the trials `speed` told that ran at the same time, each with an env of its own."""
     outside_s = _outside_s()
-    steps_s = np.maximum(np.array(results["steps_s"]) - outside_s, _LEAST_S)
-    resets_s = np.maximum(np.array(results["resets_s"]) - outside_s, _LEAST_S)
-    return Trace(steps_s, resets_s, results["num_steps"], results["num_resets"])
+
+    def all_of(name: str) -> Floats:
+        return np.maximum(np.concatenate([trial[name] for trial in trials]) - outside_s, _LEAST_S)
+
+    return Trace(
+        all_of("steps_s"),
+        all_of("resets_s"),
+        sum(trial["num_steps"] for trial in trials),
+        sum(trial["num_resets"] for trial in trials),
+        float(np.mean([trial["spin_s"] for trial in trials])),
+    )
 
 
 def envs_per_worker(row_s: float) -> int:
@@ -71,8 +84,8 @@ def workers_pay(row_s: float, num_envs: int, num_workers: int) -> bool:
 
 def predict_steps_per_s(trace: Trace, num_envs: int, num_workers: int, obs_bytes: int) -> float:
     """Env steps a second of a vector env, from a stand-in that keeps this machine's cores as busy as the env would."""
-    batch_s = _stand_in_batch_s(trace.row_s, num_envs, num_workers) * _straggling(trace, num_envs, num_workers)
-    return num_envs * trace.share_of_steps / (batch_s + _copy_s(num_envs * obs_bytes))
+    batch_s = _stand_in_batch_s(trace, num_envs, num_workers, obs_bytes) * _straggling(trace, num_envs, num_workers)
+    return num_envs * trace.share_of_steps / batch_s
 
 
 def predict_serial(trace: Trace, obs_bytes: int) -> float:
@@ -81,14 +94,14 @@ def predict_serial(trace: Trace, obs_bytes: int) -> float:
 
 
 class StandIn(gym.Env[Any, Any]):
-    """Computes for a given amount of work, and nothing else."""
+    """Computes for a given amount of work, and observes a given number of bytes."""
 
-    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: int, obs_bytes: int) -> None:
+        self.observation_space = gym.spaces.Box(0, 255, (obs_bytes,), np.uint8)
         self._rounds = rounds
-        self._obs = np.zeros(1, np.float32)
+        self._obs = np.zeros(obs_bytes, np.uint8)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         return self._obs, {}
@@ -104,10 +117,10 @@ def spin(rounds: int) -> None:
         pass
 
 
-def _stand_in_batch_s(row_s: float, num_envs: int, num_workers: int) -> float:
-    """Seconds of one step of a vector env whose envs each compute for `row_s` on a core of their own."""
-    rounds = max(1, round(row_s / _spin_s()))
-    envs = make_vec(StandIn, num_envs, num_workers=num_workers, env_kwargs={"rounds": rounds}, memory_check="off")
+def _stand_in_batch_s(trace: Trace, num_envs: int, num_workers: int, obs_bytes: int) -> float:
+    """Seconds of one step of a vector env whose envs each compute for as long as a row takes on a busy core."""
+    work = {"rounds": max(1, round(trace.row_s / trace.spin_s)), "obs_bytes": max(1, obs_bytes)}
+    envs = make_vec(StandIn, num_envs, num_workers=num_workers, env_kwargs=work, memory_check="off")
     assert isinstance(envs, VectorEnv)
     with envs:
         envs.reset()
@@ -119,16 +132,6 @@ def _stand_in_batch_s(row_s: float, num_envs: int, num_workers: int) -> float:
             envs.step(actions)
             count += 1
         return (time.perf_counter() - start) / count
-
-
-def _spin_s() -> float:
-    """Seconds of one round of `spin` on a core that nothing else keeps busy."""
-    times = []
-    for _ in range(200):
-        start = time.perf_counter()
-        spin(_SPIN)
-        times.append(time.perf_counter() - start)
-    return float(np.median(times)) / _SPIN
 
 
 def _straggling(trace: Trace, num_envs: int, num_workers: int) -> float:
@@ -145,7 +148,7 @@ def _outside_s() -> float:
     """Seconds that a call of `step` takes beside what it does for each env."""
     medians = []
     for num_envs in (1, 32):
-        envs = make_vec(StandIn, num_envs, backend="serial", env_kwargs={"rounds": 0})
+        envs = make_vec(StandIn, num_envs, backend="serial", env_kwargs={"rounds": 0, "obs_bytes": 1})
         assert isinstance(envs, VectorEnv)
         with envs:
             envs.reset()
@@ -167,4 +170,4 @@ def _copy_s(size: int) -> float:
         start = time.perf_counter()
         source.copy()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return float(np.median(times))

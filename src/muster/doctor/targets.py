@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 from typing import Any
 
-from muster.errors import RecipeError
+from muster.errors import RecipeError, UsageError
 
 
 def resolve_target(target: str) -> tuple[Any, str | None]:
@@ -30,6 +31,25 @@ def resolve_target(target: str) -> tuple[Any, str | None]:
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise RecipeError(f"module {module_name} has no {name!r}. It has: {', '.join(callables) or 'no callable'}")
     return found, f"from {module_name} import {name}"
+
+
+def resolve_policy(target: str | None) -> Any:
+    """The policy that ``--policy module:make_policy`` names, built; None for None.
+
+    A name of something that is no function or class is taken for the policy itself. Raises RecipeError, and UsageError
+    where building it fails.
+    """
+    if target is None:
+        return None
+    found, how_to_import = resolve_target(target)
+    if how_to_import is None:
+        raise RecipeError(f"--policy must be module:make_policy, a function that builds the policy, got {target!r}")
+    if not (inspect.isroutine(found) or inspect.isclass(found)):
+        return found
+    try:
+        return found()
+    except Exception as error:
+        raise UsageError(f"{target} does not build a policy: it raised {type(error).__name__}: {error}") from error
 
 
 def parse_kwargs(text: str | None) -> dict[str, Any]:

@@ -13,18 +13,22 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gymnasium.vector import AutoresetMode
 
 from muster import _core
 from muster.backends.resources import own_memory_bytes
 from muster.backends.share import settle
 from muster.doctor.checks import check_api, name_api
+from muster.doctor.forecast import SPIN, spin
 from muster.doctor.gil import share_without_gil
 from muster.doctor.player import Player
-from muster.make import make_vec
+from muster.envs.inbound import Inbound
+from muster.make import serial_vec
 from muster.pickling import find_culprits
 from muster.recipe import Recipe, WorkerInfo, unpack, worker_info_context
 from muster.vector import VectorEnv
@@ -33,6 +37,7 @@ _ROWS = 60
 _MAX_TIMES = 20_000
 _ENOUGH_ROWS = 10
 _BIG_INFO_BYTES = 10_000
+_SPIN_EVERY_S = 2e-3
 
 
 class Teller:
@@ -131,27 +136,30 @@ def pair(recipe: Recipe, teller: Teller) -> None:
             teller.stage("closing two of it in one process")
 
 
-def speed(recipe: Recipe, teller: Teller, seconds: float) -> None:
-    """Times one env on the stepping loop that workers run."""
+def speed(recipe: Recipe, teller: Teller, seconds: float, num_trials: int) -> None:
+    """Times one env on the stepping loop that workers run. num_trials: how many such trials run at the same time."""
     teller.stage("building it")
-    envs = make_vec(recipe.factory, 1, env_kwargs=recipe.kwargs, wrappers=recipe.wrappers, backend="serial")
+    info = WorkerInfo(None, recipe.env_index, num_trials, num_trials, seed=0)
+    adapted = replace(recipe, wrappers=(*recipe.wrappers, Inbound()))
+    envs = serial_vec([adapted], info, autoreset_mode=AutoresetMode.NEXT_STEP)
     settle(collects=True)
     teller.stage("resetting it")
     started = time.perf_counter()
-    envs.reset(seed=0)
+    envs.reset(seed=recipe.env_index)
     first_reset_s = time.perf_counter() - started
-    envs.action_space.seed(0)
+    envs.action_space.seed(recipe.env_index)
     actions = [envs.action_space.sample() for _ in range(64)]
     slab = (envs if isinstance(envs, VectorEnv) else envs._rows)._backend.slab
     teller.stage("timing its steps")
     for action in actions[:3]:  # what is set up once
         envs.step(action)
-    steps_s, resets_s = _time_rows(envs.step, actions, slab.records["was_reset"], seconds)
+    steps_s, resets_s, spins_s, whole = _time_rows(envs.step, actions, slab.records["was_reset"], seconds)
     every = max(len(steps_s), len(resets_s)) // _MAX_TIMES + 1
     teller.result("steps_s", _undisturbed(steps_s)[::every])
     teller.result("resets_s", _undisturbed(resets_s)[::every] or [first_reset_s])
-    teller.result("num_steps", len(steps_s))
+    teller.result("num_steps", whole or len(steps_s))
     teller.result("num_resets", len(resets_s))
+    teller.result("spin_s", float(np.median(spins_s)) / SPIN)
     teller.result("obs_bytes", sum(leaf.row_bytes for leaf in slab.plan.obs.leaves()))
     teller.stage("closing it")
     envs.close()
@@ -162,21 +170,33 @@ Row = tuple[float, bool]
 
 def _time_rows(
     step: Callable[[Any], Any], actions: Sequence[Any], was_reset: npt.NDArray[np.bool_], seconds: float
-) -> tuple[list[Row], list[Row]]:
-    """Seconds of each step and of each reset, and whether the kernel took the core away meanwhile."""
+) -> tuple[list[Row], list[Row], list[float], int]:
+    """Seconds of each step and of each reset, and whether the kernel took the core away meanwhile.
+
+    Then seconds of spins: a core's speed changes, by clock and by what its siblings do, and they tell what it was. Last
+    the steps of whole episodes: those of one that was cut off would make resets look rare.
+    """
     clock, usage, thread = time.perf_counter, resource.getrusage, resource.RUSAGE_THREAD
     rows: tuple[list[Row], list[Row]] = ([], [])
-    end = clock() + seconds
-    row = 0
-    while not row or clock() < end:
+    spins_s: list[float] = []
+    now = clock()
+    end, spin_at = now + seconds, now
+    row = whole = 0
+    while not row or now < end:
+        if now >= spin_at:
+            spin(SPIN)
+            spins_s.append(clock() - now)
+            spin_at = clock() + _SPIN_EVERY_S
         action = actions[row % len(actions)]
         switches = usage(thread).ru_nivcsw
         start = clock()
         step(action)
-        took = clock() - start
-        rows[bool(was_reset[0])].append((took, usage(thread).ru_nivcsw != switches))
+        now = clock()
+        rows[bool(was_reset[0])].append((now - start, usage(thread).ru_nivcsw != switches))
         row += 1
-    return rows
+        if was_reset[0]:
+            whole = len(rows[False])
+    return *rows, spins_s, whole
 
 
 def _undisturbed(rows: list[Row]) -> list[float]:

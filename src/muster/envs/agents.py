@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
@@ -31,7 +31,7 @@ from muster.spec import Space
 
 Row = tuple[Any, ...]
 Step = tuple[Row, float, bool, bool, dict[str, Any]]
-Pick = Callable[[Any, int], Any]
+Split = Callable[[Any], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,24 @@ class AgentSpecs:
     shared_space: spaces.Dict | None = None
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """Where an agent stands: among all agents, in its group, and which of the layout's masks is its own, or -1."""
 
-    index: int
-    group: str
-    group_index: int
+    column: int
+    group: int
     member: int
     mask: int
-    pick: Pick
     unwrap: Callable[[Any], Any] | None  # the observation without its action mask
+
+
+class _Slots(dict[Agent, _Slot]):
+    """The slots by agent."""
+
+    def __missing__(self, agent: Agent) -> _Slot:
+        raise SpecMismatch(
+            f"agent {agent!r} is not among the env's possible_agents {list(self)}; slots are fixed, so every agent "
+            "that may ever appear has to be named there"
+        )
 
 
 class AgentsEnv(ABC):
@@ -69,9 +76,12 @@ class AgentsEnv(ABC):
         self.observation_space = self.layout.observation_space()
         self.action_space = self.layout.action_space(*())
         self._slots = _slots_of(self.layout, unwraps)
+        self._splits = [(name, _splitter(space)) for name, space in self.layout.action_spaces.items()]
         self._sizes = [len(agents) for agents in self.layout.groups.values()]
         self._rewards = np.zeros(self.layout.num_agents, np.float32)
         self._flags = np.zeros((4, self.layout.num_agents), np.bool_)
+        self._alive, self._acting = self._flags[ALIVE], self._flags[ACTING]
+        self._terminated, self._truncated = self._flags[TERMINATED], self._flags[TRUNCATED]
         self._masks = self.layout.full_masks()
         self._given = np.zeros(2, np.bool_)
         self._no_state: Any = () if self.layout.state_space is None else zeros_of(self.layout.state_space)
@@ -106,22 +116,11 @@ class AgentsEnv(ABC):
 
     # ---- making rows
 
-    def _slot(self, agent: Agent) -> _Slot:
-        slot = self._slots.get(agent)
-        if slot is None:
-            raise SpecMismatch(
-                f"agent {agent!r} is not among the env's possible_agents {list(self._slots)}; slots are fixed, so "
-                "every agent that may ever appear has to be named there"
-            )
-        return slot
-
     def _chosen(self, actions: dict[str, Any], agents: Iterable[Agent]) -> dict[Agent, Any]:
         """Each agent's own action."""
-        chosen = {}
-        for agent in agents:
-            slot = self._slot(agent)
-            chosen[agent] = slot.pick(actions[slot.group], slot.member)
-        return chosen
+        chosen = [split(actions[name]) for name, split in self._splits]
+        slots = self._slots
+        return {agent: chosen[(slot := slots[agent]).group][slot.member] for agent in agents}
 
     def _start_episode(self) -> None:
         self._unended.clear()
@@ -147,19 +146,19 @@ class AgentsEnv(ABC):
         acts: bool,
     ) -> None:
         """One agent that is there. acts: its action counts in the next step."""
-        slot = self._slot(agent)
-        if slot.unwrap is not None:
+        slot = self._slots[agent]
+        column, group, member, _, unwrap = slot
+        if unwrap is not None:
             self._put_mask(agent, slot, obs["action_mask"])
-            obs = slot.unwrap(obs)
-        places[slot.group_index][slot.member] = obs
-        self._rewards[slot.index] = reward
-        flags = self._flags
-        flags[ALIVE, slot.index] = True
+            obs = unwrap(obs)
+        places[group][member] = obs
+        self._rewards[column] = reward
+        self._alive[column] = True
         if acts:
-            flags[ACTING, slot.index] = True
+            self._acting[column] = True
         if terminated or truncated:
-            flags[TERMINATED, slot.index] = terminated
-            flags[TRUNCATED, slot.index] = truncated
+            self._terminated[column] = terminated
+            self._truncated[column] = truncated
             self._unended.discard(agent)
             self._some_truncated = self._some_truncated or bool(truncated)
         else:
@@ -208,7 +207,7 @@ class AgentsEnv(ABC):
 
     def _end_of_step(self, row: Row, over: bool, infos: dict[str, Any]) -> Step:
         terminated = over and not self._unended and not self._some_truncated
-        return row, float(self._rewards.sum()), terminated, over and not terminated, infos
+        return row, sum(self._rewards.tolist()), terminated, over and not terminated, infos
 
 
 def _layout_of(
@@ -249,23 +248,27 @@ def _without_mask(obs: Any) -> Any:
     return {key: value for key, value in obs.items() if key != "action_mask"}
 
 
-def _slots_of(layout: AgentLayout, unwraps: Mapping[str, Callable[[Any], Any]]) -> dict[Agent, _Slot]:
-    slots: dict[Agent, _Slot] = {}
+def _slots_of(layout: AgentLayout, unwraps: Mapping[str, Callable[[Any], Any]]) -> _Slots:
+    slots = _Slots()
     masks = list(layout.mask_shapes)
     for g, (name, agents) in enumerate(layout.groups.items()):
         mask = masks.index(name) if name in masks else -1
-        pick = _picker(layout.action_spaces[name])
         for member, agent in enumerate(agents):
-            slots[agent] = _Slot(len(slots), name, g, member, mask, pick, unwraps.get(name))
+            slots[agent] = _Slot(len(slots), g, member, mask, unwraps.get(name))
     return slots
 
 
-def _picker(space: Space) -> Pick:
-    """One agent's action out of its group's: a scalar of the space's dtype, an array of its own, or a structure."""
+def _splitter(space: Space) -> Split:
+    """Agents' own actions out of their group's: scalars of the space's dtype, arrays of their own, or structures."""
     if isinstance(space, spaces.Dict):
-        parts = {key: _picker(one) for key, one in space.items()}
-        return lambda actions, a: {key: pick(actions[key], a) for key, pick in parts.items()}
+        by_key = {key: _splitter(one) for key, one in space.items()}
+        return lambda actions: [
+            dict(zip(by_key, one, strict=True))
+            for one in zip(*(split(actions[key]) for key, split in by_key.items()), strict=True)
+        ]
     if isinstance(space, spaces.Tuple):
-        picks = [_picker(one) for one in space.spaces]
-        return lambda actions, a: tuple(pick(actions[i], a) for i, pick in enumerate(picks))
-    return lambda actions, a: actions[a]
+        parts = [_splitter(one) for one in space.spaces]
+        return lambda actions: list(
+            zip(*(split(part) for split, part in zip(parts, actions, strict=True)), strict=True)
+        )
+    return list

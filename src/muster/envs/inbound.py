@@ -22,9 +22,11 @@ class Inbound:
     """A wrapper for recipes, applied last: turns an env of any API into one that the stepping loop knows.
 
     groups: for multi-agent envs, each agent's group; None to go by their names.
+    state: whether multi-agent envs that have a state are asked for it after every step.
     """
 
     groups: Mapping[Agent, str] | None = None
+    state: bool = True
 
     def __call__(self, env: Any) -> Any:
         adapted = self._adapt(env)
@@ -36,7 +38,7 @@ class Inbound:
         if isinstance(env, gymnasium.Env):
             return env
         if is_pettingzoo(env):
-            return (TurnBasedAgents if is_turn_based(env) else ParallelAgents)(env, self.groups)
+            return (TurnBasedAgents if is_turn_based(env) else ParallelAgents)(env, self.groups, self.state)
         if is_dm_env(env):
             return Players(env, self.groups) if is_list_shaped(env) else DmEnv(env)
         return env

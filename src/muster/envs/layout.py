@@ -88,7 +88,7 @@ class AgentLayout:
             tree(self.state_space or spaces.Tuple(()), "state"),
             tree(self.shared_space, "observation"),
         )
-        root = _branch("row", parts)
+        root = RowNode(self, parts)
         for index, leaf in enumerate(root.leaves()):
             leaf.index = index
         return root
@@ -100,6 +100,14 @@ class AgentLayout:
         if root.has_objects:
             raise SpecMismatch(f"agents' action spaces must have a fixed layout, got {self.action_spaces}")
         return root
+
+
+class RowNode(BranchNode):
+    """The root of a multi-agent env's row."""
+
+    def __init__(self, layout: AgentLayout, parts: tuple[Node, ...]) -> None:
+        super().__init__(spaces.Tuple(()), "row", (), parts)
+        self.layout = layout
 
 
 class StackNode(Node):
@@ -145,6 +153,18 @@ class StackNode(Node):
                 "so that it is a Box, Discrete, MultiDiscrete or MultiBinary space, or a Dict or Tuple of these"
             )
         return Leaf(member.space, member.path, (len(self.members), *member.shape), member.dtype)
+
+
+def layout_difference(expected: AgentLayout | None, got: AgentLayout | None) -> str | None:
+    """What keeps two envs from sharing a slab as far as agents are concerned. None: an env of one agent."""
+    if expected is None and got is None:
+        return None
+    if expected is None or got is None:
+        return "only one of them has several agents"
+    for name in ("groups", "mask_shapes", "state_space"):
+        if getattr(expected, name) != getattr(got, name):
+            return f"{name} is {getattr(got, name)}, expected {getattr(expected, name)}"
+    return None
 
 
 def stacked_space(space: Space, lead: tuple[int, ...]) -> Space:

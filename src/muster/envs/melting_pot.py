@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gymnasium import spaces
 
 from muster.envs.agents import AgentsEnv, AgentSpecs, Row, Step
@@ -84,7 +85,8 @@ class Players(AgentsEnv):
             self._put(places, player, own, reward, terminated, over and not terminated, not over)
         first = timestep.observation[0]
         self._world = first.get(_WORLD)
-        return self._row(places, {key: first[key] for key in self._shared_keys})
+        # Arrays, of numbers too: the core copies only arrays as they are.
+        return self._row(places, {key: np.asarray(first[key]) for key in self._shared_keys})
 
 
 def _is_shared(key: str) -> bool:

@@ -13,8 +13,8 @@ from muster.envs.pettingzoo import specs_of
 class ParallelAgents(AgentsEnv):
     """A PettingZoo parallel env. Agents may die, return, and join late; the episode is over when nobody is left."""
 
-    def __init__(self, env: Any, groups: Mapping[Agent, str] | None) -> None:
-        super().__init__(env, specs_of(env), groups)
+    def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
+        super().__init__(env, specs_of(env, state), groups)
         self._agents: list[Agent] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:

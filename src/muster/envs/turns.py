@@ -20,8 +20,8 @@ class TurnBasedAgents(AgentsEnv):
     ends: all that it got since its last action.
     """
 
-    def __init__(self, env: Any, groups: Mapping[Agent, str] | None) -> None:
-        super().__init__(env, specs_of(env), groups)
+    def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
+        super().__init__(env, specs_of(env, state), groups)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)

@@ -1,6 +1,6 @@
 """Why an object cannot be sent to another process: where it is, what it is, why, and what to write instead."""
 
-from muster.pickling.culprits import Culprit, find_culprits
+from muster.pickling.culprits import Culprit, find_culprits, fork_hazards
 from muster.pickling.travel import check_inheritable, dumps, explain
 
-__all__ = ["Culprit", "check_inheritable", "dumps", "explain", "find_culprits"]
+__all__ = ["Culprit", "check_inheritable", "dumps", "explain", "find_culprits", "fork_hazards"]

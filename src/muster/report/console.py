@@ -17,13 +17,13 @@ PLAIN_EVERY_S = 10.0
 class TrainingDisplay:
     """Steps, steps/s, mean return and time left on one line, for use in a ``with`` block.
 
-    A terminal has it redrawn in place; a file or a pipe gets a line of its own every 10 s.
+    A terminal has it redrawn in place; a file or a pipe gets a line of its own every 10 s. steps: made before.
     """
 
-    def __init__(self, console: Console, total_steps: int) -> None:
+    def __init__(self, console: Console, total_steps: int, *, steps: int = 0) -> None:
         self._console = console
         self._total_steps = total_steps
-        self._recent = deque([(time.monotonic(), 0)])
+        self._recent = deque([(time.monotonic(), steps)])
         self._printed_at = time.monotonic()
         self._line = Progress(
             BarColumn(bar_width=None, complete_style="blue", finished_style="green"),

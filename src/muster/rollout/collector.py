@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,19 +20,19 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from tensordict.nn import InteractionType, set_interaction_type  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
 
-from muster.errors import ClosedError, ConfigError
-from muster.rollout.devices import Device, place, to_device
-from muster.rollout.episodes import EpisodeCounter, Episodes, TrajectoryCounter
+from muster.errors import ConfigError
+from muster.rollout.batches import BatchSource
+from muster.rollout.devices import Device, place
+from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
 from muster.rollout.fields import Array, Field
 from muster.rollout.policies import Actor, PlainActor, RandomActor, TensorDictActor, is_tensordict_policy
-from muster.rollout.returns import split_trajectories
 from muster.rollout.single_agent import open_envs
 from muster.rollout.stepping import Stepping
 from muster.rollout.storage import Storage
 from muster.rollout.weights import load_weights
 
 
-class Collector:
+class Collector(BatchSource):
     """Iterates batches of `frames_per_batch` frames, rounded up to whole steps: TensorDicts ``[T, N]``.
 
     envs: a vector env, which stays the caller's, or what `muster.make_vec` takes as its first argument; then
@@ -82,63 +82,43 @@ class Collector:
         initial_state: Mapping[Any, Tensor] | None = None,
         exploration: InteractionType = InteractionType.RANDOM,
     ) -> None:
-        check_numbers(
-            frames_per_batch=(frames_per_batch, 1),
-            total_frames=(total_frames, -1),
-            init_random_frames=(init_random_frames, 0),
-            max_frames_per_traj=(max_frames_per_traj, 1),
-            seed=(seed, 0),
+        super().__init__(
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            init_random_frames=init_random_frames,
+            max_frames_per_traj=max_frames_per_traj,
+            seed=seed,
+            storing_device=device if storing_device is None else storing_device,
+            split_trajs=split_trajs,
+            compact=compact,
+            replay_buffer=replay_buffer,
         )
         if policy is not None and policy_factory is not None:
             raise ConfigError("give policy or policy_factory, not both")
-        if split_trajs and compact:
-            raise ConfigError("split_trajs needs every row's next observation: not with compact=True")
         self.policy = policy_factory() if policy_factory is not None else policy
         self._policy_device = place(self.policy, device if policy_device is None else policy_device)
-        storing = device if storing_device is None else storing_device
-        self._storing_device = None if storing is None else to_device(storing)
-        self.total_frames = total_frames
-        self.frames = 0
-        self.batches = 0
-        self.last_episodes = Episodes(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
-        self._seed = seed
         self._rng = np.random.default_rng(None if seed is None else np.random.SeedSequence(seed, spawn_key=(0,)))
         self._torch_state = None if seed is None else _torch_states(seed, self._policy_device)
         self._init_random_frames = init_random_frames
         self._reset_at_each_iter = reset_at_each_iter
-        self._split_trajs = split_trajs
-        self._compact = compact
-        self._replay_buffer = replay_buffer
         self._initial_state = dict(initial_state or {})
         self._exploration = exploration
-        self._closed = False
         self._envs, self._owns_envs = open_envs(envs, num_envs, make_vec_options)
         try:
-            self.steps_per_batch = math.ceil(frames_per_batch / self._envs.num_envs)
-            self._stepping = Stepping(self._envs, overlap=overlap, max_frames_per_traj=max_frames_per_traj)
-            self._random = RandomActor(self._envs, self._rng)
-            self._actors = [self._actor(part) for part in self._stepping.parts]
-            self._trajectories = TrajectoryCounter(self._envs.num_envs)
-            self._episodes = EpisodeCounter(self._envs.num_envs)
+            self._begin(frames_per_batch, overlap, max_frames_per_traj)
         except BaseException:
             self.shutdown()
             raise
 
-    def __iter__(self) -> Iterator[TensorDict | None]:
-        """Batches until `total_frames`; another ``iter`` goes on where the last one stopped."""
-        while self.total_frames < 0 or self.frames < self.total_frames:
-            batch = self.rollout()
-            if self._replay_buffer is None:
-                yield batch
-            else:
-                valid = batch["collector", "mask"]
-                self._replay_buffer.extend(batch[valid])
-                yield None
+    def _begin(self, frames_per_batch: int, overlap: bool, max_frames_per_traj: int | None) -> None:
+        self.steps_per_batch = math.ceil(frames_per_batch / self._envs.num_envs)
+        self._stepping = Stepping(self._envs, overlap=overlap, max_frames_per_traj=max_frames_per_traj)
+        self._random = RandomActor(self._envs, self._rng)
+        self._actors = [self._actor(part) for part in self._stepping.parts]
+        self._trajectories = TrajectoryCounter(self._envs.num_envs)
+        self._episodes = EpisodeCounter(self._envs.num_envs)
 
-    def rollout(self) -> TensorDict:
-        """The next batch. After an error the following one starts new episodes in all envs."""
-        if self._closed:
-            raise ClosedError("this collector was shut down; make another one")
+    def _collect(self) -> TensorDict:
         storage = Storage(
             self.steps_per_batch,
             self._envs.num_envs,
@@ -149,10 +129,7 @@ class Collector:
         self.fill(storage)
         done = storage.terminated | storage.truncated
         self.last_episodes = self._episodes.count(storage.rewards(), storage.begins, done, storage.mask)
-        batch = storage.to_batch(self._trajectories.count(storage.begins))
-        if self._split_trajs:
-            batch = split_trajectories(batch)
-        return batch if self._storing_device is None else batch.to(self._storing_device)
+        return storage.to_batch(self._trajectories.count(storage.begins))
 
     def fill(self, storage: Storage, stop: Array | None = None) -> int:
         """The next steps of all envs, into `storage`; `stop`: see `Stepping.fill`. Returns how many."""
@@ -242,12 +219,6 @@ class Collector:
         if self._owns_envs:
             self._envs.envs.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
-
     def _actor(self, part: slice) -> Actor:
         if self.policy is None:
             return self._random
@@ -301,12 +272,3 @@ def _set_states(states: list[Tensor], cuda: torch.device | None) -> None:
     torch.set_rng_state(states[0])
     if cuda is not None:
         torch.cuda.set_rng_state(states[1], cuda)
-
-
-def check_numbers(**least: tuple[int | None, int]) -> None:
-    """Each option's value and the least that makes sense; None where there may be none. Raises ConfigError."""
-    for name, (value, low) in least.items():
-        if value is None and name in ("max_frames_per_traj", "seed"):
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
-            raise ConfigError(f"{name} must be an int of at least {low}, got {value!r}")

@@ -34,15 +34,27 @@ _REPLICAS = 3
 
 @dataclass(frozen=True)
 class CrewOptions:
-    """How collector processes are started and watched, as `make_vec` names it; threshold: of collectors, see Crew."""
+    """How collector processes are started and watched, as `make_vec` names it."""
 
+    num_collectors: int
     context: str
     start_timeout: float
     collect_timeout: float | None
     on_failure: str
     max_restarts: int
     threads: int
-    threshold: float
+
+    def for_envs(self) -> dict[str, Any]:
+        """The same for `make_vec`, as many workers as collectors."""
+        return {
+            "num_workers": self.num_collectors,
+            "context": self.context,
+            "start_timeout": self.start_timeout,
+            "step_timeout": self.collect_timeout,
+            "on_failure": self.on_failure,
+            "max_restarts": self.max_restarts,
+            "threads_per_worker": self.threads,
+        }
 
 
 class Filled(NamedTuple):
@@ -66,35 +78,29 @@ class Crew:
         policy: Any,
         policy_factory: Callable[[], Any] | None,
         *,
-        num_collectors: int,
-        frames_per_batch: int,
         sync: bool,
+        threshold: float,
         seed: int | None,
         collector_options: Mapping[str, Any],
         options: CrewOptions,
     ) -> None:
+        num_collectors = options.num_collectors
         self._firsts = split_evenly(len(recipes), num_collectors)
         self._sync = sync
         self._seed = seed
-        self._threshold = options.threshold * num_collectors
+        self._threshold = threshold * num_collectors
         self._arena = Arena()
         self._weights_fd = memfd("weights")
         self._finalizer = weakref.finalize(self, os.close, self._weights_fd)
         self._regions: dict[int, mmap.mmap] = {}  # by collector, what it is filling
         self._ready: deque[Filled] = deque()
-        plans = self._plans(recipes, policy, policy_factory, frames_per_batch, collector_options, options.context)
+        plans = self._plans(recipes, policy, policy_factory, collector_options, options.context)
         processes = make_vec(
             Replica,
             num_collectors,
-            num_workers=num_collectors,
             env_kwargs=[{"plan": plan} for plan in plans],
-            context=options.context,
             autoreset_mode="same_step",
-            start_timeout=options.start_timeout,
-            step_timeout=options.collect_timeout,
-            on_failure=options.on_failure,
-            max_restarts=options.max_restarts,
-            threads_per_worker=options.threads,
+            **options.for_envs(),
         )
         assert isinstance(processes, VectorEnv)
         self._processes = processes
@@ -154,7 +160,6 @@ class Crew:
         recipes: Sequence[Recipe],
         policy: Any,
         policy_factory: Callable[[], Any] | None,
-        frames_per_batch: int,
         collector_options: Mapping[str, Any],
         context: str,
     ) -> list[ReplicaPlan]:
@@ -171,7 +176,7 @@ class Crew:
         for k in range(count):
             first, last = self._firsts[k : k + 2]
             share = recipes[first:last]
-            T = -(-frames_per_batch // (self.num_envs if self._sync else last - first))
+            T = -(-collector_options["frames_per_batch"] // (self.num_envs if self._sync else last - first))
             plans.append(
                 ReplicaPlan(
                     index=k,
@@ -186,7 +191,11 @@ class Crew:
                     batch_envs=self.num_envs if self._sync else last - first,
                     arena_path=f"{files}/{self._arena.fd}",
                     weights_path=f"{files}/{self._weights_fd}",
-                    options={**collector_options, "frames_per_batch": T * (last - first)},
+                    options={
+                        **collector_options,
+                        "frames_per_batch": T * (last - first),
+                        "init_random_frames": -(-collector_options["init_random_frames"] // count),
+                    },
                 )
             )
         return plans

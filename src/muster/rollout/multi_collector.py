@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 from tensordict.nn import InteractionType  # type: ignore[import-untyped]  # ships no types
@@ -14,26 +13,26 @@ from torch import Tensor, nn
 
 from muster.envs import resolve_foreign_id
 from muster.envs.inbound import Inbound
-from muster.errors import ClosedError, ConfigError, UsageError
+from muster.errors import ConfigError, UsageError
 from muster.introspection import caller_stacklevel
 from muster.recipe import Recipe, make_recipes
-from muster.rollout.collector import Collector, check_numbers
+from muster.rollout.batches import BatchSource, check_numbers
+from muster.rollout.collector import Collector
 from muster.rollout.crew import Crew, CrewOptions
-from muster.rollout.devices import Device, to_device
-from muster.rollout.episodes import EpisodeCounter, Episodes, TrajectoryCounter
-from muster.rollout.returns import split_trajectories
+from muster.rollout.devices import Device
+from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
 from muster.rollout.travel import Obstacle, obstacle_to
 from muster.rollout.weights import load_weights, named_weights
 
-_ENV_OPTIONS = ("env_kwargs", "wrappers", "groups")
+_ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state")
 
 
-class MultiCollector:
+class MultiCollector(BatchSource):
     """Iterates batches that several processes collect: TensorDicts ``[T, N]``, neither copied nor pickled on their way.
 
     envs: what `muster.make_vec` takes as its first argument, with `num_envs` (None: one for each collector, or the
-        list's length) and of its other options ``env_kwargs``, ``wrappers`` and ``groups`` in `make_vec_options`. The
-        envs are split evenly.
+        list's length) and of its other options ``env_kwargs``, ``wrappers``, ``groups`` and ``state`` in
+        `make_vec_options`. The envs are split evenly.
     policy: as for `Collector`, and copied to each collector; with `policy_factory` it is built there, and `policy`
         only says where weights come from. A policy that cannot be copied stays here, with a warning, and acts for all.
     sync: True gives batches of `frames_per_batch` frames of all envs; False those of one collector's envs, first come.
@@ -80,101 +79,69 @@ class MultiCollector:
         max_restarts: int = 10,
         threads_per_collector: int = 1,
     ) -> None:
-        check_numbers(
-            num_collectors=(num_collectors, 1),
-            frames_per_batch=(frames_per_batch, 1),
-            total_frames=(total_frames, -1),
-            init_random_frames=(init_random_frames, 0),
-            max_frames_per_traj=(max_frames_per_traj, 1),
-            seed=(seed, 0),
+        super().__init__(
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            init_random_frames=init_random_frames,
+            max_frames_per_traj=max_frames_per_traj,
+            seed=seed,
+            storing_device=device if storing_device is None else storing_device,
+            split_trajs=split_trajs,
+            compact=compact,
+            replay_buffer=replay_buffer,
         )
-        _check(sync, preemptive_threshold, split_trajs, compact)
-        self.policy = policy
-        self.total_frames = total_frames
-        self.frames = 0
-        self.batches = 0
-        self.last_episodes = Episodes(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
-        self._replay_buffer = replay_buffer
-        self._split_trajs = split_trajs
-        storing = device if storing_device is None else storing_device
-        self._storing_device = None if storing is None else to_device(storing)
-        self._closed = False
-        recipes = _understood(envs, num_envs, num_collectors, make_vec_options)
-        shared = {
+        self._threshold = _share(preemptive_threshold, sync)
+        options = CrewOptions(
+            num_collectors, context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector
+        )
+        for_each = {
             "policy_device": device if policy_device is None else policy_device,
-            "max_frames_per_traj": max_frames_per_traj,
             "reset_at_each_iter": reset_at_each_iter,
-            "compact": compact,
             "initial_state": dict(initial_state or {}),
             "exploration": exploration,
         }
+        recipes = _understood(envs, num_envs, num_collectors, make_vec_options)
+        self._begin(envs, recipes, make_vec_options, policy, policy_factory, sync, options, for_each)
+
+    def _begin(
+        self,
+        envs: Any,
+        recipes: list[Recipe],
+        make_vec_options: Mapping[str, Any] | None,
+        policy: Callable[..., Any] | None,
+        policy_factory: Callable[[], Callable[..., Any]] | None,
+        sync: bool,
+        options: CrewOptions,
+        for_each: dict[str, Any],
+    ) -> None:
+        """Starts the collectors, or, where the policy stays, the one that acts for all; for_each: their options."""
+        for_each |= self._limits
+        self.policy = policy
+        self._trajectories: dict[int, TrajectoryCounter] = {}  # by the first env of a batch
+        self._episodes: dict[int, EpisodeCounter] = {}
+        self._next_traj_id = 0
         self._staying: Collector | None = None
         self._crew: Crew | None = None
-        if policy is not None and policy_factory is None and (obstacle := obstacle_to(policy)) is not None:
-            warnings.warn(_explained(obstacle), UserWarning, stacklevel=caller_stacklevel())
-            self._staying = Collector(
-                envs,
-                policy,
-                num_envs=len(recipes),
-                make_vec_options={
-                    **(make_vec_options or {}),
-                    "num_workers": num_collectors,
-                    "context": context,
-                    "start_timeout": start_timeout,
-                    "step_timeout": collect_timeout,
-                    "on_failure": on_failure,
-                    "max_restarts": max_restarts,
-                    "threads_per_worker": threads_per_collector,
-                },
-                frames_per_batch=frames_per_batch,
-                seed=seed,
-                init_random_frames=init_random_frames,
-                overlap=not sync and len(recipes) > 1,
-                **shared,
-            )
-        else:
+        if policy is None or policy_factory is not None or (obstacle := obstacle_to(policy)) is None:
             self._crew = Crew(
                 recipes,
                 policy,
                 policy_factory,
-                num_collectors=num_collectors,
-                frames_per_batch=frames_per_batch,
                 sync=sync,
-                seed=seed,
-                collector_options={**shared, "init_random_frames": -(-init_random_frames // num_collectors)},
-                options=CrewOptions(
-                    context,
-                    start_timeout,
-                    collect_timeout,
-                    on_failure,
-                    max_restarts,
-                    threads_per_collector,
-                    1.0 if preemptive_threshold is None else preemptive_threshold,
-                ),
+                threshold=self._threshold,
+                seed=self._seed,
+                collector_options=for_each,
+                options=options,
             )
-        self._trajectories: dict[int, TrajectoryCounter] = {}  # by the first env of a batch
-        self._episodes: dict[int, EpisodeCounter] = {}
-        self._next_traj_id = 0
-
-    def __iter__(self) -> Iterator[TensorDict | None]:
-        """Batches until `total_frames`; another ``iter`` goes on where the last one stopped."""
-        while self.total_frames < 0 or self.frames < self.total_frames:
-            batch = self.rollout()
-            if self._replay_buffer is None:
-                yield batch
-            else:
-                self._replay_buffer.extend(batch[batch["collector", "mask"]])
-                yield None
-
-    def rollout(self) -> TensorDict:
-        """The next batch. After an error the following one starts new episodes in all envs."""
-        if self._closed:
-            raise ClosedError("this collector was shut down; make another one")
-        batch = self._from_crew(self._crew) if self._crew is not None else self._from_staying()
-        self.batches += 1
-        if self._split_trajs:
-            batch = split_trajectories(batch)
-        return batch if self._storing_device is None else batch.to(self._storing_device)
+            return
+        warnings.warn(_explained(obstacle), UserWarning, stacklevel=caller_stacklevel())
+        for_each |= {
+            "num_envs": len(recipes),
+            "make_vec_options": {**(make_vec_options or {}), **options.for_envs()},
+            "seed": self._seed,
+            "overlap": not sync and len(recipes) > 1,
+        }
+        self._staying = Collector(envs, policy, **for_each)
 
     def update_policy_weights_(self, weights: Any = None) -> None:
         """From the next batch that each collector begins, it acts with these weights, whole.
@@ -239,11 +206,10 @@ class MultiCollector:
         elif self._crew is not None:
             self._crew.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
+    def _collect(self) -> TensorDict:
+        batch = self._from_crew(self._crew) if self._crew is not None else self._from_staying()
+        self.batches += 1
+        return batch
 
     def _from_crew(self, crew: Crew) -> TensorDict:
         storage, first_env, versions = crew.collect()
@@ -271,6 +237,7 @@ class MultiCollector:
 def _understood(
     envs: Any, num_envs: int | None, num_collectors: int, make_vec_options: Mapping[str, Any] | None
 ) -> list[Recipe]:
+    check_numbers(num_collectors=(num_collectors, 1))
     options = dict(make_vec_options or {})
     if unknown := sorted(options.keys() - set(_ENV_OPTIONS)):
         raise ConfigError(
@@ -279,25 +246,23 @@ def _understood(
         )
     if num_envs is None and not isinstance(envs, (list, tuple)):
         num_envs = num_collectors
-    wrappers = [*(options.get("wrappers") or ()), Inbound(options.get("groups"))]
+    wrappers = [*(options.get("wrappers") or ()), Inbound(options.get("groups"), options.get("state", True))]
     recipes = make_recipes(envs, num_envs, options.get("env_kwargs"), wrappers, resolve_foreign_id=resolve_foreign_id)
     if len(recipes) < num_collectors:
         raise ConfigError(f"num_collectors={num_collectors}, but there are only {len(recipes)} envs; each needs one")
     return recipes
 
 
-def _check(sync: bool, threshold: float | None, split_trajs: bool, compact: bool) -> None:
-    if split_trajs and compact:
-        raise ConfigError("split_trajs needs every row's next observation: not with compact=True")
+def _share(threshold: float | None, sync: bool) -> float:
+    """Of the collectors that a batch waits for."""
     if threshold is not None and not (sync and 0 < threshold <= 1):
         raise ConfigError(f"preemptive_threshold must lie in (0, 1], with sync=True, got {threshold!r}")
+    return 1.0 if threshold is None else threshold
 
 
 def _explained(obstacle: Obstacle) -> str:
+    ways_out = "; or\n  ".join(obstacle.ways_out())
     return (
         f"the policy cannot be copied to collector processes, because of {obstacle}. It stays in this process and acts "
-        "for all envs, which are stepped in workers. To have replicas nonetheless, either\n"
-        "  pass policy_factory=, which builds the policy in each collector; or\n"
-        f"  call muster.rebuild_with({obstacle.type_name.rsplit('.', 1)[-1]}, a_factory), which rebuilds it there; or\n"
-        "  mark the policy with muster.nn.uncopyable, or use muster.Collector, if staying is what you want."
+        f"for all envs, which are stepped in workers. To have replicas nonetheless, either\n  {ways_out}."
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from muster.errors import ConfigError, SpecMismatch
 from muster.rollout.envs import EnvSide
 from muster.rollout.fields import Array, Key, describe
+from muster.rollout.plain_modules import PlainModules, as_key
 from muster.rollout.storage import Storage
 
 IS_INIT = ("is_init",)
@@ -98,6 +99,10 @@ class PolicyActor:
         self._device = device
         self._initial = {as_key(key): value.to(device) for key, value in initial_state.items()}
         self._state = {key: self._expanded(value) for key, value in self._initial.items()}
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """What a kind of policy needs beyond that."""
 
     def begin(self, storage: Storage) -> None:
         self._storage = storage
@@ -166,35 +171,48 @@ class PolicyActor:
 class TensorDictActor(PolicyActor):
     """A module with ``in_keys`` and ``out_keys``. Keys k that it reads and gives as ``("next", k)`` are carried on."""
 
-    def __init__(
-        self,
-        policy: Callable[..., Any],
-        envs: EnvSide,
-        part: slice,
-        device: torch.device,
-        initial_state: Mapping[Any, Tensor],
-    ) -> None:
-        super().__init__(policy, envs, part, device, initial_state)
-        self._in_keys, out_keys = ([as_key(key) for key in keys] for keys in (policy.in_keys, policy.out_keys))  # type: ignore[attr-defined]  # what makes it one of these
+    def _set_up(self) -> None:
+        policy: Any = self._policy
+        self._in_keys, out_keys = ([as_key(key) for key in keys] for keys in (policy.in_keys, policy.out_keys))
         self._carried = [key for key in self._in_keys if ("next", *key) in out_keys]
         self._td = TensorDict({}, batch_size=[self._count])
         self._wants_is_init = IS_INIT in self._in_keys
-        self._is_init = torch.ones(self._count, 1, dtype=torch.bool, device=device)
-        self._given = {field.key for field in envs.observed} | {IS_INIT, *self._carried}
+        self._is_init = torch.ones(self._count, 1, dtype=torch.bool, device=self._device)
+        self._given = {field.key for field in self._envs.observed} | {IS_INIT, *self._carried}
         self._keys: list[Key] | None = None
+        self._plain = PlainModules(policy)
+        self._values: dict[Key, Tensor] = {}  # stands for the TensorDict: what is written stays for the next step
 
     def forget(self, done: Array) -> None:
         super().forget(done)
         self._is_init = self._is_init | torch.from_numpy(done).to(self._device).unsqueeze(-1)
 
     def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
-        td = self._td
+        values = self._values
         for field, row in zip(self._envs.observed, inputs, strict=True):
-            td.set(field.key, row)
-        for key, value in self._state.items():
-            td.set(key, value)
+            values[field.key] = row
+        values.update(self._state)
         if self._wants_is_init:
-            td.set(IS_INIT, self._is_init)
+            values[IS_INIT] = self._is_init
+        # The first step goes through the TensorDict, which finds the keys and explains what is wrong.
+        if self._keys is None or not self._plain.call(values):
+            self._call_policy(values)
+        assert self._keys is not None
+        outputs = {key: values[key] for key in self._keys}
+        for key in self._carried:
+            self._carry(key, outputs[("next", *key)], outputs)
+        if self._wants_is_init:
+            outputs[IS_INIT] = self._is_init
+            self._is_init = torch.zeros_like(self._is_init)
+        return outputs
+
+    def _call_policy(self, values: dict[Key, Tensor]) -> None:
+        """The policy's own way, by a TensorDict."""
+        td = self._td
+        for key, value in values.items():
+            # It holds what it was given before, but not what the modules have written without it.
+            if self._plain.able or key in self._given or key in self._state:
+                td.set(key, value)
         try:
             td = self._policy(td)
         except Exception as error:
@@ -205,13 +223,7 @@ class TensorDictActor(PolicyActor):
         if self._keys is None:
             given = [as_key(key) for key in td.keys(include_nested=True, leaves_only=True)]
             self._keys = [key for key in given if key not in self._given]
-        outputs: dict[Key, Tensor] = {key: td.get(key) for key in self._keys}
-        for key in self._carried:
-            self._carry(key, outputs[("next", *key)], outputs)
-        if self._wants_is_init:
-            outputs[IS_INIT] = self._is_init
-            self._is_init = torch.zeros_like(self._is_init)
-        return outputs
+        values.update({key: td.get(key) for key in self._keys})
 
     def _explained(self, missing: list[Key], error: Exception) -> Exception:
         names = ", ".join(map(describe, missing))
@@ -254,11 +266,6 @@ class PlainActor(PolicyActor):
 def is_tensordict_policy(policy: object) -> bool:
     """Whether it takes and gives a TensorDict."""
     return hasattr(policy, "in_keys") and hasattr(policy, "out_keys")
-
-
-def as_key(key: Any) -> Key:
-    """A TensorDict key as a tuple of names."""
-    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def _draw(space: spaces.Space[Any], lead: tuple[int, int], rng: np.random.Generator) -> Array:

@@ -15,6 +15,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import spaces
 
 from muster.errors import EnvError
@@ -76,6 +77,9 @@ class Replica(gymnasium.Env[Array, Array]):
     action_space = spaces.Box(0, 2**62, (1,), np.int64)
 
     def __init__(self, plan: ReplicaPlan) -> None:
+        # A forked process has none of the threads that torch's pool believes in, and would wait for them for ever. The
+        # worker sets the number asked for once all is built.
+        torch.set_num_threads(1)
         self._plan = plan
         recipes = unpack(plan.recipes) if isinstance(plan.recipes, bytes) else plan.recipes
         told = get_worker_info()

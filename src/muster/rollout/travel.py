@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,6 +37,22 @@ class Obstacle(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path} ({self.type_name}): {self.reason}"
+
+    def ways_out(self) -> tuple[str, ...]:
+        """What the policy's owner can do about it."""
+        return (
+            "pass policy_factory=, which builds the policy in each collector",
+            f"call muster.rebuild_with({self._rebuildable()}, a_factory), which rebuilds it there",
+            "mark the policy with muster.nn.uncopyable, or use muster.Collector, if staying is what you want",
+        )
+
+    def _rebuildable(self) -> str:
+        """What `rebuild_with` could be told: the object's class if that is its owner's, else the part that holds it."""
+        module, _, name = self.type_name.rpartition(".")
+        if module.partition(".")[0] not in ("", "torch", "_thread", "_ctypes", "ctypes", "socket", "builtins", "_io"):
+            return name
+        holder = self.path.rpartition(".")[0]
+        return holder if "." in holder and "[" not in holder else "a_class_or_submodule"
 
 
 def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:
@@ -73,13 +90,13 @@ def obstacle_to(policy: Any) -> Obstacle | None:
         if reason is not None:
             trail = walk.trail(value)
             if not any(id(holder) in rebuilt for _, holder in trail):
-                return Obstacle(trail[-1][0], type_name(value), reason)
+                return Obstacle(_as_written(trail[-1][0]), type_name(value), reason)
     outcome = attempt(policy, silence_s=_SILENCE_S, skip=rebuilt)
     if outcome.data is not None:
         return None
     blocking = [c for c in culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome]) if c.severity == "blocks"]
     if blocking:
-        return Obstacle(blocking[0].path, blocking[0].type, blocking[0].reason)
+        return Obstacle(_as_written(blocking[0].path), blocking[0].type, blocking[0].reason)
     return Obstacle("policy", type_name(policy), f"it cannot be pickled: {outcome.error}")
 
 
@@ -107,6 +124,11 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if factory is not None:
             return factory, ()
         return super().reducer_override(obj)
+
+
+def _as_written(path: str) -> str:
+    """The path as users write it: ``policy.encoder`` instead of ``policy._modules["encoder"]``."""
+    return re.sub(r"\._(?:modules|parameters|buffers)\[\"([^\"]+)\"\]", r".\1", path)
 
 
 def _reason_against(value: Any) -> str | None:

@@ -118,7 +118,7 @@ class Channel:
             slices = [one for one in (left_s, None if self._watch is None else _SLICE_S) if one is not None]
             if poller.poll(min(slices) * 1000 if slices else None):
                 return True
-            if self._watch is not None:
-                self._watch()
             if left_s == 0.0:
                 return False
+            if self._watch is not None:
+                self._watch()

@@ -1,0 +1,95 @@
+"""Running normalisation of observations and rewards, as Stable-Baselines3's ``VecNormalize`` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CLIP = 10.0  # in standard deviations
+EPSILON = 1e-8
+
+
+class RunningMoments:
+    """Mean and variance, float64 ``[*shape]``, of all rows seen so far (Chan et al. 1979, the pairwise update)."""
+
+    def __init__(self, shape: Sequence[int] = ()) -> None:
+        self.mean = torch.zeros(tuple(shape), dtype=torch.float64)
+        self.var = torch.ones(tuple(shape), dtype=torch.float64)
+        self.count = 0
+
+    def update(self, rows: Tensor) -> None:
+        """Counts rows ``[B, *shape]`` in."""
+        if not len(rows):
+            return
+        var, mean = torch.var_mean(rows.double(), dim=0, correction=0)
+        total = self.count + len(rows)
+        delta, share = mean - self.mean, len(rows) / total
+        self.var = self.var * (1 - share) + var * share + delta.square() * (share * (1 - share))
+        self.mean = self.mean + delta * share
+        self.count = total
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "var": self.var, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.mean, self.var, self.count = state["mean"], state["var"], int(state["count"])
+
+
+class ObservationNormalizer:
+    """Observations less their running mean, over their running deviation, within 10 deviations."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.moments = RunningMoments(shape)
+
+    def __call__(self, obs: Tensor) -> Tensor:
+        """obs: ``[B, *shape]`` of any dtype. Returns float32; the statistics stay as they are."""
+        scale = (self.moments.var + EPSILON).rsqrt()
+        return ((obs.double() - self.moments.mean) * scale).clamp(-CLIP, CLIP).float()
+
+    def update(self, obs: Tensor) -> Tensor:
+        """The same, with these observations counted in before."""
+        self.moments.update(obs)
+        return self(obs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.moments.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.moments.load_state_dict(state)
+
+
+class RewardNormalizer:
+    """Rewards over the running deviation of the discounted returns, within 10 of them; their sign is kept.
+
+    The return of an env is carried from rollout to rollout, and begins anew with each episode.
+    """
+
+    def __init__(self, num_envs: int, gamma: float) -> None:
+        self.moments = RunningMoments()
+        self._gamma = gamma
+        self._returns = torch.zeros(num_envs, dtype=torch.float64)
+
+    def update(self, rewards: Tensor, done: Tensor, mask: Tensor) -> Tensor:
+        """rewards: float32 ``[T, N]``; done, mask: bool ``[T, N]``; masked rows count for nothing. Returns as rewards.
+
+        All rows are divided by the same number: the deviation with this rollout counted in.
+        """
+        returns = torch.zeros(rewards.shape, dtype=torch.float64)
+        for t, (reward, ended, kept) in enumerate(zip(rewards, done, mask, strict=True)):
+            following = self._returns * self._gamma + reward
+            returns[t] = self._returns = torch.where(kept, following, self._returns)
+            self._returns = self._returns.masked_fill(ended, 0.0)
+        self.moments.update(returns[mask])
+        scale = (self.moments.var + EPSILON).rsqrt().float()
+        return (rewards * scale).clamp(-CLIP, CLIP)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the statistics; envs that are started again begin new episodes."""
+        return self.moments.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.moments.load_state_dict(state)
+        self._returns.zero_()

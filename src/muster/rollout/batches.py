@@ -1,0 +1,103 @@
+"""What all collectors have in common: counts, and what becomes of a batch once it is collected."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy as np
+from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
+
+from muster.errors import ClosedError, ConfigError
+from muster.rollout.devices import Device, to_device
+from muster.rollout.episodes import Episodes
+from muster.rollout.returns import split_trajectories
+
+
+class BatchSource(ABC):
+    """An iterator of batches until `total_frames`. The arguments are those of `Collector`. Raises ConfigError.
+
+    frames, batches: collected so far.  last_episodes: those that ended in the last batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        frames_per_batch: int,
+        total_frames: int,
+        init_random_frames: int,
+        max_frames_per_traj: int | None,
+        seed: int | None,
+        storing_device: Device,
+        split_trajs: bool,
+        compact: bool,
+        replay_buffer: Any,
+    ) -> None:
+        check_numbers(
+            frames_per_batch=(frames_per_batch, 1),
+            total_frames=(total_frames, -1),
+            init_random_frames=(init_random_frames, 0),
+            max_frames_per_traj=(max_frames_per_traj, 1),
+            seed=(seed, 0),
+        )
+        if split_trajs and compact:
+            raise ConfigError("split_trajs needs every row's next observation: not with compact=True")
+        self._limits = {
+            "frames_per_batch": frames_per_batch,
+            "init_random_frames": init_random_frames,
+            "max_frames_per_traj": max_frames_per_traj,
+            "compact": compact,
+        }
+        self.total_frames = total_frames
+        self.frames = 0
+        self.batches = 0
+        self.last_episodes = Episodes(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
+        self._seed = seed
+        self._compact = compact
+        self._split_trajs = split_trajs
+        self._replay_buffer = replay_buffer
+        self._storing_device = None if storing_device is None else to_device(storing_device)
+        self._closed = False
+
+    def __iter__(self) -> Iterator[TensorDict | None]:
+        """Batches until `total_frames`; another ``iter`` goes on where the last one stopped."""
+        while self.total_frames < 0 or self.frames < self.total_frames:
+            batch = self.rollout()
+            if self._replay_buffer is None:
+                yield batch
+            else:
+                self._replay_buffer.extend(batch[batch["collector", "mask"]])
+                yield None
+
+    def rollout(self) -> TensorDict:
+        """The next batch. After an error the following one starts new episodes in all envs."""
+        if self._closed:
+            raise ClosedError("this collector was shut down; make another one")
+        batch = self._collect()
+        if self._split_trajs:
+            batch = split_trajectories(batch)
+        return batch if self._storing_device is None else batch.to(self._storing_device)
+
+    @abstractmethod
+    def _collect(self) -> TensorDict:
+        """The next batch ``[T, N]``, counted."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Lets go of envs and processes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+
+def check_numbers(**least: tuple[int | None, int]) -> None:
+    """Each option's value and the least that makes sense; None where there may be none. Raises ConfigError."""
+    for name, (value, low) in least.items():
+        if value is None and name in ("max_frames_per_traj", "seed"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
+            raise ConfigError(f"{name} must be an int of at least {low}, got {value!r}")

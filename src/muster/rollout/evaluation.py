@@ -1,0 +1,37 @@
+"""How good a policy is: the returns of whole episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from muster.errors import ConfigError
+from muster.rollout.collector import Collector
+from muster.rollout.episodes import Episodes
+
+_STEPS = 64  # between two looks at what has ended
+
+
+def evaluate(envs: Any, policy: Callable[..., Any], *, episodes: int, seed: int | None = None) -> Episodes:
+    """The first K = `episodes` whole episodes that `policy` plays, by env; each of the N envs plays its share of them.
+
+    With shares fixed beforehand, short episodes are not over-represented, as they are among the first K to end.
+
+    envs: a vector env, which stays the caller's.  policy, seed: as for `Collector`. Raises ConfigError, and what
+    `Collector` raises.
+    """
+    if episodes < 1:
+        raise ConfigError(f"episodes must be at least 1, got {episodes!r}")
+    N = envs.num_envs
+    shares = [episodes // N + (env < episodes % N) for env in range(N)]
+    played: list[list[tuple[Any, int]]] = [[] for _ in range(N)]
+    with Collector(envs, policy, frames_per_batch=_STEPS * N, seed=seed, compact=True) as collector:
+        while any(len(one) < share for one, share in zip(played, shares, strict=True)):
+            collector.rollout()
+            for one_return, length, env in zip(*collector.last_episodes, strict=True):
+                if len(played[env]) < shares[env]:
+                    played[env].append((one_return, int(length)))
+    returns, lengths = zip(*(episode for one in played for episode in one), strict=True)
+    return Episodes(np.array(returns), np.array(lengths, np.int64), np.repeat(np.arange(N), shares))

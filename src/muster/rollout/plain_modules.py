@@ -1,0 +1,110 @@
+"""TensorDictModules called without a TensorDict, where that makes no difference but time.
+
+A call through a TensorDict costs some 100 us, more than a small network. Modules that do nothing but read keys, call a
+module, and write keys are called on a dict instead. Everything else is left to itself: subclasses, hooks, selected
+keys, keyword arguments, methods, probabilistic modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.modules.module as torch_module
+from tensordict import TensorDict, TensorDictBase  # type: ignore[import-untyped]  # ships no types
+from tensordict.nn import (  # type: ignore[import-untyped]  # ships no types
+    TensorDictModule,
+    TensorDictSequential,
+    skip_existing,
+)
+from torch import Tensor, nn
+
+from muster.rollout.fields import Key
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ABSENT = object()
+
+
+def as_key(key: Any) -> Key:
+    """A TensorDict key as a tuple of names."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+class PlainModules:
+    """The modules of `policy`, in turn; `able` is False where any of them has to be called through a TensorDict."""
+
+    def __init__(self, policy: Any) -> None:
+        parts = _parts(policy)
+        self.able = parts is not None
+        self._wrappers = [policy, *(parts or ())]
+        self._calls = [
+            (part.module, [as_key(key) for key in part.in_keys], [as_key(key) for key in part.out_keys])
+            for part in parts or ()
+        ]
+
+    def call(self, values: dict[Key, Tensor]) -> bool:
+        """Adds to `values` what the modules write there; False, and nothing is called, where that is not possible now.
+
+        Raises what the modules raise.
+        """
+        if not self.able or _changed(self._wrappers):
+            return False
+        available = set(values)
+        for _, in_keys, out_keys in self._calls:
+            if not available.issuperset(in_keys):
+                return False
+            available.update(out_keys)
+        for module, in_keys, out_keys in self._calls:
+            outputs = module(*[values[key] for key in in_keys])
+            if isinstance(outputs, (dict, TensorDictBase)):
+                outputs = _picked(outputs, out_keys)
+            elif not isinstance(outputs, tuple):
+                outputs = (outputs,)
+            for key, output in zip(out_keys, outputs, strict=True):
+                if isinstance(output, Tensor):
+                    values[key] = output
+                else:
+                    values.update(_leaves(key, TensorDict.from_any(output)))
+        return True
+
+
+def _parts(policy: Any) -> list[Any] | None:
+    """The plain modules that `policy` runs one after the other, None where it does anything else."""
+    if type(policy) is TensorDictModule:
+        plain = (
+            policy.inplace is True
+            and policy.method is None
+            and not policy.method_kwargs
+            and getattr(policy, "_kwargs", _ABSENT) is None
+            and getattr(policy, "_get_kwargs", _ABSENT) == {}
+            and "_" not in policy.out_keys
+        )
+        return [policy] if plain else None
+    if type(policy) is not TensorDictSequential:
+        return None
+    if policy.partial_tolerant or policy.inplace is not None or getattr(policy, "_select_before_return", True):
+        return None
+    inner = policy.module.values() if isinstance(policy.module, nn.ModuleDict) else policy.module
+    chains = [_parts(module) for module in inner]
+    return None if None in chains else [part for chain in chains if chain is not None for part in chain]
+
+
+def _picked(outputs: Any, out_keys: list[Key]) -> tuple[Any, ...]:
+    """What a module that returns a dict has under its keys; the dict itself where it lacks some."""
+    if isinstance(outputs, dict):
+        outputs = {as_key(key): value for key, value in outputs.items()}
+    if not all(key in outputs for key in out_keys):
+        return (outputs,)
+    return tuple(outputs[key] for key in out_keys)
+
+
+def _leaves(key: Key, value: Any) -> dict[Key, Any]:
+    if not isinstance(value, TensorDictBase):
+        return {key: value}
+    return {(*key, *as_key(inner)): value.get(inner) for inner in value.keys(include_nested=True, leaves_only=True)}
+
+
+def _changed(wrappers: list[Any]) -> bool:
+    """Whether something is to happen around the calls that was not there before."""
+    if skip_existing() or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return True
+    return any(vars(wrapper)[name] for wrapper in wrappers for name in _HOOKS)

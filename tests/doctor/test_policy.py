@@ -1,0 +1,129 @@
+"""What the doctor says of a policy: the decision that `MultiCollector` will take."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from patients import make_existing
+from torch import nn
+
+import muster
+from muster.doctor.policy import judge_policy
+
+MODULE = """
+import threading
+import gymnasium as gym
+from torch import nn
+
+class Guarded(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+        self.lock = threading.Lock()
+
+def make_policy():
+    return Guarded()
+
+def broken():
+    raise ValueError("no weights found")
+
+kept = gym.make("CartPole-v1")
+
+def gives_what_exists():
+    return kept.unwrapped
+"""
+
+
+def holding(what: object) -> nn.Module:
+    policy = nn.Linear(4, 2)
+    policy.deep = {"what": [what]}  # type: ignore[assignment]  # as users do it
+    return policy
+
+
+def test_a_policy_that_can_be_copied_is_good_news_with_its_size():
+    finding, verdict = judge_policy(nn.Linear(4, 2))
+    assert finding.severity == "good"
+    assert "2 weights (40 bytes)" in finding.text
+    assert verdict.copyable
+    assert verdict.weight_bytes == 40
+
+
+def test_what_is_in_the_way_is_told_with_path_type_reason_and_ways_out():
+    finding, verdict = judge_policy(holding(threading.Lock()))
+    assert finding.severity == "warns"
+    assert not verdict.copyable
+    assert (verdict.path, verdict.type) == ('policy.deep["what"][0]', "_thread.lock")
+    assert verdict.path in finding.text
+    assert verdict.reason in finding.text
+    assert any("policy_factory=" in way for way in verdict.ways_out)
+    assert any("muster.rebuild_with(a_class_or_submodule, a_factory)" in way for way in verdict.ways_out)
+    assert all(way in (finding.remedy or "") for way in verdict.ways_out)
+
+
+def test_a_policy_that_asks_to_stay_is_only_noted():
+    finding, verdict = judge_policy(muster.nn.uncopyable(holding(None)))
+    assert finding.severity == "note"
+    assert not verdict.copyable
+
+
+def test_placeholders_on_the_meta_device_are_no_obstacle():
+    assert judge_policy(holding(torch.empty(3, device="meta")))[1].copyable
+
+
+def test_diagnose_reports_it_beside_the_env_and_does_not_call_the_policy():
+    class Untouchable(nn.Module):
+        def forward(self, obs: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("the doctor called the policy")
+
+    diagnosis = muster.diagnose(make_existing, policy=Untouchable())
+    assert diagnosis.policy is not None
+    assert diagnosis.policy.copyable
+    assert diagnosis.blocks  # the env does
+    assert "policy: it can be copied" in str(diagnosis)
+    assert muster.diagnose(make_existing).policy is None
+
+
+@pytest.fixture
+def doctor(tmp_path: Path):
+    (tmp_path / "my_game.py").write_text(MODULE)
+    command = [sys.executable, "-c", "import muster.cli; muster.cli.main()", "doctor"]
+    return lambda *arguments: functools.partial(subprocess.run, capture_output=True, text=True, timeout=110)(
+        [*command, *arguments], cwd=tmp_path
+    )
+
+
+def test_the_command_tells_it_to_people(doctor):
+    done = doctor("my_game:gives_what_exists", "--policy", "my_game:make_policy")
+    said = " ".join(done.stdout.split())
+    assert "because of policy.lock (_thread.lock)" in said
+    assert "# pass policy_factory=" in said
+
+
+def test_the_command_tells_it_to_programs_and_a_policy_that_stays_blocks_nothing(doctor):
+    done = doctor("CartPole-v1", "--policy", "my_game:make_policy", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["policy"]["copyable"] is False
+    assert told["policy"]["path"] == "policy.lock"
+    assert {finding["severity"] for finding in told["findings"] if finding["topic"] == "policy"} == {"warns"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "status", "words"),
+    [
+        ("my_game:broken", 1, "it raised ValueError: no weights found"),
+        ("my_game:absent", 2, "It has: Guarded, make_policy"),
+        ("absent", 2, "--policy must be module:make_policy"),
+    ],
+)
+def test_policies_that_cannot_be_built_are_told_without_a_traceback(doctor, policy, status, words):
+    done = doctor("my_game:gives_what_exists", "--policy", policy)
+    assert done.returncode == status
+    assert words in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr

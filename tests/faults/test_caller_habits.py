@@ -1,0 +1,106 @@
+"""What callers do that other libraries don't reckon with: ignored signals, many vector envs, many resets."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from faulty_envs import CountingEnv
+
+import muster
+from processes import is_alive, kill_worker
+
+CONTEXTS = ("forkserver", "fork", "spawn")
+ACTIONS = np.zeros(2, np.int64)
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def make(**options: Any) -> Any:
+    return muster.make_vec(CountingEnv, 2, num_workers=2, **options)
+
+
+@pytest.fixture
+def _ignores_sigchld() -> Iterator[None]:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.usefixtures("_ignores_sigchld")
+def test_a_caller_that_ignores_sigchld(context: str) -> None:
+    with make(context=context, on_failure="restart") as envs:
+        envs.reset()
+        kill_worker(envs, 1)
+        _, _, _, truncated, infos = envs.step(ACTIONS)
+        assert truncated.tolist() == [False, True]
+        assert "worker 1 (env 1) died" in infos["restarted"][1]
+
+
+def test_deaths_in_one_vector_env_are_not_seen_in_another() -> None:
+    several = [make(context=context, on_failure="restart") for context in (*CONTEXTS, "fork")]
+    for envs in several:
+        envs.reset()
+        envs.send(ACTIONS)
+    kill_worker(several[1], 0)
+    for envs in reversed(several):
+        envs.recv()
+    several[1].close()
+    kill_worker(several[2], 1)
+    assert [envs.step(ACTIONS)[3].tolist() for envs in (several[0], several[2], several[3])] == [
+        [False, False],
+        [False, True],
+        [False, False],
+    ]
+    for envs in several:
+        envs.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"context": "fork"}, {"backend": "thread"}], ids=str)
+@pytest.mark.parametrize("pending", ["step", "call"])
+def test_garbage_collection_while_something_is_pending(options: Any, pending: str) -> None:
+    envs = make(**options)
+    envs.reset()
+    pids = [worker["pid"] for worker in envs.stats()["workers"]]
+    if pending == "step":
+        envs.send(ACTIONS)
+    else:
+        envs.call_async("reset")
+    box = [envs]
+    del envs
+    thread = threading.Thread(target=box.clear)  # the last reference goes in another thread
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert not any(is_alive(pid) for pid in pids if pid != os.getpid())
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_many_resets_and_calls_hold_no_more_fds(on_failure: str) -> None:
+    def fds() -> list[int]:
+        return [len(os.listdir("/proc/self/fd")), *[worker["fds"] for worker in envs.stats()["workers"]]]
+
+    with make(on_failure=on_failure) as envs:
+        envs.reset()
+        before = fds()
+        for _ in range(500):
+            envs.reset(options={"some": "thing"})
+            envs.get_attr("index")
+        assert fds() == before
+
+
+def test_many_restarts_hold_no_more_fds() -> None:
+    with make(on_failure="restart", max_restarts=100, context="fork") as envs:
+        envs.reset()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            kill_worker(envs, 0)
+            assert envs.step(ACTIONS)[3].tolist() == [True, False]
+            envs.step(ACTIONS)
+        assert len(os.listdir("/proc/self/fd")) == before

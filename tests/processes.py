@@ -1,0 +1,38 @@
+"""Looking at, and killing, processes that are not this one's children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+
+def stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; state ``X`` once there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X", "0"]
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie, which whoever adopted it may leave unreaped, is not."""
+    return stat_of(pid)[0] not in ("Z", "X")
+
+
+def parent_of(pid: int) -> int:
+    return int(stat_of(pid)[1])
+
+
+def wait_for_end(pid: int) -> None:
+    while is_alive(pid):
+        time.sleep(0.01)
+
+
+def kill_worker(envs: Any, worker: int) -> None:
+    """Returns once it is dead."""
+    pid = envs.stats()["workers"][worker]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    wait_for_end(pid)

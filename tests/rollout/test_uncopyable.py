@@ -1,0 +1,131 @@
+"""Policies that hold what cannot be copied: they collect, train and have targets as any other, where they are."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from counting_env import CountingEnv
+from gymnasium import spaces
+
+import muster
+from muster.algorithms import PPO, ActorCritic, PPOConfig
+from muster.nn import TargetParams
+from muster.rollout.collector import Collector
+from muster.rollout.multi_collector import MultiCollector
+
+ENV = functools.partial(CountingEnv, length=3)
+OBSERVATIONS, ACTIONS = spaces.Box(-1.0, 1e6, (2,), "float32"), spaces.Discrete(100)
+
+
+class OnlyOne:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("there is only one of me")
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "lock": threading.Lock,
+    "socket": socket.socket,
+    "pointer": lambda: ctypes.pointer(ctypes.c_int(3)),
+    "generator": lambda: (i for i in range(3)),
+    "non-leaf tensor": lambda: torch.ones(2, requires_grad=True) * 2,
+    "raising hook": OnlyOne,
+}
+
+
+class Holding(ActorCritic):
+    """Acts its bias: whatever it sees, all actions but `best` have no chance."""
+
+    def __init__(self, kind: str, best: int = 0) -> None:
+        super().__init__(OBSERVATIONS, ACTIONS, torch.Generator().manual_seed(0))
+        self.held = KINDS[kind]()
+        self.aim_at(best)
+
+    @torch.no_grad()
+    def aim_at(self, best: int) -> None:
+        last = self.actor[-1]
+        last.weight.zero_()
+        last.bias.fill_(-1e4)[best] = 0.0
+
+
+class Acting(torch.nn.Module):
+    """From observations to actions, by the policy that it wraps."""
+
+    def __init__(self, kind: str, best: int = 0) -> None:
+        super().__init__()
+        self.inner = Holding(kind, best)
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.inner.best(obs).squeeze(-1)
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def policy(kind: str) -> Iterator[Acting]:
+    made = Acting(kind, best=5)
+    yield made
+    if kind == "socket":
+        made.inner.held.close()
+
+
+def test_a_collector_uses_the_very_object(policy: Acting):
+    held = policy.inner.held
+    with Collector(ENV, policy, num_envs=2, frames_per_batch=8, make_vec_options={"backend": "serial"}) as collector:
+        assert collector.policy is policy
+        assert (collector.rollout()["action"] == 5).all()
+    assert policy.inner.held is held
+
+
+def test_in_several_collectors_it_stays_and_the_warning_says_why(policy: Acting):
+    with pytest.warns(UserWarning, match=r"policy\.inner\.held[\s\S]*It stays in this process[\s\S]*policy_factory"):
+        collector = MultiCollector(ENV, policy, num_collectors=2, frames_per_batch=8, context="fork")
+    with collector:
+        assert collector.policy is policy
+        assert (collector.rollout()["action"] == 5).all()
+        policy.inner.aim_at(7)
+        collector.update_policy_weights_()
+        assert (collector.rollout()["action"] == 7).all()
+
+
+def test_built_by_a_factory_it_has_replicas_whose_weights_follow(kind: str, policy: Acting):
+    factory = functools.partial(Acting, kind)
+    with MultiCollector(
+        ENV, policy, policy_factory=factory, num_collectors=2, frames_per_batch=8, context="fork"
+    ) as collector:
+        assert (collector.rollout()["action"] == 5).all()
+        policy.inner.aim_at(7)
+        collector.update_policy_weights_()
+        batch = collector.rollout()
+    assert (batch["action"] == 7).all()
+    assert (batch["collector", "policy_version"] == 2).all()
+
+
+def test_ppo_trains_it_as_it_is(policy: Acting):
+    inner, held = policy.inner, policy.inner.held
+    before = inner.critic[0].weight.clone()
+    with muster.make_vec(ENV, 2, backend="serial", autoreset_mode="same_step") as envs:
+        ppo = PPO(envs, PPOConfig(num_envs=2, num_steps=16), inner)
+        assert ppo.iterate().episodes.mean_return == 6.0
+        assert ppo.policy is inner
+    assert inner.held is held
+    assert not inner.critic[0].weight.equal(before)
+
+
+def test_it_has_a_target_network(policy: Acting):
+    target = TargetParams(policy)
+    policy.inner.aim_at(9)
+    obs = torch.zeros(3, 2)
+    assert (target(obs) == 5).all()
+    assert (policy(obs) == 9).all()
+    target.hard_update()
+    assert (target(obs) == 9).all()
