@@ -166,6 +166,14 @@ def test_ids_registered_by_hand_travel(registered):
     assert build_elsewhere(data).count("<TimeLimit<OrderEnforcing<PassiveEnvChecker<CartPoleEnv<Dynamic-v0>>>>>") == 2
 
 
+def test_factories_find_ids_registered_by_hand(registered):
+    registered("Dynamic-v0", entry_point=lambda: CartPoleEnv(), max_episode_steps=9)
+    lock = threading.Lock()
+    registered("Hopeless-v0", entry_point=lambda: CartPoleEnv(lock))
+    data = pack(make_recipes(lambda: gym.make("Dynamic-v0"), 2), start_method="spawn")
+    assert build_elsewhere(data).count("CartPoleEnv<Dynamic-v0>") == 2
+
+
 def test_module_of_an_id_is_imported_only_where_the_env_is_built(tmp_path, monkeypatch):
     (tmp_path / "lonely_envs.py").write_text(
         "import gymnasium\ngymnasium.register('Lonely-v0', 'gymnasium.envs.classic_control:CartPoleEnv')\n"
@@ -483,6 +491,17 @@ def closure_of_closure(env):
     return lambda: inner()
 
 
+def closure_of_attribute(holder):
+    return lambda: holder.env
+
+
+GLOBAL_HOLDER = Holder(GLOBAL_ENV)
+
+
+def make_from_global_holder():
+    return GLOBAL_HOLDER.env
+
+
 def default_of(env):
     def make(*, env=env):
         return env
@@ -502,6 +521,8 @@ def default_of(env):
         (GLOBAL_ENV.reset, "factory.__self__"),
         (Holder(GLOBAL_ENV).make, "factory.__self__.env"),
         (Holder(GLOBAL_ENV), "factory.env"),
+        (closure_of_attribute(Holder(GLOBAL_ENV)), "factory.<closure>.holder.env"),
+        (make_from_global_holder, "factory.<global>.GLOBAL_HOLDER.env"),
         (make_from_global, "factory.<global>.GLOBAL_ENV"),
         (make_from_global_dict, 'factory.<global>.GLOBAL_ENVS["env"]'),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -144,6 +145,69 @@ def test_same_step_keeps_the_final_obs_of_envs_that_reuse_their_buffer(make: Mak
     assert envs.episode_lengths.tolist() == [4, 4, 4]
 
 
+class ReusingAll(gym.Env[Any, Any]):
+    """Reuses the objects, arrays and lists that it gives, in its reset too."""
+
+    observation_space = spaces.Dict(x=spaces.Box(-9, 9, (1,)), graph=spaces.Graph(spaces.Box(-9, 9, (1,)), None))
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.nodes = np.zeros((2, 1), np.float32)
+        self.large = np.zeros(100_000)  # has no place in the infos' rows
+        self.trace: list[int] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.nodes[:] = self.large[:] = 0
+        self.trace.clear()
+        return self._obs(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.trace.append(len(self.trace) + 1)
+        self.nodes[:] = self.large[:] = len(self.trace)
+        return self._obs(), 0.0, len(self.trace) == 3, False, {"trace": self.trace, "large": self.large}
+
+    def _obs(self) -> dict[str, Any]:
+        return {"x": self.nodes[0], "graph": spaces.GraphInstance(self.nodes, None, None)}
+
+
+def test_same_step_keeps_final_objects_that_the_reset_reuses(make: MakeVec) -> None:
+    envs = make([ReusingAll] * 2, autoreset_mode="same_step")
+    first = envs.reset()[0]
+    actions = np.zeros(2, int)
+    envs.step(actions)
+    assert first["graph"][0].nodes.tolist() == [[0], [0]]
+    envs.step(actions)
+    infos = envs.step(actions)[4]
+    assert infos["final_obs"][1]["graph"].nodes.tolist() == [[3], [3]]
+    assert infos["final_info"]["trace"][1] == [1, 2, 3]
+    assert infos["final_info"]["large"][1][0] == 3
+
+
+class BusySimulator(Counter):
+    """Its second reset raises."""
+
+    resets = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.resets += 1
+        if self.resets == 2:
+            raise RuntimeError("busy")
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+def test_an_autoreset_that_failed_is_tried_again(make: MakeVec, mode: str) -> None:
+    envs = make([functools.partial(BusySimulator, length=1), functools.partial(Counter, length=9)], autoreset_mode=mode)
+    envs.reset(seed=5)
+    actions = np.zeros(2, int)
+    if mode == "next_step":
+        assert envs.step(actions)[2].tolist() == [True, False]
+    with pytest.raises(EnvError, match="busy"):
+        envs.step(actions)
+    _, rewards, terminated, _, _ = envs.step(actions)
+    assert (rewards[0], terminated[0]) == (0.0, False)
+
+
 def test_next_step_resets_on_the_step_after_the_end(make: MakeVec) -> None:
     envs = make([functools.partial(Counter, length=1 + i) for i in range(2)])
     envs.reset(seed=5)
@@ -277,6 +341,20 @@ INFO_SCRIPTS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.longdouble])
+def test_nan_is_found_in_every_float(dtype: type) -> None:
+    factory = functools.partial(Constant, dtype, (0, np.nan))
+    with (
+        muster.make_vec(factory, 1, backend="serial", check_finite=True) as envs,
+        pytest.raises(EnvError, match="NaN"),
+    ):
+        envs.reset()
+
+
+def test_close_takes_gymnasiums_default_timeout(make: MakeVec) -> None:
+    make([Counter] * 2).close(timeout=None)
+
+
 @pytest.mark.parametrize("mode", ["next_step", "same_step"])
 @pytest.mark.parametrize("script", INFO_SCRIPTS)
 def test_infos_arrive_in_gymnasiums_format(make: MakeVec, script: str, mode: str) -> None:
@@ -310,6 +388,53 @@ def test_infos_with_shapes_or_kinds_that_differ_become_objects(make: MakeVec) ->
     column = envs.step(np.zeros(4, int))[4]["v"]
     assert column[0] is None
     assert [len(value) for value in column[1:]] == [2, 3, 4]
+
+
+def test_infos_that_are_dicts_in_some_envs_and_numbers_in_others_become_objects(make: MakeVec) -> None:
+    scripts: list[list[dict[str, Any]]] = [[{"v": {"deep": 2}}], [{"v": 1}], [{"v": {"deep": 3}}]]
+    envs = make([functools.partial(Infos, script) for script in scripts])
+    envs.reset()
+    assert envs.step(np.zeros(3, int))[4]["v"].tolist() == [{"deep": 2}, 1, {"deep": 3}]
+
+
+def test_a_number_after_none_has_a_column_of_its_own(make: MakeVec) -> None:
+    envs = make([functools.partial(Infos, [{"v": None}, {"v": 1.5}])] * 2)
+    envs.reset()
+    assert envs.step(np.zeros(2, int))[4]["v"].tolist() == [None, None]
+    infos = envs.step(np.zeros(2, int))[4]
+    assert infos["v"].dtype == np.float64
+    assert infos["v"].tolist() == [1.5, 1.5]
+
+
+class Named(Counter):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return super().reset(seed=seed, options=options)[0], {"names": np.array(["a", None], object)}
+
+
+def test_a_partial_reset_spreads_arrays_of_objects(make: MakeVec) -> None:
+    envs = make([Named] * 2)
+    envs.reset()
+    infos = envs.reset(options={"reset_mask": np.array([False, True])})[1]
+    assert infos["names"].tolist() == [[None, None], ["a", None]]
+    assert infos["_names"].tolist() == [False, True]
+
+
+class Constant(gym.Env[Any, Any]):
+    """Observes ``values`` in a dtype, for ever."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, dtype: Any, values: tuple[float, ...]) -> None:
+        self.observation_space = spaces.Box(-9, 9, (len(values),), np.dtype(dtype))
+        self.obs = np.array(values, dtype)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return self.obs, {}
+
+
+def test_foreign_byte_order_is_understood(make: MakeVec) -> None:
+    factory = functools.partial(Constant, ">f4", (0.5, -1))
+    assert make([factory] * 2).reset()[0].tolist() == [[0.5, -1], [0.5, -1]]
 
 
 @pytest.mark.parametrize(
@@ -461,6 +586,19 @@ def test_wrappers_are_applied_in_order(make: MakeVec) -> None:
     envs.reset(seed=0)
     envs.step(np.zeros(2, int))
     assert envs.step(np.zeros(2, int))[3].tolist() == [True, True]
+
+
+def test_record_video_films_the_envs(make: MakeVec, tmp_path: Path) -> None:
+    pytest.importorskip("moviepy")
+    envs: Any = make("CartPole-v1", 2, env_kwargs={"render_mode": "rgb_array"})
+    envs = gym.wrappers.vector.RecordVideo(
+        envs, str(tmp_path / "films"), step_trigger=lambda step: step == 0, video_length=5
+    )
+    envs.reset(seed=1)
+    for _ in range(8):
+        envs.step(envs.action_space.sample())
+    envs.close()
+    assert [path.suffix for path in folder.iterdir()] == [".mp4"]
 
 
 def test_gymnasiums_vector_wrappers_work(make: MakeVec) -> None:

@@ -20,6 +20,7 @@ class Stepper:
         autoreset: int,
         check_finite: bool,
         actions_by_mail: bool,
+        lends_objects: bool,
         host: object,
         pauses: int,
         yields: int,

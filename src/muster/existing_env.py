@@ -68,19 +68,29 @@ def _held(holder: Any) -> Iterator[tuple[str, Any]]:
     elif kind is types.FunctionType:
         for cell_name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True):
             try:
-                yield f".<closure>.{cell_name}", cell.cell_contents
+                held = cell.cell_contents
             except ValueError:  # a variable that has no value yet
                 continue
+            yield f".<closure>.{cell_name}", held
+            yield from _attributes_of_instance(f".<closure>.{cell_name}", held, holder)
         yield ".__defaults__", holder.__defaults__
         yield ".__kwdefaults__", holder.__kwdefaults__
         for global_name in global_names(holder.__code__):
-            if is_env(holder.__globals__.get(global_name)) or type(holder.__globals__.get(global_name)) in _CONTAINERS:
-                yield f".<global>.{global_name}", holder.__globals__[global_name]
+            held = holder.__globals__.get(global_name)
+            if is_env(held) or type(held) in _CONTAINERS:
+                yield f".<global>.{global_name}", held
+            yield from _attributes_of_instance(f".<global>.{global_name}", held, holder)
     elif not issubclass(kind, type):
         call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
         if isinstance(call, types.FunctionType):
             yield from _named_attributes("", holder, call)
             yield ".__call__", call
+
+
+def _attributes_of_instance(prefix: str, held: Any, function: Any) -> Iterator[tuple[str, Any]]:
+    """Likewise, where `held` is a plain object, not a class, a module or a callable with a place of its own."""
+    if not issubclass(type(held), (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)):
+        yield from _named_attributes(prefix, held, function)
 
 
 def _named_attributes(prefix: str, instance: Any, function: Any) -> Iterator[tuple[str, Any]]:

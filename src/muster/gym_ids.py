@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import cloudpickle
 import gymnasium as gym
 from gymnasium.envs.registration import EnvCreator, EnvSpec, WrapperSpec, _find_spec, load_env_creator
 
@@ -22,6 +25,7 @@ ForeignResolver = Callable[[str], Callable[..., Any]]
 """Gives the factory of an id that starts with one of FOREIGN_PREFIXES; raises RecipeError for an unknown one."""
 
 _MAIN_MODULES = ("__main__", "__mp_main__")
+_GYMNASIUM = "gymnasium."
 # What Gymnasium's make_vec leaves in the spec of the vector env that it makes.
 _VECTOR_KEYS = ("num_envs", "vectorization_mode", "vector_kwargs", "wrappers")
 
@@ -71,16 +75,43 @@ def factory_of_spec(spec: EnvSpec) -> MakeGym:
         raise RecipeError(
             f"EnvSpec {spec.id!r} has no entry_point, so no env can be made from it; register it with one."
         )
-    portable = copy.copy(spec)
+    portable = _portable(spec)
     if "vectorization_mode" in portable.kwargs:
         portable.kwargs = {key: value for key, value in portable.kwargs.items() if key not in _VECTOR_KEYS}
-    if _is_in_main(portable.entry_point):
-        portable.entry_point = cast(EnvCreator, load_env_creator(str(portable.entry_point)))
     wrappers = getattr(portable, "additional_wrappers", ())
     first_late = next((i for i, w in enumerate(wrappers) if _is_in_main(w.entry_point)), len(wrappers))
     portable.additional_wrappers = tuple(wrappers[:first_late])
     late = tuple((load_env_creator(w.entry_point), w.kwargs or {}) for w in wrappers[first_late:])
     return MakeGym(portable, late)
+
+
+def pack_registrations() -> list[bytes]:
+    """What this process has registered beside Gymnasium's own envs, for `register_packed` in a fresh one.
+
+    What cannot be pickled is left out: who asks for it there is told that it is unknown.
+    """
+    named, held = [], []
+    for spec in gym.registry.values():
+        if _is_in_main(spec.entry_point):
+            held.append(_portable(spec))
+        elif isinstance(spec.entry_point, str):
+            named.append(spec)
+        elif spec.entry_point is not None:
+            held.append(spec)
+    named = [spec for spec in named if not str(spec.entry_point).startswith(_GYMNASIUM)]
+    held = [spec for spec in held if not getattr(spec.entry_point, "__module__", "").startswith(_GYMNASIUM)]
+    packed = []
+    for specs in (named, *([spec] for spec in held)):
+        with contextlib.suppress(Exception):
+            packed.append(cloudpickle.dumps(specs))
+    return packed
+
+
+def register_packed(packed: Sequence[bytes]) -> None:
+    """Registers what `pack_registrations` has packed elsewhere; leaves out what cannot be rebuilt here."""
+    for data in packed:
+        with contextlib.suppress(Exception):
+            gym.registry.update({spec.id: spec for spec in pickle.loads(data)})
 
 
 def vector_num_envs(spec: EnvSpec) -> int | None:
@@ -96,6 +127,14 @@ def vector_wrappers(spec: EnvSpec) -> tuple[Callable[[Any], Any], ...]:
 def unrecorded_wrapper(spec: EnvSpec) -> WrapperSpec | None:
     """The first wrapper that the spec cannot rebuild, because it did not record its arguments."""
     return next((wrapper for wrapper in spec.additional_wrappers if wrapper.kwargs is None), None)
+
+
+def _portable(spec: EnvSpec) -> EnvSpec:
+    """A copy that holds what it names in ``__main__``."""
+    portable = copy.copy(spec)
+    if _is_in_main(portable.entry_point):
+        portable.entry_point = cast(EnvCreator, load_env_creator(str(portable.entry_point)))
+    return portable
 
 
 def _is_in_main(entry_point: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -212,12 +213,12 @@ def _count_workers(num_envs: int, num_workers: int | None, cores: int, one_each:
     most = num_envs - 1 if caller_steps else num_envs
     if num_workers is None:
         return max(min(cores - 1 if caller_steps else cores, most), 0 if caller_steps else 1)
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or not num_workers >= 1:
+    if isinstance(num_workers, bool) or not hasattr(type(num_workers), "__index__") or not num_workers >= 1:
         raise ValueError(f"num_workers must be an int of at least 1, got {num_workers!r}")
     if num_workers > most:
         reason = "the calling process steps one env itself" if caller_steps else "a worker needs an env"
         raise ValueError(f"num_workers={num_workers} is too many for num_envs={num_envs}: {reason}; use at most {most}")
-    return num_workers
+    return operator.index(num_workers)
 
 
 def _refuse_without_processes(one_env_per_process: bool, caller_steps: bool, step_timeout: float | None) -> None:

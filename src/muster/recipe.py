@@ -15,7 +15,7 @@ import gymnasium as gym
 
 from muster.errors import CannotTravel, RecipeError
 from muster.existing_env import LiveEnvs
-from muster.gym_ids import ForeignResolver, MakeGym
+from muster.gym_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
 from muster.introspection import callable_name, subscript
 from muster.lazy_values import Lazy, LazyValues, lazy
 from muster.pickling import check_inheritable, dumps
@@ -168,19 +168,22 @@ def make_recipes(
 def pack(recipes: Sequence[Recipe], *, start_method: str) -> bytes:
     """The recipes as bytes for another process; what lives in ``__main__`` goes by value.
 
-    Comes back in under 5 s even if an object hangs while it is pickled. Warns about what arrives as something else
-    than it was (an open file) or is huge. Raises CannotTravel.
+    With them go the ids that are registered here, for factories that call ``gymnasium.make``. Comes back in under 5 s
+    even if an object hangs while it is pickled. Warns about what arrives as something else than it was (an open file)
+    or is huge. Raises CannotTravel.
     """
     parts: dict[str, Any] = {}
     for recipe in recipes:
         parts |= recipe.parts()
-    return dumps(list(recipes), parts, start_method=start_method)
+    return pickle.dumps((pack_registrations(), dumps(list(recipes), parts, start_method=start_method)))
 
 
 def unpack(data: bytes) -> list[Recipe]:
     """The recipes that ``pack`` packed. Raises CannotTravel where something in them cannot be rebuilt here."""
+    registrations, packed = pickle.loads(data)
+    register_packed(registrations)
     try:
-        recipes: list[Recipe] = pickle.loads(data)
+        recipes: list[Recipe] = pickle.loads(packed)
     except Exception as error:
         raise CannotTravel(
             f"the factory, a wrapper or a value of env_kwargs was sent to the worker, but cannot be rebuilt there: "

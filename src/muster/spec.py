@@ -97,7 +97,7 @@ class Leaf(Node):
     def __init__(self, space: Space, path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         super().__init__(space, path)
         self.shape = shape
-        self.dtype = np.dtype(dtype)
+        self.dtype = np.dtype(dtype).newbyteorder("=")  # what the core copies, it does not swap
         self.index = -1  # set by `tree`
         self.lenient = False  # likewise
         self.row_bytes = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize

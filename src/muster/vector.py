@@ -28,7 +28,7 @@ from muster.errors import (
     WaitTimeout,
 )
 from muster.spec import Array, Node, tree
-from muster.transport.infos import InfoReader, Infos, merge
+from muster.transport.infos import InfoReader, Infos, merge, spread
 from muster.transport.slab import Plan, contiguous
 
 __all__ = ["Batch", "VectorEnv"]
@@ -42,6 +42,7 @@ StepResult = tuple[Any, Floats, Bools, Bools, Infos]
 
 _SLICE_NS = 20_000_000
 _WATCH_S = 0.05
+_CLOSE_S = 5.0
 # Bits of the core's `unusual`, see _core/caller.hpp.
 _INFOS, _NOT_OK, _FINALS = 1, 2, 4
 
@@ -89,6 +90,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             self.num_envs = len(facts)
             self._set_spaces(facts, observation_mode)
             self._copy = copy
+            self._copies_per_obs = 2 if copy else 1
             self.metadata = {**facts[0].metadata, "autoreset_mode": autoreset_mode}
             self.render_mode = facts[0].render_mode
             self.spec = facts[0].spec
@@ -150,7 +152,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             return batch.obs, batch.infos
         infos: Infos = {}
         for key, column in batch.infos.items():
-            infos[key] = _spread(column, batch.env_ids, self.num_envs)
+            infos[key] = spread(column, batch.env_ids, self.num_envs)
         return self._batch_obs(self._all, [iter(())] * self.num_envs), infos
 
     # ---- step
@@ -279,13 +281,14 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
         ``workers``: for each worker the share of its time spent in envs, waiting and copying (they add up to 1), its
         env steps and resets, its private memory in bytes, and its open fds. ``env_steps`` is their sum,
-        ``copies_per_obs`` counts the copies from an env's own array to the caller's.
+        ``copies_per_obs`` is the most copies that an observation has taken from the env's own array to the caller's:
+        with ``copy=False`` one, and another where `recv` has delivered envs that do not lie side by side.
         """
         self._require_open()
         workers = worker_stats(self._backend.slab, self._backend.process_ids())
         return {
             "env_steps": sum(worker["env_steps"] for worker in workers),
-            "copies_per_obs": 2 if self._copy else 1,
+            "copies_per_obs": self._copies_per_obs,
             "restarts": int(self._records["restarts"].sum()),
             "workers": workers,
         }
@@ -312,14 +315,14 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """Each env's random generator; a copy, where the env lives in another process."""
         return self.get_attr("np_random")
 
-    def close_extras(self, timeout: float = 5.0, terminate: bool = False) -> None:
-        """Closes envs and workers, within about `timeout` seconds; `terminate` does not wait for env.close().
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Closes envs and workers, within about `timeout` seconds (None: 5); `terminate` does not wait for env.close().
 
         Raises EnvError if an ``env.close()`` did, after everything is closed. Dead workers are no error.
         """
         self._finalizer.detach()
         self._caller.closed = True
-        failures = self._backend.close(0.0 if terminate else timeout)
+        failures = self._backend.close(0.0 if terminate else _CLOSE_S if timeout is None else timeout)
         self.closed = True
         self._raise_failures(failures, None)
 
@@ -469,6 +472,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             return self._obs.batch(rows, lambda array: array[:0].copy(), [])
         part = contiguous(ids)
         if part is None:
+            self._copies_per_obs = 2
             return self._obs.batch(rows, lambda array: array[ids], objects)
         if self._copy:
             return self._obs.batch(rows, lambda array: array[part].copy(), objects)
@@ -485,15 +489,3 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             others = ", ".join(f"env {failure.env_index} ({failure.type_name})" for failure in failures[1:])
             error.add_note(f"In the same call failed: {others}")
         raise error
-
-
-def _spread(column: Any, ids: Array, num_envs: int) -> Any:
-    """A column of the envs `ids` as one of all envs."""
-    if isinstance(column, dict):
-        return {key: _spread(value, ids, num_envs) for key, value in column.items()}
-    if column.dtype == object:
-        full = np.full(num_envs, None, object)
-    else:
-        full = np.zeros((num_envs, *column.shape[1:]), column.dtype)
-    full[ids] = column
-    return full

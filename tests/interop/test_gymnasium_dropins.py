@@ -45,6 +45,8 @@ def test_actions_that_fit_no_space_reach_the_env_as_they_were_given(vectorise):
         assert envs.call("what") == (("int64", 7), ("int64", 8))
         with pytest.raises(ValueError, match="2 actions"):
             envs.step([1, 2, 3])
+        with pytest.raises(TypeError, match="2 actions"):
+            envs.step(1)
         assert envs.step([0, 0])[0].tolist() == [[3.0], [3.0]]
 
 

@@ -22,6 +22,7 @@ struct InfoColumn {
   size_t offset = 0;
   size_t bytes = 0;
   std::vector<InfoColumn> children;
+  bool takes_numbers = false;  // kObject: made for a number, or an array of numbers, that has no place in the row
 };
 
 class InfoTable {
@@ -77,6 +78,12 @@ class InfoTable {
 
   static bool plain(int type_num) { return PyTypeNum_ISNUMBER(type_num) || PyTypeNum_ISBOOL(type_num); }
 
+  static bool is_number(PyObject* value) {
+    if (PyFloat_CheckExact(value) || PyBool_Check(value) || PyLong_CheckExact(value)) return true;
+    if (PyArray_CheckExact(value)) return plain(PyArray_TYPE(reinterpret_cast<PyArrayObject*>(value)));
+    return PyArray_IsScalar(value, Number) || PyArray_IsScalar(value, Bool);
+  }
+
   bool classify(PyObject* info, Columns& columns, size_t& end) const {
     Py_ssize_t position = 0;
     PyObject *key, *value;
@@ -110,6 +117,7 @@ class InfoTable {
         column.kind = Kind::kDict;
         if (!classify(value, column.children, end)) return false;
       }
+      column.takes_numbers = is_number(value);
       column.offset = end;
       const size_t padded = (column.bytes + 15) & ~size_t(15);
       if (end + padded > row_bytes_)
@@ -121,7 +129,7 @@ class InfoTable {
     return true;
   }
 
-  static bool store(const Columns& columns, PyObject* info, char* row, PyObject* objects) {
+  bool store(const Columns& columns, PyObject* info, char* row, PyObject* objects) const {
     if (size_t(PyDict_GET_SIZE(info)) != columns.size()) return false;
     Py_ssize_t position = 0;
     PyObject *key, *value;
@@ -136,7 +144,7 @@ class InfoTable {
     return true;
   }
 
-  static bool store_value(const InfoColumn& column, PyObject* value, char* to, char* row, PyObject* objects) {
+  bool store_value(const InfoColumn& column, PyObject* value, char* to, char* row, PyObject* objects) const {
     switch (column.kind) {
       case Kind::kFloat: {
         if (!PyFloat_CheckExact(value)) return false;
@@ -178,7 +186,10 @@ class InfoTable {
         return true;
       }
       case Kind::kDict: return PyDict_CheckExact(value) && store(column.children, value, row, objects);
-      case Kind::kObject: break;
+      case Kind::kObject:
+        // A number deserves a column of its own: None at a reset must not make it an object on all steps to come.
+        if (!column.takes_numbers && schemas_.size() < kMaxSchemas / 2 && is_number(value)) return false;
+        break;
     }
     check(PyList_Append(objects, value));
     return true;

@@ -1,7 +1,9 @@
 // Observations into slab rows and slab rows into actions, along a tree that spec.py describes once.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -104,14 +106,18 @@ class ObsNode {
       if (!child.finite(slab, env, final)) return false;
     if (kind_ != Kind::kArray) return true;
     const char* row = slab + (final ? final_offset_ : offset_) + env * stride_;
-    auto all_finite = [&]<class T>(const T* numbers) {
-      for (size_t i = 0; i < row_bytes_ / sizeof(T); ++i)
-        if (!std::isfinite(numbers[i])) return false;
-      return true;
+    auto all = [&]<class T>(const T* numbers, auto is_finite) {
+      return std::all_of(numbers, numbers + row_bytes_ / sizeof(T), is_finite);
     };
-    if (type_num_ == NPY_FLOAT) return all_finite(reinterpret_cast<const float*>(row));
-    if (type_num_ == NPY_DOUBLE) return all_finite(reinterpret_cast<const double*>(row));
-    return true;
+    auto is_finite = [](auto number) { return std::isfinite(number); };
+    switch (type_num_) {
+      case NPY_HALF:
+        return all(reinterpret_cast<const uint16_t*>(row), [](uint16_t bits) { return (bits & 0x7c00) != 0x7c00; });
+      case NPY_FLOAT: return all(reinterpret_cast<const float*>(row), is_finite);
+      case NPY_DOUBLE: return all(reinterpret_cast<const double*>(row), is_finite);
+      case NPY_LONGDOUBLE: return all(reinterpret_cast<const long double*>(row), is_finite);
+      default: return true;
+    }
   }
 
  private:

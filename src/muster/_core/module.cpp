@@ -87,17 +87,17 @@ NB_MODULE(_core, m) {
   nb::class_<Stepper>(m, "Stepper")
       .def("__init__",
            [](Stepper* self, nb::tuple slab, uint32_t line, uint32_t first_env, nb::list envs, nb::tuple obs,
-              nb::tuple action, int autoreset, bool check_finite, bool actions_by_mail, nb::object host, int pauses,
-              int yields) {
+              nb::tuple action, int autoreset, bool check_finite, bool actions_by_mail, bool lends_objects,
+              nb::object host, int pauses, int yields) {
              import_numpy();
              guarded([&] {
                new (self) Stepper(slab.ptr(), line, first_env, envs.ptr(), obs.ptr(), action.ptr(), autoreset,
-                                  check_finite, actions_by_mail, host.ptr(), Patience{pauses, yields});
+                                  check_finite, actions_by_mail, lends_objects, host.ptr(), Patience{pauses, yields});
              });
            },
            nb::arg("slab"), nb::arg("line"), nb::arg("first_env"), nb::arg("envs"), nb::arg("obs"), nb::arg("action"),
-           nb::kw_only(), nb::arg("autoreset"), nb::arg("check_finite"), nb::arg("actions_by_mail"), nb::arg("host"),
-           nb::arg("pauses"), nb::arg("yields"))
+           nb::kw_only(), nb::arg("autoreset"), nb::arg("check_finite"), nb::arg("actions_by_mail"),
+           nb::arg("lends_objects"), nb::arg("host"), nb::arg("pauses"), nb::arg("yields"))
       .def("run", [](Stepper& self) { guarded([&] { self.run(); }); })
       .def("reset_env", [](Stepper& self, uint32_t i, nb::handle seed, nb::handle options) {
         guarded([&] { self.reset_env(i, seed.ptr(), options.ptr()); });

@@ -15,11 +15,12 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 // Steps the envs of one worker: reads actions from the slab, calls Python's env.step, writes the rows in place.
 //
 // `host` is the Python object around it. It is called only for what is rare: on_error(env, exception) -> mail bytes,
-// post(env, objects, final_objects) -> mail bytes, take_actions(env) -> iterator, on_new_schema().
+// post(env, objects, final_objects) -> mail bytes, own(objects) -> copies, take_actions(env) -> iterator,
+// on_new_schema().  lends_objects: the mail hands over the very objects, which the env may go on using.
 class Stepper {
  public:
   Stepper(PyObject* slab, uint32_t line, uint32_t first_env, PyObject* envs, PyObject* obs, PyObject* action,
-          int autoreset, bool check_finite, bool actions_by_mail, PyObject* host, Patience patience)
+          int autoreset, bool check_finite, bool actions_by_mail, bool lends_objects, PyObject* host, Patience patience)
       : slab_(slab),
         line_(slab_.lines[line]),
         first_env_(first_env),
@@ -29,6 +30,7 @@ class Stepper {
         autoreset_(Autoreset(autoreset)),
         check_finite_(check_finite),
         actions_by_mail_(actions_by_mail),
+        lends_objects_(lends_objects),
         host_(host),
         patience_(patience),
         infos_(slab_.info_bytes),
@@ -154,7 +156,8 @@ class Stepper {
 
   void step(uint32_t i, EnvRecord& record) {
     record.has_final = 0;
-    if (record.needs_reset && autoreset_ == Autoreset::kNextStep) return autoreset(i, record);
+    // same_step: the reset that belonged to the last step has failed.
+    if (record.needs_reset && autoreset_ != Autoreset::kDisabled) return autoreset(i, record);
 
     const bool given = record.command == Command::kStepGiven;
     Ref sent = actions_by_mail_ || given ? checked(PyObject_CallMethod(host_, "take_actions", "I", i)) : Ref();
@@ -192,6 +195,8 @@ class Stepper {
     record.was_reset = 0;
     if (!reset_now) return;
 
+    // The env may reuse in its reset what it has just given.
+    if (PyList_GET_SIZE(final_objects_.get())) own(final_objects_);
     store_reset_rows(call_reset(i), i, record);
     record.has_final = 1;
     record.needs_reset = 0;
@@ -235,13 +240,16 @@ class Stepper {
     record.info_schema = write_info(PyTuple_GET_ITEM(result.get(), 1), i, false, objects_);
   }
 
-  void write_obs(PyObject* obs, uint32_t i, bool final, const Ref& objects) {
+  void write_obs(PyObject* obs, uint32_t i, bool final, Ref& objects) {
     obs_.write(obs, slab_.base, first_env_ + i, final, objects.get());
+    if (lends_objects_ && PyList_GET_SIZE(objects.get())) own(objects);
     if (check_finite_ && !obs_.finite(slab_.base, first_env_ + i, final)) {
       PyErr_Format(PyExc_ValueError, "the observation holds NaN or infinity (check_finite=True): %.500R", obs);
       throw PythonError{};
     }
   }
+
+  void own(Ref& objects) { objects = checked(PyObject_CallMethod(host_, "own", "O", objects.get())); }
 
   uint32_t write_info(PyObject* info, uint32_t i, bool final, const Ref& objects) {
     uint32_t& hint = hints_[2 * i + final];
@@ -321,6 +329,7 @@ class Stepper {
   Autoreset autoreset_;
   bool check_finite_;
   bool actions_by_mail_;
+  bool lends_objects_;
   PyObject* host_;  // borrowed: the host owns this stepper
   Patience patience_;
   InfoTable infos_;

@@ -163,6 +163,7 @@ class Share:
             autoreset=options.autoreset_mode,
             check_finite=options.check_finite,
             actions_by_mail=slab.plan.action.has_objects,
+            lends_objects=mail.lends_objects,
             host=self,
             pauses=options.patience.pauses,
             yields=options.patience.yields,
@@ -183,8 +184,8 @@ class Share:
         if reason is None:
             return None
         return SpecMismatch(
-            f"env {self.first_env + i}, built anew, is laid out otherwise than before: {reason}. Make the factory build "
-            "the same spaces and agents every time",
+            f"env {self.first_env + i}, built anew, is laid out otherwise than before: {reason}. Make the factory "
+            "build the same spaces and agents every time",
             env_index=self.first_env + i,
         )
 
@@ -193,6 +194,10 @@ class Share:
     def on_error(self, i: int, error: BaseException) -> int:
         """Env i raised: mails the failure."""
         return self._mail.put(self.first_env + i, self.failure(i, error))
+
+    def own(self, objects: list[Any]) -> list[Any]:
+        """Copies of what an env has given, which it may change before it is posted or read."""
+        return self._mail.own(objects)
 
     def post(self, i: int, objects: list[Any], final_objects: list[Any]) -> int:
         """Mails what env i's observation and infos hold beside numbers."""

@@ -164,7 +164,7 @@ def merge(infos: Infos, info: Infos, row: int, count: int) -> Infos:
             if column is None:
                 column = np.full(count, None, object)
             column[row] = value
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and isinstance(infos.get(key, {}), dict):
             column = merge(infos.get(key, {}), value, row, count)
         else:
             column = _with_value(infos.get(key), infos.get(f"_{key}"), value, row, count)
@@ -173,12 +173,26 @@ def merge(infos: Infos, info: Infos, row: int, count: int) -> Infos:
     return infos
 
 
+def spread(column: Any, ids: Array, num_envs: int) -> Any:
+    """A column of the envs `ids` as one of all envs."""
+    if isinstance(column, dict):
+        return {key: spread(value, ids, num_envs) for key, value in column.items()}
+    if column.dtype == object:
+        full = np.full((num_envs, *column.shape[1:]), None, object)
+    else:
+        full = np.zeros((num_envs, *column.shape[1:]), column.dtype)
+    full[ids] = column
+    return full
+
+
 def _with_value(column: Any, given: Any, value: Any, row: int, count: int) -> Any:
     plain = isinstance(value, (bool, int, float, complex, np.number, np.bool_))
     array = np.asarray(value) if plain else value if isinstance(value, np.ndarray) else None
     if array is None or (plain and array.dtype == object):
         array = np.array(None)  # one object
-    if not isinstance(column, np.ndarray):
+    if isinstance(column, dict):
+        column = _as_objects(column, given)
+    elif column is None:
         single = array.dtype == object and array.ndim == 0
         column = np.full(count, None, object) if single else np.zeros((count, *array.shape), array.dtype)
     elif column.shape[1:] != array.shape or (array.dtype == object) != (column.dtype == object):
@@ -192,9 +206,15 @@ def _with_value(column: Any, given: Any, value: Any, row: int, count: int) -> An
     return column
 
 
-def _as_objects(column: Array, given: Array) -> Array:
-    """The values that were given, as objects: what follows has another shape, or is no number."""
-    objects = np.full(len(column), None, object)
-    for row in np.flatnonzero(given):
-        objects[row] = column[row]
+def _as_objects(column: Any, given: Array) -> Array:
+    """The values that were given, as objects: what follows is of another shape or kind."""
+    objects = np.full(len(given), None, object)
+    for row in np.flatnonzero(given).tolist():
+        objects[row] = _value(column, row)
     return objects
+
+
+def _value(column: Any, row: int) -> Any:
+    if not isinstance(column, dict):
+        return column[row]
+    return {key: _value(column[key], row) for key in column if f"_{key}" in column and column[f"_{key}"][row]}

@@ -6,6 +6,7 @@ fill up while the caller waits for a worker that waits for the pipe.
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from typing import Any, Protocol
@@ -19,6 +20,13 @@ _BOX_BYTES = 1 << 32
 class Mail(Protocol):
     """Boxes that hold one object each. Both backends' stepping loops write and read through this."""
 
+    lends_objects: bool
+    """Whether what is put is what `get` gives, not a copy."""
+
+    def own(self, objects: list[Any]) -> list[Any]:
+        """Copies of `objects`, as `get` would give them."""
+        ...
+
     def put(self, box: int, letter: object) -> int:
         """Stores `letter` and returns a length to hand to `get`, more than 0."""
         ...
@@ -31,9 +39,18 @@ class Mail(Protocol):
 class SharedMail:
     """Mail between processes. Letters are pickled: each side gets objects of its own. shares_main: see `dumps`."""
 
+    lends_objects = False
+
     def __init__(self, fd: int, *, shares_main: bool = False) -> None:
         self._fd = fd
         self._shares_main = shares_main
+
+    def own(self, objects: list[Any]) -> list[Any]:
+        try:
+            copies: list[Any] = pickle.loads(dumps(objects, shares_main=True))
+        except Exception:  # `put` will say it better
+            return objects
+        return copies
 
     def put(self, box: int, letter: object) -> int:
         data = dumps(letter, shares_main=self._shares_main)
@@ -59,8 +76,13 @@ class SharedMail:
 class LocalMail:
     """Mail within one process: the very objects."""
 
+    lends_objects = True
+
     def __init__(self) -> None:
         self._boxes: dict[int, object] = {}
+
+    def own(self, objects: list[Any]) -> list[Any]:
+        return [_copied(one) for one in objects]
 
     def put(self, box: int, letter: object) -> int:
         self._boxes[box] = letter
@@ -68,6 +90,13 @@ class LocalMail:
 
     def get(self, box: int, length: int) -> Any:
         return self._boxes.pop(box) if length else None
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # nothing else to be had of it than itself
+        return value
 
 
 def dumps(value: object, *, shares_main: bool = False) -> bytes:

@@ -1,0 +1,29 @@
+"""Short ways to one batch."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from counting_env import CountingEnv
+
+from muster.rollout.collector import Collector
+
+SERIAL = {"backend": "serial"}
+
+
+def count_env(**kwargs):
+    return functools.partial(CountingEnv, **kwargs)
+
+
+def collect(env, policy=None, *, T=8, num_envs=2, options=None, **kwargs):
+    """One batch of T steps, and the collector, which is shut down."""
+    options = {**SERIAL, **(options or {})}
+    with Collector(
+        env, policy, num_envs=num_envs, frames_per_batch=T * num_envs, make_vec_options=options, **kwargs
+    ) as collector:
+        return collector.rollout(), collector
+
+
+def zeros_policy(obs):
+    return torch.zeros(len(obs), dtype=torch.int64)

@@ -1,0 +1,102 @@
+"""`Collector`: envs that fail, collectors that were shut down, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from collecting import SERIAL, collect, count_env, zeros_policy
+from counting_env import CountingEnv, FailingEnv
+
+import muster
+from muster.errors import ClosedError, ConfigError, EnvError
+from muster.rollout.collector import Collector
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_after_an_env_error_the_next_batch_starts_afresh(overlap):
+    envs = [count_env(length=9), functools.partial(FailingEnv, length=9)]
+    with Collector(envs, zeros_policy, frames_per_batch=14, overlap=overlap, make_vec_options=SERIAL) as collector:
+        with pytest.raises(EnvError, match="the motor is stuck"):
+            collector.rollout()
+        batch = collector.rollout()
+    assert batch["observation"][:, 0].tolist() == [[1, count] for count in range(7)]
+    assert batch["observation"][:, 1].tolist() == [[1, count] for count in range(7)]
+
+
+def test_restarted_rows_are_masked():
+    envs = [count_env(length=9), functools.partial(FailingEnv, length=9)]
+    with Collector(
+        envs, zeros_policy, frames_per_batch=16, make_vec_options={**SERIAL, "on_failure": "restart"}
+    ) as collector:
+        batch = collector.rollout()
+    assert batch["collector", "mask"][:, 0].all()
+    assert batch["collector", "mask"][:, 1].tolist() == [True] * 4 + [False] + [True] * 3
+    assert batch["next", "truncated"][4, 1].item()
+    assert batch["collector", "traj_ids"][5, 1] != batch["collector", "traj_ids"][3, 1]
+    assert len(collector.last_episodes.returns) == 0
+
+
+def test_a_collector_that_was_shut_down_says_so():
+    _, collector = collect(count_env(), zeros_policy)
+    with pytest.raises(ClosedError, match="shut down"):
+        collector.rollout()
+
+
+def test_the_callers_vector_env_stays_open():
+    with muster.make_vec(count_env(), 2, backend="serial", autoreset_mode="same_step") as envs:
+        with Collector(envs, zeros_policy, frames_per_batch=4) as collector:
+            collector.rollout()
+        assert not envs.closed
+        with pytest.raises(ConfigError, match="num_envs"):
+            Collector(envs, zeros_policy, frames_per_batch=4, num_envs=3)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"frames_per_batch": 0}, {"frames_per_batch": 2.5}, {"seed": -1}, {"max_frames_per_traj": 0}]
+)
+def test_numbers_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Collector(count_env(), zeros_policy, make_vec_options=SERIAL, **{"frames_per_batch": 4, **wrong})
+
+
+def test_spaces_without_a_shape_are_refused_by_name():
+    class Texts(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Dict({"note": gym.spaces.Text(5)})
+
+    with pytest.raises(ConfigError, match="note"):
+        Collector(Texts, zeros_policy, frames_per_batch=4, make_vec_options=SERIAL)
+
+
+def test_observations_that_would_hide_a_key_of_the_batch_are_refused():
+    class Hiding(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Dict({"action": gym.spaces.Discrete(2)})
+
+    with pytest.raises(ConfigError, match="'action'"):
+        Collector(Hiding, zeros_policy, frames_per_batch=4, make_vec_options=SERIAL)
+
+
+def test_at_most_two_copies_per_observation():
+    with Collector(count_env(), zeros_policy, num_envs=2, frames_per_batch=4, make_vec_options=SERIAL) as collector:
+        collector.rollout()
+        assert collector.stats()["copies_per_obs"] == 2
+
+
+def test_float64_observations_arrive_as_they_are():
+    class Doubles(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Box(-1.0, 9.0, (2,), np.float64)
+
+        def _obs(self):
+            return super()._obs().astype(np.float64)
+
+    batch, _ = collect(Doubles, zeros_policy)
+    assert batch["observation"].dtype == torch.float64
