@@ -591,9 +591,8 @@ def test_wrappers_are_applied_in_order(make: MakeVec) -> None:
 def test_record_video_films_the_envs(make: MakeVec, tmp_path: Path) -> None:
     pytest.importorskip("moviepy")
     envs: Any = make("CartPole-v1", 2, env_kwargs={"render_mode": "rgb_array"})
-    envs = gym.wrappers.vector.RecordVideo(
-        envs, str(tmp_path / "films"), step_trigger=lambda step: step == 0, video_length=5
-    )
+    folder = tmp_path / "films"
+    envs = gym.wrappers.vector.RecordVideo(envs, str(folder), step_trigger=lambda step: step == 0, video_length=5)
     envs.reset(seed=1)
     for _ in range(8):
         envs.step(envs.action_space.sample())
