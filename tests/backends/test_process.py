@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import muster
+from muster.backends import launch
 from sample_envs import Counter, Reporting
 
 CONTEXTS = ("fork", "forkserver", "spawn")
@@ -34,6 +36,7 @@ import sys
 import gymnasium as gym
 import numpy as np
 import muster
+from muster.backends import launch
 
 print("run as", __name__)
 
@@ -219,3 +222,14 @@ def test_close_leaves_nothing_behind(context: str) -> None:
     assert set(os.listdir("/proc/self/fd")) == fds_before
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     assert children() == children_before
+
+
+def test_a_launcher_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_ANSWER_S", 2.0)
+    client = launch.LauncherClient.acquire("forkserver", threads=1)
+    try:
+        os.kill(client._process.pid, signal.SIGSTOP)
+        with muster.make_vec([Counter] * 2, num_workers=2) as envs:
+            assert envs.reset(seed=3)[0].shape == (2, 3)
+    finally:
+        client.release()

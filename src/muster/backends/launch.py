@@ -33,6 +33,8 @@ _BOOT = (
     "from muster.backends.launcher import main; main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == 'preload')"
 )
 _TAIL_LINES = 20
+# It has 0.3 s of imports to do at first, and then only to fork.
+_ANSWER_S = 60.0
 
 # The caller's ends of everything that belongs to workers: a forked worker closes what is not its own.
 _own_fds: set[int] = set()
@@ -244,6 +246,8 @@ class LauncherClient:
                     self._control, [HEADER.pack(len(body))], [*(fds[name] for name in WORKER_FDS), status_write]
                 )
                 self._control.sendall(body)
+                if not select_readable(self._control.fileno(), _ANSWER_S):
+                    self._process.kill()  # stopped, or stuck: it must not start the worker later, beside another one
                 answer, pidfds, _, _ = socket.recv_fds(self._control, HEADER.size, 1)
             except BaseException as error:
                 os.close(status_read)
