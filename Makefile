@@ -29,7 +29,7 @@ soak: $(VENV)/.core ## Kill and stop workers at random for 5 minutes, and check 
 	$(BIN)/python tests/faults/soak.py --seconds 300 $(ARGS)
 
 sanitize: build/sanitize/.core ## Run the stepping tests on a core built with AddressSanitizer and UBSan
-	# Not under fork: GCC 12's AddressSanitizer holds its allocator's lock across it.
+	@# Not under fork: GCC 12's AddressSanitizer holds its allocator's lock across it.
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" PYTHONMALLOC=malloc \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	build/sanitize/bin/python -m pytest -m "not slow" -p no:cacheprovider --timeout 600 -k "forkserver or not fork" $(SANITIZED) $(ARGS)

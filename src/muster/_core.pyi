@@ -22,8 +22,7 @@ class Stepper:
         actions_by_mail: bool,
         lends_objects: bool,
         host: object,
-        pauses: int,
-        yields: int,
+        patience: tuple[int, int, int],
     ) -> None: ...
     def run(self) -> None: ...
     def reset_env(self, i: int, seed: object, options: object) -> None: ...
@@ -44,8 +43,7 @@ class Caller:
         *,
         copy: bool,
         must_reset: bool,
-        pauses: int,
-        yields: int,
+        patience: tuple[int, int, int],
     ) -> None: ...
     closed: bool
     calling: bool

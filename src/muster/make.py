@@ -26,6 +26,8 @@ from muster.recipe import Recipe, WorkerInfo, make_recipes
 from muster.vector import AUTORESET_MODES, VectorEnv
 
 BACKENDS = ("serial", "thread", "process")
+# About 1 ms.
+_YIELDS_APART = 3000
 
 
 def make_vec(
@@ -173,11 +175,12 @@ def patience(cores: int, processes: int) -> tuple[Patience, Patience]:
     """How long the caller and the workers wait awake; measured in docs/adr/0003-doorbell.md.
 
     With more processes than cores the caller sleeps at once: awake, it would keep a worker off its core. Workers stay
-    awake for about the time that the caller takes between two steps.
+    awake for about the time that the caller takes between two steps; where they have a core of their own, for the time
+    that a policy takes.
     """
     if processes > cores:
-        return Patience(0, 0), Patience(0, 100)
-    return Patience(1000, 300), Patience(1000, 300)
+        return Patience(0, 0), Patience(0, 100, _YIELDS_APART if processes == cores + 1 else 0)
+    return Patience(1000, 300), Patience(1000, 300, _YIELDS_APART)
 
 
 def _check_numbers(

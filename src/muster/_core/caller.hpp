@@ -136,6 +136,7 @@ class Caller {
       request(uint32_t(ids[k]), command);
       ring_line[line_of_[ids[k]]] = 1;
     }
+    tell_pace();
     for (uint32_t w = 0; w < slab_.num_lines; ++w)
       if (ring_line[w]) ring(slab_.lines[w]);
   }
@@ -165,6 +166,7 @@ class Caller {
   // (env_ids, rewards, terminated, truncated, unusual) of what is ready, in the order of env ids.
   Ref collect_ready() {
     Entry entry(*this);
+    ready_at_ns_ = now_ns();
     std::vector<uint32_t> ready;
     for (uint32_t i = 0; i < slab_.num_envs; ++i)
       if (pending_[i] && finished(i) && !(recovers_ && slab_.records[i].status != Status::kOk)) ready.push_back(i);
@@ -255,6 +257,9 @@ class Caller {
   // How long a wait lasts before Python looks after signals and workers: a death is noticed within this.
   static constexpr int64_t kSliceNs = 20'000'000;
 
+  // A caller that rings again within this is in a loop that does nothing but step.
+  static constexpr int64_t kQuickNs = 50'000;
+
   enum Unusual { kInfos = 1, kNotOk = 2, kFinals = 4 };
 
   struct KeptRows {
@@ -330,6 +335,12 @@ class Caller {
     return true;
   }
 
+  // What workers go by when they choose how to wait.
+  void tell_pace() {
+    slab_.caller->core.store(uint32_t(sched_getcpu()), std::memory_order_relaxed);
+    slab_.caller->lingers.store(now_ns() - ready_at_ns_ > kQuickNs, std::memory_order_relaxed);
+  }
+
   void request(uint32_t env, Command command) {
     EnvRecord& record = slab_.records[env];
     if (recovers_) keep(env);
@@ -349,6 +360,7 @@ class Caller {
   }
 
   void send_all(Command command = Command::kStep) {
+    tell_pace();
     for (uint32_t w = 0; w < slab_.num_lines; ++w) {
       for (uint32_t i = first_envs_[w]; i < first_envs_[w + 1]; ++i) request(i, command);
       ring(slab_.lines[w]);
@@ -386,6 +398,7 @@ class Caller {
   }
 
   Ref collect_all() {
+    ready_at_ns_ = now_ns();
     npy_intp count = slab_.num_envs;
     Scalars scalars(count);
     for (npy_intp i = 0; i < count; ++i) deliver(uint32_t(i), i, scalars);
@@ -414,6 +427,7 @@ class Caller {
   bool all_started_ = false;
   uint32_t num_pending_ = 0;
   uint32_t delivered_ = 0;
+  int64_t ready_at_ns_ = 0;
   std::atomic<bool> busy_{false};
   bool recovers_ = false;
   std::vector<KeptRows> kept_;

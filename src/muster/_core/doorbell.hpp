@@ -19,13 +19,17 @@
 
 namespace muster {
 
+inline int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+}
+
 inline uint64_t ticks() {
 #if defined(__x86_64__)
   return __builtin_ia32_rdtsc();
 #else
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return uint64_t(now.tv_sec) * 1'000'000'000u + uint64_t(now.tv_nsec);
+  return uint64_t(now_ns());
 #endif
 }
 
@@ -52,15 +56,17 @@ inline void futex_wake(std::atomic<uint32_t>& word) {
 struct Patience {
   int pauses;
   int yields;
+  int yields_apart;  // more of them, while they take nothing from the process awaited
 };
 
-template <class Done>
-inline bool wait_awake(const Patience& patience, Done done) {
+// `in_the_way`: whether a yield number i would take something from the process awaited.
+template <class Done, class InTheWay>
+inline bool wait_awake(const Patience& patience, Done done, InTheWay in_the_way) {
   for (int i = 0; i < patience.pauses; ++i) {
     if (done()) return true;
     pause_core();
   }
-  for (int i = 0; i < patience.yields; ++i) {
+  for (int i = 0; i < patience.yields + patience.yields_apart && !in_the_way(i); ++i) {
     if (done()) return true;
     sched_yield();
   }
@@ -76,9 +82,16 @@ inline void ring(WorkerLine& line) {
   if (line.asleep.load(std::memory_order_relaxed)) futex_wake(line.rung);
 }
 
-inline void wait_for_ring(WorkerLine& line, uint32_t seen, const Patience& patience) {
+inline void wait_for_ring(WorkerLine& line, const CallerLine& caller, uint32_t seen, const Patience& patience) {
   auto rung = [&] { return line.rung.load(std::memory_order_acquire) != seen; };
-  while (!wait_awake(patience, rung)) {
+  // On the core of a caller that has more to do than to ring again, it is best to sleep at once: whoever waits for its
+  // turn there meanwhile is owed time, and keeps the core from the caller when that is woken the next time.
+  auto in_the_way = [&](int i) {
+    if (caller.core.load(std::memory_order_relaxed) != uint32_t(sched_getcpu())) return false;
+    if (caller.lingers.load(std::memory_order_relaxed)) return true;
+    return i >= patience.yields && !caller.armed.load(std::memory_order_relaxed);
+  };
+  while (!wait_awake(patience, rung, in_the_way)) {
     line.asleep.store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!rung()) futex_wait(line.rung, seen, -1);
@@ -110,7 +123,7 @@ inline void announce_finished(WorkerLine& line, CallerLine& caller, const Worker
 inline bool wait_for_finished(CallerLine& caller, const WorkerLine* lines, uint32_t num_workers, uint32_t target,
                               const Patience& patience, int64_t slice_ns) {
   auto done = [&] { return reached(total_finished(lines, num_workers), target); };
-  if (wait_awake(patience, done)) return true;
+  if (wait_awake(patience, done, [](int) { return false; })) return true;
   caller.target.store(target, std::memory_order_relaxed);
   caller.armed.store(1, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);

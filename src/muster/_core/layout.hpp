@@ -56,6 +56,8 @@ static_assert(sizeof(WorkerLine) == 192);
 struct alignas(64) CallerLine {
   std::atomic<uint32_t> armed;   // futex word: 1 while the caller sleeps, or is about to
   std::atomic<uint32_t> target;  // sum of `finished` over the workers that wakes it
+  std::atomic<uint32_t> core;    // on which it last rang
+  std::atomic<uint32_t> lingers;  // whether it took long from having its results to ringing
 };
 
 // A counter with one writer needs no read-modify-write instruction.

@@ -24,6 +24,10 @@ auto guarded(Call call) {
   }
 }
 
+Patience patience_of(nb::tuple numbers) {
+  return {nb::cast<int>(numbers[0]), nb::cast<int>(numbers[1]), nb::cast<int>(numbers[2])};
+}
+
 nb::object handed_over(Ref ref) { return nb::steal(ref.release()); }
 
 // NumPy's C API, imported with the first object that needs it: the launcher and the watchdog don't.
@@ -88,16 +92,17 @@ NB_MODULE(_core, m) {
       .def("__init__",
            [](Stepper* self, nb::tuple slab, uint32_t line, uint32_t first_env, nb::list envs, nb::tuple obs,
               nb::tuple action, int autoreset, bool check_finite, bool actions_by_mail, bool lends_objects,
-              nb::object host, int pauses, int yields) {
+              nb::object host, nb::tuple patience) {
              import_numpy();
              guarded([&] {
                new (self) Stepper(slab.ptr(), line, first_env, envs.ptr(), obs.ptr(), action.ptr(), autoreset,
-                                  check_finite, actions_by_mail, lends_objects, host.ptr(), Patience{pauses, yields});
+                                  check_finite, actions_by_mail, lends_objects, host.ptr(),
+                                  patience_of(patience));
              });
            },
            nb::arg("slab"), nb::arg("line"), nb::arg("first_env"), nb::arg("envs"), nb::arg("obs"), nb::arg("action"),
            nb::kw_only(), nb::arg("autoreset"), nb::arg("check_finite"), nb::arg("actions_by_mail"),
-           nb::arg("lends_objects"), nb::arg("host"), nb::arg("pauses"), nb::arg("yields"))
+           nb::arg("lends_objects"), nb::arg("host"), nb::arg("patience"))
       .def("run", [](Stepper& self) { guarded([&] { self.run(); }); })
       .def("reset_env", [](Stepper& self, uint32_t i, nb::handle seed, nb::handle options) {
         guarded([&] { self.reset_env(i, seed.ptr(), options.ptr()); });
@@ -116,16 +121,16 @@ NB_MODULE(_core, m) {
   nb::class_<Caller>(m, "Caller")
       .def("__init__",
            [](Caller* self, nb::tuple slab, nb::list first_envs, nb::object obs, nb::object action, nb::object low,
-              nb::object high, bool copy, bool must_reset, int pauses, int yields) {
+              nb::object high, bool copy, bool must_reset, nb::tuple patience) {
              import_numpy();
              guarded([&] {
                new (self) Caller(slab.ptr(), first_envs.ptr(), obs.ptr(), action.ptr(), low.ptr(), high.ptr(), copy,
-                                 must_reset, Patience{pauses, yields});
+                                 must_reset, patience_of(patience));
              });
            },
            nb::arg("slab"), nb::arg("first_envs"), nb::arg("obs").none(), nb::arg("action").none(),
            nb::arg("low").none(), nb::arg("high").none(), nb::kw_only(), nb::arg("copy"), nb::arg("must_reset"),
-           nb::arg("pauses"), nb::arg("yields"))
+           nb::arg("patience"))
       .def("allow_unreset", &Caller::allow_unreset)
       .def("set_local", [](Caller& self, nb::handle stepper) {
         self.set_local(nb::cast<Stepper*>(stepper), stepper.ptr());

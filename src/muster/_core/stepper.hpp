@@ -59,7 +59,7 @@ class Stepper {
       const uint64_t start = ticks();
       {
         GilReleased released;
-        wait_for_ring(line_, seen, patience_);
+        wait_for_ring(line_, *slab_.caller, seen, patience_);
       }
       bump(line_.ticks_waiting, ticks() - start);
       check(PyErr_CheckSignals());

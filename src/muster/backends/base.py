@@ -144,8 +144,7 @@ def make_caller(slab: Slab, options: CallerOptions) -> _core.Caller:
         high,
         copy=options.copy,
         must_reset=options.must_reset,
-        pauses=options.patience.pauses,
-        yields=options.patience.yields,
+        patience=options.patience,
     )
 
 

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,12 +72,12 @@ class Failure:
         return error if isinstance(error, BaseException) else None
 
 
-@dataclass(frozen=True)
-class Patience:
+class Patience(NamedTuple):
     """How long to wait awake before sleeping, see _core/doorbell.hpp."""
 
     pauses: int
     yields: int
+    yields_apart: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,7 @@ class Share:
             actions_by_mail=slab.plan.action.has_objects,
             lends_objects=mail.lends_objects,
             host=self,
-            pauses=options.patience.pauses,
-            yields=options.patience.yields,
+            patience=options.patience,
         )
 
     def _misfit(self, i: int, env: Any) -> SpecMismatch | None:
