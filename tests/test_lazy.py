@@ -81,6 +81,22 @@ def test_released_in_reverse_order_and_once():
     assert events == ["close b", "close a"]
 
 
+def test_what_several_lazies_return_is_released_once():
+    events = []
+
+    @contextmanager
+    def opened():
+        events.append("enter")
+        yield Resource("b", events)
+        events.append("exit")
+
+    one, other = lazy(Resource, "a", events), lazy(opened)
+    values, resolved = resolve(one=lazy(lambda it: it, one), other=lazy(lambda it: it, other), again=one)
+    assert resolved["one"] is resolved["again"]
+    values.release(5.0)
+    assert events == ["enter", "exit", "close a"]
+
+
 def test_context_managers_are_entered_and_left():
     events = []
 

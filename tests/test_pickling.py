@@ -116,7 +116,7 @@ FORK_UNKNOWN = 'Whether context="fork" would be safe'
         (lambda: ctypes.pointer(ctypes.c_int(3)), "LP_c_int", "muster.lazy(LP_c_int, ...)", FORK_SAFE),
         (lambda: ctypes.CDLL(None), "ctypes.CDLL", "muster.lazy(ctypes.CDLL,", FORK_SAFE),
         (multiprocessing.get_context("fork").Lock, "multiprocessing.synchronize.Lock", "muster.lazy(", FORK_SAFE),
-        (RaisesInReduce, "RaisesInReduce", "muster.lazy(RaisesInReduce, ...)", FORK_SAFE),
+        (RaisesInReduce, "RaisesInReduce", "muster.lazy(test_pickling.RaisesInReduce, ...)", FORK_SAFE),
         (ExitsInReduce, "ExitsInReduce", "SystemExit: 3", FORK_SAFE),
         (threading.Thread, "threading.Thread", "muster.lazy(", FORK_UNSAFE),
         (closed_file, "_io.TextIOWrapper", "muster.lazy(open, ", FORK_UNSAFE),
@@ -154,11 +154,29 @@ def test_what_is_open_is_never_offered_to_fork(tmp_path, open_resource, type_nam
     try:
         message = refusal({"deep": [Server(resource)]})
         assert f'env_kwargs["x"]["deep"][0]._context: {type_name}' in message or type_name in message.splitlines()[1]
-        assert """env_kwargs["x"]["deep"][0] = muster.lazy(Server, ...)""" in message
+        assert """env_kwargs["x"]["deep"][0] = muster.lazy(test_pickling.Server, ...)""" in message
         assert FORK_UNSAFE in message
         assert fix.format(path) in refusal(resource)
     finally:
         resource.close()
+
+
+@pytest.mark.parametrize("wrap", [lambda lock: lambda: lock, lambda lock: (lock,), lambda lock: {Server: lock}])
+def test_where_no_assignment_reaches_a_function_to_build_it_is_shown(wrap):
+    remedy = only(find_culprits(wrap(threading.Lock()), 'env_kwargs["x"]')).remedy
+    assert remedy.startswith("def make_x():\n    ...")
+    assert remedy.endswith('muster.make_vec(..., env_kwargs={"x": muster.lazy(make_x)})')
+    compile(remedy, "remedy", "exec")
+
+
+def test_a_class_is_named_with_its_module():
+    (culprit, *_) = find_culprits(threading.Condition(), 'env_kwargs["x"]')
+    assert "muster.lazy(threading.Condition, ...)" in culprit.remedy
+
+
+def test_a_file_without_a_name_is_not_opened_by_its_number():
+    with tempfile.TemporaryFile() as file:
+        assert "muster.lazy(open, path, 'rb+')" in only(find_culprits(file, 'env_kwargs["x"]')).remedy
 
 
 def test_processes_and_executors_are_refused():
@@ -206,7 +224,7 @@ def test_path_through_a_closure():
     assert culprit.path == "factory.<closure>.server._context"
     assert culprit.type == "zmq.sugar.context.Context"
     assert culprit.severity == "blocks"
-    assert "muster.lazy(Server, ...)" in culprit.remedy
+    assert "muster.lazy(test_pickling.Server, ...)" in culprit.remedy
     assert "def make_env(server):" in culprit.remedy
     server._context.term()
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
+import socket
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import closing
 
 import gymnasium as gym
 import numpy as np
@@ -593,11 +597,40 @@ def test_what_hangs_under_fork_is_refused_and_the_rest_is_not(tmp_path):
     assert 'env_kwargs["nested"][0]["lock"]' in str(raised.value)
     with pytest.raises(CannotTravel, match=r"muster\.lazy\(zmq\.Context\)"):
         check_forkable(make_recipes(make_env, 2, {"context": context}))
-    with context.socket(zmq.REQ) as socket, pytest.raises(CannotTravel, match="ZeroMQ socket inherited by fork hangs"):
-        check_forkable(make_recipes(lambda: Env(socket=socket)))
-    with open(tmp_path / "log", "w") as file:
-        check_forkable(make_recipes(make_env, 2, {"lock": threading.Lock(), "file": file, "items": (i for i in [1])}))
+    with context.socket(zmq.REQ) as client, pytest.raises(CannotTravel, match="ZeroMQ socket inherited by fork hangs"):
+        check_forkable(make_recipes(lambda: Env(socket=client)))
+    check_forkable(make_recipes(make_env, 2, {"lock": threading.Lock(), "items": (i for i in [1])}))
     context.term()
+
+
+def test_what_a_forked_worker_cannot_safely_use_is_warned_about(tmp_path):
+    idle = {"thread": threading.Thread(), "log": logging.getLogger(), "out": sys.stdout}
+    with (
+        open(tmp_path / "log", "w") as file,
+        socket.socket() as connection,
+        pytest.warns(UserWarning, match='context="fork" is no way out here') as caught,
+    ):
+        check_forkable(make_recipes(make_env, 2, {"file": file, "socket": connection, **idle}))
+    said = str(caught[0].message)
+    assert len(caught) == 1
+    assert 'env_kwargs["file"]: _io.TextIOWrapper: all workers would share one file position' in said
+    assert 'env_kwargs["socket"]: socket.socket: all workers would read from and write to one connection' in said
+    assert "muster.lazy(open, " in said
+    check_forkable(make_recipes(make_env, 2, {"file": file, "socket": connection, **idle}))
+
+
+def test_databases_and_running_threads_are_refused_under_fork():
+    with closing(sqlite3.connect(":memory:")) as database, pytest.raises(CannotTravel, match="file can be damaged"):
+        check_forkable(make_recipes(lambda: Env(database=database)))
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        with pytest.raises(CannotTravel, match="would inherit the object, but not its thread"):
+            check_forkable(make_recipes(make_env, 2, {"thread": thread}))
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_class_may_keep_what_its_new_instances_do_not_use():

@@ -161,6 +161,14 @@ def test_eval_may_draw_actions(tmp_path: Path):
     assert drawn.output.splitlines()[2] != likeliest.output.splitlines()[2]
 
 
+def test_eval_gives_up_on_episodes_that_take_too_many_steps(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "1", "--num-envs", "2", env="Pendulum-v1")
+    result = muster("eval", str(run), "--episodes", "2", "--max-steps", "100")
+    assert result.exit_code == 1
+    assert "0 of 2 episodes had ended after 128 steps" in result.output
+    assert "Traceback" not in result.output
+
+
 def test_eval_of_what_is_no_run(tmp_path: Path):
     result = muster("eval", str(tmp_path))
     assert result.exit_code == 1

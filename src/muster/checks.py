@@ -44,11 +44,33 @@ def reset_mask_of(mask: Any, num_envs: int) -> npt.NDArray[np.bool_]:
 def env_ids_of(env_ids: Any, num_envs: int) -> npt.NDArray[np.int64]:
     """int64 ``[n]``: distinct ids below `num_envs`. Raises ActionError."""
     ids = np.asarray(env_ids)
+    if ids.ndim == 1 and ids.size == 0:
+        raise ActionError("env_ids is empty: name the envs that the actions are for, or leave it out for all of them")
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
         raise ActionError(f"env_ids must be a list of distinct ints, got {env_ids!r}")
     if ids.min() < 0 or ids.max() >= num_envs or len(np.unique(ids)) != len(ids):
         raise ActionError(f"env_ids must be distinct and below num_envs={num_envs}, got {env_ids!r}")
     return np.ascontiguousarray(ids, np.int64)
+
+
+def require_options(options: Any) -> None:
+    """Raises UsageError for options of a reset that are no dict."""
+    if options is not None and not isinstance(options, dict):
+        raise UsageError(f"reset(options=...) must be a dict or None, got {options!r}")
+
+
+def require_count(min_envs: Any) -> None:
+    """Raises UsageError for a `min_envs` that is no int."""
+    if min_envs is not None and (isinstance(min_envs, bool) or not isinstance(min_envs, (int, np.integer))):
+        raise UsageError(f"recv(min_envs=...) must be an int or None, got {min_envs!r}")
+
+
+def require_callable(name: Any) -> None:
+    """Raises UsageError for what can neither be looked up in an env nor be called with one."""
+    if not isinstance(name, str) and not callable(name):
+        raise UsageError(
+            f"call() takes the name of a method or attribute, or a function of (env, env_index); got {name!r}"
+        )
 
 
 def require_agreement(

@@ -76,19 +76,25 @@ def doctor(
 
     [dim]Example:[/] [bold]muster doctor my_game:make_env --kwargs '{"level": 3}'[/]
     """
-    from muster.doctor import diagnose
+    from muster.doctor import Diagnosis, Measurements, diagnose
     from muster.doctor.show import show
-    from muster.doctor.targets import parse_kwargs, resolve_policy, resolve_target
+    from muster.doctor.targets import about_import, parse_kwargs, prints_to_stderr, resolve_policy, resolve_target
 
     _find_modules_here()
-    with _told_plainly():
-        try:
-            env, how_to_import = resolve_target(target)
-            arguments = parse_kwargs(kwargs)
-            built = resolve_policy(policy)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-        diagnosis = diagnose(env, policy=built, num_envs=num_envs, env_kwargs=arguments, timeout=timeout, name=target)
+    how_to_import = None
+    with _told_plainly(), prints_to_stderr():
+        if (unusable := about_import(target, timeout)) is not None:
+            diagnosis = Diagnosis(target, (unusable,), Measurements(), None)
+        else:
+            try:
+                env, how_to_import = resolve_target(target)
+                arguments = parse_kwargs(kwargs)
+                built = resolve_policy(policy)
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
+            diagnosis = diagnose(
+                env, policy=built, num_envs=num_envs, env_kwargs=arguments, timeout=timeout, name=target
+            )
     if diagnosis.recommendation is not None and how_to_import is not None and diagnosis.recommendation.factory is None:
         diagnosis = replace(
             diagnosis, recommendation=replace(diagnosis.recommendation, factory=f"import muster\n{how_to_import}\n")
@@ -162,6 +168,9 @@ def evaluate(
     episodes: Annotated[int, typer.Option(min=1, help="Whole episodes to play.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Of the envs; same seed, same episodes.")] = 0,
     sample: Annotated[bool, typer.Option("--sample", help="Draw actions as in training, not the likeliest.")] = False,
+    max_steps: Annotated[
+        int, typer.Option(min=1, help="Give up after so many steps of all envs: some episodes never end.")
+    ] = 1_000_000,
 ) -> None:
     """Play whole episodes with the policy that a run has trained, and tell how good it is.
 
@@ -176,7 +185,9 @@ def evaluate(
 
         plan = runs.read_plan(run)
         with _opened(plan, min(plan.config.num_envs, episodes)) as envs:
-            runs.evaluate_run(run, plan, envs, console, episodes=episodes, seed=seed, sample=sample)
+            runs.evaluate_run(
+                run, plan, envs, console, episodes=episodes, seed=seed, sample=sample, max_steps=max_steps
+            )
 
 
 def _resumed_plan(context: typer.Context, run: Path) -> Plan:

@@ -58,6 +58,8 @@ class LazyValues:
     def __init__(self) -> None:
         # By id of the original, which is kept so that its id cannot be taken by another object.
         self._resolved: dict[int, tuple[Any, Any]] = {}
+        # By id: what has its release already, and what the env gets for it.
+        self._adopted: dict[int, tuple[Any, Any]] = {}
         self._releases: list[tuple[str, Callable[[], Any]]] = []
 
     def resolve(self, value: Any, path: str) -> Any:
@@ -99,6 +101,7 @@ class LazyValues:
             if not _run_bounded(release, path, share_s):
                 _log.warning("%s was not released within %.3g s and is left behind.", path, share_s)
         self._resolved.clear()
+        self._adopted.clear()
 
     def _build(self, value: Lazy, path: str) -> Any:
         args = [self.resolve(arg, f"{path}.args[{i}]") for i, arg in enumerate(value.args)]
@@ -112,12 +115,15 @@ class LazyValues:
         return built
 
     def _adopt(self, resource: Any, path: str) -> Any:
-        """What the env gets for ``resource``, whose release is noted."""
+        """What the env gets for ``resource``, whose release is noted, once for all the lazies that return it."""
+        if id(resource) in self._adopted:
+            return self._adopted[id(resource)][1]
         kind = type(resource)
         close = next((getattr(resource, m) for m in _RELEASE_METHODS if callable(getattr(kind, m, None))), None)
         if not _is_context_manager(kind):
             if close is not None:
                 self._releases.append((path, close))
+                self._adopted[id(resource)] = (resource, resource)
             return resource
         entered = kind.__enter__(resource)
 
@@ -130,6 +136,7 @@ class LazyValues:
                 close()
 
         self._releases.append((path, leave))
+        self._adopted |= {id(resource): (resource, entered), id(entered): (entered, entered)}
         return entered
 
 

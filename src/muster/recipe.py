@@ -196,7 +196,10 @@ def unpack(data: bytes) -> list[Recipe]:
 
 
 def check_forkable(recipes: Sequence[Recipe]) -> None:
-    """Raises CannotTravel if the recipes hold what a forked process must not inherit: ZeroMQ, held locks, CUDA, ..."""
+    """Raises CannotTravel if the recipes hold what a forked process must not inherit: ZeroMQ, held locks, threads, ...
+
+    Warns about what they may inherit, but not safely use: open files and sockets, ...
+    """
     parts: dict[str, Any] = {}
     for recipe in recipes:
         parts |= recipe.parts()

@@ -83,13 +83,33 @@ def train(plan: Plan, envs: VectorEnv, console: Console, *, run_dir: Path | None
 
 
 def evaluate_run(
-    run: Path, plan: Plan, envs: VectorEnv, console: Console, *, episodes: int, seed: int, sample: bool
+    run: Path,
+    plan: Plan,
+    envs: VectorEnv,
+    console: Console,
+    *,
+    episodes: int,
+    seed: int,
+    sample: bool,
+    max_steps: int | None = None,
 ) -> None:
-    """Prints how well the run's policy plays, by whole episodes, with all statistics as the checkpoint has them."""
+    """Prints how well the run's policy plays, by whole episodes, with all statistics as the checkpoint has them.
+
+    max_steps: as for `evaluate`, which raises UsageError where they are not enough.
+    """
     ppo = PPO(envs, dataclasses.replace(plan.config, num_envs=envs.num_envs))
     ppo.load_state_dict(read_checkpoint(run))
-    with console.status(f"playing {episodes} episodes"):
-        played = evaluate(envs, lambda obs: ppo.act(obs, sample=sample), episodes=episodes, seed=seed)
+    with console.status(f"playing {episodes} episodes") as status:
+        played = evaluate(
+            envs,
+            lambda obs: ppo.act(obs, sample=sample),
+            episodes=episodes,
+            seed=seed,
+            max_steps=max_steps,
+            on_progress=lambda ended, steps: status.update(
+                f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken"
+            ),
+        )
     returns = played.returns
     table = Table(title=f"{escape(plan.env)}, PPO after {ppo.steps:,} steps", title_justify="left", show_header=False)
     actions = "drawn from the policy" if sample else "the likeliest"

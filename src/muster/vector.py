@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from itertools import repeat
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -14,11 +15,11 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
 
+from muster import checks
 from muster.backends.base import Backend, CallerOptions
 from muster.backends.recovery import Recovery
 from muster.backends.resources import worker_stats
-from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, ShareOptions, to_exception
-from muster.checks import env_ids_of, require_agreement, reset_mask_of, seeds_of
+from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, ShareOptions, to_one_exception
 from muster.errors import (
     ActionError,
     ClosedError,
@@ -104,6 +105,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             backend.close(0.0)
             raise
         self._caller = backend.caller
+        self._has_objects = self._obs.has_objects
         if lenient:
             self._caller.allow_unreset()
         self._records = backend.slab.records
@@ -135,11 +137,12 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     ) -> None:
         """Starts `reset`; `reset_wait` or `recv` takes the result."""
         self._require_idle("reset")
-        seeds = seeds_of(seed, self.num_envs)
+        seeds = checks.seeds_of(seed, self.num_envs)
         ids = self._all
+        checks.require_options(options)
         if options is not None and "reset_mask" in options:
             options = dict(options)
-            ids = np.flatnonzero(reset_mask_of(options.pop("reset_mask"), self.num_envs))
+            ids = np.flatnonzero(checks.reset_mask_of(options.pop("reset_mask"), self.num_envs))
         chosen = [seeds[i] for i in ids.tolist()]
         if self._recovery is not None:
             chosen = self._recovery.seeds_for_reset(ids, chosen, options)
@@ -153,7 +156,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         infos: Infos = {}
         for key, column in batch.infos.items():
             infos[key] = spread(column, batch.env_ids, self.num_envs)
-        return self._batch_obs(self._all, [iter(())] * self.num_envs), infos
+        # An env that has not been reset yet has none.
+        last = self._backend.last_objects
+        objects = [iter(last[env]) if env in last else repeat(None) for env in range(self.num_envs)]
+        return self._batch_obs(self._all, objects), infos
 
     # ---- step
 
@@ -166,8 +172,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if type(result) is tuple:
             obs, rewards, terminated, truncated, unusual = result
             infos: Infos | None = {}
-            if unusual:
-                infos = self._infos.read_plain(self._all) if unusual == _INFOS and not self._obs.has_objects else None
+            if unusual or self._has_objects:
+                plain = unusual == _INFOS and not self._has_objects
+                infos = self._infos.read_plain(self._all) if plain else None
             if infos is not None:
                 return self._batch_obs(self._all, []) if obs is None else obs, rewards, terminated, truncated, infos
             batch = self._batch(self._all, rewards, terminated, truncated, unusual, obs)
@@ -202,7 +209,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         else:
             if self._caller.calling:
                 self._require_idle("send")
-            ids = env_ids_of(env_ids, self.num_envs)
+            ids = checks.env_ids_of(env_ids, self.num_envs)
             for env in ids.tolist():
                 if self._caller.is_pending(env):
                     raise PendingError(f"env {env} still owes an answer to an earlier call; take it with recv()")
@@ -215,6 +222,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         NotPendingError if fewer than `min_envs` envs are pending.
         """
         self._require_open()
+        checks.require_count(min_envs)
         pending = self._caller.num_pending
         wanted = pending if min_envs is None else min_envs
         if not 1 <= wanted <= pending:
@@ -235,6 +243,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def call_async(self, name: str | EnvCall, /, *args: Any, **kwargs: Any) -> None:
         """Starts `call`; `call_wait` takes the results."""
         self._require_idle("call")
+        checks.require_callable(name)
         self._caller.calling = True  # first, so that no other thread gets in between
         try:
             self._backend.call_async(name, args, kwargs)
@@ -344,7 +353,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
         first = facts[0]
         observations = [one.observation_space for one in facts]
-        require_agreement(observations, [one.action_space for one in facts], bounds=observation_mode == "same")
+        checks.require_agreement(observations, [one.action_space for one in facts], bounds=observation_mode == "same")
         self.single_observation_space = first.observation_space
         self.single_action_space = first.action_space
         self.action_space = batch_space(first.action_space, len(facts))
@@ -448,7 +457,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             ids, rewards, terminated, truncated = ids[keep], rewards[keep], terminated[keep], truncated[keep]
         letters = self._backend.letters(ids)
         step_objects = [letter[0] for letter in letters]
-        if obs is None or self._obs.has_objects:
+        if obs is None or self._has_objects:
             obs = self._batch_obs(ids, step_objects)
         infos: Infos = {}
         if unusual & _FINALS:
@@ -480,12 +489,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
         """Raises the first as EnvError; `batch` holds the rows of the envs that did not fail."""
-        if not failures:
-            return
-        error = to_exception(failures[0])
-        if isinstance(error, EnvError):
-            error.batch = batch
-        if len(failures) > 1:
-            others = ", ".join(f"env {failure.env_index} ({failure.type_name})" for failure in failures[1:])
-            error.add_note(f"In the same call failed: {others}")
-        raise error
+        if failures:
+            error = to_one_exception(failures)
+            if isinstance(error, EnvError):
+                error.batch = batch
+            raise error

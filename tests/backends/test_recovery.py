@@ -118,6 +118,48 @@ def test_infos_of_the_replacement_are_read_by_its_own_layouts(envs: Any) -> None
     assert infos["steps"].tolist() == [1.0, 1.0, 4.0, 4.0]
 
 
+class Talking(gym.Env[Any, Any]):
+    """Its observations and infos hold parts that go by mail. Action 1 raises, 2 dies."""
+
+    observation_space = gym.spaces.Sequence(gym.spaces.Discrete(100))
+    action_space = gym.spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.steps = 0
+        return (0,), {"text": "reset"}
+
+    def step(self, action: Any) -> Any:
+        if action == 1:
+            raise ValueError("asked for")
+        if action == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.steps += 1
+        return (self.steps,) * 2, 1.0, False, False, {"steps": self.steps, "text": f"step {self.steps}"}
+
+
+@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+@pytest.mark.parametrize(("backend", "action"), [("serial", 1), ("thread", 1), ("process", 1), ("process", 2)])
+def test_a_restarted_env_repeats_what_went_by_mail_and_its_infos_go_on(backend: str, action: int, mode: str) -> None:
+    options = {"backend": backend, "autoreset_mode": mode, "on_failure": "restart"}
+    with muster.make_vec(Talking, 2, num_workers=None if backend == "serial" else 2, **options) as envs:
+        envs.reset()
+        envs.step(ACTIONS[:2])
+        obs, _, _, truncated, infos = envs.step(np.array([0, action]))
+        assert truncated.tolist() == [False, True]
+        assert infos["steps"][0] == 2
+        if mode == "same_step":
+            assert obs == ((2, 2), (0,))
+            assert infos["final_obs"][1] == (1, 1)
+        else:
+            assert obs == ((2, 2), (1, 1))
+            obs, _, _, _, infos = envs.step(ACTIONS[:2])
+            assert obs == ((3, 3), (0,))
+            assert infos["text"].tolist() == ["step 3", "reset"]
+        obs, *_, infos = envs.step(ACTIONS[:2])
+        assert obs[1] == (1, 1)
+        assert infos["text"][1] == "step 1"
+
+
 def test_death_while_idle_is_told_at_the_next_step(envs: Any) -> None:
     obs, _ = envs.reset(seed=0)
     kill_worker(envs, 1)
@@ -288,7 +330,7 @@ class DiesBuilding(Env):
 
 
 def test_death_while_building_quotes_stderr() -> None:
-    with pytest.raises(WorkerDied, match=r"SIGABRT. It was building its envs(.|\n)*about to abort"):
+    with pytest.raises(WorkerDied, match=r"SIGABRT. It was building its envs for [\d.e-]+ s(.|\n)*about to abort"):
         muster.make_vec(DiesBuilding, 4, num_workers=2)
 
 

@@ -26,6 +26,12 @@ class Patient(gym.Env[Any, Any]):
             Patient.instances += 1
             if Patient.instances > 1:
                 raise RuntimeError("licence in use")
+        if trait == "hangs at once":
+            time.sleep(600)
+
+    def close(self) -> None:
+        if self.trait == "hangs on close":
+            time.sleep(600)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)

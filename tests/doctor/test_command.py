@@ -21,6 +21,23 @@ def make_env(gravity=9.8):
 def crashes():
     os._exit(4)
 
+class Chatty(gym.Env):
+    observation_space = action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        print("reset", flush=True)
+        return 0, {}
+
+    def step(self, action):
+        os.write(1, b"step")
+        return 0, 0.0, True, False, {}
+
+class Interrupts(Chatty):
+    def __init__(self):
+        raise KeyboardInterrupt
+
+print("imported")
 kept = gym.make("CartPole-v1")
 
 def gives_what_exists():
@@ -83,6 +100,40 @@ def test_mistakes_are_told_without_a_traceback(doctor, arguments, status, words)
     assert done.returncode == status, done.stderr
     assert words in said
     assert "Traceback" not in done.stderr
+
+
+def test_what_the_env_prints_is_no_part_of_the_report(doctor):
+    done = doctor("my_game:Chatty", "--json")
+    assert json.loads(done.stdout)["blocks"] is False
+    assert "imported" in done.stderr
+    assert "step" in done.stderr
+
+
+def test_an_env_that_interrupts_is_a_finding(doctor):
+    done = doctor("my_game:Interrupts", "--json")
+    assert done.returncode == 1, done.stderr
+    texts = [finding["text"] for finding in json.loads(done.stdout)["findings"]]
+    assert "fork does not work: KeyboardInterrupt: " in texts
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import os; os._exit(0)", "it ended the process (exit code 0)"),
+        ("import ctypes; ctypes.string_at(0)", "it was killed by SIGSEGV"),
+        ("raise KeyboardInterrupt", "it raised KeyboardInterrupt"),
+        ("import sys; sys.exit(0)", "it raised SystemExit: 0"),
+        ("import time; time.sleep(600)", "it hung for 10 s"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_a_finding(doctor, tmp_path, code, words):
+    (tmp_path / "odd_game.py").write_text(code)
+    done = doctor("odd_game:make_env", "--json", "--timeout", "10")
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    assert told["blocks"] is True
+    assert [one["topic"] for one in told["findings"]] == ["import"]
+    assert f"importing the module odd_game, {words}" in told["findings"][0]["text"]
 
 
 def test_it_needs_no_torch(doctor, tmp_path):

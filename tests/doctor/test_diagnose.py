@@ -14,9 +14,9 @@ from patients import Patient, Sleeper, make_existing, make_patient
 
 import muster
 from muster.doctor import Diagnosis, Finding
-from muster.doctor.findings import about_behaviour, about_replay
+from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay
 from muster.doctor.gil import share_without_gil
-from muster.doctor.guarded import run_guarded
+from muster.doctor.guarded import STARTING, Outcome, run_guarded
 from muster.recipe import make_recipes, pack
 
 
@@ -131,6 +131,42 @@ def test_envs_that_must_be_alone_in_a_process_are_found_by_trial(trait, words):
     assert not diagnosis.blocks
     assert "one_env_per_process=True" in diagnosis.recommendation.line
     assert diagnosis.recommendation.num_workers == 3
+
+
+@pytest.mark.parametrize(
+    ("own_stage", "pair_stage", "severity"),
+    [
+        (None, "building a second one in the same process", "warns"),
+        (None, "stepping two of it in one process", "warns"),
+        (None, "building the first of two in one process", "note"),
+        (None, STARTING, "note"),
+        ("closing it", "stepping two of it in one process", "note"),
+    ],
+)
+def test_isolation_is_claimed_only_for_what_a_second_one_broke(own_stage, pair_stage, severity):
+    alone = Outcome(results={"digest": "a", "digest_again": "a"}, stage=own_stage)
+    finding = about_pair(alone, Outcome(stage=pair_stage, how="was killed by SIGKILL"))
+    assert finding.severity == severity
+    assert ("not known" in finding.text) is (severity == "note")
+
+
+def test_a_trial_that_never_started_is_not_held_against_the_env():
+    (finding,) = about_early_end(Outcome(stage=STARTING, how="hung for 1 s", hung=True), "blocks")
+    assert finding.severity == "warns"
+    assert "the env" not in finding.text
+
+
+def test_what_hangs_at_once_is_not_tried_with_every_start_method():
+    diagnosis = muster.diagnose(make_patient, env_kwargs={"trait": "hangs at once"}, seconds=0.2, timeout=3.0)
+    assert "building it, the env hung" in text_of(diagnosis, "life", "blocks")
+    assert not any(one.topic == "start methods" for one in diagnosis.findings)
+
+
+@pytest.mark.slow
+def test_what_hangs_at_last_is_not_tried_again():
+    diagnosis = muster.diagnose(make_patient, env_kwargs={"trait": "hangs on close"}, seconds=0.2, timeout=3.0)
+    assert "closing it, the env hung" in text_of(diagnosis, "life", "warns")
+    assert "were not tried" in text_of(diagnosis, "life", "note")
 
 
 def test_a_step_that_releases_the_gil_is_seen():

@@ -202,6 +202,22 @@ def test_seeds_and_masks(envs: Any) -> None:
     check_in_step(envs)
 
 
+def test_arguments_of_another_type(envs: Any) -> None:
+    envs.reset()
+    with pytest.raises(UsageError, match="options=.* must be a dict or None, got 3"):
+        envs.reset(options=3)
+    with pytest.raises(UsageError, match="takes the name of a method or attribute.* got 3"):
+        envs.call(3)
+    with pytest.raises(ActionError, match="env_ids is empty"):
+        envs.send([], env_ids=[])
+    envs.send(ACTIONS)
+    for wrong in ("a", 1.5, True):
+        with pytest.raises(UsageError, match="min_envs=.* must be an int or None"):
+            envs.recv(min_envs=wrong)
+    envs.recv(min_envs=np.int64(2))
+    check_in_step(envs)
+
+
 def test_attributes(envs: Any) -> None:
     with pytest.raises(EnvError, match="env 0 .*AttributeError"):
         envs.get_attr("no_such_attribute")

@@ -110,3 +110,30 @@ def test_four_collectors_of_multiwalker_give_two_batches(net, context):
     assert [batch.batch_size for batch in batches] == [(25, 4)] * 2
     assert batches[0]["walker", "action"].shape == (25, 4, 3, 4)
     assert not batches[0]["walker", "observation"].equal(batches[1]["walker", "observation"])
+
+
+def _first(mask):
+    """The first action, allowed or not. mask: bool ``[N, A, n]``."""
+    return torch.zeros(mask.shape[:2], dtype=torch.int64)
+
+
+@pytest.mark.parametrize("policy", [None, "module"])
+def test_random_actions_of_replicas_are_recorded_as_they_were_taken(policy):
+    pytest.importorskip("pettingzoo.classic")
+    if policy is not None:
+        policy = TensorDictModule(_first, in_keys=[("player", "action_mask")], out_keys=[("player", "action")])
+    with MultiCollector(
+        "pettingzoo/classic/tictactoe_v3",
+        policy,
+        num_collectors=2,
+        frames_per_batch=120,
+        init_random_frames=120,
+        seed=0,
+        context="fork",
+    ) as collector:
+        batch = collector.rollout()
+    acting, action = batch["player", "acting"], batch["player", "action"]
+    legal = batch["player", "action_mask"].gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    assert acting.any()
+    assert legal[acting].all()
+    assert len(action.unique()) == 9

@@ -9,7 +9,7 @@ import torch
 from counting_env import CountingEnv, NoisyEnv
 
 import muster
-from muster.errors import ConfigError
+from muster.errors import ConfigError, UsageError
 from muster.rollout.evaluation import evaluate
 
 
@@ -38,3 +38,14 @@ def test_the_seed_decides():
     with muster.make_vec(NoisyEnv, 2, backend="serial", autoreset_mode="same_step") as envs:
         first, second, other = (evaluate(envs, zeros, episodes=4, seed=seed) for seed in (1, 1, 2))
     assert first.returns.tolist() == second.returns.tolist() != other.returns.tolist()
+
+
+def test_episodes_that_never_end_are_given_up_after_max_steps():
+    told = []
+    envs = [functools.partial(CountingEnv, length=length) for length in (3, 10**9)]
+    with (
+        muster.make_vec(envs, backend="serial", autoreset_mode="same_step") as made,
+        pytest.raises(UsageError, match=r"1 of 2 episodes had ended after 256 steps.*max_steps is 200.*TimeLimit"),
+    ):
+        evaluate(made, zeros, episodes=2, max_steps=200, on_progress=lambda *progress: told.append(progress))
+    assert told == [(1, 128), (1, 256)]

@@ -15,9 +15,9 @@ from torch import nn
 
 import muster
 from muster.errors import CollectorError, ConfigError, EnvError, SpecMismatch, WorkerDied
+from muster.rollout import next_observations
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
-from muster.rollout.storage import next_observations
 
 # A forked process has PyTorch already; the default, a fresh one, takes seconds to import it.
 MultiCollector = functools.partial(AnyMultiCollector, context="fork")
@@ -227,6 +227,26 @@ def test_dead_collector_is_replaced_and_its_rows_masked(tmp_path):
     assert (second["action"] == 4).all()
 
 
+@pytest.mark.parametrize("sync", [True, False])
+def test_random_frames_do_not_begin_again_in_a_restarted_collector(tmp_path, sync):
+    envs = [functools.partial(Deadly, str(tmp_path / "died"))]
+    with MultiCollector(
+        envs,
+        Constant(4),
+        num_collectors=1,
+        frames_per_batch=2,
+        init_random_frames=2,
+        on_failure="restart",
+        sync=sync,
+        seed=0,
+    ) as collector:
+        begun, died, after = (collector.rollout() for _ in range(3))
+    assert (begun["action"] != 4).any()
+    assert not died["collector", "mask"].any()
+    assert (after["action"] == 4).all()
+    assert collector.frames == 4
+
+
 def test_meta_tensors_travel_and_work():
     class WithPlaceholder(Constant):
         def __init__(self):
@@ -258,6 +278,32 @@ def test_state_dict_goes_on_with_weights_and_without_random_frames():
     assert [int(batch["action"].unique()) for batch in rest] == [5, 5]
     assert rest[0]["collector", "traj_ids"].min() > first["collector", "traj_ids"].max()
     assert not rest[0]["observation"].equal(first["observation"])
+
+
+def test_state_dict_has_the_weights_of_a_policy_that_only_replicas_have():
+    def make():
+        return MultiCollector(CountingEnv, policy_factory=Constant, num_collectors=2, frames_per_batch=4)
+
+    with make() as collector:
+        collector.update_policy_weights_({"best": torch.tensor(7.0)})
+        state = collector.state_dict()
+        collector.update_policy_weights_({"best": torch.tensor(8.0)})
+    with make() as collector:
+        collector.load_state_dict(state)
+        assert (collector.rollout()["action"] == 7).all()
+
+
+def test_updates_of_a_policy_that_stays_are_counted_and_the_threshold_is_said_to_be_ignored():
+    with pytest.warns(UserWarning, match="preemptive_threshold=0.5 is ignored"):
+        collector = MultiCollector(
+            CountingEnv, Locked(5), num_collectors=2, frames_per_batch=4, preemptive_threshold=0.5
+        )
+    with collector:
+        first = collector.rollout()
+        collector.update_policy_weights_()
+        second = collector.rollout()
+    assert collector.policy_version == 2
+    assert [int(batch["collector", "policy_version"].unique()) for batch in (first, second)] == [1, 2]
 
 
 def test_stragglers_are_stopped_at_the_threshold():
@@ -303,6 +349,7 @@ def test_matches_what_a_collector_gives_row_by_row():
         ({"num_collectors": 1, "make_vec_options": {"backend": "serial"}}, "backend"),
         ({"num_collectors": 0}, "num_collectors"),
         ({"num_collectors": 1, "preemptive_threshold": 2.0}, "preemptive_threshold"),
+        ({"num_collectors": 1, "compact": True, "replay_buffer": []}, "replay_buffer"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_anything_starts(options, message):

@@ -372,7 +372,7 @@ class Caller {
     auto done = [&] { return reached(total_finished(slab_.lines, slab_.num_lines), target); };
     if (done()) return true;
     if (local_ && local_->has_requests()) {
-      local_->step_requested();
+      local_->step_requested(true);
       if (done()) return true;
     }
     bool ready;

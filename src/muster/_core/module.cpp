@@ -105,7 +105,7 @@ NB_MODULE(_core, m) {
            nb::arg("lends_objects"), nb::arg("host"), nb::arg("patience"))
       .def("run", [](Stepper& self) { guarded([&] { self.run(); }); })
       .def("reset_env", [](Stepper& self, uint32_t i, nb::handle seed, nb::handle options) {
-        guarded([&] { self.reset_env(i, seed.ptr(), options.ptr()); });
+        return guarded([&] { return handed_over(self.reset_env(i, seed.ptr(), options.ptr())); });
       }, nb::arg("i"), nb::arg("seed").none(), nb::arg("options").none())
       .def("replace_env", [](Stepper& self, uint32_t i, nb::handle env, nb::handle seed) {
         guarded([&] { self.replace_env(i, env.ptr(), seed.ptr()); });

@@ -66,13 +66,20 @@ class Stepper {
     }
   }
 
-  void step_requested() {
+  // in_caller: Ctrl-C in one env is the caller's own, so the rest are not stepped but fail with it.
+  void step_requested(bool in_caller = false) {
+    interrupt_ = Ref();
     for (uint32_t i = 0; i < num_envs(); ++i) {
       EnvRecord& record = slab_.records[first_env_ + i];
       if (record.requested.load(std::memory_order_acquire) != record.finished.load(std::memory_order_relaxed) &&
-          record.command != Command::kReset)
-        serve(i, [&] { step(i, record); });
+          record.command != Command::kReset) {
+        if (in_caller && interrupt_)
+          refuse(i, interrupt_.get());
+        else
+          serve(i, [&] { step(i, record); });
+      }
     }
+    interrupt_ = Ref();
   }
 
   bool has_requests() const {
@@ -84,13 +91,16 @@ class Stepper {
     return false;
   }
 
-  // The answer to the caller's reset command for one env.
-  void reset_env(uint32_t i, PyObject* seed, PyObject* options) {
+  // The answer to the caller's reset command for one env. Returns the KeyboardInterrupt that it was, or None.
+  Ref reset_env(uint32_t i, PyObject* seed, PyObject* options) {
     EnvRecord& record = slab_.records[first_env_ + i];
+    interrupt_ = Ref();
     serve(i, [&] {
       record.has_final = 0;
       store_reset(call_reset(i, seed, options), i, record);
     });
+    Ref interrupt = std::exchange(interrupt_, Ref());
+    return interrupt ? std::move(interrupt) : Ref::borrow(Py_None);
   }
 
   // Env i has been built anew. `seed` is for its first reset, unless that is given one.
@@ -307,6 +317,7 @@ class Stepper {
     PyErr_NormalizeException(&type, &value, &traceback);
     if (traceback) PyException_SetTraceback(value, traceback);
     Ref owned_type(type), exception(value), owned_traceback(traceback);
+    if (PyErr_GivenExceptionMatches(value, PyExc_KeyboardInterrupt)) interrupt_ = Ref::borrow(value);
     record.mail_bytes =
         mail_bytes(checked(PyObject_CallMethod(host_, "on_error", "IO", i, exception.get())));
     record.info_schema = record.final_schema = InfoTable::kEmpty;
@@ -343,6 +354,7 @@ class Stepper {
   Ref seed_keyword_;
   Ref objects_;
   Ref final_objects_;
+  Ref interrupt_;  // while envs are stepped or reset
 };
 
 }  // namespace muster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,10 +72,10 @@ class Backend(ABC):
         """Sets an attribute of every env, each to its own value."""
 
     @abstractmethod
-    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> None:
+    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
         """Has a failed env answer anew: built again or, in a new worker, as it is; after a reset or without one.
 
-        seed: for its first reset.  options: for that which it answers with.
+        seed: for its first reset.  options: for that which it answers with.  True if its worker has been replaced.
         """
 
     @abstractmethod
@@ -89,14 +90,27 @@ class Backend(ABC):
     def close(self, timeout_s: float) -> list[Failure]:
         """Closes envs and workers within about `timeout_s`; returns what ``env.close()`` raised."""
 
+    @functools.cached_property
+    def last_objects(self) -> dict[int, Sequence[Any]]:
+        """By env the objects of its last step, where observations have parts that are mailed."""
+        return {}
+
     def letters(self, ids: Array) -> list[tuple[Iterator[Any], Iterator[Any]]]:
-        """What envs `ids` have mailed with their last step: objects of the step, and of the final step."""
-        if not self.slab.records["mail_bytes"][ids].any():
+        """What envs `ids` have mailed with their last step: objects of the step, and of the final step.
+
+        A step without an observation of its own, as a restarted env answers with, repeats the last one's objects.
+        """
+        lengths, keeps = self.slab.records["mail_bytes"][ids], self.slab.plan.obs.has_objects
+        if not keeps and not lengths.any():
             return [(iter(()), iter(()))] * len(ids)
         both: list[tuple[Iterator[Any], Iterator[Any]]] = []
-        for env, length in zip(ids.tolist(), self.slab.records["mail_bytes"][ids].tolist(), strict=True):
-            letter = self.mail_of(self.caller.line_of(env)).get(env, length) or ((), ())
-            both.append((iter(letter[0]), iter(letter[1])))
+        for env, length in zip(ids.tolist(), lengths.tolist(), strict=True):
+            step, final = self.mail_of(self.caller.line_of(env)).get(env, length) or ((), ())
+            if keeps:
+                last = self.last_objects.get(env, ())
+                step, final = step or last, final or last
+                self.last_objects[env] = step
+            both.append((iter(step), iter(final)))
         return both
 
     def failures(self, ids: Array) -> list[Failure]:

@@ -38,6 +38,12 @@ class WorkerHandle:
     replaces: str = ""
     outbox: list[bytes] = field(default_factory=list)
     ready_at: float = 0.0  # when it had started, if it is a replacement
+    launched_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def building(self) -> str:
+        """What a worker that has not started yet is doing, in words."""
+        return f"building its envs for {time.monotonic() - self.launched_at:.3g} s"
 
     def died(self, doing: str) -> WorkerDied:
         """The error that tells of its death. doing: what it was doing, in words."""

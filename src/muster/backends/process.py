@@ -113,15 +113,17 @@ class ProcessBackend(Backend):
         if self._local is not None:
             self._local.reset(*orders[self.num_workers])
 
-    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> None:
+    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
         line = self.caller.line_of(env)
+        replaces = rebuilds and self._one_per_process
         with self._whole():
-            if rebuilds and self._one_per_process:
+            if replaces:
                 self._end_gently(self._workers.handles[line])
                 self._workers.replace(line, f"env {env} raised")
                 rebuilds = False
             message = self._packed(("restart", env, seed, options, resets_now, rebuilds), "options", options)
             self._tell(line, message)
+        return replaces
 
     def _end_gently(self, worker: WorkerHandle) -> None:
         """Lets a worker close its envs before it is ended."""
@@ -147,8 +149,9 @@ class ProcessBackend(Backend):
             if self._local is not None:
                 self._results[self.num_workers] = self._local.set_attr(name, parts[self.num_workers])
             return self.call_wait(None)
-        finally:
+        except UsageError:  # raised before anything was sent
             self._calling = None
+            raise
 
     def _call(self, messages: Sequence[bytes], calling: str) -> None:
         self._results = {}
@@ -260,9 +263,9 @@ class ProcessBackend(Backend):
 
     def _doing(self, worker: WorkerHandle) -> str:
         if worker.starting_until is not None:
-            return "building its envs"
-        if self._calling is not None and worker.index not in self._results:
-            return f"answering {self._calling}"
+            return worker.building
+        if self._calling is not None and self.caller.calling and worker.index not in self._results:
+            return f"answering {self._calling} for {time.monotonic() - self._called_at:.3g} s"
         slab = getattr(self, "slab", None)
         return describe_doing(slab, worker.index, self._busy(worker) if slab is not None else [])
 
@@ -407,7 +410,8 @@ class ProcessBackend(Backend):
         if worker.process.has_ended():
             return False
         if worker.starting_until is None:
-            return bool(self._busy(worker))
+            answers = self._calling is not None and worker.index not in self._results
+            return bool(self._busy(worker)) or (answers and not readable([worker.channel], 0.0))
         with contextlib.suppress(WorkerError, EnvError):
             return not self._workers.settle(worker)
         return True

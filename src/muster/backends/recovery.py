@@ -100,26 +100,27 @@ class Recovery:
         """
         failed, interrupt = self._caller.failed(), None
         for env in failed:
-            died = self._records["status"][env] == STATUS_LOST
+            died, untouched = self._records["status"][env] == STATUS_LOST, False
             if died:
                 reason = self._reasons.pop(env)
             else:
                 failure = self._backend.failures(np.array([env]))[0]
                 reason = f"{failure.type_name}: {failure.message}"
+                untouched = interrupt is not None and failure.exception is interrupt  # Ctrl-C came before its turn
                 if isinstance(failure.exception, KeyboardInterrupt):
                     interrupt = failure.exception
-                self._count(self._caller.line_of(env), f"env {env}: {reason}")
+                else:
+                    self._count(self._caller.line_of(env), f"env {env}: {reason}")
             was_reset = self._records["command"][env] == _RESET
             self._caller.restore(env)
             if not died:
                 self._records["restarts"][env] += 1
-                self._info_reader.forget(self._caller.line_of(env))  # it may get a fresh process
             restart = self._restarts.pop(env, None)  # there already: it has failed again before it could answer
             if restart is None:
                 ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
                 restart = _Restart(reason, not (was_reset or ended), self._options if was_reset else None)
             self._caller.ask_again(env)
-            self._restart(env, restart, rebuilds=not died)
+            self._restart(env, restart, rebuilds=not (died or untouched))
         if interrupt is not None:
             raise interrupt
         return bool(failed)
@@ -147,7 +148,9 @@ class Recovery:
             for obs, final in zip(slab.obs.arrays, slab.final_obs.arrays, strict=True):
                 final[env] = obs[env]
         resets_now = not restart.truncates or self._mode is AutoresetMode.SAME_STEP
-        self._backend.restart(env, self._new_seed(env), restart.options, resets_now=resets_now, rebuilds=rebuilds)
+        seed = self._new_seed(env)
+        if self._backend.restart(env, seed, restart.options, resets_now=resets_now, rebuilds=rebuilds):
+            self._info_reader.forget(self._caller.line_of(env))
 
     def _new_seed(self, env: int) -> int | None:
         seed = self._seeds[env]

@@ -59,8 +59,9 @@ class SerialBackend(Backend):
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
         return self._share.set_attr(name, values)
 
-    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> None:
+    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
         self._share.restart(env, seed, options, resets_now, rebuilds)
+        return False
 
     def watch(self, waited_s: float) -> None:
         """There is no worker to lose."""

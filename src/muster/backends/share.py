@@ -241,19 +241,23 @@ class Share:
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
         """Resets some envs; each is published as soon as it is done."""
+        interrupt: BaseException | None = None
         for env, seed in zip(env_ids, seeds, strict=True):
             i = env - self.first_env
-            if i in self._misfits:
-                self.stepper.refuse(i, self._misfits[i])
-            else:
-                self.stepper.reset_env(i, seed, options)
+            if (refusal := interrupt or self._misfits.get(i)) is not None:
+                self.stepper.refuse(i, refusal)
+                continue
+            error = self.stepper.reset_env(i, seed, options)
+            interrupt = error if self.dumps is None else None  # the caller's own Ctrl-C: the rest fail with it
 
     def restart(self, env: int, seed: int | None, options: Any, resets_now: bool, rebuilds: bool) -> None:
         """Answers the request that is pending for `env` with a new episode; in a new worker the env is new already."""
         i = env - self.first_env
         if rebuilds:
             try:
-                self._close_one(self._built[i])
+                error = self._close_one(self._built[i])
+                if isinstance(error, KeyboardInterrupt):
+                    raise error
                 self._built[i] = self._build_one(self.recipes[i])
             except BaseException as error:
                 self.stepper.refuse(i, error)
@@ -303,11 +307,11 @@ class Share:
     def close(self) -> list[Failure]:
         """Closes the envs and releases what was built for them. Raises nothing; returns what was raised."""
         failures = []
-        for i, built in enumerate(self._built):
+        all_built, self._built = self._built, []
+        for i, built in enumerate(all_built):
             error = self._close_one(built)
             if error is not None:
                 failures.append(self.failure(i, error))
-        self._built.clear()
         self.envs.clear()
         return failures
 
@@ -315,7 +319,7 @@ class Share:
         error: BaseException | None = None
         try:
             built.env.close()
-        except (Exception, SystemExit) as raised:
+        except BaseException as raised:  # Ctrl-C, too: the others are to be closed
             error = raised
         built.release(_RELEASE_TIMEOUT_S)
         return error
@@ -396,6 +400,18 @@ def to_exception(failure: Failure) -> BaseException:
     error.__cause__ = original
     if original is None or original.__traceback__ is None:
         error.add_note(f"The worker's traceback:\n{failure.worker_traceback.rstrip()}")
+    return error
+
+
+def to_one_exception(failures: Sequence[Failure]) -> BaseException:
+    """What to raise where envs failed in the same call: the caller's own Ctrl-C, else the first; it names the rest."""
+    first = next((one for one in failures if isinstance(one.exception, KeyboardInterrupt)), failures[0])
+    error = to_exception(first)
+    # Those that hold the same Ctrl-C were not begun with because of it.
+    others = [one for one in failures if one is not first and (one.exception is None or one.exception is not error)]
+    if others:
+        names = ", ".join(f"env {failure.env_index} ({failure.type_name})" for failure in others)
+        error.add_note(f"In the same call failed: {names}")
     return error
 
 

@@ -135,8 +135,9 @@ class ThreadBackend(Backend):
             if mine:
                 self._tell(line, "reset", [env for env, _ in mine], [seed for _, seed in mine], options)
 
-    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> None:
+    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
         self._tell(self.caller.line_of(env), "restart", env, seed, options, resets_now, rebuilds)
+        return False
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._results: list[list[Any]] = []

@@ -136,7 +136,7 @@ class Workers:
                 continue
             for worker in self.handles:
                 if worker.process.has_ended():
-                    raise worker.died(_BUILDING)
+                    raise worker.died(worker.building)
             if left_s == 0.0:
                 raise self._too_slow(owed[0], doing)
         return [answers[worker.index] for worker in workers]
@@ -145,7 +145,7 @@ class Workers:
         try:
             return worker.channel.recv(0.0)
         except ChannelClosed:
-            raise worker.died(_BUILDING) from None
+            raise worker.died(worker.building) from None
 
     def _send(self, worker: WorkerHandle, message: object, doing: str) -> None:
         with contextlib.suppress(ChannelClosed):  # it has died; the wait for its answer says so
@@ -214,10 +214,10 @@ class Workers:
                 left_s = max(0.0, worker.starting_until - time.monotonic())
                 worker.channel.send(("attach", plan, worker.index, shares), left_s)
         except ChannelClosed:
-            raise worker.died(_BUILDING) from None
+            raise worker.died(worker.building) from None
         except TimeoutError:
             if worker.process.has_ended():
-                raise worker.died(_BUILDING) from None
+                raise worker.died(worker.building) from None
             if time.monotonic() >= worker.starting_until:
                 raise self._too_slow(worker, _BUILDING) from None
             return False

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import signal
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,7 +20,14 @@ from gymnasium.envs.registration import EnvSpec
 from muster.backends.resources import usable_cores
 from muster.doctor.advice import Verdict, recommend, unbuildable
 from muster.doctor.diagnosis import Diagnosis, Finding, Measurements
-from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
+from muster.doctor.findings import (
+    about_behaviour,
+    about_early_end,
+    about_pair,
+    about_replay,
+    about_start_methods,
+    about_untried,
+)
 from muster.doctor.forecast import Trace, make_trace
 from muster.doctor.guarded import Outcome, run_guarded
 from muster.envs import resolve_foreign_id
@@ -28,6 +39,9 @@ from muster.pickling import find_culprits, fork_hazards
 from muster.recipe import Recipe, make_recipes, pack
 
 CONTEXTS = ("forkserver", "spawn", "fork")
+# What every worker and every trial does with an env, first what they do before it is stepped for the first time.
+_BEFORE_STEPS = ("unpacking the recipe", "building it", "resetting it")
+_ON_THE_WAY = (*_BEFORE_STEPS, "stepping it", "seeing whether its step releases the GIL", "closing it")
 _SHOWN_CULPRITS = 3
 _MOST_SPEED_TRIALS = 8
 
@@ -81,24 +95,27 @@ def _diagnose_env(
     if is_env(env):
         findings.append(_about_instance(env))
     packed = _pack(recipe, findings)
-    tried = {context: _try_context(recipe, context, timeout, packed is not None) for context in CONTEXTS}
+
+    def run(trial: str, hash_seed: int | None = None) -> Outcome:
+        return run_guarded(trial, packed or b"", stage_timeout_s=timeout, options={}, hash_seed=hash_seed)
+
+    behaviour = run("behaviour", hash_seed=1) if packed is not None else Outcome()
+    tried = _try_contexts(recipe, timeout, packed is not None, behaviour)
     findings += about_start_methods(tried)
     verdict = Verdict(_source(env, target), env_kwargs, num_envs, packed is not None, tried)
     if packed is None:
         return Diagnosis(target, tuple(findings), Measurements(), recommend(verdict, Measurements(), None))
-
-    def run(trial: str, hash_seed: int | None = None, **options: Any) -> Outcome:
-        return run_guarded(trial, packed, stage_timeout_s=timeout, options=options, hash_seed=hash_seed)
-
-    behaviour = run("behaviour", hash_seed=1)
     findings += about_behaviour(behaviour)
     verdict.fragile = behaviour.stage in ("resetting it", "stepping it")
+    verdict.alone = bool(behaviour.results.get("one_per_process"))
     trace, measured = None, _measured(behaviour, Outcome(), None, None)
-    if "digest" in behaviour.results:
+    if behaviour.hung and behaviour.stage in _ON_THE_WAY:
+        findings.append(about_untried(behaviour))
+    elif "digest" in behaviour.results:
         findings += about_replay(behaviour, run("replay", hash_seed=2))
         pair, speeds = run("pair", hash_seed=1), _time_one_per_core(recipe, timeout, seconds)
         together = about_pair(behaviour, pair)
-        verdict.alone = together.severity != "good" or behaviour.results["one_per_process"]
+        verdict.alone = verdict.alone or together.severity == "warns"
         findings.append(together)
         if early := [one for one in speeds if one.stage is not None]:
             findings += about_early_end(early[0], "blocks")
@@ -151,6 +168,18 @@ def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
     return packed
 
 
+def _try_contexts(recipe: Recipe, timeout_s: float, travels: bool, behaviour: Outcome) -> dict[str, str | None]:
+    """By start method: what a worker died of, None if it stepped. Those that would only hang again are left out."""
+    tried: dict[str, str | None] = {}
+    if behaviour.hung and behaviour.stage in _BEFORE_STEPS:
+        return tried
+    for context in CONTEXTS:
+        tried[context] = _try_context(recipe, context, timeout_s, travels)
+        if behaviour.hung and tried[context] is not None:
+            break
+    return tried
+
+
 def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) -> str | None:
     """Starts one worker for real. What it died of, None if it stepped.
 
@@ -161,7 +190,7 @@ def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) 
             return "the recipe cannot be sent to its workers, see above"
         if hazards := fork_hazards(recipe.parts()):
             return f"workers would inherit what they must not use: {hazards[0].path}: {hazards[0].reason}"
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _noting_interrupts() as interrupts:
         warnings.simplefilter("ignore")
         try:
             envs = make_vec(
@@ -176,9 +205,31 @@ def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) 
             with envs:
                 envs.reset(seed=0)
                 envs.step(envs.action_space.sample())
-        except Exception as error:
+        except BaseException as error:  # an env may raise a KeyboardInterrupt or a SystemExit, too
+            if interrupts:
+                raise
             return f"{type(error).__name__}: {error}"
     return None
+
+
+@contextmanager
+def _noting_interrupts() -> Iterator[list[int]]:
+    """A list that a Ctrl-C of the doctor's own is noted in, while it has its usual effect."""
+    interrupts: list[int] = []
+    usual = signal.getsignal(signal.SIGINT)
+    if not callable(usual) or threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        usual(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def _time_one_per_core(recipe: Recipe, timeout_s: float, seconds: float) -> list[Outcome]:

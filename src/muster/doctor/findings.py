@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from muster.doctor.diagnosis import Finding, Severity, size
-from muster.doctor.guarded import Outcome
+from muster.doctor.guarded import STARTING, Outcome
 
 # An env that ended early in one of these stages cannot be stepped; in the others it can.
 _FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
+# What goes wrong only with a second one.
+_OF_TWO = ("building a second one in the same process", "stepping two of it in one process")
 _MANY_THREADS = 2
 _MUCH = 10_000
 _SHOWN = 4
@@ -18,6 +20,8 @@ def about_early_end(outcome: Outcome, severity: Severity) -> list[Finding]:
     """A finding if the trial did not come to its end."""
     if outcome.stage is None:
         return []
+    if outcome.stage == STARTING:  # no line of the env has run
+        return [Finding("warns", "life", f"{outcome.stage}, a trial {outcome.how}", outcome.detail or None)]
     text = f"{outcome.stage}, the env {outcome.how}"
     return [Finding(severity, "life", text, outcome.detail or None)]
 
@@ -73,13 +77,22 @@ def about_pair(behaviour: Outcome, pair: Outcome) -> Finding:
     """Whether two envs may live in one process."""
     results = behaviour.results
     repeats = results["digest"] == results.get("digest_again")
-    if pair.stage is not None:
+    if behaviour.stage is None and pair.stage in _OF_TWO:
         text = f"only one may live in a process: {pair.stage}, it {pair.how}"
+    elif pair.stage is not None:
+        text = f"whether several may live in one process is not known: {pair.stage}, it {pair.how}"
+        return Finding("note", "isolation", text)
     elif repeats and pair.results["digest"] != results["digest"]:
         text = "two in one process disturb each other: a trajectory changes when another env is stepped in between"
     else:
         return Finding("good", "isolation", "several may live in one process")
     return Finding("warns", "isolation", text, "muster.make_vec(..., one_env_per_process=True)")
+
+
+def about_untried(behaviour: Outcome) -> Finding:
+    """What is not known because the trials for it would hang as `behaviour` did."""
+    text = f"{behaviour.stage}, it hung: its speed, its seeds and two of it in one process were not tried"
+    return Finding("note", "life", text)
 
 
 def about_start_methods(tried: Mapping[str, str | None]) -> list[Finding]:

@@ -21,6 +21,9 @@ _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from muster.doctor.trials import main; main(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))"
 )
+STARTING = "starting Python"
+"""The stage before the trial has the word."""
+
 _STDERR_LINES = 12
 _ABORT_S = 2.0
 
@@ -29,20 +32,21 @@ _ABORT_S = 2.0
 class Outcome:
     """What a trial told. stage: what it was doing when it ended early, None if it came to its end.
 
-    how: how it ended early: what it raised, the signal, the exit code, or that it hung.  detail: the traceback, or the
-    last lines of its stderr with its Python stack.
+    how: how it ended early: what it raised, the signal, the exit code, or that it hung.  hung: it was that.
+    detail: the traceback, or the last lines of its stderr with its Python stack.
     """
 
     results: dict[str, Any] = field(default_factory=dict)
     stage: str | None = None
     how: str = ""
+    hung: bool = False
     detail: str = ""
 
 
 def run_guarded(
     trial: str, recipe: bytes, *, stage_timeout_s: float, options: dict[str, Any], hash_seed: int | None = None
 ) -> Outcome:
-    """Runs `trial` of trials.py on a packed recipe. stage_timeout_s: for each of its stages."""
+    """Runs `trial` of trials.py on a packed recipe, b"" for `importing`. stage_timeout_s: for each of its stages."""
     read, write = os.pipe()
     environment = worker_environment(1)
     if hash_seed is not None:
@@ -72,11 +76,12 @@ def run_guarded(
 
 
 def _listen(process: subprocess.Popen[bytes], told: IO[bytes], stderr: IO[bytes], stage_timeout_s: float) -> Outcome:
-    outcome = Outcome(stage="starting Python")
+    outcome = Outcome(stage=STARTING)
     deadline = time.monotonic() + stage_timeout_s
     buffer = b""
     while True:
         if not _readable(told, deadline - time.monotonic()):
+            outcome.hung = True
             outcome.how = f"hung for {stage_timeout_s:g} s"
             # The fault handler answers with the Python stack, also out of a native call that holds the GIL.
             process.send_signal(signal.SIGABRT)

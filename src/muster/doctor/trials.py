@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import pickle
@@ -61,21 +62,30 @@ class Teller:
 
 
 def main(trial: str, fd: int, options: dict[str, Any]) -> None:
-    """The process, from its command line; the packed recipe is on stdin."""
+    """The process, from its command line; the packed recipe, of all trials but `importing`, is on stdin."""
     _core.die_with_parent()
     faulthandler.enable(all_threads=True)
     teller = Teller(fd)
     try:
-        teller.stage("unpacking the recipe")
-        (recipe,) = unpack(sys.stdin.buffer.read())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _TRIALS[trial](recipe, teller, **options)
+            if trial == "importing":
+                importing(teller, **options)
+            else:
+                teller.stage("unpacking the recipe")
+                (recipe,) = unpack(sys.stdin.buffer.read())
+                _TRIALS[trial](recipe, teller, **options)
         teller.stage(None)
     except BaseException as error:
         teller.raised(error)
     # Not by way of the interpreter's own end, which threads of the env may keep from coming.
     os._exit(0)
+
+
+def importing(teller: Teller, module: str) -> None:
+    """Imports the module that the env is in."""
+    teller.stage("importing the module")
+    importlib.import_module(module)
 
 
 def behaviour(recipe: Recipe, teller: Teller) -> None:

@@ -145,10 +145,10 @@ class AgentsEnv(ABC):
         truncated: bool,
         acts: bool,
     ) -> None:
-        """One agent that is there. acts: its action counts in the next step."""
+        """One agent that is there. obs: None for zeros. acts: its action counts in the next step."""
         slot = self._slots[agent]
         column, group, member, _, unwrap = slot
-        if unwrap is not None:
+        if unwrap is not None and obs is not None:
             self._put_mask(agent, slot, obs["action_mask"])
             obs = unwrap(obs)
         places[group][member] = obs

@@ -11,16 +11,21 @@ from muster.envs.pettingzoo import specs_of
 
 
 class ParallelAgents(AgentsEnv):
-    """A PettingZoo parallel env. Agents may die, return, and join late; the episode is over when nobody is left."""
+    """A PettingZoo parallel env. Agents may die, return, and join late; the episode is over when nobody is left.
+
+    An agent that is told a reward or its end, but shown nothing, keeps its last observation.
+    """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
         super().__init__(env, specs_of(env, state), groups)
         self._agents: list[Agent] = []
+        self._last_seen: dict[Agent, Any] = {}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         observations, infos = self.env.reset(seed=seed, options=options)
         # A copy: some envs hand out the very list that they change.
         self._agents = list(self.env.agents)
+        self._last_seen = dict(observations)
         self._start_episode()
         places = self._start_row()
         for agent in self._agents:
@@ -40,6 +45,10 @@ class ParallelAgents(AgentsEnv):
             left += acts
             if agent in observations:
                 self._put(places, agent, observations[agent], rewards.get(agent, 0.0), terminated, truncated, acts)
+            elif agent in rewards or terminated or truncated:
+                seen = self._last_seen.get(agent)
+                self._put(places, agent, seen, rewards.get(agent, 0.0), terminated, truncated, False)
+        self._last_seen.update(observations)
         row, info = self._row_and_infos(places, infos)
         return self._end_of_step(row, left == 0, info)
 

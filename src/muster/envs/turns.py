@@ -17,7 +17,8 @@ class TurnBasedAgents(AgentsEnv):
     """A PettingZoo AEC env: a step is one agent's turn, and `acting` names the one agent whose turn comes next.
 
     Every live agent's row holds what it observes now. Rewards are told to an agent when its turn comes, or when it
-    ends: all that it got since its last action.
+    ends: all that it got since its last action. That is in steps in which others act, so returns are sums over all of
+    an agent's live rows, not over those alone in which it acts.
     """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:

@@ -25,7 +25,7 @@ from muster.interop.env_calls import (
     SetAttribute,
     of_gymnasium,
 )
-from muster.interop.infos import info_rows
+from muster.interop.infos import RowReader, finals_by_env, info_rows, rows_and_finals
 from muster.interop.starting import (
     SAME_STEP,
     RaisesOriginals,
@@ -36,6 +36,7 @@ from muster.interop.starting import (
     with_processes,
 )
 from muster.spec import Array
+from muster.transport.infos import Infos
 from muster.vector import StepResult, VectorEnv
 
 try:
@@ -107,15 +108,11 @@ class MusterVecEnv(VecEnv):
         dones = terminated | truncated
         if not infos and not dones.any():
             return obs, rewards, dones, [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
-        finals = {
-            key: infos.pop(key) for key in ("final_obs", "_final_obs", "final_info", "_final_info") if key in infos
-        }
-        rows = info_rows(infos, self.num_envs)
-        final_rows = info_rows(finals.get("final_info", {}), self.num_envs)
+        rows, finals = rows_and_finals(infos, self.num_envs)
         for env in np.flatnonzero(dones).tolist():
             self.reset_infos[env] = rows[env]
-            rows[env] = final_rows[env]
-            rows[env]["terminal_observation"] = finals["final_obs"][env]
+            final_obs, rows[env] = finals[env]
+            rows[env]["terminal_observation"] = final_obs
         for row, ended, cut in zip(rows, terminated.tolist(), truncated.tolist(), strict=True):
             row["TimeLimit.truncated"] = cut and not ended
         return obs, rewards, dones, rows
@@ -178,6 +175,7 @@ class _Envs(RaisesOriginals, VectorEnv):
     def __init__(self, backend: Any, *, ignores_surplus: bool = False, **options: Any) -> None:
         self._ignores_surplus = ignores_surplus
         super().__init__(backend, **SAME_STEP, **options)
+        self._infos = RowReader(backend.slab, self._caller.line_of, backend.fetch_schemas)
 
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -193,6 +191,13 @@ class _Envs(RaisesOriginals, VectorEnv):
         observations, actions = [one.observation_space for one in facts], [one.action_space for one in facts]
         require_agreement(observations, actions, bounds=False, action_bounds=False)
         super()._set_spaces([facts[0]] * len(facts), observation_mode)
+
+    def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any]) -> None:
+        finals = {}
+        for row in np.flatnonzero(self._records["has_final"][ids]).tolist():
+            env, given = int(ids[row]), objects[row]
+            finals[env] = self._obs.single(self._backend.slab.final_obs, env, given), self._infos.final(env, given)
+        infos |= finals_by_env(finals)
 
     def _write_actions(self, actions: Any, ids: Array) -> bool:
         if not isinstance(self.single_action_space, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple)):

@@ -74,6 +74,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         self._next_seed: int | None = None
         # Envs whose current observation is the first of a new episode already.
         self._fresh = np.zeros(envs.num_envs, np.bool_)
+        self._masked_groups: set[str] = set()
         self._layout: Layout
         if isinstance(envs, VectorEnv):
             self._layout = SingleAgent(envs, categorical=bool(categorical_action_encoding), device=self.device)
@@ -117,7 +118,9 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
 
     def _now_observed(self, obs: Any, infos: Mapping[str, Any]) -> None:
         self._current = self._layout.observed(obs, infos)
-        for group in infos.get("action_mask", ()):
+        # Also where no env gives a mask now: the spec would keep the last one.
+        self._masked_groups.update(infos.get("action_mask", ()))
+        for group in self._masked_groups:
             spec = self.input_spec["full_action_spec", group, "action"]
             spec.update_mask(self._current[group]["action_mask"].clone())
 

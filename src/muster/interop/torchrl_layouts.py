@@ -112,7 +112,9 @@ class AgentGroups:
             if space is not None
         }
         self._no_state = (
-            None if envs.state_space is None else np.zeros((envs.num_envs, *(envs.state_space.shape or ())))
+            None
+            if envs.state_space is None
+            else np.zeros((envs.num_envs, *(envs.state_space.shape or ())), envs.state_space.dtype)
         )
         self._masks = {group: (*self._leads[group], *shape) for group, shape in envs.mask_shapes.items()}
         self._make_specs()

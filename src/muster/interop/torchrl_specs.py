@@ -29,7 +29,7 @@ class Codec:
         self, space: Space, lead: tuple[int, ...], *, categorical: bool, device: torch.device | None = None
     ) -> None:
         if isinstance(space, (spaces.Tuple, spaces.OneOf, spaces.Sequence, spaces.Graph, spaces.Text)):
-            raise UsageError(f"TorchRL has no tensors for {space}; wrap the env so that it has a Dict or Box space")
+            raise _no_tensors(space)
         self.spec: Any
         self._device = device
         self._children: dict[str, Codec] | None = None
@@ -42,9 +42,12 @@ class Codec:
             return
         self._space = space
         self._start = getattr(space, "start", 0)
-        self._single = _gym_to_torchrl_spec_transform(
-            space, device=device, categorical_action_encoding=categorical, remap_state_to_observation=False
-        )
+        try:
+            self._single = _gym_to_torchrl_spec_transform(
+                space, device=device, categorical_action_encoding=categorical, remap_state_to_observation=False
+            )
+        except Exception as error:  # whatever TorchRL comes upon: a KeyError of the dtype, a TypeError of the shape
+            raise _no_tensors(space) from error
         self.spec = self._single.expand(*lead, *self._single.shape)
 
     def encode(self, value: Any) -> Any:
@@ -52,7 +55,8 @@ class Codec:
         if self._children is not None:
             return {key: child.encode(value[key]) for key, child in self._children.items()}
         value = np.asarray(value)
-        tensor = torch.from_numpy(value - self._start if np.any(self._start) else value)
+        # Of a single number, NumPy's difference is no array.
+        tensor = torch.from_numpy(np.asarray(value - self._start) if np.any(self._start) else value)
         if isinstance(self._single, MultiOneHot):  # its own encode knows no leading axes
             parts = zip(tensor.long().unbind(-1), self._single.space, strict=True)
             tensor = torch.cat([one_hot(part, box.n) for part, box in parts], -1)
@@ -72,6 +76,14 @@ class Codec:
         if self._space.shape == () and self._single.shape == (1,):
             array = array[..., 0]
         return array + self._start if np.any(self._start) else array
+
+
+def _no_tensors(space: Space) -> UsageError:
+    text = " ".join(str(space).split())
+    return UsageError(
+        f"TorchRL has no tensors for {text}; wrap the env so that it has a Dict or Box space (of a dtype that torch "
+        "knows), or a flat MultiDiscrete or MultiBinary"
+    )
 
 
 def ends_spec(lead: tuple[int, ...], device: torch.device | None) -> Composite:

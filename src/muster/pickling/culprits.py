@@ -75,15 +75,35 @@ def noted_in(parts: dict[str, Any], noted: Iterable[Any]) -> list[Culprit]:
     return [_silently_wrong(value, kind, walk) for value, kind in found if kind is not None]
 
 
-def fork_hazards(parts: dict[str, Any], *, only_hangs: bool = False) -> list[Culprit]:
-    """What a forked worker would inherit but could not use; or only what would make it hang."""
+def fork_hazards(parts: dict[str, Any]) -> list[Culprit]:
+    """What a forked worker would inherit but could not use."""
     walk = Walk(parts, limit_s=0.5, inherited=True)
-    hazards = [(value, kind) for value in walk if (kind := kind_of(value)) is not None and not kind.fork_is_safe]
-    return [
-        dataclasses.replace(_silently_wrong(value, kind, walk), severity="blocks", reason=kind.inherited)
-        for value, kind in hazards
-        if kind.hangs_under_fork or not only_hangs
-    ]
+    return [_hazard(value, kind, walk) for value, kind in _unsafe_under_fork(walk)]
+
+
+def inherited_hazards(parts: dict[str, Any]) -> tuple[list[Culprit], list[Culprit]]:
+    """What a forked worker must not inherit at all, and what it inherits at its own risk, without what is in that."""
+    walk = Walk(parts, limit_s=0.5, inherited=True)
+    forbidden: list[Culprit] = []
+    risky: list[Culprit] = []
+    met: list[str] = []
+    for value, kind in _unsafe_under_fork(walk):
+        hazard = _hazard(value, kind, walk)
+        if kind.hangs_under_fork:
+            forbidden.append(hazard)
+        elif not hazard.path.startswith(tuple(met)):
+            met.append(f"{hazard.path}.")  # a file holds its buffer, and that another file
+            if not kind.idle:
+                risky.append(hazard)
+    return forbidden, risky
+
+
+def _unsafe_under_fork(walk: Walk) -> list[tuple[Any, Kind]]:
+    return [(value, kind) for value in walk if (kind := kind_of(value)) is not None and not kind.fork_is_safe]
+
+
+def _hazard(value: Any, kind: Kind, walk: Walk) -> Culprit:
+    return dataclasses.replace(_silently_wrong(value, kind, walk), severity="blocks", reason=kind.inherited)
 
 
 def _next_failure(parts: dict[str, Any], known: Sequence[Outcome], deadline: float) -> Outcome | None:

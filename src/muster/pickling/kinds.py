@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import mmap
 from socket import socket
 from typing import Any
@@ -31,7 +31,8 @@ class Kind:
     reason: why it cannot be sent, or what arrives instead.  lazy: the arguments of the ``muster.lazy`` that builds one.
     refused: pickling it "works", but what arrives is broken.  silent: it travels, but arrives as something else.
     warns: silent, and worth a warning on every start.  inherited: what a forked worker gets of it.  fork_is_safe:
-    whether that is usable.  hangs_under_fork: it must not be inherited at all.
+    whether that is usable.  hangs_under_fork: it must not be inherited at all.  idle: it is closed, or was not started,
+    and does no harm in a forked worker.
     """
 
     reason: str
@@ -42,6 +43,7 @@ class Kind:
     refused: bool = False
     silent: bool = False
     warns: bool = False
+    idle: bool = False
 
 
 def kind_of(value: Any) -> Kind | None:
@@ -91,6 +93,7 @@ def _text_file(file: Any) -> Kind | None:
         reason="an open text file travels as an io.StringIO with a copy of its contents: no file, no later changes",
         lazy=opened.lazy,
         inherited=opened.inherited,
+        idle=opened.idle,
         silent=True,
         warns=True,
     )
@@ -102,14 +105,40 @@ def _open_file(file: Any) -> Kind:
         reason="an open file belongs to the process that opened it",
         lazy=f"open, {name}, {mode}",
         inherited="all workers would share one file position with the caller, and each write out what is buffered now",
+        idle=_is_closed(file) or any(file is stream for stream in _standard_streams()),
     )
+
+
+def _standard_streams() -> tuple[Any, ...]:
+    """Every process has them in common with its parent."""
+    return sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__
+
+
+def _is_closed(file: Any) -> bool:
+    try:
+        return bool(file.closed)
+    except Exception:  # detached
+        return True
 
 
 def _file_name_and_mode(file: Any) -> tuple[str, str]:
     try:
-        return repr(file.name), repr(file.mode)
+        # The name of a temporary file is a number, of which nobody can open it again.
+        return repr(file.name) if isinstance(file.name, str) else "path", repr(file.mode)
     except Exception:  # closed or detached files raise; BytesIO-backed ones have neither
         return "path", "mode"
+
+
+def _socket(connection: Any) -> Kind:
+    return replace(_SOCKET, idle=socket.fileno(connection) < 0)
+
+
+def _thread_object(thread: Any) -> Kind:
+    try:
+        alive = threading.Thread.is_alive(thread)
+    except Exception:  # of a subclass that has not called __init__
+        alive = False
+    return replace(_THREAD, hangs_under_fork=alive, idle=not alive)
 
 
 def _generator(generator: Any) -> Kind:
@@ -215,6 +244,7 @@ _SQLITE = Kind(
     reason="an SQLite connection belongs to the process that opened it",
     lazy="sqlite3.connect, path",
     inherited="SQLite forbids to use a connection in a forked child: the database file can be damaged",
+    hangs_under_fork=True,
 )
 _PIPE = Kind(
     reason="one end of a pipe: its number would be sent, which means another file in a worker",
@@ -267,7 +297,7 @@ _BY_CLASS: dict[type, Callable[[Any], Kind | None]] = {
     io.BufferedWriter: _open_file,
     io.BufferedRandom: _open_file,
     io.FileIO: _open_file,
-    socket: _always(_SOCKET),
+    socket: _socket,
     types.GeneratorType: _generator,
     types.CoroutineType: _generator,
     types.AsyncGeneratorType: _generator,
@@ -279,7 +309,7 @@ _BY_CLASS: dict[type, Callable[[Any], Kind | None]] = {
     random.Random: _random,
     ctypes.CDLL: _always(_LIBRARY),
     ctypes.Structure.__mro__[1]: _ctypes_data,
-    threading.Thread: _always(_THREAD),
+    threading.Thread: _thread_object,
     subprocess.Popen: _always(_CHILD),
     mmap: _always(_MAPPING),
 }

@@ -11,12 +11,14 @@ from gymnasium.envs.registration import EnvSpec
 
 from muster.lazy_values import Lazy
 from muster.pickling.kinds import Kind
-from muster.pickling.walk import Edge
+from muster.pickling.walk import Edge, is_importable
 
 _HOLDERS = (
     *(dict, list, tuple, set, frozenset, type(None), functools.partial),
     *(types.FunctionType, types.MethodType, types.CellType, type, EnvSpec),
 )
+# A path that code can assign to.
+_SUBSCRIPTS = re.compile(r'env_kwargs(\["[^"\\\n]*"\]|\[-?\w+\])*')
 
 
 def remedy_for(trail: list[Edge], kind: Kind | None) -> str:
@@ -26,11 +28,14 @@ def remedy_for(trail: list[Edge], kind: Kind | None) -> str:
     """
     root_path, root = trail[0]
     path, owner = next(((path, value) for path, value in trail if type(value) not in _HOLDERS), trail[-1])
-    build = kind.lazy if kind is not None and owner is trail[-1][1] else f"{type(owner).__name__}, ..."
+    build = kind.lazy if kind is not None and owner is trail[-1][1] else f"{_class_name(type(owner))}, ..."
     if type(owner) is Lazy or (type(owner) in _HOLDERS and owner is not root):
         return "muster.lazy(a_function_of_a_module, ...)   # one that builds all that it uses"
     if root_path.startswith("env_kwargs"):
-        return _for_kwargs(path, root_path, build)
+        holders = [value for place, value in trail if len(place) < len(path)]
+        can_be_set = _SUBSCRIPTS.fullmatch(path) and all(type(holder) in (dict, list) for holder in holders)
+        named = type(owner) not in _HOLDERS and (can_be_set or owner is root)
+        return _for_kwargs(path if named else None, root_path, build)
     if root_path.startswith("wrappers"):
         return f"def wrap(env):\n    return MyWrapper(env, {_as_call(build)})\nmuster.make_vec(..., wrappers=[wrap])"
     if owner is root or path.endswith("__self__"):
@@ -45,13 +50,27 @@ def remedy_for(trail: list[Edge], kind: Kind | None) -> str:
     )
 
 
-def _for_kwargs(path: str, root_path: str, build: str) -> str:
-    """env_kwargs["server"] or env_kwargs[3]["server"], or something in a dict or list in there."""
-    if path != root_path:
+def _for_kwargs(path: str | None, root_path: str, build: str) -> str:
+    """env_kwargs["server"] or env_kwargs[3]["server"], or something in a dict or list in there.
+
+    path: of what is to be built in the worker; None where no assignment can put it there.
+    """
+    if path is not None and path != root_path:
         return f"{path} = muster.lazy({build})   # before make_vec"
     key = root_path[root_path.rindex("[") + 1 : -1]
+    function = ""
+    if path is None:
+        build = f"make_{key[1:-1]}" if key[1:-1].isidentifier() else "make_it"
+        function = f"def {build}():\n    ...   # what builds it, with all that it needs\n"
     one = f"{{{key}: muster.lazy({build})}}"
-    return f"muster.make_vec(..., env_kwargs={one if root_path.count('[') == 1 else f'[..., {one}, ...]'})"
+    kwargs = one if root_path.count("[") == 1 else f"[..., {one}, ...]"
+    return f"{function}muster.make_vec(..., env_kwargs={kwargs})"
+
+
+def _class_name(kind: type) -> str:
+    """How code names it: with its module, if that is where it is found."""
+    named = kind.__module__ != "builtins" and is_importable(kind)
+    return f"{kind.__module__}.{kind.__qualname__}" if named else kind.__name__
 
 
 def _as_call(build: str) -> str:

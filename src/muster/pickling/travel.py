@@ -9,7 +9,7 @@ from typing import Any
 
 from muster.errors import CannotTravel
 from muster.introspection import caller_stacklevel
-from muster.pickling.culprits import Culprit, culprits_in, fork_hazards, noted_in
+from muster.pickling.culprits import Culprit, culprits_in, fork_hazards, inherited_hazards, noted_in
 from muster.pickling.probe import attempt
 
 # Together below the 5 s that a caller waits at most for an answer about an object that hangs.
@@ -39,11 +39,14 @@ def dumps(value: Any, parts: dict[str, Any], *, start_method: str) -> bytes:
 
 
 def check_inheritable(parts: dict[str, Any]) -> None:
-    """Raises CannotTravel if a forked worker would hang on what it inherits."""
-    hazards = fork_hazards(parts, only_hangs=True)
-    if hazards:
-        lines = [f'{_argument(hazards[0].path)} cannot be inherited by a worker (context="fork").']
-        raise CannotTravel("\n".join([*lines, *_found(hazards), _instead(hazards[0])]))
+    """Raises CannotTravel if a forked worker must not inherit what is in there; warns if it does so at its own risk."""
+    forbidden, risky = inherited_hazards(parts)
+    if forbidden:
+        lines = [f'{_argument(forbidden[0].path)} cannot be inherited by a worker (context="fork").']
+        raise CannotTravel("\n".join([*lines, *_found(forbidden), _instead(forbidden[0])]))
+    if risky:
+        lines = ['context="fork" is no way out here:', *_found(risky), _instead(risky[0])]
+        warnings.warn("\n".join(lines), UserWarning, stacklevel=caller_stacklevel())
 
 
 def explain(culprits: Sequence[Culprit], *, start_method: str = "spawn", parts: dict[str, Any] | None = None) -> str:

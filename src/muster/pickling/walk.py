@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 import sys
 import time
 import types
@@ -19,7 +20,10 @@ from muster.introspection import attribute_dict, global_names, subscript
 Edge = tuple[str, Any]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, type(...), range, np.dtype)
-_OPAQUE = (types.BuiltinFunctionType, types.CodeType, types.FrameType, types.GeneratorType, types.GetSetDescriptorType)
+_OPAQUE = (
+    *(types.BuiltinFunctionType, types.CodeType, types.FrameType, types.GeneratorType, types.GetSetDescriptorType),
+    logging.Logger,  # travels by its name, and renews its locks after a fork; it leads to the handlers of all others
+)
 _CODE = (types.FunctionType, types.MethodType, types.ModuleType, staticmethod, classmethod, property)
 _WITH_ELEMENTS = (dict, list, tuple, collections.deque, set, frozenset, types.CellType, np.ndarray)
 _MAIN_MODULES = ("__main__", "__mp_main__")

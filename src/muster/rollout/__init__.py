@@ -9,3 +9,7 @@ except ImportError as error:
     raise ImportError(
         "Collectors need PyTorch and TensorDict. Install them with: pip install muster-rl[torch]"
     ) from error
+
+from muster.rollout.storage import next_observations
+
+__all__ = ["next_observations"]

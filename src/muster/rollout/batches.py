@@ -43,6 +43,8 @@ class BatchSource(ABC):
         )
         if split_trajs and compact:
             raise ConfigError("split_trajs needs every row's next observation: not with compact=True")
+        if replay_buffer is not None and compact:
+            raise ConfigError("replay_buffer needs every row's next observation: not with compact=True")
         self._limits = {
             "frames_per_batch": frames_per_batch,
             "init_random_frames": init_random_frames,

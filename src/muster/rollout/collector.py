@@ -49,7 +49,7 @@ class Collector(BatchSource):
     max_frames_per_traj: resets an env after so many frames; the trajectory ends truncated.
     reset_at_each_iter: starts new trajectories with each batch.
     split_trajs: batches are ``[T, B]``, trajectories side by side, padded; see `split_trajectories`.
-    compact: leaves ``("next", "observation")`` out, see `next_observations`.
+    compact: leaves ``("next", "observation")`` out, see `muster.rollout.next_observations`; not for a `replay_buffer`.
     replay_buffer: takes the valid frames of each batch by ``extend``; the iterator then gives None.
     initial_state: by key one env's recurrent state at the start of an episode; a TensorDict policy needs none where
         its modules start without, or from zeros.

@@ -93,6 +93,8 @@ class Crew:
         self._weights_fd = memfd("weights")
         self._finalizer = weakref.finalize(self, os.close, self._weights_fd)
         self._regions: dict[int, mmap.mmap] = {}  # by collector, what it is filling
+        # By collector, handed out so far. Kept here, where they outlive a process that dies.
+        self._frames = [0] * num_collectors
         self._ready: deque[Filled] = deque()
         plans = self._plans(recipes, policy, policy_factory, collector_options, options.context)
         processes = make_vec(
@@ -119,6 +121,11 @@ class Crew:
         """Of the weights that replicas take for their next batch."""
         return self._weights.version
 
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What was published last, by name: copies."""
+        return self._weights.read()
+
     def publish(self, weights: Mapping[str, Tensor]) -> int:
         """Gives the replicas new weights, by name, for the batches that they begin from now on."""
         own = self._weights.names
@@ -138,7 +145,8 @@ class Crew:
         if self._seed is not None:
             sequence = np.random.SeedSequence(self._seed, spawn_key=(_REPLICAS, round_number))
             seeds = [int(word) for word in sequence.generate_state(len(seeds))]
-        self._processes.reset(seed=seeds, options={"frames": frames // len(seeds)})
+        self._frames = [frames // len(seeds)] * len(seeds)
+        self._processes.reset(seed=seeds)
 
     def collect(self) -> Filled:
         """The next batch."""
@@ -229,7 +237,8 @@ class Crew:
 
     def _send(self, collectors: Sequence[int], offsets: Sequence[int]) -> None:
         try:
-            self._processes.send(np.array(offsets, np.int64).reshape(-1, 1), list(collectors))
+            orders = [(offset, self._frames[k]) for k, offset in zip(collectors, offsets, strict=True)]
+            self._processes.send(np.array(orders, np.int64), list(collectors))
         except MusterError as error:
             raise self._translated(error) from None
 
@@ -248,7 +257,7 @@ class Crew:
             for k, obs, infos in self._receive(enough):
                 part = slice(*self._firsts[k : k + 2])
                 versions[part] = obs[1]
-                self._finish(storage, part, infos)
+                self._finish(k, storage, part, infos)
             if count - len(self._regions) >= self._threshold:
                 stop[0] = 1
         return Filled(storage, 0, versions)
@@ -262,7 +271,7 @@ class Crew:
             for k, obs, infos in self._receive(1, keep=True):
                 block = self._regions.pop(k)
                 storage = self._layouts[k].storage(block)
-                self._finish(storage, slice(0, storage.N), infos)
+                self._finish(k, storage, slice(0, storage.N), infos)
                 self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, obs[1])))
                 done.append(k)
             # Each goes on at once, while its last batch is learnt from, and has at most one that waits.
@@ -298,11 +307,12 @@ class Crew:
             done.append((k, np.array(batch.obs[row]), infos))
         return done
 
-    def _finish(self, storage: Storage, part: slice, infos: Mapping[str, Any]) -> None:
+    def _finish(self, collector: int, storage: Storage, part: slice, infos: Mapping[str, Any]) -> None:
         """Whatever the process could not write itself."""
         if "restarted" in infos:
             storage.blank(part)
             return
+        self._frames[collector] += int(storage.mask[:, part].sum())
         for time, env, leaves in infos.get("finals", ()):
             storage.finals.append(Final(time, part.start + env, leaves))
 

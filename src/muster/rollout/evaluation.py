@@ -7,20 +7,31 @@ from typing import Any
 
 import numpy as np
 
-from muster.errors import ConfigError
+from muster.errors import ConfigError, UsageError
 from muster.rollout.collector import Collector
 from muster.rollout.episodes import Episodes
 
 _STEPS = 64  # between two looks at what has ended
 
 
-def evaluate(envs: Any, policy: Callable[..., Any], *, episodes: int, seed: int | None = None) -> Episodes:
+def evaluate(
+    envs: Any,
+    policy: Callable[..., Any],
+    *,
+    episodes: int,
+    seed: int | None = None,
+    max_steps: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Episodes:
     """The first K = `episodes` whole episodes that `policy` plays, by env; each of the N envs plays its share of them.
 
     With shares fixed beforehand, short episodes are not over-represented, as they are among the first K to end.
 
-    envs: a vector env, which stays the caller's.  policy, seed: as for `Collector`. Raises ConfigError, and what
-    `Collector` raises.
+    envs: a vector env, which stays the caller's.  policy, seed: as for `Collector`.
+    max_steps: how many steps all envs together may take, roughly; None for no limit.
+    on_progress: called now and then with the episodes played and the steps taken so far.
+
+    Raises ConfigError, UsageError where `max_steps` were not enough, and what `Collector` raises.
     """
     if episodes < 1:
         raise ConfigError(f"episodes must be at least 1, got {episodes!r}")
@@ -33,5 +44,15 @@ def evaluate(envs: Any, policy: Callable[..., Any], *, episodes: int, seed: int 
             for one_return, length, env in zip(*collector.last_episodes, strict=True):
                 if len(played[env]) < shares[env]:
                     played[env].append((one_return, int(length)))
+            ended = sum(map(len, played))
+            if on_progress is not None:
+                on_progress(ended, collector.frames)
+            if ended < episodes and max_steps is not None and collector.frames >= max_steps:
+                raise UsageError(
+                    f"{ended} of {episodes} episodes had ended after {collector.frames:,} steps of all envs, and "
+                    f"max_steps is {max_steps:,}. If episodes of this env never end, register it with "
+                    "max_episode_steps, or wrap it in gymnasium.wrappers.TimeLimit; if they are long, ask for more "
+                    "steps or for fewer episodes"
+                )
     returns, lengths = zip(*(episode for one in played for episode in one), strict=True)
     return Episodes(np.array(returns), np.array(lengths, np.int64), np.repeat(np.arange(N), shares))

@@ -38,7 +38,7 @@ class MultiCollector(BatchSource):
     sync: True gives batches of `frames_per_batch` frames of all envs; False those of one collector's envs, first come.
         Each collector then begins its next batch while its last one is learnt from.
     preemptive_threshold: with `sync`: once this share of the collectors is done, the others stop; the rows that are
-        missing are False in ``("collector", "mask")``.
+        missing are False in ``("collector", "mask")``. It does nothing for a policy that stays here.
     context, start_timeout, on_failure, max_restarts, threads_per_collector: as `make_vec` has them for workers.
     collect_timeout: seconds that a collector may take for a batch before it is killed.
 
@@ -121,6 +121,7 @@ class MultiCollector(BatchSource):
         self._episodes: dict[int, EpisodeCounter] = {}
         self._next_traj_id = 0
         self._staying: Collector | None = None
+        self._staying_version = 1
         self._crew: Crew | None = None
         if policy is None or policy_factory is not None or (obstacle := obstacle_to(policy)) is None:
             self._crew = Crew(
@@ -134,7 +135,7 @@ class MultiCollector(BatchSource):
                 options=options,
             )
             return
-        warnings.warn(_explained(obstacle), UserWarning, stacklevel=caller_stacklevel())
+        warnings.warn(_explained(obstacle, self._threshold), UserWarning, stacklevel=caller_stacklevel())
         for_each |= {
             "num_envs": len(recipes),
             "make_vec_options": {**(make_vec_options or {}), **options.for_envs()},
@@ -152,6 +153,7 @@ class MultiCollector(BatchSource):
         if weights is not None and self.policy is not None:
             load_weights(self.policy, weights)
         if self._crew is None:
+            self._staying_version += 1
             return
         own = named_weights(self.policy)
         if self.policy is None and weights is not None:
@@ -163,7 +165,7 @@ class MultiCollector(BatchSource):
     @property
     def policy_version(self) -> int:
         """Of the weights that collectors take for their next batch; 1 for those they started with."""
-        return self._crew.version if self._crew is not None else 1
+        return self._crew.version if self._crew is not None else self._staying_version
 
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
@@ -184,6 +186,8 @@ class MultiCollector(BatchSource):
             state["staying"] = self._staying.state_dict()
         elif isinstance(self.policy, nn.Module):
             state["policy"] = self.policy.state_dict()
+        elif self._crew is not None and (published := self._crew.weights):
+            state["policy"] = published
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -192,10 +196,13 @@ class MultiCollector(BatchSource):
         self._next_traj_id = int(state["next_traj_id"])
         if self._staying is not None:
             self._staying.load_state_dict(state["staying"])
+            self._staying_version += 1
             return
         if isinstance(self.policy, nn.Module) and "policy" in state:
             self.policy.load_state_dict(state["policy"])
             self.update_policy_weights_()
+        elif self._crew is not None and "policy" in state:
+            self._crew.publish(state["policy"])
         self.reset()
 
     def shutdown(self) -> None:
@@ -230,7 +237,7 @@ class MultiCollector(BatchSource):
         assert self._staying is not None
         batch = self._staying.rollout()
         self.frames, self.last_episodes = self._staying.frames, self._staying.last_episodes
-        batch["collector", "policy_version"] = torch.ones(batch.batch_size, dtype=torch.int64)
+        batch["collector", "policy_version"] = torch.full(batch.batch_size, self._staying_version)
         return batch
 
 
@@ -260,9 +267,10 @@ def _share(threshold: float | None, sync: bool) -> float:
     return 1.0 if threshold is None else threshold
 
 
-def _explained(obstacle: Obstacle) -> str:
+def _explained(obstacle: Obstacle, threshold: float) -> str:
     ways_out = "; or\n  ".join(obstacle.ways_out())
+    ignored = f" preemptive_threshold={threshold:g} is ignored: batches wait for all envs." if threshold < 1 else ""
     return (
         f"the policy cannot be copied to collector processes, because of {obstacle}. It stays in this process and acts "
-        f"for all envs, which are stepped in workers. To have replicas nonetheless, either\n  {ways_out}."
+        f"for all envs, which are stepped in workers.{ignored} To have replicas nonetheless, either\n  {ways_out}."
     )

@@ -53,7 +53,9 @@ class RandomActor:
         for field, space in zip(self._envs.actions, self._envs.action_spaces, strict=True):
             drawn = _draw(space, (storage.T, storage.N), self._rng).astype(field.dtype, copy=False)
             if field.key in storage.outputs:
-                storage.outputs[field.key].copy_(torch.from_numpy(drawn))
+                recorded = storage.outputs[field.key]
+                recorded.copy_(torch.from_numpy(drawn))
+                drawn = recorded.numpy()  # one array: what `_obey` draws again is recorded, too
             else:
                 storage.outputs[field.key] = torch.from_numpy(drawn)
             self._rows.append(drawn)

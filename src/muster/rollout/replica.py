@@ -71,10 +71,13 @@ class ReplicaPlan:
 
 
 class Replica(gymnasium.Env[Array, Array]):
-    """``step([offset])`` collects a batch into the region there; returns [steps done, version of the weights]."""
+    """``step([offset, frames])`` collects a batch into the region there; returns [steps done, version of the weights].
+
+    frames: how many this collector has collected before, in whatever process.
+    """
 
     observation_space = spaces.Box(0, 2**62, (2,), np.int64)
-    action_space = spaces.Box(0, 2**62, (1,), np.int64)
+    action_space = spaces.Box(0, 2**62, (2,), np.int64)
 
     def __init__(self, plan: ReplicaPlan) -> None:
         # A forked process has none of the threads that torch's pool believes in, and would wait for them for ever. The
@@ -98,10 +101,9 @@ class Replica(gymnasium.Env[Array, Array]):
         self._known_layout: BatchLayout | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """Begins anew, with this seed. ``options["frames"]``: how many this collector has collected before."""
+        """Begins anew, with this seed."""
         super().reset(seed=seed)
         self._collector = Collector(self._envs, self.policy, seed=seed, **self._plan.options)
-        self._collector.frames = int((options or {}).get("frames", 0))
         return np.zeros(2, np.int64), {}
 
     def facts(self) -> ReplicaFacts:
@@ -116,12 +118,14 @@ class Replica(gymnasium.Env[Array, Array]):
         return {name: tensor.detach().cpu().numpy() for name, tensor in named_weights(self.policy).items()}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        offset, frames = map(int, action)
         collector = self._started()
+        collector.frames = frames
         layout = self._layout()
         if self._weights is None:
             self._weights = SharedWeights(named_weights(self.policy), self._weights_fd)
         self._version = self._weights.read_into(named_weights(self.policy), self._version)
-        block = mmap.mmap(self._arena, layout.region_bytes, offset=int(action[0]))
+        block = mmap.mmap(self._arena, layout.region_bytes, offset=offset)
         storage = layout.storage(block, slice(*self._plan.columns))
         storage.clear_flags()
         steps = self._guarded(lambda: collector.fill(storage, stop_flag(block)))

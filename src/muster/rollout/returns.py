@@ -10,7 +10,10 @@ So every function takes ``next_values``, the value of the observation *after* ea
 an episode ended, the following row's observation everywhere else. It is exact in every autoreset mode.
 
 Rows whose ``mask`` is False are left out, as if they had never been in the rollout: the reset rows of ``next_step``
-autoreset, agents that are dead or do not act, padding. They may hold anything, NaN included, and get zeros.
+autoreset, agents that are not alive, padding. They may hold anything, NaN included, and get zeros.
+
+An agent that is alive but waits for its turn is not left out: its rewards, and often its end, are told in the rows in
+which others act. So compute returns with ``mask=alive`` and take the loss over the rows where ``acting`` is True.
 """
 
 from __future__ import annotations

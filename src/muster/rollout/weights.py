@@ -98,6 +98,11 @@ class SharedWeights:
             self._version[0] += 1
             return self.version
 
+    def read(self) -> dict[str, Tensor]:
+        """Copies of the latest version, by name."""
+        with self._locked(fcntl.LOCK_SH):
+            return {name: shared.clone() for name, shared in self._tensors.items()}
+
     @torch.no_grad()
     def read_into(self, weights: Mapping[str, Tensor], known: int) -> int:
         """Copies the latest version into `weights`, unless it is the `known` one; returns which it is."""

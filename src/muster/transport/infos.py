@@ -55,6 +55,12 @@ class InfoReader:
 
     def read_plain(self, ids: Array) -> Infos | None:
         """The infos of a step of envs `ids` ``[n]``, where these are plain columns that all agree in; else None."""
+        plan = self._plan_for(ids)
+        if plan.columns is None:
+            return None
+        return _core.gather_columns(plan.columns, None if len(ids) == len(self._line_of) else ids, plan.given)
+
+    def _plan_for(self, ids: Array) -> _Plan:
         everything = len(ids) == len(self._line_of)
         schemas = self._last_schemas if everything else self._last_schemas[ids]
         key = (schemas.tobytes(), b"" if everything else ids.tobytes())
@@ -63,9 +69,7 @@ class InfoReader:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             plan = self._plans[key] = self._plan(ids, schemas)
-        if plan.columns is None:
-            return None
-        return _core.gather_columns(plan.columns, None if everything else ids, plan.given)
+        return plan
 
     def read(self, ids: Array, objects: Sequence[Iterator[Any]]) -> Infos:
         """The infos of a step of envs `ids` ``[n]``; `objects`: for each its letters' rest, in order."""
@@ -127,8 +131,11 @@ class InfoReader:
                 info[key] = self._decode(children, env, which, objects)
             else:
                 value = self._column(column, which)[env]
-                info[key] = np.array(value) if kind == "array" else value
+                info[key] = np.array(value) if kind == "array" else self._number(value)
         return info
+
+    def _number(self, value: Any) -> Any:
+        return value
 
 
 def info_object_names(schemas: Sequence[Sequence[Column]], schema: int) -> list[str]:

@@ -1,0 +1,129 @@
+"""Ctrl-C that comes while an env of the caller's own process is at work, and in calls and closes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import faulty_envs
+import numpy as np
+import pytest
+
+import muster
+from muster.errors import EnvError
+
+ACTIONS = np.zeros(4, np.int64)
+BOUND_S = 20.0
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+class Interrupted(faulty_envs.CountingEnv):
+    """Env 1 is interrupted where `place` says, once. Notes which envs were stepped, reset and closed."""
+
+    def __init__(self, place: str, notes: list[str]) -> None:
+        super().__init__()
+        self.place, self.notes = place, notes
+
+    def arrive(self, place: str) -> None:
+        self.notes.append(f"{place} {self.index}")
+        if place == self.place and self.index == 1:
+            self.place = ""
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.arrive("reset")
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        self.arrive("step")
+        return super().step(action)
+
+    def close(self) -> None:
+        self.arrive("close")
+
+
+def make(place: str, notes: list[str], **options: Any) -> Any:
+    return muster.make_vec(Interrupted, 4, backend="serial", env_kwargs={"place": place, "notes": notes}, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "serial"}, {"num_workers": 1, "caller_steps": True, "context": "fork"}]
+)
+def test_the_rest_of_the_callers_envs_are_not_stepped(options: dict[str, Any]) -> None:
+    class InCaller(Interrupted):
+        def step(self, action: Any) -> Any:
+            self.notes.append(f"step {self.index}")
+            if len(self.notes) == 1 and os.getpid() == caller:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super(Interrupted, self).step(action)
+
+    caller = os.getpid()
+    notes: list[str] = []  # the forked worker has a copy of its own
+    with muster.make_vec(InCaller, 4, env_kwargs={"place": "", "notes": notes}, **options) as envs:
+        envs.reset()
+        notes.clear()
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(ACTIONS)
+        assert len(notes) == 1
+        envs.reset()
+        assert envs.step(ACTIONS)[0][:, 2].tolist() == [1, 1, 1, 1]
+
+
+def test_the_rest_of_the_callers_envs_are_not_reset() -> None:
+    notes: list[str] = []
+    with make("reset", notes) as envs:
+        with pytest.raises(KeyboardInterrupt):
+            envs.reset()
+        assert notes == ["reset 0", "reset 1"]
+        envs.reset()
+        envs.step(ACTIONS)
+
+
+def test_with_restarts_it_is_raised_once_and_counts_as_no_failure() -> None:
+    notes: list[str] = []
+    with make("step", notes, on_failure="restart", max_restarts=0) as envs:
+        envs.reset()
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(ACTIONS)
+        assert envs.recv().truncated.tolist() == [False, True, True, True]
+        assert [note for note in notes if note.startswith("step")] == ["step 0", "step 1"]
+        assert [note for note in notes if note.startswith("close")] == ["close 1"]  # the only one built anew
+
+
+def test_in_close_all_envs_are_closed_and_a_second_close_is_silent() -> None:
+    notes: list[str] = []
+    envs = make("close", notes)
+    with pytest.raises(KeyboardInterrupt):
+        envs.close()
+    assert notes == [f"close {env}" for env in range(4)]
+    envs.close()
+
+
+class ClosingByAbort(faulty_envs.CountingEnv):
+    def close(self) -> None:
+        raise GeneratorExit("no")
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_whatever_one_close_raises_the_others_are_closed(backend: str) -> None:
+    options = {} if backend == "serial" else {"num_workers": 1}
+    envs = muster.make_vec(ClosingByAbort, 2, backend=backend, **options)
+    with pytest.raises(EnvError, match="env 0 .*GeneratorExit: no") as raised:
+        envs.close()
+    assert "env 1 (GeneratorExit)" in raised.value.__notes__[-1]
+    envs.close()
+
+
+class Sleeping(faulty_envs.CountingEnv):
+    def sleep(self) -> None:
+        time.sleep(1000.0)
+
+
+def test_close_does_not_wait_for_a_call_that_hangs() -> None:
+    envs = muster.make_vec(Sleeping, 2, num_workers=2)
+    envs.call_async("sleep")
+    start = time.monotonic()
+    envs.close(timeout=1000.0)
+    assert time.monotonic() - start < BOUND_S

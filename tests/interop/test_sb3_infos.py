@@ -1,0 +1,79 @@
+"""What an env says in its info reaches SB3 as it was said, whatever other envs say."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from dropin_envs import Counter
+
+sb3 = pytest.importorskip("stable_baselines3")
+
+from stable_baselines3.common import vec_env  # noqa: E402
+
+from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:stable_baselines3")
+BOTH = pytest.mark.parametrize(
+    "vec_env_cls", [DummyVecEnv, partial(SubprocVecEnv, num_workers=2)], ids=["dummy", "sub"]
+)
+SAID = {
+    "alike": {"count": 3, "score": 0.5, "won": True, "small": np.int8(3), "list": [1, 2], "map": np.arange(3)},
+    "numbers": {"count": 3, "score": 0.5, "won": True, "small": np.float32(0.5)},
+    "differing": {
+        "flag": True,
+        "big": 2**60 + 1,
+        "pixels": np.arange(3, dtype=np.uint8),
+        "nest": {"p": {"q": 1}},
+        "none": None,
+        "final_obs": 7,
+        "final_info": {"z": 1},
+        "foo": 1,
+        "_foo": 2,
+    },
+    "others": {"flag": 3, "big": 0.5, "pixels": np.arange(3) * 1.5, "nest": 5, "none": 4, "_foo": "x", "text": "y"},
+    "nothing": {},
+}
+
+
+class Saying(Counter):
+    """Its infos are what `said` names."""
+
+    def __init__(self, said):
+        super().__init__(2)
+        self.said = SAID[said]
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed, options=options)[0], dict(self.said)
+
+    def step(self, action):
+        *rest, _ = super().step(action)
+        return (*rest, dict(self.said))
+
+
+def typed(value):
+    """`value` in a form that is equal only where all types are, too."""
+    if isinstance(value, dict):
+        return {key: typed(one) for key, one in value.items()}
+    return type(value).__name__, getattr(value, "dtype", None), np.asarray(value).tolist()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "saids",
+    [["alike", "alike"], ["numbers", "numbers"], ["differing", "others", "nothing"], ["numbers", "nothing"]],
+    ids="-".join,
+)
+def test_infos_equal_those_of_sb3s_own(vec_env_cls, saids):
+    fns = [partial(Saying, said) for said in saids]
+    theirs, ours = vec_env.DummyVecEnv(fns), vec_env_cls(fns)
+    try:
+        theirs.reset()
+        ours.reset()
+        for _ in range(4):
+            assert list(map(typed, ours.reset_infos)) == list(map(typed, theirs.reset_infos))
+            actions = np.zeros(len(fns), int)
+            *_, expected = theirs.step(actions)
+            *_, got = ours.step(actions)
+            assert list(map(typed, got)) == list(map(typed, expected))
+    finally:
+        ours.close()
