@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -176,11 +177,13 @@ def patience(cores: int, processes: int) -> tuple[Patience, Patience]:
 
     With more processes than cores the caller sleeps at once: awake, it would keep a worker off its core. Workers stay
     awake for about the time that the caller takes between two steps; where they have a core of their own, for the time
-    that a policy takes.
+    that a policy takes: but not out of a cgroup's quota, which would end in being throttled.
     """
+    owns_cores = processes <= cores + 1 and cores == len(os.sched_getaffinity(0))
+    yields_apart = _YIELDS_APART if owns_cores else 0
     if processes > cores:
-        return Patience(0, 0), Patience(0, 100, _YIELDS_APART if processes == cores + 1 else 0)
-    return Patience(1000, 300), Patience(1000, 300, _YIELDS_APART)
+        return Patience(0, 0), Patience(0, 100, yields_apart)
+    return Patience(1000, 300), Patience(1000, 300, yields_apart)
 
 
 def _check_numbers(
