@@ -123,7 +123,7 @@ def test_an_env_that_interrupts_is_a_finding(doctor):
         ("import ctypes; ctypes.string_at(0)", "it was killed by SIGSEGV"),
         ("raise KeyboardInterrupt", "it raised KeyboardInterrupt"),
         ("import sys; sys.exit(0)", "it raised SystemExit: 0"),
-        ("import time; time.sleep(600)", "it hung for 10 s"),
+        pytest.param("import time; time.sleep(600)", "it hung for 10 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_a_finding(doctor, tmp_path, code, words):

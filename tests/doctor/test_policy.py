@@ -122,6 +122,7 @@ def test_the_command_tells_it_to_programs_and_a_policy_that_stays_blocks_nothing
         ("absent", 2, "--policy must be module:make_policy"),
     ],
 )
+@pytest.mark.slow
 def test_policies_that_cannot_be_built_are_told_without_a_traceback(doctor, policy, status, words):
     done = doctor("my_game:gives_what_exists", "--policy", policy)
     assert done.returncode == status

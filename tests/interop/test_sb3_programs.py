@@ -108,6 +108,7 @@ def test_a_zeromq_context_as_an_argument_is_named_before_anything_is_started(env
         envs_of(Remote, n_envs=2, env_kwargs={"server": context})
 
 
+@pytest.mark.slow
 def test_evaluation_callbacks_and_saving(envs_of, tmp_path):
     training, evaluating = (VecNormalize(envs_of("CartPole-v1", n_envs=2, seed=seed)) for seed in (0, 1))
     evaluating.training = False
@@ -136,6 +137,7 @@ class Seer(Counter):
         return {"image": np.full((36, 40, 3), self.count, np.uint8), "count": super().observe()}
 
 
+@pytest.mark.slow
 def test_wrappers_for_images_and_dicts(envs_of):
     envs = VecTransposeImage(envs_of(Seer, n_envs=2))
     assert envs.reset()["image"].shape == (2, 3, 36, 40)
@@ -147,6 +149,7 @@ def test_wrappers_for_images_and_dicts(envs_of):
     assert counts.reset().tolist() == [[0.0], [0.0]]
 
 
+@pytest.mark.slow
 def test_videos_are_recorded(envs_of, tmp_path):
     pytest.importorskip("moviepy")
     pytest.importorskip("pygame")

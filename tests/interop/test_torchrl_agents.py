@@ -182,6 +182,7 @@ def wrapped_spread():
     return PettingZooWrapper(simple_spread_v3.parallel_env(), group_map=groups, categorical_actions=False)
 
 
+@pytest.mark.slow
 def test_parallel_env_takes_torchrls_pettingzoo_envs_with_their_groups_and_encoding():
     pytest.importorskip("mpe2")
     envs = ParallelEnv(2, wrapped_spread, num_processes=1)

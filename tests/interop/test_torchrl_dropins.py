@@ -101,6 +101,7 @@ def test_next_step_envs_and_tuple_spaces_are_refused():
         make(Structured)
 
 
+@pytest.mark.slow
 def test_parallel_env_takes_torchrls_factories_and_its_encoding():
     envs = ParallelEnv(3, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True), num_processes=2)
     try:
@@ -134,6 +135,7 @@ def test_parallel_env_hands_each_env_its_arguments_and_raises_what_it_raises():
         ParallelEnv(3, [Counter, Counter])
 
 
+@pytest.mark.slow
 def test_parallel_env_says_what_to_do_with_transformed_envs():
     with pytest.raises(ValueError, match=r"TransformedEnv\(ParallelEnv"):
         ParallelEnv(1, lambda: TransformedEnv(GymEnv("CartPole-v1"), RewardSum()))
