@@ -12,9 +12,12 @@
  *     cd $(mktemp -d) && spin -a <here>/doorbell.pml && gcc -O2 -DSAFETY -o pan pan.c && ./pan -m100000
  *     spin -DNO_FENCE -a <here>/doorbell.pml && gcc -O2 -DSAFETY -o pan pan.c && ./pan -m100000   # must find an error
  *
- * tests/faults/test_doorbell_model.py does both. What is left out: the burst of yields before a sleep (it looks at the
- * same words), counters that wrap, and the slice that bounds the caller's sleep. The model ends a slice only once a
- * worker is dead, since a slice that ends by itself would hide every lost wake-up.
+ * tests/faults/test_doorbell_model.py does both. A worker that waits awake with its seat on the caller's core stands by:
+ * whoever finishes last then leaves the caller's wake-up to it. Seats change at random.
+ *
+ * What is left out: how long a burst of yields lasts (any number of looks, here), counters that wrap, and the slice that
+ * bounds the caller's sleep. The model ends a slice only once a worker is dead, since a slice that ends by itself would
+ * hide every lost wake-up.
  */
 #define WORKERS 2
 #define ROUNDS 2
@@ -24,7 +27,7 @@
 #define FENCE_WORKER(w) skip
 #else
 #define FENCE_CALLER atomic { !rung_waits[0] && !rung_waits[1] && !target_waits && !armed_waits }
-#define FENCE_WORKER(w) atomic { !asleep_waits[w] && !finished_waits[w] }
+#define FENCE_WORKER(w) atomic { !asleep_waits[w] && !finished_waits[w] && !seat_waits[w] }
 #endif
 
 /* The words that both sides see, and for each the store that is on its way. */
@@ -33,6 +36,7 @@ bool rung_waits[WORKERS];
 bool asleep[WORKERS], asleep_next[WORKERS], asleep_waits[WORKERS];
 byte finished[WORKERS], finished_next[WORKERS];
 bool finished_waits[WORKERS];
+bool seat[WORKERS], seat_next[WORKERS], seat_waits[WORKERS];
 byte target, target_next;
 bool target_waits;
 bool armed, armed_next, armed_waits;
@@ -43,6 +47,8 @@ bool killed[WORKERS], dead[WORKERS];
 bool over;
 
 #define TOTAL (finished[0] + finished[1])
+/* Each ring asks for one step, so `asked` is `rung`: it lands with it, or before. */
+#define STANDS_BY(w) (seat[w] && !asleep[w] && finished[w] == rung[w])
 #define STORE(name, value) atomic { !name##_waits; name##_next = value; name##_waits = true }
 #define STORE_AT(name, at, value) atomic { !name##_waits[at]; name##_next[at] = value; name##_waits[at] = true }
 #define LAND(name) atomic { name##_waits -> name = name##_next; name##_waits = false }
@@ -51,16 +57,34 @@ bool over;
 active proctype memory() {
 end:
     do
-    :: LAND_AT(rung, 0)
-    :: LAND_AT(rung, 1)
+       /* A release store: what was stored before lands before it. */
+    :: atomic { rung_waits[0] && !target_waits -> rung[0] = rung_next[0]; rung_waits[0] = false }
+    :: atomic { rung_waits[1] && !target_waits -> rung[1] = rung_next[1]; rung_waits[1] = false }
     :: LAND_AT(asleep, 0)
     :: LAND_AT(asleep, 1)
     :: LAND_AT(finished, 0)
     :: LAND_AT(finished, 1)
+    :: LAND_AT(seat, 0)
+    :: LAND_AT(seat, 1)
     :: LAND(target)
-       /* A release store: the target lands before it. */
+       /* A release store, too. */
     :: atomic { armed_waits && !target_waits -> armed = armed_next; armed_waits = false }
     od
+}
+
+inline wake_caller_if_done(w) {
+    if
+    :: !armed || TOTAL < target -> skip
+    :: armed && TOTAL >= target ->
+       /* An exchange: it acts on memory itself, and what was stored before has landed. */
+       atomic {
+           !finished_waits[w] && !asleep_waits[w] && !seat_waits[w];
+           if
+           :: armed -> armed = false; caller_sleeps = false
+           :: else -> skip
+           fi
+       }
+    fi
 }
 
 /* Serves what has been asked for: as many answers as rings. `mine` is what it has stored, landed or not. */
@@ -77,37 +101,43 @@ proctype worker(byte w) {
               STORE_AT(finished, w, mine);
               FENCE_WORKER(w);
               if
-              :: !armed -> skip
-              :: armed ->
-                 if
-                 :: TOTAL < target -> skip
-                 :: TOTAL >= target ->
-                    /* An exchange: it acts on memory itself, and what was stored before has landed. */
-                    atomic {
-                        !finished_waits[w];
-                        if
-                        :: armed -> armed = false; caller_sleeps = false
-                        :: else -> skip
-                        fi
-                    }
-                 fi
+              :: STANDS_BY(1 - w) -> skip
+              :: else -> wake_caller_if_done(w)
               fi
            :: else ->
-              /* wait_for_ring */
-              STORE_AT(asleep, w, true);
-              FENCE_WORKER(w);
+              /* WaitForRing: take_seat */
               if
-              :: rung[w] == seen ->
-                 atomic {
-                     if
-                     :: rung[w] == seen -> worker_sleeps[w] = true
-                     :: else -> skip
-                     fi
-                 };
-                 !worker_sleeps[w]
-              :: rung[w] != seen -> skip
+              :: skip
+              :: STORE_AT(seat, w, !seat[w]);
+                 FENCE_WORKER(w);
+                 wake_caller_if_done(w)
               fi;
-              STORE_AT(asleep, w, false)
+              /* awake */
+              do
+              :: rung[w] != seen -> break
+              :: STANDS_BY(w) -> wake_caller_if_done(w)
+              :: break
+              od;
+              /* asleep */
+              if
+              :: rung[w] != seen -> skip
+              :: else ->
+                 STORE_AT(asleep, w, true);
+                 FENCE_WORKER(w);
+                 wake_caller_if_done(w);
+                 if
+                 :: rung[w] == seen ->
+                    atomic {
+                        if
+                        :: rung[w] == seen -> worker_sleeps[w] = true
+                        :: else -> skip
+                        fi
+                    };
+                    !worker_sleeps[w]
+                 :: rung[w] != seen -> skip
+                 fi;
+                 STORE_AT(asleep, w, false)
+              fi
            fi
         od
     } unless { killed[w] || over };
@@ -129,7 +159,7 @@ active proctype killer() {
 inline replace(w) {
     atomic {
         /* The process is gone: all its stores have landed. */
-        !finished_waits[w] && !asleep_waits[w] && !rung_waits[w];
+        !finished_waits[w] && !asleep_waits[w] && !seat_waits[w] && !rung_waits[w];
         asleep[w] = false;
         finished[w] = rung[w];
         killed[w] = false;
@@ -144,12 +174,14 @@ active proctype caller() {
     do
     :: round < ROUNDS ->
        round = round + 1;
+       /* ring_all */
+       STORE(target, round * WORKERS);
+       STORE_AT(rung, 0, round);
+       STORE_AT(rung, 1, round);
+       FENCE_CALLER;
        w = 0;
        do
        :: w < WORKERS ->
-          /* ring */
-          STORE_AT(rung, w, round);
-          FENCE_CALLER;
           if
           :: asleep[w] -> worker_sleeps[w] = false
           :: !asleep[w] -> skip

@@ -64,7 +64,7 @@ class Caller {
       for (uint32_t i = first_envs_[w]; i < first_envs_[w + 1]; ++i) line_of_[i] = w;
     pending_.assign(slab_.num_envs, 0);
     started_.assign(slab_.num_envs, 0);
-    delivered_ = total_finished(slab_.lines, slab_.num_lines);
+    delivered_ = slab_.bell().total_finished();
   }
 
   // Envs may then be stepped before their first reset.
@@ -220,6 +220,7 @@ class Caller {
     ++delivered_;  // its failure was an answer, too
     record.status = Status::kOk;
     record.command = Command::kReset;
+    bump<uint32_t>(slab_.lines[line_of_[env]].asked, 1);
     record.requested.store(record.requested.load(std::memory_order_relaxed) + 1, std::memory_order_release);
   }
 
@@ -243,6 +244,8 @@ class Caller {
     lost.finished.store(answers, std::memory_order_release);
     lost.doing.store(Doing::kNothing);
     lost.asleep.store(0);
+    lost.asked.store(answers);
+    lost.seat.store(0);
     return envs;
   }
 
@@ -345,6 +348,7 @@ class Caller {
     EnvRecord& record = slab_.records[env];
     if (recovers_) keep(env);
     record.command = command;
+    bump<uint32_t>(slab_.lines[line_of_[env]].asked, 1);
     // Release: a worker that is awake for another env must not see the request before the action.
     record.requested.store(record.requested.load(std::memory_order_relaxed) + 1, std::memory_order_release);
     pending_[env] = 1;
@@ -361,15 +365,14 @@ class Caller {
 
   void send_all(Command command = Command::kStep) {
     tell_pace();
-    for (uint32_t w = 0; w < slab_.num_lines; ++w) {
-      for (uint32_t i = first_envs_[w]; i < first_envs_[w + 1]; ++i) request(i, command);
-      ring(slab_.lines[w]);
-    }
+    slab_.caller->target.store(delivered_ + slab_.num_envs, std::memory_order_relaxed);
+    for (uint32_t i = 0; i < slab_.num_envs; ++i) request(i, command);
+    ring_all(slab_.bell());
   }
 
   bool wait_slice(uint32_t min_envs, int64_t slice_ns) {
     const uint32_t target = delivered_ + min_envs;
-    auto done = [&] { return reached(total_finished(slab_.lines, slab_.num_lines), target); };
+    auto done = [&] { return slab_.bell().reached(target); };
     if (done()) return true;
     if (local_ && local_->has_requests()) {
       local_->step_requested(true);
@@ -378,7 +381,7 @@ class Caller {
     bool ready;
     {
       GilReleased released;
-      ready = wait_for_finished(*slab_.caller, slab_.lines, slab_.num_lines, target, patience_, slice_ns);
+      ready = wait_for_finished(slab_.bell(), target, patience_, slice_ns);
     }
     if (!ready) check(PyErr_CheckSignals());
     return ready;

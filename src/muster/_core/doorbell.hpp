@@ -56,7 +56,7 @@ inline void futex_wake(std::atomic<uint32_t>& word) {
 struct Patience {
   int pauses;
   int yields;
-  int yields_apart;  // more of them, while they take nothing from the process awaited
+  int yields_apart;  // more of them, while they take nothing from the process awaited; 0: cores are not the process's own
 };
 
 // `in_the_way`: whether a yield number i would take something from the process awaited.
@@ -73,62 +73,158 @@ inline bool wait_awake(const Patience& patience, Done done, InTheWay in_the_way)
   return done();
 }
 
-// ---- caller -> worker
+// The lines of one slab.
+struct Bell {
+  CallerLine& caller;
+  WorkerLine* lines;
+  uint32_t num_lines;
 
-inline void ring(WorkerLine& line) {
-  // Release: the records and actions written before are visible to whoever sees the new count.
+  uint32_t total_finished() const {
+    uint32_t total = 0;
+    for (uint32_t w = 0; w < num_lines; ++w) total += lines[w].finished.load(std::memory_order_acquire);
+    return total;
+  }
+
+  // Counters wrap; compare them as distances.
+  bool reached(uint32_t target) const { return int32_t(total_finished() - target) >= 0; }
+
+  bool has_target() const { return reached(caller.target.load(std::memory_order_relaxed)); }
+
+  uint32_t callers_seat() const { return 1 + caller.core.load(std::memory_order_relaxed); }
+
+  // Whether this worker waits awake on the caller's core. It then wakes the caller for all workers: from another core a
+  // wake-up is an interrupt.
+  bool stands_by(const WorkerLine& line) const {
+    return line.seat.load(std::memory_order_relaxed) == callers_seat() && !line.asleep.load(std::memory_order_relaxed) &&
+           line.finished.load(std::memory_order_relaxed) == line.asked.load(std::memory_order_relaxed);
+  }
+
+  void wake_caller_if_done() const {
+    if (!caller.armed.load(std::memory_order_acquire) || !has_target()) return;
+    if (caller.armed.exchange(0, std::memory_order_relaxed)) futex_wake(caller.armed);
+  }
+};
+
+// ---- caller -> workers
+
+// Release: the records and actions written before are visible to whoever sees the new count.
+inline void count_ring(WorkerLine& line) {
   line.rung.store(line.rung.load(std::memory_order_relaxed) + 1, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+// After count_ring and a fence.
+inline void wake_worker(WorkerLine& line) {
   if (line.asleep.load(std::memory_order_relaxed)) futex_wake(line.rung);
 }
 
-inline void wait_for_ring(WorkerLine& line, const CallerLine& caller, uint32_t seen, const Patience& patience) {
-  auto rung = [&] { return line.rung.load(std::memory_order_acquire) != seen; };
-  // On the core of a caller that has more to do than to ring again, it is best to sleep at once: whoever waits for its
-  // turn there meanwhile is owed time, and keeps the core from the caller when that is woken the next time.
-  auto in_the_way = [&](int i) {
-    if (caller.core.load(std::memory_order_relaxed) != uint32_t(sched_getcpu())) return false;
-    if (caller.lingers.load(std::memory_order_relaxed)) return true;
-    return i >= patience.yields && !caller.armed.load(std::memory_order_relaxed);
-  };
-  while (!wait_awake(patience, rung, in_the_way)) {
-    line.asleep.store(1, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (!rung()) futex_wait(line.rung, seen, -1);
-    line.asleep.store(0, std::memory_order_relaxed);
-    if (rung()) return;
-  }
+inline void ring(WorkerLine& line) {
+  count_ring(line);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  wake_worker(line);
 }
+
+inline void ring_all(const Bell& bell) {
+  for (uint32_t w = 0; w < bell.num_lines; ++w) count_ring(bell.lines[w]);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  // Whoever sleeps on the caller's own core comes last: it may take that core at once.
+  for (const bool own_core : {false, true})
+    for (uint32_t w = 0; w < bell.num_lines; ++w)
+      if ((bell.lines[w].seat.load(std::memory_order_relaxed) == bell.callers_seat()) == own_core)
+        wake_worker(bell.lines[w]);
+}
+
+// A worker's wait for the next ring. docs/adr/0003-doorbell.md has the measurements behind each rule.
+class WaitForRing {
+ public:
+  WaitForRing(const Bell& bell, uint32_t index, uint32_t seen, const Patience& patience)
+      : bell_(bell), line_(bell.lines[index]), index_(index), seen_(seen), patience_(patience) {}
+
+  void wait() {
+    if (patience_.yields_apart) take_seat();
+    while (!wait_awake(patience_, [&] { return rung(); }, [&](int i) { return in_the_way(i); })) {
+      line_.asleep.store(1, std::memory_order_relaxed);
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      bell_.wake_caller_if_done();
+      if (!rung()) futex_wait(line_.rung, seen_, -1);
+      line_.asleep.store(0, std::memory_order_relaxed);
+      if (rung()) return;
+    }
+  }
+
+ private:
+  bool rung() const { return line_.rung.load(std::memory_order_acquire) != seen_; }
+
+  // On the caller's core this worker yields while the caller needs others' answers. After that the core is the caller's;
+  // one that has more to do than to ring again gets it at once, since whoever waits for its turn meanwhile is owed time,
+  // and keeps the core when the caller is woken the next time.
+  bool in_the_way(int i) {
+    if (bell_.stands_by(line_)) bell_.wake_caller_if_done();
+    if (bell_.caller.core.load(std::memory_order_relaxed) != uint32_t(sched_getcpu())) return false;
+    if (patience_.yields_apart && !bell_.has_target()) return false;
+    return bell_.caller.lingers.load(std::memory_order_relaxed) || i >= patience_.yields;
+  }
+
+  // Two workers on one core would step one after the other. The kernel leaves them there for long: it looks at cores
+  // that idle for less than half a millisecond as busy. The one with the higher index moves over.
+  void take_seat() {
+    const uint32_t seat = 1 + uint32_t(sched_getcpu());
+    if (seat != line_.seat.load(std::memory_order_relaxed)) change_seat(seat);
+    for (uint32_t w = 0; w < index_; ++w)
+      if (bell_.lines[w].seat.load(std::memory_order_relaxed) == seat) return move_over();
+  }
+
+  void move_over() {
+    cpu_set_t allowed, free;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    free = allowed;
+    for (uint32_t w = 0; w < bell_.num_lines; ++w)
+      if (const uint32_t seat = bell_.lines[w].seat.load(std::memory_order_relaxed)) CPU_CLR(seat - 1, &free);
+    if (!CPU_COUNT(&free)) return;
+    cpu_set_t without_caller = free;
+    CPU_CLR(bell_.caller.core.load(std::memory_order_relaxed), &without_caller);
+    if (CPU_COUNT(&without_caller)) free = without_caller;
+    if (sched_setaffinity(0, sizeof free, &free)) return;
+    sched_setaffinity(0, sizeof allowed, &allowed);
+    change_seat(1 + uint32_t(sched_getcpu()));
+  }
+
+  // Who finished before it could see the change may have left the caller to this worker; both fence before they look.
+  void change_seat(uint32_t seat) {
+    line_.seat.store(seat, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    bell_.wake_caller_if_done();
+  }
+
+  Bell bell_;
+  WorkerLine& line_;
+  uint32_t index_;
+  uint32_t seen_;
+  Patience patience_;
+};
 
 // ---- workers -> caller
 
-inline uint32_t total_finished(const WorkerLine* lines, uint32_t num_workers) {
-  uint32_t total = 0;
-  for (uint32_t w = 0; w < num_workers; ++w) total += lines[w].finished.load(std::memory_order_acquire);
-  return total;
-}
-
-// Counters wrap; compare them as distances.
-inline bool reached(uint32_t total, uint32_t target) { return int32_t(total - target) >= 0; }
-
-inline void announce_finished(WorkerLine& line, CallerLine& caller, const WorkerLine* lines, uint32_t num_workers) {
+inline void announce_finished(const Bell& bell, WorkerLine& line) {
   line.finished.store(line.finished.load(std::memory_order_relaxed) + 1, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (!caller.armed.load(std::memory_order_acquire)) return;
-  if (!reached(total_finished(lines, num_workers), caller.target.load(std::memory_order_relaxed))) return;
-  if (caller.armed.exchange(0, std::memory_order_relaxed)) futex_wake(caller.armed);
+  if (!bell.caller.armed.load(std::memory_order_acquire) || !bell.has_target()) return;
+  for (uint32_t w = 0; w < bell.num_lines; ++w)
+    if (&bell.lines[w] != &line && bell.stands_by(bell.lines[w])) return;
+  bell.wake_caller_if_done();
 }
 
 // Sleeps until `target` steps are finished, for `slice_ns` at most. True if they are.
-inline bool wait_for_finished(CallerLine& caller, const WorkerLine* lines, uint32_t num_workers, uint32_t target,
-                              const Patience& patience, int64_t slice_ns) {
-  auto done = [&] { return reached(total_finished(lines, num_workers), target); };
+inline bool wait_for_finished(const Bell& bell, uint32_t target, const Patience& patience, int64_t slice_ns) {
+  auto done = [&] { return bell.reached(target); };
   if (wait_awake(patience, done, [](int) { return false; })) return true;
+  CallerLine& caller = bell.caller;
   caller.target.store(target, std::memory_order_relaxed);
   caller.armed.store(1, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (!done()) futex_wait(caller.armed, 1, slice_ns);
-  caller.armed.store(0, std::memory_order_relaxed);
+  // Slept on although all is there: whoever stands by is stopped, dead or kept from its core.
+  if (caller.armed.exchange(0, std::memory_order_relaxed) && done())
+    for (uint32_t w = 0; w < bell.num_lines; ++w) bell.lines[w].seat.store(0, std::memory_order_relaxed);
   return done();
 }
 

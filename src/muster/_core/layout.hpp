@@ -39,8 +39,10 @@ struct alignas(64) WorkerLine {
   std::atomic<uint32_t> rung;    // futex word; the caller adds 1
   std::atomic<uint32_t> asleep;  // the worker is, or is about to be, in futex_wait
   std::atomic<uint32_t> messages;  // control messages the caller has sent
+  std::atomic<uint32_t> asked;     // env steps the caller has asked for
 
   alignas(64) std::atomic<uint32_t> finished;  // env steps finished; also the worker's to write
+  std::atomic<uint32_t> seat;  // 1 + the core on which the worker last began to wait; 0: not known
 
   alignas(64) std::atomic<Doing> doing;
   std::atomic<uint32_t> doing_env;
@@ -55,7 +57,7 @@ static_assert(sizeof(WorkerLine) == 192);
 
 struct alignas(64) CallerLine {
   std::atomic<uint32_t> armed;   // futex word: 1 while the caller sleeps, or is about to
-  std::atomic<uint32_t> target;  // sum of `finished` over the workers that wakes it
+  std::atomic<uint32_t> target;  // sum of `finished` over the workers that it waits for
   std::atomic<uint32_t> core;    // on which it last rang
   std::atomic<uint32_t> lingers;  // whether it took long from having its results to ringing
 };

@@ -1,8 +1,9 @@
 // Where things lie in the slab. transport/slab.py decides; both sides read it from the same description.
 #pragma once
 
-#include "leaves.hpp"
+#include "doorbell.hpp"
 #include "layout.hpp"
+#include "leaves.hpp"
 
 namespace muster {
 
@@ -29,6 +30,7 @@ struct Slab {
     info_bytes = size_t(fields.size());
   }
 
+  Bell bell() const { return {*caller, lines, num_lines}; }
   char* info_row(size_t env, bool final) const { return base + info_offset + (2 * env + final) * info_bytes; }
 };
 

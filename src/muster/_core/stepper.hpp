@@ -22,6 +22,7 @@ class Stepper {
   Stepper(PyObject* slab, uint32_t line, uint32_t first_env, PyObject* envs, PyObject* obs, PyObject* action,
           int autoreset, bool check_finite, bool actions_by_mail, bool lends_objects, PyObject* host, Patience patience)
       : slab_(slab),
+        line_index_(line),
         line_(slab_.lines[line]),
         first_env_(first_env),
         envs_(Ref::borrow(envs)),
@@ -59,7 +60,7 @@ class Stepper {
       const uint64_t start = ticks();
       {
         GilReleased released;
-        wait_for_ring(line_, *slab_.caller, seen, patience_);
+        WaitForRing(slab_.bell(), line_index_, seen, patience_).wait();
       }
       bump(line_.ticks_waiting, ticks() - start);
       check(PyErr_CheckSignals());
@@ -151,7 +152,7 @@ class Stepper {
     bump(line_.ticks_copying, ticks() - start - in_env);
     line_.doing.store(Doing::kNothing, std::memory_order_relaxed);
     record.finished.store(record.requested.load(std::memory_order_relaxed), std::memory_order_release);
-    announce_finished(line_, *slab_.caller, slab_.lines, slab_.num_lines);
+    announce_finished(slab_.bell(), line_);
   }
 
   uint64_t begin(Doing doing, uint32_t i) {
@@ -332,6 +333,7 @@ class Stepper {
   }
 
   Slab slab_;
+  uint32_t line_index_;
   WorkerLine& line_;
   uint32_t first_env_;
   Ref envs_;

@@ -1,0 +1,60 @@
+"""Workers that share cores with their caller: they spread out, keep their affinity, and one that stops stops nobody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+import muster
+from sample_envs import Counter
+
+
+class Seated(Counter):
+    def allowed(self) -> set[int]:
+        return os.sched_getaffinity(0)
+
+
+@pytest.fixture
+def two_workers() -> Any:
+    envs = muster.make_vec(Seated, 4, num_workers=2)
+    envs.reset(seed=0)
+    yield envs
+    envs.close()
+
+
+def test_workers_keep_the_affinity_that_they_were_given(two_workers: Any) -> None:
+    for _ in range(500):
+        two_workers.step(np.ones(4, np.int64))
+    assert two_workers.call("allowed") == (os.sched_getaffinity(0),) * 4
+
+
+def test_workers_confined_to_one_core_step_all_the_same(two_workers: Any) -> None:
+    core = min(os.sched_getaffinity(0))
+    for worker in two_workers.stats()["workers"]:
+        os.sched_setaffinity(worker["pid"], {core})
+    for _ in range(200):
+        two_workers.step(np.ones(4, np.int64))
+    assert two_workers.call("allowed") == ({core},) * 4
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_worker_keeps_no_answer_of_another_from_the_caller(two_workers: Any, stopped: int) -> None:
+    for _ in range(50):  # seats are taken
+        two_workers.step(np.ones(4, np.int64))
+    os.kill(two_workers.stats()["workers"][stopped]["pid"], signal.SIGSTOP)
+    others = np.array([2, 3] if stopped == 0 else [0, 1])
+    for _ in range(100):
+        two_workers.send(np.ones(2, np.int64), env_ids=others)
+        assert two_workers.recv(min_envs=2, timeout=5).env_ids.tolist() == others.tolist()
+
+
+def test_two_vector_envs_live_on_the_same_cores(two_workers: Any) -> None:
+    with muster.make_vec(Seated, 4, num_workers=2) as others:
+        others.reset(seed=0)
+        for _ in range(200):
+            one, another = (envs.step(np.ones(4, np.int64))[0] for envs in (two_workers, others))
+        assert one.tolist() == another.tolist()
