@@ -1,4 +1,4 @@
-"""Workers that share cores with their caller: they spread out, keep their affinity, and one that stops stops nobody else."""
+"""Workers that share cores with their caller: they keep their affinity, and one that is stopped holds up no other."""
 
 from __future__ import annotations
 
