@@ -165,10 +165,12 @@ class WaitForRing {
   }
 
   // Two workers on one core would step one after the other. The kernel leaves them there for long: it looks at cores
-  // that idle for less than half a millisecond as busy. The one with the higher index moves over.
+  // that idle for less than half a millisecond as busy. The one with the higher index moves over; so does one beside
+  // the caller where every process has a core.
   void take_seat() {
     const uint32_t seat = 1 + uint32_t(sched_getcpu());
     if (seat != line_.seat.load(std::memory_order_relaxed)) change_seat(seat);
+    if (patience_.pauses && seat == bell_.callers_seat()) return move_over();
     for (uint32_t w = 0; w < index_; ++w)
       if (bell_.lines[w].seat.load(std::memory_order_relaxed) == seat) return move_over();
   }

@@ -18,6 +18,7 @@ struct InfoColumn {
   Ref key;
   Kind kind = Kind::kObject;
   int type_num = NPY_NOTYPE;
+  Ref scalar_type;  // kScalar: the Python type of its values
   std::vector<npy_intp> shape;
   size_t offset = 0;
   size_t bytes = 0;
@@ -103,6 +104,7 @@ class InfoTable {
         PyArray_Descr* descr = PyArray_DescrFromScalar(value);
         if (plain(descr->type_num)) {
           column.kind = Kind::kScalar, column.type_num = descr->type_num;
+          column.scalar_type = Ref::borrow(reinterpret_cast<PyObject*>(Py_TYPE(value)));
           column.bytes = size_t(PyDataType_ELSIZE(descr));
         }
         Py_DECREF(descr);
@@ -163,14 +165,10 @@ class InfoTable {
         std::memcpy(to, &number, sizeof number);
         return overflow == 0;
       }
-      case Kind::kScalar: {
-        if (!PyArray_IsScalar(value, Generic)) return false;
-        PyArray_Descr* descr = PyArray_DescrFromScalar(value);
-        const bool same = descr->type_num == column.type_num;
-        Py_DECREF(descr);
-        if (same) PyArray_ScalarAsCtype(value, to);
-        return same;
-      }
+      case Kind::kScalar:
+        if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != column.scalar_type.get()) return false;
+        PyArray_ScalarAsCtype(value, to);
+        return true;
       case Kind::kArray: {
         if (!PyArray_CheckExact(value)) return false;
         auto* array = reinterpret_cast<PyArrayObject*>(value);
