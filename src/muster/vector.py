@@ -29,7 +29,7 @@ from muster.errors import (
     WaitTimeout,
 )
 from muster.spec import Array, Node, tree
-from muster.transport.infos import InfoReader, Infos, merge, spread
+from muster.transport.infos import InfoReader, Infos, spread
 from muster.transport.slab import Plan, contiguous
 
 __all__ = ["Batch", "VectorEnv"]
@@ -446,7 +446,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             unusual |= _FINALS  # they may have ended an episode
         batch = self._batch(ids, rewards, terminated, truncated, unusual, None)
         for row, reason in reasons.items():
-            merge(batch.infos, {"restarted": reason}, row, len(ids))
+            self._infos.add(batch.infos, {"restarted": reason}, row, len(ids))
         return batch
 
     def _batch(self, ids: Array, rewards: Floats, terminated: Bools, truncated: Bools, unusual: int, obs: Any) -> Batch:
@@ -472,8 +472,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         for row in np.flatnonzero(self._records["has_final"][ids]).tolist():
             env = int(ids[row])
             final_obs = self._obs.single(self._backend.slab.final_obs, env, objects[row])
-            final_info = self._infos.final(env, objects[row])
-            merge(infos, {"final_obs": final_obs, "final_info": final_info}, row, len(ids))
+            self._infos.add_final(infos, final_obs, self._infos.final(env, objects[row]), row, len(ids))
 
     def _batch_obs(self, ids: Array, objects: Sequence[Any]) -> Any:
         rows = self._backend.slab.obs

@@ -4,17 +4,26 @@ from functools import partial
 
 import numpy as np
 import pytest
-from dropin_envs import Counter
+from dropin_envs import Counter, Raising
 
 sb3 = pytest.importorskip("stable_baselines3")
 
 from stable_baselines3.common import vec_env  # noqa: E402
 
-from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv  # noqa: E402
+import muster  # noqa: E402
+from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, as_sb3  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:stable_baselines3")
-BOTH = pytest.mark.parametrize(
-    "vec_env_cls", [DummyVecEnv, partial(SubprocVecEnv, num_workers=2)], ids=["dummy", "sub"]
+
+
+def around_make_vec(env_fns):
+    return as_sb3(muster.make_vec(env_fns, backend="serial", autoreset_mode="same_step"))
+
+
+ALL = pytest.mark.parametrize(
+    "vec_env_cls",
+    [DummyVecEnv, partial(SubprocVecEnv, num_workers=2), around_make_vec],
+    ids=["dummy", "sub", "as_sb3"],
 )
 SAID = {
     "alike": {"count": 3, "score": 0.5, "won": True, "small": np.int8(3), "list": [1, 2], "map": np.arange(3)},
@@ -57,7 +66,7 @@ def typed(value):
     return type(value).__name__, getattr(value, "dtype", None), np.asarray(value).tolist()
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     "saids",
     [["alike", "alike"], ["numbers", "numbers"], ["differing", "others", "nothing"], ["numbers", "nothing"]],
@@ -77,3 +86,35 @@ def test_infos_equal_those_of_sb3s_own(vec_env_cls, saids):
             assert list(map(typed, got)) == list(map(typed, expected))
     finally:
         ours.close()
+
+
+def test_a_vector_env_tells_others_its_own_infos():
+    envs = muster.make_vec([partial(Saying, "numbers")] * 2, backend="serial", autoreset_mode="same_step")
+    wrapped = as_sb3(envs)
+    try:
+        wrapped.reset()
+        wrapped.step(np.zeros(2, int))
+        *_, infos = envs.step(np.zeros(2, int))
+        assert infos["count"].tolist() == [3, 3]
+        assert infos["_count"].tolist() == [True, True]
+    finally:
+        wrapped.close()
+
+
+def test_a_restarted_env_says_so_in_its_own_info_only():
+    envs = muster.make_vec([Raising] * 2, backend="thread", autoreset_mode="same_step", on_failure="restart")
+    wrapped = as_sb3(envs)
+    try:
+        wrapped.reset()
+        wrapped.step(np.array([0, 0]))
+        obs, rewards, dones, infos = wrapped.step(np.array([0, 2]))
+    finally:
+        wrapped.close()
+    assert obs.tolist() == [[2], [0]]
+    assert rewards.tolist() == [2, 0]
+    assert dones.tolist() == [False, True]
+    assert "no action 2" in infos[1].pop("restarted")
+    assert infos == [
+        {"count": 2, "TimeLimit.truncated": False},
+        {"terminal_observation": np.array([1], np.float32), "TimeLimit.truncated": True},
+    ]

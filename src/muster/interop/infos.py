@@ -15,24 +15,14 @@ _ROWS, _FINALS = "info_rows", "finals_by_env"
 _PYTHON_DTYPES = (np.dtype(np.int64), np.dtype(np.float64), np.dtype(np.bool_))
 
 
-def _unmerged(infos: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
-    """One info for each env, with the keys that it gave itself. `infos`: as Gymnasium's vector envs return them."""
-    rows: list[dict[str, Any]] = [{} for _ in range(num_envs)]
-    for key, column in infos.items():
-        given = infos.get(f"_{key}")
-        if not isinstance(given, np.ndarray):
-            continue  # a mask, whose own key has been dealt with
-        values = _unmerged(column, num_envs) if isinstance(column, dict) else column
-        for env in np.flatnonzero(given).tolist():
-            rows[env][key] = values[env]
-    return rows
-
-
 class RowReader(InfoReader):
     """Reads infos as one dict for each env, which no other env's values have changed; numbers are Python's own.
 
-    Take them out with `info_rows` and `rows_and_finals`. NumPy scalars of int64, float64 and bool become Python's, too.
+    Take them out with `info_rows` and `finals_by_env`. NumPy scalars of int64, float64 and bool become Python's, too.
     """
+
+    def __init__(self, reader: InfoReader) -> None:
+        vars(self).update(vars(reader))  # one memory of layouts: what the one forgets, both have forgotten
 
     def read_plain(self, ids: Array) -> Infos | None:
         plan = self._plan_for(ids)
@@ -51,30 +41,25 @@ class RowReader(InfoReader):
         plain = self.read_plain(ids)
         return plain or {_ROWS: [self.single(env, 0, given) for env, given in zip(ids.tolist(), objects, strict=True)]}
 
+    def add(self, infos: Infos, info: Infos, row: int, count: int) -> None:
+        infos.setdefault(_ROWS, [{} for _ in range(count)])[row] |= info
+        if row in (finals := finals_by_env(infos)):
+            finals[row][1].update(info)
+
+    def add_final(self, infos: Infos, obs: Any, info: Infos, row: int, count: int) -> None:
+        infos.setdefault(_FINALS, {})[row] = obs, info
+
     def _number(self, value: Any) -> Any:
         return value.item() if value.dtype in _PYTHON_DTYPES else value
 
 
-def finals_by_env(finals: dict[int, tuple[Any, Infos]]) -> Infos:
-    """Final observations and infos by env, in the form that `rows_and_finals` takes apart."""
-    return {_FINALS: finals}
-
-
 def info_rows(infos: Infos, num_envs: int) -> list[Infos]:
-    """One info for each env, with the keys that it gave itself.
-
-    infos: as `RowReader` reads them, or as Gymnasium's vector envs return them.
-    """
+    """One info for each env, with the keys that it gave itself. infos: as `RowReader` reads them."""
     rows: list[Infos] | None = infos.get(_ROWS)
-    return _unmerged(infos, num_envs) if rows is None else rows
+    return [{} for _ in range(num_envs)] if rows is None else rows
 
 
-def rows_and_finals(infos: Infos, num_envs: int) -> tuple[list[Infos], dict[int, tuple[Any, Infos]]]:
-    """One info for each env, and by env the observation and the info of the step that ended its episode."""
-    if _FINALS in infos or _ROWS in infos:
-        return infos.get(_ROWS) or [{} for _ in range(num_envs)], infos.get(_FINALS, {})
-    about_finals = ("final_obs", "_final_obs", "final_info", "_final_info")
-    rows = _unmerged({key: column for key, column in infos.items() if key not in about_finals}, num_envs)
-    ended = np.flatnonzero(infos.get("_final_obs", ())).tolist()
-    final_rows = _unmerged(infos.get("final_info", {}), num_envs)
-    return rows, {env: (infos["final_obs"][env], final_rows[env]) for env in ended}
+def finals_by_env(infos: Infos) -> dict[int, tuple[Any, Infos]]:
+    """By env the observation and the info of the step that ended its episode. infos: as `RowReader` reads them."""
+    finals: dict[int, tuple[Any, Infos]] = infos.get(_FINALS, {})
+    return finals

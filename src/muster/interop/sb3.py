@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
@@ -25,7 +25,7 @@ from muster.interop.env_calls import (
     SetAttribute,
     of_gymnasium,
 )
-from muster.interop.infos import RowReader, finals_by_env, info_rows, rows_and_finals
+from muster.interop.infos import RowReader, finals_by_env, info_rows
 from muster.interop.starting import (
     SAME_STEP,
     RaisesOriginals,
@@ -36,7 +36,6 @@ from muster.interop.starting import (
     with_processes,
 )
 from muster.spec import Array
-from muster.transport.infos import Infos
 from muster.vector import StepResult, VectorEnv
 
 try:
@@ -50,6 +49,7 @@ __all__ = ["DummyVecEnv", "MusterVecEnv", "SubprocVecEnv", "as_sb3", "make_vec_e
 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 Indices = None | int | Iterable[int]
+Made = TypeVar("Made")
 VecStep = tuple[Any, npt.NDArray[Any], npt.NDArray[np.bool_], list[dict[str, Any]]]
 
 
@@ -67,6 +67,7 @@ class MusterVecEnv(VecEnv):
             )
         require_copies(envs)
         self.vector_env = envs
+        self._infos = RowReader(envs._infos)
         check_for_nested_spaces(envs.single_observation_space)
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
 
@@ -83,7 +84,7 @@ class MusterVecEnv(VecEnv):
         self._reset_seeds()
         self._reset_options()
         _start_resets(self.vector_env, seeds, options)
-        obs, infos = self.vector_env.reset_wait()
+        obs, infos = self._with_rows(self.vector_env.reset_wait)
         self.reset_infos = info_rows(infos, self.num_envs)
         return obs
 
@@ -93,29 +94,35 @@ class MusterVecEnv(VecEnv):
 
     def step_wait(self) -> VecStep:
         """obs ``[N, ...]``, rewards ``[N]``, dones bool ``[N]``, and N infos."""
-        return self._as_rows(self.vector_env.step_wait())
+        return self._as_rows(self._with_rows(self.vector_env.step_wait))
 
     def step(self, actions: Any) -> VecStep:
         """`step_async` and `step_wait` in one."""
-        return self._as_rows(self.vector_env.step(actions))
+        return self._as_rows(self._with_rows(self.vector_env.step, actions))
 
     def close(self) -> None:
         """Closes envs and workers."""
         self.vector_env.close()
 
+    def _with_rows(self, act: Callable[..., Made], *args: Any) -> Made:
+        """``act(*args)``, with infos as `RowReader` reads them; to others the vector env tells its own."""
+        merged, self.vector_env._infos = self.vector_env._infos, self._infos
+        try:
+            return act(*args)
+        finally:
+            self.vector_env._infos = merged
+
     def _as_rows(self, result: StepResult) -> VecStep:
         obs, rewards, terminated, truncated, infos = result
-        dones = terminated | truncated
-        if not infos and not dones.any():
-            return obs, rewards, dones, [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
-        rows, finals = rows_and_finals(infos, self.num_envs)
-        for env in np.flatnonzero(dones).tolist():
-            self.reset_infos[env] = rows[env]
-            final_obs, rows[env] = finals[env]
-            rows[env]["terminal_observation"] = final_obs
-        for row, ended, cut in zip(rows, terminated.tolist(), truncated.tolist(), strict=True):
-            row["TimeLimit.truncated"] = cut and not ended
-        return obs, rewards, dones, rows
+        if not infos:  # then no episode has ended, either
+            return obs, rewards, terminated, [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
+        rows = info_rows(infos, self.num_envs)
+        for env, (final_obs, final_info) in finals_by_env(infos).items():
+            self.reset_infos[env], rows[env] = rows[env], final_info
+            final_info["terminal_observation"] = final_obs
+        for row, cut_off in zip(rows, (truncated & ~terminated).tolist(), strict=True):
+            row["TimeLimit.truncated"] = cut_off
+        return obs, rewards, terminated | truncated, rows
 
     # ---- the envs themselves
 
@@ -175,7 +182,6 @@ class _Envs(RaisesOriginals, VectorEnv):
     def __init__(self, backend: Any, *, ignores_surplus: bool = False, **options: Any) -> None:
         self._ignores_surplus = ignores_surplus
         super().__init__(backend, **SAME_STEP, **options)
-        self._infos = RowReader(backend.slab, self._caller.line_of, backend.fetch_schemas)
 
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -191,13 +197,6 @@ class _Envs(RaisesOriginals, VectorEnv):
         observations, actions = [one.observation_space for one in facts], [one.action_space for one in facts]
         require_agreement(observations, actions, bounds=False, action_bounds=False)
         super()._set_spaces([facts[0]] * len(facts), observation_mode)
-
-    def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any]) -> None:
-        finals = {}
-        for row in np.flatnonzero(self._records["has_final"][ids]).tolist():
-            env, given = int(ids[row]), objects[row]
-            finals[env] = self._obs.single(self._backend.slab.final_obs, env, given), self._infos.final(env, given)
-        infos |= finals_by_env(finals)
 
     def _write_actions(self, actions: Any, ids: Array) -> bool:
         if not isinstance(self.single_action_space, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple)):

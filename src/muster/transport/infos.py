@@ -46,7 +46,9 @@ class InfoReader:
         self._fetch_schemas = fetch_schemas
         self._schemas: list[tuple[Any, ...]] = [()] * slab.plan.num_lines
         self._last_schemas = slab.records["info_schema"]
+        self._final_schemas = slab.records["final_schema"]
         self._plans: dict[tuple[bytes, bytes], _Plan] = {}
+        self._views: dict[tuple[int, tuple[int, ...], int, int], Array] = {}
 
     def forget(self, line: int) -> None:
         """Forgets a lost worker's schemas: its successor numbers its own."""
@@ -80,13 +82,21 @@ class InfoReader:
                 merge(infos, self.single(int(env), _STEP, objects[row]), row, len(ids))
         return infos
 
+    def add(self, infos: Infos, info: Infos, row: int, count: int) -> None:
+        """Adds to what `read` has given for `count` envs what is to be told of the one at `row`, besides."""
+        merge(infos, info, row, count)
+
+    def add_final(self, infos: Infos, obs: Any, info: Infos, row: int, count: int) -> None:
+        """Adds the observation and the info of the step that ended the episode of the env at `row` of `count`."""
+        merge(infos, {"final_obs": obs, "final_info": info}, row, count)
+
     def final(self, env: int, objects: Iterator[Any]) -> Infos:
         """The info of the step that ended env's episode (autoreset_mode="same_step")."""
         return self.single(env, _FINAL, objects)
 
     def single(self, env: int, which: int, objects: Iterator[Any]) -> Infos:
         """One env's info, in memory of its own."""
-        schema = int(self._slab.records["final_schema" if which else "info_schema"][env])
+        schema = int((self._final_schemas if which else self._last_schemas)[env])
         if schema == _EMPTY:
             return {}
         if schema == _PICKLED:
@@ -113,13 +123,16 @@ class InfoReader:
 
     def _column(self, column: Column, which: int) -> Array:
         _, _, number, shape, offset, _ = column
-        dtype = np.dtype(_DTYPES[number])
-        strides = np.zeros(shape, dtype).strides
-        info_bytes = self._slab.info_bytes
-        plane = info_bytes[:, which, offset:]
-        return np.ndarray(
-            (len(info_bytes), *shape), dtype, plane.base, _offset_in(plane), (info_bytes.strides[0], *strides)
-        )
+        view = self._views.get((number, shape, offset, which))
+        if view is None:
+            dtype = np.dtype(_DTYPES[number])
+            strides = np.zeros(shape, dtype).strides
+            info_bytes = self._slab.info_bytes
+            plane = info_bytes[:, which, offset:]
+            view = self._views[number, shape, offset, which] = np.ndarray(
+                (len(info_bytes), *shape), dtype, plane.base, _offset_in(plane), (info_bytes.strides[0], *strides)
+            )
+        return view
 
     def _decode(self, columns: tuple[Column, ...], env: int, which: int, objects: Iterator[Any]) -> Infos:
         info: Infos = {}
