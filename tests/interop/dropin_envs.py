@@ -67,6 +67,16 @@ class Raising(Counter):
         return super().step(action)
 
 
+class Interrupted(Counter):
+    """Ctrl-C arrives in its first step."""
+
+    def step(self, action):
+        if self.count == 0:
+            self.count = 1
+            raise KeyboardInterrupt
+        return super().step(action)
+
+
 class Slow(Counter):
     """Sleeps in a step, for 0.1 s times the action."""
 

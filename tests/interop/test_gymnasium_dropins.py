@@ -7,7 +7,7 @@ from functools import partial
 import gymnasium
 import numpy as np
 import pytest
-from dropin_envs import Alone, Careless, Counter, Raising, Repeater, Slow, Speaker
+from dropin_envs import Alone, Careless, Counter, Interrupted, Raising, Repeater, Slow, Speaker
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv as TheirAsync
 from gymnasium.vector.async_vector_env import _async_worker
@@ -59,6 +59,14 @@ def test_raises_the_envs_own_exception_and_stays_in_step(vectorise):
             with pytest.raises(KeyError, match="no action 2"):
                 envs.step([2, 1])
         assert envs.step([1, 1])[0].tolist() == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize("order", [[Raising, Interrupted], [Interrupted, Raising]])
+def test_an_env_that_raises_does_not_swallow_ctrl_c(order):
+    with SyncVectorEnv(order) as envs:
+        envs.reset()
+        with pytest.raises(KeyboardInterrupt):
+            envs.step([2, 2])
 
 
 @BOTH

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from dropin_envs import Alone, Careless, Counter, Raising, Repeater, SeedOnly, Structured
+from dropin_envs import Alone, Careless, Counter, Interrupted, Raising, Repeater, SeedOnly, Structured
 
 import muster
 from muster.errors import CannotTravel
@@ -105,6 +105,14 @@ def test_an_env_that_raises_is_told_and_leaves_the_others_in_step(vec_env_cls, m
     with pytest.raises(KeyError, match="no action 2"):
         envs.step(np.array([2, 0]))
     assert envs.step(np.array([0, 0]))[0].tolist() == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize("order", [[Raising, Interrupted], [Interrupted, Raising]])
+def test_an_env_that_raises_does_not_swallow_ctrl_c(order, make):
+    envs = make(DummyVecEnv(order))
+    envs.reset()
+    with pytest.raises(KeyboardInterrupt):
+        envs.step(np.array([2, 2]))
 
 
 def test_dummy_takes_an_env_that_exists_but_not_twice(make):

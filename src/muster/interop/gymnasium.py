@@ -351,7 +351,7 @@ class AsyncVectorEnv(_DropIn):
             logger.error(failure.worker_traceback)
         if failures:
             logger.error("Raising the last exception back to the main process.")
-            raise original_error(failures[-1])
+            raise original_error(failures, -1)
 
 
 def _closed(envs: VectorEnv) -> ClosedEnvironmentError:

@@ -105,7 +105,7 @@ class RaisesOriginals:
 
     def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
         if failures:
-            raise original_error(failures[0])
+            raise original_error(failures, 0)
 
 
 def require_copies(envs: VectorEnv | MultiAgentVectorEnv) -> None:
@@ -114,8 +114,12 @@ def require_copies(envs: VectorEnv | MultiAgentVectorEnv) -> None:
         raise ValueError("observations are views of memory that the next step overwrites; make_vec(..., copy=True)")
 
 
-def original_error(failure: Failure) -> BaseException:
-    """The env's own exception where it could be rebuilt in this process, else an EnvError that tells of it."""
+def original_error(failures: Sequence[Failure], which: int) -> BaseException:
+    """The env's own exception of one of `failures` where it could be rebuilt in this process, else an EnvError.
+
+    The caller's own Ctrl-C comes first: another env's exception must not swallow it.
+    """
+    failure = next((one for one in failures if isinstance(one.exception, KeyboardInterrupt)), failures[which])
     error = to_exception(failure)
     original = error.__cause__
     if original is None or type(error) is not EnvError:
