@@ -25,6 +25,7 @@ from muster.transport.slab import Plan, Slab
 
 # Asks for the Python stack, also while native code holds the GIL. Not SIGUSR1: envs may use that.
 STACK_SIGNAL = signal.SIGRTMIN + 7
+BUILD = "build"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class StartOrder:
     argv: list[str]
     threads: int
     tells_building: bool  # whether it tells, before all else, of each of its first two envs
+    awaits_build: bool = False  # whether it imports what its recipes need, but builds only when told BUILD
     replaces: bool = False  # it is a replacement: the facts of its envs are known
 
 
@@ -118,6 +120,8 @@ class Worker:
             self._share.recipes = list(unpack(order.recipes) if recipes is None else recipes)
         except BaseException as error:
             return self._share.failure(0, error)
+        if order.awaits_build and self._channel.recv() != BUILD:
+            raise ChannelClosed("closed before anything was built")
         return self._share.build(self._tell_built if order.tells_building else None)
 
     def _tell_built(self, memory_bytes: Sequence[int]) -> None:

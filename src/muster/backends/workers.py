@@ -17,7 +17,7 @@ from muster.backends.handle import Started, WorkerHandle, fork_worker_for, launc
 from muster.backends.launch import LauncherClient, LauncherLost, close_own, own, readable
 from muster.backends.memory_plan import Built, MemoryPlan
 from muster.backends.share import EnvFacts, Failure, ShareOptions, to_exception
-from muster.backends.worker import StartOrder
+from muster.backends.worker import BUILD, StartOrder
 from muster.recipe import Recipe, WorkerInfo, check_forkable, pack
 from muster.transport.channel import ChannelClosed
 from muster.transport.slab import Plan, memfd
@@ -79,11 +79,14 @@ class Workers:
             self.handles.append(self._launch(line))
 
     def tell(self) -> None:
-        """Tells them to build their envs; the others once the first has shown that they may."""
+        """Tells them to build their envs; the others once the first has shown that they may. All import at once."""
         for worker, order in zip(self.handles, self._orders, strict=True):
             self._send(worker, order, _BUILDING)
-            if order.tells_building:
-                self._await_first_envs(worker)
+        if self._orders and self._orders[0].tells_building:
+            self._await_first_envs(self.handles[0])
+        for worker, order in zip(self.handles, self._orders, strict=True):
+            if order.awaits_build:
+                self._send(worker, BUILD, _BUILDING)
 
     def facts(self) -> list[list[EnvFacts | None]]:
         """What each of them tells of its envs, see `Share.facts`. Raises what building raised, by the first env."""
@@ -170,7 +173,8 @@ class Workers:
         recipes = self._recipes[first:last]
         data = b"" if self._options.context == "fork" else pack(recipes, start_method=self._options.context)
         tells_building = line == 0 and len(self._recipes) > 1
-        return StartOrder(data, info, first, sys.argv, self._options.threads_per_worker, tells_building)
+        threads = self._options.threads_per_worker
+        return StartOrder(data, info, first, sys.argv, threads, tells_building, awaits_build=line > 0)
 
     def _launch(self, line: int) -> WorkerHandle:
         envs = range(*self._first_envs[line : line + 2])
@@ -196,7 +200,7 @@ class Workers:
         worker = self.handles[line] = self._launch(line)
         worker.replaces = reason
         worker.starting_until = time.monotonic() + self._options.start_timeout_s
-        order = dataclasses.replace(self._orders[line], tells_building=False, replaces=True)
+        order = dataclasses.replace(self._orders[line], tells_building=False, awaits_build=False, replaces=True)
         with contextlib.suppress(ChannelClosed, TimeoutError):  # `settle` says so
             worker.channel.send(order, self._options.start_timeout_s)
 

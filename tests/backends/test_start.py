@@ -1,0 +1,42 @@
+"""How the workers of one vector env start together."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import muster
+
+# Its env is built only where two processes have imported the module.
+_MODULE = """
+import os, time
+from pathlib import Path
+import gymnasium
+
+marks = Path(__file__).parent / "marks"
+(marks / str(os.getpid())).touch()
+
+
+class Env(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        deadline = time.monotonic() + 30
+        while len(list(marks.iterdir())) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def imported(self):
+        return len(list(marks.iterdir()))
+"""
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_the_other_workers_import_while_the_first_builds(
+    context: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"imported_by_all_{context}"
+    (tmp_path / "marks").mkdir()
+    (tmp_path / f"{name}.py").write_text(_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with muster.make_vec(import_module(name).Env, 2, num_workers=2, context=context, start_timeout=20) as envs:
+        assert envs.call("imported") == (3, 3)
