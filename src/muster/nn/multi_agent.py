@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.errors import SpecMismatch
+from muster.nn.direct import call_layers
 from muster.nn.stacked import StackedSequential, stack_known
 from muster.nn.structure import require_alike
 from muster.nn.vmapped import call_each, call_one, call_one_by_one, copy_module, split_any, stack_any
@@ -82,26 +83,30 @@ class MultiAgentNet(nn.Module):
         """inputs: [*B, A, *F] each. Returns [*B, A, *G]."""
         x = inputs[0] if len(inputs) == 1 else torch.cat(inputs, -1)
         agent_axis = x.ndim + self.agent_dim
-        self._require_input(x, agent_axis)
+        self._require_input(x.shape, agent_axis)
+        if agent_axis == 1:
+            return self._forward_batch(x)
         batch = x.shape[:agent_axis]
-        if agent_axis != 1:
-            x = x.flatten(0, agent_axis - 1) if batch else x.unsqueeze(0)
-        y = self._forward_batch(x.flatten(1, 2) if self.centralised else x)
-        return y if agent_axis == 1 else y.reshape(*batch, *y.shape[1:])
+        y = self._forward_batch(x.flatten(0, agent_axis - 1) if batch else x.unsqueeze(0))
+        return y.reshape(*batch, *y.shape[1:])
 
     def _forward_batch(self, x: Tensor) -> Tensor:
-        """x: [B, *F] if centralised, else [B, A, *F]. Returns [B, A, *G]."""
-        if isinstance(self.net, StackedSequential):
-            return cast(Tensor, self.net(x, self.centralised))
-        if not self.share_params:
-            if self.use_vmap:
-                return call_each(self.net, x, self.centralised)
-            return call_one_by_one(self.net, x, self.centralised, self.n_agents)
+        """x: [B, A, *F]. Returns [B, A, *G]."""
+        net = self._modules["net"]  # an attribute that is a module takes the time of a small layer to look up
+        assert net is not None
+        if self.share_params and not self.centralised:
+            y = call_layers(net, x.flatten(0, 1))
+            return y.reshape(x.shape[0], self.n_agents, *y.shape[1:])
         if self.centralised:
-            y = self.net(x)
-            return cast(Tensor, y.unsqueeze(1).expand(y.shape[0], self.n_agents, *y.shape[1:]))
-        y = self.net(x.flatten(0, 1))
-        return cast(Tensor, y.reshape(x.shape[0], self.n_agents, *y.shape[1:]))
+            x = x.flatten(1, 2)
+        if isinstance(net, StackedSequential):
+            return cast(Tensor, net(x, self.centralised))
+        if self.share_params:
+            y = call_layers(net, x).unsqueeze(1)
+            return y.expand(-1, self.n_agents, *y.shape[2:])
+        if self.use_vmap:
+            return call_each(net, x, self.centralised)
+        return call_one_by_one(net, x, self.centralised, self.n_agents)
 
     def agent(self, index: int) -> AgentView:
         """A view on one agent's network, callable on what that agent sees. Raises IndexError."""
@@ -158,15 +163,15 @@ class MultiAgentNet(nn.Module):
             grad.mul_(scale if self.share_params else scale.view(-1, *[1] * (grad.ndim - 1)))
         return cast(Tensor, norms)
 
-    def _require_input(self, x: Tensor, agent_axis: int) -> None:
-        if agent_axis < 0 or x.shape[agent_axis] != self.n_agents:
+    def _require_input(self, shape: torch.Size, agent_axis: int) -> None:
+        if agent_axis < 0 or shape[agent_axis] != self.n_agents:
             expected = f"{self.n_agents} agents at axis {self.agent_dim}"
-        elif self.n_agent_inputs is not None and x.shape[agent_axis + 1] != self.n_agent_inputs:
+        elif self.n_agent_inputs is not None and shape[agent_axis + 1] != self.n_agent_inputs:
             expected = f"size {self.n_agent_inputs} for each agent at axis {self.agent_dim + 1}"
         else:
             return
         raise SpecMismatch(
-            f"the network got an input of shape {list(x.shape)}; expected {expected}, after the batch axes"
+            f"the network got an input of shape {list(shape)}; expected {expected}, after the batch axes"
         )
 
     def extra_repr(self) -> str:

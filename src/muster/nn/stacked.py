@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from muster.nn.direct import call_in_turn
+
 # Layers without parameters that treat every element by itself, whatever the layout of the tensor.
 ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
     {nn.Tanh, nn.ReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.LeakyReLU, nn.Softplus, nn.SELU, nn.CELU, nn.Mish}
@@ -147,8 +149,7 @@ class StackedSequential(nn.Sequential):
             y = x if common else x.flatten(1, 2)
         else:
             y = x.expand(self.n_agents, *x.shape) if common else x.transpose(0, 1)
-        for layer in self:
-            y = layer(y)
+        y = call_in_turn(self, y)
         return y.transpose(0, 1) if y.ndim == 3 else _by_agent(y, self.n_agents)
 
     def one(self, x: Tensor, agent: int) -> Tensor:

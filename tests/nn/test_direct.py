@@ -1,0 +1,95 @@
+"""Layers called without ``nn.Module.__call__``: nothing that hangs on a layer may be left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrizations, prune
+
+from muster.nn import MultiAgentMLP, functionalize
+
+SHARED = pytest.mark.parametrize("share_params", [True, False])
+
+
+def build(share_params: bool) -> MultiAgentMLP:
+    return MultiAgentMLP(5, 2, 3, centralised=False, share_params=share_params, depth=2, num_cells=8)
+
+
+def plainly(net: MultiAgentMLP, x: Tensor) -> Tensor:
+    """What a shared net gives for x, [B, A, 5], by the calls of its layers."""
+    for layer in net.net:
+        x = layer(x)
+    return x
+
+
+@SHARED
+@pytest.mark.parametrize("index", [0, 1])
+def test_hooks_of_layers_are_called(share_params, index):
+    net, seen = build(share_params), []
+    layer = net.net[index]
+    layer.register_forward_pre_hook(lambda *_: seen.append("before"))
+    layer.register_forward_hook(lambda *_: seen.append("after"))
+    layer.register_full_backward_pre_hook(lambda *_: seen.append("backward"))
+    layer.register_full_backward_hook(lambda *_: seen.append("done"))
+    net(torch.randn(4, 3, 5, requires_grad=True)).sum().backward()
+    assert seen == ["before", "after", "backward", "done"]
+
+
+def test_hooks_of_the_sequence_and_of_all_modules_are_called():
+    net, seen = build(share_params=True), []
+    net.net.register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    net(torch.randn(4, 3, 5))
+    assert seen == ["Sequential"]
+    handle = torch_module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        net(torch.randn(4, 3, 5))
+    finally:
+        handle.remove()
+    assert seen[1:] == ["Linear", "Tanh", "Linear", "Tanh", "Linear", "Sequential", "Sequential", "MultiAgentMLP"]
+
+
+def test_layers_with_calls_of_their_own_are_called_so():
+    class Doubled(nn.Tanh):
+        def __call__(self, x: Tensor) -> Tensor:
+            return 2 * super().__call__(x)
+
+    net = build(share_params=True)
+    net.net[1] = Doubled()
+    net.net[0].forward = lambda x: x[..., :1].expand(-1, 8)
+    x = torch.randn(4, 3, 5)
+    h = 2 * torch.tanh(x[..., :1].expand(-1, -1, 8))
+    torch.testing.assert_close(net(x), net.net[4](net.net[3](net.net[2](h))))
+
+
+def test_parametrised_pruned_and_replaced_weights_count():
+    net = build(share_params=True)
+    parametrizations.spectral_norm(net.net[0])
+    prune.l1_unstructured(net.net[2], "weight", 0.5)
+    bias = torch.full((2,), 7.0)
+    del net.net[4].bias
+    net.net[4].bias = bias
+    net.eval()
+    x = torch.randn(4, 3, 5)
+    torch.testing.assert_close(net(x), plainly(net, x))
+
+
+@SHARED
+def test_second_derivatives_and_derivatives_of_functions(share_params):
+    net, x = build(share_params).double(), torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(net, x)
+    call, params = functionalize(net)
+    grads = torch.func.grad(lambda p: call(p, x).square().sum())(params)
+    net(x).square().sum().backward()
+    torch.testing.assert_close(grads, {name: p.grad for name, p in net.named_parameters()})
+    rows = torch.vmap(lambda p, row: call(p, row), in_dims=(None, 0))(params, x)
+    torch.testing.assert_close(rows, net(x))
+
+
+@SHARED
+def test_autocast_and_tracing(share_params):
+    net, x = build(share_params), torch.randn(2, 3, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net(x).dtype == torch.bfloat16
+    torch.testing.assert_close(torch.export.export(net, (x,)).module()(x), net(x))
