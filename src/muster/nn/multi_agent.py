@@ -95,18 +95,22 @@ class MultiAgentNet(nn.Module):
         net = self._modules["net"]  # an attribute that is a module takes the time of a small layer to look up
         assert net is not None
         if self.share_params and not self.centralised:
-            y = call_layers(net, x.flatten(0, 1))
+            y = self._call_shared(net, x.flatten(0, 1))
             return y.reshape(x.shape[0], self.n_agents, *y.shape[1:])
         if self.centralised:
             x = x.flatten(1, 2)
         if isinstance(net, StackedSequential):
             return cast(Tensor, net(x, self.centralised))
         if self.share_params:
-            y = call_layers(net, x).unsqueeze(1)
+            y = self._call_shared(net, x).unsqueeze(1)
             return y.expand(-1, self.n_agents, *y.shape[2:])
         if self.use_vmap:
             return call_each(net, x, self.centralised)
         return call_one_by_one(net, x, self.centralised, self.n_agents)
+
+    def _call_shared(self, net: nn.Module, x: Tensor) -> Tensor:
+        """x: [batch, *F], what the one network takes. Returns [batch, *G]."""
+        return call_layers(net, x)
 
     def agent(self, index: int) -> AgentView:
         """A view on one agent's network, callable on what that agent sees. Raises IndexError."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from muster.nn.multi_agent import MultiAgentNet
 
@@ -117,6 +117,12 @@ class MultiAgentConvNet(MultiAgentNet):
             share_params=share_params,
             agent_dim=-4,
         )
+
+    def _call_shared(self, net: nn.Module, x: Tensor) -> Tensor:
+        # Gradients of convolutions are up to 25 % sooner so on CPUs, outputs alone are not: docs/adr/0010.
+        if torch.is_grad_enabled() and x.device.type == "cpu":
+            x = x.contiguous(memory_format=torch.channels_last)
+        return super()._call_shared(net, x)
 
 
 def _one_spelling(centralised: bool | None, centralized: bool | None) -> bool:
