@@ -121,6 +121,47 @@ def test_networks_on_images(tail, centralised):
     torch.testing.assert_close(net(x[0]), net(x[:1])[0], rtol=1e-5, atol=1e-5)
 
 
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.done = nn.Linear(4, 8), nn.Linear(2, 8)
+
+    def forward(self, obs: Tensor, action: Tensor) -> Tensor:
+        return (self.seen(obs) * torch.tanh(self.done(action))).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("use_vmap", [True, False])
+def test_networks_that_take_several_inputs_are_called_with_them(use_vmap):
+    modules = [Critic() for _ in range(3)]
+    net = MultiAgentNet.from_modules(modules, use_vmap=use_vmap)
+    obs, action = torch.randn(2, 5, 3, 4), torch.randn(2, 5, 3, 2)
+    expected = torch.stack([module(obs[:, :, i], action[:, :, i]) for i, module in enumerate(modules)], 2)
+    torch.testing.assert_close(net(obs, action), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(net.agent(1)(obs[:, :, 1], action[:, :, 1]), expected[:, :, 1], rtol=1e-5, atol=1e-6)
+    shared = MultiAgentNet([modules[0]], 3, share_params=True)
+    torch.testing.assert_close(shared(obs, action), modules[0](obs, action))
+    with pytest.raises(SpecMismatch, match=r"\[2, 5, 2, 2\]; expected 3 agents"):
+        net(obs, action[:, :, :2])
+
+
+def test_centralised_networks_that_take_several_inputs():
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.done = nn.Linear(12, 8), nn.Linear(6, 8)
+
+        def forward(self, *inputs: Tensor) -> Tensor:
+            return self.seen(inputs[0]) + self.done(inputs[1])
+
+    modules = [Joined() for _ in range(3)]
+    obs, action = torch.randn(5, 3, 4), torch.randn(5, 3, 2)
+    expected = torch.stack([module(obs.flatten(1), action.flatten(1)) for module in modules], 1)
+    net = MultiAgentNet.from_modules(modules, centralised=True)
+    torch.testing.assert_close(net(obs, action), expected, rtol=1e-5, atol=1e-6)
+    shared = MultiAgentNet(modules[:1], 3, centralised=True, share_params=True)
+    torch.testing.assert_close(shared(obs, action)[:, 2], expected[:, 0], rtol=1e-5, atol=1e-6)
+
+
 def test_recurrent_networks_run_one_after_the_other():
     modules = [GRUPolicy() for _ in range(3)]
     x = torch.randn(5, 3, 4)

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 _CALL = nn.Module.__call__
 
 
-def call_layers(net: nn.Module, x: Tensor) -> Tensor:
-    """What ``net(x)`` returns; where it is a plain ``nn.Sequential``, sooner."""
-    if type(net) is not nn.Sequential or _is_watched(net) or "forward" in net.__dict__:
-        return cast(Tensor, net(x))
-    return call_in_turn(net, x)
+def call_layers(net: nn.Module, *inputs: Tensor) -> Tensor:
+    """What ``net(*inputs)`` returns; where it is a plain ``nn.Sequential``, sooner."""
+    if type(net) is not nn.Sequential or len(inputs) != 1 or _is_watched(net) or "forward" in net.__dict__:
+        return cast(Tensor, net(*inputs))
+    return call_in_turn(net, inputs[0])
 
 
 def call_in_turn(layers: nn.Sequential, x: Tensor) -> Tensor:

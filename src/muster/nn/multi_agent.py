@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -19,7 +20,8 @@ class MultiAgentNet(nn.Module):
     """A network for each of ``n_agents`` agents, or one that they share.
 
     Input ``[*B, A, *F]``, output ``[*B, A, *G]``, where the single network maps ``[batch, *F]`` to ``[batch, *G]``.
-    Several inputs are concatenated along their last axis.
+    Networks whose ``forward`` takes several tensors are called with several inputs, for others those are concatenated
+    along their last axis.
 
     modules: the networks, alike in all but their values; one if ``share_params``.
     centralised: every agent sees all agents' inputs, joined along the first axis of ``F``.
@@ -64,6 +66,7 @@ class MultiAgentNet(nn.Module):
         self.share_params = share_params
         self.agent_dim = agent_dim
         self.use_vmap = use_vmap
+        self._takes_several = _takes_several(modules[0])
         self.n_agent_inputs = _input_size(modules[0], n_agents if centralised else 1)
         if share_params:
             self.net = modules[0]
@@ -81,36 +84,39 @@ class MultiAgentNet(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """inputs: [*B, A, *F] each. Returns [*B, A, *G]."""
-        x = inputs[0] if len(inputs) == 1 else torch.cat(inputs, -1)
-        agent_axis = x.ndim + self.agent_dim
-        self._require_input(x.shape, agent_axis)
+        if len(inputs) != 1 and not self._takes_several:
+            inputs = (torch.cat(inputs, -1),)
+        first = inputs[0]
+        agent_axis = first.ndim + self.agent_dim
+        for x in inputs:
+            self._require_input(x.shape, agent_axis)
         if agent_axis == 1:
-            return self._forward_batch(x)
-        batch = x.shape[:agent_axis]
-        y = self._forward_batch(x.flatten(0, agent_axis - 1) if batch else x.unsqueeze(0))
+            return self._forward_batch(inputs)
+        batch = first.shape[:agent_axis]
+        y = self._forward_batch([x.flatten(0, agent_axis - 1) if batch else x.unsqueeze(0) for x in inputs])
         return y.reshape(*batch, *y.shape[1:])
 
-    def _forward_batch(self, x: Tensor) -> Tensor:
-        """x: [B, A, *F]. Returns [B, A, *G]."""
+    def _forward_batch(self, xs: Sequence[Tensor]) -> Tensor:
+        """xs: [B, A, *F] each. Returns [B, A, *G]."""
         net = self._modules["net"]  # an attribute that is a module takes the time of a small layer to look up
         assert net is not None
         if self.share_params and not self.centralised:
-            y = self._call_shared(net, x.flatten(0, 1))
-            return y.reshape(x.shape[0], self.n_agents, *y.shape[1:])
+            y = self._call_shared(net, *[x.flatten(0, 1) for x in xs])
+            return y.reshape(xs[0].shape[0], self.n_agents, *y.shape[1:])
         if self.centralised:
-            x = x.flatten(1, 2)
+            xs = [x.flatten(1, 2) for x in xs]
         if isinstance(net, StackedSequential):
-            return cast(Tensor, net(x, self.centralised))
+            return cast(Tensor, net(xs[0], self.centralised))
         if self.share_params:
-            y = self._call_shared(net, x).unsqueeze(1)
+            y = self._call_shared(net, *xs).unsqueeze(1)
             return y.expand(-1, self.n_agents, *y.shape[2:])
         if self.use_vmap:
-            return call_each(net, x, self.centralised)
-        return call_one_by_one(net, x, self.centralised, self.n_agents)
+            return call_each(net, xs, self.centralised)
+        return call_one_by_one(net, xs, self.centralised, self.n_agents)
 
-    def _call_shared(self, net: nn.Module, x: Tensor) -> Tensor:
-        """x: [batch, *F], what the one network takes. Returns [batch, *G]."""
-        return call_layers(net, x)
+    def _call_shared(self, net: nn.Module, *inputs: Tensor) -> Tensor:
+        """inputs: what the one network takes, [batch, *F] each. Returns [batch, *G]."""
+        return call_layers(net, *inputs)
 
     def agent(self, index: int) -> AgentView:
         """A view on one agent's network, callable on what that agent sees. Raises IndexError."""
@@ -189,21 +195,24 @@ class AgentView:
         self._of = of
         self.index = index
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [*B, *F], all agents' inputs joined along the first axis of F if centralised. Returns [*B, *G]."""
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """inputs: [*B, *F] each, all agents' joined along the first axis of F if centralised. Returns [*B, *G]."""
+        if len(inputs) != 1 and not self._of._takes_several:
+            inputs = (torch.cat(inputs, -1),)
+        x = inputs[0]
         n_batch_axes = x.ndim + self._of.agent_dim + 1
         if n_batch_axes < 0:
             shape = list(x.shape)
             raise SpecMismatch(f"agent {self.index} got an input of shape {shape}; expected {-n_batch_axes} more axes")
         batch = x.shape[:n_batch_axes]
-        y = self._call_batch(x.flatten(0, n_batch_axes - 1) if batch else x.unsqueeze(0))
+        y = self._call_batch([x.flatten(0, n_batch_axes - 1) if batch else x.unsqueeze(0) for x in inputs])
         return y.reshape(*batch, *y.shape[1:])
 
-    def _call_batch(self, x: Tensor) -> Tensor:
+    def _call_batch(self, xs: Sequence[Tensor]) -> Tensor:
         net = self._of.net
         if isinstance(net, StackedSequential):
-            return net.one(x, self.index)
-        return cast(Tensor, net(x)) if self._of.share_params else call_one(net, x, self.index)
+            return net.one(xs[0], self.index)
+        return cast(Tensor, net(*xs)) if self._of.share_params else call_one(net, xs, self.index)
 
     def parameters(self) -> dict[str, Tensor]:
         """This agent's parameters by the names of the single network: views, to be changed in place without grad."""
@@ -226,6 +235,16 @@ def _input_size(module: nn.Module, n_joined: int) -> int | None:
     if size % n_joined:
         raise SpecMismatch(f"the network takes {size} inputs, which {n_joined} agents cannot give: not a multiple")
     return size // n_joined
+
+
+def _takes_several(module: nn.Module) -> bool:
+    """Whether its ``forward`` has a place for a second tensor."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return False
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(places) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def _reset(agent: int, module: nn.Module) -> None:

@@ -118,7 +118,8 @@ class MultiAgentConvNet(MultiAgentNet):
             agent_dim=-4,
         )
 
-    def _call_shared(self, net: nn.Module, x: Tensor) -> Tensor:
+    def _call_shared(self, net: nn.Module, *inputs: Tensor) -> Tensor:
+        x = inputs[0]
         # Gradients of convolutions are up to 25 % sooner so on CPUs, outputs alone are not: docs/adr/0010.
         if torch.is_grad_enabled() and x.device.type == "cpu":
             x = x.contiguous(memory_format=torch.channels_last)

@@ -38,14 +38,13 @@ def split_any(net: nn.Module, n_agents: int) -> list[nn.Module]:
     ]
 
 
-def call_each(net: nn.Module, x: Tensor, common: bool) -> Tensor:
-    """x: [B, A, ...], or [B, ...] that all agents see if ``common``. Returns [B, A, ...]."""
+def call_each(net: nn.Module, xs: Sequence[Tensor], common: bool) -> Tensor:
+    """xs: the inputs, [B, A, ...] each, or [B, ...] that all agents see if ``common``. Returns [B, A, ...]."""
     tensors = named_tensors(net)
-    vmapped = torch.vmap(
-        partial(_call, net), in_dims=(0, None if common else 1), out_dims=(1, 0), randomness="different"
-    )
+    in_dims = (0, *[None if common else 1] * len(xs))
+    vmapped = torch.vmap(partial(_call, net), in_dims=in_dims, out_dims=(1, 0), randomness="different")
     try:
-        y, replaced = _alone(net, vmapped, tensors, x)
+        y, replaced = _alone(net, vmapped, tensors, xs)
     except RuntimeError as error:
         error.add_note("If torch.vmap cannot run this network, build the MultiAgentNet with use_vmap=False")
         raise
@@ -53,38 +52,38 @@ def call_each(net: nn.Module, x: Tensor, common: bool) -> Tensor:
     return y
 
 
-def call_one_by_one(net: nn.Module, x: Tensor, common: bool, n_agents: int) -> Tensor:
+def call_one_by_one(net: nn.Module, xs: Sequence[Tensor], common: bool, n_agents: int) -> Tensor:
     """What ``call_each`` returns, from ``n_agents`` separate calls."""
     # One unbind for all agents: its gradient is one stack, where slices would each give one of the whole size.
     slices = {name: stacked.unbind() for name, stacked in named_tensors(net).items()}
-    inputs = [x] * n_agents if common else x.unbind(1)
-    outputs = [_call_slices(net, {n: s[i] for n, s in slices.items()}, one) for i, one in enumerate(inputs)]
+    inputs = [xs] * n_agents if common else list(zip(*(x.unbind(1) for x in xs), strict=True))
+    outputs = [_call_slices(net, {n: s[i] for n, s in slices.items()}, own) for i, own in enumerate(inputs)]
     return torch.stack(outputs, 1)
 
 
-def call_one(net: nn.Module, x: Tensor, agent: int) -> Tensor:
-    """x: [B, ...], what one agent sees. Returns that agent's output, [B, ...]."""
-    return _call_slices(net, {name: stacked[agent] for name, stacked in named_tensors(net).items()}, x)
+def call_one(net: nn.Module, xs: Sequence[Tensor], agent: int) -> Tensor:
+    """xs: what one agent sees, [B, ...] each. Returns that agent's output, [B, ...]."""
+    return _call_slices(net, {name: stacked[agent] for name, stacked in named_tensors(net).items()}, xs)
 
 
-def _call_slices(net: nn.Module, slices: dict[str, Tensor], x: Tensor) -> Tensor:
-    y, replaced = _alone(net, partial(_call, net), slices, x)
+def _call_slices(net: nn.Module, slices: dict[str, Tensor], xs: Sequence[Tensor]) -> Tensor:
+    y, replaced = _alone(net, partial(_call, net), slices, xs)
     _write_back(slices, replaced)
     return y
 
 
-def _call(net: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _call(net: nn.Module, tensors: dict[str, Tensor], *xs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The output, and the buffers that the network replaced instead of writing to them."""
     after = dict(tensors)  # functional_call puts the replaced ones into the dict that it is given
-    y = functional_call(net, after, (x,))
+    y = functional_call(net, after, xs)
     return y, {name: tensor for name, tensor in after.items() if tensor is not tensors[name]}
 
 
-def _alone(net: nn.Module, function: Callable[..., Output], tensors: dict[str, Tensor], x: Tensor) -> Output:
+def _alone(net: nn.Module, function: Callable[..., Output], tensors: dict[str, Tensor], xs: Sequence[Tensor]) -> Output:
     if torch.compiler.is_compiling():  # as in functionalize
-        return function(tensors, x)
+        return function(tensors, *xs)
     with sole_use(net, tensor_owners(net)):
-        return function(tensors, x)
+        return function(tensors, *xs)
 
 
 @torch.no_grad()
