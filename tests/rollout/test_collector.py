@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import ClassVar
 
 import gymnasium as gym
 import pytest
@@ -278,6 +279,24 @@ def test_recurrent_state_is_carried_and_reset_by_env():
     assert first["action"].T.tolist() == [[10, 11, 12, 10, 11, 12, 10], [10, 11, 12, 13, 14, 10, 11]]
     assert second["action"][0].tolist() == [11, 12]
     assert first["next", "seen"][0, 0].item() == 11
+
+
+def test_noise_that_reads_is_init_starts_afresh_with_each_episode():
+    class Growing(nn.Module):
+        """As TorchRL's noise: what it reads besides the action is not among its keys."""
+
+        in_keys: ClassVar = ["action"]
+        out_keys: ClassVar = ["action"]
+        is_init_key = "is_init"
+
+        def forward(self, td):
+            steps = td.get("_steps", torch.zeros(2, dtype=torch.int64))
+            steps = torch.where(td["is_init"].squeeze(-1), 0, steps) + 1
+            return td.set("_steps", steps).set("action", steps)
+
+    policy = TensorDictSequential(TensorDictModule(zeros_policy, ["observation"], ["action"]), Growing())
+    batch, _ = collect(count_env(length=3), policy)
+    assert batch["action"][:, 0].tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
 def test_plain_recurrent_policy_gets_and_gives_its_state():

@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import muster
-from muster.errors import CollectorError, ConfigError, EnvError, SpecMismatch, WorkerDied
+from muster.errors import CollectorError, ConfigError, EnvError, SpecMismatch, UsageError, WorkerDied, WorkerTimeout
 from muster.rollout import next_observations
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
@@ -217,6 +217,21 @@ def test_dead_collector_is_named(tmp_path):
         assert caught.value.env_indices == (1,)
 
 
+class Hanging(CountingEnv):
+    def step(self, action):
+        threading.Event().wait()
+
+
+def test_hanging_collector_is_named_with_the_option_that_ended_it():
+    with (
+        MultiCollector(
+            [CountingEnv, Hanging], Constant(), num_collectors=2, frames_per_batch=10, collect_timeout=0.5
+        ) as collector,
+        pytest.raises(WorkerTimeout, match=r"(?s)collector 1 \(env 1\).*collect_timeout=0.5.*in step"),
+    ):
+        collector.rollout()
+
+
 def test_dead_collector_is_replaced_and_its_rows_masked(tmp_path):
     envs = [CountingEnv, functools.partial(Deadly, str(tmp_path / "died"))]
     with MultiCollector(envs, Constant(4), num_collectors=2, frames_per_batch=10, on_failure="restart") as collector:
@@ -355,3 +370,45 @@ def test_matches_what_a_collector_gives_row_by_row():
 def test_options_that_make_no_sense_are_refused_before_anything_starts(options, message):
     with pytest.raises(ConfigError, match=message):
         MultiCollector(CountingEnv, Constant(), frames_per_batch=4, **options)
+
+
+# ---- policies of other kinds
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(4, dtype=torch.bfloat16)
+
+    def forward(self, obs):
+        return self.layer(obs.bfloat16()).argmax(-1)
+
+
+def test_lazy_weights_are_asked_for_or_built_by_the_factory():
+    with pytest.raises(UsageError, match=r"'layer.weight' has no shape yet.*policy_factory"):
+        MultiCollector(CountingEnv, Lazy(), num_collectors=2, frames_per_batch=4)
+    with MultiCollector(CountingEnv, policy_factory=Lazy, num_collectors=2, frames_per_batch=4) as collector:
+        collector.rollout()
+        weights = collector.state_dict()["policy"]
+    assert {name: (tuple(w.shape), w.dtype) for name, w in weights.items()} == {
+        "layer.weight": ((4, 2), torch.bfloat16),
+        "layer.bias": ((4,), torch.bfloat16),
+    }
+
+
+def test_a_method_of_a_module_has_the_modules_weights():
+    policy = Constant(3)
+    with MultiCollector(CountingEnv, policy.forward, num_collectors=2, frames_per_batch=4) as collector:
+        assert collector.rollout()["action"].unique().tolist() == [3]
+        policy.best.data.fill_(8.0)
+        collector.update_policy_weights_()
+        assert collector.rollout()["action"].unique().tolist() == [8]
+
+
+def test_outputs_that_numpy_does_not_know_are_named():
+    class Half(Constant):
+        def forward(self, obs):
+            return {"action": super().forward(obs), "value": obs.mean(-1).bfloat16()}
+
+    with pytest.raises(SpecMismatch, match=r"'value' as torch.bfloat16.*x.float\(\)"):
+        MultiCollector(CountingEnv, Half(), num_collectors=2, frames_per_batch=4)

@@ -20,11 +20,11 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from tensordict.nn import InteractionType, set_interaction_type  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
 
-from muster.errors import ConfigError
+from muster.errors import ConfigError, SpecMismatch
 from muster.rollout.batches import BatchSource
 from muster.rollout.devices import Device, place
 from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
-from muster.rollout.fields import Array, Field
+from muster.rollout.fields import Array, Field, Key, describe
 from muster.rollout.policies import Actor, PlainActor, RandomActor, TensorDictActor, is_tensordict_policy
 from muster.rollout.single_agent import open_envs
 from muster.rollout.stepping import Stepping
@@ -160,9 +160,7 @@ class Collector(BatchSource):
             actor.begin(trial)
             actor.act(0)
         self._torch_state = kept
-        return [
-            Field(key, tuple(tensor.shape[2:]), tensor[0, 0].numpy().dtype) for key, tensor in trial.outputs.items()
-        ]
+        return [Field(key, tuple(one.shape[2:]), _numpy_dtype(key, one)) for key, one in trial.outputs.items()]
 
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
@@ -254,6 +252,16 @@ class Collector(BatchSource):
         finally:
             self._torch_state = _get_states(cuda)
             _set_states(callers, cuda)
+
+
+def _numpy_dtype(key: Key, tensor: Tensor) -> np.dtype[Any]:
+    try:
+        return tensor.new_empty(0).numpy().dtype
+    except TypeError as error:
+        raise SpecMismatch(
+            f"the policy gave {describe(key)} as {tensor.dtype}, which NumPy does not know, and so the memory that "
+            "collectors share; convert it in the policy, as in x.float()"
+        ) from error
 
 
 def _torch_states(seed: int, device: torch.device) -> list[Tensor]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from muster.backends.deaths import name_envs
@@ -219,7 +218,7 @@ class Crew:
         weights = named_weights(policy)
         if plans[0].policy_is_factory:
             # Factories may draw different weights in each process; one of them, or the learner, is to be followed.
-            built = {name: torch.from_numpy(array) for name, array in self._call("weights")[0].items()}
+            built: dict[str, Tensor] = self._call("weights")[0]
             _require_same(weights or built, built)
             weights = weights or built
         self._weights = SharedWeights(
@@ -355,7 +354,7 @@ class Crew:
         assert k is not None
         envs = range(self._firsts[k], self._firsts[k + 1])
         text = str(error).replace(f"worker {k} (env {k})", f"collector {k} ({name_envs(envs)})", 1)
-        text = text.replace(f"in step of env {k}", "collecting", 1)
+        text = text.replace(f"in step of env {k}", "collecting", 1).replace("(step_timeout=", "(collect_timeout=", 1)
         return type(error)(text, worker_index=k, env_indices=tuple(envs), exit_code=error.exit_code)
 
 

@@ -22,7 +22,7 @@ from muster.rollout.crew import Crew, CrewOptions
 from muster.rollout.devices import Device
 from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
 from muster.rollout.travel import Obstacle, obstacle_to
-from muster.rollout.weights import load_weights, named_weights
+from muster.rollout.weights import load_weights, named_weights, require_shapes
 
 _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state")
 
@@ -123,6 +123,7 @@ class MultiCollector(BatchSource):
         self._staying: Collector | None = None
         self._staying_version = 1
         self._crew: Crew | None = None
+        require_shapes(policy)
         if policy is None or policy_factory is not None or (obstacle := obstacle_to(policy)) is None:
             self._crew = Crew(
                 recipes,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster.errors import ConfigError, SpecMismatch
 from muster.rollout.envs import EnvSide
@@ -178,7 +178,7 @@ class TensorDictActor(PolicyActor):
         self._in_keys, out_keys = ([as_key(key) for key in keys] for keys in (policy.in_keys, policy.out_keys))
         self._carried = [key for key in self._in_keys if ("next", *key) in out_keys]
         self._td = TensorDict({}, batch_size=[self._count])
-        self._wants_is_init = IS_INIT in self._in_keys
+        self._wants_is_init = IS_INIT in self._in_keys or _reads_is_init(policy)
         self._is_init = torch.ones(self._count, 1, dtype=torch.bool, device=self._device)
         self._given = {field.key for field in self._envs.observed} | {IS_INIT, *self._carried}
         self._keys: list[Key] | None = None
@@ -268,6 +268,12 @@ class PlainActor(PolicyActor):
 def is_tensordict_policy(policy: object) -> bool:
     """Whether it takes and gives a TensorDict."""
     return hasattr(policy, "in_keys") and hasattr(policy, "out_keys")
+
+
+def _reads_is_init(policy: Any) -> bool:
+    """Whether a module inside reads it without having it among its keys, as TorchRL's noise processes do."""
+    modules = policy.modules() if isinstance(policy, nn.Module) else ()
+    return any(as_key(key) == IS_INIT for module in modules if (key := getattr(module, "is_init_key", None)))
 
 
 def _draw(space: spaces.Space[Any], lead: tuple[int, int], rng: np.random.Generator) -> Array:

@@ -17,6 +17,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from torch import Tensor
 
 from muster.errors import EnvError
 from muster.make import serial_vec
@@ -113,9 +114,9 @@ class Replica(gymnasium.Env[Array, Array]):
         observed, earned = collector.fields
         return ReplicaFacts(tuple(observed), tuple(earned), outputs)
 
-    def weights(self) -> dict[str, Array]:
-        """The policy's weights by name, as arrays."""
-        return {name: tensor.detach().cpu().numpy() for name, tensor in named_weights(self.policy).items()}
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's weights by name."""
+        return {name: tensor.detach().cpu() for name, tensor in named_weights(self.policy).items()}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         offset, frames = map(int, action)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import inspect
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muster.errors import SpecMismatch, UsageError
 from muster.transport.slab import memfd
@@ -21,11 +23,26 @@ _ALIGN = 64
 
 
 def named_weights(policy: object) -> dict[str, Tensor]:
-    """The parameters and buffers of a module, each tensor once; placeholders on the meta device have no values."""
-    if not isinstance(policy, nn.Module):
+    """The parameters and buffers of a module, or of the one that a method is of, each tensor once.
+
+    Placeholders on the meta device have no values, and are left out.
+    """
+    module = _module_of(policy)
+    if module is None:
         return {}
-    tensors: dict[str, Tensor] = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
+    tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+
+
+def require_shapes(policy: object) -> None:
+    """Raises UsageError where weights have none yet, which a lazy module takes from its first input."""
+    for name, tensor in named_weights(policy).items():
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise UsageError(
+                f"the policy's {name!r} has no shape yet: it belongs to a lazy module, and each collector would draw "
+                "weights of its own. Call the policy once on an observation before it is handed over, or pass "
+                "policy_factory alone, which may build it lazily"
+            )
 
 
 @torch.no_grad()
@@ -122,6 +139,11 @@ class SharedWeights:
             fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
+def _module_of(policy: object) -> nn.Module | None:
+    owner = policy.__self__ if inspect.ismethod(policy) else policy
+    return owner if isinstance(owner, nn.Module) else None
+
+
 def _by_name(weights: Any) -> dict[str, Tensor]:
     if isinstance(weights, nn.Module):
         return {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
@@ -133,8 +155,10 @@ def _by_name(weights: Any) -> dict[str, Tensor]:
     raise UsageError(f"weights must be a module, a state dict or a TensorDict, got {type(weights).__name__}")
 
 
-def _all_names(policy: Any) -> set[str]:
+def _all_names(policy: object) -> set[str]:
     """Also the second names of shared tensors, and placeholders: state dicts have them."""
-    parameters = policy.named_parameters(remove_duplicate=False)
-    buffers = policy.named_buffers(remove_duplicate=False)
+    module = _module_of(policy)
+    assert module is not None
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
     return {name for name, _ in [*parameters, *buffers]}
