@@ -14,7 +14,16 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import muster
-from muster.errors import CollectorError, ConfigError, EnvError, SpecMismatch, UsageError, WorkerDied, WorkerTimeout
+from muster.errors import (
+    CannotTravel,
+    CollectorError,
+    ConfigError,
+    EnvError,
+    SpecMismatch,
+    UsageError,
+    WorkerDied,
+    WorkerTimeout,
+)
 from muster.rollout import next_observations
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
@@ -412,3 +421,36 @@ def test_outputs_that_numpy_does_not_know_are_named():
 
     with pytest.raises(SpecMismatch, match=r"'value' as torch.bfloat16.*x.float\(\)"):
         MultiCollector(CountingEnv, Half(), num_collectors=2, frames_per_batch=4)
+
+
+class Twofold(nn.Module):
+    """Acts the first of its two weights, which are registered in one or the other order."""
+
+    def __init__(self, backwards: bool = True) -> None:
+        super().__init__()
+        names = ["first", "second"][:: -1 if backwards else 1]
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(1)))
+
+    def forward(self, obs):
+        return self.first.long().expand(len(obs))
+
+
+def test_weights_go_by_name_whatever_their_order():
+    policy = Twofold(backwards=False)
+    with torch.no_grad():
+        policy.first.fill_(3.0)
+        policy.second.fill_(5.0)
+    with MultiCollector(CountingEnv, policy, policy_factory=Twofold, num_collectors=2, frames_per_batch=4) as collector:
+        assert collector.rollout()["action"].unique().tolist() == [3]
+
+
+def test_factories_that_fail_or_build_something_else_are_told_with_their_collector():
+    lock = threading.Lock()
+    options = {"num_collectors": 2, "frames_per_batch": 4}
+    with pytest.raises(CannotTravel, match=r"policy_factory.<closure>.lock.*Let the factory build it"):
+        MultiCollector(CountingEnv, policy_factory=lambda: (lock, Constant())[1], **options)
+    with pytest.raises(CollectorError, match=r"collector 0 \(env 0\): ZeroDivisionError"):
+        MultiCollector(CountingEnv, policy_factory=lambda: 1 / 0, **options)
+    with pytest.raises(SpecMismatch, match=r"policy of collector 0 .*'best', 'first', 'second'\] are \[None"):
+        MultiCollector(CountingEnv, Constant(), policy_factory=Twofold, **options)

@@ -16,14 +16,13 @@ from torch import Tensor
 from muster.backends.deaths import name_envs
 from muster.errors import CollectorError, EnvError, MusterError, NotPendingError, SpecMismatch, WorkerError
 from muster.make import make_vec
-from muster.pickling import dumps
 from muster.recipe import Recipe, check_forkable, pack
 from muster.rollout.arena import Arena, stop_flag
 from muster.rollout.fields import Array
 from muster.rollout.replica import Replica, ReplicaFacts, ReplicaPlan
 from muster.rollout.storage import Final, Storage
-from muster.rollout.travel import pack_policy
-from muster.rollout.weights import SharedWeights, named_weights
+from muster.rollout.travel import pack_factory, pack_policy
+from muster.rollout.weights import SharedWeights, WeightsLayout, layout_of, named_weights
 from muster.transport.slab import memfd, split_evenly
 from muster.vector import VectorEnv
 
@@ -96,13 +95,16 @@ class Crew:
         self._frames = [0] * num_collectors
         self._ready: deque[Filled] = deque()
         plans = self._plans(recipes, policy, policy_factory, collector_options, options.context)
-        processes = make_vec(
-            Replica,
-            num_collectors,
-            env_kwargs=[{"plan": plan} for plan in plans],
-            autoreset_mode="same_step",
-            **options.for_envs(),
-        )
+        try:
+            processes = make_vec(
+                Replica,
+                num_collectors,
+                env_kwargs=[{"plan": plan} for plan in plans],
+                autoreset_mode="same_step",
+                **options.for_envs(),
+            )
+        except MusterError as error:
+            raise self._translated(error) from None
         assert isinstance(processes, VectorEnv)
         self._processes = processes
         try:
@@ -172,7 +174,7 @@ class Crew:
     ) -> list[ReplicaPlan]:
         start_method = "forkserver" if context == "auto" else context
         if policy_factory is not None:
-            sent: bytes | None = dumps(policy_factory, {"policy_factory": policy_factory}, start_method=start_method)
+            sent: bytes | None = pack_factory(policy_factory, start_method)
         else:
             sent = None if policy is None else pack_policy(policy)
         if context == "fork":
@@ -216,11 +218,12 @@ class Crew:
         first = all_facts[0]
         self._layouts = [plan.layout(first) for plan in plans]
         weights = named_weights(policy)
-        if plans[0].policy_is_factory:
-            # Factories may draw different weights in each process; one of them, or the learner, is to be followed.
-            built: dict[str, Tensor] = self._call("weights")[0]
-            _require_same(weights or built, built)
-            weights = weights or built
+        if not weights:
+            # Factories may draw different weights in each process; one of them is to be followed.
+            weights = self._call("weights")[0]
+        expected = layout_of(weights)
+        for k, layout in enumerate(self._call("weights_layout")):
+            _require_same(k, expected, layout)
         self._weights = SharedWeights(
             {name: tensor.detach().cpu() for name, tensor in weights.items()}, self._weights_fd
         )
@@ -358,11 +361,12 @@ class Crew:
         return type(error)(text, worker_index=k, env_indices=tuple(envs), exit_code=error.exit_code)
 
 
-def _require_same(expected: Mapping[str, Tensor], built: Mapping[str, Tensor]) -> None:
-    a, b = ({name: tuple(tensor.shape) for name, tensor in weights.items()} for weights in (expected, built))
-    if a != b:
-        differing = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))[:5]
-        raise SpecMismatch(
-            f"policy_factory builds other weights than policy has: {differing} are "
-            f"{[b.get(name) for name in differing]}, expected {[a.get(name) for name in differing]}"
-        )
+def _require_same(collector: int, expected: WeightsLayout, built: WeightsLayout) -> None:
+    if built == expected:
+        return
+    differing = sorted(name for name in expected.keys() | built.keys() if expected.get(name) != built.get(name))[:5]
+    raise SpecMismatch(
+        f"the policy of collector {collector} has other weights than those it is to follow: {differing} are "
+        f"{[built.get(name) for name in differing]}, expected {[expected.get(name) for name in differing]}. "
+        "policy_factory, and what rebuild_with was given, must build what they stand for"
+    )

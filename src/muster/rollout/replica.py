@@ -25,7 +25,7 @@ from muster.recipe import Recipe, get_worker_info, unpack
 from muster.rollout.arena import BatchLayout, stop_flag
 from muster.rollout.collector import Collector
 from muster.rollout.fields import Array, Field
-from muster.rollout.weights import SharedWeights, named_weights
+from muster.rollout.weights import SharedWeights, WeightsLayout, layout_of, named_weights
 from muster.worker_info import WorkerInfo
 
 
@@ -117,6 +117,10 @@ class Replica(gymnasium.Env[Array, Array]):
     def weights(self) -> dict[str, Tensor]:
         """The policy's weights by name."""
         return {name: tensor.detach().cpu() for name, tensor in named_weights(self.policy).items()}
+
+    def weights_layout(self) -> WeightsLayout:
+        """Which weights it takes."""
+        return layout_of(named_weights(self.policy))
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         offset, frames = map(int, action)

@@ -13,10 +13,12 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from muster.errors import CannotTravel
 from muster.introspection import type_name
 from muster.nn.marks import uncopyable_mark
 from muster.pickling.culprits import culprits_in
 from muster.pickling.probe import attempt
+from muster.pickling.travel import dumps
 from muster.pickling.walk import Walk
 
 _WALK_S = 2.0
@@ -105,6 +107,21 @@ def pack_policy(policy: Any) -> bytes:
     file = io.BytesIO()
     _Packer(file, protocol=5).dump(policy)
     return file.getvalue()
+
+
+def pack_factory(factory: Callable[[], Any], start_method: str) -> bytes:
+    """`factory` as bytes. Raises CannotTravel, which says what in it is to be built by the factory itself."""
+    parts = {"policy_factory": factory}
+    try:
+        return dumps(factory, parts, start_method=start_method)
+    except CannotTravel as error:
+        found = [c for c in culprits_in(parts, limit_s=_DIAGNOSIS_S) if c.severity == "blocks"]
+        if not found:
+            raise
+        raise CannotTravel(
+            f"policy_factory cannot be sent to the collectors, because of {found[0].path} ({found[0].type}): "
+            f"{found[0].reason}. Let the factory build it: it is called in each collector's process"
+        ) from error.__cause__
 
 
 def factory_for(value: Any) -> Callable[[], Any] | None:

@@ -21,6 +21,8 @@ from muster.transport.slab import memfd
 
 _ALIGN = 64
 
+WeightsLayout = dict[str, tuple[tuple[int, ...], str]]
+
 
 def named_weights(policy: object) -> dict[str, Tensor]:
     """The parameters and buffers of a module, or of the one that a method is of, each tensor once.
@@ -32,6 +34,11 @@ def named_weights(policy: object) -> dict[str, Tensor]:
         return {}
     tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+
+
+def layout_of(weights: Mapping[str, Tensor]) -> WeightsLayout:
+    """Shape and dtype by name: equal for weights that can stand for one another."""
+    return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in weights.items()}
 
 
 def require_shapes(policy: object) -> None:
@@ -80,6 +87,7 @@ class SharedWeights:
     """
 
     def __init__(self, like: Mapping[str, Tensor], fd: int | None = None) -> None:
+        like = dict(sorted(like.items()))  # modules that register the same weights in another order fit, too
         places: dict[str, int] = {}
         size = _ALIGN
         for name, tensor in like.items():
