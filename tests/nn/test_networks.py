@@ -178,6 +178,8 @@ def test_sizes_of_hidden_layers_that_contradict(options, message):
 def test_sizes_are_asked_for():
     with pytest.raises(ValueError, match="n_agent_inputs=None is not a positive integer"):
         MultiAgentMLP(None, 2, 3, centralised=False, share_params=True)
+    with pytest.raises(ValueError, match="in_features=None is not a positive integer"):
+        MultiAgentConvNet(3, False, True)
     with pytest.raises(ValueError, match="n_agents=0"):
         MultiAgentMLP(5, 2, 0, centralised=False, share_params=True)
     with pytest.raises(TypeError, match="share_params is missing"):

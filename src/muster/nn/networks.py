@@ -68,7 +68,7 @@ class MultiAgentConvNet(MultiAgentNet):
 
     centralised: every agent sees all agents' channels.  ``centralized`` is the same.
     share_params: one network for all agents.
-    in_features: channels of one agent's image.
+    in_features: channels of one agent's image; it has to be given.
     num_cells: channels that each layer gives.  kernel_sizes, strides, paddings: one for all layers, or one for each,
         which is a number or (vertical, horizontal).
     activation_class: called without arguments after each layer.
@@ -83,7 +83,7 @@ class MultiAgentConvNet(MultiAgentNet):
         centralised: bool | None = None,
         share_params: bool | None = None,
         *,
-        in_features: int,
+        in_features: int | None = None,
         num_cells: Sequence[int] = (32, 32, 32),
         kernel_sizes: int | Sequence[Size] = 5,
         strides: int | Sequence[Size] = 2,
@@ -96,6 +96,7 @@ class MultiAgentConvNet(MultiAgentNet):
         if share_params is None:
             raise TypeError("share_params is missing: True for one network for all agents, False for one for each")
         _require_sizes(n_agents=n_agents, in_features=in_features)
+        assert in_features is not None
         channels = [in_features * (n_agents if centralised else 1), *num_cells]
         depth = len(num_cells)
         if depth == 0:
