@@ -78,7 +78,7 @@ def doctor(
     """
     from muster.doctor import Diagnosis, Measurements, diagnose
     from muster.doctor.show import show
-    from muster.doctor.targets import about_import, parse_kwargs, prints_to_stderr, resolve_policy, resolve_target
+    from muster.doctor.targets import about_import, judge_target, parse_kwargs, prints_to_stderr, resolve_target
 
     _find_modules_here()
     how_to_import = None
@@ -89,12 +89,12 @@ def doctor(
             try:
                 env, how_to_import = resolve_target(target)
                 arguments = parse_kwargs(kwargs)
-                built = resolve_policy(policy)
+                judged = None if policy is None else judge_target(policy, timeout)
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
-            diagnosis = diagnose(
-                env, policy=built, num_envs=num_envs, env_kwargs=arguments, timeout=timeout, name=target
-            )
+            diagnosis = diagnose(env, num_envs=num_envs, env_kwargs=arguments, timeout=timeout, name=target)
+            if judged is not None:
+                diagnosis = replace(diagnosis, findings=(*diagnosis.findings, judged[0]), policy=judged[1])
     if diagnosis.recommendation is not None and how_to_import is not None and diagnosis.recommendation.factory is None:
         diagnosis = replace(
             diagnosis, recommendation=replace(diagnosis.recommendation, factory=f"import muster\n{how_to_import}\n")

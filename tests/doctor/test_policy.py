@@ -18,7 +18,7 @@ import muster
 from muster.doctor.policy import judge_policy
 
 MODULE = """
-import threading
+import ctypes, os, threading, time
 import gymnasium as gym
 from torch import nn
 
@@ -32,6 +32,15 @@ def make_policy():
 
 def broken():
     raise ValueError("no weights found")
+
+def crashes():
+    ctypes.string_at(0)
+
+def exits():
+    os._exit(0)
+
+def hangs():
+    time.sleep(600)
 
 kept = gym.make("CartPole-v1")
 
@@ -115,16 +124,31 @@ def test_the_command_tells_it_to_programs_and_a_policy_that_stays_blocks_nothing
 
 
 @pytest.mark.parametrize(
-    ("policy", "status", "words"),
+    ("policy", "words"),
     [
-        ("my_game:broken", 1, "it raised ValueError: no weights found"),
-        ("my_game:absent", 2, "It has: Guarded, make_policy"),
-        ("absent", 2, "--policy must be module:make_policy"),
+        ("my_game:broken", "building it, it raised ValueError: no weights found"),
+        ("my_game:crashes", "building it, it was killed by SIGSEGV"),
+        ("my_game:exits", "building it, it ended the process (exit code 0)"),
+        pytest.param("my_game:hangs", "building it, it hung for 5 s", marks=pytest.mark.slow),
+        ("odd_game:make_policy", "importing the module odd_game, it ended the process (exit code 7)"),
     ],
 )
-@pytest.mark.slow
-def test_policies_that_cannot_be_built_are_told_without_a_traceback(doctor, policy, status, words):
+def test_a_policy_that_ends_its_process_does_not_end_the_doctor(doctor, tmp_path, policy, words):
+    (tmp_path / "odd_game.py").write_text("import os; os._exit(7)")
+    done = doctor("my_game:gives_what_exists", "--policy", policy, "--json", "--timeout", "5")
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    assert told["policy"] is None
+    assert {one["topic"]: one["severity"] for one in told["findings"]} == {"recipe": "blocks", "policy": "blocks"}
+    assert words in told["findings"][-1]["text"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [("my_game:absent", "It has: Guarded, make_policy"), ("absent", "--policy must be module:make_policy")],
+)
+def test_mistakes_in_a_policy_s_name_are_told_without_a_traceback(doctor, policy, words):
     done = doctor("my_game:gives_what_exists", "--policy", policy)
-    assert done.returncode == status
+    assert done.returncode == 2
     assert words in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr

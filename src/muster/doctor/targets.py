@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
-from muster.doctor.diagnosis import Finding
-from muster.doctor.guarded import STARTING, run_guarded
-from muster.errors import RecipeError, UsageError
+from muster.doctor.diagnosis import Finding, PolicyVerdict
+from muster.doctor.guarded import STARTING, Outcome, run_guarded
+from muster.errors import RecipeError
 
 
 def about_import(target: str, timeout_s: float) -> Finding | None:
@@ -25,13 +25,33 @@ def about_import(target: str, timeout_s: float) -> Finding | None:
     module_name = _module_of(target)
     if module_name is None:
         return None
-    outcome = run_guarded("importing", b"", stage_timeout_s=timeout_s, options={"module": module_name})
-    if outcome.stage is None:
-        return None
-    if outcome.stage == STARTING:
-        return Finding("blocks", "import", f"{outcome.stage}, the trial {outcome.how}", outcome.detail or None)
-    text = f"{outcome.stage} {module_name}, it {outcome.how}"
-    return Finding("blocks", "import", text, outcome.detail or None)
+    outcome = run_guarded("importing", b"", stage_timeout_s=timeout_s, options={"module_name": module_name})
+    return None if outcome.stage is None else _about_early_end("import", outcome)
+
+
+def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict | None]:
+    """What `judge_policy` says of the policy that ``--policy module:make_policy`` names, built in a process of its own.
+
+    What keeps it from being built there is a finding, without a verdict. Raises RecipeError where the module has
+    nothing of that name, ModuleNotFoundError.
+    """
+    module_name, name = _module_of(target), target.rpartition(":")[2]
+    if module_name is None:
+        raise RecipeError(f"--policy must be module:make_policy, a function that builds the policy, got {target!r}")
+    names = {"module_name": module_name, "name": name}
+    outcome = run_guarded("judging", b"", stage_timeout_s=timeout_s, options=names)
+    if mistake := outcome.results.get("mistake"):
+        raise RecipeError(mistake)
+    if outcome.stage is not None:
+        return _about_early_end("policy", outcome), None
+    verdict = outcome.results["verdict"]
+    ways_out = tuple(verdict.pop("ways_out"))
+    return Finding(**outcome.results["finding"]), PolicyVerdict(**verdict, ways_out=ways_out)
+
+
+def _about_early_end(topic: str, outcome: Outcome) -> Finding:
+    what = "the trial" if outcome.stage == STARTING else "it"
+    return Finding("blocks", topic, f"{outcome.stage}, {what} {outcome.how}", outcome.detail or None)
 
 
 @contextmanager
@@ -57,12 +77,16 @@ def resolve_target(target: str) -> tuple[Any, str | None]:
     module_name, name = _module_of(target), target.rpartition(":")[2]
     if module_name is None:
         return target, None
-    module = importlib.import_module(module_name)
+    return find_in(importlib.import_module(module_name), name), f"from {module_name} import {name}"
+
+
+def find_in(module: ModuleType, name: str) -> Any:
+    """What `module` calls `name`. Raises RecipeError, which tells what else it has."""
     found = getattr(module, name, None)
     if found is None:
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise RecipeError(f"module {module_name} has no {name!r}. It has: {', '.join(callables) or 'no callable'}")
-    return found, f"from {module_name} import {name}"
+        raise RecipeError(f"module {module.__name__} has no {name!r}. It has: {', '.join(callables) or 'no callable'}")
+    return found
 
 
 def _module_of(target: str) -> str | None:
@@ -76,25 +100,6 @@ def _module_of(target: str) -> str | None:
             name=module_name,
         )
     return module_name
-
-
-def resolve_policy(target: str | None) -> Any:
-    """The policy that ``--policy module:make_policy`` names, built; None for None.
-
-    A name of something that is no function or class is taken for the policy itself. Raises RecipeError, and UsageError
-    where building it fails.
-    """
-    if target is None:
-        return None
-    found, how_to_import = resolve_target(target)
-    if how_to_import is None:
-        raise RecipeError(f"--policy must be module:make_policy, a function that builds the policy, got {target!r}")
-    if not (inspect.isroutine(found) or inspect.isclass(found)):
-        return found
-    try:
-        return found()
-    except Exception as error:
-        raise UsageError(f"{target} does not build a policy: it raised {type(error).__name__}: {error}") from error
 
 
 def parse_kwargs(text: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import inspect
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,9 @@ from muster.doctor.checks import check_api, name_api
 from muster.doctor.forecast import SPIN, spin
 from muster.doctor.gil import share_without_gil
 from muster.doctor.player import Player
+from muster.doctor.targets import find_in
 from muster.envs.inbound import Inbound
+from muster.errors import RecipeError
 from muster.make import serial_vec
 from muster.pickling import find_culprits
 from muster.recipe import Recipe, WorkerInfo, unpack, worker_info_context
@@ -62,15 +65,15 @@ class Teller:
 
 
 def main(trial: str, fd: int, options: dict[str, Any]) -> None:
-    """The process, from its command line; the packed recipe, of all trials but `importing`, is on stdin."""
+    """The process, from its command line; the packed recipe, of trials of an env, is on stdin."""
     _core.die_with_parent()
     faulthandler.enable(all_threads=True)
     teller = Teller(fd)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if trial == "importing":
-                importing(teller, **options)
+            if trial in _WITHOUT_RECIPE:
+                _WITHOUT_RECIPE[trial](teller, **options)
             else:
                 teller.stage("unpacking the recipe")
                 (recipe,) = unpack(sys.stdin.buffer.read())
@@ -82,10 +85,29 @@ def main(trial: str, fd: int, options: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def importing(teller: Teller, module: str) -> None:
+def importing(teller: Teller, module_name: str) -> None:
     """Imports the module that the env is in."""
-    teller.stage("importing the module")
-    importlib.import_module(module)
+    teller.stage(f"importing the module {module_name}")
+    importlib.import_module(module_name)
+
+
+def judging(teller: Teller, module_name: str, name: str) -> None:
+    """Builds a policy, or takes what is no function or class for one, and says whether it can be copied."""
+    teller.stage(f"importing the module {module_name}")
+    try:
+        found = find_in(importlib.import_module(module_name), name)
+    except RecipeError as error:
+        teller.result("mistake", str(error))
+        return
+    teller.stage("building it")
+    policy = found() if inspect.isroutine(found) or inspect.isclass(found) else found
+    teller.stage("importing PyTorch")
+    from muster.doctor.policy import judge_policy
+
+    teller.stage("seeing whether it can be copied")
+    finding, verdict = judge_policy(policy)
+    teller.result("finding", asdict(finding))
+    teller.result("verdict", asdict(verdict))
 
 
 def behaviour(recipe: Recipe, teller: Teller) -> None:
@@ -215,6 +237,7 @@ def _undisturbed(rows: list[Row]) -> list[float]:
     return quiet if len(quiet) >= min(len(rows), _ENOUGH_ROWS) else [took for took, _ in rows]
 
 
+_WITHOUT_RECIPE: dict[str, Callable[..., None]] = {"importing": importing, "judging": judging}
 _TRIALS: dict[str, Callable[..., None]] = {"behaviour": behaviour, "replay": replay, "pair": pair, "speed": speed}
 
 
