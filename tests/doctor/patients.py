@@ -43,6 +43,8 @@ class Patient(gym.Env[Any, Any]):
         self.count += 1
         if self.count == 3:
             self._suffer()
+        if self.trait == "slow":
+            time.sleep(0.2)
         if self.trait == "changes its action":
             action *= 0.5
         info = {"state": object()} if self.trait == "costly infos" else {"count": self.count}

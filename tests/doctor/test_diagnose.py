@@ -13,8 +13,11 @@ import pytest
 from patients import Patient, Sleeper, make_existing, make_patient
 
 import muster
-from muster.doctor import Diagnosis, Finding
-from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay
+from muster.backends.resources import memory_left
+from muster.doctor import Diagnosis, Finding, Measurements
+from muster.doctor.advice import Verdict, recommend
+from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
+from muster.doctor.forecast import Trace
 from muster.doctor.gil import share_without_gil
 from muster.doctor.guarded import STARTING, Outcome, run_guarded
 from muster.recipe import make_recipes, pack
@@ -89,9 +92,11 @@ def behave(trait: str, timeout_s: float = 20.0) -> list[Finding]:
     """What the trials of a single env find."""
     packed = pack(make_recipes(make_patient, 1, {"trait": trait}), start_method="spawn")
     first = run_guarded("behaviour", packed, stage_timeout_s=timeout_s, options={}, hash_seed=1)
-    if "digest" not in first.results:
+    if "rows" not in first.results:
         return about_behaviour(first)
-    again = run_guarded("replay", packed, stage_timeout_s=timeout_s, options={}, hash_seed=2)
+    again = run_guarded(
+        "replay", packed, stage_timeout_s=timeout_s, options={"rows": first.results["rows"]}, hash_seed=2
+    )
     return about_behaviour(first) + about_replay(first, again)
 
 
@@ -222,3 +227,48 @@ def test_fork_is_not_recommended_for_what_must_not_be_inherited(tmp_path):
 def test_an_id_that_does_not_exist_is_an_error_of_the_caller():
     with pytest.raises(gym.error.Error):
         diagnose("CartPohl-v1")
+
+
+def test_what_is_slow_does_not_hang():
+    packed = pack(make_recipes(make_patient, 1, {"trait": "slow"}), start_method="spawn")
+    outcome = run_guarded("replay", packed, stage_timeout_s=2.5, options={"rows": 15})  # in all 3 s
+    assert outcome.stage is None
+
+
+def test_start_methods_that_fail_alike_are_told_once():
+    tried = {"forkserver": "died after 0.2 s\nin env.py", "spawn": "died after 0.31 s\nin env.py", "fork": "odd"}
+    texts = [one.text for one in about_start_methods(tried, known=False)]
+    assert texts == ["forkserver, spawn do not work: died after 0.2 s\nin env.py", "fork does not work: odd"]
+    assert about_start_methods(tried, known=True)[0].text == "forkserver, spawn do not work: died after 0.2 s"
+
+
+def test_a_traceback_begins_in_the_env_s_own_code():
+    (finding,) = [one for one in behave("raise") if one.topic == "life"]
+    lines = finding.remedy.splitlines()
+    assert "patients.py" in lines[1]
+    assert lines[-1] == "KeyError: 'no such level'"
+    assert "trials.py" not in finding.remedy
+
+
+def test_what_is_no_env_is_told_by_what_it_lacks():
+    diagnosis = diagnose(dict)
+    assert "no reset and no step and no observation_space" in text_of(diagnosis, "life", "blocks")
+    assert diagnosis.recommendation is None
+
+
+def test_arguments_that_a_factory_lacks_are_in_the_line():
+    def make_level(level, *, size=3):
+        return Patient()
+
+    diagnosis = diagnose(make_level)
+    assert diagnosis.recommendation.line.endswith('env_kwargs={"level": ...})')
+    assert diagnosis.recommendation.factory is None
+
+
+def test_no_more_envs_are_recommended_than_memory_has_room_for():
+    verdict = Verdict("make_env", {}, None, travels=True, tried={"forkserver": None})
+    left_bytes, _ = memory_left()
+    measured = Measurements(obs_bytes=8, env_bytes=left_bytes // 9, worker_bytes=1000)
+    times = np.full(1000, 1e-6)
+    advice = recommend(verdict, measured, Trace(times, times, 1000, 1, spin_s=1e-7))
+    assert 3 <= advice.num_envs <= 4

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muster.backends.resources import usable_cores
+from muster.backends.resources import memory_left, usable_cores
 from muster.doctor.diagnosis import Measurements, Recommendation
 from muster.doctor.forecast import Trace, envs_per_worker, predict_serial, predict_steps_per_s, workers_pay
 from muster.existing_env import find_existing_env, is_env
 
 _LONGEST_REPR = 200
+_SHARE_OF_MEMORY = 0.5
 
 
 @dataclass
@@ -41,11 +44,11 @@ def recommend(verdict: Verdict, measured: Measurements, trace: Trace | None) -> 
         count = verdict.num_envs or 1
         return _recommendation(verdict, "serial", None, count, 0, None, measured)
     if verdict.alone:
-        count = verdict.num_envs or cores
+        count = verdict.num_envs or min(cores, _most_envs(cores, measured))
         workers = count
     else:
         per_worker = 1 if trace is None else envs_per_worker(trace.row_s)
-        count = verdict.num_envs or cores * per_worker
+        count = verdict.num_envs or min(cores * per_worker, _most_envs(cores, measured))
         workers = min(cores, count)
     if trace is None:
         return _recommendation(verdict, "process", context, count, workers, None, measured)
@@ -56,19 +59,34 @@ def recommend(verdict: Verdict, measured: Measurements, trace: Trace | None) -> 
     return _recommendation(verdict, "process", context, count, workers, steps_per_s, measured)
 
 
-def unbuildable(env: Any) -> Recommendation:
-    """For an env, or a factory of one, that exists already: the factory to write, and the line that uses it."""
+def _most_envs(num_workers: int, measured: Measurements) -> int:
+    """How many envs take their share of the memory that is left; the rest is for who trains on them. At least 1."""
+    room = int(_SHARE_OF_MEMORY * memory_left()[0]) - num_workers * (measured.worker_bytes or 0)
+    return max(1, room // max(1, measured.env_bytes or 0))
+
+
+def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recommendation:
+    """What to write for an env, or a factory of one, that exists already, or for a factory that lacks arguments.
+
+    source: how a line of code names it.
+    """
+    cores = usable_cores()
     existing = env if is_env(env) else None
     if existing is None and callable(env):
         found = find_existing_env(env)
         existing = found[1] if found is not None else None
-    inner = getattr(existing, "unwrapped", existing)
-    kind = type(inner)
-    call = f"{kind.__qualname__}(...)" if existing is not None else "MyEnv(...)"
-    cores = usable_cores()
+    if existing is None and (missing := _missing_arguments(env, env_kwargs)):
+        given = [f"{json.dumps(name)}: {value!r}" for name, value in env_kwargs.items()]
+        listed = ", ".join([*given, *(f"{json.dumps(name)}: ..." for name in missing)])
+        line, factory = f"envs = muster.make_vec({source}, num_envs={cores}, env_kwargs={{{listed}}})", None
+    else:
+        kind = type(getattr(existing, "unwrapped", existing))
+        call = f"{kind.__qualname__}(...)" if existing is not None else "MyEnv(...)"
+        line = f"envs = muster.make_vec(make_env, num_envs={cores})"
+        factory = f"def make_env():\n    return {call}\n"
     return Recommendation(
-        line=f"envs = muster.make_vec(make_env, num_envs={cores})",
-        factory=f"def make_env():\n    return {call}\n",
+        line=line,
+        factory=factory,
         backend="process",
         context="forkserver",
         num_envs=cores,
@@ -76,6 +94,17 @@ def unbuildable(env: Any) -> Recommendation:
         steps_per_s=None,
         memory_bytes=None,
     )
+
+
+def _missing_arguments(factory: Any, env_kwargs: Mapping[str, Any]) -> list[str]:
+    """The arguments that a factory needs and is not given, by name."""
+    try:
+        parameters = inspect.signature(factory, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [one.name for one in parameters if one.kind in by_name and one.default is one.empty]
+    return [name for name in needed if name not in env_kwargs]
 
 
 def _recommendation(

@@ -21,6 +21,7 @@ from muster.backends.resources import usable_cores
 from muster.doctor.advice import Verdict, recommend, unbuildable
 from muster.doctor.diagnosis import Diagnosis, Finding, Measurements
 from muster.doctor.findings import (
+    FATAL,
     about_behaviour,
     about_early_end,
     about_pair,
@@ -62,7 +63,7 @@ def diagnose(
     env, env_kwargs, wrappers: as for `make_vec`; an env that exists already is a finding, not an error. Every trial
     runs in a process of its own: a crash, a hang or an exit in the env is a finding, too.
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
-    of a trial.  seconds: how long the env's speed is measured.  name: how messages call the env.
+    of a trial, and for each step.  seconds: how long the env's speed is measured.  name: how messages call the env.
     policy: is looked at, too: whether `MultiCollector` could copy it to its processes. It is not called. Needs PyTorch.
 
     Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense.
@@ -91,29 +92,31 @@ def _diagnose_env(
         try:
             recipe = make_recipes(env, 1, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)[0]
         except RecipeError as error:
-            return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), unbuildable(env))
+            advice = unbuildable(env, _source(env, target), env_kwargs)
+            return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), advice)
     if is_env(env):
         findings.append(_about_instance(env))
     packed = _pack(recipe, findings)
 
-    def run(trial: str, hash_seed: int | None = None) -> Outcome:
-        return run_guarded(trial, packed or b"", stage_timeout_s=timeout, options={}, hash_seed=hash_seed)
+    def run(trial: str, hash_seed: int, **options: Any) -> Outcome:
+        return run_guarded(trial, packed or b"", stage_timeout_s=timeout, options=options, hash_seed=hash_seed)
 
     behaviour = run("behaviour", hash_seed=1) if packed is not None else Outcome()
     tried = _try_contexts(recipe, timeout, packed is not None, behaviour)
-    findings += about_start_methods(tried)
+    findings += about_behaviour(behaviour)
+    findings += about_start_methods(tried, known=behaviour.stage in FATAL)
     verdict = Verdict(_source(env, target), env_kwargs, num_envs, packed is not None, tried)
     if packed is None:
         return Diagnosis(target, tuple(findings), Measurements(), recommend(verdict, Measurements(), None))
-    findings += about_behaviour(behaviour)
     verdict.fragile = behaviour.stage in ("resetting it", "stepping it")
     verdict.alone = bool(behaviour.results.get("one_per_process"))
     trace, measured = None, _measured(behaviour, Outcome(), None, None)
     if behaviour.hung and behaviour.stage in _ON_THE_WAY:
         findings.append(about_untried(behaviour))
-    elif "digest" in behaviour.results:
-        findings += about_replay(behaviour, run("replay", hash_seed=2))
-        pair, speeds = run("pair", hash_seed=1), _time_one_per_core(recipe, timeout, seconds)
+    elif "rows" in behaviour.results:
+        rows = behaviour.results["rows"]
+        findings += about_replay(behaviour, run("replay", hash_seed=2, rows=rows))
+        pair, speeds = run("pair", hash_seed=1, rows=rows), _time_one_per_core(recipe, timeout, seconds)
         together = about_pair(behaviour, pair)
         verdict.alone = verdict.alone or together.severity == "warns"
         findings.append(together)

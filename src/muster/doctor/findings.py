@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from muster.doctor.diagnosis import Finding, Severity, size
 from muster.doctor.guarded import STARTING, Outcome
 
 # An env that ended early in one of these stages cannot be stepped; in the others it can.
-_FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
+FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
 # What goes wrong only with a second one.
 _OF_TWO = ("building a second one in the same process", "stepping two of it in one process")
 _MANY_THREADS = 2
@@ -28,7 +29,7 @@ def about_early_end(outcome: Outcome, severity: Severity) -> list[Finding]:
 
 def about_behaviour(outcome: Outcome) -> list[Finding]:
     """What the trial `behaviour` found."""
-    found = about_early_end(outcome, "blocks" if outcome.stage in _FATAL else "warns")
+    found = about_early_end(outcome, "blocks" if outcome.stage in FATAL else "warns")
     results = outcome.results
     if "api" in results:
         found += _about_api(results["api"], results.get("refused"), results.get("warned", ()))
@@ -95,16 +96,23 @@ def about_untried(behaviour: Outcome) -> Finding:
     return Finding("note", "life", text)
 
 
-def about_start_methods(tried: Mapping[str, str | None]) -> list[Finding]:
-    """Which start methods work. tried: for each what it died of, or None."""
+def about_start_methods(tried: Mapping[str, str | None], known: bool) -> list[Finding]:
+    """Which start methods work. tried: for each what it died of, or None.  known: the story is told already."""
     works = [name for name, error in tried.items() if error is None]
     found = []
     if works:
         found.append(Finding("good", "start methods", f"{', '.join(works)} tried, and work"))
+    # Most often they fail alike, but for some figures.
+    alike: dict[str, list[str]] = {}
     for name, error in tried.items():
         if error is not None:
-            severity: Severity = "note" if works else "blocks"
-            found.append(Finding(severity, "start methods", f"{name} does not work: {error}"))
+            alike.setdefault(re.sub(r"[\d.]+", "", error.partition("\n")[0]), []).append(name)
+    severity: Severity = "note" if works else "blocks"
+    for names in alike.values():
+        subject = f"{', '.join(names)} {'do' if len(names) > 1 else 'does'} not work"
+        error = tried[names[0]] or ""
+        told = error.partition("\n")[0] if known else error
+        found.append(Finding(severity, "start methods", f"{subject}: {told}"))
     return found
 
 

@@ -46,7 +46,8 @@ class Outcome:
 def run_guarded(
     trial: str, recipe: bytes, *, stage_timeout_s: float, options: dict[str, Any], hash_seed: int | None = None
 ) -> Outcome:
-    """Runs `trial` of trials.py on a packed recipe, b"" for `importing`. stage_timeout_s: for each of its stages."""
+    """Runs `trial` of trials.py on a packed recipe, b"" for `importing`. stage_timeout_s: for each of its stages, and
+    for each row of an env that is played in it."""
     read, write = os.pipe()
     environment = worker_environment(1)
     if hash_seed is not None:
@@ -106,15 +107,15 @@ def _listen(process: subprocess.Popen[bytes], told: IO[bytes], stderr: IO[bytes]
 
 
 def _take(outcome: Outcome, message: list[Any]) -> bool:
-    """Notes one message; True if a stage began."""
+    """Notes one message; True if the trial gets on."""
     kind, *rest = message
     if kind == "result":
         outcome.results[rest[0]] = rest[1]
     elif kind == "raised":
         outcome.how, outcome.detail = rest
-    else:
+    elif kind == "stage":
         outcome.stage = rest[0]
-    return bool(kind == "stage")
+    return kind in ("stage", "alive")
 
 
 def _readable(file: IO[bytes], timeout_s: float) -> bool:
@@ -131,6 +132,8 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 def _how_ended(code: int | None) -> str:
     if code is None:
         return "closed the doctor's pipe and went on"
+    if code == _core.EXIT_FDS_CLOSED:
+        return "closed file descriptors that it had not opened (os.closerange and the like)"
     if code >= 0:
         return f"ended the process (exit code {code})"
     try:

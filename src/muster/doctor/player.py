@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,17 +14,26 @@ import numpy as np
 from muster.envs.agents import AgentsEnv
 from muster.envs.inbound import Inbound
 
+_FEWEST_ROWS = 3
+_DRAWN = 16
+
 
 class Player:
-    """Plays one env. After `play`: infos, reuses_buffers and changes_action tell what was seen."""
+    """Plays one env. After `play`: rows, infos, reuses_buffers and changes_action tell what was seen.
 
-    def __init__(self, env: Any) -> None:
+    on_row: called after every row.
+    """
+
+    def __init__(self, env: Any, on_row: Callable[[], None] = lambda: None) -> None:
         self._env = Inbound()(env)
+        self._on_row = on_row
         agents = isinstance(self._env, AgentsEnv)
         # The adapter of a multi-agent env takes [A, ...] for each group; its layout knows [N, A, ...].
         self._actions = self._env.layout.action_space(1) if agents else self._env.action_space
         self._act = (lambda: _first_row(self._actions.sample())) if agents else self._actions.sample
         self._over = True
+        self._drawn: list[Any] = []
+        self.rows = 0
         self.infos: list[dict[str, Any]] = []
         self.reuses_buffers = False
         self.changes_action = False
@@ -33,13 +44,18 @@ class Player:
         self._over = False
         return self._env.reset(seed=seed, options=None)[0]
 
-    def play(self, seed: int, rows: int, meanwhile: Callable[[], None] | None = None) -> str:
-        """A digest of `rows` rows from a reset by `seed`; `meanwhile` is called between them."""
+    def play(
+        self, seed: int, rows: int, meanwhile: Callable[[], None] | None = None, enough_s: float = math.inf
+    ) -> str:
+        """A digest of `rows` rows from a reset by `seed`, fewer after `enough_s` seconds; `meanwhile` between them."""
+        start = time.monotonic()
         digest = hashlib.sha256()
         obs = self.reset(seed)
         _feed(digest, obs)
         last, kept = obs, _copy(obs)
-        for _ in range(rows):
+        for self.rows in range(rows):
+            if self.rows >= _FEWEST_ROWS and time.monotonic() - start > enough_s:
+                return digest.hexdigest()
             if meanwhile is not None:
                 meanwhile()
             if self._over:
@@ -58,17 +74,22 @@ class Player:
                 last, kept, equal_nan=kept.dtype.kind in "fc"
             )
             last, kept = obs, _copy(obs)
+            self._on_row()
+        self.rows = rows
         return digest.hexdigest()
 
     def step_some(self, count: int) -> None:
-        """`count` rows."""
-        for _ in range(count):
+        """`count` rows, by actions drawn before: drawing them releases the GIL, which the env may not."""
+        if not self._drawn:
+            self._drawn = [self._act() for _ in range(_DRAWN)]
+        for i in range(count):
             if self._over:
                 self._env.reset()
                 self._over = False
-                continue
-            _, _, terminated, truncated, _ = self._env.step(self._act())
-            self._over = bool(terminated or truncated)
+            else:
+                _, _, terminated, truncated, _ = self._env.step(self._drawn[i % _DRAWN])
+                self._over = bool(terminated or truncated)
+            self._on_row()
 
 
 def _feed(digest: Any, value: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
@@ -38,11 +37,11 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _body(finding: Finding) -> RenderableType:
-    text = Text(finding.text)
+    # What an env says of itself may be coloured.
+    text = Text.from_ansi(finding.text)
     if not finding.remedy:
         return text
-    code = Syntax(finding.remedy, "python", theme="ansi_dark", background_color="default", word_wrap=True)
-    return Group(text, Padding(code, (0, 0, 0, 2)))
+    return Group(text, Padding(Text.from_ansi(finding.remedy, style="cyan"), (0, 0, 0, 2)))
 
 
 def _grid(title: str, rows: list[tuple[str, str]]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import inspect
@@ -14,7 +15,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
+import muster
 from muster import _core
 from muster.backends.resources import own_memory_bytes
 from muster.backends.share import settle
@@ -38,10 +39,13 @@ from muster.recipe import Recipe, WorkerInfo, unpack, worker_info_context
 from muster.vector import VectorEnv
 
 _ROWS = 60
+_ENOUGH_S = 5.0
+_ALIVE_EVERY_S = 0.2
 _MAX_TIMES = 20_000
 _ENOUGH_ROWS = 10
 _BIG_INFO_BYTES = 10_000
 _SPIN_EVERY_S = 2e-3
+_OUR_CODE = (os.path.dirname(muster.__file__), contextlib.__file__, importlib.__file__, "<frozen importlib")
 
 
 class Teller:
@@ -49,16 +53,23 @@ class Teller:
 
     def __init__(self, fd: int) -> None:
         self._pipe = os.fdopen(fd, "w", buffering=1)
+        self._alive_at = 0.0
 
     def stage(self, name: str | None) -> None:
         """What is tried next; None: nothing, all is done."""
         self._send("stage", name)
 
+    def alive(self) -> None:
+        """The stage takes long, but gets on."""
+        if time.monotonic() > self._alive_at:
+            self._alive_at = time.monotonic() + _ALIVE_EVERY_S
+            self._send("alive")
+
     def result(self, name: str, value: Any) -> None:
         self._send("result", name, value)
 
     def raised(self, error: BaseException) -> None:
-        self._send("raised", f"raised {type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+        self._send("raised", f"raised {type(error).__name__}: {error}", _own_traceback(error))
 
     def _send(self, *message: Any) -> None:
         self._pipe.write(json.dumps(message) + "\n")
@@ -80,9 +91,23 @@ def main(trial: str, fd: int, options: dict[str, Any]) -> None:
                 _TRIALS[trial](recipe, teller, **options)
         teller.stage(None)
     except BaseException as error:
-        teller.raised(error)
+        try:
+            teller.raised(error)
+        except OSError:
+            os._exit(_core.EXIT_FDS_CLOSED)
     # Not by way of the interpreter's own end, which threads of the env may keep from coming.
     os._exit(0)
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback from where the env's own code begins; nothing where it had no part in it."""
+    told = traceback.TracebackException.from_exception(error)
+    frames = [not frame.filename.startswith(_OUR_CODE) for frame in told.stack]
+    if True not in frames:
+        return ""
+    del told.stack[: frames.index(True)]
+    lines = "".join(told.format()).splitlines()
+    return "\n".join(line for line in lines if line.strip(" ^~"))
 
 
 def importing(teller: Teller, module_name: str) -> None:
@@ -119,21 +144,23 @@ def behaviour(recipe: Recipe, teller: Teller) -> None:
     with _built(recipe) as env:
         teller.result("build_s", time.perf_counter() - started)
         teller.result("api", name_api(env))
+        player = Player(env, teller.alive)
         teller.result("one_per_process", bool((getattr(env, "metadata", None) or {}).get("one_per_process")))
         teller.stage("looking for what in it cannot travel")
         teller.result("culprits", [[c.path, c.type, c.reason, c.severity] for c in find_culprits(env, "env")])
-        player = Player(env)
         teller.stage("resetting it")
         player.reset(0)
         teller.stage("stepping it")
-        teller.result("digest", player.play(0, _ROWS))
+        teller.result("digest", player.play(0, _ROWS, enough_s=_ENOUGH_S))
+        rows = player.rows
+        teller.result("rows", rows)
         teller.result("env_bytes", max(0, own_memory_bytes() - before))
         teller.result("threads", max(0, _threads() - threads))
         teller.result("reuses_buffers", player.reuses_buffers)
         teller.result("changes_action", player.changes_action)
         teller.result("costly_infos", _costly(player.infos))
-        teller.result("digest_again", player.play(0, _ROWS))
-        teller.result("digest_other", player.play(1, _ROWS))
+        teller.result("digest_again", player.play(0, rows))
+        teller.result("digest_other", player.play(1, rows))
         teller.stage("seeing whether its step releases the GIL")
         teller.result("gil_free", share_without_gil(player.step_some))
         teller.stage("checking it by its API's own checker")
@@ -143,28 +170,28 @@ def behaviour(recipe: Recipe, teller: Teller) -> None:
         teller.stage("closing it")
 
 
-def replay(recipe: Recipe, teller: Teller) -> None:
-    """Plays the same episode in another process."""
+def replay(recipe: Recipe, teller: Teller, rows: int) -> None:
+    """Plays the same rows as `behaviour` in another process."""
     teller.stage("building it")
     with _built(recipe) as env:
         teller.stage("stepping it")
-        teller.result("digest", Player(env).play(0, _ROWS))
+        teller.result("digest", Player(env, teller.alive).play(0, rows))
 
 
-def pair(recipe: Recipe, teller: Teller) -> None:
+def pair(recipe: Recipe, teller: Teller, rows: int) -> None:
     """Lets two envs live in one process, and step in turns."""
     teller.stage("building the first of two in one process")
     with _built(recipe) as first:
-        one = Player(first)
-        one.play(0, _ROWS)
+        one = Player(first, teller.alive)
+        one.play(0, rows)
         teller.stage("building a second one in the same process")
         before = own_memory_bytes()
         with _built(recipe) as second:
-            other = Player(second)
-            other.play(1, _ROWS)
+            other = Player(second, teller.alive)
+            other.play(1, rows)
             teller.result("env_bytes", max(0, own_memory_bytes() - before))
             teller.stage("stepping two of it in one process")
-            teller.result("digest", one.play(0, _ROWS, meanwhile=lambda: other.step_some(1)))
+            teller.result("digest", one.play(0, rows, meanwhile=lambda: other.step_some(1)))
             teller.stage("closing two of it in one process")
 
 
@@ -185,6 +212,7 @@ def speed(recipe: Recipe, teller: Teller, seconds: float, num_trials: int) -> No
     teller.stage("timing its steps")
     for action in actions[:3]:  # what is set up once
         envs.step(action)
+        teller.alive()
     steps_s, resets_s, spins_s, whole = _time_rows(envs.step, actions, slab.records["was_reset"], seconds)
     every = max(len(steps_s), len(resets_s)) // _MAX_TIMES + 1
     teller.result("steps_s", _undisturbed(steps_s)[::every])
@@ -241,7 +269,7 @@ _WITHOUT_RECIPE: dict[str, Callable[..., None]] = {"importing": importing, "judg
 _TRIALS: dict[str, Callable[..., None]] = {"behaviour": behaviour, "replay": replay, "pair": pair, "speed": speed}
 
 
-@contextmanager
+@contextlib.contextmanager
 def _built(recipe: Recipe) -> Iterator[Any]:
     with worker_info_context(WorkerInfo(recipe.env_index, 0, 1, 1, seed=0)):
         built = recipe.build()

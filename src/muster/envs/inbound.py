@@ -15,6 +15,8 @@ from muster.envs.melting_pot import Players, is_list_shaped
 from muster.envs.parallel import ParallelAgents
 from muster.envs.pettingzoo import is_pettingzoo, is_turn_based
 from muster.envs.turns import TurnBasedAgents
+from muster.errors import RecipeError
+from muster.introspection import type_name
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,19 @@ class Inbound:
 
     def _adapt(self, env: Any) -> Any:
         if isinstance(env, gymnasium.Env):
+            _require(env, ("observation_space", "action_space"))
             return env
         if is_pettingzoo(env):
             return (TurnBasedAgents if is_turn_based(env) else ParallelAgents)(env, self.groups, self.state)
         if is_dm_env(env):
             return Players(env, self.groups) if is_list_shaped(env) else DmEnv(env)
+        _require(env, ("reset", "step", "observation_space", "action_space"))
         return env
+
+
+def _require(env: Any, names: tuple[str, ...]) -> None:
+    if missing := [name for name in names if not hasattr(env, name)]:
+        raise RecipeError(
+            f"the factory returned a {type_name(env)}, which has no {' and no '.join(missing)}. Expected an env of "
+            "Gymnasium, PettingZoo or dm_env"
+        )
