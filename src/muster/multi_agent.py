@@ -218,7 +218,7 @@ class MultiAgentVectorEnv:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self._rows.__exit__(kind, error, traceback)
 
     # ---- inside
 

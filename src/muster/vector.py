@@ -20,14 +20,7 @@ from muster.backends.base import Backend, CallerOptions
 from muster.backends.recovery import Recovery
 from muster.backends.resources import worker_stats
 from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, ShareOptions, to_one_exception
-from muster.errors import (
-    ActionError,
-    ClosedError,
-    EnvError,
-    NotPendingError,
-    PendingError,
-    WaitTimeout,
-)
+from muster.errors import ActionError, ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.spec import Array, Node, tree
 from muster.transport.infos import InfoReader, Infos, spread
 from muster.transport.slab import Plan, contiguous
@@ -341,7 +334,12 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except EnvError as failure:
+            if error is None:
+                raise
+            error.add_note(f"Then an env failed to close: {failure}")  # not in its place: it may be a Ctrl-C
 
     # ---- inside
 

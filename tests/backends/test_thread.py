@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import muster
-from muster.errors import EnvError, OneEnvPerProcess, WaitTimeout, WorkerTimeout
+from muster.errors import ClosedError, EnvError, OneEnvPerProcess, WaitTimeout, WorkerTimeout
 
 
 class Meeting(gym.Env):
@@ -165,6 +166,88 @@ def test_a_step_that_never_ends_is_interrupted_by_close():
         envs.step_wait(timeout=0.05)
     envs.close(timeout=0.1)
     assert worker_threads() == []
+
+
+def test_the_interrupt_of_a_step_spares_the_close():
+    closed = []
+
+    class Closes(Meeting):
+        def step(self, action):
+            while True:
+                pass
+
+        def close(self):
+            for _ in range(10):
+                time.sleep(0.01)
+            closed.append(self)
+
+    envs = muster.make_vec(Closes, 4, backend="thread", num_workers=2)
+    envs.reset()
+    envs.step_async(np.zeros(4, int))
+    envs.close()
+    assert len(closed) == 4
+
+
+def test_the_interrupt_of_a_constructor_spares_the_close_of_the_others():
+    closed = []
+
+    class Closes(Meeting):
+        def __init__(self):
+            super().__init__()
+            while muster.get_worker_info().env_index == 1:
+                pass
+
+        def close(self):
+            for _ in range(10):
+                time.sleep(0.01)
+            closed.append(self)
+
+    with pytest.raises(WorkerTimeout):
+        muster.make_vec(Closes, 2, backend="thread", num_workers=1, start_timeout=0.1)
+    assert len(closed) == 1
+
+
+def test_an_answer_to_an_interrupted_call_is_not_taken_for_another():
+    class Slow(Meeting):
+        @property
+        def speed(self):
+            return 1.0
+
+        @speed.setter
+        def speed(self, value):
+            if threading.current_thread().name == "muster-worker-1":
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.3)
+
+    with muster.make_vec(Slow, 2, backend="thread", num_workers=2) as envs:
+        with pytest.raises(KeyboardInterrupt):
+            envs.set_attr("speed", 2.0)
+        assert envs.get_attr("speed") == (1.0, 1.0)
+
+
+def test_a_call_that_another_thread_closes_ends():
+    entered = threading.Event()
+
+    class Waits(Meeting):
+        def wait(self):
+            entered.set()
+            while True:
+                time.sleep(0.01)
+
+    def call():
+        try:
+            envs.call("wait")
+        except ClosedError as error:
+            raised.append(error)
+
+    raised = []
+    envs = muster.make_vec(Waits, 1, backend="thread")
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert entered.wait(10)
+    envs.close()
+    thread.join(30)
+    assert len(raised) == 1
 
 
 def test_close_is_bounded_when_a_native_call_does_not_return(caplog):

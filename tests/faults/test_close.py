@@ -76,6 +76,14 @@ def test_close_closes_envs_and_may_be_repeated(tmp_path: Path) -> None:
         envs.step(ACTIONS)
 
 
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_an_env_that_fails_to_close_does_not_hide_what_left_the_with_block(backend: str) -> None:
+    options: Any = {} if backend == "serial" else {"num_workers": 2}
+    with pytest.raises(KeyboardInterrupt) as raised, muster.make_vec(ClosingByExit, 2, backend=backend, **options):
+        raise KeyboardInterrupt
+    assert "an env failed to close: env 0 (worker 0" in raised.value.__notes__[0]
+
+
 def test_with_block_closes_when_an_error_leaves_it(tmp_path: Path) -> None:
     with pytest.raises(KeyError), make(tmp_path) as envs:
         envs.reset()
@@ -158,7 +166,8 @@ class Env(faulty_envs.CountingEnv):
     def __init__(self, slow, sleep_s):
         super().__init__()
         self.slow, self.sleep_s = slow, sleep_s
-        faulty_envs.start_children()
+        if sys.argv[1] != "thread":
+            faulty_envs.start_children()
         self.arrive("__init__")
 
     def arrive(self, place):
@@ -180,9 +189,8 @@ class Env(faulty_envs.CountingEnv):
 ACTIONS = np.zeros(2, np.int64)
 
 def make(slow="", sleep_s=1000.0):
-    return muster.make_vec(
-        Env, 2, num_workers=2, context=sys.argv[1], env_kwargs={"slow": slow, "sleep_s": sleep_s}
-    )
+    options = {"backend": "thread"} if sys.argv[1] == "thread" else {"context": sys.argv[1]}
+    return muster.make_vec(Env, 2, num_workers=2, env_kwargs={"slow": slow, "sleep_s": sleep_s}, **options)
 
 """
 ENDINGS = {
@@ -207,7 +215,7 @@ def some_slow(names: dict[str, str]) -> list[Any]:
     return [
         pytest.param(name, method, marks=() if row % 2 == column else pytest.mark.slow)
         for row, name in enumerate(names)
-        for column, method in enumerate(("forkserver", "fork", "spawn"))
+        for column, method in enumerate(("forkserver", "fork", "spawn", "thread"))
     ]
 
 

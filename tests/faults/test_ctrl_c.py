@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import muster
-from muster.errors import EnvError
+from muster.errors import EnvError, WaitTimeout
 
 ACTIONS = np.zeros(4, np.int64)
 BOUND_S = 20.0
@@ -71,6 +71,27 @@ def test_the_rest_of_the_callers_envs_are_not_stepped(options: dict[str, Any]) -
         assert envs.step(ACTIONS)[0][:, 2].tolist() == [1, 1, 1, 1]
 
 
+def test_it_does_not_wait_for_a_worker_that_hangs() -> None:
+    class Hangs(Interrupted):
+        def step(self, action: Any) -> Any:
+            if os.getpid() == caller:
+                os.kill(caller, signal.SIGINT)
+            else:
+                time.sleep(1000.0)
+            return super(Interrupted, self).step(action)
+
+    caller = os.getpid()
+    options: Any = {"num_workers": 1, "caller_steps": True, "context": "fork"}
+    with muster.make_vec(Hangs, 2, env_kwargs={"place": "", "notes": []}, **options) as envs:
+        envs.reset()
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(ACTIONS[:2])
+        with pytest.raises(EnvError, match="env 1 .*KeyboardInterrupt"):  # it has been told
+            envs.recv(min_envs=1)
+        with pytest.raises(WaitTimeout):
+            envs.recv(timeout=0.0)
+
+
 def test_the_rest_of_the_callers_envs_are_not_reset() -> None:
     notes: list[str] = []
     with make("reset", notes) as envs:
@@ -118,11 +139,13 @@ def test_whatever_one_close_raises_the_others_are_closed(backend: str) -> None:
 
 class Sleeping(faulty_envs.CountingEnv):
     def sleep(self) -> None:
-        time.sleep(1000.0)
+        while True:
+            time.sleep(0.01)
 
 
-def test_close_does_not_wait_for_a_call_that_hangs() -> None:
-    envs = muster.make_vec(Sleeping, 2, num_workers=2)
+@pytest.mark.parametrize("backend", ["process", "thread"])
+def test_close_does_not_wait_for_a_call_that_hangs(backend: str) -> None:
+    envs = muster.make_vec(Sleeping, 2, backend=backend, num_workers=2)
     envs.call_async("sleep")
     start = time.monotonic()
     envs.close(timeout=1000.0)

@@ -1,0 +1,171 @@
+"""A worker of the thread backend: the thread, and how it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from muster.backends.deaths import name_envs
+from muster.backends.share import Failure, Share
+from muster.recipe import Recipe, WorkerInfo, worker_info_context
+
+_log = logging.getLogger("muster")
+# How long a thread may take to finish what it is at when the vector env closes, and then to end by an interrupt.
+# Together under 2 s: after Ctrl-C nobody waits longer.
+_GRACE_S = 1.0
+_INTERRUPT_S = 0.5
+
+
+class _Share(Share):
+    """A share that tells before it closes its envs."""
+
+    before_close: Callable[[], None]
+
+    def close(self) -> list[Failure]:
+        self.before_close()
+        return super().close()
+
+
+class ThreadWorker:
+    """One thread and its share of the envs. What it is told goes into `inbox`, what it answers comes out of `outbox`.
+
+    It holds no reference to the vector env, so that a vector env nobody uses any more is collected and closed.
+    closes: set once it closes its envs, or has ended.
+    """
+
+    def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo, first_env: int) -> None:
+        self.share = _Share(recipes, info, first_env)
+        self.share.before_close = self._shield
+        self.inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.crash: BaseException | None = None
+        self.closes = threading.Event()
+        self._interrupting = threading.Lock()
+        # A daemon: a step that never ends must not keep the interpreter from ending.
+        name = f"muster-worker-{info.worker_index}"
+        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    @property
+    def envs(self) -> range:
+        return range(self.share.first_env, self.share.first_env + len(self.share.recipes))
+
+    def __str__(self) -> str:
+        return f"worker {self.share.info.worker_index} ({name_envs(self.envs)})"
+
+    def interrupt(self) -> None:
+        """Raises SystemExit in the thread; that reaches Python code, not a native call."""
+        with self._interrupting:
+            _raise_in_thread(self.thread.ident, SystemExit)
+
+    def interrupt_unless_closing(self) -> None:
+        """As `interrupt`, but spares ``env.close()``."""
+        with self._interrupting:
+            if not self.closes.is_set():
+                _raise_in_thread(self.thread.ident, SystemExit)
+
+    def _shield(self) -> None:
+        """From here on `interrupt_unless_closing` does nothing, nor does what it did a moment ago."""
+        while not self.closes.is_set():
+            with contextlib.suppress(SystemExit), self._interrupting:
+                self.closes.set()
+                _raise_in_thread(threading.get_ident(), None)
+
+    def _main(self) -> None:
+        try:
+            with worker_info_context(self.share.info):
+                try:
+                    self._run()
+                except SystemExit:  # an interrupt that came between two envs
+                    self.outbox.put(self.share.close())
+        except BaseException as error:  # told by the caller's watch: nobody reads a thread's traceback
+            self.crash = error
+        finally:
+            self.closes.set()
+
+    def _run(self) -> None:
+        failure = self.share.build()
+        self.outbox.put(failure or self.share.facts())
+        if failure:
+            return
+        # The core returns from stepping when a message has come.
+        while self._answer(*self.inbox.get()):
+            self.share.stepper.run()
+
+    def _answer(self, kind: str, *arguments: Any) -> bool:
+        """False once the thread is to end."""
+        if kind == "attach":
+            self.share.attach(*arguments)
+            self.outbox.put("attached")
+        elif kind == "reset":
+            self.share.reset(*arguments)
+        elif kind == "restart":
+            self.share.restart(*arguments)
+        elif kind == "call":
+            self.outbox.put((arguments[0], self.share.call(*arguments[1:])))
+        elif kind == "set_attr":
+            self.outbox.put((arguments[0], self.share.set_attr(*arguments[1:])))
+        else:
+            self.outbox.put(self.share.close())
+        return kind != "close"
+
+
+def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failure]:
+    """What ``env.close()`` raised, of threads that have been told to close; those that hang are interrupted.
+
+    A thread that goes on with something else is given `_GRACE_S`, one that closes its envs `timeout_s`.
+    """
+    # What lives in the caller's own process is closed with care, also after an error and without a timeout.
+    busy_until, deadline = time.monotonic() + _GRACE_S, time.monotonic() + timeout_s
+    try:
+        for worker in workers:
+            worker.closes.wait(max(0.0, busy_until - time.monotonic()))
+    finally:  # also where another Ctrl-C ends the wait
+        _interrupt(workers, ThreadWorker.interrupt_unless_closing, lambda worker: not worker.closes.is_set())
+    deadline = max(deadline, time.monotonic() + _INTERRUPT_S)
+    try:
+        for worker in workers:
+            if worker.closes.is_set():
+                worker.thread.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        closing = [worker for worker in workers if worker.closes.is_set()]
+        _interrupt(closing, ThreadWorker.interrupt, lambda worker: worker.thread.is_alive())
+    failures = []
+    for worker in workers:
+        if worker.thread.is_alive():
+            _log.warning("%s is left behind: it is in a native call that does not return.", worker)
+        else:
+            failures += _last_answer(worker)
+    return failures
+
+
+def _interrupt(
+    workers: Sequence[ThreadWorker], interrupt: Callable[[ThreadWorker], None], hangs: Callable[[ThreadWorker], bool]
+) -> None:
+    """Interrupts those of the threads that hang, until none does, or for `_INTERRUPT_S`."""
+    deadline = time.monotonic() + _INTERRUPT_S
+    # Again and again: a thread's next env may be no better. A thread that still runs Python code when the interpreter
+    # ends would crash the process.
+    while (hanging := [worker for worker in workers if hangs(worker)]) and time.monotonic() < deadline:
+        for worker in hanging:
+            interrupt(worker)
+        hanging[0].thread.join(0.02)
+
+
+def _raise_in_thread(ident: int | None, error: type[BaseException] | None) -> None:
+    """None: takes back what has been raised and has not come up yet."""
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), raised)
+
+
+def _last_answer(worker: ThreadWorker) -> list[Failure]:
+    """What ``env.close()`` raised; an answer that nobody waited for may stand before it."""
+    answer: Any = None
+    while not worker.outbox.empty():
+        answer = worker.outbox.get()
+    return [one for one in answer if isinstance(one, Failure)] if isinstance(answer, list) else []
