@@ -316,6 +316,20 @@ class SlowToBuild(Env):
             time.sleep(1000)
 
 
+class HangsWhenRebuilt:
+    def __setstate__(self, state: object) -> None:
+        time.sleep(1000.0)
+
+    def __getstate__(self) -> object:
+        return {"some": "thing"}
+
+
+@pytest.mark.slow
+def test_start_timeout_tells_what_hangs_when_it_is_rebuilt_in_the_worker() -> None:
+    with pytest.raises(WorkerTimeout, match=r"values of env_kwargs(.|\n)*lazy(.|\n)*in __setstate__\n.*in unpack"):
+        muster.make_vec(lambda **_: Env(), 1, env_kwargs={"value": HangsWhenRebuilt()}, start_timeout=10.0)
+
+
 @pytest.mark.slow
 def test_start_timeout_names_the_worker_and_shows_where_it_is() -> None:
     with pytest.raises(WorkerTimeout, match=r"worker 1 .*start_timeout=15.0, building its envs(.|\n)*in __init__"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -172,3 +173,21 @@ def local_share(backend: Backend, share: Share, line: int, mail: Mail, options: 
     """Lets the calling process step `share` itself."""
     share.attach(backend.slab, line, mail, options)
     backend.caller.set_local(share.stepper)
+
+
+def raise_local_interrupt(backend: Backend, line: int) -> None:
+    """Raises the Ctrl-C that came in an env of the caller's own share, `line`, before the other envs have answered.
+
+    That env then answers with an EnvError, so that there is only one KeyboardInterrupt.
+    """
+    interrupt = None
+    for env in range(backend.first_envs[line], backend.first_envs[line + 1]):
+        if not (backend.caller.is_pending(env) and backend.caller.finished(env)):
+            continue
+        for failure in backend.failures(np.array([env])):
+            if isinstance(failure.exception, KeyboardInterrupt):
+                interrupt = failure.exception
+                failure = dataclasses.replace(failure, exception=None)
+            backend.mail_of(line).put(env, failure)  # as it was taken out to be looked at
+    if interrupt is not None:
+        raise interrupt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,13 @@ from muster.transport.slab import memfd
 Started = tuple[int, int, int | None]
 
 _STACK_S = 0.5
+# As faulthandler writes it, for `recipe.unpack`.
+_UNPACKS = re.compile(r'muster/recipe\.py", line \d+ in unpack')
+_UNPACKS_HINT = (
+    "\nIt has not come further than to rebuild the factory, the wrappers and the values of env_kwargs that were sent "
+    "to it; the first line of the stack is in the object that hangs.\nBuild that in the worker instead:\n"
+    '    muster.make_vec(..., env_kwargs={"name": muster.lazy(MyClass, ...)})'
+)
 
 
 @dataclass
@@ -57,7 +65,7 @@ class WorkerHandle:
         stack = python_stack(self.process)
         return WorkerTimeout(
             f"worker {self.index} ({name_envs(self.envs)}) did not answer for {elapsed_s:.1f} s ({limit}) and was "
-            f"killed; it was {doing}.\nIts Python stack:\n{stack}",
+            f"killed; it was {doing}.{_UNPACKS_HINT if _UNPACKS.search(stack) else ''}\nIts Python stack:\n{stack}",
             worker_index=self.index,
             env_indices=tuple(self.envs),
         )

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from muster.backends.base import Backend, CallerOptions, local_share, make_caller
+from muster.backends.base import Backend, CallerOptions, local_share, make_caller, raise_local_interrupt
 from muster.backends.deaths import describe_doing, seconds_since
 from muster.backends.handle import WorkerHandle, name_workers
 from muster.backends.launch import readable
@@ -32,6 +32,8 @@ CONTEXTS = ("auto", "fork", "forkserver", "spawn")
 _PATIENT_S = 60.0
 # How long a worker may take to finish the step it is in when the vector env closes, or to close an env that has raised.
 _BUSY_GRACE_S = 1.0
+# How long a Ctrl-C in the caller's own share waits for the workers, so that the step ends as a whole.
+_INTERRUPT_GRACE_S = 0.5
 
 
 class ProcessBackend(Backend):
@@ -211,6 +213,8 @@ class ProcessBackend(Backend):
                 elif worker.process.has_ended():
                     self._replace_or_lose(worker, worker.died(self._doing(worker)))
             self._watch_step_time()
+        if self._local is not None and waited_s > _INTERRUPT_GRACE_S:
+            raise_local_interrupt(self, self.num_workers)
         self._warn_once(waited_s)
 
     def _watch_sending(self, line: int) -> None:
