@@ -264,6 +264,9 @@ def test_send_and_recv_deliver_what_is_ready(backend: dict[str, Any]) -> None:
         assert batch.infos["alive"]["a"].shape == (2, 2)
         idle = ones(1)
         idle["a"][0, 1] = 9
+        for wrong in ([7], [0.5], [], "a"):
+            with pytest.raises(ActionError, match="env_ids"):
+                envs.send(idle, env_ids=wrong)
         envs.send(idle, env_ids=[1])
         with pytest.raises(PendingError):
             envs.step(ones(3))

@@ -11,6 +11,9 @@ import numpy.typing as npt
 from muster.errors import ActionError, SpecMismatch, UsageError
 from muster.spec import Space, first_difference
 
+# What poll can still wait for.
+_LONGEST_S = 1e6
+
 
 def seeds_of(seed: Any, num_envs: int) -> list[int | None]:
     """One seed for each env: `seed` + i, or the list's own. Raises UsageError, ValueError."""
@@ -63,6 +66,16 @@ def require_count(min_envs: Any) -> None:
     """Raises UsageError for a `min_envs` that is no int."""
     if min_envs is not None and (isinstance(min_envs, bool) or not isinstance(min_envs, (int, np.integer))):
         raise UsageError(f"recv(min_envs=...) must be an int or None, got {min_envs!r}")
+
+
+def timeout_of(timeout: Any) -> float | None:
+    """Seconds from 0 to `_LONGEST_S`, which is as good as for ever, or None. Raises UsageError."""
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
+    if not is_number or timeout != timeout:
+        raise UsageError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    return min(max(0.0, float(timeout)), _LONGEST_S)
 
 
 def require_callable(name: Any) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from muster.backends.share import EnvFacts
+from muster.checks import env_ids_of
 from muster.envs.groups import Groups
 from muster.envs.layout import (
     ACTING,
@@ -297,7 +298,7 @@ class MultiAgentVectorEnv:
         if not isinstance(actions, Mapping) or set(actions) != set(self._slots):
             return None
         flags = self._rows.flags()
-        acting = flags[:, ACTING] if env_ids is None else flags[np.asarray(env_ids), ACTING]
+        acting = flags[:, ACTING] if env_ids is None else flags[env_ids_of(env_ids, self.num_envs), ACTING]
         replaced: ByGroup = {}
         for name, slot in self._slots.items():
             space = self._layout.action_spaces[name]

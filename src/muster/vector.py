@@ -249,7 +249,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._require_open()
         if not self._caller.calling:
             raise NotPendingError("call_wait() without call_async() before it", "call")
-        results = self._backend.call_wait(timeout)
+        results = self._backend.call_wait(checks.timeout_of(timeout))
         self._caller.calling = False
         self._raise_failures([result for result in results if isinstance(result, Failure)], None)
         return tuple(results)
@@ -322,6 +322,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
         Raises EnvError if an ``env.close()`` did, after everything is closed. Dead workers are no error.
         """
+        timeout = checks.timeout_of(timeout)
         self._finalizer.detach()
         self._caller.closed = True
         failures = self._backend.close(0.0 if terminate else _CLOSE_S if timeout is None else timeout)
@@ -419,7 +420,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return self._collect()
 
     def _wait(self, min_envs: int, timeout: float | None, doing: str) -> None:
-        start = time.monotonic()
+        timeout, start = checks.timeout_of(timeout), time.monotonic()
         if start > self._watch_at:  # where some envs are always ready, nothing else would notice that others are dead
             self._backend.watch(0.0)
             self._watch_at = start + _WATCH_S

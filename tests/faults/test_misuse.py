@@ -73,7 +73,7 @@ class Env(CountingEnv):
         return "went through"
 
 
-@pytest.fixture(params=["process", "serial"])
+@pytest.fixture(params=["process", "thread", "serial"])
 def backend(request: Any) -> str:
     name: str = request.param
     return name
@@ -81,7 +81,7 @@ def backend(request: Any) -> str:
 
 @pytest.fixture
 def envs(backend: str) -> Iterator[Any]:
-    options = {"num_workers": 2} if backend == "process" else {}
+    options = {} if backend == "serial" else {"num_workers": 2}
     with muster.make_vec(Env, 2, backend=backend, **options) as envs:
         yield envs
 
@@ -214,8 +214,17 @@ def test_arguments_of_another_type(envs: Any) -> None:
     for wrong in ("a", 1.5, True):
         with pytest.raises(UsageError, match="min_envs=.* must be an int or None"):
             envs.recv(min_envs=wrong)
-    envs.recv(min_envs=np.int64(2))
+    for wrong in ("soon", float("nan"), True, [1]):
+        for wait in (envs.recv, envs.step_wait, envs.close):
+            with pytest.raises(UsageError, match="timeout must be a number of seconds or None"):
+                wait(timeout=wrong)
+    envs.recv(min_envs=np.int64(2), timeout=float("inf"))
+    envs.call_async("index")
+    with pytest.raises(UsageError, match="timeout must be a number of seconds or None"):
+        envs.call_wait(timeout="soon")
+    envs.call_wait(timeout=np.float32(60.0))
     check_in_step(envs)
+    envs.close(timeout=float("inf"))
 
 
 def test_attributes(envs: Any) -> None:
