@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import muster
-from muster.errors import EnvError, WaitTimeout
+from muster.errors import ClosedError, EnvError, NotPendingError, WaitTimeout
 
 ACTIONS = np.zeros(4, np.int64)
 BOUND_S = 20.0
@@ -119,6 +120,68 @@ def test_in_close_all_envs_are_closed_and_a_second_close_is_silent() -> None:
     with pytest.raises(KeyboardInterrupt):
         envs.close()
     assert notes == [f"close {env}" for env in range(4)]
+    envs.close()
+
+
+class Echoing(faulty_envs.CountingEnv):
+    def echo(self, value: float) -> tuple[int, float]:
+        return self.index, value
+
+
+CALLS: list[Any] = [
+    lambda envs, _: envs.step(ACTIONS),
+    lambda envs, _: envs.reset(),
+    lambda envs, value: envs.call("echo", value),
+    lambda envs, value: envs.set_attr("value", value),
+    lambda envs, _: (envs.send(ACTIONS), envs.recv(min_envs=len(ACTIONS))),
+]
+
+
+def interrupt(delay_s: float) -> threading.Thread:
+    thread = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+    thread.start()
+    return thread
+
+
+def take_what_is_pending(envs: Any) -> bool:
+    """False if the vector env is closed."""
+    for take in (envs.call_wait, envs.recv):
+        try:
+            take()
+        except ClosedError:
+            return False
+        except NotPendingError:
+            pass
+    return True
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "serial"},
+        {"backend": "thread", "num_workers": 2},
+        pytest.param({"context": "fork", "num_workers": 2}, marks=pytest.mark.slow),
+        pytest.param({"context": "fork", "num_workers": 2, "caller_steps": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_at_any_moment_it_leaves_the_vector_env_in_step_or_closed(options: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+    envs = muster.make_vec(Echoing, 4, **options)
+    envs.reset()
+    for turn in range(60):
+        timer = interrupt(rng.uniform(0.0, 0.004))
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                CALLS[turn % len(CALLS)](envs, turn)
+        timer.join()
+        if not take_what_is_pending(envs):
+            envs.close()
+            envs = muster.make_vec(Echoing, 4, **options)
+        obs, _ = envs.reset()
+        assert obs[:, 2].tolist() == [0, 0, 0, 0]
+        assert envs.step(ACTIONS)[0][:, 2].tolist() == [1, 1, 1, 1]
+        assert envs.call("echo", turn / 7) == tuple((env, turn / 7) for env in range(4))
     envs.close()
 
 

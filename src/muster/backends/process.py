@@ -112,8 +112,8 @@ class ProcessBackend(Backend):
             for line, message in enumerate(messages):
                 if message is not None:
                     self._tell(line, message)
-        if self._local is not None:
-            self._local.reset(*orders[self.num_workers])
+            if self._local is not None:
+                self._local.reset(*orders[self.num_workers])
 
     def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
         line = self.caller.line_of(env)

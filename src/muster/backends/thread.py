@@ -20,6 +20,8 @@ from muster.spec import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Plan, Slab, split_evenly
 
+_SLICE_S = 0.05
+
 
 class ThreadBackend(Backend):
     """Workers 0 to W-1 step the lines of the same number. Arguments reach the envs as they are."""
@@ -30,7 +32,7 @@ class ThreadBackend(Backend):
         self._mail = LocalMail()
         self._owner = os.getpid()
         self._closed = False
-        self._number = 0  # of calls, so that an answer is told from that to an interrupted call
+        self._number = ThreadWorker.BUILDING  # of what is asked, so that an answer is told from an earlier one
         self._workers = []
         for line, (first, last) in enumerate(zip(self.first_envs, self.first_envs[1:], strict=False)):
             info = WorkerInfo(None, line, len(recipes), num_workers, seed=None)
@@ -49,7 +51,7 @@ class ThreadBackend(Backend):
             # One after the other: constructors are rarely written for threads, and warning filters are not either.
             for worker in self._workers:
                 worker.thread.start()
-                answer = self._take(worker, deadline, "building its envs")
+                answer = self._take(worker, ThreadWorker.BUILDING, deadline, "building its envs")
                 if isinstance(answer, Failure):
                     raise to_exception(answer)
                 facts += [one or answer[0] for one in answer]
@@ -64,8 +66,9 @@ class ThreadBackend(Backend):
         self.caller = make_caller(self.slab, caller)
         deadline = time.monotonic() + self._start_timeout_s
         for line, worker in enumerate(self._workers):
-            worker.inbox.put(("attach", self.slab, line, self._mail, shares))
-            self._take(worker, deadline, "mapping the slab")
+            self._number += 1
+            worker.inbox.put(("attach", self._number, self.slab, line, self._mail, shares))
+            self._take(worker, self._number, deadline, "mapping the slab")
 
     # ---- commands
 
@@ -93,25 +96,22 @@ class ThreadBackend(Backend):
         return self.call_wait(None)
 
     def _call(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        self._number += 1
-        self._results: list[list[Any]] = []
         with self._whole():
+            self._number += 1
             for line, of_worker in enumerate(arguments):
-                self._tell(line, kind, self._number, *of_worker)
+                self._tell(line, kind, *of_worker)
 
     def call_wait(self, timeout_s: float | None) -> list[Any]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while len(self._results) < self.num_workers:
-            line = len(self._results)
+        results: list[Any] = []
+        for line, worker in enumerate(self._workers):
             try:
-                number, answer = self._wait_for(self._workers[line], deadline)
-            except queue.Empty:
+                results += self._wait_for(worker, self._number, deadline)
+            except TimeoutError:
                 raise WaitTimeout(
                     f"call_wait(timeout={timeout_s}): worker {line} has not answered; the call stays pending"
                 ) from None
-            if number == self._number:  # else it answers a call that was interrupted
-                self._results.append(answer)
-        return [result for results in self._results for result in results]
+        return results
 
     def watch(self, waited_s: float) -> None:
         if self._closed:
@@ -135,7 +135,7 @@ class ThreadBackend(Backend):
                 self._tell(line, "close")
         else:
             for worker in self._workers:
-                worker.inbox.put(("close",))
+                worker.inbox.put(("close", self._number))
         # The garbage collector may run this in any thread, a worker's own among them.
         started = [worker for worker in self._workers if worker.thread.ident not in (None, threading.get_ident())]
         started = [worker for worker in self._workers if worker.thread.ident is not None]
@@ -156,15 +156,15 @@ class ThreadBackend(Backend):
             self.close(0.0)
             raise
 
-    def _tell(self, line: int, *message: Any) -> None:
+    def _tell(self, line: int, kind: str, *arguments: Any) -> None:
         """Sends a message to a thread that may be asleep in the core."""
-        self._workers[line].inbox.put(message)
+        self._workers[line].inbox.put((kind, self._number, *arguments))
         self.caller.announce_message(line)
 
-    def _take(self, worker: ThreadWorker, deadline: float, doing: str) -> Any:
+    def _take(self, worker: ThreadWorker, number: int, deadline: float, doing: str) -> Any:
         try:
-            return self._wait_for(worker, deadline)
-        except queue.Empty:
+            return self._wait_for(worker, number, deadline)
+        except TimeoutError:
             raise WorkerTimeout(
                 f"{worker} did not answer within start_timeout={self._start_timeout_s} s while {doing}. "
                 'A thread cannot be killed, so it is left behind; backend="process" would end it.',
@@ -172,16 +172,19 @@ class ThreadBackend(Backend):
                 env_indices=tuple(worker.envs),
             ) from None
 
-    def _wait_for(self, worker: ThreadWorker, deadline: float | None) -> Any:
-        """The thread's next answer. Raises queue.Empty at the deadline, ClosedError, WorkerDied."""
+    def _wait_for(self, worker: ThreadWorker, number: int, deadline: float | None) -> Any:
+        """The thread's answer to message `number`. Raises TimeoutError at the deadline, ClosedError, WorkerDied."""
         while True:
-            left_s = 0.05 if deadline is None else min(0.05, max(0.0, deadline - time.monotonic()))
+            answered, answer = worker.last_answer
+            if answered == number:
+                return answer
+            left_s = _SLICE_S if deadline is None else min(_SLICE_S, max(0.0, deadline - time.monotonic()))
             try:
-                return worker.outbox.get(timeout=left_s)
+                worker.answered.get(timeout=left_s)
             except queue.Empty:
                 self.watch(0.0)
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise
+                    raise TimeoutError from None
 
     def _raise_crash(self, worker: ThreadWorker) -> None:
         if worker.crash is None:

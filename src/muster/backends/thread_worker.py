@@ -33,19 +33,27 @@ class _Share(Share):
 
 
 class ThreadWorker:
-    """One thread and its share of the envs. What it is told goes into `inbox`, what it answers comes out of `outbox`.
+    """One thread and its share of the envs. What it is told goes into `inbox`.
 
     It holds no reference to the vector env, so that a vector env nobody uses any more is collected and closed.
-    closes: set once it closes its envs, or has ended.
+    last_answer: the number of the message that was answered last, and the answer. It is only looked at, never taken
+    away, so that a wait that Ctrl-C ends loses nothing; `answered` holds something after each, to wait for.
+    closes: whether it closes its envs, or has ended.  failures: what that raised.
+
+    No Event, nor anything else of `threading` that is written in Python: Ctrl-C in a wait may leave it broken.
     """
+
+    BUILDING = 0
 
     def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo, first_env: int) -> None:
         self.share = _Share(recipes, info, first_env)
         self.share.before_close = self._shield
         self.inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.last_answer: tuple[int, Any] = (-1, None)
+        self.answered: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.failures: list[Failure] = []
         self.crash: BaseException | None = None
-        self.closes = threading.Event()
+        self.closes = False
         self._interrupting = threading.Lock()
         # A daemon: a step that never ends must not keep the interpreter from ending.
         name = f"muster-worker-{info.worker_index}"
@@ -66,14 +74,14 @@ class ThreadWorker:
     def interrupt_unless_closing(self) -> None:
         """As `interrupt`, but spares ``env.close()``."""
         with self._interrupting:
-            if not self.closes.is_set():
+            if not self.closes:
                 _raise_in_thread(self.thread.ident, SystemExit)
 
     def _shield(self) -> None:
         """From here on `interrupt_unless_closing` does nothing, nor does what it did a moment ago."""
-        while not self.closes.is_set():
+        while not self.closes:
             with contextlib.suppress(SystemExit), self._interrupting:
-                self.closes.set()
+                self.closes = True
                 _raise_in_thread(threading.get_ident(), None)
 
     def _main(self) -> None:
@@ -82,37 +90,41 @@ class ThreadWorker:
                 try:
                     self._run()
                 except SystemExit:  # an interrupt that came between two envs
-                    self.outbox.put(self.share.close())
+                    self.failures += self.share.close()
         except BaseException as error:  # told by the caller's watch: nobody reads a thread's traceback
             self.crash = error
         finally:
-            self.closes.set()
+            self.closes = True
 
     def _run(self) -> None:
         failure = self.share.build()
-        self.outbox.put(failure or self.share.facts())
+        self._reply(self.BUILDING, failure or self.share.facts())
         if failure:
             return
         # The core returns from stepping when a message has come.
         while self._answer(*self.inbox.get()):
             self.share.stepper.run()
 
-    def _answer(self, kind: str, *arguments: Any) -> bool:
+    def _answer(self, kind: str, number: int, *arguments: Any) -> bool:
         """False once the thread is to end."""
         if kind == "attach":
             self.share.attach(*arguments)
-            self.outbox.put("attached")
+            self._reply(number, None)
         elif kind == "reset":
             self.share.reset(*arguments)
         elif kind == "restart":
             self.share.restart(*arguments)
         elif kind == "call":
-            self.outbox.put((arguments[0], self.share.call(*arguments[1:])))
+            self._reply(number, self.share.call(*arguments))
         elif kind == "set_attr":
-            self.outbox.put((arguments[0], self.share.set_attr(*arguments[1:])))
+            self._reply(number, self.share.set_attr(*arguments))
         else:
-            self.outbox.put(self.share.close())
+            self.failures += self.share.close()
         return kind != "close"
+
+    def _reply(self, number: int, answer: Any) -> None:
+        self.last_answer = number, answer
+        self.answered.put(None)
 
 
 def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failure]:
@@ -123,24 +135,24 @@ def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failu
     # What lives in the caller's own process is closed with care, also after an error and without a timeout.
     busy_until, deadline = time.monotonic() + _GRACE_S, time.monotonic() + timeout_s
     try:
-        for worker in workers:
-            worker.closes.wait(max(0.0, busy_until - time.monotonic()))
+        while not all(worker.closes for worker in workers) and time.monotonic() < busy_until:
+            time.sleep(0.002)
     finally:  # also where another Ctrl-C ends the wait
-        _interrupt(workers, ThreadWorker.interrupt_unless_closing, lambda worker: not worker.closes.is_set())
+        _interrupt(workers, ThreadWorker.interrupt_unless_closing, lambda worker: not worker.closes)
     deadline = max(deadline, time.monotonic() + _INTERRUPT_S)
     try:
         for worker in workers:
-            if worker.closes.is_set():
+            if worker.closes:
                 worker.thread.join(max(0.0, deadline - time.monotonic()))
     finally:
-        closing = [worker for worker in workers if worker.closes.is_set()]
+        closing = [worker for worker in workers if worker.closes]
         _interrupt(closing, ThreadWorker.interrupt, lambda worker: worker.thread.is_alive())
-    failures = []
+    failures: list[Failure] = []
     for worker in workers:
         if worker.thread.is_alive():
             _log.warning("%s is left behind: it is in a native call that does not return.", worker)
         else:
-            failures += _last_answer(worker)
+            failures += worker.failures
     return failures
 
 
@@ -161,11 +173,3 @@ def _raise_in_thread(ident: int | None, error: type[BaseException] | None) -> No
     """None: takes back what has been raised and has not come up yet."""
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), raised)
-
-
-def _last_answer(worker: ThreadWorker) -> list[Failure]:
-    """What ``env.close()`` raised; an answer that nobody waited for may stand before it."""
-    answer: Any = None
-    while not worker.outbox.empty():
-        answer = worker.outbox.get()
-    return [one for one in answer if isinstance(one, Failure)] if isinstance(answer, list) else []
