@@ -137,12 +137,6 @@ CALLS: list[Any] = [
 ]
 
 
-def interrupt(delay_s: float) -> threading.Thread:
-    thread = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
-    thread.start()
-    return thread
-
-
 def take_what_is_pending(envs: Any) -> bool:
     """False if the vector env is closed."""
     for take in (envs.call_wait, envs.recv):
@@ -170,8 +164,9 @@ def test_at_any_moment_it_leaves_the_vector_env_in_step_or_closed(options: dict[
     envs = muster.make_vec(Echoing, 4, **options)
     envs.reset()
     for turn in range(60):
-        timer = interrupt(rng.uniform(0.0, 0.004))
+        timer = threading.Timer(rng.uniform(0.0, 0.004), os.kill, (os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             while True:
                 CALLS[turn % len(CALLS)](envs, turn)
         timer.join()
@@ -183,6 +178,22 @@ def test_at_any_moment_it_leaves_the_vector_env_in_step_or_closed(options: dict[
         assert envs.step(ACTIONS)[0][:, 2].tolist() == [1, 1, 1, 1]
         assert envs.call("echo", turn / 7) == tuple((env, turn / 7) for env in range(4))
     envs.close()
+
+
+class Raising(faulty_envs.CountingEnv):
+    """Raises what could be taken for the caller's own Ctrl-C, or for an error of the vector env itself."""
+
+    def step(self, action: Any) -> Any:
+        raise (KeyboardInterrupt, ClosedError)[self.index]("of the env")
+
+
+@pytest.mark.parametrize(("env", "name"), [(0, "KeyboardInterrupt"), (1, "muster.errors.ClosedError")])
+def test_what_an_env_in_a_worker_raises_is_told_as_the_envs(env: int, name: str) -> None:
+    with muster.make_vec(Raising, 2, num_workers=2) as envs:
+        envs.reset()
+        envs.send(ACTIONS[:1], env_ids=[env])
+        with pytest.raises(EnvError, match=rf"env {env} \(worker {env}, step 0\): {name}: of the env"):
+            envs.recv()
 
 
 class ClosingByAbort(faulty_envs.CountingEnv):

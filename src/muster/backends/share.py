@@ -18,7 +18,7 @@ from muster import _core
 from muster.backends.resources import own_memory_bytes
 from muster.envs.agents import AgentsEnv
 from muster.envs.layout import AgentLayout, RowNode, layout_difference
-from muster.errors import CannotTravel, EnvError, MusterError, OneEnvPerProcess, SpecMismatch
+from muster.errors import CannotTravel, EnvError, MusterError, OneEnvPerProcess, SpecMismatch, UsageError
 from muster.pickling import find_culprits
 from muster.recipe import BuiltEnv, Recipe, WorkerInfo, worker_info_context
 from muster.spec import Space, first_difference
@@ -384,7 +384,10 @@ def to_exception(failure: Failure) -> BaseException:
     """What to raise in the caller: an EnvError, its cause the original where there is one."""
     original = failure.original()
     own = isinstance(original, EnvError)
-    if isinstance(original, KeyboardInterrupt) or (isinstance(original, MusterError) and not own):
+    if isinstance(failure.exception, KeyboardInterrupt):  # one from another process is no Ctrl-C, but the env's
+        return failure.exception
+    # A vector env that the env uses itself may raise UsageError: unexplained it would seem to be about this one.
+    if isinstance(original, MusterError) and not own and not isinstance(original, UsageError):
         return original
     cls = type(original) if isinstance(original, EnvError) else EnvError
     where = f"env {failure.env_index} (worker {failure.worker_index}"
