@@ -113,7 +113,8 @@ def test_an_env_that_interrupts_is_a_finding(doctor):
     done = doctor("my_game:Interrupts", "--json")
     assert done.returncode == 1, done.stderr
     texts = [finding["text"] for finding in json.loads(done.stdout)["findings"]]
-    assert "forkserver, spawn, fork do not work: KeyboardInterrupt: " in texts
+    [works] = [text for text in texts if text.startswith("forkserver, spawn, fork do not work: ")]
+    assert "KeyboardInterrupt" in works
 
 
 @pytest.mark.parametrize(
