@@ -154,11 +154,12 @@ def take_what_is_pending(envs: Any) -> bool:
     [
         {"backend": "serial"},
         {"backend": "thread", "num_workers": 2},
-        pytest.param({"context": "fork", "num_workers": 2}, marks=pytest.mark.slow),
-        pytest.param({"context": "fork", "num_workers": 2, "caller_steps": True}, marks=pytest.mark.slow),
+        {"context": "fork", "num_workers": 2},
+        {"context": "fork", "num_workers": 2, "caller_steps": True},
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_at_any_moment_it_leaves_the_vector_env_in_step_or_closed(options: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
     envs = muster.make_vec(Echoing, 4, **options)
