@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
-import muster
 from muster import _core
 from muster.backends.resources import own_memory_bytes
 from muster.backends.share import settle
@@ -45,7 +44,7 @@ _MAX_TIMES = 20_000
 _ENOUGH_ROWS = 10
 _BIG_INFO_BYTES = 10_000
 _SPIN_EVERY_S = 2e-3
-_OUR_CODE = (os.path.dirname(muster.__file__), contextlib.__file__, importlib.__file__, "<frozen importlib")
+_OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, importlib.__file__, "<frozen importlib")
 
 
 class Teller:
