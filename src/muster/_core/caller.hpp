@@ -220,8 +220,7 @@ class Caller {
     ++delivered_;  // its failure was an answer, too
     record.status = Status::kOk;
     record.command = Command::kReset;
-    bump<uint32_t>(slab_.lines[line_of_[env]].asked, 1);
-    record.requested.store(record.requested.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+    count_request(env);
   }
 
   // A dead worker cannot answer for its envs any more; the caller does, so that waiting for them ends. Rows that it had
@@ -348,11 +347,16 @@ class Caller {
     EnvRecord& record = slab_.records[env];
     if (recovers_) keep(env);
     record.command = command;
-    bump<uint32_t>(slab_.lines[line_of_[env]].asked, 1);
-    // Release: a worker that is awake for another env must not see the request before the action.
-    record.requested.store(record.requested.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+    count_request(env);
     pending_[env] = 1;
     ++num_pending_;
+  }
+
+  // Release: a worker that is awake for another env must not see the request before the action.
+  void count_request(uint32_t env) {
+    bump<uint32_t>(slab_.lines[line_of_[env]].asked, 1);
+    auto& requested = slab_.records[env].requested;
+    requested.store(requested.load(std::memory_order_relaxed) + 1, std::memory_order_release);
   }
 
   void keep(uint32_t env) {

@@ -138,10 +138,7 @@ class ThreadBackend(Backend):
                 worker.inbox.put(("close", self._number))
         # The garbage collector may run this in any thread, a worker's own among them.
         started = [worker for worker in self._workers if worker.thread.ident not in (None, threading.get_ident())]
-        started = [worker for worker in self._workers if worker.thread.ident is not None]
-        # The garbage collector may run this in any thread, a worker's own among them.
-        own = threading.get_ident()
-        return end_threads([worker for worker in started if worker.thread.ident != own], timeout_s)
+        return end_threads(started, timeout_s)
 
     # ---- messages
 
