@@ -35,6 +35,7 @@ class Caller:
     def __init__(
         self,
         slab: _Description,
+        memory: npt.NDArray[np.uint8],
         first_envs: list[int],
         obs: _Description | None,
         action: _Description | None,

@@ -36,6 +36,8 @@ class Difference(NamedTuple):
 class Node:
     """One space of the tree. `path` names it in messages, e.g. ``observation['camera'][0]``."""
 
+    is_plain = False  # whether a batch of it is one array
+
     def __init__(self, space: Space, path: str) -> None:
         self.space = space
         self.path = path
@@ -93,6 +95,7 @@ class Leaf(Node):
     """A value of fixed shape and dtype."""
 
     kind = "array"
+    is_plain = True
 
     def __init__(self, space: Space, path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         super().__init__(space, path)
@@ -215,6 +218,7 @@ class CodedLeaf(Leaf):
     """A value that lies in the slab as code numbers and is decoded to a Python object: batched as a tuple."""
 
     kind = "coded"
+    is_plain = False
 
     def encode(self, value: Any, row: Array) -> None:
         raise NotImplementedError

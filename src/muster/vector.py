@@ -60,7 +60,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     """Many envs, stepped by a backend. Made by `muster.make_vec`.
 
     `step` and `reset` are Gymnasium's. `send` and `recv` step some envs while others are still busy. Observations are
-    copies (``copy=True``), or views of the slab that stay valid until that env's next send (``copy=False``).
+    the caller's own (``copy=True``), or views of the slab that stay valid until that env's next send (``copy=False``).
     """
 
     def __init__(

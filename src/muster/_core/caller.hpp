@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "doorbell.hpp"
+#include "lending.hpp"
 #include "python.hpp"
 #include "slab.hpp"
 #include "stepper.hpp"
@@ -46,9 +47,11 @@ struct BatchArray {
 class Caller {
  public:
   // bounds: None, or (low, high) lists of int64, one pair for each element of a row.
-  Caller(PyObject* slab, PyObject* first_envs, PyObject* obs, PyObject* action, PyObject* low, PyObject* high,
-         bool copy, bool must_reset, Patience patience)
+  // memory: what keeps the slab mapped.
+  Caller(PyObject* slab, PyObject* memory, PyObject* first_envs, PyObject* obs, PyObject* action, PyObject* low,
+         PyObject* high, bool copy, bool must_reset, Patience patience)
       : slab_(slab),
+        lending_(memory, slab_.num_obs_blocks),
         obs_(obs),
         action_(action),
         low_(numbers(low)),
@@ -109,7 +112,7 @@ class Caller {
     require_idle();
     require_started();
     if (detour || !write_batch(actions)) return Ref::borrow(Py_False);
-    send_all();
+    send_all(Command::kStep, lends() ? lending_.free_block() : 0);
     if (!wait_slice(slab_.num_envs, kSliceNs)) return Ref::borrow(Py_None);
     if (recovers_ && !failed().empty()) return Ref::borrow(Py_None);
     return collect_all();
@@ -132,6 +135,7 @@ class Caller {
     const auto [ids, count] = ids_of(env_ids);
     for (size_t k = 0; k < count; ++k) require_ready(uint32_t(ids[k]));
     std::vector<uint8_t> ring_line(slab_.num_lines, 0);
+    bring_home();
     for (size_t k = 0; k < count; ++k) {
       request(uint32_t(ids[k]), command);
       ring_line[line_of_[ids[k]]] = 1;
@@ -145,6 +149,7 @@ class Caller {
   void request_resets(PyObject* env_ids) {
     Entry entry(*this);
     const auto [ids, count] = ids_of(env_ids);
+    bring_home();
     for (size_t k = 0; k < count; ++k) {
       request(uint32_t(ids[k]), Command::kReset);
       started_[ids[k]] = 1;
@@ -176,6 +181,7 @@ class Caller {
     Scalars scalars(count);
     for (npy_intp k = 0; k < count; ++k) {
       id[k] = ready[k];
+      bring_home(ready[k]);
       deliver(ready[k], k, scalars);
     }
     return checked(Py_BuildValue("(OOOOi)", ids.get(), scalars.rewards.get(), scalars.terminated.get(),
@@ -343,6 +349,23 @@ class Caller {
     slab_.caller->lingers.store(now_ns() - ready_at_ns_ > kQuickNs, std::memory_order_relaxed);
   }
 
+  // Envs that are reset one by one leave the other rows as they were, which an array's owner may have changed.
+  bool lends() const { return copy_ && !must_reset_ && !recovers_; }
+
+  // Rows of envs that have answered go where they are looked for by all but `step`.
+  void bring_home() {
+    for (uint32_t i = 0; i < slab_.num_envs; ++i)
+      if (finished(i)) bring_home(i);
+  }
+
+  void bring_home(uint32_t env) {
+    uint32_t& block = slab_.records[env].obs_block;
+    if (!block) return;
+    const size_t row = obs_.offset + env * obs_.row_bytes;
+    if (slab_.records[env].status == Status::kOk) std::memcpy(slab_.base + row, slab_.obs_block(block) + row, obs_.row_bytes);
+    block = 0;
+  }
+
   void request(uint32_t env, Command command) {
     EnvRecord& record = slab_.records[env];
     if (recovers_) keep(env);
@@ -367,10 +390,14 @@ class Caller {
                   rows.row_bytes);
   }
 
-  void send_all(Command command = Command::kStep) {
+  void send_all(Command command, uint32_t obs_block = 0) {
     tell_pace();
     slab_.caller->target.store(delivered_ + slab_.num_envs, std::memory_order_relaxed);
-    for (uint32_t i = 0; i < slab_.num_envs; ++i) request(i, command);
+    for (uint32_t i = 0; i < slab_.num_envs; ++i) {
+      if (!obs_block) bring_home(i);
+      slab_.records[i].obs_block = obs_block;
+      request(i, command);
+    }
     ring_all(slab_.bell());
   }
 
@@ -410,7 +437,12 @@ class Caller {
     Scalars scalars(count);
     for (npy_intp i = 0; i < count; ++i) deliver(uint32_t(i), i, scalars);
     Ref obs = Ref::borrow(Py_None);
-    if (copy_ && obs_.exists && !(scalars.unusual & kNotOk)) {
+    const uint32_t block = slab_.records[0].obs_block;
+    if (scalars.unusual & kNotOk) {
+      bring_home();
+    } else if (block) {
+      obs = lending_.lend(block, slab_.obs_block(block) + obs_.offset, obs_.type_num, obs_.shape);
+    } else if (copy_ && obs_.exists) {
       obs = checked(PyArray_SimpleNew(int(obs_.shape.size()), obs_.shape.data(), obs_.type_num));
       std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(obs.get())), slab_.base + obs_.offset,
                   obs_.row_bytes * slab_.num_envs);
@@ -420,6 +452,7 @@ class Caller {
   }
 
   Slab slab_;
+  Lending lending_;
   BatchArray obs_;
   BatchArray action_;
   std::vector<int64_t> low_, high_;

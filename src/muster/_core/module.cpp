@@ -86,7 +86,7 @@ NB_MODULE(_core, m) {
   m.doc() = "The doorbell, the stepping loop and the watchdog of Muster's workers.";
   // The objects live as long as the interpreter's module; a report of them at exit would only confuse.
   nb::set_leak_warnings(false);
-  pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1); });
+  pthread_atfork([] { g_forks_begun.fetch_add(1); }, nullptr, [] { g_forks.fetch_add(1); });
 
   nb::class_<Stepper>(m, "Stepper")
       .def("__init__",
@@ -120,15 +120,15 @@ NB_MODULE(_core, m) {
 
   nb::class_<Caller>(m, "Caller")
       .def("__init__",
-           [](Caller* self, nb::tuple slab, nb::list first_envs, nb::object obs, nb::object action, nb::object low,
+           [](Caller* self, nb::tuple slab, nb::object memory, nb::list first_envs, nb::object obs, nb::object action, nb::object low,
               nb::object high, bool copy, bool must_reset, nb::tuple patience) {
              import_numpy();
              guarded([&] {
-               new (self) Caller(slab.ptr(), first_envs.ptr(), obs.ptr(), action.ptr(), low.ptr(), high.ptr(), copy,
-                                 must_reset, patience_of(patience));
+               new (self) Caller(slab.ptr(), memory.ptr(), first_envs.ptr(), obs.ptr(), action.ptr(), low.ptr(),
+                                 high.ptr(), copy, must_reset, patience_of(patience));
              });
            },
-           nb::arg("slab"), nb::arg("first_envs"), nb::arg("obs").none(), nb::arg("action").none(),
+           nb::arg("slab"), nb::arg("memory"), nb::arg("first_envs"), nb::arg("obs").none(), nb::arg("action").none(),
            nb::arg("low").none(), nb::arg("high").none(), nb::kw_only(), nb::arg("copy"), nb::arg("must_reset"),
            nb::arg("patience"))
       .def("allow_unreset", &Caller::allow_unreset)

@@ -152,6 +152,7 @@ def make_caller(slab: Slab, options: CallerOptions) -> _core.Caller:
         action_array = None  # the core checks the range of int64 only
     return _core.Caller(
         slab.description,
+        slab.memory,
         list(plan.first_envs),
         _plain(plan.obs, slab.obs.offsets, plan.num_envs),
         action_array,
@@ -164,7 +165,7 @@ def make_caller(slab: Slab, options: CallerOptions) -> _core.Caller:
 
 
 def _plain(node: Any, offsets: list[int], num_envs: int) -> tuple[Any, ...] | None:
-    if not isinstance(node, Leaf) or node.kind == "coded":
+    if not (isinstance(node, Leaf) and node.is_plain):
         return None
     return (offsets[node.index], node.row_bytes, node.dtype.num, (num_envs, *node.shape))
 

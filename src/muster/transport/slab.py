@@ -21,16 +21,21 @@ _LINE = 64
 # Numbers that one env's info may fill before the rest goes through the mail. Untouched pages cost nothing.
 _INFO_BYTES = 16384
 
+# Batches of at least so many bytes are handed out without being copied while one of the spare blocks is free. Two are
+# enough for a loop that holds the last observations and the ones before.
+_LENT_FROM_BYTES = 1 << 16
+_SPARE_BLOCKS = 3
+
 # EnvRecord of _core/layout.hpp.
 RECORD = np.dtype(
     {
         "names": [
             *("requested", "finished", "command", "status", "terminated", "truncated", "needs_reset", "has_final"),
             *("was_reset", "episode_over", "info_schema", "final_schema", "mail_bytes", "restarts"),
-            *("reward", "episode_return", "episode_length"),
+            *("reward", "episode_return", "episode_length", "obs_block"),
         ],
-        "formats": ["u4", "u4", "u1", "u1", "?", "?", "?", "?", "?", "?", "u4", "u4", "u4", "u4", "f8", "f8", "i8"],
-        "offsets": [0, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16, 20, 24, 28, 32, 40, 48],
+        "formats": ["u4"] * 2 + ["u1"] * 2 + ["?"] * 6 + ["u4"] * 4 + ["f8", "f8", "i8", "u4"],
+        "offsets": [0, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16, 20, 24, 28, 32, 40, 48, 56],
         "itemsize": _core.RECORD_BYTES,
     }
 )
@@ -61,6 +66,7 @@ class Plan:
 class Slab:
     """The block, and NumPy views of what lies in it.
 
+    memory: uint8, the block itself.
     records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
     info_bytes: uint8 ``[N, 2, ...]``, the step's info and the final one.
     action_mail_bytes ``[N]``, schema_mail_bytes ``[lines]``: lengths of letters in the mail, see mail.py.
@@ -75,16 +81,21 @@ class Slab:
         lines = self._reserve(plan.num_lines * _core.LINE_BYTES)
         records = self._reserve(n * _core.RECORD_BYTES)
         actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves()]
+        start = self._end
         obs = [self._reserve(n * leaf.row_bytes) for leaf in plan.obs.leaves()]
+        block_bytes = self._end - start
+        spares = _SPARE_BLOCKS if plan.obs.is_plain and block_bytes >= _LENT_FROM_BYTES else 0
+        self._reserve(spares * block_bytes)
         final = [self._reserve(n * leaf.row_bytes) for leaf in plan.obs.leaves()]
         lengths = self._reserve((n + plan.num_lines) * 4)
         infos = self._reserve(n * 2 * _INFO_BYTES)
 
         if fd is not None and os.fstat(fd).st_size < self._end:
             os.ftruncate(fd, self._end)
-        self._bytes: npt.NDArray[np.uint8] = _core.map_bytes(-1 if fd is None else fd, self._end)
-        address = self._bytes.ctypes.data
-        self.description = (address, n, plan.num_lines, caller, lines, records, infos, _INFO_BYTES)
+        self.memory: npt.NDArray[np.uint8] = _core.map_bytes(-1 if fd is None else fd, self._end)
+        address = self.memory.ctypes.data
+        places = (caller, lines, records, infos, _INFO_BYTES, block_bytes, 1 + spares)
+        self.description = (address, n, plan.num_lines, *places)
         self.records = self.array(records, (n,), RECORD)
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
         self.schema_mail_bytes = self.array(lengths + 4 * n, (plan.num_lines,), np.dtype(np.uint32))
@@ -100,7 +111,7 @@ class Slab:
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """A view of the block."""
-        return np.ndarray(shape, dtype, self._bytes.data, offset)
+        return np.ndarray(shape, dtype, self.memory.data, offset)
 
     def line(self, index: int) -> dict[str, int]:
         """What worker `index` is doing and has done, see WorkerLine in _core/layout.hpp."""
