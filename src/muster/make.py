@@ -175,14 +175,14 @@ def serial_vec(
 def patience(cores: int, processes: int) -> tuple[Patience, Patience]:
     """How long the caller and the workers wait awake; measured in docs/adr/0003-doorbell.md.
 
-    With more processes than cores the caller sleeps at once: awake, it would keep a worker off its core. Workers stay
-    awake for about the time that the caller takes between two steps; where they have a core of their own, for the time
-    that a policy takes: but not out of a cgroup's quota, which would end in being throttled.
+    With more processes than cores the caller sleeps at once while a worker is on its core: awake, it would keep that
+    from stepping. Workers stay awake for about the time that the caller takes between two steps; where they have a core
+    of their own, for the time that a policy takes: but not out of a cgroup's quota, which would end in being throttled.
     """
     owns_cores = processes <= cores + 1 and cores == len(os.sched_getaffinity(0))
     yields_apart = _YIELDS_APART if owns_cores else 0
     if processes > cores:
-        return Patience(0, 0), Patience(0, 100, yields_apart)
+        return Patience(0, 0, yields_apart), Patience(0, 100, yields_apart)
     return Patience(1000, 300), Patience(1000, 300, yields_apart)
 
 

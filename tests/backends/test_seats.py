@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,18 @@ def test_a_stopped_worker_keeps_no_answer_of_another_from_the_caller(two_workers
     for _ in range(100):
         two_workers.send(np.ones(2, np.int64), env_ids=others)
         assert two_workers.recv(min_envs=2, timeout=5).env_ids.tolist() == others.tolist()
+
+
+def test_answers_are_right_at_whatever_pace_the_caller_steps(two_workers: Any) -> None:
+    with muster.make_vec(Seated, 4, backend="serial") as serial:
+        serial.reset(seed=0)
+        for think_s in (0.0, 0.0003, 0.003) * 3:
+            for _ in range(30):
+                until = time.perf_counter() + think_s
+                while time.perf_counter() < until:
+                    pass
+                one, another = (envs.step(np.ones(4, np.int64))[0] for envs in (two_workers, serial))
+                assert one.tolist() == another.tolist()
 
 
 def test_two_vector_envs_live_on_the_same_cores(two_workers: Any) -> None:

@@ -346,7 +346,9 @@ class Caller {
   // What workers go by when they choose how to wait.
   void tell_pace() {
     slab_.caller->core.store(uint32_t(sched_getcpu()), std::memory_order_relaxed);
-    slab_.caller->lingers.store(now_ns() - ready_at_ns_ > kQuickNs, std::memory_order_relaxed);
+    auto& lingers = slab_.caller->lingers;
+    lingers.store(now_ns() - ready_at_ns_ > kQuickNs ? lingers.load(std::memory_order_relaxed) + 1 : 0,
+                  std::memory_order_relaxed);
   }
 
   // Envs that are reset one by one leave the other rows as they were, which an array's owner may have changed.

@@ -136,8 +136,9 @@ inline void ring_all(const Bell& bell) {
 // A worker's wait for the next ring. docs/adr/0003-doorbell.md has the measurements behind each rule.
 class WaitForRing {
  public:
-  WaitForRing(const Bell& bell, uint32_t index, uint32_t seen, const Patience& patience)
-      : bell_(bell), line_(bell.lines[index]), index_(index), seen_(seen), patience_(patience) {}
+  // pass_ns: how long a round of steps takes.
+  WaitForRing(const Bell& bell, uint32_t index, uint32_t seen, const Patience& patience, int64_t pass_ns)
+      : bell_(bell), line_(bell.lines[index]), index_(index), seen_(seen), patience_(patience), pass_ns_(pass_ns) {}
 
   void wait() {
     if (patience_.yields_apart) take_seat();
@@ -170,22 +171,33 @@ class WaitForRing {
   void take_seat() {
     const uint32_t seat = 1 + uint32_t(sched_getcpu());
     if (seat != line_.seat.load(std::memory_order_relaxed)) change_seat(seat);
+    if (leaves_core_to_policy()) {
+      if (seat == bell_.callers_seat()) move_over(false);
+      return;
+    }
     if (patience_.pauses && seat == bell_.callers_seat()) return move_over();
     for (uint32_t w = 0; w < index_; ++w)
       if (bell_.lines[w].seat.load(std::memory_order_relaxed) == seat) return move_over();
   }
 
-  void move_over() {
+  // A caller that sleeps while it waits finds its core cold: its policy then takes a quarter longer, more than it takes to
+  // make short rounds one after the other on the cores that are left. Without a worker on its core it stays awake.
+  bool leaves_core_to_policy() const {
+    return !patience_.pauses && bell_.caller.lingers.load(std::memory_order_relaxed) >= kSettled &&
+           pass_ns_ < kShortNs;
+  }
+
+  // To a core without a worker, and if possible without the caller; `alone` false: to any without the caller.
+  void move_over(bool alone = true) {
     cpu_set_t allowed, free;
     if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
     free = allowed;
-    for (uint32_t w = 0; w < bell_.num_lines; ++w)
+    for (uint32_t w = 0; alone && w < bell_.num_lines; ++w)
       if (const uint32_t seat = bell_.lines[w].seat.load(std::memory_order_relaxed)) CPU_CLR(seat - 1, &free);
-    if (!CPU_COUNT(&free)) return;
     cpu_set_t without_caller = free;
     CPU_CLR(bell_.caller.core.load(std::memory_order_relaxed), &without_caller);
-    if (CPU_COUNT(&without_caller)) free = without_caller;
-    if (sched_setaffinity(0, sizeof free, &free)) return;
+    if (CPU_COUNT(&without_caller) || !alone) free = without_caller;
+    if (!CPU_COUNT(&free) || sched_setaffinity(0, sizeof free, &free)) return;
     sched_setaffinity(0, sizeof allowed, &allowed);
     change_seat(1 + uint32_t(sched_getcpu()));
   }
@@ -197,11 +209,15 @@ class WaitForRing {
     bell_.wake_caller_if_done();
   }
 
+  static constexpr uint32_t kSettled = 4;  // one slow turn among quick ones is no policy
+  static constexpr int64_t kShortNs = 100'000;
+
   Bell bell_;
   WorkerLine& line_;
   uint32_t index_;
   uint32_t seen_;
   Patience patience_;
+  int64_t pass_ns_;
 };
 
 // ---- workers -> caller
@@ -218,7 +234,14 @@ inline void announce_finished(const Bell& bell, WorkerLine& line) {
 // Sleeps until `target` steps are finished, for `slice_ns` at most. True if they are.
 inline bool wait_for_finished(const Bell& bell, uint32_t target, const Patience& patience, int64_t slice_ns) {
   auto done = [&] { return bell.reached(target); };
-  if (wait_awake(patience, done, [](int) { return false; })) return true;
+  // Awake on a worker's core, the caller would keep it from stepping.
+  auto in_the_way = [&](int i) {
+    if (i < patience.yields) return false;
+    for (uint32_t w = 0; w < bell.num_lines; ++w)
+      if (bell.lines[w].seat.load(std::memory_order_relaxed) == bell.callers_seat()) return true;
+    return false;
+  };
+  if (wait_awake(patience, done, in_the_way)) return true;
   CallerLine& caller = bell.caller;
   caller.target.store(target, std::memory_order_relaxed);
   caller.armed.store(1, std::memory_order_release);
