@@ -34,6 +34,7 @@ LAYERS = {
     "transport": 2,
     "_core": 2,
     "backends": 3,
+    "results": 4,
     "vector": 4,
     "multi_agent": 4,
     "make": 4,

@@ -80,12 +80,20 @@ class Rows:
     """The leaves' arrays in one slab: ``arrays[leaf.index]`` is ``[N, *shape]`` at ``offsets[leaf.index]``.
 
     strides: bytes from one env's row to the next, where a row is but a part of something longer.
+    lent: whether the leaf's rows may lie in another block than the first, see transport/slab.py.
     """
 
-    def __init__(self, arrays: list[Array], offsets: list[int], strides: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        arrays: list[Array],
+        offsets: list[int],
+        strides: list[int] | None = None,
+        lent: Sequence[bool] | None = None,
+    ) -> None:
         self.arrays = arrays
         self.offsets = offsets
         self.strides = strides
+        self.lent = [False] * len(offsets) if lent is None else lent
 
 
 Take = Callable[[Array], Array]
@@ -116,7 +124,8 @@ class Leaf(Node):
         offsets = rows.offsets[self.index], final.offsets[self.index]
         kind = "integer" if self.kind == "integer" else "array"
         stride = self.row_bytes if rows.strides is None else rows.strides[self.index]
-        return (kind, self.store, *offsets, self.row_bytes, self.dtype.num, self.shape, stride)
+        lent = rows.lent[self.index]
+        return (kind, self.store, *offsets, self.row_bytes, self.dtype.num, self.shape, stride, int(lent))
 
     def describe_action(self, rows: Rows) -> tuple[Any, ...]:
         if not self.shape:  # what iterating over an array gives, and so what Gymnasium's vector envs hand out

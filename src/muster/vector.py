@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from itertools import repeat
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import gymnasium
 import numpy as np
@@ -21,39 +21,21 @@ from muster.backends.recovery import Recovery
 from muster.backends.resources import worker_stats
 from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, ShareOptions, to_one_exception
 from muster.errors import ActionError, ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.results import Batch, Bools, Floats, StepResult
 from muster.spec import Array, Node, tree
 from muster.transport.infos import InfoReader, Infos, spread
 from muster.transport.slab import Plan, contiguous
 
-__all__ = ["Batch", "VectorEnv"]
+__all__ = ["VectorEnv"]
 
 # In the order of _core/stepper.hpp.
 AUTORESET_MODES = (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED)
-
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
-StepResult = tuple[Any, Floats, Bools, Bools, Infos]
 
 _SLICE_NS = 20_000_000
 _WATCH_S = 0.05
 _CLOSE_S = 5.0
 # Bits of the core's `unusual`, see _core/caller.hpp.
 _INFOS, _NOT_OK, _FINALS = 1, 2, 4
-
-
-class Batch(NamedTuple):
-    """What `VectorEnv.recv` returns for the n envs that were ready, in the order of their ids.
-
-    env_ids: int64 ``[n]``.  obs: ``[n, ...]``.  rewards: float64 ``[n]``.  terminated, truncated: bool ``[n]``.
-    infos: as from `step`, with n rows.
-    """
-
-    env_ids: npt.NDArray[np.int64]
-    obs: Any
-    rewards: Floats
-    terminated: Bools
-    truncated: Bools
-    infos: Infos
 
 
 class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
@@ -98,6 +80,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             backend.close(0.0)
             raise
         self._caller = backend.caller
+        self._is_plain = self._obs.is_plain
         self._has_objects = self._obs.has_objects
         if lenient:
             self._caller.allow_unreset()
@@ -161,21 +144,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
         actions: ``[N, ...]``, of `action_space`. Raises ActionError before anything is sent, EnvError, WorkerDied.
         """
-        result = self._caller.step(actions)
-        if type(result) is tuple:
-            obs, rewards, terminated, truncated, unusual = result
-            infos: Infos | None = {}
-            if unusual or self._has_objects:
-                plain = unusual == _INFOS and not self._has_objects
-                infos = self._infos.read_plain(self._all) if plain else None
-            if infos is not None:
-                return self._batch_obs(self._all, []) if obs is None else obs, rewards, terminated, truncated, infos
-            batch = self._batch(self._all, rewards, terminated, truncated, unusual, obs)
-        else:
-            if result is False:
-                self.step_async(actions)
-            batch = self._take_all("step", None)
-        return batch[1:]
+        return self._stepped(self._caller.step(actions), actions)
 
     def step_async(self, actions: Any) -> None:
         """Sends the actions; `step_wait` or `recv` takes the results."""
@@ -411,6 +380,25 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if len(lost):
             self._recovery.answer_for(lost)
 
+    def _stepped(self, result: Any, actions: Any) -> StepResult:
+        """What the core's step has come to: see _core/caller.hpp."""
+        if type(result) is tuple:
+            obs, rewards, terminated, truncated, unusual = result
+            infos: Infos | None = {}
+            if unusual or self._has_objects:
+                plain = unusual == _INFOS and not self._has_objects
+                infos = self._infos.read_plain(self._all) if plain else None
+            if infos is not None:
+                if obs is None or not self._is_plain:
+                    obs = self._whole_obs(obs)
+                return obs, rewards, terminated, truncated, infos
+            batch = self._batch(self._all, rewards, terminated, truncated, unusual, obs)
+        else:
+            if result is False:
+                self.step_async(actions)
+            batch = self._take_all("step", None)
+        return batch[1:]
+
     def _take_all(self, doing: str, timeout: float | None) -> Batch:
         self._require_open()
         pending = self._caller.num_pending
@@ -458,6 +446,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         step_objects = [letter[0] for letter in letters]
         if obs is None or self._has_objects:
             obs = self._batch_obs(ids, step_objects)
+        elif not self._is_plain:
+            obs = self._whole_obs(obs)
         infos: Infos = {}
         if unusual & _FINALS:
             self._add_finals(infos, ids, [letter[1] for letter in letters])
@@ -472,6 +462,12 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             env = int(ids[row])
             final_obs = self._obs.single(self._backend.slab.final_obs, env, objects[row])
             self._infos.add_final(infos, final_obs, self._infos.final(env, objects[row]), row, len(ids))
+
+    def _whole_obs(self, obs: Any) -> Any:
+        """The batch of all envs, where it is not one array: `obs` is the block that is lent, or None."""
+        if obs is None:
+            return self._batch_obs(self._all, [])
+        return self._obs.batch(self._backend.slab.lent_obs(obs), lambda array: array, [])
 
     def _batch_obs(self, ids: Array, objects: Sequence[Any]) -> Any:
         rows = self._backend.slab.obs

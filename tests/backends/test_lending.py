@@ -6,12 +6,14 @@ import gc
 import os
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
 import pytest
 from gymnasium import spaces
+from pettingzoo import ParallelEnv
 
 import muster
 from muster.errors import EnvError
@@ -23,11 +25,13 @@ SHAPE = (160, 120)  # of which four are more than is copied
 class Numbered(gymnasium.Env):
     """Observations hold the number of the step throughout, beginning with 100 for each env; an action 1 raises."""
 
-    observation_space = spaces.Box(0, 60000, SHAPE, np.uint16)
     action_space = spaces.Discrete(2)
 
-    def __init__(self, episode_length: int) -> None:
-        self._length = episode_length
+    def __init__(self, episode_length: int, structured: bool = False) -> None:
+        self._length, self._structured = episode_length, structured
+        self.observation_space = spaces.Box(0, 60000, SHAPE, np.uint16)
+        if structured:
+            self.observation_space = spaces.Dict({"camera": self.observation_space, "step": spaces.Discrete(60000)})
 
     def reset(self, *, seed=None, options=None):
         self._at = 100
@@ -39,18 +43,27 @@ class Numbered(gymnasium.Env):
             raise RuntimeError("as asked")
         return self._obs(), 0.0, self._at - 100 >= self._length, False, {}
 
-    def _obs(self) -> npt.NDArray[np.uint16]:
-        return np.full(SHAPE, self._at, np.uint16)
+    def _obs(self) -> Any:
+        camera = np.full(SHAPE, self._at, np.uint16)
+        return {"camera": camera, "step": self._at} if self._structured else camera
 
 
-@pytest.fixture(params=["serial", "thread", "process", "caller_steps"])
+SERIAL, THREAD = {"backend": "serial"}, {"backend": "thread", "num_workers": 2}
+PROCESS, CALLER_STEPS = {"num_workers": 2}, {"num_workers": 2, "caller_steps": True}
+KINDS = {
+    "serial": (SERIAL, False),
+    "thread": (THREAD, False),
+    "process": (PROCESS, False),
+    "caller_steps": (CALLER_STEPS, False),
+    "serial, structured": (SERIAL, True),
+    "process, structured": (PROCESS, True),
+}
+
+
+@pytest.fixture(params=KINDS)
 def envs(request: pytest.FixtureRequest, leaves_nothing: None) -> Iterator[muster.VectorEnv]:
-    options = {"backend": request.param}
-    if request.param == "caller_steps":
-        options = {"caller_steps": True}
-    if request.param != "serial":
-        options["num_workers"] = 2
-    with muster.make_vec(lambda: Numbered(5), NUM_ENVS, **options) as made:
+    options, structured = KINDS[request.param]
+    with muster.make_vec(lambda: Numbered(5, structured), NUM_ENVS, **options) as made:
         made.reset(seed=0)
         yield made
 
@@ -58,28 +71,35 @@ def envs(request: pytest.FixtureRequest, leaves_nothing: None) -> Iterator[muste
 NOTHING = np.zeros(NUM_ENVS, np.int64)
 
 
-def held(obs: npt.NDArray[np.uint16]) -> list[int]:
+def big(obs: Any) -> npt.NDArray[np.uint16]:
+    return obs["camera"] if isinstance(obs, dict) else obs
+
+
+def held(obs: Any) -> list[int]:
     """What each row holds throughout."""
-    assert all((row == row[0, 0]).all() for row in obs)
-    return [int(row[0, 0]) for row in obs]
+    rows = [int(row[0, 0]) for row in big(obs)]
+    assert all((row == row[0, 0]).all() for row in big(obs))
+    if isinstance(obs, dict):
+        assert obs["step"].tolist() == rows
+    return rows
 
 
 def test_batches_that_are_kept_never_change(envs: muster.VectorEnv) -> None:
     batches = [envs.step(NOTHING)[0] for _ in range(40)]
     in_episode = [100 + step % 6 for step in range(1, 41)]
     assert [held(batch) for batch in batches] == [[number] * NUM_ENVS for number in in_episode]
-    assert not any(np.shares_memory(a, b) for a, b in pairwise(batches))
+    assert not any(np.shares_memory(big(a), big(b)) for a, b in pairwise(batches))
 
 
 def test_a_view_keeps_its_batch(envs: muster.VectorEnv) -> None:
-    view = envs.step(NOTHING)[0][1, 3:5]
+    view = big(envs.step(NOTHING)[0])[1, 3:5]
     for _ in range(12):
         envs.step(NOTHING)
     assert (view == 101).all()
 
 
 def test_batches_are_writable_and_outlive_the_envs(envs: muster.VectorEnv) -> None:
-    obs = envs.step(NOTHING)[0]
+    obs = big(envs.step(NOTHING)[0])
     obs += 1
     envs.step(NOTHING)
     envs.close()
@@ -94,13 +114,12 @@ def test_a_loop_copies_nothing(envs: muster.VectorEnv) -> None:
     obs = envs.step(NOTHING)[0]
     for _ in range(20):
         obs = envs.step(NOTHING)[0]
-        places.add(obs.ctypes.data)
+        places.add(big(obs).ctypes.data)
     assert len(places) == 2  # the last batch is let go of once the next one is there
 
 
 def test_some_envs_are_stepped_after_all(envs: muster.VectorEnv) -> None:
-    obs = envs.step(NOTHING)[0]
-    obs[...] = 0
+    big(envs.step(NOTHING)[0])[...] = 0
     envs.send(NOTHING[:2], [1, 2])
     assert held(envs.recv().obs) == [102, 102]
     assert held(envs.step(NOTHING)[0]) == [102, 103, 103, 102]
@@ -152,3 +171,42 @@ def test_a_forked_child_keeps_what_it_was_forked_with(envs: muster.VectorEnv) ->
     os.waitpid(child, 0)
     for fd in (*asks, *answers):
         os.close(fd)
+
+
+class Pair(ParallelEnv):
+    """Two agents see the number of the step; the second one ends after three steps."""
+
+    possible_agents = ("first", "second")
+    metadata = {"name": "pair"}  # noqa: RUF012  # as PettingZoo has it
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(0, 60000, SHAPE, np.uint16)
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(2)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.agents, self._at = list(self.possible_agents), 100
+        return {agent: np.full(SHAPE, 100, np.uint16) for agent in self.agents}, {agent: {} for agent in self.agents}
+
+    def step(self, actions: Any) -> Any:
+        self._at += 1
+        there = self.agents
+        ended = {agent: agent == "second" and self._at >= 103 for agent in there}
+        self.agents = [agent for agent in there if not ended[agent]]
+        obs = {agent: np.full(SHAPE, self._at, np.uint16) for agent in there}
+        return obs, dict.fromkeys(there, 1.0), ended, dict.fromkeys(there, False), {agent: {} for agent in there}
+
+
+def test_agents_observations_are_lent_and_their_flags_are_the_last_ones(leaves_nothing: None) -> None:
+    with muster.make_vec(Pair, 2, num_workers=2, groups={"first": "all", "second": "all"}) as envs:
+        envs.reset()
+        actions = {"all": np.zeros((2, 2), np.int64)}
+        batches = [envs.step(actions) for _ in range(5)]
+        seen = [batch[0]["all"][:, :, 0, 0].tolist() for batch in batches]
+        assert seen == [[[at, at if at <= 103 else 0]] * 2 for at in range(101, 106)]
+        assert [batch[4]["acting"]["all"][0].tolist() for batch in batches] == [
+            [True, at < 103] for at in range(101, 106)
+        ]
+        actions["all"][:, 1] = 99  # of an agent that is not there any more, so it does not count
+        assert envs.step(actions)[0]["all"][:, 0, 0, 0].tolist() == [106, 106]

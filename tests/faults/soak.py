@@ -23,6 +23,7 @@ import gymnasium as gym
 import numpy as np
 
 import muster
+from muster.results import Batch
 
 NUM_ENVS, NUM_WORKERS = 16, 4
 KILL_EVERY_S = 0.2
@@ -185,7 +186,7 @@ def soak(seconds: float, seed: int = 0) -> Report:
 def some_steps(envs: Any, checker: Checker) -> None:
     actions, ids = np.zeros(NUM_ENVS, np.int64), np.arange(NUM_ENVS)
     for _ in range(20):
-        checker.check(muster.vector.Batch(ids, *envs.step(actions)))
+        checker.check(Batch(ids, *envs.step(actions)))
 
 
 def some_halves(envs: Any, checker: Checker) -> None:

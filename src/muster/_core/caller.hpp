@@ -47,11 +47,12 @@ struct BatchArray {
 class Caller {
  public:
   // bounds: None, or (low, high) lists of int64, one pair for each element of a row.
-  // memory: what keeps the slab mapped.
+  // memory: what keeps the slab mapped.  lent_rows: (offset, row_bytes, ...) for each leaf that is lent.
   Caller(PyObject* slab, PyObject* memory, PyObject* first_envs, PyObject* obs, PyObject* action, PyObject* low,
-         PyObject* high, bool copy, bool must_reset, Patience patience)
+         PyObject* high, PyObject* lent_rows, bool copy, bool must_reset, Patience patience)
       : slab_(slab),
         lending_(memory, slab_.num_obs_blocks),
+        lent_rows_(rows_of(lent_rows)),
         obs_(obs),
         action_(action),
         low_(numbers(low)),
@@ -105,17 +106,16 @@ class Caller {
     Caller& caller_;
   };
 
-  // The whole step where nothing unusual happens: (obs or None, rewards, terminated, truncated, unusual), or
-  // None after sending if a slice of waiting was not enough, or False before sending if the actions need Python.
+  // The whole step where nothing unusual happens: (obs, rewards, terminated, truncated, unusual), or None after sending
+  // if a slice of waiting was not enough, or False before sending if the actions need Python. obs: the batch if it is one
+  // array; else bytes, the block of rows that is lent; or None.
   Ref step(PyObject* actions) {
-    Entry entry(*this);
-    require_idle();
-    require_started();
-    if (detour || !write_batch(actions)) return Ref::borrow(Py_False);
-    send_all(Command::kStep, lends() ? lending_.free_block() : 0);
-    if (!wait_slice(slab_.num_envs, kSliceNs)) return Ref::borrow(Py_None);
-    if (recovers_ && !failed().empty()) return Ref::borrow(Py_None);
-    return collect_all();
+    return step_if([&] { return write_batch(actions); });
+  }
+
+  // The same with actions that lie in the slab already.
+  Ref step_written() {
+    return step_if([] { return true; });
   }
 
   bool write_actions(PyObject* actions) {
@@ -188,14 +188,18 @@ class Caller {
                                  scalars.truncated.get(), scalars.unusual));
   }
 
+  // Rows of envs that have answered go where they are looked for by all but `step`.
+  void bring_home() {
+    for (uint32_t i = 0; i < slab_.num_envs; ++i)
+      if (finished(i)) bring_home(i);
+  }
+
   // ---- recovery: envs that raised, or whose worker died, are asked again instead of being delivered
 
   // Keeps every env's last delivered rows from now on: (offset, row_bytes, ...) for each leaf.
   void keep_rows(PyObject* offsets_and_bytes) {
-    const std::vector<int64_t> numbers_of = numbers(offsets_and_bytes);
-    for (size_t k = 0; k + 1 < numbers_of.size(); k += 2)
-      kept_.push_back({size_t(numbers_of[k]), size_t(numbers_of[k + 1]),
-                       std::vector<char>(size_t(numbers_of[k + 1]) * slab_.num_envs)});
+    for (const Rows& rows : rows_of(offsets_and_bytes))
+      kept_.push_back({rows, std::vector<char>(rows.row_bytes * slab_.num_envs)});
     kept_records_.resize(slab_.num_envs * sizeof(EnvRecord));
     recovers_ = true;
   }
@@ -270,9 +274,12 @@ class Caller {
 
   enum Unusual { kInfos = 1, kNotOk = 2, kFinals = 4 };
 
-  struct KeptRows {
+  struct Rows {
     size_t offset;
     size_t row_bytes;
+  };
+
+  struct KeptRows : Rows {
     std::vector<char> bytes;
   };
 
@@ -291,6 +298,26 @@ class Caller {
     uint8_t* cut;
     int unusual = 0;
   };
+
+  // written: whether the actions lie in the slab; called once the step may be made.
+  template <class Written>
+  Ref step_if(Written written) {
+    Entry entry(*this);
+    require_idle();
+    require_started();
+    if (detour || !written()) return Ref::borrow(Py_False);
+    send_all(Command::kStep, lends() ? lending_.free_block() : 0);
+    if (!wait_slice(slab_.num_envs, kSliceNs)) return Ref::borrow(Py_None);
+    if (recovers_ && !failed().empty()) return Ref::borrow(Py_None);
+    return collect_all();
+  }
+
+  static std::vector<Rows> rows_of(PyObject* offsets_and_bytes) {
+    const std::vector<int64_t> given = numbers(offsets_and_bytes);
+    std::vector<Rows> rows;
+    for (size_t k = 0; k + 1 < given.size(); k += 2) rows.push_back({size_t(given[k]), size_t(given[k + 1])});
+    return rows;
+  }
 
   static std::vector<int64_t> numbers(PyObject* list) {
     std::vector<int64_t> values;
@@ -354,17 +381,14 @@ class Caller {
   // Envs that are reset one by one leave the other rows as they were, which an array's owner may have changed.
   bool lends() const { return copy_ && !must_reset_ && !recovers_; }
 
-  // Rows of envs that have answered go where they are looked for by all but `step`.
-  void bring_home() {
-    for (uint32_t i = 0; i < slab_.num_envs; ++i)
-      if (finished(i)) bring_home(i);
-  }
-
   void bring_home(uint32_t env) {
     uint32_t& block = slab_.records[env].obs_block;
     if (!block) return;
-    const size_t row = obs_.offset + env * obs_.row_bytes;
-    if (slab_.records[env].status == Status::kOk) std::memcpy(slab_.base + row, slab_.obs_block(block) + row, obs_.row_bytes);
+    if (slab_.records[env].status == Status::kOk)
+      for (const Rows& rows : lent_rows_) {
+        char* home = slab_.base + rows.offset + env * rows.row_bytes;
+        std::memcpy(home, home + slab_.obs_block_shift(block), rows.row_bytes);
+      }
     block = 0;
   }
 
@@ -443,7 +467,9 @@ class Caller {
     if (scalars.unusual & kNotOk) {
       bring_home();
     } else if (block) {
-      obs = lending_.lend(block, slab_.obs_block(block) + obs_.offset, obs_.type_num, obs_.shape);
+      char* rows = slab_.base + slab_.obs_offset + slab_.obs_block_shift(block);
+      obs = obs_.exists ? lending_.lend(block, rows, obs_.type_num, obs_.shape)
+                        : lending_.lend(block, rows, NPY_UINT8, {npy_intp(slab_.obs_block_bytes)});
     } else if (copy_ && obs_.exists) {
       obs = checked(PyArray_SimpleNew(int(obs_.shape.size()), obs_.shape.data(), obs_.type_num));
       std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(obs.get())), slab_.base + obs_.offset,
@@ -455,6 +481,7 @@ class Caller {
 
   Slab slab_;
   Lending lending_;
+  std::vector<Rows> lent_rows_;
   BatchArray obs_;
   BatchArray action_;
   std::vector<int64_t> low_, high_;

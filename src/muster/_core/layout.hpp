@@ -31,7 +31,7 @@ struct alignas(64) EnvRecord {
   double reward;
   double episode_return;
   int64_t episode_length;
-  uint32_t obs_block;  // of the slab's blocks of observation rows, the one that this env's row goes to
+  uint32_t obs_block;  // of the slab's blocks of observation rows, the one that this env's lent rows go to
 };
 static_assert(sizeof(EnvRecord) == 64);
 

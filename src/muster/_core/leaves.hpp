@@ -61,6 +61,15 @@ inline bool same_layout(PyArrayObject* array, int type_num, const std::vector<np
 
 // ---- observations: Python -> slab
 
+// Where one env's observation is written to. final: to its final rows.  lent_shift: from where leaves that are lent have
+// their rows otherwise, see lending.hpp.
+struct ObsPlace {
+  char* slab;
+  size_t env;
+  bool final;
+  size_t lent_shift;
+};
+
 class ObsNode {
  public:
   explicit ObsNode(PyObject* description) {
@@ -79,7 +88,8 @@ class ObsNode {
       type_num_ = int(fields.size());
       shape_ = fields.shape();
       // A member of a stack: its rows lie apart by as much as the whole stack takes.
-      stride_ = fields.more() ? size_t(fields.size()) : row_bytes_;
+      stride_ = size_t(fields.size());
+      lent_ = fields.size();
       return;
     }
     kind_ = kind == "dict" ? Kind::kDict : kind == "stack" ? Kind::kStack : Kind::kTuple;
@@ -88,34 +98,34 @@ class ObsNode {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(children); ++i) children_.emplace_back(PyTuple_GET_ITEM(children, i));
   }
 
-  // Writes env `env`'s value; what has no fixed layout is appended to `objects`.
-  void write(PyObject* value, char* slab, size_t env, bool final, PyObject* objects) const {
+  // What has no fixed layout is appended to `objects`.
+  void write(PyObject* value, const ObsPlace& place, PyObject* objects) const {
     switch (kind_) {
-      case Kind::kArray: return write_array(value, slab, env, final);
-      case Kind::kInteger: return write_integer(value, slab, env, final);
-      case Kind::kDict: return write_dict(value, slab, env, final, objects);
+      case Kind::kArray: return write_array(value, row(place));
+      case Kind::kInteger: return write_integer(value, row(place));
+      case Kind::kDict: return write_dict(value, place, objects);
       case Kind::kTuple:
-      case Kind::kStack: return write_tuple(value, slab, env, final, objects);
+      case Kind::kStack: return write_tuple(value, place, objects);
       case Kind::kObject: return check(PyList_Append(objects, value));
     }
   }
 
-  // The first float in env's rows that is not finite raises, by way of the leaf's own slow path.
-  bool finite(const char* slab, size_t env, bool final) const {
+  // Whether all floats in the env's rows are finite.
+  bool finite(const ObsPlace& place) const {
     for (const ObsNode& child : children_)
-      if (!child.finite(slab, env, final)) return false;
+      if (!child.finite(place)) return false;
     if (kind_ != Kind::kArray) return true;
-    const char* row = slab + (final ? final_offset_ : offset_) + env * stride_;
+    const char* at = row(place);
     auto all = [&]<class T>(const T* numbers, auto is_finite) {
       return std::all_of(numbers, numbers + row_bytes_ / sizeof(T), is_finite);
     };
     auto is_finite = [](auto number) { return std::isfinite(number); };
     switch (type_num_) {
       case NPY_HALF:
-        return all(reinterpret_cast<const uint16_t*>(row), [](uint16_t bits) { return (bits & 0x7c00) != 0x7c00; });
-      case NPY_FLOAT: return all(reinterpret_cast<const float*>(row), is_finite);
-      case NPY_DOUBLE: return all(reinterpret_cast<const double*>(row), is_finite);
-      case NPY_LONGDOUBLE: return all(reinterpret_cast<const long double*>(row), is_finite);
+        return all(reinterpret_cast<const uint16_t*>(at), [](uint16_t bits) { return (bits & 0x7c00) != 0x7c00; });
+      case NPY_FLOAT: return all(reinterpret_cast<const float*>(at), is_finite);
+      case NPY_DOUBLE: return all(reinterpret_cast<const double*>(at), is_finite);
+      case NPY_LONGDOUBLE: return all(reinterpret_cast<const long double*>(at), is_finite);
       default: return true;
     }
   }
@@ -123,12 +133,12 @@ class ObsNode {
  private:
   enum class Kind { kArray, kInteger, kDict, kTuple, kStack, kObject };
 
-  char* row(char* slab, size_t env, bool final) const {
-    return slab + (final ? final_offset_ : offset_) + env * stride_;
+  char* row(const ObsPlace& place) const {
+    const size_t first = place.final ? final_offset_ : offset_ + (lent_ ? place.lent_shift : 0);
+    return place.slab + first + place.env * stride_;
   }
 
-  void write_array(PyObject* value, char* slab, size_t env, bool final) const {
-    char* to = row(slab, env, final);
+  void write_array(PyObject* value, char* to) const {
     if (PyArray_Check(value)) {
       auto* array = reinterpret_cast<PyArrayObject*>(value);
       if (same_layout(array, type_num_, shape_)) {
@@ -139,8 +149,7 @@ class ObsNode {
     write_slowly(value, to);
   }
 
-  void write_integer(PyObject* value, char* slab, size_t env, bool final) const {
-    char* to = row(slab, env, final);
+  void write_integer(PyObject* value, char* to) const {
     if (type_num_ == NPY_INT64 && (PyLong_CheckExact(value) || PyArray_IsScalar(value, Int64))) {
       int64_t number;
       if (PyLong_CheckExact(value)) {
@@ -163,7 +172,7 @@ class ObsNode {
     checked(PyObject_CallFunctionObjArgs(slow_.get(), value, row_view.get(), nullptr));
   }
 
-  void write_dict(PyObject* value, char* slab, size_t env, bool final, PyObject* objects) const {
+  void write_dict(PyObject* value, const ObsPlace& place, PyObject* objects) const {
     if (!PyDict_Check(value) || PyDict_GET_SIZE(value) != PyTuple_GET_SIZE(keys_.get())) return complain(value);
     for (size_t i = 0; i < children_.size(); ++i) {
       PyObject* item = PyDict_GetItemWithError(value, PyTuple_GET_ITEM(keys_.get(), Py_ssize_t(i)));
@@ -173,11 +182,11 @@ class ObsNode {
       }
       // The child's slow path runs Python code, which might drop the dict's own reference.
       Ref held = Ref::borrow(item);
-      children_[i].write(held.get(), slab, env, final, objects);
+      children_[i].write(held.get(), place, objects);
     }
   }
 
-  void write_tuple(PyObject* value, char* slab, size_t env, bool final, PyObject* objects) const {
+  void write_tuple(PyObject* value, const ObsPlace& place, PyObject* objects) const {
     if (!(PyTuple_Check(value) || PyList_Check(value)) ||
         PySequence_Fast_GET_SIZE(value) != Py_ssize_t(children_.size()))
       return complain(value);
@@ -185,15 +194,15 @@ class ObsNode {
       Ref held = Ref::borrow(PySequence_Fast_GET_ITEM(value, Py_ssize_t(i)));
       // A stack's absent members (agents that are not there) are rows of zeros.
       if (kind_ == Kind::kStack && held.get() == Py_None)
-        children_[i].clear(slab, env, final);
+        children_[i].clear(place);
       else
-        children_[i].write(held.get(), slab, env, final, objects);
+        children_[i].write(held.get(), place, objects);
     }
   }
 
-  void clear(char* slab, size_t env, bool final) const {
-    for (const ObsNode& child : children_) child.clear(slab, env, final);
-    if (kind_ == Kind::kArray || kind_ == Kind::kInteger) std::memset(row(slab, env, final), 0, row_bytes_);
+  void clear(const ObsPlace& place) const {
+    for (const ObsNode& child : children_) child.clear(place);
+    if (kind_ == Kind::kArray || kind_ == Kind::kInteger) std::memset(row(place), 0, row_bytes_);
   }
 
   // Calls the node's Python side, which raises and says what is missing or too much.
@@ -209,6 +218,7 @@ class ObsNode {
   size_t final_offset_ = 0;
   size_t row_bytes_ = 0;
   size_t stride_ = 0;
+  bool lent_ = false;
   int type_num_ = 0;
   std::vector<npy_intp> shape_;
   Ref keys_;

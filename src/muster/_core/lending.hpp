@@ -25,7 +25,7 @@ class Lending {
     return free ? uint32_t(std::countr_zero(free)) : 0;
   }
 
-  // A writable array at `rows`, which lies in `block`; the block is free again with the last view of the array.
+  // A writable array at `rows`, which lie in `block`; the block is free again with the last view of the array.
   Ref lend(uint32_t block, char* rows, int type_num, const std::vector<npy_intp>& shape) {
     Ref array =
         checked(PyArray_SimpleNewFromData(int(shape.size()), const_cast<npy_intp*>(shape.data()), type_num, rows));

@@ -121,15 +121,15 @@ NB_MODULE(_core, m) {
   nb::class_<Caller>(m, "Caller")
       .def("__init__",
            [](Caller* self, nb::tuple slab, nb::object memory, nb::list first_envs, nb::object obs, nb::object action, nb::object low,
-              nb::object high, bool copy, bool must_reset, nb::tuple patience) {
+              nb::object high, nb::list lent_rows, bool copy, bool must_reset, nb::tuple patience) {
              import_numpy();
              guarded([&] {
                new (self) Caller(slab.ptr(), memory.ptr(), first_envs.ptr(), obs.ptr(), action.ptr(), low.ptr(),
-                                 high.ptr(), copy, must_reset, patience_of(patience));
+                                 high.ptr(), lent_rows.ptr(), copy, must_reset, patience_of(patience));
              });
            },
            nb::arg("slab"), nb::arg("memory"), nb::arg("first_envs"), nb::arg("obs").none(), nb::arg("action").none(),
-           nb::arg("low").none(), nb::arg("high").none(), nb::kw_only(), nb::arg("copy"), nb::arg("must_reset"),
+           nb::arg("low").none(), nb::arg("high").none(), nb::arg("lent_rows"), nb::kw_only(), nb::arg("copy"), nb::arg("must_reset"),
            nb::arg("patience"))
       .def("allow_unreset", &Caller::allow_unreset)
       .def("set_local", [](Caller& self, nb::handle stepper) {
@@ -138,6 +138,8 @@ NB_MODULE(_core, m) {
       .def("step", [](Caller& self, nb::handle actions) {
         return guarded([&] { return handed_over(self.step(actions.ptr())); });
       }, nb::arg("actions").none())
+      .def("step_written", [](Caller& self) { return guarded([&] { return handed_over(self.step_written()); }); })
+      .def("bring_home", [](Caller& self) { self.bring_home(); })
       .def("write_actions", [](Caller& self, nb::handle actions) {
         return guarded([&] { return self.write_actions(actions.ptr()); });
       }, nb::arg("actions").none())

@@ -16,11 +16,12 @@ struct Slab {
   EnvRecord* records;
   size_t info_offset;
   size_t info_bytes;  // of one info; each env has two: the step's and the final one
+  size_t obs_offset;
   size_t obs_block_bytes;
   uint32_t num_obs_blocks;  // block 0 is the slab's own, see lending.hpp
 
   // (address, num_envs, num_lines, caller_offset, lines_offset, records_offset, info_offset, info_bytes,
-  // obs_block_bytes, num_obs_blocks)
+  // obs_offset, obs_block_bytes, num_obs_blocks)
   explicit Slab(PyObject* description) {
     Fields fields(description);
     base = reinterpret_cast<char*>(fields.size());
@@ -31,12 +32,13 @@ struct Slab {
     records = reinterpret_cast<EnvRecord*>(base + fields.size());
     info_offset = size_t(fields.size());
     info_bytes = size_t(fields.size());
+    obs_offset = size_t(fields.size());
     obs_block_bytes = size_t(fields.size());
     num_obs_blocks = uint32_t(fields.size());
   }
 
   Bell bell() const { return {*caller, lines, num_lines}; }
-  char* obs_block(uint32_t block) const { return base + block * obs_block_bytes; }
+  size_t obs_block_shift(uint32_t block) const { return block * obs_block_bytes; }
   char* info_row(size_t env, bool final) const { return base + info_offset + (2 * env + final) * info_bytes; }
 };
 

@@ -255,10 +255,10 @@ class Stepper {
 
   void write_obs(PyObject* obs, uint32_t i, bool final, Ref& objects) {
     const uint32_t env = first_env_ + i;
-    char* rows = slab_.obs_block(final ? 0 : slab_.records[env].obs_block);
-    obs_.write(obs, rows, env, final, objects.get());
+    const ObsPlace place{slab_.base, env, final, slab_.obs_block_shift(slab_.records[env].obs_block)};
+    obs_.write(obs, place, objects.get());
     if (lends_objects_ && PyList_GET_SIZE(objects.get())) own(objects);
-    if (check_finite_ && !obs_.finite(rows, env, final)) {
+    if (check_finite_ && !obs_.finite(place)) {
       PyErr_Format(PyExc_ValueError, "the observation holds NaN or infinity (check_finite=True): %.500R", obs);
       throw PythonError{};
     }

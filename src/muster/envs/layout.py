@@ -141,7 +141,7 @@ class StackNode(Node):
         whole = list(self.stacked.leaves())
         parts = list(self.members[a].leaves())
         offsets = [rows.offsets[one.index] + a * part.row_bytes for one, part in zip(whole, parts, strict=True)]
-        return Rows([], offsets, [one.row_bytes for one in whole])
+        return Rows([], offsets, [one.row_bytes for one in whole], [rows.lent[one.index] for one in whole])
 
     def _stack(self, member: Node) -> Node:
         if isinstance(member, BranchNode):

@@ -25,8 +25,9 @@ from muster.interop.starting import (
     serial_backend,
     with_processes,
 )
+from muster.results import Batch, StepResult
 from muster.spec import Array, first_difference
-from muster.vector import Batch, StepResult, VectorEnv
+from muster.vector import VectorEnv
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv"]
 

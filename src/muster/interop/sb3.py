@@ -35,8 +35,9 @@ from muster.interop.starting import (
     serial_backend,
     with_processes,
 )
+from muster.results import StepResult
 from muster.spec import Array
-from muster.vector import StepResult, VectorEnv
+from muster.vector import VectorEnv
 
 try:
     from stable_baselines3.common.monitor import Monitor

@@ -21,7 +21,8 @@ from muster.introspection import callable_name, caller_stacklevel
 from muster.make import patience
 from muster.multi_agent import MultiAgentVectorEnv
 from muster.recipe import Recipe
-from muster.vector import Batch, VectorEnv
+from muster.results import Batch
+from muster.vector import VectorEnv
 
 Made = TypeVar("Made")
 

@@ -21,7 +21,7 @@ _LINE = 64
 # Numbers that one env's info may fill before the rest goes through the mail. Untouched pages cost nothing.
 _INFO_BYTES = 16384
 
-# Batches of at least so many bytes are handed out without being copied while one of the spare blocks is free. Two are
+# Leaves whose batches are at least so big are handed out without being copied while a spare block is free. Two are
 # enough for a loop that holds the last observations and the ones before.
 _LENT_FROM_BYTES = 1 << 16
 _SPARE_BLOCKS = 3
@@ -84,7 +84,8 @@ class Slab:
         start = self._end
         obs = [self._reserve(n * leaf.row_bytes) for leaf in plan.obs.leaves()]
         block_bytes = self._end - start
-        spares = _SPARE_BLOCKS if plan.obs.is_plain and block_bytes >= _LENT_FROM_BYTES else 0
+        lent = [n * leaf.row_bytes >= _LENT_FROM_BYTES and not plan.obs.has_objects for leaf in plan.obs.leaves()]
+        spares = _SPARE_BLOCKS if any(lent) else 0
         self._reserve(spares * block_bytes)
         final = [self._reserve(n * leaf.row_bytes) for leaf in plan.obs.leaves()]
         lengths = self._reserve((n + plan.num_lines) * 4)
@@ -94,15 +95,16 @@ class Slab:
             os.ftruncate(fd, self._end)
         self.memory: npt.NDArray[np.uint8] = _core.map_bytes(-1 if fd is None else fd, self._end)
         address = self.memory.ctypes.data
-        places = (caller, lines, records, infos, _INFO_BYTES, block_bytes, 1 + spares)
+        places = (caller, lines, records, infos, _INFO_BYTES, start, block_bytes, 1 + spares)
         self.description = (address, n, plan.num_lines, *places)
         self.records = self.array(records, (n,), RECORD)
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
         self.schema_mail_bytes = self.array(lengths + 4 * n, (plan.num_lines,), np.dtype(np.uint32))
         self.info_bytes = self.array(infos, (n, 2, _INFO_BYTES), np.dtype(np.uint8))
         self.actions = self._rows(plan.action, actions)
-        self.obs = self._rows(plan.obs, obs)
+        self.obs = self._rows(plan.obs, obs, lent)
         self.final_obs = self._rows(plan.obs, final)
+        self._obs_start = start
 
     @property
     def size(self) -> int:
@@ -117,15 +119,25 @@ class Slab:
         """What worker `index` is doing and has done, see WorkerLine in _core/layout.hpp."""
         return _core.line_state(self.description, index)
 
+    def lent_obs(self, block: npt.NDArray[np.uint8]) -> Rows:
+        """`obs` as the caller's own: leaves that are lent lie in `block`, the others are copied."""
+        rows = self.obs
+        arrays = [
+            np.ndarray(array.shape, array.dtype, block, offset - self._obs_start) if lent else array.copy()
+            for array, offset, lent in zip(rows.arrays, rows.offsets, rows.lent, strict=True)
+        ]
+        return Rows(arrays, rows.offsets)
+
     def _reserve(self, size: int) -> int:
         offset = self._end
         self._end = offset + (size + _LINE - 1) // _LINE * _LINE
         return offset
 
-    def _rows(self, node: Node, offsets: list[int]) -> Rows:
+    def _rows(self, node: Node, offsets: list[int], lent: list[bool] | None = None) -> Rows:
         n = self.plan.num_envs
         leaves = zip(node.leaves(), offsets, strict=True)
-        return Rows([self.array(offset, (n, *leaf.shape), leaf.dtype) for leaf, offset in leaves], offsets)
+        arrays = [self.array(offset, (n, *leaf.shape), leaf.dtype) for leaf, offset in leaves]
+        return Rows(arrays, offsets, lent=lent)
 
 
 def split_evenly(num_envs: int, num_parts: int) -> tuple[int, ...]:

@@ -1,0 +1,31 @@
+"""What stepping returns."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from muster.transport.infos import Infos
+
+__all__ = ["Batch", "Bools", "Floats", "StepResult"]
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+StepResult = tuple[Any, Floats, Bools, Bools, Infos]
+
+
+class Batch(NamedTuple):
+    """What `VectorEnv.recv` returns for the n envs that were ready, in the order of their ids.
+
+    env_ids: int64 ``[n]``.  obs: ``[n, ...]``.  rewards: float64 ``[n]``.  terminated, truncated: bool ``[n]``.
+    infos: as from `step`, with n rows.
+    """
+
+    env_ids: npt.NDArray[np.int64]
+    obs: Any
+    rewards: Floats
+    terminated: Bools
+    truncated: Bools
+    infos: Infos
