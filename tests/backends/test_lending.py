@@ -137,6 +137,15 @@ def test_an_env_that_raises_costs_the_others_nothing(envs: muster.VectorEnv) -> 
     assert held(envs.step(NOTHING)[0]) == [103, 103, 101, 103]
 
 
+def test_an_env_that_raises_keeps_its_last_row(envs: muster.VectorEnv) -> None:
+    held_back = [envs.step(NOTHING)[0] for _ in range(2)]
+    with pytest.raises(EnvError, match="as asked"):
+        envs.step(np.array([0, 0, 1, 0]))
+    obs, _ = envs.reset(options={"reset_mask": np.array([True, False, False, False])})
+    assert held(obs) == [100, 103, 102, 103]
+    assert held(held_back[1]) == [102] * NUM_ENVS
+
+
 def test_a_step_that_is_waited_for_twice(envs: muster.VectorEnv) -> None:
     envs.step(NOTHING)
     envs.step_async(NOTHING)

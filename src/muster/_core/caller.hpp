@@ -381,15 +381,16 @@ class Caller {
   // Envs that are reset one by one leave the other rows as they were, which an array's owner may have changed.
   bool lends() const { return copy_ && !must_reset_ && !recovers_; }
 
+  // An env that has failed keeps the row that it gave before.
   void bring_home(uint32_t env) {
-    uint32_t& block = slab_.records[env].obs_block;
-    if (!block) return;
-    if (slab_.records[env].status == Status::kOk)
-      for (const Rows& rows : lent_rows_) {
-        char* home = slab_.base + rows.offset + env * rows.row_bytes;
-        std::memcpy(home, home + slab_.obs_block_shift(block), rows.row_bytes);
-      }
-    block = 0;
+    EnvRecord& record = slab_.records[env];
+    if (!record.obs_block) return;
+    const uint32_t block = record.status == Status::kOk ? record.obs_block : block_before_;
+    for (const Rows& rows : lent_rows_) {
+      char* home = slab_.base + rows.offset + env * rows.row_bytes;
+      if (block) std::memcpy(home, home + slab_.obs_block_shift(block), rows.row_bytes);
+    }
+    record.obs_block = 0;
   }
 
   void request(uint32_t env, Command command) {
@@ -419,6 +420,7 @@ class Caller {
   void send_all(Command command, uint32_t obs_block = 0) {
     tell_pace();
     slab_.caller->target.store(delivered_ + slab_.num_envs, std::memory_order_relaxed);
+    block_before_ = slab_.records[0].obs_block;
     for (uint32_t i = 0; i < slab_.num_envs; ++i) {
       if (!obs_block) bring_home(i);
       slab_.records[i].obs_block = obs_block;
@@ -482,6 +484,7 @@ class Caller {
   Slab slab_;
   Lending lending_;
   std::vector<Rows> lent_rows_;
+  uint32_t block_before_ = 0;  // in which the rows lay that were there before the last step of all envs
   BatchArray obs_;
   BatchArray action_;
   std::vector<int64_t> low_, high_;
