@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 import muster
+from muster.errors import WaitTimeout
 from sample_envs import Counter
 
 
@@ -51,6 +54,30 @@ def test_a_stopped_worker_keeps_no_answer_of_another_from_the_caller(two_workers
     for _ in range(100):
         two_workers.send(np.ones(2, np.int64), env_ids=others)
         assert two_workers.recv(min_envs=2, timeout=5).env_ids.tolist() == others.tolist()
+
+
+def test_a_timeout_holds_while_another_process_wants_the_callers_core(two_workers: Any) -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    another = subprocess.Popen([sys.executable, "-c", "import signal; signal.alarm(15)\nwhile True: pass"])
+    workers = [worker["pid"] for worker in two_workers.stats()["workers"]]
+    try:
+        for _ in range(30):
+            time.sleep(0.0002)  # so that the workers leave this core
+            two_workers.step(np.ones(4, np.int64))
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
+        two_workers.step_async(np.ones(4, np.int64))
+        start = time.monotonic()
+        with pytest.raises(WaitTimeout):
+            two_workers.step_wait(timeout=0.1)
+        assert time.monotonic() - start < 3
+    finally:
+        another.kill()
+        another.wait()
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
+        os.sched_setaffinity(0, allowed)
 
 
 def test_answers_are_right_at_whatever_pace_the_caller_steps(two_workers: Any) -> None:

@@ -11,6 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <cstdint>
@@ -231,11 +232,16 @@ inline void announce_finished(const Bell& bell, WorkerLine& line) {
   bell.wake_caller_if_done();
 }
 
+inline constexpr int64_t kAwakeNs = 1'000'000;
+
 // Sleeps until `target` steps are finished, for `slice_ns` at most. True if they are.
 inline bool wait_for_finished(const Bell& bell, uint32_t target, const Patience& patience, int64_t slice_ns) {
   auto done = [&] { return bell.reached(target); };
-  // Awake on a worker's core, the caller would keep it from stepping.
+  const int64_t awake_until = now_ns() + std::min(slice_ns, kAwakeNs);
+  // Awake on a worker's core, the caller would keep it from stepping. A core that others want, too, is theirs for
+  // milliseconds after each yield.
   auto in_the_way = [&](int i) {
+    if (now_ns() >= awake_until) return true;
     if (i < patience.yields) return false;
     for (uint32_t w = 0; w < bell.num_lines; ++w)
       if (bell.lines[w].seat.load(std::memory_order_relaxed) == bell.callers_seat()) return true;
