@@ -175,8 +175,25 @@ def test_calls_out_of_order_are_refused_in_gymnasiums_words():
             envs.step_wait()
         envs.call_wait()
         envs.reset()
-    with pytest.raises(ClosedEnvironmentError, match="after a call to `close"):
-        envs.step([0, 0])
+
+
+@BOTH
+def test_every_verb_of_a_closed_one_is_refused_in_gymnasiums_words(vectorise):
+    envs = vectorise([Counter] * 2)
+    envs.reset()
+    envs.close()
+    calls = [
+        partial(envs.step, [0, 0]),
+        envs.reset,
+        envs.render,
+        partial(envs.call, "where"),
+        partial(envs.get_attr, "count"),
+    ]
+    calls += [partial(envs.set_attr, "count", 1), partial(envs.step_async, [0, 0]), envs.step_wait]
+    for call in calls:
+        with pytest.raises(ClosedEnvironmentError, match=rf"`{vectorise.__name__}`, after a call to `close"):
+            call()
+    envs.close()
 
 
 def test_closing_while_a_step_is_pending_warns():

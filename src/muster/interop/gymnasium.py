@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import logger, spaces
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
@@ -145,9 +145,17 @@ class _DropIn(RaisesOriginals, VectorEnv):
                 raise TypeError(str(error)) from error
             raise
 
+    def step(self, actions: Any) -> StepResult:
+        """Steps every env. Raises what an env raises; the others have then been stepped, too."""
+        try:
+            return super().step(actions)
+        except ClosedError:
+            self._require_open()
+            raise
+
     def _require_open(self) -> None:
         if self.closed:
-            raise _closed(self)
+            raise ClosedError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
         super()._require_open()
 
 
@@ -286,8 +294,6 @@ class AsyncVectorEnv(_DropIn):
         except PendingError:
             self._require_default("step_async")
             raise
-        except ClosedError as error:
-            raise _closed(self) from error
 
     def step_async(self, actions: Any) -> None:
         """Sends the actions; `step_wait` takes the results."""
@@ -353,10 +359,6 @@ class AsyncVectorEnv(_DropIn):
         if failures:
             logger.error("Raising the last exception back to the main process.")
             raise original_error(failures, -1)
-
-
-def _closed(envs: VectorEnv) -> ClosedEnvironmentError:
-    return ClosedEnvironmentError(f"Trying to operate on `{type(envs).__name__}`, after a call to `close()`.")
 
 
 def _timed_out(kind: str, timeout: float | None) -> TimedOut:
