@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 from tensordict.nn import InteractionType, set_interaction_type  # type: ignore[import-untyped]  # ships no types
-from torch import Tensor, nn
+from torch import Tensor
 
 from muster.errors import ConfigError, SpecMismatch
 from muster.rollout.batches import BatchSource
@@ -29,7 +29,7 @@ from muster.rollout.policies import Actor, PlainActor, RandomActor, TensorDictAc
 from muster.rollout.single_agent import open_envs
 from muster.rollout.stepping import Stepping
 from muster.rollout.storage import Storage
-from muster.rollout.weights import load_weights
+from muster.rollout.weights import load_weights, module_of
 
 
 class Collector(BatchSource):
@@ -196,8 +196,8 @@ class Collector(BatchSource):
         }
         if self._torch_state is not None:
             state["torch_rng"] = list(self._torch_state)
-        if isinstance(self.policy, nn.Module):
-            state["policy"] = self.policy.state_dict()
+        if (module := module_of(self.policy)) is not None:
+            state["policy"] = module.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,8 +207,8 @@ class Collector(BatchSource):
         self._rng.bit_generator.state = state["action_rng"]
         if self._torch_state is not None and "torch_rng" in state:
             self._torch_state = list(state["torch_rng"])
-        if isinstance(self.policy, nn.Module) and "policy" in state:
-            self.policy.load_state_dict(state["policy"])
+        if (module := module_of(self.policy)) is not None and "policy" in state:
+            module.load_state_dict(state["policy"])
         self._stepping.start_afresh(seeded=True)
 
     def shutdown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,16 @@ import numpy as np
 from torch import Tensor
 
 from muster.backends.deaths import name_envs
-from muster.errors import CollectorError, EnvError, MusterError, NotPendingError, SpecMismatch, WorkerError
+from muster.errors import (
+    ClosedError,
+    CollectorError,
+    EnvError,
+    MusterError,
+    NotPendingError,
+    SpecMismatch,
+    UsageError,
+    WorkerError,
+)
 from muster.make import make_vec
 from muster.recipe import Recipe, check_forkable, pack
 from muster.rollout.arena import Arena, stop_flag
@@ -94,6 +104,9 @@ class Crew:
         # By collector, handed out so far. Kept here, where they outlive a process that dies.
         self._frames = [0] * num_collectors
         self._ready: deque[Filled] = deque()
+        self._collecting = threading.Lock()
+        self._cut_short = False  # an error or Ctrl-C ended the last call before its batch was complete
+        self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
         plans = self._plans(recipes, policy, policy_factory, collector_options, options.context)
         try:
             processes = make_vec(
@@ -139,9 +152,10 @@ class Crew:
 
         round_number: seeds differ from those of other rounds.  frames: collected before, by all.
         """
-        if self._regions:
-            self._wait_for_all()
+        if self._regions or self._cut_short:
+            self._give_up()
         self._ready.clear()
+        self._afresh.clear()
         seeds: list[int | None] = [None] * self._processes.num_envs
         if self._seed is not None:
             sequence = np.random.SeedSequence(self._seed, spawn_key=(_REPLICAS, round_number))
@@ -150,8 +164,18 @@ class Crew:
         self._processes.reset(seed=seeds)
 
     def collect(self) -> Filled:
-        """The next batch."""
-        return self._collect_all() if self._sync else self._collect_first()
+        """The next batch. After an error, or Ctrl-C, all envs begin new episodes. Raises UsageError in a 2nd thread."""
+        if not self._collecting.acquire(blocking=False):
+            raise UsageError("another thread is collecting; use one at a time, or a lock")
+        try:
+            if self._cut_short:
+                self._give_up()
+            self._cut_short = True
+            filled = self._collect_all() if self._sync else self._collect_first()
+            self._cut_short = False
+            return filled
+        finally:
+            self._collecting.release()
 
     def stats(self) -> dict[str, Any]:
         """Of the processes, see `VectorEnv.stats`."""
@@ -239,10 +263,13 @@ class Crew:
 
     def _send(self, collectors: Sequence[int], offsets: Sequence[int]) -> None:
         try:
-            orders = [(offset, self._frames[k]) for k, offset in zip(collectors, offsets, strict=True)]
+            orders = [
+                (offset, self._frames[k], k in self._afresh) for k, offset in zip(collectors, offsets, strict=True)
+            ]
             self._processes.send(np.array(orders, np.int64), list(collectors))
         except MusterError as error:
             raise self._translated(error) from None
+        self._afresh.difference_update(collectors)
 
     def _collect_all(self) -> Filled:
         count = len(self._firsts) - 1
@@ -294,10 +321,7 @@ class Crew:
         try:
             batch = self._processes.recv(min_envs=min_collectors)
         except MusterError as error:
-            translated = self._translated(error)
-            if isinstance(error, EnvError):
-                self._wait_for_all()
-            raise translated from None
+            raise self._translated(error) from None
         done: list[tuple[int, Array, dict[str, Any]]] = []
         for row, k in enumerate(batch.env_ids.tolist()):
             if not keep:
@@ -318,21 +342,29 @@ class Crew:
         for time, env, leaves in infos.get("finals", ()):
             storage.finals.append(Final(time, part.start + env, leaves))
 
-    def _wait_for_all(self) -> None:
-        """After an error: the others finish what they do, and what they did is given up."""
-        self._regions.clear()
+    def _give_up(self) -> None:
+        """Ends what collectors do. Their envs have gone on meanwhile, so that new episodes begin."""
+        for block in self._regions.values():
+            stop_flag(block)[0] = 1
         while True:
             try:
                 self._processes.recv()
             except NotPendingError:
-                return
+                break
             except EnvError:
                 continue
+            except MusterError as error:
+                raise self._translated(error) from None
+        self._regions.clear()
+        self._afresh.update(range(len(self._frames)))
+        self._cut_short = False
 
     def _translated(self, error: MusterError) -> MusterError:
         """The same in a collector's terms, where the engine speaks of workers and their envs."""
         if isinstance(error, WorkerError) and error.worker_index is not None:
             return self._translated_death(error)
+        if isinstance(error, ClosedError):
+            return ClosedError("the collector processes have ended; make another MultiCollector")
         if not isinstance(error, EnvError) or error.env_index is None:
             return error
         cause = error.__cause__

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 from tensordict.nn import InteractionType  # type: ignore[import-untyped]  # ships no types
-from torch import Tensor, nn
+from torch import Tensor
 
 from muster.envs import resolve_foreign_id
 from muster.envs.inbound import Inbound
@@ -22,7 +22,7 @@ from muster.rollout.crew import Crew, CrewOptions
 from muster.rollout.devices import Device
 from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
 from muster.rollout.travel import Obstacle, obstacle_to
-from muster.rollout.weights import load_weights, named_weights, require_shapes
+from muster.rollout.weights import load_weights, module_of, named_weights, require_shapes, weights_by_name
 
 _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state")
 
@@ -158,7 +158,7 @@ class MultiCollector(BatchSource):
             return
         own = named_weights(self.policy)
         if self.policy is None and weights is not None:
-            own = named_weights(weights) if isinstance(weights, nn.Module) else dict(weights)
+            own = weights_by_name(weights)
         if not own:
             raise UsageError("there are no weights to send: give `weights`, or a policy that has some")
         self._crew.publish(own)
@@ -185,8 +185,8 @@ class MultiCollector(BatchSource):
         state: dict[str, Any] = {"frames": self.frames, "batches": self.batches, "next_traj_id": self._next_traj_id}
         if self._staying is not None:
             state["staying"] = self._staying.state_dict()
-        elif isinstance(self.policy, nn.Module):
-            state["policy"] = self.policy.state_dict()
+        elif (module := module_of(self.policy)) is not None:
+            state["policy"] = module.state_dict()
         elif self._crew is not None and (published := self._crew.weights):
             state["policy"] = published
         return state
@@ -199,11 +199,13 @@ class MultiCollector(BatchSource):
             self._staying.load_state_dict(state["staying"])
             self._staying_version += 1
             return
-        if isinstance(self.policy, nn.Module) and "policy" in state:
-            self.policy.load_state_dict(state["policy"])
-            self.update_policy_weights_()
-        elif self._crew is not None and "policy" in state:
-            self._crew.publish(state["policy"])
+        if self._crew is not None and "policy" in state:
+            weights = state["policy"]
+            if (module := module_of(self.policy)) is not None:
+                module.load_state_dict(weights)
+                weights = named_weights(module)
+            if weights:
+                self._crew.publish(weights)
         self.reset()
 
     def shutdown(self) -> None:

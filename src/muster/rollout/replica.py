@@ -72,13 +72,13 @@ class ReplicaPlan:
 
 
 class Replica(gymnasium.Env[Array, Array]):
-    """``step([offset, frames])`` collects a batch into the region there; returns [steps done, version of the weights].
+    """``step([offset, frames, afresh])`` collects a batch into the region there; returns [steps, weights' version].
 
-    frames: how many this collector has collected before, in whatever process.
+    frames: how many this collector has collected before, in whatever process.  afresh: 1 to begin new episodes.
     """
 
     observation_space = spaces.Box(0, 2**62, (2,), np.int64)
-    action_space = spaces.Box(0, 2**62, (2,), np.int64)
+    action_space = spaces.Box(0, 2**62, (3,), np.int64)
 
     def __init__(self, plan: ReplicaPlan) -> None:
         # A forked process has none of the threads that torch's pool believes in, and would wait for them for ever. The
@@ -123,8 +123,10 @@ class Replica(gymnasium.Env[Array, Array]):
         return layout_of(named_weights(self.policy))
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        offset, frames = map(int, action)
+        offset, frames, afresh = map(int, action)
         collector = self._started()
+        if afresh:
+            collector.reset()
         collector.frames = frames
         layout = self._layout()
         if self._weights is None:

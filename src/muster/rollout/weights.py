@@ -29,7 +29,7 @@ def named_weights(policy: object) -> dict[str, Tensor]:
 
     Placeholders on the meta device have no values, and are left out.
     """
-    module = _module_of(policy)
+    module = module_of(policy)
     if module is None:
         return {}
     tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -63,7 +63,7 @@ def load_weights(policy: object, weights: Any) -> None:
     own = named_weights(policy)
     if not own:
         raise UsageError(f"the policy is a {type(policy).__name__} without weights; there is nothing to update")
-    given = _by_name(weights)
+    given = weights_by_name(weights)
     missing = sorted(own.keys() - given.keys())
     unknown = sorted(given.keys() - _all_names(policy))
     if unknown or missing:
@@ -116,7 +116,12 @@ class SharedWeights:
 
     @torch.no_grad()
     def write(self, weights: Mapping[str, Tensor]) -> int:
-        """Publishes `weights` as a whole; returns their version."""
+        """Publishes `weights` as a whole; returns their version. Raises SpecMismatch where shapes differ."""
+        for name, shared in self._tensors.items():
+            if weights[name].shape != shared.shape:
+                raise SpecMismatch(
+                    f"weights[{name!r}] has shape {tuple(weights[name].shape)}, the policy's {tuple(shared.shape)}"
+                )
         with self._locked(fcntl.LOCK_EX):
             for name, shared in self._tensors.items():
                 shared.copy_(weights[name])
@@ -147,12 +152,14 @@ class SharedWeights:
             fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
-def _module_of(policy: object) -> nn.Module | None:
+def module_of(policy: object) -> nn.Module | None:
+    """The module that `policy` is, or is a method of."""
     owner = policy.__self__ if inspect.ismethod(policy) else policy
     return owner if isinstance(owner, nn.Module) else None
 
 
-def _by_name(weights: Any) -> dict[str, Tensor]:
+def weights_by_name(weights: Any) -> dict[str, Tensor]:
+    """The tensors of a module, a state dict or a TensorDict by name. Raises UsageError for anything else."""
     if isinstance(weights, nn.Module):
         return {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
     if isinstance(weights, TensorDictBase):
@@ -165,7 +172,7 @@ def _by_name(weights: Any) -> dict[str, Tensor]:
 
 def _all_names(policy: object) -> set[str]:
     """Also the second names of shared tensors, and placeholders: state dicts have them."""
-    module = _module_of(policy)
+    module = module_of(policy)
     assert module is not None
     parameters = module.named_parameters(remove_duplicate=False)
     buffers = module.named_buffers(remove_duplicate=False)
