@@ -1,16 +1,19 @@
+import gc
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from dropin_envs import Alone, Counter, Raising, Structured
 from gymnasium import spaces
 
 import muster
-from muster.errors import UsageError
+from muster.errors import ClosedError, UsageError
 from muster.interop.starting import PackingWarning
 
 torchrl = pytest.importorskip("torchrl")
 
+from tensordict import TensorDict  # noqa: E402
 from torchrl.envs import RewardSum, TransformedEnv  # noqa: E402
 from torchrl.envs.libs.gym import GymEnv  # noqa: E402
 from torchrl.envs.utils import check_env_specs  # noqa: E402
@@ -78,6 +81,37 @@ def test_seeds_make_resets_repeatable():
     envs.set_seed(3)
     assert (envs.reset()["observation"] == first).all()
     assert not (first[0] == first[1]).all()
+
+
+@pytest.mark.parametrize("wrap", [lambda envs: envs, lambda envs: TransformedEnv(envs, RewardSum())])
+def test_closing_it_closes_the_vector_env_and_dropping_it_does_not(wrap):
+    vector_env = muster.make_vec(Counter, 2, backend="serial", autoreset_mode="same_step")
+    envs = wrap(as_torchrl(vector_env))
+    envs.rollout(2)
+    del envs
+    gc.collect()
+    assert not vector_env.closed
+    envs = wrap(as_torchrl(vector_env))
+    assert not envs.is_closed
+    envs.close()
+    assert envs.is_closed
+    assert vector_env.closed
+    with pytest.raises(ClosedError):
+        envs.reset()
+    envs.close()
+
+
+@MODES
+def test_resets_take_seeds_and_options(mode):
+    envs = make(Counter, mode, num_envs=2)
+    envs.rollout(3, break_when_any_done=False)  # all have ended
+    envs.reset(seed=5, options={"low": 1})
+    envs.reset(TensorDict({"_reset": torch.tensor([[False], [True]])}, [2]), seed=7)
+    seen = envs.vector_env.get_attr("seeds"), envs.vector_env.get_attr("options")
+    assert [seeds[-1] for seeds in seen[0]] == [5, 8]
+    assert seen[1][0][-1] == {"low": 1}
+    with pytest.raises(TypeError, match="list_of_kwargs"):
+        envs.reset(list_of_kwargs=[{}, {}])
 
 
 def test_actions_are_one_hot_or_integers():

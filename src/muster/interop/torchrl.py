@@ -49,6 +49,8 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
     ``[N, A, 1]``; an agent's three flags tell of the step in which it ends. At the root the env's own ``done``,
     ``terminated`` and ``truncated``, ``[N, 1]``, which decide about resets, and ``state`` and ``shared`` where the env
     has them. Random actions keep to the masks.
+
+    ``reset(seed=, options=)`` are Gymnasium's: env i gets ``seed + i``, or the list's i-th; options go to every env.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
             )
         require_copies(envs)
         super().__init__(device=device, batch_size=torch.Size([envs.num_envs]))
+        self.is_closed = False  # to EnvBase every env is closed until it says otherwise
         self.vector_env = envs
         self.group_map: dict[str, list[Any]] = {}
         self._resets_itself = mode is AutoresetMode.SAME_STEP
@@ -87,15 +90,22 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
 
     # ---- what EnvBase calls
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    def _reset(
+        self,
+        tensordict: TensorDictBase | None = None,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        rows = None if mask is None else mask.reshape(self.batch_size[0], -1).any(-1).cpu().numpy()
-        if rows is None or (rows.all() and self._next_seed is not None):
-            obs, infos = self.vector_env.reset(seed=self._next_seed, options=kwargs or None)
-            self._now_observed(obs, infos)
-            self._next_seed = None
-        elif (rows & ~self._fresh).any():
-            obs, infos = self.vector_env.reset(options={**kwargs, "reset_mask": rows & ~self._fresh})
+        rows = np.True_ if mask is None else mask.reshape(self.batch_size[0], -1).any(-1).cpu().numpy()
+        if rows.all():
+            seed, self._next_seed = self._next_seed if seed is None else seed, None
+        if mask is not None and seed is None and options is None:
+            rows = rows & ~self._fresh
+        if rows.any():
+            given = dict(options or {}) if mask is None else {**(options or {}), "reset_mask": rows}
+            obs, infos = self.vector_env.reset(seed=seed, options=given or None)
             self._now_observed(obs, infos)
         self._fresh = np.zeros_like(self._fresh)
         return self._layout.joined(
@@ -129,9 +139,11 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Closes envs and workers."""
-        if not self.is_closed:
-            self.vector_env.close()
+        self.vector_env.close()
         super().close(raise_if_closed=raise_if_closed)
+
+    def __del__(self) -> None:
+        """Nothing: the vector env may have other users, and closes when it has none."""
 
 
 class ParallelEnv(MusterEnv):
