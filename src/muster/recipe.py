@@ -7,7 +7,7 @@ import functools
 import operator
 import pickle
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from muster.existing_env import LiveEnvs
 from muster.gym_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
 from muster.introspection import callable_name, subscript
 from muster.lazy_values import Lazy, LazyValues, lazy
-from muster.pickling import check_inheritable, dumps
+from muster.pickling import check_inheritable, dumps, takes
 from muster.sources import Source, check_call, factory_example, sources_of
 from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
@@ -165,25 +165,40 @@ def make_recipes(
     return recipes
 
 
-def pack(recipes: Sequence[Recipe], *, start_method: str) -> bytes:
+def pack(
+    recipes: Sequence[Recipe], *, start_method: str, big: list[pickle.PickleBuffer] | None = None
+) -> bytes:
     """The recipes as bytes for another process; what lives in ``__main__`` goes by value.
 
     With them go the ids that are registered here, for factories that call ``gymnasium.make``. Comes back in under 5 s
-    even if an object hangs while it is pickled. Warns about what arrives as something else than it was (an open file)
-    or is huge. Raises CannotTravel.
+    even if an object hangs while it is pickled. big: takes the memory of what is big, which `unpack` is to be given.
+    Warns about what arrives as something else than it was (an open file) or is huge. Raises CannotTravel.
     """
     parts: dict[str, Any] = {}
     for recipe in recipes:
         parts |= recipe.parts()
-    return pickle.dumps((pack_registrations(), dumps(list(recipes), parts, start_method=start_method)))
+    inner: list[pickle.PickleBuffer] | None = None if big is None else []
+    packed = dumps(list(recipes), parts, start_method=start_method, big=inner)
+    if big is None or inner is None:
+        return pickle.dumps((pack_registrations(), packed))
+    outer = pickle.PickleBuffer(packed)
+    whole = pickle.dumps(
+        (pack_registrations(), outer), protocol=5, buffer_callback=lambda buffer: not takes(buffer, big)
+    )
+    big += inner
+    return whole
 
 
-def unpack(data: bytes) -> list[Recipe]:
-    """The recipes that ``pack`` packed. Raises CannotTravel where something in them cannot be rebuilt here."""
-    registrations, packed = pickle.loads(data)
+def unpack(data: bytes, big: Iterable[Any] = ()) -> list[Recipe]:
+    """The recipes that ``pack`` packed. big: the memory that it took, if any, in the same order.
+
+    Raises CannotTravel where something in them cannot be rebuilt here.
+    """
+    buffers = iter(big)
+    registrations, packed = pickle.loads(data, buffers=buffers)
     register_packed(registrations)
     try:
-        recipes: list[Recipe] = pickle.loads(packed)
+        recipes: list[Recipe] = pickle.loads(packed, buffers=buffers)
     except Exception as error:
         raise CannotTravel(
             f"the factory, a wrapper or a value of env_kwargs was sent to the worker, but cannot be rebuilt there: "

@@ -20,6 +20,7 @@ from muster.backends.share import Failure, Share, ShareOptions, seed_globals, se
 from muster.errors import CannotTravel
 from muster.recipe import Recipe, WorkerInfo, unpack, worker_info_context
 from muster.transport.channel import Channel, ChannelClosed
+from muster.transport.freight import Place, unload
 from muster.transport.mail import SharedMail, dumps
 from muster.transport.slab import Plan, Slab
 
@@ -40,6 +41,7 @@ class StartOrder:
     tells_building: bool  # whether it tells, before all else, of each of its first two envs
     awaits_build: bool = False  # whether it imports what its recipes need, but builds only when told BUILD
     replaces: bool = False  # it is a replacement: the facts of its envs are known
+    freight: tuple[Place, ...] = ()  # where the big parts of the recipes lie
 
 
 def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> None:
@@ -91,6 +93,7 @@ class Worker:
     def __init__(self, channel: Channel, slab_fd: int, mail_fd: int, *, forked: bool) -> None:
         self._channel = channel
         self._slab_fd = slab_fd
+        self._mail_fd = mail_fd
         self._mail = SharedMail(mail_fd, shares_main=forked)
         self._dumps = functools.partial(dumps, shares_main=forked)
         self._forked = forked
@@ -117,7 +120,9 @@ class Worker:
 
     def _build(self, order: StartOrder, recipes: Sequence[Recipe] | None) -> Failure | None:
         try:
-            self._share.recipes = list(unpack(order.recipes) if recipes is None else recipes)
+            if recipes is None:
+                recipes = unpack(order.recipes, unload(self._mail_fd, order.freight))
+            self._share.recipes = list(recipes)
         except BaseException as error:
             return self._share.failure(0, error)
         if order.awaits_build and self._channel.recv() != BUILD:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from muster.backends.share import EnvFacts, Failure, ShareOptions, to_exception
 from muster.backends.worker import BUILD, StartOrder
 from muster.recipe import Recipe, WorkerInfo, check_forkable, pack
 from muster.transport.channel import ChannelClosed
+from muster.transport.freight import Freight
 from muster.transport.slab import Plan, memfd
 
 SLICE_S = 0.05
@@ -59,6 +61,7 @@ class Workers:
         self._options = options
         self._watch = watch
         self._launcher: LauncherClient | None = None
+        self._freight: Freight | None = None
         self.handles: list[WorkerHandle] = []
         self.fds: dict[str, int] = {}  # "slab" and "mail"
 
@@ -69,10 +72,16 @@ class Workers:
         if self._options.context == "fork":
             check_forkable(self._recipes)
         lines = range(self._options.num_workers)
-        self._orders = [self._order(line) for line in lines]
+        loads: list[list[pickle.PickleBuffer]] = [[] for _ in lines]
+        orders = [self._order(line, loads[line]) for line in lines]
         self._deadline = time.monotonic() + self._options.start_timeout_s
         self.fds = {"slab": memfd("slab"), "mail": memfd("mail")}
         own(*self.fds.values())
+        self._freight = Freight(self.fds["mail"], loads)
+        self._orders = [
+            dataclasses.replace(order, freight=places)
+            for order, places in zip(orders, self._freight.places, strict=True)
+        ]
         if self._options.context != "fork" and self._orders:
             self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
         for line in lines:
@@ -161,7 +170,8 @@ class Workers:
         limit_s = self._options.start_timeout_s
         return worker.timed_out(doing, f"start_timeout={limit_s}, {doing}", limit_s)
 
-    def _order(self, line: int) -> StartOrder:
+    def _order(self, line: int, big: list[pickle.PickleBuffer]) -> StartOrder:
+        """big: takes what is too big for a message."""
         first, last = self._first_envs[line : line + 2]
         info = WorkerInfo(
             env_index=None,
@@ -171,7 +181,8 @@ class Workers:
             seed=int(np.random.SeedSequence().generate_state(1)[0]),
         )
         recipes = self._recipes[first:last]
-        data = b"" if self._options.context == "fork" else pack(recipes, start_method=self._options.context)
+        context = self._options.context
+        data = b"" if context == "fork" else pack(recipes, start_method=context, big=big)
         tells_building = line == 0 and len(self._recipes) > 1
         threads = self._options.threads_per_worker
         return StartOrder(data, info, first, sys.argv, threads, tells_building, awaits_build=line > 0)
@@ -249,5 +260,7 @@ class Workers:
         launcher, self._launcher = self._launcher, None
         if launcher is not None:
             launcher.release()
+        if self._freight is not None:
+            self._freight.close()
         fds, self.fds = self.fds, {}
         close_own(*fds.values())

@@ -1,6 +1,7 @@
 """Why an object cannot be sent to another process: where it is, what it is, why, and what to write instead."""
 
 from muster.pickling.culprits import Culprit, find_culprits, fork_hazards
+from muster.pickling.probe import takes
 from muster.pickling.travel import check_inheritable, dumps, explain
 
-__all__ = ["Culprit", "check_inheritable", "dumps", "explain", "find_culprits", "fork_hazards"]
+__all__ = ["Culprit", "check_inheritable", "dumps", "explain", "find_culprits", "fork_hazards", "takes"]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 HUGE_BYTES = 100 * 1000 * 1000
-"""Arrays of at least this size are worth a warning: every worker gets a copy."""
+"""Arrays of at least this size are worth a warning: they take their memory twice, and time."""
 
 _SHARED_BY_INHERITANCE = ("multiprocessing.synchronize", "multiprocessing.queues", "multiprocessing.sharedctypes")
 
@@ -155,7 +155,7 @@ def _array(array: Any) -> Kind | None:
     if _nbytes(array) < HUGE_BYTES or _dtype(array).hasobject:
         return None
     return Kind(
-        reason=f"{_megabytes(array)}, of which every worker gets a copy through a pipe",
+        reason=f"{_megabytes(array)}, which are copied before workers start",
         lazy='np.load, "data.npy", mmap_mode="r"',
         inherited="workers inherit the memory, shared with the caller until one writes to it",
         fork_is_safe=True,

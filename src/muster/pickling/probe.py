@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import io
+import pickle
 import sys
 import threading
 import time
@@ -17,6 +18,8 @@ import cloudpickle
 from muster.pickling.kinds import kind_of
 
 _POLL_S = 0.05
+# Smaller ones are not worth a place of their own.
+_BIG_BYTES = 1 << 20
 _mp_main_lock = threading.Lock()
 
 
@@ -36,14 +39,22 @@ class Outcome:
     noted: list[Any] = field(default_factory=list)
 
 
-def attempt(value: Any, *, silence_s: float, limit_s: float | None = None, skip: Collection[int] = ()) -> Outcome:
+def attempt(
+    value: Any,
+    *,
+    silence_s: float,
+    limit_s: float | None = None,
+    skip: Collection[int] = (),
+    big: list[pickle.PickleBuffer] | None = None,
+) -> Outcome:
     """Pickle ``value`` by cloudpickle.
 
     silence_s: an object that takes longer than this hangs.  limit_s: for the whole; None for as long as it goes on.
     skip: ids of objects to put a placeholder in place of, to find what else fails.
+    big: takes the memory of big arrays, which is then no part of the pickle.
     """
     buffer = io.BytesIO()
-    pickler = _ReportingPickler(buffer, skip)
+    pickler = _ReportingPickler(buffer, skip, None if big is None else lambda one: not takes(one, big))
     outcome = Outcome(noted=pickler.noted)
 
     def run() -> None:
@@ -65,11 +76,24 @@ def attempt(value: Any, *, silence_s: float, limit_s: float | None = None, skip:
     return Outcome(failed=pickler.current, out_of_time=end == "out of time")
 
 
+def takes(buffer: pickle.PickleBuffer, big: list[pickle.PickleBuffer]) -> bool:
+    """Whether `buffer` is big and in one piece; then it is added to `big`."""
+    try:
+        is_big = buffer.raw().nbytes >= _BIG_BYTES
+    except BufferError:  # not in one piece
+        return False
+    if is_big:
+        big.append(buffer)
+    return is_big
+
+
 class _ReportingPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
     """Tells which object is being pickled. The pickler asks here for every object that is not a plain builtin."""
 
-    def __init__(self, file: io.BytesIO, skip: Collection[int]) -> None:
-        super().__init__(file, protocol=5)
+    def __init__(
+        self, file: io.BytesIO, skip: Collection[int], buffer_callback: Callable[[pickle.PickleBuffer], bool] | None
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.abandoned = False
         self.current: Any = None
         self.count = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import textwrap
 import warnings
 from collections.abc import Sequence
@@ -18,13 +19,15 @@ _DIAGNOSIS_S = 1.0
 _SHOWN = 5
 
 
-def dumps(value: Any, parts: dict[str, Any], *, start_method: str) -> bytes:
+def dumps(
+    value: Any, parts: dict[str, Any], *, start_method: str, big: list[pickle.PickleBuffer] | None = None
+) -> bytes:
     """``value`` as a pickle.
 
-    parts: what ``value`` is made of, by the names that messages use.  Warns about what arrives as something else.
-    Raises CannotTravel.
+    parts: what ``value`` is made of, by the names that messages use.  big: see `attempt`.
+    Warns about what arrives as something else. Raises CannotTravel.
     """
-    outcome = attempt(value, silence_s=_SILENCE_S)
+    outcome = attempt(value, silence_s=_SILENCE_S, big=big)
     if outcome.data is None:
         culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome])
         raise CannotTravel(explain(culprits, start_method=start_method, parts=parts)) from outcome.error

@@ -1,0 +1,78 @@
+"""Freight: the big arrays of recipes, written once into memory that all workers map, instead of a copy for each.
+
+It lies in the mail's sparse memfd, behind all boxes. A worker maps it privately: what it reads is the same memory for
+all of them, and the pages it writes to become its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+
+import numpy as np
+
+# Address space is free in a sparse file: no number of boxes reaches this far.
+_START = 1 << 60
+
+Place = tuple[int, int, bool]
+"""Offset in the file, bytes, and whether it must not be written to."""
+
+
+class Freight:
+    """The caller's end, once the buffers of all workers are known.
+
+    loads: for each worker the buffers that it gets; one that several get is stored once.
+    places: for each worker where its buffers lie.
+    """
+
+    def __init__(self, fd: int, loads: Sequence[Sequence[pickle.PickleBuffer]]) -> None:
+        # By address and length: buffers of one array are many objects.
+        known: dict[tuple[int, int, bool], Place] = {}
+        end = _START
+        sources: list[tuple[int, memoryview]] = []
+        self.places: list[tuple[Place, ...]] = []
+        for load in loads:
+            places = []
+            for buffer in load:
+                raw = buffer.raw()
+                key = (np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes, raw.readonly)
+                if key not in known:
+                    known[key] = (end, raw.nbytes, raw.readonly)
+                    sources.append((end, raw))
+                    end = _next_page(end + raw.nbytes)
+                places.append(known[key])
+            self.places.append(tuple(places))
+        # Kept mapped, so that what workers map does not count as memory that each of them holds alone.
+        self._memory: mmap.mmap | None = None
+        if sources:
+            os.ftruncate(fd, end)
+            self._memory = _map(fd, _START, end, mmap.MAP_SHARED)
+        for offset, raw in sources:
+            assert self._memory is not None
+            self._memory[offset - _START : offset - _START + raw.nbytes] = raw
+
+    def close(self) -> None:
+        """Lets go of it; workers keep what they have mapped."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+def unload(fd: int, places: Sequence[Place]) -> list[memoryview]:
+    """A worker's buffers, in the order of their places."""
+    if not places:
+        return []
+    start = min(offset for offset, _, _ in places)
+    memory = memoryview(_map(fd, start, max(offset + size for offset, size, _ in places), mmap.MAP_PRIVATE))
+    views = [(memory[offset - start : offset - start + size], readonly) for offset, size, readonly in places]
+    return [view.toreadonly() if readonly else view for view, readonly in views]
+
+
+def _map(fd: int, start: int, end: int, flags: int) -> mmap.mmap:
+    return mmap.mmap(fd, end - start, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+
+
+def _next_page(offset: int) -> int:
+    return -(-offset // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
