@@ -364,11 +364,46 @@ def test_one_culprit_among_a_hundred_thousand():
     assert time.monotonic() - started < LIMIT_S
 
 
-def test_nesting_beyond_the_recursion_limit_is_told():
+def nested_lists(levels):
     nested = []
-    for _ in range(100_000):
+    for _ in range(levels):
         nested = [nested]
-    assert "nested too deeply" in refusal(nested)
+    return nested
+
+
+def linked_servers(count):
+    """Each holds the one after it."""
+    servers = [Server(None)]
+    for _ in range(count - 1):
+        servers.insert(0, Server(servers[0]))
+    return servers
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: {"deep": nested_lists(3000)}, 'env_kwargs["x"]["deep"][0][0]...: dict'),
+        (lambda: (lambda tree: lambda: tree)(nested_lists(3000)), 'env_kwargs["x"].<closure>.tree[0][0][0]...: list'),
+        (lambda: linked_servers(3000)[0], 'env_kwargs["x"]._context._context._context...: test_pickling.Server'),
+        # Each is near to the root, but pickling comes to the last by way of all others.
+        (lambda: linked_servers(3000), 'env_kwargs["x"][0]._context._context...: list'),
+        (lambda: nested_lists(100_000), 'env_kwargs["x"][0][0][0]...: list'),
+    ],
+)
+def test_nesting_beyond_the_recursion_limit_is_told_with_the_way_into_it(make, path):
+    message = refusal(make())
+    assert path in message.splitlines()[1]
+    assert "nested too deeply to be pickled: at least" in message
+
+
+def test_a_reduce_that_never_ends_is_told():
+    class Endless:
+        def __reduce__(self):
+            return Endless, (Endless(),)
+
+    message = refusal(Endless())
+    assert 'env_kwargs["x"]: test_pickling.' in message
+    assert "pickling it never ends" in message
 
 
 def test_what_only_a_getstate_returns_is_told_by_its_type():

@@ -165,9 +165,7 @@ def make_recipes(
     return recipes
 
 
-def pack(
-    recipes: Sequence[Recipe], *, start_method: str, big: list[pickle.PickleBuffer] | None = None
-) -> bytes:
+def pack(recipes: Sequence[Recipe], *, start_method: str, big: list[pickle.PickleBuffer] | None = None) -> bytes:
     """The recipes as bytes for another process; what lives in ``__main__`` goes by value.
 
     With them go the ids that are registered here, for factories that call ``gymnasium.make``. Comes back in under 5 s

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
+import itertools
 import pickle
+import sys
 import time
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from gymnasium.envs.registration import EnvSpec
 
 from muster.introspection import type_name
 from muster.pickling.kinds import Kind, kind_of
 from muster.pickling.probe import Outcome, attempt
 from muster.pickling.remedies import remedy_for
-from muster.pickling.walk import Edge, Walk
+from muster.pickling.walk import Edge, Walk, deepest_trail
 
 _MAX_CULPRITS = 10
 _SILENCE_S = 1.0
 _HEAP_TYPE_FLAG = 1 << 9
+# Levels from which on the recursion limit is plausible as the reason, and how many of them a path shows.
+_DEEP = 100
+_SHOWN_LEVELS = 4
+_DEEPEST_S = 0.5
+_ALONE_S = 0.2
+# What leads from an argument to what it is made of.
+_HOLDERS = (types.FunctionType, types.MethodType, functools.partial, type, abc.ABCMeta, EnvSpec)
 
 
 @dataclass(frozen=True)
@@ -125,8 +137,12 @@ def _blocking(failure: Outcome, walk: Walk) -> Culprit:
     value, error = failure.failed, failure.error
     name, root = next(iter(walk.parts.items()))
     trail: list[Edge] = walk.trail(value)
+    if _is_too_deep(error) and (found := _too_deep(walk.parts)) is not None:
+        return found
     if failure.out_of_time or _is_too_deep(error):
-        # What is too large or too deep is the whole; the object that met the limit is any one of many.
+        # What is too large is the whole; the object that met the limit is any one of many.
+        if _is_too_deep(error):
+            name, root = _part_that_fails(walk.parts)
         value, trail = root, [(name, root)]
     if not trail:
         where = (
@@ -144,6 +160,36 @@ def _blocking(failure: Outcome, walk: Walk) -> Culprit:
         inherited=kind.inherited if kind else "workers inherit a copy of it as it is now" if plain else None,
         fork_is_safe=kind.fork_is_safe if kind else plain,
     )
+
+
+def _too_deep(parts: Mapping[str, Any]) -> Culprit | None:
+    """What is nested deeper than pickling can follow; None where it is not that, but what a __reduce__ makes of it."""
+    steps = deepest_trail(parts, limit_s=_DEEPEST_S)
+    # Not the function that holds it, but the first of the objects that hold each other.
+    first = next((i for i, (_, value) in enumerate(steps) if type(value) not in _HOLDERS), 0)
+    if len(steps) - first < _DEEP:
+        return None
+    paths = list(itertools.accumulate(part for part, _ in steps[: first + _SHOWN_LEVELS]))
+    trail = list(zip(paths, (value for _, value in steps), strict=False))[: first + 1]
+    value = steps[first][1]
+    plain = _is_plain_python(type(value))
+    return Culprit(
+        path=f"{paths[-1]}...",
+        type=type_name(value),
+        reason=f"it is nested too deeply to be pickled: at least {len(steps) - first:,} levels, where Python's "
+        f"recursion limit is {sys.getrecursionlimit():,}",
+        remedy=remedy_for(trail, None),
+        severity="blocks",
+        inherited="workers inherit a copy of it as it is now" if plain else None,
+        fork_is_safe=plain,
+    )
+
+
+def _part_that_fails(parts: Mapping[str, Any]) -> tuple[str, Any]:
+    def fails(value: Any) -> bool:
+        return attempt(value, silence_s=_ALONE_S, limit_s=_ALONE_S).data is None
+
+    return next((part for part in parts.items() if fails(part[1])), next(iter(parts.items())))
 
 
 def _silently_wrong(value: Any, kind: Kind, walk: Walk) -> Culprit:
@@ -166,7 +212,7 @@ def _reason(failure: Outcome, kind: Kind | None) -> str:
     if error is None:
         return "pickling it hangs: its __getstate__ or __reduce__ did not come back in time"
     if _is_too_deep(error):
-        return "it is nested too deeply to be pickled (Python's recursion limit)"
+        return "pickling it never ends: its __reduce__ or __getstate__ makes ever more objects (RecursionError)"
     if kind is not None and kind.refused:
         return kind.reason
     said = f"{type(error).__name__}: {str(error) or '(no message)'}"

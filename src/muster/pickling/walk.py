@@ -80,6 +80,34 @@ class Walk:
         return True
 
 
+def deepest_trail(parts: Mapping[str, Any], *, limit_s: float) -> list[Edge]:
+    """The way to what lies deepest when each object is followed into the next, as pickling does: places and objects.
+
+    The deepest that was met within ``limit_s`` seconds.
+    """
+    deadline = time.monotonic() + limit_s
+    layouts: dict[type, _Layout] = {}
+    seen: dict[int, Any] = {}
+    deepest: list[Edge] = []
+    for name, root in parts.items():
+        trail, pending = [(name, root)], [edges(root, layouts, inherited=False)]
+        while pending:
+            step = next(pending[-1], None)
+            late = time.monotonic() > deadline
+            if step is None or late:
+                if len(trail) > len(deepest):
+                    deepest = trail.copy()
+                if late:
+                    return deepest
+                trail.pop()
+                pending.pop()
+            elif type(step[1]) not in _ATOMS and id(step[1]) not in seen:
+                seen[id(step[1])] = step[1]
+                trail.append(step)
+                pending.append(edges(step[1], layouts, inherited=False))
+    return deepest
+
+
 def edges(holder: Any, layouts: dict[type, _Layout], *, inherited: bool) -> Iterator[Edge]:
     """What ``holder`` holds: (place in it, object). Runs no property and no method of a user's class.
 
