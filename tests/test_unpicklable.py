@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import socket
 import sqlite3
 import threading
@@ -45,6 +46,9 @@ class Holder(gym.Env):
 
     def step(self, action):
         return self._obs(int(action)), 0.0, False, False, {}
+
+    def take(self, thing):
+        return type(thing).__name__
 
     def close(self):
         if self.socket is not None:
@@ -245,3 +249,56 @@ def test_fork_inherits_what_is_safe_to_inherit():
 def test_a_held_lock_is_refused_under_fork(tmp_path: Path):
     with pytest.raises(CannotTravel, match="waiting for it hangs"):
         muster.make_vec(Holder, 2, env_kwargs={"thing": held_lock(tmp_path)}, context="fork")
+
+
+@pytest.fixture(scope="module")
+def running():
+    with muster.make_vec(Holder, 2, num_workers=2) as envs:
+        yield envs
+
+
+@pytest.mark.parametrize("what", DIFFICULT)
+def test_what_envs_that_run_are_sent_is_named_in_time_and_they_run_on(what, running, tmp_path: Path):
+    make, words = DIFFICULT[what]
+    thing = make(tmp_path)
+    sends = {
+        "args[0]": lambda: running.call("take", thing),
+        "values[1]": lambda: running.set_attr("thing", [None, thing]),
+        'options["x"]': lambda: running.reset(options={"x": thing}),
+    }
+    # One that hangs takes 3 s to be told from one that is slow.
+    for path, send in list(sends.items())[: 1 if words == "hangs" else 3]:
+        started = time.monotonic()
+        with pytest.raises(CannotTravel) as raised:
+            send()
+        assert time.monotonic() - started < LIMIT_S
+        said = str(raised.value)
+        assert path in said
+        assert words in said
+        assert "fork" not in said.partition("\n")[2]
+    running.reset(seed=0)
+    assert running.step(np.array([1, 0]))[0].tolist() == [[1.0], [0.0]]
+    if hasattr(thing, "close"):
+        thing.close()
+
+
+def test_what_would_arrive_as_something_else_is_not_sent_to_envs_that_run(running):
+    ours, theirs = multiprocessing.Pipe()
+    for thing in (ours, ctypes.CDLL(None)):
+        with pytest.raises(CannotTravel, match=r"args\[0\].* would be sent, which means"):
+            running.call("take", thing)
+    ours.close()
+    theirs.close()
+
+
+def test_what_cannot_be_rebuilt_by_envs_that_run_is_told_and_they_run_on(running):
+    thing = ForgetsItsArguments(1, 2)
+    for send in (
+        lambda: running.call("take", thing),
+        lambda: running.set_attr("thing", thing),
+        lambda: running.reset(options={"x": thing}),
+    ):
+        with pytest.raises(CannotTravel, match="cannot be rebuilt there: TypeError: .*'two'"):
+            send()
+    running.reset(seed=0)
+    assert running.get_attr("thing") == (None, None)

@@ -19,7 +19,8 @@ from muster.backends.launch import readable
 from muster.backends.share import EnvCall, EnvFacts, Failure, Share, ShareOptions, message_of, to_exception, type_name
 from muster.backends.workers import SLICE_S, ProcessOptions, Workers
 from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitTimeout, WorkerError
-from muster.pickling import explain, find_culprits
+from muster.pickling import dumps as dumps_carefully
+from muster.pickling import is_plain
 from muster.recipe import Recipe, WorkerInfo
 from muster.spec import Array
 from muster.transport.channel import ChannelClosed
@@ -106,7 +107,8 @@ class ProcessBackend(Backend):
             orders.append(([env for env, _ in mine], [seed for _, seed in mine], options))
         remote = orders[: self.num_workers]
         # Before anything is asked for: what cannot travel leaves the vector env as it was.
-        messages = [self._packed(("reset", *order), "options", options) if order[0] else None for order in remote]
+        packed = self._packed(options, {"options": options})
+        messages = [dumps(("reset", *order[:2], packed)) if order[0] else None for order in remote]
         with self._whole():
             self.caller.request_resets(env_ids)
             for line, message in enumerate(messages):
@@ -123,8 +125,8 @@ class ProcessBackend(Backend):
                 self._end_gently(self._workers.handles[line])
                 self._workers.replace(line, f"env {env} raised")
                 rebuilds = False
-            message = self._packed(("restart", env, seed, options, resets_now, rebuilds), "options", options)
-            self._tell(line, message)
+            packed = self._packed(options, {"options": options})
+            self._tell(line, dumps(("restart", env, seed, packed, resets_now, rebuilds)))
         return replaces
 
     def _end_gently(self, worker: WorkerHandle) -> None:
@@ -136,20 +138,24 @@ class ProcessBackend(Backend):
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._number += 1
-        message = self._packed(("call", self._number, name, args, kwargs), "arguments", [name, args, kwargs])
+        parts: dict[str, Any] = {"the function": name} | {f"args[{i}]": one for i, one in enumerate(args)}
+        parts |= {f'kwargs["{key}"]': one for key, one in kwargs.items()}
+        message = dumps(("call", self._number, self._packed((name, args, kwargs), parts)))
         self._call([message] * self.num_workers, f"call({name!r})" if isinstance(name, str) else "call()")
         if self._local is not None:
             self._results[self.num_workers] = self._local.call(name, args, kwargs)
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
         self._number += 1
-        parts = [list(values[first:last]) for first, last in itertools.pairwise(self.first_envs)]
+        parts = [(first, list(values[first:last])) for first, last in itertools.pairwise(self.first_envs)]
         remote = parts[: self.num_workers]
-        messages = [self._packed(("set_attr", self._number, name, part), "values", part) for part in remote]
+        labels = [f"values[{i}]" for i in range(len(values))]
+        packed = [self._packed((name, part), dict(zip(labels[first:], part, strict=False))) for first, part in remote]
+        messages = [dumps(("set_attr", self._number, one)) for one in packed]
         try:
             self._call(messages, f"set_attr({name!r})")
             if self._local is not None:
-                self._results[self.num_workers] = self._local.set_attr(name, parts[self.num_workers])
+                self._results[self.num_workers] = self._local.set_attr(name, parts[self.num_workers][1])
             return self.call_wait(None)
         except UsageError:  # raised before anything was sent
             self._calling = None
@@ -315,14 +321,13 @@ class ProcessBackend(Backend):
 
     # ---- messages
 
-    def _packed(self, message: tuple[Any, ...], name: str, value: Any) -> bytes:
-        """The message as bytes. name, value: the part of it that is the user's. Raises CannotTravel."""
-        try:
-            return dumps(message, shares_main=self._options.context == "fork")
-        except Exception as error:
-            raise CannotTravel(
-                explain(find_culprits(value, name), start_method=self._options.context) or f"{name}: {error}"
-            ) from error
+    def _packed(self, value: Any, parts: dict[str, Any]) -> bytes:
+        """What the user hands over, as bytes. parts: what it is made of, by name. Raises CannotTravel, in under 5 s."""
+        if is_plain(value):
+            return dumps(value)
+        context = self._options.context
+        packed = dumps_carefully(value, parts, start_method=context, inheritable=False)
+        return dumps(value, shares_main=True) if context == "fork" else packed
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:

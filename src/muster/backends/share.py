@@ -250,6 +250,11 @@ class Share:
             error = self.stepper.reset_env(i, seed, options)
             interrupt = error if self.dumps is None else None  # the caller's own Ctrl-C: the rest fail with it
 
+    def refuse(self, env_ids: Sequence[int], error: Exception) -> None:
+        """Answers the requests that are pending for some envs with an exception."""
+        for env in env_ids:
+            self.stepper.refuse(env - self.first_env, error)
+
     def restart(self, env: int, seed: int | None, options: Any, resets_now: bool, rebuilds: bool) -> None:
         """Answers the request that is pending for `env` with a new episode; in a new worker the env is new already."""
         i = env - self.first_env

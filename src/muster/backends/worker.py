@@ -7,10 +7,11 @@ import faulthandler
 import fcntl
 import functools
 import os
+import pickle
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,11 +142,11 @@ class Worker:
         elif kind == "reset":
             self._reset(*arguments)
         elif kind == "restart":
-            self._share.restart(*arguments)
+            self._restart(*arguments)
         elif kind == "call":
-            self._reply(arguments[0], self._share.call(*arguments[1:]))
+            self._reply(arguments[0], self._with_rebuilt(arguments[1], self._share.call))
         elif kind == "set_attr":
-            self._reply(arguments[0], self._share.set_attr(*arguments[1:]))
+            self._reply(arguments[0], self._with_rebuilt(arguments[1], self._share.set_attr))
         else:
             self._reply(arguments[0], self._share.close())
         return bool(kind != "close")
@@ -154,7 +155,29 @@ class Worker:
         self._share.attach(Slab(plan, self._slab_fd), line, self._mail, options)
         self._channel.send("attached")
 
-    def _reset(self, env_ids: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
+    def _with_rebuilt(self, packed: bytes, act: Callable[..., list[Any]]) -> list[Any]:
+        """What `act` returns for the arguments that the caller has packed; Failures where they cannot be rebuilt."""
+        try:
+            arguments = pickle.loads(packed)
+        except Exception as error:
+            refusal = _cannot_be_rebuilt(error)
+            return [self._share.failure(i, refusal) for i in range(len(self._share.envs))]
+        return act(*arguments)
+
+    def _restart(self, env: int, seed: int | None, packed: bytes, resets_now: bool, rebuilds: bool) -> None:
+        try:
+            options = pickle.loads(packed)
+        except Exception as error:
+            self._share.refuse([env], _cannot_be_rebuilt(error))
+            return
+        self._share.restart(env, seed, options, resets_now, rebuilds)
+
+    def _reset(self, env_ids: Sequence[int], seeds: Sequence[int | None], packed: bytes) -> None:
+        try:
+            options = pickle.loads(packed)
+        except Exception as error:
+            self._share.refuse(env_ids, _cannot_be_rebuilt(error))
+            return
         known = [seed for seed in seeds if seed is not None]
         if known:
             # Neighbouring seeds, and neighbouring workers, must share nothing.
@@ -174,6 +197,16 @@ class Worker:
                 f'{error}. Ask for something smaller, such as an attribute of it, or use backend="serial"'
             )
             return self._dumps(self._share.failure(i, refusal))
+
+
+def _cannot_be_rebuilt(error: Exception) -> CannotTravel:
+    refusal = CannotTravel(
+        f"what was sent to the worker cannot be rebuilt there: {type(error).__name__}: {error}\n"
+        "  What its __reduce__ or __getstate__ gave does not make it anew, or its module is not found there.\n"
+        "  Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
+    )
+    refusal.__cause__ = error
+    return refusal
 
 
 def limit_threads(count: int) -> None:

@@ -29,6 +29,8 @@ def remedy_for(trail: list[Edge], kind: Kind | None) -> str:
     root_path, root = trail[0]
     path, owner = next(((path, value) for path, value in trail if type(value) not in _HOLDERS), trail[-1])
     build = kind.lazy if kind is not None and owner is trail[-1][1] else f"{_class_name(type(owner))}, ..."
+    if root_path.startswith(("args[", "kwargs[", "values[", "options", "the function")):
+        return _for_running(root_path, _as_call(build))
     if type(owner) is Lazy or (type(owner) in _HOLDERS and owner is not root):
         return "muster.lazy(a_function_of_a_module, ...)   # one that builds all that it uses"
     if root_path.startswith("env_kwargs"):
@@ -65,6 +67,14 @@ def _for_kwargs(path: str | None, root_path: str, build: str) -> str:
     one = f"{{{key}: muster.lazy({build})}}"
     kwargs = one if root_path.count("[") == 1 else f"[..., {one}, ...]"
     return f"{function}muster.make_vec(..., env_kwargs={kwargs})"
+
+
+def _for_running(root_path: str, build: str) -> str:
+    """For what is sent to envs that run already."""
+    if root_path == "options":
+        return 'muster.make_vec(..., env_kwargs={"name": muster.lazy(...)})   # or options of numbers and strings'
+    use = f'env.set_wrapper_attr("name", {build})' if root_path.startswith("values[") else f"return env.method({build})"
+    return f"def act(env, env_index):\n    {use}\nenvs.call(act)"
 
 
 def _class_name(kind: type) -> str:

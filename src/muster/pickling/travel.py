@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from muster.errors import CannotTravel
 from muster.introspection import caller_stacklevel
 from muster.pickling.culprits import Culprit, culprits_in, fork_hazards, inherited_hazards, noted_in
@@ -17,20 +19,31 @@ from muster.pickling.probe import attempt
 _SILENCE_S = 2.5
 _DIAGNOSIS_S = 1.0
 _SHOWN = 5
+# Arguments that are named with their subscript.
+_SUBSCRIPTED = ("env_kwargs", "wrappers", "env[", "args", "kwargs", "values")
+_PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
 
 
 def dumps(
-    value: Any, parts: dict[str, Any], *, start_method: str, big: list[pickle.PickleBuffer] | None = None
+    value: Any,
+    parts: dict[str, Any],
+    *,
+    start_method: str,
+    big: list[pickle.PickleBuffer] | None = None,
+    inheritable: bool = True,
 ) -> bytes:
     """``value`` as a pickle.
 
     parts: what ``value`` is made of, by the names that messages use.  big: see `attempt`.
+    inheritable: whether a worker that is forked now would have no need of the pickle.
     Warns about what arrives as something else. Raises CannotTravel.
     """
     outcome = attempt(value, silence_s=_SILENCE_S, big=big)
     if outcome.data is None:
         culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome])
-        raise CannotTravel(explain(culprits, start_method=start_method, parts=parts)) from outcome.error
+        raise CannotTravel(
+            explain(culprits, start_method=start_method, parts=parts if inheritable else None)
+        ) from outcome.error
     for culprit in noted_in(parts, outcome.noted) if outcome.noted else ():
         warnings.warn(
             f"{culprit.path} ({culprit.type}): {culprit.reason}. Build it in the worker instead:\n"
@@ -39,6 +52,25 @@ def dumps(
             stacklevel=caller_stacklevel(),
         )
     return outcome.data
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` is made of numbers, strings, arrays and builtin containers only, which always travel."""
+    try:
+        return _is_plain(value)
+    except RecursionError:  # nested too deeply, or in itself
+        return False
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind in _PLAIN or issubclass(kind, np.generic):
+        return True
+    if kind is np.ndarray:
+        return not value.dtype.hasobject
+    if kind is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return kind in (list, tuple, set, frozenset) and all(map(_is_plain, value))
 
 
 def check_inheritable(parts: dict[str, Any]) -> None:
@@ -80,7 +112,7 @@ def _instead(culprit: Culprit) -> str:
 
 def _argument(path: str) -> str:
     """The argument of ``make_vec`` that a path starts with."""
-    end = path.find("]") + 1 if path.startswith(("env_kwargs", "wrappers", "env[")) else path.find(".")
+    end = path.find("]") + 1 if path.startswith(_SUBSCRIPTED) else path.find(".")
     return path[:end] if end > 0 else path
 
 
