@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CORE := CMakeLists.txt $(wildcard src/muster/_core/*)
 
 # What steps envs by way of the core, and what restarts them.
-SANITIZED := tests/test_vector.py tests/backends/test_recovery.py
+SANITIZED := tests/test_vector.py tests/backends/test_recovery.py tests/backends/test_lending.py
 
 # Extra arguments for the script behind `demo`, `test`, `test-all` and `bench`: make test ARGS="-k layers"
 ARGS ?=
