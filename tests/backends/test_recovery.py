@@ -325,9 +325,17 @@ class HangsWhenRebuilt:
 
 
 @pytest.mark.slow
-def test_start_timeout_tells_what_hangs_when_it_is_rebuilt_in_the_worker() -> None:
-    with pytest.raises(WorkerTimeout, match=r"values of env_kwargs(.|\n)*lazy(.|\n)*in __setstate__\n.*in unpack"):
+def test_what_hangs_when_it_is_rebuilt_in_the_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muster.backends.workers.PATIENT_S", 5.0)  # a minute
+    told = r"values of env_kwargs(.|\n)*lazy(.|\n)*in __setstate__\n.*in unpack"
+    with (
+        pytest.warns(
+            RuntimeWarning, match=r"worker 0 \(env 0\) has been building(.|\n)*=10.0.\n(.|\n)*" + told
+        ) as warned,
+        pytest.raises(WorkerTimeout, match=told),
+    ):
         muster.make_vec(lambda **_: Env(), 1, env_kwargs={"value": HangsWhenRebuilt()}, start_timeout=10.0)
+    assert [one.filename for one in warned] == [__file__]
 
 
 @pytest.mark.slow
@@ -351,7 +359,7 @@ def test_death_while_building_quotes_stderr() -> None:
 def test_long_wait_warns_once(envs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     envs.reset(seed=0)
     envs.set_attr("slow_s", 2.0)
-    monkeypatch.setattr(process, "_PATIENT_S", 1.0)
+    monkeypatch.setattr(process, "PATIENT_S", 1.0)
     with pytest.warns(RuntimeWarning, match="in step of env 0 .*step_timeout") as caught:
         envs.step(ACTIONS + [3, 0, 0, 0])
     assert len(caught) == 1

@@ -62,13 +62,23 @@ class WorkerHandle:
 
     def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
         """The error that tells that it hangs, with its Python stack. It is the caller's to kill it."""
-        stack = python_stack(self.process)
         return WorkerTimeout(
             f"worker {self.index} ({name_envs(self.envs)}) did not answer for {elapsed_s:.1f} s ({limit}) and was "
-            f"killed; it was {doing}.{_UNPACKS_HINT if _UNPACKS.search(stack) else ''}\nIts Python stack:\n{stack}",
+            f"killed; it was {doing}.{self._stack()}",
             worker_index=self.index,
             env_indices=tuple(self.envs),
         )
+
+    def slow_to_start(self, limit_s: float) -> str:
+        """Tells that it has not started yet, and where it is, while it may still go on. limit_s: until when."""
+        return (
+            f"worker {self.index} ({name_envs(self.envs)}) has been {self.building}, and may go on until "
+            f"start_timeout={limit_s}.{self._stack()}"
+        )
+
+    def _stack(self) -> str:
+        stack = python_stack(self.process)
+        return f"{_UNPACKS_HINT if _UNPACKS.search(stack) else ''}\nIts Python stack:\n{stack}"
 
     def retire(self) -> None:
         """Kills it, and closes what this end holds of it."""

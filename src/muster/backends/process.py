@@ -17,7 +17,7 @@ from muster.backends.deaths import describe_doing, seconds_since
 from muster.backends.handle import WorkerHandle, name_workers
 from muster.backends.launch import readable
 from muster.backends.share import EnvCall, EnvFacts, Failure, Share, ShareOptions, message_of, to_exception, type_name
-from muster.backends.workers import SLICE_S, ProcessOptions, Workers
+from muster.backends.workers import PATIENT_S, SLICE_S, ProcessOptions, Workers
 from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitTimeout, WorkerError
 from muster.pickling import dumps as dumps_carefully
 from muster.pickling import is_plain
@@ -30,7 +30,6 @@ from muster.transport.slab import Plan, Slab, split_evenly
 __all__ = ["CONTEXTS", "ProcessBackend", "ProcessOptions"]
 
 CONTEXTS = ("auto", "fork", "forkserver", "spawn")
-_PATIENT_S = 60.0
 # How long a worker may take to finish the step it is in when the vector env closes, or to close an env that has raised.
 _BUSY_GRACE_S = 1.0
 # How long a Ctrl-C in the caller's own share waits for the workers, so that the step ends as a whole.
@@ -235,12 +234,12 @@ class ProcessBackend(Backend):
         self._warn_once(time.monotonic() - self._sending_at)
 
     def _warn_once(self, waited_s: float) -> None:
-        if waited_s > _PATIENT_S and not self._warned:
+        if waited_s > PATIENT_S and not self._warned:
             self._warned = True
             workers = self._workers.handles
             doing = "; ".join(f"worker {worker.index}: {self._doing(worker)}" for worker in workers)
             warnings.warn(
-                f"waiting for {_PATIENT_S:.0f} s ({doing}). Set step_timeout= to end waits for envs that hang.",
+                f"waiting for {PATIENT_S:.0f} s ({doing}). Set step_timeout= to end waits for envs that hang.",
                 RuntimeWarning,
                 stacklevel=4,
             )

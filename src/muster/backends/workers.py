@@ -8,6 +8,7 @@ import functools
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from muster.transport.freight import Freight
 from muster.transport.slab import Plan, memfd
 
 SLICE_S = 0.05
+PATIENT_S = 60.0  # a wait that lasts longer is told of
 _BUILDING, _MAPPING = "building its envs", "mapping the slab"
 
 
@@ -64,6 +66,7 @@ class Workers:
         self._freight: Freight | None = None
         self.handles: list[WorkerHandle] = []
         self.fds: dict[str, int] = {}  # "slab" and "mail"
+        self._warned = False
 
     # ---- starting
 
@@ -151,7 +154,13 @@ class Workers:
                     raise worker.died(worker.building)
             if left_s == 0.0:
                 raise self._too_slow(owed[0], doing)
+            self._warn_once(owed[0])
         return [answers[worker.index] for worker in workers]
+
+    def _warn_once(self, worker: WorkerHandle) -> None:
+        if not self._warned and time.monotonic() - worker.launched_at > PATIENT_S:
+            self._warned = True
+            warnings.warn(worker.slow_to_start(self._options.start_timeout_s), RuntimeWarning, stacklevel=7)
 
     def _recv(self, worker: WorkerHandle) -> Any:
         try:
