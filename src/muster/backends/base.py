@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ import numpy as np
 
 from muster import _core
 from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, Share, ShareOptions
+from muster.errors import UsageError
 from muster.spec import Array, Leaf
 from muster.transport.mail import Mail
 from muster.transport.slab import STATUS_LOST, STATUS_RAISED, Plan, Slab
@@ -90,6 +92,18 @@ class Backend(ABC):
     @abstractmethod
     def close(self, timeout_s: float) -> list[Failure]:
         """Closes envs and workers within about `timeout_s`; returns what ``env.close()`` raised."""
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Closes the vector env where what is done here ends halfway, by Ctrl-C say: envs would be out of step."""
+        try:
+            yield
+        except UsageError:  # raised before anything was done
+            raise
+        except BaseException:
+            self.caller.closed = True
+            self.close(0.0)
+            raise
 
     @functools.cached_property
     def last_objects(self) -> dict[int, Sequence[Any]]:

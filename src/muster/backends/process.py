@@ -9,7 +9,7 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from muster.backends.base import Backend, CallerOptions, local_share, make_caller, raise_local_interrupt
@@ -108,7 +108,7 @@ class ProcessBackend(Backend):
         # Before anything is asked for: what cannot travel leaves the vector env as it was.
         packed = self._packed(options, {"options": options})
         messages = [dumps(("reset", *order[:2], packed)) if order[0] else None for order in remote]
-        with self._whole():
+        with self.whole():
             self.caller.request_resets(env_ids)
             for line, message in enumerate(messages):
                 if message is not None:
@@ -119,7 +119,7 @@ class ProcessBackend(Backend):
     def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
         line = self.caller.line_of(env)
         replaces = rebuilds and self._one_per_process
-        with self._whole():
+        with self.whole():
             if replaces:
                 self._end_gently(self._workers.handles[line])
                 self._workers.replace(line, f"env {env} raised")
@@ -163,7 +163,7 @@ class ProcessBackend(Backend):
     def _call(self, messages: Sequence[bytes], calling: str) -> None:
         self._results = {}
         self._calling, self._called_at = calling, time.monotonic()
-        with self._whole():
+        with self.whole():
             for line, message in enumerate(messages):
                 self._tell(line, message)
 
@@ -172,7 +172,7 @@ class ProcessBackend(Backend):
         while owed := [worker for worker in self._workers.handles if worker.index not in self._results]:
             left_s = max(0.0, deadline - time.monotonic())
             ready = readable([worker.channel for worker in owed], min(SLICE_S, left_s))
-            with self._whole():
+            with self.whole():
                 for worker in owed:
                     self._take_results(worker)
             if left_s == 0.0 and not ready:
@@ -211,7 +211,7 @@ class ProcessBackend(Backend):
     def watch(self, waited_s: float) -> None:
         if self._closed:
             raise ClosedError("this vector env was closed by another thread while this one waited for it")
-        with self._whole():
+        with self.whole():
             for worker in list(self._workers.handles):
                 if worker.starting_until is not None:
                     self._settle(worker)
@@ -327,18 +327,6 @@ class ProcessBackend(Backend):
         context = self._options.context
         packed = dumps_carefully(value, parts, start_method=context, inheritable=False)
         return dumps(value, shares_main=True) if context == "fork" else packed
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Closes the vector env where what is done here ends halfway, by Ctrl-C say: workers would be out of step."""
-        try:
-            yield
-        except UsageError:  # raised before anything was done
-            raise
-        except BaseException as error:
-            if self._closed:
-                raise
-            self._lose(error)
 
     def _tell(self, line: int, message: bytes) -> None:
         """Sends a message for pending envs or a call: if the worker is of no use any more, its replacement answers."""

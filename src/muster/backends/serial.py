@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from muster.backends.base import Backend, CallerOptions, local_share, make_caller
@@ -48,7 +47,7 @@ class SerialBackend(Backend):
         return self._mail
 
     def reset(self, env_ids: Array, seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
-        with self._whole():
+        with self.whole():
             self.caller.request_resets(env_ids)
             self._share.reset(env_ids.tolist(), seeds, options)
 
@@ -62,19 +61,9 @@ class SerialBackend(Backend):
         return self._share.set_attr(name, values)
 
     def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
-        with self._whole():
+        with self.whole():
             self._share.restart(env, seed, options, resets_now, rebuilds)
         return False
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Closes the vector env where Ctrl-C comes between two envs: the others would never answer."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            self.caller.closed = True
-            self.close(0.0)
-            raise
 
     def watch(self, waited_s: float) -> None:
         """There is no worker to lose."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from muster.backends.base import Backend, CallerOptions, make_caller
 from muster.backends.deaths import describe_doing
 from muster.backends.share import EnvCall, EnvFacts, Failure, ShareOptions, check_one_per_process, to_exception
 from muster.backends.thread_worker import ThreadWorker, end_threads
-from muster.errors import ClosedError, UsageError, WaitTimeout, WorkerDied, WorkerTimeout
+from muster.errors import ClosedError, WaitTimeout, WorkerDied, WorkerTimeout
 from muster.recipe import Recipe, WorkerInfo
 from muster.spec import Array
 from muster.transport.mail import LocalMail, Mail
@@ -76,7 +75,7 @@ class ThreadBackend(Backend):
         return self._mail
 
     def reset(self, env_ids: Array, seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
-        with self._whole():
+        with self.whole():
             self.caller.request_resets(env_ids)
             for line, worker in enumerate(self._workers):
                 mine = [(env, seed) for env, seed in zip(env_ids.tolist(), seeds, strict=True) if env in worker.envs]
@@ -84,7 +83,7 @@ class ThreadBackend(Backend):
                     self._tell(line, "reset", [env for env, _ in mine], [seed for _, seed in mine], options)
 
     def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
-        with self._whole():
+        with self.whole():
             self._tell(self.caller.line_of(env), "restart", env, seed, options, resets_now, rebuilds)
         return False
 
@@ -96,7 +95,7 @@ class ThreadBackend(Backend):
         return self.call_wait(None)
 
     def _call(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        with self._whole():
+        with self.whole():
             self._number += 1
             for line, of_worker in enumerate(arguments):
                 self._tell(line, kind, *of_worker)
@@ -141,17 +140,6 @@ class ThreadBackend(Backend):
         return end_threads(started, timeout_s)
 
     # ---- messages
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Closes the vector env where what is done here ends halfway, by Ctrl-C say: threads would be out of step."""
-        try:
-            yield
-        except UsageError:  # raised before anything was done
-            raise
-        except BaseException:
-            self.close(0.0)
-            raise
 
     def _tell(self, line: int, kind: str, *arguments: Any) -> None:
         """Sends a message to a thread that may be asleep in the core."""
