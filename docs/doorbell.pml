@@ -105,13 +105,13 @@ proctype worker(byte w) {
               :: else -> wake_caller_if_done(w)
               fi
            :: else ->
-              /* WaitForRing: take_seat */
-              if
-              :: skip
+              /* WaitForRing: take_seat, which may notice a seat and then leave it */
+              do
+              :: break
               :: STORE_AT(seat, w, !seat[w]);
                  FENCE_WORKER(w);
                  wake_caller_if_done(w)
-              fi;
+              od;
               /* awake */
               do
               :: rung[w] != seen -> break
