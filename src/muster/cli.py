@@ -64,6 +64,7 @@ def doctor(
         int | None, typer.Option(min=1, show_default="what suits the machine", help="Envs to recommend a line for.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a trial is taken to hang.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0.01, help="How long the env's speed is measured.")] = 2.0,
     policy: Annotated[
         str | None,
         typer.Option(metavar="MODULE:FACTORY", help="Also say whether this policy can go to collector processes."),
@@ -92,13 +93,15 @@ def doctor(
                 judged = None if policy is None else judge_target(policy, timeout)
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
-            diagnosis = diagnose(env, num_envs=num_envs, env_kwargs=arguments, timeout=timeout, name=target)
+            diagnosis = diagnose(
+                env, num_envs=num_envs, env_kwargs=arguments, timeout=timeout, seconds=seconds, name=target
+            )
             if judged is not None:
                 diagnosis = replace(diagnosis, findings=(*diagnosis.findings, judged[0]), policy=judged[1])
-    if diagnosis.recommendation is not None and how_to_import is not None and diagnosis.recommendation.factory is None:
-        diagnosis = replace(
-            diagnosis, recommendation=replace(diagnosis.recommendation, factory=f"import muster\n{how_to_import}\n")
-        )
+    advice = diagnosis.recommendation
+    # The line may well be about something else than the target: the id of the env that a factory would give twice.
+    if how_to_import is not None and advice is not None and f"({target.rpartition(':')[2]}," in advice.line:
+        diagnosis = replace(diagnosis, recommendation=replace(advice, factory=f"import muster\n{how_to_import}\n"))
     if as_json:
         typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
     else:

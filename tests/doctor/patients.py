@@ -45,9 +45,9 @@ class Patient(gym.Env[Any, Any]):
             self._suffer()
         if self.trait == "slow":
             time.sleep(0.2)
-        if self.trait == "changes its action":
+        if "changes its action" in self.trait:
             action *= 0.5
-        info = {"state": object()} if self.trait == "costly infos" else {"count": self.count}
+        info = {"state": object()} if "costly infos" in self.trait else {"count": self.count}
         return self._obs(), 0.0, False, self.count >= 10, info
 
     def _suffer(self) -> None:
@@ -69,7 +69,7 @@ class Patient(gym.Env[Any, Any]):
         if self.trait == "disturbs":
             Patient.shared = Patient.shared / 2 + drawn / 2
             return Patient.shared.copy()
-        if self.trait == "reuses its buffer":
+        if "reuses its buffer" in self.trait:
             self.buffer[:] = drawn
             return self.buffer
         return drawn

@@ -17,9 +17,8 @@ from torch import nn
 import muster
 from muster.doctor.policy import judge_policy
 
-MODULE = """
-import ctypes, os, threading, time
-import gymnasium as gym
+POLICIES = """
+import threading
 from torch import nn
 
 class Guarded(nn.Linear):
@@ -29,6 +28,10 @@ class Guarded(nn.Linear):
 
 def make_policy():
     return Guarded()
+"""
+MODULE = """
+import ctypes, os, time
+import gymnasium as gym
 
 def broken():
     raise ValueError("no weights found")
@@ -100,7 +103,8 @@ def test_diagnose_reports_it_beside_the_env_and_does_not_call_the_policy():
 
 @pytest.fixture
 def doctor(tmp_path: Path):
-    (tmp_path / "my_game.py").write_text(MODULE)
+    (tmp_path / "my_game.py").write_text(MODULE)  # without torch, which takes seconds to import
+    (tmp_path / "my_policies.py").write_text(POLICIES)
     command = [sys.executable, "-c", "import muster.cli; muster.cli.main()", "doctor"]
     return lambda *arguments: functools.partial(subprocess.run, capture_output=True, text=True, timeout=110)(
         [*command, *arguments], cwd=tmp_path
@@ -108,14 +112,14 @@ def doctor(tmp_path: Path):
 
 
 def test_the_command_tells_it_to_people(doctor):
-    done = doctor("my_game:gives_what_exists", "--policy", "my_game:make_policy")
+    done = doctor("my_game:gives_what_exists", "--policy", "my_policies:make_policy")
     said = " ".join(done.stdout.split())
     assert "because of policy.lock (_thread.lock)" in said
     assert "# pass policy_factory=" in said
 
 
 def test_the_command_tells_it_to_programs_and_a_policy_that_stays_blocks_nothing(doctor):
-    done = doctor("CartPole-v1", "--policy", "my_game:make_policy", "--json")
+    done = doctor("CartPole-v1", "--policy", "my_policies:make_policy", "--json", "--seconds", "0.2")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["policy"]["copyable"] is False
@@ -145,7 +149,7 @@ def test_a_policy_that_ends_its_process_does_not_end_the_doctor(doctor, tmp_path
 
 @pytest.mark.parametrize(
     ("policy", "words"),
-    [("my_game:absent", "It has: Guarded, make_policy"), ("absent", "--policy must be module:make_policy")],
+    [("my_game:absent", "It has: broken, crashes"), ("absent", "--policy must be module:make_policy")],
 )
 def test_mistakes_in_a_policy_s_name_are_told_without_a_traceback(doctor, policy, words):
     done = doctor("my_game:gives_what_exists", "--policy", policy)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
+
 from muster.backends.resources import memory_left, usable_cores
 from muster.doctor.diagnosis import Measurements, Recommendation
 from muster.doctor.forecast import Trace, envs_per_worker, predict_serial, predict_steps_per_s, workers_pay
+from muster.envs.dm_env import is_dm_env
+from muster.envs.melting_pot import substrate_of
 from muster.existing_env import find_existing_env, is_env
+from muster.gym_ids import unrecorded_wrapper
 
 _LONGEST_REPR = 200
 _SHARE_OF_MEMORY = 0.5
@@ -75,7 +82,9 @@ def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recomme
     if existing is None and callable(env):
         found = find_existing_env(env)
         existing = found[1] if found is not None else None
-    if existing is None and (missing := _missing_arguments(env, env_kwargs)):
+    if (known := _code_for_another(existing)) is not None:
+        line, factory = f"envs = muster.make_vec({known[0]}, num_envs={cores}{known[1]})", None
+    elif existing is None and (missing := _missing_arguments(env, env_kwargs)):
         given = [f"{json.dumps(name)}: {value!r}" for name, value in env_kwargs.items()]
         listed = ", ".join([*given, *(f"{json.dumps(name)}: ..." for name in missing)])
         line, factory = f"envs = muster.make_vec({source}, num_envs={cores}, env_kwargs={{{listed}}})", None
@@ -94,6 +103,44 @@ def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recomme
         steps_per_s=None,
         memory_bytes=None,
     )
+
+
+def _code_for_another(existing: Any) -> tuple[str, str] | None:
+    """How code names what makes envs like an existing one, and options for it; None where that is not known."""
+    spec = spec_of(existing)
+    if spec is not None:
+        name = name_of_spec(spec)
+        return None if name is None else (name, "")
+    substrate = substrate_of(existing) if is_dm_env(existing) else None
+    if substrate is None:
+        return None
+    name, num_players = substrate
+    return json.dumps(f"meltingpot/{name}"), f', env_kwargs={{"num_players": {num_players}}}'
+
+
+def spec_of(existing: Any) -> EnvSpec | None:
+    """The spec that an env could be rebuilt from."""
+    spec = None
+    if isinstance(existing, gym.Env):
+        with contextlib.suppress(Exception):  # a property, of any user's class
+            spec = existing.spec
+    usable = isinstance(spec, EnvSpec) and spec.entry_point is not None and unrecorded_wrapper(spec) is None
+    return spec if usable else None
+
+
+def name_of_spec(spec: EnvSpec) -> str | None:
+    """The id, as code, that makes envs of just this spec; None where it is not the registered one any more."""
+    registered = gym.registry.get(spec.id)
+    try:
+        return json.dumps(spec.id) if registered is not None and _as_made(registered) == _as_made(spec) else None
+    except Exception:  # of kwargs that cannot be compared
+        return None
+
+
+def _as_made(spec: EnvSpec) -> dict[str, Any]:
+    """A spec's fields, but for what `gymnasium.make` adds to an env's by itself."""
+    fields = {key: getattr(spec, key) for key in ("entry_point", "max_episode_steps", "additional_wrappers")}
+    return {**fields, "kwargs": {key: value for key, value in spec.kwargs.items() if key != "render_mode" or value}}
 
 
 def _missing_arguments(factory: Any, env_kwargs: Mapping[str, Any]) -> list[str]:

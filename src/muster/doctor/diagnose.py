@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 from muster.backends.resources import usable_cores
-from muster.doctor.advice import Verdict, recommend, unbuildable
+from muster.doctor.advice import Verdict, name_of_spec, recommend, spec_of, unbuildable
 from muster.doctor.diagnosis import Diagnosis, Finding, Measurements
 from muster.doctor.findings import (
     FATAL,
@@ -115,8 +115,12 @@ def _diagnose_env(
         findings.append(about_untried(behaviour))
     elif "rows" in behaviour.results:
         rows = behaviour.results["rows"]
-        findings += about_replay(behaviour, run("replay", hash_seed=2, rows=rows))
-        pair, speeds = run("pair", hash_seed=1, rows=rows), _time_one_per_core(recipe, timeout, seconds)
+        # At the same time: neither of them is timed.
+        with ThreadPoolExecutor(2) as pool:
+            replayed = pool.submit(run, "replay", hash_seed=2, rows=rows)
+            pair = run("pair", hash_seed=1, rows=rows)
+        findings += about_replay(behaviour, replayed.result())
+        speeds = _time_one_per_core(recipe, timeout, seconds)
         together = about_pair(behaviour, pair)
         verdict.alone = verdict.alone or together.severity == "warns"
         findings.append(together)
@@ -138,9 +142,11 @@ def _name(env: Any) -> str:
 
 def _source(env: Any, target: str) -> str:
     """How a line of code names what was handed over; "make_env" where it has no name of its own."""
-    spec = getattr(env, "spec", None) if is_env(env) else env
-    if isinstance(spec, (str, EnvSpec)):
-        return json.dumps(spec if isinstance(spec, str) else spec.id)
+    if isinstance(env, str):
+        return json.dumps(env)
+    spec = env if isinstance(env, EnvSpec) else spec_of(env)
+    if spec is not None:
+        return name_of_spec(spec) or ("spec" if spec is env else "env.spec")
     module, _, name = target.rpartition(":")  # as the command line names it
     if not module:
         name = callable_name(env).rpartition(".")[2] if inspect.isfunction(env) or inspect.isclass(env) else ""

@@ -116,8 +116,9 @@ class Diagnosis:
 
 
 def code_of(advice: Recommendation) -> str:
-    """The code to write."""
-    return f"{advice.factory}\n{advice.line}" if advice.factory else advice.line
+    """The code to write, from its imports on."""
+    code = f"{advice.factory}\n{advice.line}" if advice.factory else advice.line
+    return code if "import muster\n" in code else f"import muster\n\n{code}"
 
 
 def measured_rows(measured: Measurements) -> list[tuple[str, str]]:
