@@ -7,6 +7,9 @@ CORE := CMakeLists.txt $(wildcard src/muster/_core/*)
 # What steps envs by way of the core, and what restarts them.
 SANITIZED := tests/test_vector.py tests/backends/test_recovery.py tests/backends/test_lending.py
 
+# One test on each core; most of a test's time is the start of its workers.
+IN_PARALLEL := --numprocesses logical --dist worksteal
+
 # Extra arguments for the script behind `demo`, `test`, `test-all` and `bench`: make test ARGS="-k layers"
 ARGS ?=
 
@@ -20,10 +23,10 @@ demo: $(VENV)/.core ## Train CartPole-v1 to a mean return of 475, in about a min
 	$(BIN)/muster train CartPole-v1 $(ARGS)
 
 test: $(VENV)/.core ## Run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)
 
 test-all: $(VENV)/.core ## Run all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 soak: $(VENV)/.core ## Kill and stop workers at random for 5 minutes, and check every row
 	$(BIN)/python tests/faults/soak.py --seconds 300 $(ARGS)
