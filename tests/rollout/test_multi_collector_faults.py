@@ -15,10 +15,13 @@ from tensordict import TensorDict
 from torch import nn
 
 from muster.errors import ClosedError, EnvError, SpecMismatch, UsageError, WorkerDied
+from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
+from muster.rollout.storage import Storage
 
 # A forked process has PyTorch already; the default, a fresh one, takes seconds to import it.
 MultiCollector = functools.partial(AnyMultiCollector, context="fork", num_collectors=2)
+InOneProcess = functools.partial(Collector, num_envs=2, make_vec_options={"backend": "serial"})
 
 
 class Constant(nn.Module):
@@ -75,6 +78,21 @@ def test_after_ctrl_c_all_envs_begin_new_episodes(sync):
         with pytest.raises(KeyboardInterrupt):
             collector.rollout()
         assert begins_afresh(collector.rollout())
+
+
+@pytest.mark.parametrize("make", [MultiCollector, InOneProcess])
+def test_a_batch_that_was_lost_after_it_was_stepped_leaves_no_gap(make, monkeypatch):
+    def interrupted(storage, traj_ids):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with make(functools.partial(CountingEnv, length=9), Constant(), frames_per_batch=14) as collector:
+        monkeypatch.setattr(Storage, "to_batch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            collector.rollout()
+        assert begins_afresh(collector.rollout())
+        collector.rollout()
+    assert collector.last_episodes.lengths.tolist() == [9, 9]
 
 
 def test_a_second_thread_is_refused_and_the_first_is_not_disturbed():

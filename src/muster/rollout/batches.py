@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Self
@@ -9,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 
-from muster.errors import ClosedError, ConfigError
+from muster.errors import ClosedError, ConfigError, UsageError
 from muster.rollout.devices import Device, to_device
 from muster.rollout.episodes import Episodes
 from muster.rollout.returns import split_trajectories
@@ -61,6 +62,8 @@ class BatchSource(ABC):
         self._replay_buffer = replay_buffer
         self._storing_device = None if storing_device is None else to_device(storing_device)
         self._closed = False
+        self._collecting = threading.Lock()
+        self._cut_short = False  # an error or Ctrl-C ended the last call before it could return its batch
 
     def __iter__(self) -> Iterator[TensorDict | None]:
         """Batches until `total_frames`; another ``iter`` goes on where the last one stopped."""
@@ -73,13 +76,28 @@ class BatchSource(ABC):
                 yield None
 
     def rollout(self) -> TensorDict:
-        """The next batch. After an error the following one starts new episodes in all envs."""
+        """The next batch. After an error or Ctrl-C the following one starts new episodes in all envs."""
         if self._closed:
             raise ClosedError("this collector was shut down; make another one")
-        batch = self._collect()
-        if self._split_trajs:
-            batch = split_trajectories(batch)
-        return batch if self._storing_device is None else batch.to(self._storing_device)
+        if not self._collecting.acquire(blocking=False):
+            raise UsageError("another thread is collecting; use one at a time, or a lock")
+        try:
+            if self._cut_short:
+                self._give_up()
+            self._cut_short = True
+            batch = self._collect()
+            if self._split_trajs:
+                batch = split_trajectories(batch)
+            if self._storing_device is not None:
+                batch = batch.to(self._storing_device)
+            self._cut_short = False
+            return batch
+        finally:
+            self._collecting.release()
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """What is under way is lost: the next batch starts new episodes in all envs."""
 
     @abstractmethod
     def _collect(self) -> TensorDict:

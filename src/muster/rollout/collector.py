@@ -118,6 +118,9 @@ class Collector(BatchSource):
         self._trajectories = TrajectoryCounter(self._envs.num_envs)
         self._episodes = EpisodeCounter(self._envs.num_envs)
 
+    def _give_up(self) -> None:
+        self._stepping.start_afresh()
+
     def _collect(self) -> TensorDict:
         storage = Storage(
             self.steps_per_batch,

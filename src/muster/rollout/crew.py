@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ from muster.errors import (
     MusterError,
     NotPendingError,
     SpecMismatch,
-    UsageError,
     WorkerError,
 )
 from muster.make import make_vec
@@ -104,8 +102,6 @@ class Crew:
         # By collector, handed out so far. Kept here, where they outlive a process that dies.
         self._frames = [0] * num_collectors
         self._ready: deque[Filled] = deque()
-        self._collecting = threading.Lock()
-        self._cut_short = False  # an error or Ctrl-C ended the last call before its batch was complete
         self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
         plans = self._plans(recipes, policy, policy_factory, collector_options, options.context)
         try:
@@ -152,8 +148,7 @@ class Crew:
 
         round_number: seeds differ from those of other rounds.  frames: collected before, by all.
         """
-        if self._regions or self._cut_short:
-            self._give_up()
+        self.give_up()
         self._ready.clear()
         self._afresh.clear()
         seeds: list[int | None] = [None] * self._processes.num_envs
@@ -164,18 +159,24 @@ class Crew:
         self._processes.reset(seed=seeds)
 
     def collect(self) -> Filled:
-        """The next batch. After an error, or Ctrl-C, all envs begin new episodes. Raises UsageError in a 2nd thread."""
-        if not self._collecting.acquire(blocking=False):
-            raise UsageError("another thread is collecting; use one at a time, or a lock")
-        try:
-            if self._cut_short:
-                self._give_up()
-            self._cut_short = True
-            filled = self._collect_all() if self._sync else self._collect_first()
-            self._cut_short = False
-            return filled
-        finally:
-            self._collecting.release()
+        """The next batch."""
+        return self._collect_all() if self._sync else self._collect_first()
+
+    def give_up(self) -> None:
+        """Ends what collectors do. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
+        for block in self._regions.values():
+            stop_flag(block)[0] = 1
+        while True:
+            try:
+                self._processes.recv()
+            except NotPendingError:
+                break
+            except EnvError:
+                continue
+            except MusterError as error:
+                raise self._translated(error) from None
+        self._regions.clear()
+        self._afresh.update(range(len(self._frames)))
 
     def stats(self) -> dict[str, Any]:
         """Of the processes, see `VectorEnv.stats`."""
@@ -341,23 +342,6 @@ class Crew:
         self._frames[collector] += int(storage.mask[:, part].sum())
         for time, env, leaves in infos.get("finals", ()):
             storage.finals.append(Final(time, part.start + env, leaves))
-
-    def _give_up(self) -> None:
-        """Ends what collectors do. Their envs have gone on meanwhile, so that new episodes begin."""
-        for block in self._regions.values():
-            stop_flag(block)[0] = 1
-        while True:
-            try:
-                self._processes.recv()
-            except NotPendingError:
-                break
-            except EnvError:
-                continue
-            except MusterError as error:
-                raise self._translated(error) from None
-        self._regions.clear()
-        self._afresh.update(range(len(self._frames)))
-        self._cut_short = False
 
     def _translated(self, error: MusterError) -> MusterError:
         """The same in a collector's terms, where the engine speaks of workers and their envs."""

@@ -216,6 +216,12 @@ class MultiCollector(BatchSource):
         elif self._crew is not None:
             self._crew.close()
 
+    def _give_up(self) -> None:
+        if self._crew is not None:
+            self._crew.give_up()
+        elif self._staying is not None:
+            self._staying.reset()
+
     def _collect(self) -> TensorDict:
         batch = self._from_crew(self._crew) if self._crew is not None else self._from_staying()
         self.batches += 1
