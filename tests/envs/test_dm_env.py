@@ -64,7 +64,7 @@ class Walk(dm_env.Environment):
     ("discount", "terminates", "info"), [(0.0, True, None), (1.0, False, None), (0.9, False, 0.9), (None, False, None)]
 )
 def test_the_last_discount_tells_termination_from_truncation(discount: Any, terminates: bool, info: Any) -> None:
-    with muster.make_vec(Walk, 2, env_kwargs={"discount": discount}, num_workers=2) as envs:
+    with muster.make_vec(Walk, 2, env_kwargs={"discount": discount}, backend="serial") as envs:
         assert isinstance(envs, muster.VectorEnv)
         assert envs.single_action_space == spaces.Discrete(4, dtype=np.int32)
         envs.reset(seed=0)

@@ -113,15 +113,16 @@ def bare_loop(build_bare: Any, seed: int, first: list[str]) -> tuple[Any, Any]:
     raise AssertionError(f"20 bare episodes of seed {seed} all start otherwise")
 
 
-@pytest.mark.parametrize("substrate", [SMALL, pytest.param("coins", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("substrate", [SMALL, "coins"])
 def test_episodes_equal_a_bare_loop_of_the_same_draws(substrate: str) -> None:
     with muster.make_vec(functools.partial(build_with_seed, substrate), 2) as envs:
-        assert_replays(envs, None, functools.partial(build_with_seed, substrate))
+        assert_replays(envs, None, functools.partial(build_with_seed, substrate), 100)
 
 
 def test_episodes_of_a_seed_equal_a_bare_loop_of_that_seed() -> None:
     with muster.make_vec(f"meltingpot/{SMALL}", 2) as envs:
-        assert_replays(envs, 11, functools.partial(bare, SMALL))
+        assert_replays(envs, 11, functools.partial(bare, SMALL), 30)
 
 
 def build_with_seed(substrate: str, seed: int | None = None) -> Any:
@@ -131,20 +132,20 @@ def build_with_seed(substrate: str, seed: int | None = None) -> Any:
     return build(substrate)
 
 
-def assert_replays(envs: Any, seed: int | None, build_bare: Any) -> None:
+def assert_replays(envs: Any, seed: int | None, build_bare: Any, steps: int) -> None:
     """Two envs of two players, against bare loops of seeds 11 and 12."""
     envs.action_space.seed(0)
     obs, _ = envs.reset(seed=seed)
     firsts = [[hashed(row(obs, i, a)) for a in range(2)] for i in range(2)]
-    loops, steps = zip(*[bare_loop(build_bare, 11 + i, firsts[i]) for i in range(2)], strict=True)
-    for _ in range(100):
-        for i, timestep in enumerate(steps):
+    loops, timesteps = zip(*[bare_loop(build_bare, 11 + i, firsts[i]) for i in range(2)], strict=True)
+    for _ in range(steps):
+        for i, timestep in enumerate(timesteps):
             for a, told in enumerate(timestep.observation):
                 assert hashed(told) == hashed(row(obs, i, a))
         actions = envs.action_space.sample()
-        steps = [loop.step(actions["player"][i].tolist()) for i, loop in enumerate(loops)]
+        timesteps = [loop.step(actions["player"][i].tolist()) for i, loop in enumerate(loops)]
         obs, rewards, *_ = envs.step(actions)
-        for i, timestep in enumerate(steps):
+        for i, timestep in enumerate(timesteps):
             assert rewards["player"][i].tolist() == [float(one) for one in timestep.reward]
     for loop in loops:
         loop.close()

@@ -95,14 +95,15 @@ def test_agents_that_die_before_the_others_are_masked() -> None:
     with muster.make_vec(make, 2, env_kwargs={**kwargs, "remove_on_fall": True}) as envs:
         envs.reset(seed=0)
         rng = np.random.default_rng(0)
-        dead_before_the_end = 0
         for _ in range(250):
             *_, infos = envs.step(sample(envs, None, rng))
             alive = infos["alive"]["walker"]
-            dead_before_the_end += int((alive.any(-1) & ~alive.all(-1)).sum())
-        assert dead_before_the_end
+            if (alive.any(-1) & ~alive.all(-1)).any():
+                break
+        else:
+            pytest.fail("no walker died before the end")
     # Walkers may stay up for hundreds of steps; the time limit ends every episode in time.
-    ended = assert_rows_equal_a_bare_loop(**kwargs, steps=250, remove_on_fall=True, max_cycles=100)
+    ended = assert_rows_equal_a_bare_loop(**kwargs, steps=130, remove_on_fall=True, max_cycles=60)
     assert ended
 
 
