@@ -17,6 +17,7 @@ from muster.backends.resources import memory_left
 from muster.doctor import Diagnosis, Finding, Measurements
 from muster.doctor.advice import Verdict, name_of_spec, recommend, spec_of, unbuildable
 from muster.doctor.diagnose import _source as source_of
+from muster.doctor.diagnose import _try_contexts as try_contexts
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
 from muster.doctor.forecast import Trace
 from muster.doctor.gil import share_without_gil
@@ -181,9 +182,11 @@ def test_a_trial_that_never_started_is_not_held_against_the_env():
 
 
 def test_what_hangs_at_once_is_not_tried_with_every_start_method():
-    diagnosis = muster.diagnose(make_patient, env_kwargs={"trait": "hangs at once"}, seconds=0.2, timeout=3.0)
-    assert "building it, the env hung" in text_of(diagnosis, "life", "blocks")
-    assert not any(one.topic == "start methods" for one in diagnosis.findings)
+    hung = Outcome(stage="building it", how="hung for 3 s", hung=True)
+    recipe = make_recipes(make_patient, 1, {"trait": "hangs at once"})[0]
+    assert try_contexts(recipe, 3.0, True, hung) == {}
+    assert about_start_methods({}, known=True) == []
+    assert "building it, the env hung" in about_behaviour(hung)[0].text
 
 
 @pytest.mark.slow

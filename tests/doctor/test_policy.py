@@ -118,6 +118,7 @@ def test_the_command_tells_it_to_people(doctor):
     assert "# pass policy_factory=" in said
 
 
+@pytest.mark.slow
 def test_the_command_tells_it_to_programs_and_a_policy_that_stays_blocks_nothing(doctor):
     done = doctor("CartPole-v1", "--policy", "my_policies:make_policy", "--json", "--seconds", "0.2")
     assert done.returncode == 0, done.stderr
