@@ -302,3 +302,23 @@ def test_what_cannot_be_rebuilt_by_envs_that_run_is_told_and_they_run_on(running
             send()
     running.reset(seed=0)
     assert running.get_attr("thing") == (None, None)
+
+
+@pytest.mark.parametrize(("backend", "options"), [("serial", {}), ("thread", {}), ("process", {"context": "fork"})])
+def test_arguments_of_a_spec_arrive_as_they_are(backend, options):
+    lock = threading.Lock()
+    box = [1, lock]
+    spec = gym.envs.registration.EnvSpec("Holder-v0", entry_point=Holder, kwargs={"thing": box})
+    with muster.make_vec(spec, 2, backend=backend, **options) as envs:
+        if backend == "process":
+            assert envs.call("take", 3) == ("int", "int")
+        else:
+            assert all(kept[0] is box for kept in envs.get_attr("box"))
+
+
+def test_lists_nested_deeper_than_python_follows_are_handed_over():
+    nested = []
+    for _ in range(3000):
+        nested = [nested]
+    with muster.make_vec(Holder, 1, backend="serial", env_kwargs={"thing": nested}) as envs:
+        assert envs.get_attr("box")[0][0] is nested

@@ -17,6 +17,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvCreator, EnvSpec, WrapperSpec, _find_spec, load_env_creator
 
 from muster.errors import RecipeError
+from muster.pickling import is_plain
 
 FOREIGN_PREFIXES = ("pettingzoo/", "meltingpot/")
 """First parts of the ids that are resolved by the layer above instead of by Gymnasium."""
@@ -27,6 +28,7 @@ ForeignResolver = Callable[[str], Callable[..., Any]]
 _MAIN_MODULES = ("__main__", "__mp_main__")
 _GYMNASIUM = "gymnasium."
 # What Gymnasium's make_vec leaves in the spec of the vector env that it makes.
+_OPTIONS_OF_MAKE = ("id", "max_episode_steps", "disable_env_checker")
 _VECTOR_KEYS = ("num_envs", "vectorization_mode", "vector_kwargs", "wrappers")
 
 
@@ -42,7 +44,18 @@ class MakeGym:
     late_wrappers: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = field(default=())
 
     def __call__(self, **kwargs: Any) -> Any:
-        env = gym.make(self.target, **kwargs)
+        target = self.target
+        if isinstance(target, EnvSpec):
+            # Gymnasium copies a spec's arguments deeply, which locks cannot be and sockets must not be.
+            as_they_are = {
+                name: value
+                for name, value in target.kwargs.items()
+                if name not in _OPTIONS_OF_MAKE and not is_plain(value)
+            }
+            target = copy.copy(target)
+            target.kwargs = {name: value for name, value in target.kwargs.items() if name not in as_they_are}
+            kwargs = {**as_they_are, **kwargs}
+        env = gym.make(target, **kwargs)
         for wrapper, wrapper_kwargs in self.late_wrappers:
             env = wrapper(env=env, **wrapper_kwargs)
         return env

@@ -13,6 +13,7 @@ from muster.introspection import subscript
 
 _log = logging.getLogger("muster")
 
+_MAX_DEPTH = 100
 _RELEASE_METHODS = ("close", "destroy", "term")
 
 
@@ -62,20 +63,21 @@ class LazyValues:
         self._adopted: dict[int, tuple[Any, Any]] = {}
         self._releases: list[tuple[str, Callable[[], Any]]] = []
 
-    def resolve(self, value: Any, path: str) -> Any:
+    def resolve(self, value: Any, path: str, depth: int = 0) -> Any:
         """``value`` with every Lazy in it built, in dicts, lists and tuples too; the object itself if there is none.
 
-        path: where the value stands, for messages: ``env_kwargs["server"]``.
+        path: where the value stands, for messages: ``env_kwargs["server"]``.  depth: of containers around it; those
+        that are nested deeper than Python can follow are handed over as they are.
         """
         if id(value) in self._resolved:
             return self._resolved[id(value)][1]
         if type(value) is Lazy:
             return self._build(value, path)
-        if type(value) not in (dict, list, tuple):
+        if type(value) not in (dict, list, tuple) or depth > _MAX_DEPTH:
             return value
         self._resolved[id(value)] = (value, value)  # what a container that holds itself finds
         items = value.items() if type(value) is dict else enumerate(value)
-        resolved = {key: self.resolve(item, path + subscript(key)) for key, item in items}
+        resolved = {key: self.resolve(item, path + subscript(key), depth + 1) for key, item in items}
         originals = value.values() if type(value) is dict else value
         result = value
         if any(new is not old for new, old in zip(resolved.values(), originals, strict=True)):

@@ -352,9 +352,16 @@ def facts_of(env: Any) -> EnvFacts:
         env.action_space,
         dict(metadata),
         getattr(env, "render_mode", None),
-        getattr(env, "spec", None),
+        _spec_of(env),
         env.layout if isinstance(env, AgentsEnv) else None,
     )
+
+
+def _spec_of(env: Any) -> Any:
+    try:
+        return getattr(env, "spec", None)
+    except Exception:  # Gymnasium's wrappers copy the arguments that are in it, which may raise anything
+        return None
 
 
 def check_one_per_process(env: Any, num_envs: int) -> None:
