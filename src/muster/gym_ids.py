@@ -27,8 +27,9 @@ ForeignResolver = Callable[[str], Callable[..., Any]]
 
 _MAIN_MODULES = ("__main__", "__mp_main__")
 _GYMNASIUM = "gymnasium."
-# What Gymnasium's make_vec leaves in the spec of the vector env that it makes.
+# Parameters of `gymnasium.make` itself.
 _OPTIONS_OF_MAKE = ("id", "max_episode_steps", "disable_env_checker")
+# What Gymnasium's make_vec leaves in the spec of the vector env that it makes.
 _VECTOR_KEYS = ("num_envs", "vectorization_mode", "vector_kwargs", "wrappers")
 
 
