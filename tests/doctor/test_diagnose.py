@@ -277,7 +277,9 @@ def test_multi_agent_envs_are_played_and_timed():
     played = run_guarded("behaviour", packed, stage_timeout_s=20.0, options={})
     assert (played.stage, played.results["api"]) == (None, "PettingZoo parallel")
     assert played.results["digest"] == played.results["digest_again"] != played.results["digest_other"]
-    timed = run_guarded("speed", packed, stage_timeout_s=20.0, options={"seconds": 0.05, "num_trials": 1})
+    timed = run_guarded(
+        "speed", packed, stage_timeout_s=20.0, options={"seconds": 0.05, "num_trials": 1, "env_index": 0}
+    )
     assert timed.stage is None
     assert timed.results["steps_s"]
 
@@ -311,3 +313,18 @@ def test_no_more_envs_are_recommended_than_memory_has_room_for():
     times = np.full(1000, 1e-6)
     advice = recommend(verdict, measured, Trace(times, times, 1000, 1, spin_s=1e-7))
     assert 3 <= advice.num_envs <= 4
+
+
+@pytest.mark.parametrize(
+    ("env_kwargs", "code"),
+    [
+        ({"level": 3, "sizes": [1.5, (2, "a")]}, "env_kwargs={'level': 3, 'sizes': [1.5, (2, 'a')]}"),
+        ({"board": np.zeros((3, 3))}, "env_kwargs=env_kwargs"),
+        ({"map": np.zeros(100_000)}, "env_kwargs=env_kwargs"),
+        ({"far": float("inf")}, "env_kwargs=env_kwargs"),
+        ({"lock": threading.Lock()}, "env_kwargs=env_kwargs"),
+    ],
+)
+def test_arguments_are_in_the_line_where_code_can_say_them(env_kwargs, code):
+    verdict = Verdict("make_env", env_kwargs, 2, travels=True, tried={"forkserver": None})
+    assert code in recommend(verdict, Measurements(), None).line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import json
@@ -19,6 +20,7 @@ from muster.envs.dm_env import is_dm_env
 from muster.envs.melting_pot import substrate_of
 from muster.existing_env import find_existing_env, is_env
 from muster.gym_ids import unrecorded_wrapper
+from muster.pickling import is_plain
 
 _LONGEST_REPR = 200
 _SHARE_OF_MEMORY = 0.5
@@ -192,5 +194,12 @@ def _recommendation(
 
 
 def _kwargs(env_kwargs: Mapping[str, Any]) -> str:
+    """As code that makes them anew, or else by the name that they are likely to have."""
+    if not all(map(is_plain, env_kwargs.values())):
+        return "env_kwargs"
     text = repr(dict(env_kwargs))
-    return text if len(text) <= _LONGEST_REPR and "<" not in text else "env_kwargs"
+    try:
+        again = ast.literal_eval(text) if len(text) <= _LONGEST_REPR else None
+    except (ValueError, SyntaxError):  # of an array
+        again = None
+    return text if again == dict(env_kwargs) else "env_kwargs"

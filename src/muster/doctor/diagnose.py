@@ -120,7 +120,7 @@ def _diagnose_env(
             replayed = pool.submit(run, "replay", hash_seed=2, rows=rows)
             pair = run("pair", hash_seed=1, rows=rows)
         findings += about_replay(behaviour, replayed.result())
-        speeds = _time_one_per_core(recipe, timeout, seconds)
+        speeds = _time_one_per_core(packed or b"", timeout, seconds)
         together = about_pair(behaviour, pair)
         verdict.alone = verdict.alone or together.severity == "warns"
         findings.append(together)
@@ -241,17 +241,15 @@ def _noting_interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, usual)
 
 
-def _time_one_per_core(recipe: Recipe, timeout_s: float, seconds: float) -> list[Outcome]:
+def _time_one_per_core(packed: bytes, timeout_s: float, seconds: float) -> list[Outcome]:
     """What the trial `speed` tells on every core at the same time: cores share caches, memory and heat."""
     count = min(usable_cores(), _MOST_SPEED_TRIALS)
 
     def run(i: int) -> Outcome:
-        packed = pack([replace(recipe, env_index=i)], start_method="spawn")
-        options = {"seconds": seconds, "num_trials": count}
+        options = {"seconds": seconds, "num_trials": count, "env_index": i}
         return run_guarded("speed", packed, stage_timeout_s=timeout_s, options=options)
 
-    with warnings.catch_warnings(), ThreadPoolExecutor(count) as pool:
-        warnings.simplefilter("ignore")
+    with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))
 
 

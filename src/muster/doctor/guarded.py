@@ -52,7 +52,11 @@ def run_guarded(
     environment = worker_environment(1)
     if hash_seed is not None:
         environment["PYTHONHASHSEED"] = str(hash_seed)
-    with tempfile.TemporaryFile() as packed, tempfile.TemporaryFile() as stderr, os.fdopen(read, "rb", 0) as told:
+    with (
+        os.fdopen(os.memfd_create("muster-recipe"), "w+b") as packed,
+        tempfile.TemporaryFile() as stderr,
+        os.fdopen(read, "rb", 0) as told,
+    ):
         packed.write(recipe)
         packed.seek(0)
         command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), trial, str(write), json.dumps(options)]

@@ -194,9 +194,10 @@ def pair(recipe: Recipe, teller: Teller, rows: int) -> None:
             teller.stage("closing two of it in one process")
 
 
-def speed(recipe: Recipe, teller: Teller, seconds: float, num_trials: int) -> None:
+def speed(recipe: Recipe, teller: Teller, seconds: float, num_trials: int, env_index: int) -> None:
     """Times one env on the stepping loop that workers run. num_trials: how many such trials run at the same time."""
     teller.stage("building it")
+    recipe = replace(recipe, env_index=env_index)
     info = WorkerInfo(None, recipe.env_index, num_trials, num_trials, seed=0)
     adapted = replace(recipe, wrappers=(*recipe.wrappers, Inbound()))
     envs = serial_vec([adapted], info, autoreset_mode=AutoresetMode.NEXT_STEP)
