@@ -47,6 +47,7 @@ def _adopts_orphans() -> None:
 def leaves_nothing(_adopts_orphans: None) -> Iterator[None]:
     """Fails if the test leaves a process, a thread, an fd or an entry in /dev/shm (semaphores are there, too)."""
     gc.collect()
+    gc.freeze()  # so that the collections below are about what the test makes, and not about all modules
     before = Holdings.now()
     yield
     deadline = time.monotonic() + _PATIENCE_S
