@@ -164,10 +164,6 @@ def make_caller(slab: Slab, options: CallerOptions) -> _core.Caller:
     action_array = _plain(plan.action, slab.actions.offsets, plan.num_envs)
     if low is not None and isinstance(action, Leaf) and action.dtype != np.int64:
         action_array = None  # the core checks the range of int64 only
-    rows = slab.obs
-    lent = [
-        n for leaf in plan.obs.leaves() if rows.lent[leaf.index] for n in (rows.offsets[leaf.index], leaf.row_bytes)
-    ]
     return _core.Caller(
         slab.description,
         slab.memory,
@@ -176,7 +172,7 @@ def make_caller(slab: Slab, options: CallerOptions) -> _core.Caller:
         action_array,
         low,
         high,
-        lent,
+        slab.obs_places(lent_only=True),
         copy=options.copy,
         must_reset=options.must_reset,
         patience=options.patience,

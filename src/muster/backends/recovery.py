@@ -53,9 +53,7 @@ class Recovery:
         self._lost: dict[int, str] = {}
         self._reasons: dict[int, str] = {}  # of workers' deaths, by env that was waited for
         self._restarts: dict[int, _Restart] = {}  # by env that has not been delivered since
-        rows = backend.slab.obs
-        leaves = backend.slab.plan.obs.leaves()
-        self._caller.keep_rows([n for leaf in leaves for n in (rows.offsets[leaf.index], leaf.row_bytes)])
+        self._caller.keep_rows(backend.slab.obs_places())
 
     def seeds_for_reset(self, env_ids: Array, seeds: Sequence[int | None], options: Any) -> list[int | None]:
         """Seeds for a reset, which settles what died before it; remembers what was asked for."""

@@ -120,7 +120,7 @@ def _diagnose_env(
             replayed = pool.submit(run, "replay", hash_seed=2, rows=rows)
             pair = run("pair", hash_seed=1, rows=rows)
         findings += about_replay(behaviour, replayed.result())
-        speeds = _time_one_per_core(packed or b"", timeout, seconds)
+        speeds = _time_one_per_core(packed, timeout, seconds)
         together = about_pair(behaviour, pair)
         verdict.alone = verdict.alone or together.severity == "warns"
         findings.append(together)

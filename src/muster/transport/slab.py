@@ -119,6 +119,12 @@ class Slab:
         """What worker `index` is doing and has done, see WorkerLine in _core/layout.hpp."""
         return _core.line_state(self.description, index)
 
+    def obs_places(self, *, lent_only: bool = False) -> list[int]:
+        """Offset and bytes of a row, in turn, for each leaf of the observation: as the core reads it."""
+        rows = self.obs
+        leaves = [leaf for leaf in self.plan.obs.leaves() if rows.lent[leaf.index] or not lent_only]
+        return [number for leaf in leaves for number in (rows.offsets[leaf.index], leaf.row_bytes)]
+
     def lent_obs(self, block: npt.NDArray[np.uint8]) -> Rows:
         """`obs` as the caller's own: leaves that are lent lie in `block`, the others are copied."""
         rows = self.obs
