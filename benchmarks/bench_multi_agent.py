@@ -1,16 +1,18 @@
 """How close do multi-agent envs come to what the cores can do, and what does the layout of agents cost?
 
 Env steps (all agents once) per second of: Muster's process backend, the same with ``caller_steps``, Muster's serial
-backend, one bare loop, and two unconnected bare loops in two processes, which is the limit (100 %) on two cores. Every
-contender lives in a process of its own and they run in turns; medians of at least 3 rounds. ``layout`` is how much more
-CPU time the serial backend takes for a step than the bare loop. Like bare loops and TorchRL's wrapper, Muster does not
-ask for the env's ``state()`` here (``state=False``), but for one contender that shows what that costs. With
-``--torchrl`` TorchRL's ParallelEnv runs on simple_spread, too.
+backend, one bare loop, and two unconnected bare loops in two processes, which is the limit (100 %) on two cores. The
+limit in step is the same two loops waiting for each other, awake, after every round: what is left of the limit for
+whoever steps all envs at once. Every contender lives in a process of its own and they run in turns; medians of at least
+3 rounds. ``layout`` is how much more CPU time the serial backend takes for a step than the bare loop. Like bare loops
+and TorchRL's wrapper, Muster does not ask for the env's ``state()`` here (``state=False``), but for one contender that
+shows what that costs. With ``--torchrl`` TorchRL's ParallelEnv runs on simple_spread, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import multiprocessing
 import os
@@ -34,14 +36,18 @@ _WORKLOADS = {
     "simple_spread_v3": ("pettingzoo/mpe/simple_spread_v3", 8, 10.0),
 }
 _BATCHES = 64
+_DONE = 2**62
 _spawn = multiprocessing.get_context("spawn")
 
 # For so many seconds; returns env steps per second, and per second of the process's own CPU time.
 Run = Callable[[float], tuple[float, float]]
 
 
-def bare(env_id: str, num_envs: int) -> Run:
-    """A loop without Muster over the very objects that the id stands for."""
+def bare(env_id: str, num_envs: int, progress: Any = None, index: int = 0) -> Run:
+    """A loop without Muster over the very objects that the id stands for.
+
+    progress: shared by the loops that keep in step, one entry each: the rounds that it has done.  index: of this loop.
+    """
     from muster.envs import resolve_foreign_id
 
     factory = resolve_foreign_id(env_id)
@@ -49,9 +55,23 @@ def bare(env_id: str, num_envs: int) -> Run:
     steps = [loop(factory()) for _ in range(num_envs)]
 
     def some() -> int:
-        return sum([step() for step in steps])
+        count = sum([step() for step in steps])
+        if progress is not None:
+            progress[index] += 1
+            while min(progress) < progress[index]:
+                pass
+        return count
 
-    return _timed(some)
+    if progress is None:
+        return _timed(some)
+
+    def run(seconds: float) -> tuple[float, float]:
+        progress[index] = 0
+        rates = _timed(some)(seconds)
+        progress[index] = _DONE  # nobody is to wait for this loop any more
+        return rates
+
+    return run
 
 
 def _timed(some: Callable[[], int]) -> Run:
@@ -135,10 +155,10 @@ def torchrl_parallel(env_id: str, num_envs: int) -> Run:
     return _timed(some)
 
 
-def _host(pipe: Connection, make: Callable[..., Run], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _host(pipe: Connection, make: Callable[[], Run]) -> None:
     warnings.simplefilter("ignore")
     os.environ["SDL_VIDEODRIVER"] = "dummy"
-    run = make(*args, **kwargs)
+    run = make()
     run(0.3)
     pipe.send("ready")
     while (seconds := pipe.recv()) is not None:
@@ -146,13 +166,13 @@ def _host(pipe: Connection, make: Callable[..., Run], args: tuple[Any, ...], kwa
 
 
 class Host:
-    """A contender in a process of its own; two of them for the limit."""
+    """A contender in a process of its own, or in several."""
 
-    def __init__(self, copies: int, make: Callable[..., Run], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *makers: Callable[[], Run]) -> None:
         self._pipes, self._processes = [], []
-        for _ in range(copies):
+        for make in makers:
             ours, theirs = _spawn.Pipe()
-            process = _spawn.Process(target=_host, args=(theirs, make, args, kwargs))
+            process = _spawn.Process(target=_host, args=(theirs, make))
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -174,17 +194,20 @@ class Host:
 def measure(name: str, rounds: int, seconds: float, with_torchrl: bool) -> list[list[str]]:
     """The rows of one workload: contender, env steps per second, spread, share of the limit, layout cost."""
     env_id, num_envs, longest_s = _WORKLOADS[name]
+    progress = _spawn.RawArray("q", 2)
+    muster_of = functools.partial(muster_envs, env_id, num_envs)
     hosts = {
-        "two bare loops (limit)": Host(2, bare, env_id, num_envs // 2),
-        "one bare loop": Host(1, bare, env_id, num_envs),
-        "muster serial": Host(1, muster_envs, env_id, num_envs, backend="serial"),
-        "muster process": Host(1, muster_envs, env_id, num_envs, num_workers=2),
-        "muster caller_steps": Host(1, muster_envs, env_id, num_envs, num_workers=1, caller_steps=True),
+        "two bare loops (limit)": Host(*[functools.partial(bare, env_id, num_envs // 2)] * 2),
+        "limit, in step": Host(*[functools.partial(bare, env_id, num_envs // 2, progress, i) for i in range(2)]),
+        "one bare loop": Host(functools.partial(bare, env_id, num_envs)),
+        "muster serial": Host(functools.partial(muster_of, backend="serial")),
+        "muster process": Host(functools.partial(muster_of, num_workers=2)),
+        "muster caller_steps": Host(functools.partial(muster_of, num_workers=1, caller_steps=True)),
     }
     if not env_id.startswith("meltingpot/"):
-        hosts["muster serial, with state()"] = Host(1, muster_envs, env_id, num_envs, backend="serial", state=True)
+        hosts["muster serial, with state()"] = Host(functools.partial(muster_of, backend="serial", state=True))
     if with_torchrl and name == "simple_spread_v3":
-        hosts["torchrl ParallelEnv"] = Host(1, torchrl_parallel, env_id, num_envs)
+        hosts["torchrl ParallelEnv"] = Host(functools.partial(torchrl_parallel, env_id, num_envs))
     rates: dict[str, list[float]] = {contender: [] for contender in hosts}
     by_cpu: dict[str, list[float]] = {contender: [] for contender in hosts}
     for _ in range(rounds):

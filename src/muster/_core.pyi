@@ -1,5 +1,6 @@
 """The doorbell, the stepping loop and the watchdog of Muster's workers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,36 @@ class Stepper:
     def refuse(self, i: int, exception: BaseException, /) -> None: ...
     def describe_schemas(self) -> tuple[Any, ...]: ...
 
+class AgentRow:
+    def __init__(
+        self,
+        slots: Mapping[Any, tuple[Any, ...]],
+        sizes: list[int],
+        rewards: npt.NDArray[np.float32],
+        flags: npt.NDArray[np.bool_],
+    ) -> None: ...
+    def start_episode(self) -> None: ...
+    def start(self) -> None: ...
+    def choose(self, by_group: list[Any], agents: list[Any], /) -> dict[Any, Any]: ...
+    def put_alike(
+        self, agents: list[Any], observations: list[Any], rewards: list[Any], terminated: bool, truncated: bool, /
+    ) -> None: ...
+    def put(
+        self, agent: object, obs: object, reward: object, terminated: bool, truncated: bool, acts: bool
+    ) -> None: ...
+    def put_all(
+        self,
+        before: list[Any],
+        after: list[Any],
+        observations: Mapping[Any, Any],
+        rewards: Mapping[Any, Any],
+        terminations: Mapping[Any, Any],
+        truncations: Mapping[Any, Any],
+        /,
+    ) -> int: ...
+    def take_places(self) -> list[list[Any]]: ...
+    def end_of_step(self, over: bool, /) -> tuple[float, bool, bool]: ...
+
 class Caller:
     def __init__(
         self,
@@ -39,8 +70,6 @@ class Caller:
         first_envs: list[int],
         obs: _Description | None,
         action: _Description | None,
-        low: list[int] | None,
-        high: list[int] | None,
         lent_rows: list[int],
         *,
         copy: bool,
@@ -57,7 +86,6 @@ class Caller:
     def allow_unreset(self) -> None: ...
     def set_local(self, stepper: Stepper, /) -> None: ...
     def step(self, actions: object) -> Any: ...
-    def step_written(self) -> Any: ...
     def bring_home(self) -> None: ...
     def write_actions(self, actions: object) -> bool: ...
     def send(self, env_ids: npt.NDArray[np.int64] | None, as_given: bool) -> None: ...
@@ -74,6 +102,13 @@ class Caller:
     def finished(self, env: int, /) -> bool: ...
     def line_of(self, env: int, /) -> int: ...
 
+def split_agents(
+    rewards: npt.NDArray[np.float32],
+    flags: npt.NDArray[np.bool_],
+    slots: list[tuple[str, int, int]],
+    names: tuple[str, ...],
+    /,
+) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, dict[str, npt.NDArray[np.bool_]]]]: ...
 def gather_columns(
     columns: list[tuple[str, str, npt.NDArray[Any]]], ids: npt.NDArray[np.int64] | None, given: npt.NDArray[np.bool_]
 ) -> dict[str, npt.NDArray[Any]]: ...

@@ -11,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
+from muster._core import split_agents
 from muster.backends.share import EnvFacts
 from muster.checks import env_ids_of
 from muster.envs.groups import Groups
 from muster.envs.layout import (
     ACTING,
     ALIVE,
+    FLAG_NAMES,
     FLAGS,
     GIVEN,
     GIVES_MASKS,
@@ -33,7 +35,7 @@ from muster.envs.layout import (
 )
 from muster.errors import ActionError, EnvError, SpecMismatch
 from muster.results import Batch, Bools
-from muster.spec import Array, BranchNode, Leaf, Node
+from muster.spec import Array, Node
 from muster.transport.infos import Infos, merge
 from muster.vector import VectorEnv
 
@@ -85,6 +87,7 @@ class MultiAgentVectorEnv:
         self._rows = rows
         self._layout = rows.layout
         self._slots = self._layout.slots()
+        self._bounds = [(name, slot.start, slot.stop) for name, slot in self._slots.items()]
         self.num_envs = rows.num_envs
         self.metadata = rows.metadata
         self.render_mode = rows.render_mode
@@ -240,21 +243,30 @@ class MultiAgentVectorEnv:
             raise
 
     def _by_group(self, rows: Any, infos: Infos, truncated: Bools | None) -> tuple[ByGroup, Rewards, Infos]:
-        final = infos.pop(_FINAL_ROWS, None)
-        if truncated is not None and "_restarted" in infos and (lost := infos["_restarted"] & truncated).any():
-            if final is None:
-                rows = _cut_off(rows, lost)
-            else:
-                final = _cut_off(final, lost)
-        rewards, ended = rows[REWARDS], rows[FLAGS][:, TERMINATED:]
-        if final is not None:
-            over = infos["_final_obs"]
-            rewards = np.where(over[:, None], final[REWARDS], rewards)
-            ended = np.where(over[:, None, None], final[FLAGS][:, TERMINATED:], ended)
-            infos["final_obs"] = self._obs(final)
-            infos["final_info"] |= self._about_agents(final) | self._about_ends(final[FLAGS][:, TERMINATED:])
-        infos |= self._about_agents(rows) | self._about_ends(ended)
-        return self._obs(rows), {name: rewards[:, slot] for name, slot in self._slots.items()}, infos
+        rewards, flags = rows[REWARDS], rows[FLAGS]
+        if infos:
+            final = infos.pop(_FINAL_ROWS, None)
+            if truncated is not None and "_restarted" in infos and (lost := infos["_restarted"] & truncated).any():
+                if final is None:
+                    rewards, flags = _cut_off(rewards, flags, lost)
+                else:
+                    final = dict(enumerate(final))
+                    final[REWARDS], final[FLAGS] = _cut_off(final[REWARDS], final[FLAGS], lost)
+            if final is not None:
+                over = infos["_final_obs"]
+                rewards = np.where(over[:, None], final[REWARDS], rewards)
+                flags = flags.copy()
+                flags[over, TERMINATED:] = final[FLAGS][over, TERMINATED:]
+                infos["final_obs"] = self._obs(final)
+                _, about = self._split(final[REWARDS], final[FLAGS])
+                infos["final_info"] |= self._about_agents(final, about)
+        by_group, about = self._split(rewards, flags)
+        infos |= self._about_agents(rows, about)
+        return self._obs(rows), by_group, infos
+
+    def _split(self, rewards: Array, flags: Array) -> tuple[Rewards, Infos]:
+        """Rewards by group, and infos with the flags by group."""
+        return split_agents(rewards, flags, self._bounds, FLAG_NAMES)
 
     def _obs(self, rows: Any) -> ByGroup:
         obs = dict(zip(self._slots, rows[OBS], strict=True))
@@ -262,24 +274,17 @@ class MultiAgentVectorEnv:
             obs["shared"] = rows[SHARED]
         return obs
 
-    def _about_agents(self, rows: Any) -> Infos:
-        """The infos that belong to a row's observation."""
-        flags, given = rows[FLAGS], rows[GIVEN]
-        infos = self._flag("alive", flags[:, ALIVE]) | self._flag("acting", flags[:, ACTING])
-        if not given.any():
-            return infos
+    def _about_agents(self, rows: Any, about: Infos) -> Infos:
+        """`about` and what else of a row belongs into infos."""
+        given = rows[GIVEN]
+        if 1 not in given.tobytes():  # a small array's `any` takes five times as long
+            return about
         if given[:, GIVES_MASKS].any():
-            infos["action_mask"] = dict(zip(self._layout.mask_shapes, rows[MASKS], strict=True))
+            about["action_mask"] = dict(zip(self._layout.mask_shapes, rows[MASKS], strict=True))
         if given[:, GIVES_STATE].any():
-            infos["state"] = rows[STATE]
-            infos["_state"] = given[:, GIVES_STATE]
-        return infos
-
-    def _about_ends(self, ended: Array) -> Infos:
-        return self._flag("agent_terminated", ended[:, 0]) | self._flag("agent_truncated", ended[:, 1])
-
-    def _flag(self, name: str, flags: Array) -> Infos:
-        return {name: {group: flags[:, slot] for group, slot in self._slots.items()}}
+            about["state"] = rows[STATE]
+            about["_state"] = given[:, GIVES_STATE]
+        return about
 
     def _sending(self, send: Callable[[Any], Any], actions: Any, env_ids: Any) -> Any:
         """Sends; actions that are refused are tried again without those of agents that are not acting."""
@@ -326,42 +331,6 @@ class RowVectorEnv(VectorEnv):
         self._flags_index = next(rows.children[FLAGS].leaves()).index
         return rows, self.layout.action_tree()
 
-    def step(self, actions: Any) -> tuple[Any, ...]:
-        """As `VectorEnv.step`, with actions by group written in one go."""
-        caller = self._caller
-        if caller.detour or caller.num_pending or caller.calling or not self._write_plain(actions):
-            return super().step(actions)
-        return self._stepped(caller.step_written(), actions)
-
-    def _write_plain(self, actions: Any) -> bool:
-        """Writes actions that are arrays of the very dtype, shape and range; False, having written nothing, for others.
-
-        A batch that is refused here is cast or complained of elsewhere.
-        """
-        if not isinstance(actions, dict) or len(actions) != len(self._plain):
-            return False
-        given = [actions.get(name) for name, *_ in self._plain]
-        for (_, row, low, high), one in zip(self._plain, given, strict=True):
-            if type(one) is not np.ndarray or one.dtype != row.dtype or one.shape != row.shape:
-                return False
-            if low is not None and ((one < low) | (one > high)).any():
-                return False
-        for (_, row, *_), one in zip(self._plain, given, strict=True):
-            row[...] = one
-        return True
-
-    @functools.cached_property
-    def _plain(self) -> list[tuple[str, Array, Array | None, Array | None]]:
-        """For each group: name, place of its actions ``[N, A, ...]``, lowest and highest. Empty if one is no array."""
-        assert isinstance(self._actions, BranchNode)
-        found = []
-        for name, leaf in zip(self._actions.keys, self._actions.children, strict=True):
-            if not isinstance(leaf, Leaf):
-                return []
-            low, high = leaf.bounds() or (None, None)
-            found.append((name, self._backend.slab.actions.arrays[leaf.index], low, high))
-        return found
-
     def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
         first = facts[0].agents
         for env, other in enumerate(facts[1:], 1):
@@ -387,10 +356,10 @@ class RowVectorEnv(VectorEnv):
         infos[_FINAL_ROWS] = self._obs.batch(self._backend.slab.final_obs, take, [])
 
 
-def _cut_off(rows: Any, lost: Bools) -> tuple[Any, ...]:
-    """`rows` in which the envs `lost`, which repeat their last row, truncate all agents that were left."""
-    rewards, flags = rows[REWARDS].copy(), rows[FLAGS].copy()
+def _cut_off(rewards: Array, flags: Array, lost: Bools) -> tuple[Array, Array]:
+    """Both for rows in which the envs `lost`, which repeat their last row, truncate all agents that were left."""
+    rewards, flags = rewards.copy(), flags.copy()
     left = flags[lost, ALIVE] & ~flags[lost, TERMINATED] & ~flags[lost, TRUNCATED]
     rewards[lost], flags[lost] = 0, False
     flags[lost, ALIVE] = flags[lost, TRUNCATED] = left
-    return tuple({REWARDS: rewards, FLAGS: flags}.get(part, one) for part, one in enumerate(rows))
+    return rewards, flags

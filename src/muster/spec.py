@@ -36,8 +36,6 @@ class Difference(NamedTuple):
 class Node:
     """One space of the tree. `path` names it in messages, e.g. ``observation['camera'][0]``."""
 
-    is_plain = False  # whether a batch of it is one array
-
     def __init__(self, space: Space, path: str) -> None:
         self.space = space
         self.path = path
@@ -57,6 +55,13 @@ class Node:
 
     def describe_action(self, rows: Rows) -> tuple[Any, ...]:
         """The node for the core's reader."""
+        raise NotImplementedError
+
+    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+        """The node for the core's batches of all envs, see _core/batches.hpp; None where they are made in Python.
+
+        checked: values are to lie within the space's bounds.
+        """
         raise NotImplementedError
 
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
@@ -103,7 +108,6 @@ class Leaf(Node):
     """A value of fixed shape and dtype."""
 
     kind = "array"
-    is_plain = True
 
     def __init__(self, space: Space, path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         super().__init__(space, path)
@@ -131,6 +135,14 @@ class Leaf(Node):
         if not self.shape:  # what iterating over an array gives, and so what Gymnasium's vector envs hand out
             return ("scalar", rows.offsets[self.index], self.row_bytes, self.dtype.num, (), 0, ())
         return ("array", rows.offsets[self.index], self.row_bytes, self.dtype.num, self.shape)
+
+    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+        bounds = self.bounds() if checked else None
+        if bounds is not None and self.dtype != np.int64:
+            return None  # the core compares int64 only
+        low, high = (None, None) if bounds is None else (np.ravel(bound).tolist() for bound in bounds)
+        lent = int(rows.lent[self.index])
+        return ("leaf", rows.offsets[self.index], self.row_bytes, self.dtype.num, self.shape, lent, low, high)
 
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
         return take(rows.arrays[self.index])
@@ -227,7 +239,9 @@ class CodedLeaf(Leaf):
     """A value that lies in the slab as code numbers and is decoded to a Python object: batched as a tuple."""
 
     kind = "coded"
-    is_plain = False
+
+    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+        return None
 
     def encode(self, value: Any, row: Array) -> None:
         raise NotImplementedError
@@ -311,6 +325,9 @@ class ObjectLeaf(Node):
     def describe_action(self, rows: Rows) -> tuple[Any, ...]:
         return ("object",)
 
+    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+        return None
+
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
         return tuple(next(letter) for letter in objects)
 
@@ -347,6 +364,10 @@ class BranchNode(Node):
 
     def describe_action(self, rows: Rows) -> tuple[Any, ...]:
         return (self.kind, self.keys, tuple(child.describe_action(rows) for child in self.children))
+
+    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+        children = tuple(child.describe_batch(rows, checked=checked) for child in self.children)
+        return None if None in children else (self.kind, self.keys, children)
 
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
         return self._gather(child.batch(rows, take, objects) for child in self.children)

@@ -80,7 +80,6 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             backend.close(0.0)
             raise
         self._caller = backend.caller
-        self._is_plain = self._obs.is_plain
         self._has_objects = self._obs.has_objects
         if lenient:
             self._caller.allow_unreset()
@@ -389,8 +388,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
                 plain = unusual == _INFOS and not self._has_objects
                 infos = self._infos.read_plain(self._all) if plain else None
             if infos is not None:
-                if obs is None or not self._is_plain:
-                    obs = self._whole_obs(obs)
+                if obs is None:
+                    obs = self._batch_obs(self._all, [])
                 return obs, rewards, terminated, truncated, infos
             batch = self._batch(self._all, rewards, terminated, truncated, unusual, obs)
         else:
@@ -444,10 +443,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             ids, rewards, terminated, truncated = ids[keep], rewards[keep], terminated[keep], truncated[keep]
         letters = self._backend.letters(ids)
         step_objects = [letter[0] for letter in letters]
-        if obs is None or self._has_objects:
+        if obs is None:
             obs = self._batch_obs(ids, step_objects)
-        elif not self._is_plain:
-            obs = self._whole_obs(obs)
         infos: Infos = {}
         if unusual & _FINALS:
             self._add_finals(infos, ids, [letter[1] for letter in letters])
@@ -462,12 +459,6 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             env = int(ids[row])
             final_obs = self._obs.single(self._backend.slab.final_obs, env, objects[row])
             self._infos.add_final(infos, final_obs, self._infos.final(env, objects[row]), row, len(ids))
-
-    def _whole_obs(self, obs: Any) -> Any:
-        """The batch of all envs, where it is not one array: `obs` is the block that is lent, or None."""
-        if obs is None:
-            return self._batch_obs(self._all, [])
-        return self._obs.batch(self._backend.slab.lent_obs(obs), lambda array: array, [])
 
     def _batch_obs(self, ids: Array, objects: Sequence[Any]) -> Any:
         rows = self._backend.slab.obs

@@ -3,9 +3,11 @@
 
 #include <pthread.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "batches.hpp"
 #include "doorbell.hpp"
 #include "lending.hpp"
 #include "python.hpp"
@@ -24,45 +26,24 @@ inline std::atomic<uint32_t> g_forks{0};
   throw PythonError{};
 }
 
-// What a fast path needs to know of a batch that is one plain array: [N, *shape] of one dtype.
-struct BatchArray {
-  size_t offset = 0;
-  size_t row_bytes = 0;
-  int type_num = NPY_NOTYPE;
-  std::vector<npy_intp> shape;  // with the leading N
-  bool exists = false;
-
-  // None, or (offset, row_bytes, type_num, shape)
-  explicit BatchArray(PyObject* description) {
-    if (description == Py_None) return;
-    Fields fields(description);
-    offset = size_t(fields.size());
-    row_bytes = size_t(fields.size());
-    type_num = int(fields.size());
-    shape = fields.shape();
-    exists = true;
-  }
-};
-
 class Caller {
  public:
-  // bounds: None, or (low, high) lists of int64, one pair for each element of a row.
-  // memory: what keeps the slab mapped.  lent_rows: (offset, row_bytes, ...) for each leaf that is lent.
-  Caller(PyObject* slab, PyObject* memory, PyObject* first_envs, PyObject* obs, PyObject* action, PyObject* low,
-         PyObject* high, PyObject* lent_rows, bool copy, bool must_reset, Patience patience)
+  // memory: what keeps the slab mapped.  obs, action: descriptions of batches, see batches.hpp; None where Python has to
+  // make them, or to take them apart.  lent_rows: (offset, row_bytes, ...) for each leaf that is lent.
+  Caller(PyObject* slab, PyObject* memory, PyObject* first_envs, PyObject* obs, PyObject* action, PyObject* lent_rows,
+         bool copy, bool must_reset, Patience patience)
       : slab_(slab),
+        memory_(Ref::borrow(memory)),
         lending_(memory, slab_.num_obs_blocks),
         lent_rows_(rows_of(lent_rows)),
-        obs_(obs),
-        action_(action),
-        low_(numbers(low)),
-        high_(numbers(high)),
         copy_(copy),
         must_reset_(must_reset),
         patience_(patience),
         forks_(g_forks.load()) {
+    if (obs != Py_None) obs_.emplace(obs, slab_.num_envs);
+    if (action != Py_None) action_.emplace(action, slab_.num_envs);
     // first_envs: for each line the first of its envs, and num_envs at the end.
-    for (int64_t first : numbers(first_envs)) first_envs_.push_back(uint32_t(first));
+    for (int64_t first : BatchNode::numbers(first_envs)) first_envs_.push_back(uint32_t(first));
     line_of_.resize(slab_.num_envs);
     for (uint32_t w = 0; w < slab_.num_lines; ++w)
       for (uint32_t i = first_envs_[w]; i < first_envs_[w + 1]; ++i) line_of_[i] = w;
@@ -107,15 +88,17 @@ class Caller {
   };
 
   // The whole step where nothing unusual happens: (obs, rewards, terminated, truncated, unusual), or None after sending
-  // if a slice of waiting was not enough, or False before sending if the actions need Python. obs: the batch if it is one
-  // array; else bytes, the block of rows that is lent; or None.
+  // if a slice of waiting was not enough, or False before sending if the actions need Python. obs: the batch, or None if
+  // it needs Python.
   Ref step(PyObject* actions) {
-    return step_if([&] { return write_batch(actions); });
-  }
-
-  // The same with actions that lie in the slab already.
-  Ref step_written() {
-    return step_if([] { return true; });
+    Entry entry(*this);
+    require_idle();
+    require_started();
+    if (detour || !write_batch(actions)) return Ref::borrow(Py_False);
+    send_all(Command::kStep, lends() ? lending_.free_block() : 0);
+    if (!wait_slice(slab_.num_envs, kSliceNs)) return Ref::borrow(Py_None);
+    if (recovers_ && !failed().empty()) return Ref::borrow(Py_None);
+    return collect_all();
   }
 
   bool write_actions(PyObject* actions) {
@@ -299,31 +282,11 @@ class Caller {
     int unusual = 0;
   };
 
-  // written: whether the actions lie in the slab; called once the step may be made.
-  template <class Written>
-  Ref step_if(Written written) {
-    Entry entry(*this);
-    require_idle();
-    require_started();
-    if (detour || !written()) return Ref::borrow(Py_False);
-    send_all(Command::kStep, lends() ? lending_.free_block() : 0);
-    if (!wait_slice(slab_.num_envs, kSliceNs)) return Ref::borrow(Py_None);
-    if (recovers_ && !failed().empty()) return Ref::borrow(Py_None);
-    return collect_all();
-  }
-
   static std::vector<Rows> rows_of(PyObject* offsets_and_bytes) {
-    const std::vector<int64_t> given = numbers(offsets_and_bytes);
+    const std::vector<int64_t> given = BatchNode::numbers(offsets_and_bytes);
     std::vector<Rows> rows;
     for (size_t k = 0; k + 1 < given.size(); k += 2) rows.push_back({size_t(given[k]), size_t(given[k + 1])});
     return rows;
-  }
-
-  static std::vector<int64_t> numbers(PyObject* list) {
-    std::vector<int64_t> values;
-    if (list == Py_None) return values;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) values.push_back(as_size(PyList_GET_ITEM(list, i)));
-    return values;
   }
 
   // An int64 array that Python has checked already: distinct and in range.
@@ -354,19 +317,10 @@ class Caller {
                                  "reset(options={\"reset_mask\": terminated | truncated}) before stepping it");
   }
 
-  // False: not the plain array that the batch is expected to be. Python then casts, or says what is wrong.
+  // False, with nothing written: Python casts the actions, or says what is wrong.
   bool write_batch(PyObject* actions) {
-    if (!action_.exists || !PyArray_Check(actions)) return false;
-    auto* array = reinterpret_cast<PyArrayObject*>(actions);
-    if (!same_layout(array, action_.type_num, action_.shape)) return false;
-    const char* from = static_cast<const char*>(PyArray_DATA(array));
-    if (!low_.empty()) {
-      const auto* number = reinterpret_cast<const int64_t*>(from);
-      const size_t count = size_t(PyArray_SIZE(array));
-      for (size_t i = 0, k = 0; i < count; ++i, k = k + 1 == low_.size() ? 0 : k + 1)
-        if (number[i] < low_[k] || number[i] > high_[k]) return false;
-    }
-    std::memcpy(slab_.base + action_.offset, from, action_.row_bytes * slab_.num_envs);
+    if (!action_ || !action_->fits(actions)) return false;
+    action_->write(actions, slab_.base);
     return true;
   }
 
@@ -465,29 +419,51 @@ class Caller {
     Scalars scalars(count);
     for (npy_intp i = 0; i < count; ++i) deliver(uint32_t(i), i, scalars);
     Ref obs = Ref::borrow(Py_None);
-    const uint32_t block = slab_.records[0].obs_block;
-    if (scalars.unusual & kNotOk) {
+    if (scalars.unusual & kNotOk)
       bring_home();
-    } else if (block) {
-      char* rows = slab_.base + slab_.obs_offset + slab_.obs_block_shift(block);
-      obs = obs_.exists ? lending_.lend(block, rows, obs_.type_num, obs_.shape)
-                        : lending_.lend(block, rows, NPY_UINT8, {npy_intp(slab_.obs_block_bytes)});
-    } else if (copy_ && obs_.exists) {
-      obs = checked(PyArray_SimpleNew(int(obs_.shape.size()), obs_.shape.data(), obs_.type_num));
-      std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(obs.get())), slab_.base + obs_.offset,
-                  obs_.row_bytes * slab_.num_envs);
-    }
+    else if (obs_)
+      obs = whole_obs(slab_.records[0].obs_block);
     return checked(Py_BuildValue("(OOOOi)", obs.get(), scalars.rewards.get(), scalars.terminated.get(),
                                  scalars.truncated.get(), scalars.unusual));
   }
 
+  // The observations of all envs, of which those that are lent lie in `block`, if it is one.
+  Ref whole_obs(uint32_t block) {
+    const size_t first = slab_.obs_offset, shift = slab_.obs_block_shift(block);
+    if (block && obs_->is_leaf())
+      return lending_.lend(block, slab_.base + obs_->offset() + shift, obs_->type_num(), obs_->shape());
+    if (!copy_) {
+      const RowMemory all{slab_.base, 0, memory_.get()};
+      return obs_->view(all, all);
+    }
+    if (obs_->is_leaf()) return obs_->copy(slab_.base);
+    if (!block) {
+      Ref copied = copy_of(first, slab_.obs_block_bytes);
+      const RowMemory all{bytes_of(copied), first, copied.get()};
+      return obs_->view(all, all);
+    }
+    const size_t rest = first + slab_.obs_lent_bytes;
+    Ref lent = lending_.lend(block, slab_.base + first + shift, NPY_UINT8, {npy_intp(slab_.obs_lent_bytes)});
+    Ref copied = copy_of(rest, slab_.obs_block_bytes - slab_.obs_lent_bytes);
+    return obs_->view({bytes_of(lent), first, lent.get()}, {bytes_of(copied), rest, copied.get()});
+  }
+
+  Ref copy_of(size_t offset, size_t bytes) const {
+    npy_intp length = npy_intp(bytes);
+    Ref copied = checked(PyArray_SimpleNew(1, &length, NPY_UINT8));
+    std::memcpy(bytes_of(copied), slab_.base + offset, bytes);
+    return copied;
+  }
+
+  static char* bytes_of(const Ref& array) { return PyArray_BYTES(reinterpret_cast<PyArrayObject*>(array.get())); }
+
   Slab slab_;
+  Ref memory_;
   Lending lending_;
   std::vector<Rows> lent_rows_;
   uint32_t block_before_ = 0;  // in which the rows lay that were there before the last step of all envs
-  BatchArray obs_;
-  BatchArray action_;
-  std::vector<int64_t> low_, high_;
+  std::optional<BatchNode> obs_;
+  std::optional<BatchNode> action_;
   bool copy_;
   bool must_reset_;
   Patience patience_;

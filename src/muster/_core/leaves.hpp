@@ -145,6 +145,10 @@ class ObsNode {
         std::memcpy(to, PyArray_DATA(array), row_bytes_);
         return;
       }
+    } else if (type_num_ == NPY_DOUBLE && shape_.empty() && PyFloat_Check(value)) {
+      const double number = PyFloat_AS_DOUBLE(value);
+      std::memcpy(to, &number, sizeof number);
+      return;
     }
     write_slowly(value, to);
   }

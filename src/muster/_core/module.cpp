@@ -4,6 +4,7 @@
 
 #include <sys/mman.h>
 
+#include "agents.hpp"
 #include "caller.hpp"
 #include "columns.hpp"
 #include "stepper.hpp"
@@ -120,17 +121,16 @@ NB_MODULE(_core, m) {
 
   nb::class_<Caller>(m, "Caller")
       .def("__init__",
-           [](Caller* self, nb::tuple slab, nb::object memory, nb::list first_envs, nb::object obs, nb::object action, nb::object low,
-              nb::object high, nb::list lent_rows, bool copy, bool must_reset, nb::tuple patience) {
+           [](Caller* self, nb::tuple slab, nb::object memory, nb::list first_envs, nb::object obs, nb::object action,
+              nb::list lent_rows, bool copy, bool must_reset, nb::tuple patience) {
              import_numpy();
              guarded([&] {
-               new (self) Caller(slab.ptr(), memory.ptr(), first_envs.ptr(), obs.ptr(), action.ptr(), low.ptr(),
-                                 high.ptr(), lent_rows.ptr(), copy, must_reset, patience_of(patience));
+               new (self) Caller(slab.ptr(), memory.ptr(), first_envs.ptr(), obs.ptr(), action.ptr(), lent_rows.ptr(),
+                                 copy, must_reset, patience_of(patience));
              });
            },
            nb::arg("slab"), nb::arg("memory"), nb::arg("first_envs"), nb::arg("obs").none(), nb::arg("action").none(),
-           nb::arg("low").none(), nb::arg("high").none(), nb::arg("lent_rows"), nb::kw_only(), nb::arg("copy"), nb::arg("must_reset"),
-           nb::arg("patience"))
+           nb::arg("lent_rows"), nb::kw_only(), nb::arg("copy"), nb::arg("must_reset"), nb::arg("patience"))
       .def("allow_unreset", &Caller::allow_unreset)
       .def("set_local", [](Caller& self, nb::handle stepper) {
         self.set_local(nb::cast<Stepper*>(stepper), stepper.ptr());
@@ -138,7 +138,6 @@ NB_MODULE(_core, m) {
       .def("step", [](Caller& self, nb::handle actions) {
         return guarded([&] { return handed_over(self.step(actions.ptr())); });
       }, nb::arg("actions").none())
-      .def("step_written", [](Caller& self) { return guarded([&] { return handed_over(self.step_written()); }); })
       .def("bring_home", [](Caller& self) { self.bring_home(); })
       .def("write_actions", [](Caller& self, nb::handle actions) {
         return guarded([&] { return self.write_actions(actions.ptr()); });
@@ -172,6 +171,43 @@ NB_MODULE(_core, m) {
       .def_prop_ro("num_pending", &Caller::num_pending)
       .def_prop_ro("in_fork", &Caller::in_fork);
 
+  nb::class_<AgentRow>(m, "AgentRow")
+      .def("__init__",
+           [](AgentRow* self, nb::dict slots, const std::vector<Py_ssize_t>& sizes, nb::object rewards,
+              nb::object flags) {
+             import_numpy();
+             new (self) AgentRow(slots.ptr(), sizes, rewards.ptr(), flags.ptr());
+           },
+           nb::arg("slots"), nb::arg("sizes"), nb::arg("rewards"), nb::arg("flags"))
+      .def("start_episode", &AgentRow::start_episode)
+      .def("start", [](AgentRow& self) { guarded([&] { self.start(); }); })
+      .def("put", [](AgentRow& self, nb::handle agent, nb::handle obs, nb::handle reward, bool terminated,
+                     bool truncated, bool acts) {
+        guarded([&] { self.put(agent.ptr(), obs.ptr(), reward.ptr(), terminated, truncated, acts); });
+      }, nb::arg("agent"), nb::arg("obs").none(), nb::arg("reward"), nb::arg("terminated"), nb::arg("truncated"),
+         nb::arg("acts"))
+      .def("choose", [](AgentRow& self, nb::list by_group, nb::list agents) {
+        return guarded([&] { return handed_over(self.choose(by_group.ptr(), agents.ptr())); });
+      })
+      .def("put_alike", [](AgentRow& self, nb::list agents, nb::list observations, nb::list rewards, bool terminated,
+                           bool truncated) {
+        guarded([&] { self.put_alike(agents.ptr(), observations.ptr(), rewards.ptr(), terminated, truncated); });
+      })
+      .def("put_all", [](AgentRow& self, nb::list before, nb::list after, nb::handle observations, nb::handle rewards,
+                         nb::handle terminations, nb::handle truncations) {
+        return guarded([&] {
+          return self.put_all(before.ptr(), after.ptr(), observations.ptr(), rewards.ptr(), terminations.ptr(),
+                              truncations.ptr());
+        });
+      })
+      .def("take_places", [](AgentRow& self) { return guarded([&] { return handed_over(self.take_places()); }); })
+      .def("end_of_step", [](AgentRow& self, bool over) {
+        return guarded([&] { return handed_over(self.end_of_step(over)); });
+      });
+
+  m.def("split_agents", [](nb::handle rewards, nb::handle flags, nb::list slots, nb::tuple names) {
+    return guarded([&] { return handed_over(split_agents(rewards.ptr(), flags.ptr(), slots.ptr(), names.ptr())); });
+  });
   m.def("gather_columns", [](nb::list columns, nb::handle ids, nb::handle given) {
     return guarded([&] { return handed_over(gather_columns(columns.ptr(), ids.ptr(), given.ptr())); });
   }, nb::arg("columns"), nb::arg("ids").none(), nb::arg("given"));

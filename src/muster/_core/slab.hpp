@@ -18,10 +18,11 @@ struct Slab {
   size_t info_bytes;  // of one info; each env has two: the step's and the final one
   size_t obs_offset;
   size_t obs_block_bytes;
+  size_t obs_lent_bytes;    // of it, at its beginning: rows that are lent
   uint32_t num_obs_blocks;  // block 0 is the slab's own, see lending.hpp
 
   // (address, num_envs, num_lines, caller_offset, lines_offset, records_offset, info_offset, info_bytes,
-  // obs_offset, obs_block_bytes, num_obs_blocks)
+  // obs_offset, obs_block_bytes, obs_lent_bytes, num_obs_blocks)
   explicit Slab(PyObject* description) {
     Fields fields(description);
     base = reinterpret_cast<char*>(fields.size());
@@ -34,6 +35,7 @@ struct Slab {
     info_bytes = size_t(fields.size());
     obs_offset = size_t(fields.size());
     obs_block_bytes = size_t(fields.size());
+    obs_lent_bytes = size_t(fields.size());
     num_obs_blocks = uint32_t(fields.size());
   }
 

@@ -15,7 +15,7 @@ import numpy as np
 from muster import _core
 from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, Share, ShareOptions
 from muster.errors import UsageError
-from muster.spec import Array, Leaf
+from muster.spec import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import STATUS_LOST, STATUS_RAISED, Plan, Slab
 
@@ -155,34 +155,19 @@ class Backend(ABC):
 
 
 def make_caller(slab: Slab, options: CallerOptions) -> _core.Caller:
-    """The caller's end of the core. Batches that are one plain array take its fast path."""
+    """The caller's end of the core."""
     plan = slab.plan
-    low = high = None
-    action = plan.action
-    if isinstance(action, Leaf) and (bounds := action.bounds()) is not None:
-        low, high = ([int(x) for x in np.ravel(bound)] for bound in bounds)
-    action_array = _plain(plan.action, slab.actions.offsets, plan.num_envs)
-    if low is not None and isinstance(action, Leaf) and action.dtype != np.int64:
-        action_array = None  # the core checks the range of int64 only
     return _core.Caller(
         slab.description,
         slab.memory,
         list(plan.first_envs),
-        _plain(plan.obs, slab.obs.offsets, plan.num_envs),
-        action_array,
-        low,
-        high,
+        plan.obs.describe_batch(slab.obs),
+        plan.action.describe_batch(slab.actions, checked=True),
         slab.obs_places(lent_only=True),
         copy=options.copy,
         must_reset=options.must_reset,
         patience=options.patience,
     )
-
-
-def _plain(node: Any, offsets: list[int], num_envs: int) -> tuple[Any, ...] | None:
-    if not (isinstance(node, Leaf) and node.is_plain):
-        return None
-    return (offsets[node.index], node.row_bytes, node.dtype.num, (num_envs, *node.shape))
 
 
 def local_share(backend: Backend, share: Share, line: int, mail: Mail, options: ShareOptions) -> None:

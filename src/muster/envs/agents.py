@@ -1,31 +1,24 @@
 """Multi-agent envs behind the single-env API of the stepping loop.
 
 An adapter's "observation" is a row: everything one step says of all agents, in the parts that `layout.AgentLayout`
-describes. Agents' arrays are copied once, by the core, from the env's own objects into the slab.
+describes. The core puts agents into their places, since Python would take a tenth of a small env's step for it, and
+copies their arrays once, from the env's own objects into the slab.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
 
+from muster._core import AgentRow
 from muster.envs.attributes import get_through, set_through
 from muster.envs.groups import Agent, group_agents, sorted_space
-from muster.envs.layout import (
-    ACTING,
-    ALIVE,
-    GIVES_MASKS,
-    GIVES_STATE,
-    TERMINATED,
-    TRUNCATED,
-    AgentLayout,
-    zeros_of,
-)
+from muster.envs.layout import GIVES_MASKS, GIVES_STATE, AgentLayout, zeros_of
 from muster.errors import SpecMismatch
 from muster.spec import Space
 
@@ -51,6 +44,7 @@ class _Slot(NamedTuple):
     column: int
     group: int
     member: int
+    keys: tuple[str, ...] | None  # of the observation, where the env shows what all agents share in it, too
     mask: int
     unwrap: Callable[[Any], Any] | None  # the observation without its action mask
 
@@ -76,17 +70,16 @@ class AgentsEnv(ABC):
         self.observation_space = self.layout.observation_space()
         self.action_space = self.layout.action_space(*())
         self._slots = _slots_of(self.layout, unwraps)
+        self._masked = bool(unwraps)
         self._splits = [(name, _splitter(space)) for name, space in self.layout.action_spaces.items()]
-        self._sizes = [len(agents) for agents in self.layout.groups.values()]
         self._rewards = np.zeros(self.layout.num_agents, np.float32)
         self._flags = np.zeros((4, self.layout.num_agents), np.bool_)
-        self._alive, self._acting = self._flags[ALIVE], self._flags[ACTING]
-        self._terminated, self._truncated = self._flags[TERMINATED], self._flags[TRUNCATED]
+        sizes = [len(agents) for agents in self.layout.groups.values()]
+        self._agents_row = AgentRow(self._slots, sizes, self._rewards, self._flags)
         self._masks = self.layout.full_masks()
         self._given = np.zeros(2, np.bool_)
+        self._gave = False  # whether any of it is
         self._no_state: Any = () if self.layout.state_space is None else zeros_of(self.layout.state_space)
-        self._unended: set[Agent] = set()
-        self._some_truncated = False
 
     # ---- what each API does in its own way
 
@@ -116,53 +109,53 @@ class AgentsEnv(ABC):
 
     # ---- making rows
 
-    def _chosen(self, actions: dict[str, Any], agents: Iterable[Agent]) -> dict[Agent, Any]:
+    def _chosen(self, actions: dict[str, Any], agents: list[Agent]) -> dict[Agent, Any]:
         """Each agent's own action."""
-        chosen = [split(actions[name]) for name, split in self._splits]
-        slots = self._slots
-        return {agent: chosen[(slot := slots[agent]).group][slot.member] for agent in agents}
+        by_group = [split(actions[name]) if split else actions[name] for name, split in self._splits]
+        return self._agents_row.choose(by_group, agents)
 
-    def _start_episode(self) -> None:
-        self._unended.clear()
-        self._some_truncated = False
+    def _start_row(self) -> None:
+        """Nobody is there yet."""
+        self._agents_row.start()
+        if self._gave:
+            self._gave = False
+            self._given.fill(False)
+            for mask in self._masks:
+                mask.fill(True)
 
-    def _start_row(self) -> list[list[Any]]:
-        """Nobody is there yet; returns the places for the groups' observations."""
-        self._rewards.fill(0)
-        self._flags.fill(False)
-        self._given.fill(False)
-        for mask in self._masks:
-            mask.fill(True)
-        return [[None] * size for size in self._sizes]
-
-    def _put(
-        self,
-        places: list[list[Any]],
-        agent: Agent,
-        obs: Any,
-        reward: float,
-        terminated: bool,
-        truncated: bool,
-        acts: bool,
-    ) -> None:
+    def _put(self, agent: Agent, obs: Any, reward: float, terminated: bool, truncated: bool, acts: bool) -> None:
         """One agent that is there. obs: None for zeros. acts: its action counts in the next step."""
-        slot = self._slots[agent]
-        column, group, member, _, unwrap = slot
-        if unwrap is not None and obs is not None:
-            self._put_mask(agent, slot, obs["action_mask"])
-            obs = unwrap(obs)
-        places[group][member] = obs
-        self._rewards[column] = reward
-        self._alive[column] = True
-        if acts:
-            self._acting[column] = True
-        if terminated or truncated:
-            self._terminated[column] = terminated
-            self._truncated[column] = truncated
-            self._unended.discard(agent)
-            self._some_truncated = self._some_truncated or bool(truncated)
-        else:
-            self._unended.add(agent)
+        if self._masked:
+            obs = self._unmasked({agent: obs})[agent]
+        self._agents_row.put(agent, obs, reward, bool(terminated), bool(truncated), acts)
+
+    def _put_all(
+        self,
+        before: list[Agent],
+        after: list[Agent],
+        observations: Mapping[Agent, Any],
+        rewards: Mapping[Agent, Any],
+        terminations: Mapping[Agent, Any],
+        truncations: Mapping[Agent, Any],
+    ) -> int:
+        """Agents of a step. before, after: those that acted, and those that are there for the next step.
+
+        An agent that is told its reward or end, but shown nothing, keeps its last observation. Returns how many act in
+        the next step.
+        """
+        if self._masked:
+            observations = self._unmasked(observations)
+        return self._agents_row.put_all(before, after, observations, rewards, terminations, truncations)
+
+    def _unmasked(self, observations: Mapping[Agent, Any]) -> dict[Agent, Any]:
+        """The observations without the action masks in them, which become part of the row."""
+        rest = dict(observations)
+        for agent, obs in observations.items():
+            slot = self._slots.get(agent)
+            if slot is not None and slot.unwrap is not None and obs is not None:
+                self._put_mask(agent, slot, obs["action_mask"])
+                rest[agent] = slot.unwrap(obs)
+        return rest
 
     def _put_mask(self, agent: Agent, slot: _Slot, mask: Any) -> None:
         row = self._masks[slot.mask][slot.member]
@@ -172,10 +165,11 @@ class AgentsEnv(ABC):
         # No distribution can be made of no action at all: an agent that may do nothing is free to choose.
         if not row.any():
             row.fill(True)
-        self._given[GIVES_MASKS] = True
+        self._give(GIVES_MASKS)
 
-    def _row(self, places: list[list[Any]], shared: Mapping[str, Any] | None = None) -> Row:
-        return (places, self._rewards, self._flags, self._masks, self._given, self._state(), shared or {})
+    def _row(self, shared: Mapping[str, Any] | None = None) -> Row:
+        places, state = self._agents_row.take_places(), self._state()
+        return (places, self._rewards, self._flags, self._masks, self._given, state, shared or {})
 
     def _state(self) -> Any:
         if self.layout.state_space is None:
@@ -186,8 +180,11 @@ class AgentsEnv(ABC):
             return self._no_state
         if state.shape != self._no_state.shape:
             return self._no_state
-        self._given[GIVES_STATE] = True
+        self._give(GIVES_STATE)
         return state
+
+    def _give(self, what: int) -> None:
+        self._given[what] = self._gave = True
 
     def _infos(self, infos: Mapping[Agent, Any]) -> dict[str, Any]:
         """Agents' infos as one; their action masks become part of the row."""
@@ -206,8 +203,7 @@ class AgentsEnv(ABC):
         return {"agent_infos": kept} if kept else {}
 
     def _end_of_step(self, row: Row, over: bool, infos: dict[str, Any]) -> Step:
-        terminated = over and not self._unended and not self._some_truncated
-        return row, sum(self._rewards.tolist()), terminated, over and not terminated, infos
+        return row, *self._agents_row.end_of_step(over), infos
 
 
 def _layout_of(
@@ -253,22 +249,24 @@ def _slots_of(layout: AgentLayout, unwraps: Mapping[str, Callable[[Any], Any]]) 
     masks = list(layout.mask_shapes)
     for g, (name, agents) in enumerate(layout.groups.items()):
         mask = masks.index(name) if name in masks else -1
+        space = layout.observation_spaces[name]
+        keys = tuple(space.spaces) if layout.shared_space.spaces and isinstance(space, spaces.Dict) else None
         for member, agent in enumerate(agents):
-            slots[agent] = _Slot(len(slots), g, member, mask, unwraps.get(name))
+            slots[agent] = _Slot(len(slots), g, member, keys, mask, unwraps.get(name))
     return slots
 
 
-def _splitter(space: Space) -> Split:
-    """Agents' own actions out of their group's: scalars of the space's dtype, arrays of their own, or structures."""
+def _splitter(space: Space) -> Split | None:
+    """Takes agents' own actions out of their group's structures. None for arrays: their elements are just that."""
     if isinstance(space, spaces.Dict):
-        by_key = {key: _splitter(one) for key, one in space.items()}
+        by_key = {key: _splitter(one) or list for key, one in space.items()}
         return lambda actions: [
             dict(zip(by_key, one, strict=True))
             for one in zip(*(split(actions[key]) for key, split in by_key.items()), strict=True)
         ]
     if isinstance(space, spaces.Tuple):
-        parts = [_splitter(one) for one in space.spaces]
+        parts = [_splitter(one) or list for one in space.spaces]
         return lambda actions: list(
             zip(*(split(part) for split, part in zip(parts, actions, strict=True)), strict=True)
         )
-    return list
+    return None

@@ -15,8 +15,9 @@ from muster.spec import Array, BranchNode, Leaf, Node, Rows, Space, Take, tree
 
 # The parts of a row, in order: what `AgentsEnv` hands to the stepping loop as one env's observation.
 OBS, REWARDS, FLAGS, MASKS, GIVEN, STATE, SHARED = range(7)
-# The flags, in order.
+# The flags, in order, and what they are called in infos.
 ALIVE, ACTING, TERMINATED, TRUNCATED = range(4)
+FLAG_NAMES = ("alive", "acting", "agent_terminated", "agent_truncated")
 # What an env may give or not, from step to step.
 GIVES_MASKS, GIVES_STATE = range(2)
 
@@ -132,6 +133,9 @@ class StackNode(Node):
         count = range(len(self.members))
         parts = tuple(self.members[a].describe_obs(self._part(a, rows), self._part(a, final)) for a in count)
         return ("stack", self.mismatch, (), parts)
+
+    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+        return self.stacked.describe_batch(rows, checked=checked)
 
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
         return self.stacked.batch(rows, take, objects)

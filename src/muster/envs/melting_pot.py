@@ -44,7 +44,7 @@ class Players(AgentsEnv):
     """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None) -> None:
-        self._players = tuple(f"player_{i}" for i in range(len(env.action_spec())))
+        self._players: list[Agent] = [f"player_{i}" for i in range(len(env.action_spec()))]
         observed = [dict(spec) for spec in env.observation_spec()]
         shared = {key: spec for key, spec in observed[0].items() if _is_shared(key)}
         own = [{key: one for key, one in spec.items() if key not in shared} for spec in observed]
@@ -58,16 +58,17 @@ class Players(AgentsEnv):
             shared_space=spaces.Dict([(key, space_of(shared[key], "observation")) for key in sorted(shared)]),
         )
         super().__init__(env, specs, groups)
-        self._own_keys = [tuple(one) for one in own]
         self._shared_keys = tuple(shared)
-        self._world: Any = None
+        if all(isinstance(space, spaces.Discrete) for space in self.layout.action_spaces.values()):
+            # Melting Pot looks actions up in tables, which takes longer with NumPy's numbers.
+            self._splits = [(name, np.ndarray.tolist) for name in self.layout.action_spaces]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         if seed is not None and not _seed_rebuilds(self.env, seed):
             seed_generators(self.env, seed)
         timestep = self.env.reset()
-        self._start_episode()
-        return self._row_of(timestep, [0.0] * len(self._players), over=False, terminated=False), {}
+        self._agents_row.start_episode()
+        return self._row_of(timestep, [0.0] * len(self._players)), {}
 
     def step(self, actions: dict[str, Any]) -> Step:
         timestep = self.env.step(list(self._chosen(actions, self._players).values()))
@@ -76,18 +77,15 @@ class Players(AgentsEnv):
         return self._end_of_step(row, over, {})
 
     def render(self) -> Any:
-        """The whole world as the last timestep showed it, uint8 ``[H, W, 3]``; None where the env does not tell."""
-        return self._world
+        """The whole world as it is now, uint8 ``[H, W, 3]``; None where the env does not tell."""
+        return self.env.observation()[0].get(_WORLD)
 
-    def _row_of(self, timestep: Any, rewards: Sequence[Any], *, over: bool, terminated: bool) -> Row:
-        places = self._start_row()
-        for player, obs, keys, reward in zip(self._players, timestep.observation, self._own_keys, rewards, strict=True):
-            own = {key: obs[key] for key in keys}
-            self._put(places, player, own, reward, terminated, over and not terminated, not over)
+    def _row_of(self, timestep: Any, rewards: Sequence[Any], *, over: bool = False, terminated: bool = False) -> Row:
+        self._start_row()
+        truncated = over and not terminated
+        self._agents_row.put_alike(self._players, list(timestep.observation), list(rewards), terminated, truncated)
         first = timestep.observation[0]
-        self._world = first.get(_WORLD)
-        # Arrays, of numbers too: the core copies only arrays as they are.
-        return self._row(places, {key: np.asarray(first[key]) for key in self._shared_keys})
+        return self._row({key: first[key] for key in self._shared_keys})
 
 
 def _is_shared(key: str) -> bool:

@@ -26,18 +26,19 @@ class TurnBasedAgents(AgentsEnv):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)
-        self._start_episode()
+        self._agents_row.start_episode()
         return self._next_turn()
 
     def step(self, actions: dict[str, Any]) -> Step:
         agent = self.env.agent_selection
-        self.env.step(self._chosen(actions, (agent,))[agent])
+        self.env.step(self._chosen(actions, [agent])[agent])
         row, infos = self._next_turn()
         return self._end_of_step(row, not self.env.agents, infos)
 
     def _next_turn(self) -> tuple[Row, dict[str, Any]]:
         """Takes leave of the agents that have ended, until it is a live agent's turn or nobody is left."""
-        env, places, infos = self.env, self._start_row(), {}
+        self._start_row()
+        env, infos = self.env, {}
         acting: Agent | None = None
         for _ in range(len(self._slots) + 1):
             if not env.agents:
@@ -45,7 +46,7 @@ class TurnBasedAgents(AgentsEnv):
             agent = env.agent_selection
             obs, reward, terminated, truncated, infos[agent] = env.last()
             ended = terminated or truncated
-            self._put(places, agent, _kept(obs), reward, terminated, truncated, not ended)
+            self._put(agent, _kept(obs), reward, terminated, truncated, not ended)
             if not ended:
                 acting = agent
                 break
@@ -54,9 +55,9 @@ class TurnBasedAgents(AgentsEnv):
             raise SpecMismatch(f"agent {env.agent_selection!r} has ended, but is selected again after step(None)")
         for agent in env.agents:
             if agent != acting:
-                self._put(places, agent, _kept(env.observe(agent)), 0.0, False, False, False)
+                self._put(agent, _kept(env.observe(agent)), 0.0, False, False, False)
         info = self._infos(infos)
-        return self._row(places), info
+        return self._row(), info
 
 
 def _kept(obs: Any) -> Any:

@@ -82,12 +82,16 @@ class Slab:
         records = self._reserve(n * _core.RECORD_BYTES)
         actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves()]
         start = self._end
-        obs = [self._reserve(n * leaf.row_bytes) for leaf in plan.obs.leaves()]
+        leaves = list(plan.obs.leaves())
+        in_core = not plan.obs.has_objects and all(leaf.kind != "coded" for leaf in leaves)
+        lent = [in_core and n * leaf.row_bytes >= _LENT_FROM_BYTES for leaf in leaves]
+        obs = [self._reserve(n * leaf.row_bytes) if one else 0 for leaf, one in zip(leaves, lent, strict=True)]
+        lent_bytes = self._end - start
+        obs = [at or self._reserve(n * leaf.row_bytes) for leaf, at in zip(leaves, obs, strict=True)]
         block_bytes = self._end - start
-        lent = [n * leaf.row_bytes >= _LENT_FROM_BYTES and not plan.obs.has_objects for leaf in plan.obs.leaves()]
         spares = _SPARE_BLOCKS if any(lent) else 0
         self._reserve(spares * block_bytes)
-        final = [self._reserve(n * leaf.row_bytes) for leaf in plan.obs.leaves()]
+        final = [self._reserve(n * leaf.row_bytes) for leaf in leaves]
         lengths = self._reserve((n + plan.num_lines) * 4)
         infos = self._reserve(n * 2 * _INFO_BYTES)
 
@@ -95,7 +99,7 @@ class Slab:
             os.ftruncate(fd, self._end)
         self.memory: npt.NDArray[np.uint8] = _core.map_bytes(-1 if fd is None else fd, self._end)
         address = self.memory.ctypes.data
-        places = (caller, lines, records, infos, _INFO_BYTES, start, block_bytes, 1 + spares)
+        places = (caller, lines, records, infos, _INFO_BYTES, start, block_bytes, lent_bytes, 1 + spares)
         self.description = (address, n, plan.num_lines, *places)
         self.records = self.array(records, (n,), RECORD)
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
@@ -104,7 +108,6 @@ class Slab:
         self.actions = self._rows(plan.action, actions)
         self.obs = self._rows(plan.obs, obs, lent)
         self.final_obs = self._rows(plan.obs, final)
-        self._obs_start = start
 
     @property
     def size(self) -> int:
@@ -124,15 +127,6 @@ class Slab:
         rows = self.obs
         leaves = [leaf for leaf in self.plan.obs.leaves() if rows.lent[leaf.index] or not lent_only]
         return [number for leaf in leaves for number in (rows.offsets[leaf.index], leaf.row_bytes)]
-
-    def lent_obs(self, block: npt.NDArray[np.uint8]) -> Rows:
-        """`obs` as the caller's own: leaves that are lent lie in `block`, the others are copied."""
-        rows = self.obs
-        arrays = [
-            np.ndarray(array.shape, array.dtype, block, offset - self._obs_start) if lent else array.copy()
-            for array, offset, lent in zip(rows.arrays, rows.offsets, rows.lent, strict=True)
-        ]
-        return Rows(arrays, rows.offsets)
 
     def _reserve(self, size: int) -> int:
         offset = self._end

@@ -1,0 +1,249 @@
+// A row of a multi-agent env in the making: what each agent is shown and told, in its fixed place.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "python.hpp"
+
+namespace muster {
+
+class AgentRow {
+ public:
+  // slots: a dict that has for each agent (column, group, member, keys, ...): where it stands among all agents, in which
+  // group and where there, and which entries of the dict that it is shown are its own; None: all of it is.
+  // sizes: of the groups.  rewards: float32 [agents].  flags: bool [4, agents]: alive, acting, terminated, truncated.
+  AgentRow(PyObject* slots, const std::vector<Py_ssize_t>& sizes, PyObject* rewards, PyObject* flags)
+      : slots_(Ref::borrow(slots)),
+        sizes_(sizes),
+        rewards_(Ref::borrow(rewards)),
+        flags_(Ref::borrow(flags)),
+        count_(size_t(PyArray_SIZE(array(rewards_)))),
+        last_shown_(count_),
+        unended_(count_, 0) {}
+
+  void start_episode() {
+    std::fill(unended_.begin(), unended_.end(), 0);
+    some_truncated_ = false;
+    for (Ref& shown : last_shown_) shown = Ref();
+  }
+
+  // Nobody is there yet.
+  void start() {
+    std::memset(PyArray_DATA(array(rewards_)), 0, count_ * sizeof(float));
+    std::memset(PyArray_DATA(array(flags_)), 0, kNumFlags * count_);
+    Ref places = checked(PyList_New(Py_ssize_t(sizes_.size())));
+    for (size_t g = 0; g < sizes_.size(); ++g) {
+      Ref members = checked(PyList_New(sizes_[g]));
+      for (Py_ssize_t m = 0; m < sizes_[g]; ++m) PyList_SET_ITEM(members.get(), m, Py_NewRef(Py_None));
+      PyList_SET_ITEM(places.get(), Py_ssize_t(g), members.release());
+    }
+    places_ = std::move(places);
+  }
+
+  // What each of `agents`, a list, is to do: a dict. by_group: for each group a sequence of its members' actions.
+  Ref choose(PyObject* by_group, PyObject* agents) const {
+    Ref chosen = checked(PyDict_New());
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(agents); ++k) {
+      Ref agent = Ref::borrow(PyList_GET_ITEM(agents, k));
+      PyObject* slot = slot_of(agent.get());
+      PyObject* members = PyList_GET_ITEM(by_group, PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 1)));
+      Ref action = checked(PySequence_GetItem(members, PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 2))));
+      check(PyDict_SetItem(chosen.get(), agent.get(), action.get()));
+    }
+    return chosen;
+  }
+
+  // One agent that is there. obs: None for zeros.  acts: its action counts in the next step.
+  void put(PyObject* agent, PyObject* obs, PyObject* reward, bool terminated, bool truncated, bool acts) {
+    if (!places_) start();
+    PyObject* slot = slot_of(agent);
+    const size_t column = column_of(slot);
+    PyObject* members = PyList_GET_ITEM(places_.get(), PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 1)));
+    check(PyList_SetItem(members, PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 2)),
+                         own(obs, PyTuple_GET_ITEM(slot, 3)).release()));
+    if (reward) put_reward(column, reward);
+    flag(kAlive, column) = true;
+    flag(kActing, column) = acts;
+    flag(kTerminated, column) = terminated;
+    flag(kTruncated, column) = truncated;
+    unended_[column] = !terminated && !truncated;
+    some_truncated_ |= truncated;
+  }
+
+  // Agents of which all are told the same of their ends. agents, observations, rewards: lists.
+  void put_alike(PyObject* agents, PyObject* observations, PyObject* rewards, bool terminated, bool truncated) {
+    const Py_ssize_t count = PyList_GET_SIZE(agents);
+    if (PyList_GET_SIZE(observations) != count || PyList_GET_SIZE(rewards) != count) {
+      PyErr_Format(PyExc_ValueError, "%zd agents, but %zd observations and %zd rewards", count,
+                   PyList_GET_SIZE(observations), PyList_GET_SIZE(rewards));
+      throw PythonError{};
+    }
+    for (Py_ssize_t k = 0; k < count; ++k)
+      put(PyList_GET_ITEM(agents, k), PyList_GET_ITEM(observations, k), PyList_GET_ITEM(rewards, k), terminated,
+          truncated, !terminated && !truncated);
+  }
+
+  // The agents of one step. before, after: lists of those that acted, and that are there for the next step.  The rest:
+  // mappings by agent. An agent that is told its reward or end, but shown nothing, keeps its last observation. Returns
+  // how many act in the next step.
+  size_t put_all(PyObject* before, PyObject* after, PyObject* all_observations, PyObject* all_rewards,
+                 PyObject* all_terminations, PyObject* all_truncations) {
+    const Ref held[] = {dict_of(all_observations), dict_of(all_rewards), dict_of(all_terminations),
+                        dict_of(all_truncations)};
+    PyObject *observations = held[0].get(), *rewards = held[1].get();
+    PyObject *terminations = held[2].get(), *truncations = held[3].get();
+    const int same = PyObject_RichCompareBool(before, after, Py_EQ);
+    check(same);
+    size_t acting = 0;
+    auto put_one = [&](PyObject* agent, bool stays) {
+      const bool terminated = truth(terminations, agent), truncated = truth(truncations, agent);
+      const bool acts = stays && !terminated && !truncated;
+      acting += acts;
+      PyObject* obs = item(observations, agent);
+      PyObject* reward = item(rewards, agent);
+      if (!obs && !reward && !terminated && !truncated) return;
+      const size_t column = column_of(slot_of(agent));
+      Ref seen = Ref::borrow(obs ? obs : last_shown_[column] ? last_shown_[column].get() : Py_None);
+      put(agent, seen.get(), reward, terminated, truncated, obs && acts);
+      last_shown_[column] = std::move(seen);
+    };
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(before); ++k) {
+      Ref agent = Ref::borrow(PyList_GET_ITEM(before, k));
+      put_one(agent.get(), same || contains(after, agent.get()));
+    }
+    for (Py_ssize_t k = 0; !same && k < PyList_GET_SIZE(after); ++k) {
+      Ref agent = Ref::borrow(PyList_GET_ITEM(after, k));
+      if (!contains(before, agent.get())) put_one(agent.get(), true);
+    }
+    return acting;
+  }
+
+  // The groups' observations, a list of lists; they are handed over.
+  Ref take_places() { return std::move(places_); }
+
+  // (sum of the rewards, terminated, truncated) of the env, whose episode may be over.
+  Ref end_of_step(bool over) const {
+    double sum = 0;
+    const auto* reward = static_cast<const float*>(PyArray_DATA(array(rewards_)));
+    for (size_t i = 0; i < count_; ++i) sum += double(reward[i]);
+    const bool all_ended = std::none_of(unended_.begin(), unended_.end(), [](uint8_t one) { return one; });
+    const bool terminated = over && all_ended && !some_truncated_;
+    return checked(Py_BuildValue("(dOO)", sum, terminated ? Py_True : Py_False,
+                                 over && !terminated ? Py_True : Py_False));
+  }
+
+ private:
+  enum Flag { kAlive, kActing, kTerminated, kTruncated, kNumFlags };
+
+  static PyArrayObject* array(const Ref& ref) { return reinterpret_cast<PyArrayObject*>(ref.get()); }
+
+  uint8_t& flag(Flag which, size_t column) {
+    return static_cast<uint8_t*>(PyArray_DATA(array(flags_)))[which * count_ + column];
+  }
+
+  // Borrowed. The dict itself complains of an agent that it does not have.
+  PyObject* slot_of(PyObject* agent) const {
+    PyObject* slot = PyDict_GetItemWithError(slots_.get(), agent);
+    if (!slot && !PyErr_Occurred()) Ref complaint = checked(PyObject_GetItem(slots_.get(), agent));
+    if (!slot) throw PythonError{};
+    return slot;
+  }
+
+  static size_t column_of(PyObject* slot) { return PyLong_AsSize_t(PyTuple_GET_ITEM(slot, 0)); }
+
+  // Borrowed, or null where the agent has none.
+  static PyObject* item(PyObject* by_agent, PyObject* agent) {
+    PyObject* found = PyDict_GetItemWithError(by_agent, agent);
+    if (!found && PyErr_Occurred()) throw PythonError{};
+    return found;
+  }
+
+  static Ref dict_of(PyObject* mapping) {
+    if (PyDict_Check(mapping)) return Ref::borrow(mapping);
+    Ref dict = checked(PyDict_New());
+    check(PyDict_Update(dict.get(), mapping));
+    return dict;
+  }
+
+  static bool truth(PyObject* by_agent, PyObject* agent) {
+    PyObject* found = item(by_agent, agent);
+    if (!found || found == Py_False) return false;
+    const int is_true = PyObject_IsTrue(found);
+    check(is_true);
+    return is_true;
+  }
+
+  static bool contains(PyObject* agents, PyObject* agent) {
+    const int found = PySequence_Contains(agents, agent);
+    check(found);
+    return found;
+  }
+
+  static Ref own(PyObject* obs, PyObject* keys) {
+    if (keys == Py_None || !PyDict_Check(obs)) return Ref::borrow(obs);
+    Ref dict = checked(PyDict_New());
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keys); ++k) {
+      PyObject* key = PyTuple_GET_ITEM(keys, k);
+      if (PyObject* value = item(obs, key)) check(PyDict_SetItem(dict.get(), key, value));
+    }
+    return dict;
+  }
+
+  void put_reward(size_t column, PyObject* reward) {
+    char* to = PyArray_BYTES(array(rewards_)) + column * sizeof(float);
+    auto* zero_dim = PyArray_Check(reward) ? reinterpret_cast<PyArrayObject*>(reward) : nullptr;
+    if (PyFloat_Check(reward)) {
+      const float number = float(PyFloat_AS_DOUBLE(reward));
+      std::memcpy(to, &number, sizeof number);
+    } else if (zero_dim && PyArray_NDIM(zero_dim) == 0 && PyArray_TYPE(zero_dim) == NPY_DOUBLE &&
+               PyArray_ISCARRAY_RO(zero_dim)) {
+      const float number = float(*static_cast<double*>(PyArray_DATA(zero_dim)));
+      std::memcpy(to, &number, sizeof number);
+    } else {
+      check(PyArray_SETITEM(array(rewards_), to, reward));
+    }
+  }
+
+  Ref slots_;
+  std::vector<Py_ssize_t> sizes_;
+  Ref rewards_, flags_;
+  size_t count_;
+  std::vector<Ref> last_shown_;  // by column
+  std::vector<uint8_t> unended_;
+  bool some_truncated_ = false;
+  Ref places_;
+};
+
+// What is said of all agents, by group. rewards: [n, agents].  flags: [n, names, agents].  slots: a list of (group, first
+// agent, end).  Returns ({group: rewards}, {name: {group: flags}}), views [n, agents of the group].
+inline Ref split_agents(PyObject* rewards, PyObject* flags, PyObject* slots, PyObject* names) {
+  auto by_group = [&](PyObject* all, npy_intp which) {
+    auto* array = reinterpret_cast<PyArrayObject*>(all);
+    const int last = PyArray_NDIM(array) - 1;
+    npy_intp strides[] = {PyArray_STRIDE(array, 0), PyArray_STRIDE(array, last)};
+    char* row = PyArray_BYTES(array) + (last == 2 ? which * PyArray_STRIDE(array, 1) : 0);
+    Ref dict = checked(PyDict_New());
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(slots); ++g) {
+      PyObject* slot = PyList_GET_ITEM(slots, g);
+      const npy_intp first = PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 1)), end = PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 2));
+      npy_intp shape[] = {PyArray_DIM(array, 0), end - first};
+      Py_INCREF(PyArray_DESCR(array));
+      Ref view = checked(PyArray_NewFromDescr(&PyArray_Type, PyArray_DESCR(array), 2, shape, strides,
+                                              row + first * strides[1], PyArray_FLAGS(array) & NPY_ARRAY_WRITEABLE,
+                                              nullptr));
+      check(PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(view.get()), Py_NewRef(all)));
+      check(PyDict_SetItem(dict.get(), PyTuple_GET_ITEM(slot, 0), view.get()));
+    }
+    return dict;
+  };
+  Ref rewards_by_group = by_group(rewards, 0);
+  Ref infos = checked(PyDict_New());
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k)
+    check(PyDict_SetItem(infos.get(), PyTuple_GET_ITEM(names, k), by_group(flags, k).get()));
+  return checked(PyTuple_Pack(2, rewards_by_group.get(), infos.get()));
+}
+
+}  // namespace muster

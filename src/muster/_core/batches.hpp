@@ -1,0 +1,139 @@
+// Batches of all envs at once, along a tree that spec.py describes: rows of the slab as arrays, arrays into rows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "leaves.hpp"
+#include "python.hpp"
+
+namespace muster {
+
+// Memory with rows of leaves: what lies at `offset` of the slab lies at start + (offset - first) here.
+struct RowMemory {
+  char* start;
+  size_t first;
+  PyObject* owner;
+};
+
+class BatchNode {
+ public:
+  // ("leaf", offset, row_bytes, type_num, shape of a row, lent, low, high) or ("dict" | "tuple", keys, children).
+  // low, high: None, or lists of int64, one pair for each element of a row.
+  BatchNode(PyObject* description, npy_intp num_envs) {
+    Fields fields(description);
+    const std::string kind = fields.text();
+    if (kind == "leaf") {
+      offset_ = size_t(fields.size());
+      bytes_ = size_t(fields.size()) * size_t(num_envs);
+      type_num_ = int(fields.size());
+      shape_ = fields.shape();
+      shape_.insert(shape_.begin(), num_envs);
+      lent_ = fields.size();
+      low_ = numbers(fields.next());
+      high_ = numbers(fields.next());
+      return;
+    }
+    kind_ = kind == "dict" ? Kind::kDict : Kind::kTuple;
+    keys_ = Ref::borrow(fields.next());
+    PyObject* children = fields.next();
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(children); ++i)
+      children_.emplace_back(PyTuple_GET_ITEM(children, i), num_envs);
+  }
+
+  static std::vector<int64_t> numbers(PyObject* list) {
+    std::vector<int64_t> values;
+    if (list == Py_None) return values;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) values.push_back(as_size(PyList_GET_ITEM(list, i)));
+    return values;
+  }
+
+  bool is_leaf() const { return kind_ == Kind::kLeaf; }
+  size_t offset() const { return offset_; }
+  int type_num() const { return type_num_; }
+  const std::vector<npy_intp>& shape() const { return shape_; }
+
+  // Whether a batch is what is expected to the letter. Others are cast, or complained of, in Python.
+  bool fits(PyObject* batch) const {
+    if (kind_ == Kind::kLeaf) return leaf_fits(batch);
+    if (kind_ == Kind::kDict ? !PyDict_Check(batch) : !PyTuple_Check(batch)) return false;
+    if (PyObject_Size(batch) != Py_ssize_t(children_.size())) return false;
+    for (size_t i = 0; i < children_.size(); ++i) {
+      PyObject* part = child(batch, i);
+      if (!part || !children_[i].fits(part)) return false;
+    }
+    return true;
+  }
+
+  // Copies a batch that fits.
+  void write(PyObject* batch, char* slab) const {
+    if (kind_ == Kind::kLeaf)
+      std::memcpy(slab + offset_, PyArray_DATA(reinterpret_cast<PyArrayObject*>(batch)), bytes_);
+    for (size_t i = 0; i < children_.size(); ++i) children_[i].write(child(batch, i), slab);
+  }
+
+  // Views of leaves that are lent in the one memory, of the others in the other.
+  Ref view(const RowMemory& lent, const RowMemory& rest) const {
+    if (kind_ == Kind::kLeaf) {
+      const RowMemory& memory = lent_ ? lent : rest;
+      Ref array = checked(PyArray_SimpleNewFromData(int(shape_.size()), const_cast<npy_intp*>(shape_.data()), type_num_,
+                                                    memory.start + (offset_ - memory.first)));
+      check(PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()), Py_NewRef(memory.owner)));
+      return array;
+    }
+    Ref batch = checked(kind_ == Kind::kDict ? PyDict_New() : PyTuple_New(Py_ssize_t(children_.size())));
+    for (size_t i = 0; i < children_.size(); ++i) {
+      Ref part = children_[i].view(lent, rest);
+      if (kind_ == Kind::kDict)
+        check(PyDict_SetItem(batch.get(), PyTuple_GET_ITEM(keys_.get(), Py_ssize_t(i)), part.get()));
+      else
+        PyTuple_SET_ITEM(batch.get(), Py_ssize_t(i), part.release());
+    }
+    return batch;
+  }
+
+  // A leaf's rows in an array of its own.
+  Ref copy(const char* slab) const {
+    Ref array = checked(PyArray_SimpleNew(int(shape_.size()), const_cast<npy_intp*>(shape_.data()), type_num_));
+    std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.get())), slab + offset_, bytes_);
+    return array;
+  }
+
+ private:
+  enum class Kind { kLeaf, kDict, kTuple };
+
+  bool leaf_fits(PyObject* batch) const {
+    if (!PyArray_Check(batch)) return false;
+    auto* array = reinterpret_cast<PyArrayObject*>(batch);
+    if (!same_layout(array, type_num_, shape_)) return false;
+    if (low_.empty()) return true;
+    const auto* number = static_cast<const int64_t*>(PyArray_DATA(array));
+    const size_t count = size_t(PyArray_SIZE(array));
+    for (size_t i = 0, k = 0; i < count; ++i, k = k + 1 == low_.size() ? 0 : k + 1)
+      if (number[i] < low_[k] || number[i] > high_[k]) return false;
+    return true;
+  }
+
+  // Borrowed, or null where there is none.
+  PyObject* child(PyObject* batch, size_t i) const {
+    if (kind_ == Kind::kTuple) return PyTuple_GET_ITEM(batch, Py_ssize_t(i));
+    PyObject* part = PyDict_GetItemWithError(batch, PyTuple_GET_ITEM(keys_.get(), Py_ssize_t(i)));
+    if (!part && PyErr_Occurred()) throw PythonError{};
+    return part;
+  }
+
+  Kind kind_ = Kind::kLeaf;
+  size_t offset_ = 0;
+  size_t bytes_ = 0;  // of all rows
+  int type_num_ = 0;
+  std::vector<npy_intp> shape_;  // with the leading N
+  bool lent_ = false;
+  std::vector<int64_t> low_, high_;
+  Ref keys_;
+  std::vector<BatchNode> children_;
+};
+
+}  // namespace muster
