@@ -84,7 +84,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if lenient:
             self._caller.allow_unreset()
         self._records = backend.slab.records
-        self._infos = InfoReader(backend.slab, self._caller.line_of, backend.fetch_schemas)
+        self._infos = InfoReader(backend.slab, self._caller, backend.fetch_schemas)
         self._all = np.arange(self.num_envs)
         self._watch_at = 0.0
         self._recovery: Recovery | None = None
@@ -382,12 +382,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def _stepped(self, result: Any, actions: Any) -> StepResult:
         """What the core's step has come to: see _core/caller.hpp."""
         if type(result) is tuple:
-            obs, rewards, terminated, truncated, unusual = result
-            infos: Infos | None = {}
-            if unusual or self._has_objects:
-                plain = unusual == _INFOS and not self._has_objects
-                infos = self._infos.read_plain(self._all) if plain else None
-            if infos is not None:
+            obs, rewards, terminated, truncated, unusual, infos = result
+            if infos is None and unusual == _INFOS and not self._has_objects:
+                infos = self._infos.read_plain(self._all)
+            if infos is not None and not self._has_objects:
                 if obs is None:
                     obs = self._batch_obs(self._all, [])
                 return obs, rewards, terminated, truncated, infos

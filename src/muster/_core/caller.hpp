@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "batches.hpp"
+#include "columns.hpp"
 #include "doorbell.hpp"
 #include "lending.hpp"
 #include "python.hpp"
@@ -87,18 +88,26 @@ class Caller {
     Caller& caller_;
   };
 
-  // The whole step where nothing unusual happens: (obs, rewards, terminated, truncated, unusual), or None after sending
-  // if a slice of waiting was not enough, or False before sending if the actions need Python. obs: the batch, or None if
-  // it needs Python.
+  // The whole step where nothing unusual happens: (obs, rewards, terminated, truncated, unusual, infos), or None after
+  // sending if a slice of waiting was not enough, or False before sending if the actions need Python. obs, infos: None if
+  // they need Python.
   Ref step(PyObject* actions) {
     Entry entry(*this);
     require_idle();
     require_started();
     if (detour || !write_batch(actions)) return Ref::borrow(Py_False);
-    send_all(Command::kStep, lends() ? lending_.free_block() : 0);
+    send_all(Command::kStep, true, lends() ? lending_.free_block() : 0);
     if (!wait_slice(slab_.num_envs, kSliceNs)) return Ref::borrow(Py_None);
     if (recovers_ && !failed().empty()) return Ref::borrow(Py_None);
     return collect_all();
+  }
+
+  // How to read the infos of a step of all envs if their layouts are these. schemas: bytes, uint32 for each env.  columns,
+  // given: see gather_columns; None if no layout is known.
+  void expect_infos(PyObject* schemas, PyObject* columns, PyObject* given) {
+    schemas_expected_ = Ref::borrow(schemas);
+    columns_expected_ = Ref::borrow(columns);
+    given_expected_ = Ref::borrow(given);
   }
 
   bool write_actions(PyObject* actions) {
@@ -113,7 +122,7 @@ class Caller {
     if (env_ids == Py_None) {
       require_idle();
       require_started();
-      return send_all(command);
+      return send_all(command, false);
     }
     const auto [ids, count] = ids_of(env_ids);
     for (size_t k = 0; k < count; ++k) require_ready(uint32_t(ids[k]));
@@ -123,7 +132,7 @@ class Caller {
       request(uint32_t(ids[k]), command);
       ring_line[line_of_[ids[k]]] = 1;
     }
-    tell_pace();
+    tell_pace(false);
     for (uint32_t w = 0; w < slab_.num_lines; ++w)
       if (ring_line[w]) ring(slab_.lines[w]);
   }
@@ -133,6 +142,7 @@ class Caller {
     Entry entry(*this);
     const auto [ids, count] = ids_of(env_ids);
     bring_home();
+    slab_.caller->awaits_all.store(0, std::memory_order_relaxed);
     for (size_t k = 0; k < count; ++k) {
       request(uint32_t(ids[k]), Command::kReset);
       started_[ids[k]] = 1;
@@ -148,6 +158,7 @@ class Caller {
   // Waits for at most slice_ns until min_envs pending envs are ready. True if they are.
   bool wait(uint32_t min_envs, int64_t slice_ns) {
     Entry entry(*this);
+    if (min_envs < num_pending_) slab_.caller->awaits_all.store(0, std::memory_order_relaxed);
     return wait_slice(min_envs, slice_ns);
   }
 
@@ -325,7 +336,8 @@ class Caller {
   }
 
   // What workers go by when they choose how to wait.
-  void tell_pace() {
+  void tell_pace(bool awaits_all) {
+    slab_.caller->awaits_all.store(awaits_all, std::memory_order_relaxed);
     slab_.caller->core.store(uint32_t(sched_getcpu()), std::memory_order_relaxed);
     auto& lingers = slab_.caller->lingers;
     lingers.store(now_ns() - ready_at_ns_ > kQuickNs ? lingers.load(std::memory_order_relaxed) + 1 : 0,
@@ -371,8 +383,8 @@ class Caller {
                   rows.row_bytes);
   }
 
-  void send_all(Command command, uint32_t obs_block = 0) {
-    tell_pace();
+  void send_all(Command command, bool awaits_all, uint32_t obs_block = 0) {
+    tell_pace(awaits_all);
     slab_.caller->target.store(delivered_ + slab_.num_envs, std::memory_order_relaxed);
     block_before_ = slab_.records[0].obs_block;
     for (uint32_t i = 0; i < slab_.num_envs; ++i) {
@@ -423,8 +435,19 @@ class Caller {
       bring_home();
     else if (obs_)
       obs = whole_obs(slab_.records[0].obs_block);
-    return checked(Py_BuildValue("(OOOOi)", obs.get(), scalars.rewards.get(), scalars.terminated.get(),
-                                 scalars.truncated.get(), scalars.unusual));
+    Ref infos = whole_infos(scalars.unusual);
+    return checked(PyTuple_Pack(6, obs.get(), scalars.rewards.get(), scalars.terminated.get(), scalars.truncated.get(),
+                                checked(PyLong_FromLong(scalars.unusual)).get(), infos.get()));
+  }
+
+  Ref whole_infos(int unusual) const {
+    if (!unusual) return checked(PyDict_New());
+    if (unusual != kInfos || !columns_expected_ || columns_expected_.get() == Py_None) return Ref::borrow(Py_None);
+    const char* expected = PyBytes_AS_STRING(schemas_expected_.get());
+    for (uint32_t i = 0; i < slab_.num_envs; ++i)
+      if (std::memcmp(expected + i * sizeof(uint32_t), &slab_.records[i].info_schema, sizeof(uint32_t)))
+        return Ref::borrow(Py_None);
+    return gather_columns(columns_expected_.get(), Py_None, given_expected_.get());
   }
 
   // The observations of all envs, of which those that are lent lie in `block`, if it is one.
@@ -464,6 +487,7 @@ class Caller {
   uint32_t block_before_ = 0;  // in which the rows lay that were there before the last step of all envs
   std::optional<BatchNode> obs_;
   std::optional<BatchNode> action_;
+  Ref schemas_expected_, columns_expected_, given_expected_;
   bool copy_;
   bool must_reset_;
   Patience patience_;

@@ -6,7 +6,6 @@
 
 #include "agents.hpp"
 #include "caller.hpp"
-#include "columns.hpp"
 #include "stepper.hpp"
 #include "watchdog.hpp"
 
@@ -139,6 +138,9 @@ NB_MODULE(_core, m) {
         return guarded([&] { return handed_over(self.step(actions.ptr())); });
       }, nb::arg("actions").none())
       .def("bring_home", [](Caller& self) { self.bring_home(); })
+      .def("expect_infos", [](Caller& self, nb::bytes schemas, nb::handle columns, nb::handle given) {
+        self.expect_infos(schemas.ptr(), columns.ptr(), given.ptr());
+      }, nb::arg("schemas"), nb::arg("columns").none(), nb::arg("given").none())
       .def("write_actions", [](Caller& self, nb::handle actions) {
         return guarded([&] { return self.write_actions(actions.ptr()); });
       }, nb::arg("actions").none())

@@ -38,11 +38,15 @@ class _Plan(NamedTuple):
 
 
 class InfoReader:
-    """Reads infos out of one slab. `fetch_schemas(line)` gives what that line's worker has mailed last."""
+    """Reads infos out of one slab. `fetch_schemas(line)` gives what that line's worker has mailed last.
 
-    def __init__(self, slab: Slab, line_of: Callable[[int], int], fetch_schemas: Callable[[int], Any]) -> None:
+    What a step of all envs gave last is left to the core to read, as long as the layouts stay the same.
+    """
+
+    def __init__(self, slab: Slab, caller: _core.Caller, fetch_schemas: Callable[[int], Any]) -> None:
         self._slab = slab
-        self._line_of = np.array([line_of(env) for env in range(slab.plan.num_envs)])
+        self._caller = caller
+        self._line_of = np.array([caller.line_of(env) for env in range(slab.plan.num_envs)])
         self._fetch_schemas = fetch_schemas
         self._schemas: list[tuple[Any, ...]] = [()] * slab.plan.num_lines
         self._last_schemas = slab.records["info_schema"]
@@ -54,13 +58,17 @@ class InfoReader:
         """Forgets a lost worker's schemas: its successor numbers its own."""
         self._schemas[line] = ()
         self._plans.clear()
+        self._caller.expect_infos(b"", None, None)
 
     def read_plain(self, ids: Array) -> Infos | None:
         """The infos of a step of envs `ids` ``[n]``, where these are plain columns that all agree in; else None."""
         plan = self._plan_for(ids)
         if plan.columns is None:
             return None
-        return _core.gather_columns(plan.columns, None if len(ids) == len(self._line_of) else ids, plan.given)
+        everything = len(ids) == len(self._line_of)
+        if everything:
+            self._caller.expect_infos(self._last_schemas.tobytes(), plan.columns, plan.given)
+        return _core.gather_columns(plan.columns, None if everything else ids, plan.given)
 
     def _plan_for(self, ids: Array) -> _Plan:
         everything = len(ids) == len(self._line_of)

@@ -18,8 +18,9 @@ from muster import _core
 from muster.spec import Array, Node, Rows
 
 _LINE = 64
-# Numbers that one env's info may fill before the rest goes through the mail. Untouched pages cost nothing.
-_INFO_BYTES = 16384
+# Numbers that one env's info may fill before the rest goes through the mail. Untouched pages cost nothing. A line more
+# than whole pages: rows that begin alike in their pages push each other out of the caches.
+_INFO_BYTES = 16384 + _LINE
 
 # Leaves whose batches are at least so big are handed out without being copied while a spare block is free. Two are
 # enough for a loop that holds the last observations and the ones before.
