@@ -4,9 +4,9 @@ Env steps (all agents once) per second of: Muster's process backend, the same wi
 backend, one bare loop, and two unconnected bare loops in two processes, which is the limit (100 %) on two cores. The
 limit in step is the same two loops waiting for each other, awake, after every round: what is left of the limit for
 whoever steps all envs at once. Every contender lives in a process of its own and they run in turns; medians of at least
-3 rounds. ``layout`` is how much more CPU time the serial backend takes for a step than the bare loop. Like bare loops
-and TorchRL's wrapper, Muster does not ask for the env's ``state()`` here (``state=False``), but for one contender that
-shows what that costs. With ``--torchrl`` TorchRL's ParallelEnv runs on simple_spread, too.
+3 rounds. ``layout`` is how much more CPU time the serial backend takes for a step than the bare loop. Nobody looks at
+the envs' states here, so they are not asked for them, but for one contender that shows what that costs. With
+``--torchrl`` TorchRL's ParallelEnv runs on simple_spread, too.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def _players(env: Any) -> Callable[[], int]:
     return step
 
 
-def muster_envs(env_id: str, num_envs: int, *, state: bool = False, **options: Any) -> Run:
+def muster_envs(env_id: str, num_envs: int, **options: Any) -> Run:
     import muster
 
-    envs = muster.make_vec(env_id, num_envs, state=state, **options)
+    envs = muster.make_vec(env_id, num_envs, **options)
     envs.action_space.seed(0)
     batches = itertools.cycle([envs.action_space.sample() for _ in range(_BATCHES)])
     envs.reset(seed=0)

@@ -15,6 +15,9 @@
  * tests/faults/test_doorbell_model.py does both. A worker that waits awake with its seat on the caller's core stands by:
  * whoever finishes last then leaves the caller's wake-up to it. Seats change at random.
  *
+ * A ring asks for one step here. Where it asks for several and all of them are awaited, what comes before the last is a
+ * store to `finished` that nobody waits for; the last is announced as here.
+ *
  * What is left out: how long a burst of yields lasts (any number of looks, here), counters that wrap, and the slice that
  * bounds the caller's sleep. The model ends a slice only once a worker is dead, since a slice that ends by itself would
  * hide every lost wake-up.

@@ -52,7 +52,7 @@ def make_vec(
     check_finite: bool = False,
     threads_per_worker: int = 1,
     groups: Mapping[Any, str] | None = None,
-    state: bool = True,
+    state: bool | None = None,
     memory_check: str = "error",
 ) -> VectorEnv | MultiAgentVectorEnv:
     """A vector env: N envs, stepped in parallel by worker processes, behind Gymnasium's `VectorEnv` API.
@@ -80,7 +80,8 @@ def make_vec(
     check_finite: raise on NaN or infinity in observations and rewards.
     threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker.
     groups: for multi-agent envs the group of every agent; None groups them by name and spaces.
-    state: False leaves ``infos["state"]`` out and never calls the env's ``state()``, which may cost a fifth of a step.
+    state: whether multi-agent envs are asked for their ``state()``, which may cost a fifth of a step, after every step;
+        None asks them once ``infos["state"]`` is looked at, and from then on after every step.
     memory_check: what to do if so many envs in worker processes will not fit into the memory that the cgroup or the
         machine has left, going by the first ones: "error", "warn" or "off".
 
@@ -129,6 +130,7 @@ def make_vec(
     caller_patience, worker_patience = patience(cores, chosen.num_workers + 1)
     vector_env = functools.partial(
         _vector_env,
+        tells_state=bool(state),
         autoreset_mode=mode,
         observation_mode=observation_mode,
         copy=copy,
@@ -145,12 +147,12 @@ def make_vec(
     return vector_env(ProcessBackend(recipes, replace(options, num_workers=len(recipes))))
 
 
-def _vector_env(backend: Backend, **options: Any) -> VectorEnv | MultiAgentVectorEnv:
+def _vector_env(backend: Backend, *, tells_state: bool = True, **options: Any) -> VectorEnv | MultiAgentVectorEnv:
     """The vector env for what kind of envs `backend` turns out to build."""
     facts = backend.start()
     if facts[0].agents is None:
         return VectorEnv(backend, facts=facts, **options)
-    return MultiAgentVectorEnv(RowVectorEnv(backend, facts=facts, **options))
+    return MultiAgentVectorEnv(RowVectorEnv(backend, facts=facts, **options), tells_state=tells_state)
 
 
 def serial_vec(

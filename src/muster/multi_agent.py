@@ -14,6 +14,8 @@ from gymnasium import spaces
 from muster._core import split_agents
 from muster.backends.share import EnvFacts
 from muster.checks import env_ids_of
+from muster.envs.agents import tell_state
+from muster.envs.asked_infos import AskedInfos
 from muster.envs.groups import Groups
 from muster.envs.layout import (
     ACTING,
@@ -75,7 +77,8 @@ class MultiAgentVectorEnv:
     terminated, truncated: bool ``[N]``, of the whole env: terminated if every agent ended and none was truncated.
     infos: by group, bool ``[N, A]``: ``alive`` the agent's row holds something, ``acting`` its action counts in the
     next step, ``agent_terminated``, ``agent_truncated`` it ended in this step; ``action_mask`` ``[N, A, n]`` where
-    the env gives masks, never all False; ``state`` ``[N, ...]`` and ``_state`` ``[N]`` where it has a state;
+    the env gives masks, never all False; ``state`` ``[N, ...]`` and ``_state`` ``[N]`` where it has a state, of which
+    the envs are asked only from the time on when it is first looked at, see ``state`` of `make_vec`;
     ``agent_infos`` by agent, whatever else the env tells.
     With same_step autoreset `obs`, ``alive``, ``acting``, ``action_mask`` and ``state`` are the new episode's;
     ``final_obs`` and ``final_info`` hold the old one's in the rows where ``_final_obs`` is True.
@@ -83,8 +86,11 @@ class MultiAgentVectorEnv:
     Actions are ``[N, A, ...]`` by group; those of agents that are not acting are ignored.
     """
 
-    def __init__(self, rows: RowVectorEnv) -> None:
+    def __init__(self, rows: RowVectorEnv, *, tells_state: bool = True) -> None:
         self._rows = rows
+        self._tells_state = tells_state or rows.layout.state_space is None
+        self._asked = False  # whether they were told to tell it only later
+        self._moves = 0  # how often envs were sent to
         self._layout = rows.layout
         self._slots = self._layout.slots()
         self._bounds = [(name, slot.start, slot.stop) for name, slot in self._slots.items()]
@@ -132,6 +138,7 @@ class MultiAgentVectorEnv:
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
         """Starts `reset`; `reset_wait` or `recv` takes the result."""
+        self._moves += 1
         self._rows.reset_async(seed=seed, options=options)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[ByGroup, Infos]:
@@ -230,7 +237,7 @@ class MultiAgentVectorEnv:
         return obs, rewards, terminated, truncated, infos
 
     def _batch(self, batch: Batch) -> AgentBatch:
-        obs, rewards, infos = self._by_group(batch.obs, batch.infos, batch.truncated)
+        obs, rewards, infos = self._by_group(batch.obs, batch.infos, batch.truncated, batch.env_ids)
         return AgentBatch(batch.env_ids, obs, rewards, batch.terminated, batch.truncated, infos)
 
     def _converting(self, take: Callable[[], Any]) -> Any:
@@ -242,7 +249,9 @@ class MultiAgentVectorEnv:
                 error.batch = self._batch(error.batch)
             raise
 
-    def _by_group(self, rows: Any, infos: Infos, truncated: Bools | None) -> tuple[ByGroup, Rewards, Infos]:
+    def _by_group(
+        self, rows: Any, infos: Infos, truncated: Bools | None, env_ids: Array | None = None
+    ) -> tuple[ByGroup, Rewards, Infos]:
         rewards, flags = rows[REWARDS], rows[FLAGS]
         if infos:
             final = infos.pop(_FINAL_ROWS, None)
@@ -262,7 +271,28 @@ class MultiAgentVectorEnv:
                 infos["final_info"] |= self._about_agents(final, about)
         by_group, about = self._split(rewards, flags)
         infos |= self._about_agents(rows, about)
+        if not self._tells_state:
+            infos = AskedInfos(infos, functools.partial(self._ask_for_states, self._moves, env_ids))
+        elif "_restarted" in infos and self._asked:
+            infos |= self._ask_for_states(self._moves, env_ids)  # an env built anew has not been asked
         return self._obs(rows), by_group, infos
+
+    def _ask_for_states(self, moves: int, env_ids: Array | None) -> Infos:
+        """The envs' states as they are now, if they have not been sent to since; from now on every step tells them."""
+        rows, space = self._rows, self._layout.state_space
+        if moves != self._moves or rows.is_busy or space is None:
+            return {}
+        self._tells_state = self._asked = True
+        told = rows.call(tell_state)
+        ids = range(self.num_envs) if env_ids is None else env_ids.tolist()
+        has_one = np.array([told[env] is not None for env in ids], np.bool_)
+        if not has_one.any():
+            return {}
+        states = np.zeros((len(ids), *(space.shape or ())), space.dtype)
+        for row, env in enumerate(ids):
+            if has_one[row]:
+                states[row] = told[env]
+        return {"state": states, "_state": has_one}
 
     def _split(self, rewards: Array, flags: Array) -> tuple[Rewards, Infos]:
         """Rewards by group, and infos with the flags by group."""
@@ -288,6 +318,7 @@ class MultiAgentVectorEnv:
 
     def _sending(self, send: Callable[[Any], Any], actions: Any, env_ids: Any) -> Any:
         """Sends; actions that are refused are tried again without those of agents that are not acting."""
+        self._moves += 1
         try:
             return send(actions)
         except ActionError:
@@ -318,6 +349,12 @@ class RowVectorEnv(VectorEnv):
     """The vector env underneath: its observations are rows of all that is said of the agents."""
 
     layout: AgentLayout
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether nothing can be asked of the envs now: some owe an answer, or they are closed."""
+        caller = self._caller
+        return bool(caller.closed or caller.in_fork or caller.calling or caller.num_pending)
 
     def flags(self) -> Array:
         """bool ``[N, 4, agents]``, of the last rows."""

@@ -143,7 +143,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
         actions: ``[N, ...]``, of `action_space`. Raises ActionError before anything is sent, EnvError, WorkerDied.
         """
-        return self._stepped(self._caller.step(actions), actions)
+        result = self._caller.step(actions)
+        return result if type(result) is tuple and len(result) == 5 else self._stepped(result, actions)
 
     def step_async(self, actions: Any) -> None:
         """Sends the actions; `step_wait` or `recv` takes the results."""
@@ -380,9 +381,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             self._recovery.answer_for(lost)
 
     def _stepped(self, result: Any, actions: Any) -> StepResult:
-        """What the core's step has come to: see _core/caller.hpp."""
+        """What a step has come to that the core could not do alone: see _core/caller.hpp."""
         if type(result) is tuple:
-            obs, rewards, terminated, truncated, unusual, infos = result
+            obs, rewards, terminated, truncated, infos, unusual = result
             if infos is None and unusual == _INFOS and not self._has_objects:
                 infos = self._infos.read_plain(self._all)
             if infos is not None and not self._has_objects:

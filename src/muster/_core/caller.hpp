@@ -88,9 +88,9 @@ class Caller {
     Caller& caller_;
   };
 
-  // The whole step where nothing unusual happens: (obs, rewards, terminated, truncated, unusual, infos), or None after
-  // sending if a slice of waiting was not enough, or False before sending if the actions need Python. obs, infos: None if
-  // they need Python.
+  // The whole step where nothing unusual happens: (obs, rewards, terminated, truncated, infos). Else the same with what is
+  // unusual at the end, where obs and infos are None if they need Python; or None after sending if a slice of waiting was
+  // not enough; or False before sending if the actions need Python.
   Ref step(PyObject* actions) {
     Entry entry(*this);
     require_idle();
@@ -436,8 +436,10 @@ class Caller {
     else if (obs_)
       obs = whole_obs(slab_.records[0].obs_block);
     Ref infos = whole_infos(scalars.unusual);
-    return checked(PyTuple_Pack(6, obs.get(), scalars.rewards.get(), scalars.terminated.get(), scalars.truncated.get(),
-                                checked(PyLong_FromLong(scalars.unusual)).get(), infos.get()));
+    const Py_ssize_t size = obs.get() == Py_None || infos.get() == Py_None ? 6 : 5;
+    const Ref unusual = checked(PyLong_FromLong(scalars.unusual));
+    return checked(PyTuple_Pack(size, obs.get(), scalars.rewards.get(), scalars.terminated.get(),
+                                scalars.truncated.get(), infos.get(), unusual.get()));
   }
 
   Ref whole_infos(int unusual) const {

@@ -62,8 +62,11 @@ class _Slots(dict[Agent, _Slot]):
 class AgentsEnv(ABC):
     """A multi-agent env as the stepping loop sees it: `reset` and `step` return rows of `layout`."""
 
-    def __init__(self, env: Any, specs: AgentSpecs, groups: Mapping[Agent, str] | None) -> None:
+    def __init__(
+        self, env: Any, specs: AgentSpecs, groups: Mapping[Agent, str] | None, *, tells_state: bool = True
+    ) -> None:
         self.env = env
+        self._tells_state = tells_state
         self.metadata = dict(getattr(env, "metadata", None) or {})
         self.render_mode = getattr(env, "render_mode", None)
         self.layout, unwraps = _layout_of(specs, groups)
@@ -171,9 +174,17 @@ class AgentsEnv(ABC):
         places, state = self._agents_row.take_places(), self._state()
         return (places, self._rewards, self._flags, self._masks, self._given, state, shared or {})
 
+    def tell_state(self) -> Any:
+        """The env's state as it is now, None if it has none; from now on it is part of every row."""
+        self._tells_state = True
+        state = self._state()
+        return None if state is self._no_state else state
+
     def _state(self) -> Any:
         if self.layout.state_space is None:
             return ()
+        if not self._tells_state:
+            return None
         try:
             state = np.asarray(self.env.state())
         except Exception:  # envs that inherit the method without having a state raise whatever they like
@@ -204,6 +215,11 @@ class AgentsEnv(ABC):
 
     def _end_of_step(self, row: Row, over: bool, infos: dict[str, Any]) -> Step:
         return row, *self._agents_row.end_of_step(over), infos
+
+
+def tell_state(env: AgentsEnv, env_index: int) -> Any:
+    """For `VectorEnv.call`: see `AgentsEnv.tell_state`."""
+    return env.tell_state()
 
 
 def _layout_of(

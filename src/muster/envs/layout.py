@@ -89,6 +89,8 @@ class AgentLayout:
             tree(self.state_space or spaces.Tuple(()), "state"),
             tree(self.shared_space, "observation"),
         )
+        for leaf in parts[STATE].leaves():
+            leaf.optional = True
         root = RowNode(self, parts)
         for index, leaf in enumerate(root.leaves()):
             leaf.index = index

@@ -58,8 +58,8 @@ def is_turn_based(env: Any) -> bool:
     return callable(getattr(env, "last", None)) and callable(getattr(env, "observe", None))
 
 
-def specs_of(env: Any, state: bool) -> AgentSpecs:
-    """state: whether the env's state belongs to it. Raises SpecMismatch for an env that does not name its agents."""
+def specs_of(env: Any, state: bool | None) -> AgentSpecs:
+    """state: False leaves out the env's state. Raises SpecMismatch for an env that does not name its agents."""
     agents = list(getattr(env, "possible_agents", ()))
     if not agents:
         raise SpecMismatch(
@@ -70,7 +70,7 @@ def specs_of(env: Any, state: bool) -> AgentSpecs:
         agents,
         {agent: env.observation_space(agent) for agent in agents},
         {agent: env.action_space(agent) for agent in agents},
-        state_space=_state_space(env) if state else None,
+        state_space=None if state is False else _state_space(env),
     )
 
 

@@ -21,8 +21,8 @@ class TurnBasedAgents(AgentsEnv):
     an agent's live rows, not over those alone in which it acts.
     """
 
-    def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
-        super().__init__(env, specs_of(env, state), groups)
+    def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
+        super().__init__(env, specs_of(env, state), groups, tells_state=bool(state))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)
