@@ -185,7 +185,7 @@ def patience(cores: int, processes: int) -> tuple[Patience, Patience]:
     yields_apart = _YIELDS_APART if owns_cores else 0
     if processes > cores:
         return Patience(0, 0, yields_apart), Patience(0, 100, yields_apart)
-    return Patience(1000, 300), Patience(1000, 300, yields_apart)
+    return Patience(1000, 300, yields_apart), Patience(1000, 300, yields_apart)
 
 
 def _check_numbers(

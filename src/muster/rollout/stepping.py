@@ -37,6 +37,7 @@ class Stepping:
         self._seeded = True
         self._begins = np.ones(N, np.bool_)  # the next row is a trajectory's first
         self._resets = np.zeros(N, np.bool_)  # the next row is an env's reset (next_step)
+        self._quiet = False  # no row begins anything, and none is a reset
         self._frames = np.zeros(N, np.int64)  # of the current trajectory
         self._owed = [0] * len(self.parts)  # envs of each part that still have to answer
         self._at = [0] * len(self.parts)  # and the step they answer for
@@ -80,6 +81,7 @@ class Stepping:
         self._seeded = False
         self._begins[:] = True
         self._resets[:] = False
+        self._quiet = False
         self._frames[:] = 0
         for part, actor in zip(self.parts, actors, strict=False):
             actor.forget(self._begins[part] if len(actors) > 1 else self._begins)
@@ -135,6 +137,8 @@ class Stepping:
 
     def _close_row(self, storage: Storage, t: int, part: slice) -> Array | None:
         """What row t of `part` means for the rows after it; returns which of them begin trajectories, if any do."""
+        if self._quiet and not (_any(storage.terminated[t]) or _any(storage.truncated[t])):
+            return None
         begins = self._begins[part]
         if begins.any():
             storage.begins[t, part] = begins
@@ -149,6 +153,8 @@ class Stepping:
             begins |= ended
         if self._max_frames is not None:
             self._cut(storage, t, part, ended, self._max_frames)
+        else:
+            self._quiet = not (_any(self._begins) or _any(self._resets))
         return begins.copy() if begins.any() else None
 
     def _cut(self, storage: Storage, t: int, part: slice, ended: Array, max_frames: int) -> None:
@@ -173,3 +179,8 @@ class Stepping:
             array[t + 1, ids] = rows[ids]
         begins[cut] = True
         frames[cut] = 0
+
+
+def _any(flags: Array) -> bool:
+    """As ``flags.any()``, for a few flags ten times as fast."""
+    return 1 in flags.tobytes()
