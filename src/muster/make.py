@@ -81,7 +81,8 @@ def make_vec(
     threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker.
     groups: for multi-agent envs the group of every agent; None groups them by name and spaces.
     state: whether multi-agent envs are asked for their ``state()``, which may cost a fifth of a step, after every step;
-        None asks them once ``infos["state"]`` is looked at, and from then on after every step.
+        None asks them when ``infos["state"]`` is first looked at, and from then on after every step. Where they cannot
+        be asked then (they have been sent to, others owe an answer) it is missing until the next step.
     memory_check: what to do if so many envs in worker processes will not fit into the memory that the cgroup or the
         machine has left, going by the first ones: "error", "warn" or "off".
 
@@ -100,6 +101,9 @@ def make_vec(
     if on_failure not in ("raise", "restart"):
         raise ValueError(f'on_failure must be "raise" or "restart", got {on_failure!r}')
     _check_numbers(start_timeout, step_timeout, max_restarts, threads_per_worker)
+    if state is not None and not isinstance(state, (bool, np.bool_)):
+        raise ValueError(f"state must be None, True or False, got {state!r}")
+    state = None if state is None else bool(state)
     if wrappers is None or isinstance(wrappers, (list, tuple)):
         wrappers = [*(wrappers or ()), Inbound(groups, state)]
     recipes = make_recipes(env, num_envs, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
@@ -130,7 +134,6 @@ def make_vec(
     caller_patience, worker_patience = patience(cores, chosen.num_workers + 1)
     vector_env = functools.partial(
         _vector_env,
-        tells_state=bool(state),
         autoreset_mode=mode,
         observation_mode=observation_mode,
         copy=copy,
@@ -147,12 +150,12 @@ def make_vec(
     return vector_env(ProcessBackend(recipes, replace(options, num_workers=len(recipes))))
 
 
-def _vector_env(backend: Backend, *, tells_state: bool = True, **options: Any) -> VectorEnv | MultiAgentVectorEnv:
+def _vector_env(backend: Backend, **options: Any) -> VectorEnv | MultiAgentVectorEnv:
     """The vector env for what kind of envs `backend` turns out to build."""
     facts = backend.start()
     if facts[0].agents is None:
         return VectorEnv(backend, facts=facts, **options)
-    return MultiAgentVectorEnv(RowVectorEnv(backend, facts=facts, **options), tells_state=tells_state)
+    return MultiAgentVectorEnv(RowVectorEnv(backend, facts=facts, **options))
 
 
 def serial_vec(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -14,7 +17,7 @@ from gymnasium import spaces
 from muster._core import split_agents
 from muster.backends.share import EnvFacts
 from muster.checks import env_ids_of
-from muster.envs.agents import tell_state
+from muster.envs.agents import state_now
 from muster.envs.asked_infos import AskedInfos
 from muster.envs.groups import Groups
 from muster.envs.layout import (
@@ -35,7 +38,7 @@ from muster.envs.layout import (
     AgentLayout,
     layout_difference,
 )
-from muster.errors import ActionError, EnvError, SpecMismatch
+from muster.errors import ActionError, EnvError, MusterError, SpecMismatch
 from muster.results import Batch, Bools
 from muster.spec import Array, Node
 from muster.transport.infos import Infos, merge
@@ -49,6 +52,7 @@ StepResult = tuple[ByGroup, Rewards, Bools, Bools, Infos]
 
 # What a same_step batch holds of ended episodes, on its way to final_obs and final_info.
 _FINAL_ROWS = "final_rows"
+_TOO_LATE = -1  # the episodes in it are over
 
 
 class AgentBatch(NamedTuple):
@@ -78,7 +82,7 @@ class MultiAgentVectorEnv:
     infos: by group, bool ``[N, A]``: ``alive`` the agent's row holds something, ``acting`` its action counts in the
     next step, ``agent_terminated``, ``agent_truncated`` it ended in this step; ``action_mask`` ``[N, A, n]`` where
     the env gives masks, never all False; ``state`` ``[N, ...]`` and ``_state`` ``[N]`` where it has a state, of which
-    the envs are asked only from the time on when it is first looked at, see ``state`` of `make_vec`;
+    the envs are asked only from the time on when that key is first looked at, see ``state`` of `make_vec`;
     ``agent_infos`` by agent, whatever else the env tells.
     With same_step autoreset `obs`, ``alive``, ``acting``, ``action_mask`` and ``state`` are the new episode's;
     ``final_obs`` and ``final_info`` hold the old one's in the rows where ``_final_obs`` is True.
@@ -86,11 +90,10 @@ class MultiAgentVectorEnv:
     Actions are ``[N, A, ...]`` by group; those of agents that are not acting are ignored.
     """
 
-    def __init__(self, rows: RowVectorEnv, *, tells_state: bool = True) -> None:
+    def __init__(self, rows: RowVectorEnv) -> None:
         self._rows = rows
-        self._tells_state = tells_state or rows.layout.state_space is None
-        self._asked = False  # whether they were told to tell it only later
         self._moves = 0  # how often envs were sent to
+        self._asks_until = math.inf  # that many: later steps have told what there is to tell
         self._layout = rows.layout
         self._slots = self._layout.slots()
         self._bounds = [(name, slot.start, slot.stop) for name, slot in self._slots.items()]
@@ -138,8 +141,8 @@ class MultiAgentVectorEnv:
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
         """Starts `reset`; `reset_wait` or `recv` takes the result."""
-        self._moves += 1
         self._rows.reset_async(seed=seed, options=options)
+        self._moves += 1
 
     def reset_wait(self, timeout: float | None = None) -> tuple[ByGroup, Infos]:
         """What `reset_async` started. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
@@ -271,28 +274,34 @@ class MultiAgentVectorEnv:
                 infos["final_info"] |= self._about_agents(final, about)
         by_group, about = self._split(rewards, flags)
         infos |= self._about_agents(rows, about)
-        if not self._tells_state:
-            infos = AskedInfos(infos, functools.partial(self._ask_for_states, self._moves, env_ids))
-        elif "_restarted" in infos and self._asked:
-            infos |= self._ask_for_states(self._moves, env_ids)  # an env built anew has not been asked
+        if self._layout.state_space is not None and self._moves <= self._asks_until and "state" not in infos:
+            infos = self._asking(infos, env_ids)
         return self._obs(rows), by_group, infos
 
-    def _ask_for_states(self, moves: int, env_ids: Array | None) -> Infos:
-        """The envs' states as they are now, if they have not been sent to since; from now on every step tells them."""
-        rows, space = self._rows, self._layout.state_space
-        if moves != self._moves or rows.is_busy or space is None:
+    def _asking(self, infos: Infos, env_ids: Array | None) -> Infos:
+        """`infos` that ask for the states. They do not keep the vector env alive."""
+        method, rebuilt = weakref.WeakMethod(self._ask_for_states), infos.get("_restarted")
+
+        def ask(moves: int) -> Infos:
+            ask_for_states = method()
+            return {} if ask_for_states is None else ask_for_states(moves, env_ids, rebuilt)
+
+        if "final_info" in infos:
+            infos["final_info"] = AskedInfos(infos["final_info"], functools.partial(ask, _TOO_LATE))
+        return AskedInfos(infos, functools.partial(ask, self._moves))
+
+    def _ask_for_states(self, moves: int, env_ids: Array | None, rebuilt: Bools | None) -> Infos:
+        """The states that belong to a batch, if no env has been sent to since. Every later step tells them.
+
+        rebuilt: which of its rows repeat what an env has shown that was lost.
+        """
+        rows = self._rows
+        rows.want_states()
+        self._asks_until = min(self._asks_until, self._moves)
+        if moves != self._moves or rows.is_busy:
             return {}
-        self._tells_state = self._asked = True
-        told = rows.call(tell_state)
-        ids = range(self.num_envs) if env_ids is None else env_ids.tolist()
-        has_one = np.array([told[env] is not None for env in ids], np.bool_)
-        if not has_one.any():
-            return {}
-        states = np.zeros((len(ids), *(space.shape or ())), space.dtype)
-        for row, env in enumerate(ids):
-            if has_one[row]:
-                states[row] = told[env]
-        return {"state": states, "_state": has_one}
+        ids = np.arange(self.num_envs) if env_ids is None else env_ids
+        return rows.ask_for_states(ids if rebuilt is None else ids[~rebuilt], ids)
 
     def _split(self, rewards: Array, flags: Array) -> tuple[Rewards, Infos]:
         """Rewards by group, and infos with the flags by group."""
@@ -311,9 +320,11 @@ class MultiAgentVectorEnv:
             return about
         if given[:, GIVES_MASKS].any():
             about["action_mask"] = dict(zip(self._layout.mask_shapes, rows[MASKS], strict=True))
-        if given[:, GIVES_STATE].any():
-            about["state"] = rows[STATE]
-            about["_state"] = given[:, GIVES_STATE]
+        has_state = given[:, GIVES_STATE]
+        if has_state.any():
+            about["state"], about["_state"] = rows[STATE], has_state
+            if not has_state.all():
+                rows[STATE][~has_state] = 0
         return about
 
     def _sending(self, send: Callable[[Any], Any], actions: Any, env_ids: Any) -> Any:
@@ -324,6 +335,7 @@ class MultiAgentVectorEnv:
         except ActionError:
             ignoring = self._ignoring_idle(actions, env_ids)
             if ignoring is None:
+                self._moves -= 1
                 raise
             return send(ignoring)
 
@@ -356,6 +368,31 @@ class RowVectorEnv(VectorEnv):
         caller = self._caller
         return bool(caller.closed or caller.in_fork or caller.calling or caller.num_pending)
 
+    def want_states(self) -> None:
+        """Rows hold the envs' states from the next step on."""
+        self._backend.slab.states_wanted[0] = True
+
+    def ask_for_states(self, asked: Array, ids: Array) -> Infos:
+        """The states of the envs `ids`; `asked`: those whose states as they are now become part of their rows."""
+        assert self._state is not None
+        arrays = self._backend.slab.obs.arrays
+        states, given = arrays[self._state.index], arrays[self._given]
+        try:
+            told = self.call(state_now)
+        except KeyboardInterrupt:
+            with contextlib.suppress(MusterError):
+                self.call_wait(timeout=1.0)  # nobody knows of this call, so nobody else would take its answer
+            raise
+        self._caller.bring_home()
+        for env in asked.tolist():
+            if told[env] is not None:
+                self._state.store(told[env], states[env])
+                given[env, GIVES_STATE] = True
+        has_state = given[ids, GIVES_STATE]
+        if not has_state.any():
+            return {}
+        return {"state": np.where(has_state.reshape(-1, *[1] * (states.ndim - 1)), states[ids], 0), "_state": has_state}
+
     def flags(self) -> Array:
         """bool ``[N, 4, agents]``, of the last rows."""
         self._caller.bring_home()
@@ -365,7 +402,8 @@ class RowVectorEnv(VectorEnv):
         assert facts.agents is not None
         self.layout = facts.agents
         rows = self.layout.row_tree()
-        self._flags_index = next(rows.children[FLAGS].leaves()).index
+        self._flags_index, self._given = (next(rows.children[part].leaves()).index for part in (FLAGS, GIVEN))
+        self._state = next(rows.children[STATE].leaves(), None)
         return rows, self.layout.action_tree()
 
     def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:

@@ -66,9 +66,10 @@ class AgentRow {
                          own(obs, PyTuple_GET_ITEM(slot, 3)).release()));
     if (reward) put_reward(column, reward);
     flag(kAlive, column) = true;
-    flag(kActing, column) = acts;
-    flag(kTerminated, column) = terminated;
-    flag(kTruncated, column) = truncated;
+    // In turns an agent may end and return within one step.
+    flag(kActing, column) |= acts;
+    flag(kTerminated, column) |= terminated;
+    flag(kTruncated, column) |= truncated;
     unended_[column] = !terminated && !truncated;
     some_truncated_ |= truncated;
   }
@@ -102,12 +103,12 @@ class AgentRow {
       const bool terminated = truth(terminations, agent), truncated = truth(truncations, agent);
       const bool acts = stays && !terminated && !truncated;
       acting += acts;
-      PyObject* obs = item(observations, agent);
-      PyObject* reward = item(rewards, agent);
+      const Ref obs = Ref::borrow(item(observations, agent));
+      const Ref reward = Ref::borrow(item(rewards, agent));
       if (!obs && !reward && !terminated && !truncated) return;
       const size_t column = column_of(slot_of(agent));
-      Ref seen = Ref::borrow(obs ? obs : last_shown_[column] ? last_shown_[column].get() : Py_None);
-      put(agent, seen.get(), reward, terminated, truncated, obs && acts);
+      Ref seen = Ref::borrow(obs ? obs.get() : last_shown_[column] ? last_shown_[column].get() : Py_None);
+      put(agent, seen.get(), reward.get(), terminated, truncated, obs && acts);
       last_shown_[column] = std::move(seen);
     };
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(before); ++k) {
@@ -183,11 +184,11 @@ class AgentRow {
   }
 
   static Ref own(PyObject* obs, PyObject* keys) {
-    if (keys == Py_None || !PyDict_Check(obs)) return Ref::borrow(obs);
+    if (keys == Py_None || obs == Py_None) return Ref::borrow(obs);
     Ref dict = checked(PyDict_New());
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keys); ++k) {
       PyObject* key = PyTuple_GET_ITEM(keys, k);
-      if (PyObject* value = item(obs, key)) check(PyDict_SetItem(dict.get(), key, value));
+      check(PyDict_SetItem(dict.get(), key, checked(PyObject_GetItem(obs, key)).get()));
     }
     return dict;
   }

@@ -186,7 +186,7 @@ NB_MODULE(_core, m) {
       .def("put", [](AgentRow& self, nb::handle agent, nb::handle obs, nb::handle reward, bool terminated,
                      bool truncated, bool acts) {
         guarded([&] { self.put(agent.ptr(), obs.ptr(), reward.ptr(), terminated, truncated, acts); });
-      }, nb::arg("agent"), nb::arg("obs").none(), nb::arg("reward"), nb::arg("terminated"), nb::arg("truncated"),
+      }, nb::arg("agent"), nb::arg("obs").none(), nb::arg("reward").none(), nb::arg("terminated"), nb::arg("truncated"),
          nb::arg("acts"))
       .def("choose", [](AgentRow& self, nb::list by_group, nb::list agents) {
         return guarded([&] { return handed_over(self.choose(by_group.ptr(), agents.ptr())); });

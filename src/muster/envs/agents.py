@@ -20,7 +20,7 @@ from muster.envs.attributes import get_through, set_through
 from muster.envs.groups import Agent, group_agents, sorted_space
 from muster.envs.layout import GIVES_MASKS, GIVES_STATE, AgentLayout, zeros_of
 from muster.errors import SpecMismatch
-from muster.spec import Space
+from muster.spec import Array, Space
 
 Row = tuple[Any, ...]
 Step = tuple[Row, float, bool, bool, dict[str, Any]]
@@ -44,7 +44,7 @@ class _Slot(NamedTuple):
     column: int
     group: int
     member: int
-    keys: tuple[str, ...] | None  # of the observation, where the env shows what all agents share in it, too
+    keys: tuple[str, ...] | None  # of the observation, where the env may show more in it: what all agents share
     mask: int
     unwrap: Callable[[Any], Any] | None  # the observation without its action mask
 
@@ -63,16 +63,16 @@ class AgentsEnv(ABC):
     """A multi-agent env as the stepping loop sees it: `reset` and `step` return rows of `layout`."""
 
     def __init__(
-        self, env: Any, specs: AgentSpecs, groups: Mapping[Agent, str] | None, *, tells_state: bool = True
+        self, env: Any, specs: AgentSpecs, groups: Mapping[Agent, str] | None, *, always_tells_state: bool = True
     ) -> None:
         self.env = env
-        self._tells_state = tells_state
+        self._state_wanted = np.array([always_tells_state])
         self.metadata = dict(getattr(env, "metadata", None) or {})
         self.render_mode = getattr(env, "render_mode", None)
         self.layout, unwraps = _layout_of(specs, groups)
         self.observation_space = self.layout.observation_space()
         self.action_space = self.layout.action_space(*())
-        self._slots = _slots_of(self.layout, unwraps)
+        self._slots = _slots_of(self.layout, unwraps, shows_more=specs.shared_space is not None)
         self._masked = bool(unwraps)
         self._splits = [(name, _splitter(space)) for name, space in self.layout.action_spaces.items()]
         self._rewards = np.zeros(self.layout.num_agents, np.float32)
@@ -82,6 +82,7 @@ class AgentsEnv(ABC):
         self._masks = self.layout.full_masks()
         self._given = np.zeros(2, np.bool_)
         self._gave = False  # whether any of it is
+        self._last_masks: dict[Agent, Any] = {}
         self._no_state: Any = () if self.layout.state_space is None else zeros_of(self.layout.state_space)
 
     # ---- what each API does in its own way
@@ -117,6 +118,10 @@ class AgentsEnv(ABC):
         by_group = [split(actions[name]) if split else actions[name] for name, split in self._splits]
         return self._agents_row.choose(by_group, agents)
 
+    def _start_episode(self) -> None:
+        self._agents_row.start_episode()
+        self._last_masks.clear()
+
     def _start_row(self) -> None:
         """Nobody is there yet."""
         self._agents_row.start()
@@ -147,7 +152,13 @@ class AgentsEnv(ABC):
         the next step.
         """
         if self._masked:
-            observations = self._unmasked(observations)
+            there = dict.fromkeys([*before, *after])
+            observations = self._unmasked({agent: observations[agent] for agent in there if agent in observations})
+            for agent in there.keys() - observations.keys():
+                if agent in self._last_masks and (
+                    agent in rewards or terminations.get(agent) or truncations.get(agent)
+                ):
+                    self._put_mask(agent, self._slots[agent], self._last_masks[agent])
         return self._agents_row.put_all(before, after, observations, rewards, terminations, truncations)
 
     def _unmasked(self, observations: Mapping[Agent, Any]) -> dict[Agent, Any]:
@@ -156,7 +167,8 @@ class AgentsEnv(ABC):
         for agent, obs in observations.items():
             slot = self._slots.get(agent)
             if slot is not None and slot.unwrap is not None and obs is not None:
-                self._put_mask(agent, slot, obs["action_mask"])
+                mask = self._last_masks[agent] = obs["action_mask"]
+                self._put_mask(agent, slot, mask)
                 rest[agent] = slot.unwrap(obs)
         return rest
 
@@ -174,24 +186,33 @@ class AgentsEnv(ABC):
         places, state = self._agents_row.take_places(), self._state()
         return (places, self._rewards, self._flags, self._masks, self._given, state, shared or {})
 
-    def tell_state(self) -> Any:
-        """The env's state as it is now, None if it has none; from now on it is part of every row."""
-        self._tells_state = True
-        state = self._state()
+    def heed(self, states_wanted: Array) -> None:
+        """Rows hold the env's state while the caller wants it, bool ``[1]``, unless they always do."""
+        if not self._state_wanted[0]:
+            self._state_wanted = states_wanted
+
+    def state_now(self) -> Any:
+        """The env's state as it is now, None if it has none."""
+        state = self._ask_for_state()
         return None if state is self._no_state else state
 
     def _state(self) -> Any:
         if self.layout.state_space is None:
             return ()
-        if not self._tells_state:
+        if not self._state_wanted[0]:
             return None
+        state = self._ask_for_state()
+        if state is not self._no_state:
+            self._give(GIVES_STATE)
+        return state
+
+    def _ask_for_state(self) -> Any:
         try:
             state = np.asarray(self.env.state())
         except Exception:  # envs that inherit the method without having a state raise whatever they like
             return self._no_state
         if state.shape != self._no_state.shape:
             return self._no_state
-        self._give(GIVES_STATE)
         return state
 
     def _give(self, what: int) -> None:
@@ -217,9 +238,9 @@ class AgentsEnv(ABC):
         return row, *self._agents_row.end_of_step(over), infos
 
 
-def tell_state(env: AgentsEnv, env_index: int) -> Any:
-    """For `VectorEnv.call`: see `AgentsEnv.tell_state`."""
-    return env.tell_state()
+def state_now(env: AgentsEnv, env_index: int) -> Any:
+    """For `VectorEnv.call`: see `AgentsEnv.state_now`."""
+    return env.state_now()
 
 
 def _layout_of(
@@ -260,13 +281,13 @@ def _without_mask(obs: Any) -> Any:
     return {key: value for key, value in obs.items() if key != "action_mask"}
 
 
-def _slots_of(layout: AgentLayout, unwraps: Mapping[str, Callable[[Any], Any]]) -> _Slots:
+def _slots_of(layout: AgentLayout, unwraps: Mapping[str, Callable[[Any], Any]], *, shows_more: bool) -> _Slots:
     slots = _Slots()
     masks = list(layout.mask_shapes)
     for g, (name, agents) in enumerate(layout.groups.items()):
         mask = masks.index(name) if name in masks else -1
         space = layout.observation_spaces[name]
-        keys = tuple(space.spaces) if layout.shared_space.spaces and isinstance(space, spaces.Dict) else None
+        keys = tuple(space.spaces) if shows_more and isinstance(space, spaces.Dict) else None
         for member, agent in enumerate(agents):
             slots[agent] = _Slot(len(slots), g, member, keys, mask, unwraps.get(name))
     return slots

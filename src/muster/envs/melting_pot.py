@@ -59,7 +59,10 @@ class Players(AgentsEnv):
         )
         super().__init__(env, specs, groups)
         self._shared_keys = tuple(shared)
-        if all(isinstance(space, spaces.Discrete) for space in self.layout.action_spaces.values()):
+        self._world: Any = None  # for envs that do not tell later what they show
+        self._started = False
+        is_substrate = any(hasattr(one, "_rebuild_environment") for one in chain(env))
+        if is_substrate and all(isinstance(space, spaces.Discrete) for space in self.layout.action_spaces.values()):
             # Melting Pot looks actions up in tables, which takes longer with NumPy's numbers.
             self._splits = [(name, np.ndarray.tolist) for name in self.layout.action_spaces]
 
@@ -67,7 +70,7 @@ class Players(AgentsEnv):
         if seed is not None and not _seed_rebuilds(self.env, seed):
             seed_generators(self.env, seed)
         timestep = self.env.reset()
-        self._agents_row.start_episode()
+        self._start_episode()
         return self._row_of(timestep, [0.0] * len(self._players)), {}
 
     def step(self, actions: dict[str, Any]) -> Step:
@@ -78,13 +81,20 @@ class Players(AgentsEnv):
 
     def render(self) -> Any:
         """The whole world as it is now, uint8 ``[H, W, 3]``; None where the env does not tell."""
-        return self.env.observation()[0].get(_WORLD)
+        observation = getattr(self.env, "observation", None)
+        return observation()[0].get(_WORLD) if self._started and callable(observation) else self._world
 
     def _row_of(self, timestep: Any, rewards: Sequence[Any], *, over: bool = False, terminated: bool = False) -> Row:
         self._start_row()
-        truncated = over and not terminated
-        self._agents_row.put_alike(self._players, list(timestep.observation), list(rewards), terminated, truncated)
-        first = timestep.observation[0]
+        self._started = True
+        observations, truncated = list(timestep.observation), over and not terminated
+        first = observations[0]
+        # A picture that is kept makes the env write the next ones to memory that is not in the caches.
+        if not hasattr(self.env, "observation"):
+            self._world = first.get(_WORLD)
+        if self._masked:
+            observations = list(self._unmasked(dict(zip(self._players, observations, strict=True))).values())
+        self._agents_row.put_alike(self._players, observations, list(rewards), terminated, truncated)
         return self._row({key: first[key] for key in self._shared_keys})
 
 

@@ -17,14 +17,14 @@ class ParallelAgents(AgentsEnv):
     """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
-        super().__init__(env, specs_of(env, state), groups, tells_state=bool(state))
+        super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
         self._agents: list[Agent] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         observations, infos = self.env.reset(seed=seed, options=options)
         # A copy: some envs hand out the very list that they change.
         agents = self._agents = list(self.env.agents)
-        self._agents_row.start_episode()
+        self._start_episode()
         self._start_row()
         self._put_all(agents, agents, observations, {}, {}, {})
         info = self._infos(infos)

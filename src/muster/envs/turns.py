@@ -22,11 +22,11 @@ class TurnBasedAgents(AgentsEnv):
     """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
-        super().__init__(env, specs_of(env, state), groups, tells_state=bool(state))
+        super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)
-        self._agents_row.start_episode()
+        self._start_episode()
         return self._next_turn()
 
     def step(self, actions: dict[str, Any]) -> Step:

@@ -1,0 +1,163 @@
+"""What agents' rows hold where envs say more, less or something else than usual."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, ClassVar
+
+import dm_env
+import numpy as np
+import pytest
+from agent_envs import Turns
+from dm_env import specs
+from gymnasium import spaces
+
+import muster
+
+ACTIONS = {"player": np.ones((1, 2), np.int32)}
+
+
+class Players:
+    """A dm_env env of two players with int32 actions, which it checks. `keys`: what players are shown."""
+
+    def __init__(self, *keys: str, extra: tuple[str, ...] = (), mapping: Any = dict) -> None:
+        self.keys, self.shown, self.mapping, self.t = keys, (*keys, *extra), mapping, 0
+
+    def action_spec(self) -> Any:
+        return [specs.DiscreteArray(3), specs.DiscreteArray(3)]
+
+    def observation_spec(self) -> Any:
+        known = {
+            "x": specs.Array((2,), np.float32, "x"),
+            "WORLD.RGB": specs.Array((2, 2, 3), np.uint8, "world"),
+            "action_mask": specs.BoundedArray((3,), np.int8, 0, 1),
+        }
+        return [{key: known[key] for key in self.keys}] * 2
+
+    def _observation(self) -> Any:
+        told = {
+            "x": np.full(2, self.t, np.float32),
+            "WORLD.RGB": np.full((2, 2, 3), self.t, np.uint8),
+            "action_mask": np.array([1, 0, 1], np.int8),
+        }
+        return tuple(self.mapping({key: told[key] for key in self.shown}) for _ in range(2))
+
+    def reset(self) -> Any:
+        self.t = 0
+        return dm_env.TimeStep(dm_env.StepType.FIRST, None, None, self._observation())
+
+    def step(self, actions: Any) -> Any:
+        for spec, action in zip(self.action_spec(), actions, strict=True):
+            spec.validate(action)
+        self.t += 1
+        return dm_env.TimeStep(dm_env.StepType.MID, (1.0, np.array(0.5)), 1.0, self._observation())
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(Players, "x"),
+        functools.partial(Players, "x", "WORLD.RGB"),
+        functools.partial(Players, "x", extra=("WORLD.RGB",)),
+        functools.partial(Players, "x", "WORLD.RGB", mapping=types.MappingProxyType),
+    ],
+    ids=["plain", "shared", "more than its spec says", "no dicts"],
+)
+def test_players_of_any_env_of_lists(make: Any) -> None:
+    with muster.make_vec(make, backend="serial") as envs:
+        envs.reset(seed=0)
+        obs, rewards, *_ = envs.step(ACTIONS)
+        assert obs["player"]["x"].tolist() == [[[1, 1], [1, 1]]]
+        assert rewards["player"].tolist() == [[1, 0.5]]
+        if "WORLD.RGB" in make.args:
+            assert obs["shared"]["WORLD.RGB"][0, 0, 0].tolist() == [1, 1, 1]
+            assert envs.render()[0].tolist() == obs["shared"]["WORLD.RGB"][0].tolist()
+
+
+def test_players_masks_become_infos() -> None:
+    with muster.make_vec(lambda: Players("x", "WORLD.RGB", "action_mask")) as envs:
+        _, infos = envs.reset(seed=0)
+        assert infos["action_mask"]["player"].tolist() == [[[True, False, True]] * 2]
+
+
+class Boards:
+    """A parallel env of two agents with masks in their observations. Ends silently, or goes on showing the dead."""
+
+    metadata: ClassVar[dict[str, Any]] = {"name": "boards"}
+    render_mode = None
+
+    def __init__(self, shows_the_dead: bool) -> None:
+        self.possible_agents = ["a_0", "a_1"]
+        self.shows_the_dead = shows_the_dead
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Dict({"observation": spaces.Box(-9, 9, (1,)), "action_mask": spaces.Box(0, 1, (3,), np.int8)})
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(3)
+
+    def _shown(self, agents: list[str]) -> dict[str, Any]:
+        one = {"observation": np.array([self.t], np.float32), "action_mask": np.array([1, 0, 0], np.int8)}
+        return dict.fromkeys(agents, one)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.t, self.agents = 0, list(self.possible_agents)
+        return self._shown(self.agents), {}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.t += 1
+        before = self.agents
+        if self.shows_the_dead:
+            self.agents = ["a_0"]
+            shown = self._shown(self.possible_agents)
+        else:
+            self.agents = [] if self.t == 2 else before
+            shown = self._shown(self.agents)
+        rewards, ends = dict.fromkeys(before, 1.0), {agent: agent not in self.agents for agent in before}
+        return shown, rewards, ends, dict.fromkeys(before, False), {}
+
+    def close(self) -> None:
+        pass
+
+
+def test_agents_that_end_unseen_keep_their_last_mask_and_dead_ones_have_none() -> None:
+    actions = {"a": np.zeros((1, 2), np.int64)}
+    with muster.make_vec(lambda: Boards(shows_the_dead=False), 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        envs.step(actions)
+        obs, *_, infos = envs.step(actions)
+        assert obs["a"].tolist() == [[[1], [1]]]
+        assert infos["agent_terminated"]["a"].all()
+        assert infos["action_mask"]["a"].tolist() == [[[True, False, False]] * 2]
+    with muster.make_vec(lambda: Boards(shows_the_dead=True), 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        envs.step(actions)
+        *_, infos = envs.step(actions)
+        assert infos["alive"]["a"].tolist() == [[True, False]]
+        assert infos["action_mask"]["a"].tolist() == [[[True, False, False], [True, True, True]]]
+
+
+class Returning(Turns):
+    """An agent that has ended is there again at once."""
+
+    def step(self, action: Any) -> None:
+        agent = self.agent_selection
+        super().step(action)
+        if action is None and not self.agents.count(agent):
+            self.agents.append(agent)
+            self.turns[agent], self.owed[agent], self.agent_selection = 0, 0.0, agent
+
+
+def test_an_agent_that_ends_and_returns_within_one_turn_has_ended() -> None:
+    with muster.make_vec(Returning, 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        ends = []
+        for _ in range(8):
+            *_, infos = envs.step({"p": np.zeros((1, 3, 1), np.float32)})
+            ends.append(infos["agent_terminated"]["p"][0].tolist())
+            assert infos["acting"]["p"].sum() == 1
+        assert [True, False, False] in ends
