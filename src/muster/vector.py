@@ -382,6 +382,14 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _stepped(self, result: Any, actions: Any) -> StepResult:
         """What a step has come to that the core could not do alone: see _core/caller.hpp."""
+        if result is False and not self._caller.detour:
+            if self._write_actions(actions, self._all):
+                self._send(self._all, True)
+                result = None
+            else:
+                result = self._caller.step_written()
+                if type(result) is tuple and len(result) == 5:
+                    return result
         if type(result) is tuple:
             obs, rewards, terminated, truncated, infos, unusual = result
             if infos is None and unusual == _INFOS and not self._has_objects:

@@ -220,3 +220,35 @@ def test_agents_observations_are_lent_and_their_flags_are_the_last_ones(leaves_n
         ]
         actions["all"][:, 1] = 99  # of an agent that is not there any more, so it does not count
         assert envs.step(actions)[0]["all"][:, 0, 0, 0].tolist() == [106, 106]
+
+
+def held_bytes(array: npt.NDArray[Any]) -> int:
+    """What stays in memory as long as the array does."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array.nbytes
+
+
+def test_rewards_and_flags_that_are_kept_keep_no_observations() -> None:
+    with muster.make_vec(Pair, 2, backend="serial", groups={"first": "all", "second": "all"}) as envs:
+        envs.reset()
+        kept = []
+        for _ in range(5):
+            obs, rewards, _, _, infos = envs.step({"all": np.zeros((2, 2), np.int64)})
+            kept.append(obs)  # from the fourth step on batches are copied
+            assert held_bytes(rewards["all"]) < 100
+            assert held_bytes(infos["alive"]["all"]) < 100
+    assert [obs["all"][0, 0, 0, 0] for obs in kept] == [101, 102, 103, 104, 105]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_actions_that_are_cast_or_lie_in_columns_lend_as_well(dtype: Any) -> None:
+    groups = {"first": "a", "second": "b"}
+    with muster.make_vec(Pair, 2, backend="serial", groups=groups) as envs:
+        envs.reset()
+        both = np.zeros((2, 2), dtype)
+        places = Counter()
+        for _ in range(10):
+            obs = envs.step({"a": both[:, :1], "b": both[:, 1:]})[0]
+            places[obs["a"].ctypes.data] += 1
+    assert len(places) <= 3

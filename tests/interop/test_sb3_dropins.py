@@ -231,6 +231,9 @@ def test_dict_and_tuple_actions_come_one_for_each_env(vec_env_cls, make):
     envs.reset()
     envs.step(actions)
     assert [given for _, given in envs.env_method("what")] == actions
+    as_a_tuple_of_arrays = np.array([0, 1]), np.array([2, 3])  # as many envs as an action has parts
+    envs.step(as_a_tuple_of_arrays)
+    assert [list(given) for _, given in envs.env_method("what")] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="expected 2 actions"):
         envs.step(actions[:1])
 

@@ -97,6 +97,8 @@ def test_a_vector_env_tells_others_its_own_infos():
         *_, infos = envs.step(np.zeros(2, int))
         assert infos["count"].tolist() == [3, 3]
         assert infos["_count"].tolist() == [True, True]
+        *_, rows = wrapped.step(np.zeros(2, int))
+        assert [row["count"] for row in rows] == [3, 3]
     finally:
         wrapped.close()
 

@@ -59,8 +59,9 @@ class BatchNode {
   // Whether a batch is what is expected to the letter. Others are cast, or complained of, in Python.
   bool fits(PyObject* batch) const {
     if (kind_ == Kind::kLeaf) return leaf_fits(batch);
-    if (kind_ == Kind::kDict ? !PyDict_Check(batch) : !PyTuple_Check(batch)) return false;
-    if (PyObject_Size(batch) != Py_ssize_t(children_.size())) return false;
+    if (kind_ == Kind::kDict ? !PyDict_CheckExact(batch) : !PyTuple_CheckExact(batch)) return false;
+    const Py_ssize_t size = kind_ == Kind::kDict ? PyDict_GET_SIZE(batch) : PyTuple_GET_SIZE(batch);
+    if (size != Py_ssize_t(children_.size())) return false;
     for (size_t i = 0; i < children_.size(); ++i) {
       PyObject* part = child(batch, i);
       if (!part || !children_[i].fits(part)) return false;
@@ -75,24 +76,30 @@ class BatchNode {
     for (size_t i = 0; i < children_.size(); ++i) children_[i].write(child(batch, i), slab);
   }
 
-  // Views of leaves that are lent in the one memory, of the others in the other.
-  Ref view(const RowMemory& lent, const RowMemory& rest) const {
+  // The rows, each leaf in an array of its own: copies of the slab, or views of it; views of `lent`, if that is given,
+  // where leaves are lent.
+  Ref batch(const RowMemory& slab, bool copies, const RowMemory* lent = nullptr) const {
     if (kind_ == Kind::kLeaf) {
-      const RowMemory& memory = lent_ ? lent : rest;
-      Ref array = checked(PyArray_SimpleNewFromData(int(shape_.size()), const_cast<npy_intp*>(shape_.data()), type_num_,
-                                                    memory.start + (offset_ - memory.first)));
-      check(PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()), Py_NewRef(memory.owner)));
-      return array;
+      const bool in_lent = lent && lent_;
+      return copies && !in_lent ? copy(slab.start) : view(in_lent ? *lent : slab);
     }
     Ref batch = checked(kind_ == Kind::kDict ? PyDict_New() : PyTuple_New(Py_ssize_t(children_.size())));
     for (size_t i = 0; i < children_.size(); ++i) {
-      Ref part = children_[i].view(lent, rest);
+      Ref part = children_[i].batch(slab, copies, lent);
       if (kind_ == Kind::kDict)
         check(PyDict_SetItem(batch.get(), PyTuple_GET_ITEM(keys_.get(), Py_ssize_t(i)), part.get()));
       else
         PyTuple_SET_ITEM(batch.get(), Py_ssize_t(i), part.release());
     }
     return batch;
+  }
+
+ private:
+  Ref view(const RowMemory& memory) const {
+    Ref array = checked(PyArray_SimpleNewFromData(int(shape_.size()), const_cast<npy_intp*>(shape_.data()), type_num_,
+                                                  memory.start + (offset_ - memory.first)));
+    check(PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()), Py_NewRef(memory.owner)));
+    return array;
   }
 
   // A leaf's rows in an array of its own.
@@ -102,7 +109,6 @@ class BatchNode {
     return array;
   }
 
- private:
   enum class Kind { kLeaf, kDict, kTuple };
 
   bool leaf_fits(PyObject* batch) const {

@@ -90,12 +90,12 @@ class Caller {
 
   // The whole step where nothing unusual happens: (obs, rewards, terminated, truncated, infos). Else the same with what is
   // unusual at the end, where obs and infos are None if they need Python; or None after sending if a slice of waiting was
-  // not enough; or False before sending if the actions need Python.
-  Ref step(PyObject* actions) {
+  // not enough; or False before sending if the actions need Python. written: they lie in the slab already.
+  Ref step(PyObject* actions, bool written) {
     Entry entry(*this);
     require_idle();
     require_started();
-    if (detour || !write_batch(actions)) return Ref::borrow(Py_False);
+    if (detour || !(written || write_batch(actions))) return Ref::borrow(Py_False);
     send_all(Command::kStep, true, lends() ? lending_.free_block() : 0);
     if (!wait_slice(slab_.num_envs, kSliceNs)) return Ref::borrow(Py_None);
     if (recovers_ && !failed().empty()) return Ref::borrow(Py_None);
@@ -103,12 +103,14 @@ class Caller {
   }
 
   // How to read the infos of a step of all envs if their layouts are these. schemas: bytes, uint32 for each env.  columns,
-  // given: see gather_columns; None if no layout is known.
+  // given: see gather_columns.
   void expect_infos(PyObject* schemas, PyObject* columns, PyObject* given) {
     schemas_expected_ = Ref::borrow(schemas);
     columns_expected_ = Ref::borrow(columns);
     given_expected_ = Ref::borrow(given);
   }
+
+  void forget_infos() { columns_expected_ = Ref(); }
 
   bool write_actions(PyObject* actions) {
     Entry entry(*this);
@@ -128,11 +130,11 @@ class Caller {
     for (size_t k = 0; k < count; ++k) require_ready(uint32_t(ids[k]));
     std::vector<uint8_t> ring_line(slab_.num_lines, 0);
     bring_home();
+    tell_pace(false);  // before the requests: a worker that is looking sees them at once
     for (size_t k = 0; k < count; ++k) {
       request(uint32_t(ids[k]), command);
       ring_line[line_of_[ids[k]]] = 1;
     }
-    tell_pace(false);
     for (uint32_t w = 0; w < slab_.num_lines; ++w)
       if (ring_line[w]) ring(slab_.lines[w]);
   }
@@ -444,7 +446,7 @@ class Caller {
 
   Ref whole_infos(int unusual) const {
     if (!unusual) return checked(PyDict_New());
-    if (unusual != kInfos || !columns_expected_ || columns_expected_.get() == Py_None) return Ref::borrow(Py_None);
+    if (unusual != kInfos || !columns_expected_) return Ref::borrow(Py_None);
     const char* expected = PyBytes_AS_STRING(schemas_expected_.get());
     for (uint32_t i = 0; i < slab_.num_envs; ++i)
       if (std::memcmp(expected + i * sizeof(uint32_t), &slab_.records[i].info_schema, sizeof(uint32_t)))
@@ -457,30 +459,12 @@ class Caller {
     const size_t first = slab_.obs_offset, shift = slab_.obs_block_shift(block);
     if (block && obs_->is_leaf())
       return lending_.lend(block, slab_.base + obs_->offset() + shift, obs_->type_num(), obs_->shape());
-    if (!copy_) {
-      const RowMemory all{slab_.base, 0, memory_.get()};
-      return obs_->view(all, all);
-    }
-    if (obs_->is_leaf()) return obs_->copy(slab_.base);
-    if (!block) {
-      Ref copied = copy_of(first, slab_.obs_block_bytes);
-      const RowMemory all{bytes_of(copied), first, copied.get()};
-      return obs_->view(all, all);
-    }
-    const size_t rest = first + slab_.obs_lent_bytes;
-    Ref lent = lending_.lend(block, slab_.base + first + shift, NPY_UINT8, {npy_intp(slab_.obs_lent_bytes)});
-    Ref copied = copy_of(rest, slab_.obs_block_bytes - slab_.obs_lent_bytes);
-    return obs_->view({bytes_of(lent), first, lent.get()}, {bytes_of(copied), rest, copied.get()});
+    const RowMemory rows{slab_.base, 0, memory_.get()};
+    if (!block) return obs_->batch(rows, copy_);
+    Ref owner = lending_.lend(block, slab_.base + first + shift, NPY_UINT8, {npy_intp(slab_.obs_lent_bytes)});
+    const RowMemory lent{slab_.base + first + shift, first, owner.get()};
+    return obs_->batch(rows, true, &lent);
   }
-
-  Ref copy_of(size_t offset, size_t bytes) const {
-    npy_intp length = npy_intp(bytes);
-    Ref copied = checked(PyArray_SimpleNew(1, &length, NPY_UINT8));
-    std::memcpy(bytes_of(copied), slab_.base + offset, bytes);
-    return copied;
-  }
-
-  static char* bytes_of(const Ref& array) { return PyArray_BYTES(reinterpret_cast<PyArrayObject*>(array.get())); }
 
   Slab slab_;
   Ref memory_;

@@ -135,12 +135,14 @@ NB_MODULE(_core, m) {
         self.set_local(nb::cast<Stepper*>(stepper), stepper.ptr());
       })
       .def("step", [](Caller& self, nb::handle actions) {
-        return guarded([&] { return handed_over(self.step(actions.ptr())); });
+        return guarded([&] { return handed_over(self.step(actions.ptr(), false)); });
       }, nb::arg("actions").none())
+      .def("step_written", [](Caller& self) { return guarded([&] { return handed_over(self.step(nullptr, true)); }); })
       .def("bring_home", [](Caller& self) { self.bring_home(); })
-      .def("expect_infos", [](Caller& self, nb::bytes schemas, nb::handle columns, nb::handle given) {
+      .def("expect_infos", [](Caller& self, nb::bytes schemas, nb::list columns, nb::handle given) {
         self.expect_infos(schemas.ptr(), columns.ptr(), given.ptr());
-      }, nb::arg("schemas"), nb::arg("columns").none(), nb::arg("given").none())
+      })
+      .def("forget_infos", &Caller::forget_infos)
       .def("write_actions", [](Caller& self, nb::handle actions) {
         return guarded([&] { return self.write_actions(actions.ptr()); });
       }, nb::arg("actions").none())
@@ -208,9 +210,11 @@ NB_MODULE(_core, m) {
       });
 
   m.def("split_agents", [](nb::handle rewards, nb::handle flags, nb::list slots, nb::tuple names) {
+    import_numpy();
     return guarded([&] { return handed_over(split_agents(rewards.ptr(), flags.ptr(), slots.ptr(), names.ptr())); });
   });
   m.def("gather_columns", [](nb::list columns, nb::handle ids, nb::handle given) {
+    import_numpy();
     return guarded([&] { return handed_over(gather_columns(columns.ptr(), ids.ptr(), given.ptr())); });
   }, nb::arg("columns"), nb::arg("ids").none(), nb::arg("given"));
   m.def("line_state", &line_state);

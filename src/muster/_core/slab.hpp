@@ -18,7 +18,7 @@ struct Slab {
   size_t info_bytes;  // of one info; each env has two: the step's and the final one
   size_t obs_offset;
   size_t obs_block_bytes;
-  size_t obs_lent_bytes;    // of it, at its beginning: rows that are lent
+  size_t obs_lent_bytes;  // of the leaves that are lent; they come first in a block
   uint32_t num_obs_blocks;  // block 0 is the slab's own, see lending.hpp
 
   // (address, num_envs, num_lines, caller_offset, lines_offset, records_offset, info_offset, info_bytes,

@@ -23,7 +23,6 @@ class RowReader(InfoReader):
 
     def __init__(self, reader: InfoReader) -> None:
         vars(self).update(vars(reader))  # one memory of layouts: what the one forgets, both have forgotten
-        self._caller.expect_infos(b"", None, None)  # the core makes no rows
 
     def read_plain(self, ids: Array) -> Infos | None:
         plan = self._plan_for(ids)

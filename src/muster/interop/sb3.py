@@ -36,7 +36,7 @@ from muster.interop.starting import (
     with_processes,
 )
 from muster.results import StepResult
-from muster.spec import Array
+from muster.spec import Array, BranchNode, Node, Rows
 from muster.vector import VectorEnv
 
 try:
@@ -108,6 +108,7 @@ class MusterVecEnv(VecEnv):
     def _with_rows(self, act: Callable[..., Made], *args: Any) -> Made:
         """``act(*args)``, with infos as `RowReader` reads them; to others the vector env tells its own."""
         merged, self.vector_env._infos = self.vector_env._infos, self._infos
+        self.vector_env._caller.forget_infos()  # the core makes no rows
         try:
             return act(*args)
         finally:
@@ -177,6 +178,13 @@ def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[s
         envs._backend.reset(envs._all[env : env + 1], seeds[env : env + 1], given or ...)
 
 
+class _OneByOne(BranchNode):
+    """Actions that come as a list, one for each env."""
+
+    def describe_batch(self, rows: Rows, *, checked: bool = False) -> None:
+        return None
+
+
 class _Envs(RaisesOriginals, VectorEnv):
     """As lenient as SB3's own, and raising what envs raise. ignores_surplus: more actions than envs are no error."""
 
@@ -198,6 +206,12 @@ class _Envs(RaisesOriginals, VectorEnv):
         observations, actions = [one.observation_space for one in facts], [one.action_space for one in facts]
         require_agreement(observations, actions, bounds=False, action_bounds=False)
         super()._set_spaces([facts[0]] * len(facts), observation_mode)
+
+    def _trees(self, facts: EnvFacts, lenient: bool) -> tuple[Node, Node]:
+        obs, actions = super()._trees(facts, lenient)
+        if isinstance(actions, BranchNode):
+            actions = _OneByOne(actions.space, actions.path, actions.keys, actions.children)
+        return obs, actions
 
     def _write_actions(self, actions: Any, ids: Array) -> bool:
         if not isinstance(self.single_action_space, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple)):

@@ -58,7 +58,7 @@ class InfoReader:
         """Forgets a lost worker's schemas: its successor numbers its own."""
         self._schemas[line] = ()
         self._plans.clear()
-        self._caller.expect_infos(b"", None, None)
+        self._caller.forget_infos()
 
     def read_plain(self, ids: Array) -> Infos | None:
         """The infos of a step of envs `ids` ``[n]``, where these are plain columns that all agree in; else None."""

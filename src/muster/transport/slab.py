@@ -87,10 +87,11 @@ class Slab:
         leaves = list(plan.obs.leaves())
         in_core = not plan.obs.has_objects and all(leaf.kind != "coded" for leaf in leaves)
         lent = [in_core and n * leaf.row_bytes >= _LENT_FROM_BYTES for leaf in leaves]
-        obs = [self._reserve(n * leaf.row_bytes) if one else 0 for leaf, one in zip(leaves, lent, strict=True)]
+        places = {i: self._reserve(n * leaves[i].row_bytes) for i, one in enumerate(lent) if one}
         lent_bytes = self._end - start
-        obs = [at or self._reserve(n * leaf.row_bytes) for leaf, at in zip(leaves, obs, strict=True)]
+        places |= {i: self._reserve(n * leaves[i].row_bytes) for i, one in enumerate(lent) if not one}
         block_bytes = self._end - start
+        obs = [places[i] for i in range(len(leaves))]
         spares = _SPARE_BLOCKS if any(lent) else 0
         self._reserve(spares * block_bytes)
         final = [self._reserve(n * leaf.row_bytes) for leaf in leaves]
@@ -102,8 +103,8 @@ class Slab:
             os.ftruncate(fd, self._end)
         self.memory: npt.NDArray[np.uint8] = _core.map_bytes(-1 if fd is None else fd, self._end)
         address = self.memory.ctypes.data
-        places = (caller, lines, records, infos, _INFO_BYTES, start, block_bytes, lent_bytes, 1 + spares)
-        self.description = (address, n, plan.num_lines, *places)
+        offsets = (caller, lines, records, infos, _INFO_BYTES, start, block_bytes, lent_bytes, 1 + spares)
+        self.description = (address, n, plan.num_lines, *offsets)
         self.records = self.array(records, (n,), RECORD)
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
         self.schema_mail_bytes = self.array(lengths + 4 * n, (plan.num_lines,), np.dtype(np.uint32))
