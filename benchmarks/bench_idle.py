@@ -2,7 +2,7 @@
 
 8 CartPole-v1 envs are stepped for a while, then left alone. The idle cost is the CPU time that the caller and all its
 descendants spend meanwhile, on all their threads, as a share of one core. The wake cost is the first step after the
-pause less the median step before it.
+pause less the median step before it. The serial backend has nobody to wake: its cost is that of a core that has slept.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ def _muster_caller_steps() -> Any:
     return _muster_process(caller_steps=True)
 
 
+def _muster_serial() -> Any:
+    import muster
+
+    return muster.make_vec([cartpole] * _NUM_ENVS, backend="serial")
+
+
 def _gymnasium_async() -> Any:
     return gymnasium.vector.AsyncVectorEnv([cartpole] * _NUM_ENVS)
 
@@ -46,6 +52,7 @@ def _gymnasium_async() -> Any:
 _CONTENDERS: dict[str, Callable[[], Any]] = {
     "muster process": _muster_process,
     "muster caller_steps": _muster_caller_steps,
+    "muster serial": _muster_serial,
     "gymnasium async": _gymnasium_async,
 }
 
