@@ -39,7 +39,7 @@ from muster.envs.layout import (
     layout_difference,
 )
 from muster.errors import ActionError, EnvError, MusterError, SpecMismatch
-from muster.results import Batch, Bools
+from muster.results import Batch, Bools, any_true
 from muster.spec import Array, Node
 from muster.transport.infos import Infos, merge
 from muster.vector import VectorEnv
@@ -316,7 +316,7 @@ class MultiAgentVectorEnv:
     def _about_agents(self, rows: Any, about: Infos) -> Infos:
         """`about` and what else of a row belongs into infos."""
         given = rows[GIVEN]
-        if 1 not in given.tobytes():  # a small array's `any` takes five times as long
+        if not any_true(given):
             return about
         if given[:, GIVES_MASKS].any():
             about["action_mask"] = dict(zip(self._layout.mask_shapes, rows[MASKS], strict=True))

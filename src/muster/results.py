@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from muster.transport.infos import Infos
 
-__all__ = ["Batch", "Bools", "Floats", "StepResult"]
+__all__ = ["Batch", "Bools", "Floats", "StepResult", "any_true"]
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -29,3 +29,8 @@ class Batch(NamedTuple):
     terminated: Bools
     truncated: Bools
     infos: Infos
+
+
+def any_true(flags: Bools) -> bool:
+    """As ``flags.any()``, which takes five times as long for a few flags."""
+    return 1 in flags.tobytes()

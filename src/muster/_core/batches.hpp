@@ -44,13 +44,6 @@ class BatchNode {
       children_.emplace_back(PyTuple_GET_ITEM(children, i), num_envs);
   }
 
-  static std::vector<int64_t> numbers(PyObject* list) {
-    std::vector<int64_t> values;
-    if (list == Py_None) return values;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) values.push_back(as_size(PyList_GET_ITEM(list, i)));
-    return values;
-  }
-
   bool is_leaf() const { return kind_ == Kind::kLeaf; }
   size_t offset() const { return offset_; }
   int type_num() const { return type_num_; }

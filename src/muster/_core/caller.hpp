@@ -44,7 +44,7 @@ class Caller {
     if (obs != Py_None) obs_.emplace(obs, slab_.num_envs);
     if (action != Py_None) action_.emplace(action, slab_.num_envs);
     // first_envs: for each line the first of its envs, and num_envs at the end.
-    for (int64_t first : BatchNode::numbers(first_envs)) first_envs_.push_back(uint32_t(first));
+    for (int64_t first : numbers(first_envs)) first_envs_.push_back(uint32_t(first));
     line_of_.resize(slab_.num_envs);
     for (uint32_t w = 0; w < slab_.num_lines; ++w)
       for (uint32_t i = first_envs_[w]; i < first_envs_[w + 1]; ++i) line_of_[i] = w;
@@ -296,7 +296,7 @@ class Caller {
   };
 
   static std::vector<Rows> rows_of(PyObject* offsets_and_bytes) {
-    const std::vector<int64_t> given = BatchNode::numbers(offsets_and_bytes);
+    const std::vector<int64_t> given = numbers(offsets_and_bytes);
     std::vector<Rows> rows;
     for (size_t k = 0; k + 1 < given.size(); k += 2) rows.push_back({size_t(given[k]), size_t(given[k + 1])});
     return rows;

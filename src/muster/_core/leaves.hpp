@@ -19,6 +19,14 @@ inline Py_ssize_t as_size(PyObject* number) {
   return value;
 }
 
+// Of a list, or none for None.
+inline std::vector<int64_t> numbers(PyObject* list) {
+  std::vector<int64_t> values;
+  if (list == Py_None) return values;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) values.push_back(as_size(PyList_GET_ITEM(list, i)));
+  return values;
+}
+
 // Reads the fields of a description ("kind", field, ...) in order.
 class Fields {
  public:

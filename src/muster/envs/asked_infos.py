@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-Infos = dict[str, Any]
+from muster.transport.infos import Infos
 
 # The envs' states, and which envs have one.
 STATE_KEYS = ("state", "_state")
