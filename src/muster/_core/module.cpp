@@ -110,6 +110,7 @@ NB_MODULE(_core, m) {
       .def("replace_env", [](Stepper& self, uint32_t i, nb::handle env, nb::handle seed) {
         guarded([&] { self.replace_env(i, env.ptr(), seed.ptr()); });
       }, nb::arg("i"), nb::arg("env"), nb::arg("seed").none())
+      .def("look_again", &Stepper::look_again)
       .def("acknowledge", [](Stepper& self, uint32_t i) { guarded([&] { self.acknowledge(i); }); })
       .def("refuse", [](Stepper& self, uint32_t i, nb::handle exception) {
         guarded([&] { self.refuse(i, exception.ptr()); });

@@ -6,6 +6,7 @@
 #include "doorbell.hpp"
 #include "infos.hpp"
 #include "leaves.hpp"
+#include "shortcuts.hpp"
 #include "slab.hpp"
 
 namespace muster {
@@ -16,7 +17,7 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 //
 // `host` is the Python object around it. It is called only for what is rare: on_error(env, exception) -> mail bytes,
 // post(env, objects, final_objects) -> mail bytes, own(objects) -> copies, take_actions(env) -> iterator,
-// on_new_schema().  lends_objects: the mail hands over the very objects, which the env may go on using.
+// on_new_schema(), shortcut(env) as in shortcuts.hpp.  lends_objects: the mail hands over the very objects, which the env may go on using.
 class Stepper {
  public:
   Stepper(PyObject* slab, uint32_t line, uint32_t first_env, PyObject* envs, PyObject* obs, PyObject* action,
@@ -37,6 +38,7 @@ class Stepper {
         infos_(slab_.info_bytes),
         hints_(2 * size_t(PyList_GET_SIZE(envs)), 0),
         next_seeds_(size_t(PyList_GET_SIZE(envs))),
+        shortcuts_(size_t(PyList_GET_SIZE(envs))),
         messages_read_(line_.messages.load()),
         step_name_(checked(PyUnicode_InternFromString("step"))),
         reset_name_(checked(PyUnicode_InternFromString("reset"))),
@@ -113,7 +115,11 @@ class Stepper {
     check(PyList_SetItem(envs_.get(), i, Py_NewRef(env)));
     next_seeds_[i] = Ref::borrow(seed);
     hints_[2 * i] = hints_[2 * i + 1] = 0;
+    shortcuts_.replace(i);
   }
+
+  // Something was done to the envs beside stepping and resetting them.
+  void look_again() { shortcuts_.look_again(); }
 
   // Answers a request for env i without touching its rows.
   void acknowledge(uint32_t i) {
@@ -177,7 +183,8 @@ class Stepper {
     const bool given = record.command == Command::kStepGiven;
     Ref sent = actions_by_mail_ || given ? checked(PyObject_CallMethod(host_, "take_actions", "I", i)) : Ref();
     Ref action = given ? checked(PyIter_Next(sent.get())) : action_.read(slab_.base, first_env_ + i, sent.get());
-    PyObject* args[] = {env(i), action.get()};
+    const Shortcuts::Way way = shortcuts_.way(i, env(i), host_);
+    PyObject* args[] = {way.env.get(), action.get()};
     const uint64_t start = begin(Doing::kStepping, i);
     Ref result(PyObject_VectorcallMethod(step_name_.get(), args, 2, nullptr));
     end(start);
@@ -191,7 +198,8 @@ class Stepper {
     PyObject** items = &PyTuple_GET_ITEM(result.get(), 0);
     const double reward = as_reward(items[1]);
     const bool terminated = as_flag(items[2], "terminated");
-    const bool truncated = as_flag(items[3], "truncated");
+    const bool out_of_time = way.time_limit && shortcuts_.count_step(way.time_limit);
+    const bool truncated = as_flag(items[3], "truncated") || out_of_time;
     const bool over = terminated || truncated;
     const bool reset_now = over && autoreset_ == Autoreset::kSameStep;
 
@@ -354,6 +362,7 @@ class Stepper {
   InfoTable infos_;
   std::vector<uint32_t> hints_;
   std::vector<Ref> next_seeds_;
+  Shortcuts shortcuts_;
   uint32_t messages_read_;
   int64_t pass_ns_ = 0;  // about how long a round of steps takes lately
   size_t schemas_announced_ = 0;

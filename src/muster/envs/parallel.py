@@ -8,6 +8,7 @@ from typing import Any
 from muster.envs.agents import AgentsEnv, Row, Step
 from muster.envs.groups import Agent
 from muster.envs.pettingzoo import specs_of
+from muster.envs.shortcuts import PastChecks, is_made_of_turns
 
 
 class ParallelAgents(AgentsEnv):
@@ -19,6 +20,7 @@ class ParallelAgents(AgentsEnv):
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
         super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
         self._agents: list[Agent] = []
+        self._past = PastChecks(env.aec_env, self.layout.action_spaces) if is_made_of_turns(env) else None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         observations, infos = self.env.reset(seed=seed, options=options)
@@ -32,9 +34,19 @@ class ParallelAgents(AgentsEnv):
 
     def step(self, actions: dict[str, Any]) -> Step:
         before = self._agents
-        observations, rewards, terminations, truncations, infos = self.env.step(self._chosen(actions, before))
+        observations, rewards, terminations, truncations, infos = self._step(actions, self._chosen(actions, before))
         after = self._agents = list(self.env.agents)
         self._start_row()
         acting = self._put_all(before, after, observations, rewards, terminations, truncations)
         info = self._infos(infos)
         return self._end_of_step(self._row(), acting == 0, info)
+
+    def _step(self, actions: dict[str, Any], chosen: dict[Agent, Any]) -> Any:
+        env, past = self.env, self._past
+        if past is None or env.aec_env is not past.wrapped or not past.let_pass(actions):
+            return env.step(chosen)
+        env.aec_env = past.env
+        try:
+            return env.step(chosen)
+        finally:
+            env.aec_env = past.wrapped

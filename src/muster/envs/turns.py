@@ -10,6 +10,7 @@ import numpy as np
 from muster.envs.agents import AgentsEnv, Row, Step
 from muster.envs.groups import Agent
 from muster.envs.pettingzoo import specs_of
+from muster.envs.shortcuts import PastChecks
 from muster.errors import SpecMismatch
 
 
@@ -23,6 +24,7 @@ class TurnBasedAgents(AgentsEnv):
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
         super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
+        self._past = PastChecks(env, self.layout.action_spaces)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)
@@ -30,15 +32,16 @@ class TurnBasedAgents(AgentsEnv):
         return self._next_turn()
 
     def step(self, actions: dict[str, Any]) -> Step:
-        agent = self.env.agent_selection
-        self.env.step(self._chosen(actions, [agent])[agent])
+        past = self._past
+        agent = past.env.agent_selection
+        (past.env if past.let_pass(actions) else self.env).step(self._chosen(actions, [agent])[agent])
         row, infos = self._next_turn()
-        return self._end_of_step(row, not self.env.agents, infos)
+        return self._end_of_step(row, not past.env.agents, infos)
 
     def _next_turn(self) -> tuple[Row, dict[str, Any]]:
         """Takes leave of the agents that have ended, until it is a live agent's turn or nobody is left."""
         self._start_row()
-        env, infos = self.env, {}
+        env, infos = self._past.env, {}
         acting: Agent | None = None
         for _ in range(len(self._slots) + 1):
             if not env.agents:

@@ -1,0 +1,97 @@
+"""Wrappers of the field whose methods are known to the letter.
+
+Whoever goes past a wrapper has to know what it does, not what it is called: a class that was patched before it was
+looked at, or comes from a release that does otherwise, is not known.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import sys
+import textwrap
+from typing import Any
+
+_GYMNASIUM = "gymnasium.wrappers.common."
+_PETTINGZOO = "pettingzoo.utils."
+_MELTING_POT = "meltingpot.utils.substrates."
+_OF_AEC = ("__getattr__", "last", "observe", "step")
+_OF_PLAYERS = ("_get_timestep", "_get_rewards", "_get_observations", "_get_action", "_player_observations")
+# What counts in each class, and digests of what its releases say there: Gymnasium 1.2 to 1.4, PettingZoo 1.25 to 1.27,
+# Melting Pot 2.4.
+_KNOWN: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    f"{_GYMNASIUM}TimeLimit": (("step",), frozenset({"fdeffe6697da0f64"})),
+    f"{_GYMNASIUM}OrderEnforcing": (("step",), frozenset({"56669f78131a5958"})),
+    f"{_GYMNASIUM}PassiveEnvChecker": (("step",), frozenset({"ebd086db87278928", "bdee19d29c5a68db"})),
+    f"{_PETTINGZOO}conversions.aec_to_parallel_wrapper": (
+        ("step",),
+        frozenset({"4e375edcdfd53e21", "1f487e47e800d164"}),
+    ),
+    f"{_PETTINGZOO}wrappers.order_enforcing.OrderEnforcingWrapper": (
+        _OF_AEC,
+        frozenset({"14d9078b29cbd44c", "c19c35223af52dd8"}),
+    ),
+    f"{_PETTINGZOO}wrappers.assert_out_of_bounds.AssertOutOfBoundsWrapper": (
+        _OF_AEC,
+        frozenset({"85d657f0e6fc7306", "053a74ed69315d52"}),
+    ),
+    f"{_PETTINGZOO}wrappers.clip_out_of_bounds.ClipOutOfBoundsWrapper": (
+        _OF_AEC,
+        frozenset({"c3c3092e65401038", "4f0a10181e888efd"}),
+    ),
+    f"{_MELTING_POT}substrate.Substrate": (("events", "step"), frozenset({"8b07115756c2bafc"})),
+    f"{_MELTING_POT}wrappers.collective_reward_wrapper.CollectiveRewardWrapper": (
+        ("events", "step", "_get_timestep"),
+        frozenset({"eea9be7cf33f13ff"}),
+    ),
+    f"{_MELTING_POT}wrappers.discrete_action_wrapper.Wrapper": (("events", "step"), frozenset({"3aca47d23b7dbe95"})),
+    f"{_MELTING_POT}wrappers.multiplayer_wrapper.Wrapper": (
+        ("events", "step", *_OF_PLAYERS),
+        frozenset({"4b57374888800fe9"}),
+    ),
+    f"{_MELTING_POT}wrappers.observables_wrapper.ObservablesWrapper": (
+        ("events", "step"),
+        frozenset({"8b07115756c2bafc"}),
+    ),
+}
+
+
+def is_known(wrapper: Any, name: str) -> bool:
+    """Whether `wrapper` is of the class `name`, ``module.Class``, itself, and works as one of its known releases."""
+    cls: Any = type(wrapper)
+    return _known_as(cls) == name and vars(wrapper).keys().isdisjoint(_KNOWN[name][0])
+
+
+@functools.lru_cache(maxsize=256)
+def _known_as(cls: type) -> str | None:
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    methods, digests = _KNOWN.get(name, ((), ()))
+    return name if digests and _digest(cls, methods) in digests else None
+
+
+def _digest(cls: type, names: tuple[str, ...]) -> str:
+    """Of what the methods say, in the class, its bases, and as functions of its module; empty if it cannot be seen."""
+    places = [vars(base) for base in cls.__mro__] + [vars(sys.modules[cls.__module__])]
+    try:
+        texts = [_text(place[name]) for name in names for place in places if name in place]
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def _text(function: Any) -> str:
+    """The function's source without its docstring, comments and annotations. Raises TypeError for what is none."""
+    if not inspect.isfunction(function):
+        raise TypeError
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    if ast.get_docstring(tree) is not None:
+        del tree.body[0]
+    tree.returns = None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    # Python's releases differ in the quotes that they write.
+    return ast.unparse(tree).replace('"', "'")

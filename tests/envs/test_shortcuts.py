@@ -1,0 +1,251 @@
+"""Steps go past wrappers that only check, count or announce, and nobody can tell, but by the clock."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from bare_loops import make
+from gymnasium import spaces
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+
+import muster
+from muster.envs import resolve_foreign_id
+from muster.envs.inbound import Inbound
+from muster.envs.shortcuts import gymnasium_shortcut, is_made_of_turns, substrate_step
+from muster.errors import EnvError
+
+CARTPOLE = "CartPole-v1"
+
+
+class Passing(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A user's own."""
+
+
+class Halving(gymnasium.Wrapper[Any, Any, Any, Any]):
+    def step(self, action: Any) -> Any:
+        obs, reward, *rest = self.env.step(action)
+        return obs, 0.5 * float(reward), *rest
+
+
+class LateLimit(TimeLimit):
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated, truncated, {**info, "late": True}
+
+
+class FailsOnce(gymnasium.Env[Any, Any]):
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps == 4:
+            raise RuntimeError("the fourth step")
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+def limited(steps: int) -> Any:
+    return TimeLimit(OrderEnforcing(PassiveEnvChecker(FailsOnce())), steps)
+
+
+def patched() -> Any:
+    env = gymnasium.make(CARTPOLE)
+    step = env.step
+    env.step = lambda action: (*step(action)[:4], {"patched": True})  # type: ignore[method-assign]
+    return env
+
+
+def stepped(env: Any, steps: int = 3) -> Any:
+    env.reset(seed=0)
+    for _ in range(steps):
+        env.step(env.action_space.sample())
+    return env
+
+
+# ---- Gymnasium
+
+
+@pytest.mark.parametrize("env_id", [CARTPOLE, "HalfCheetah-v5", "MountainCar-v0", "Pendulum-v1"])
+def test_the_wrappers_of_the_installed_gymnasium_are_known(env_id: str) -> None:
+    env = stepped(gymnasium.make(env_id))
+    shortcut = gymnasium_shortcut(env)
+    assert shortcut is not None
+    assert shortcut.env is env.unwrapped
+    assert shortcut.time_limit is env
+
+
+def test_an_env_that_has_yet_to_be_checked_has_no_shortcut() -> None:
+    assert gymnasium_shortcut(stepped(gymnasium.make(CARTPOLE), steps=1)) is None
+
+
+@pytest.mark.parametrize("make_env", [lambda: Passing(gymnasium.make(CARTPOLE)), patched])
+def test_what_a_user_puts_on_top_is_stepped(make_env: Any) -> None:
+    assert gymnasium_shortcut(stepped(make_env())) is None
+
+
+@pytest.mark.parametrize("autoreset_mode", ["next_step", "same_step"])
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_episodes_end_when_their_time_is_up(backend: str, autoreset_mode: str) -> None:
+    with muster.make_vec(
+        "MountainCar-v0",
+        2,
+        backend=backend,
+        env_kwargs={"max_episode_steps": 7},
+        autoreset_mode=autoreset_mode,
+    ) as envs:
+        envs.reset(seed=0)
+        ends = [bool(envs.step(np.zeros(2, np.int64))[3].all()) for _ in range(24)]
+    period = 8 if autoreset_mode == "next_step" else 7
+    assert [i for i, over in enumerate(ends) if over] == [6 + period * k for k in range(3)]
+
+
+def test_the_time_limit_goes_on_counting_and_may_be_moved() -> None:
+    with muster.make_vec("MountainCar-v0", 2, num_workers=2) as envs:
+        envs.reset(seed=0)
+        for _ in range(5):
+            envs.step(np.zeros(2, np.int64))
+        assert envs.get_attr("_elapsed_steps") == (5, 5)
+        envs.set_attr("_max_episode_steps", [6, 8])
+        assert [envs.step(np.zeros(2, np.int64))[3].tolist() for _ in range(3)] == [
+            [True, False],
+            [False, False],  # env 0 is reset
+            [False, True],
+        ]
+
+
+def test_a_step_that_fails_is_not_counted() -> None:
+    with muster.make_vec(functools.partial(limited, 50), 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        for _ in range(3):
+            envs.step(np.zeros(1, np.int64))
+        with pytest.raises(EnvError, match="the fourth step"):
+            envs.step(np.zeros(1, np.int64))
+        assert envs.get_attr("_elapsed_steps") == (3,)
+
+
+def test_a_time_limit_of_ones_own_is_stepped() -> None:
+    with muster.make_vec(lambda: LateLimit(gymnasium.make(CARTPOLE), 100), 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        for _ in range(5):
+            assert envs.step(np.zeros(1, np.int64))[4]["late"].all()
+
+
+def test_a_wrapper_put_inside_later_is_stepped() -> None:
+    def wrap(env: Any, env_index: int) -> None:
+        env.env = Halving(env.env)
+
+    with muster.make_vec(CARTPOLE, 2, num_workers=2) as envs:
+        envs.reset(seed=0)
+        for _ in range(4):
+            assert envs.step(np.zeros(2, np.int64))[1].tolist() == [1.0, 1.0]
+        envs.call(wrap)
+        assert envs.step(np.zeros(2, np.int64))[1].tolist() == [0.5, 0.5]
+
+
+def test_a_step_patched_by_a_call_is_stepped() -> None:
+    def patch(env: Any, env_index: int) -> None:
+        step = env.step
+        env.step = lambda action: (*step(action)[:4], {"patched": True})
+
+    with muster.make_vec(CARTPOLE, 2, num_workers=2) as envs:
+        envs.reset(seed=0)
+        for _ in range(4):
+            envs.step(np.zeros(2, np.int64))
+        envs.call(patch)
+        assert envs.step(np.zeros(2, np.int64))[4]["patched"].all()
+
+
+def test_closed_envs_are_let_go() -> None:
+    envs = muster.make_vec(CARTPOLE, 2, backend="serial")
+    seen: list[Any] = []
+    envs.call(lambda env, env_index: seen.append(weakref.ref(env.unwrapped)))
+    envs.reset(seed=0)
+    for _ in range(5):
+        envs.step(np.zeros(2, np.int64))
+    envs.close()
+    gc.collect()
+    assert [one() for one in seen] == [None, None]
+
+
+# ---- PettingZoo
+
+
+def without_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("module", ["pettingzoo.sisl.multiwalker_v9", "mpe2.simple_spread_v3"])
+def test_the_wrappers_of_the_installed_pettingzoo_are_known(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(module)
+    without_a_display(monkeypatch)
+    env = make(module, "parallel_env")
+    assert is_made_of_turns(env)
+    assert Inbound()(env)._past.env is env.unwrapped
+    turns = make(module, "env")
+    assert Inbound()(turns)._past.env is turns.unwrapped
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_actions_out_of_bounds_are_clipped_as_pettingzoo_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pettingzoo.sisl.multiwalker_v9")
+    without_a_display(monkeypatch)
+    bare = make("pettingzoo.sisl.multiwalker_v9", "parallel_env")
+    bare.reset(seed=3)
+    with muster.make_vec("pettingzoo/sisl/multiwalker_v9", 1, backend="serial") as envs:
+        envs.reset(seed=3)
+        rng = np.random.default_rng(0)
+        for _ in range(20):
+            actions = rng.uniform(-3, 3, (1, 3, 4)).astype(np.float32)
+            obs, rewards, *_ = envs.step({"walker": actions})
+            told, bare_rewards, *_ = bare.step({agent: actions[0, i] for i, agent in enumerate(bare.possible_agents)})
+            for i, agent in enumerate(bare.possible_agents):
+                assert np.array_equal(obs["walker"][0, i], told[agent])
+                assert rewards["walker"][0, i] == np.float32(bare_rewards[agent])
+            if not bare.agents:
+                break
+
+
+# ---- Melting Pot
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_wrappers_of_the_installed_melting_pot_are_known() -> None:
+    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+    env = resolve_foreign_id("meltingpot/prisoners_dilemma_in_the_matrix__repeated")()
+    try:
+        assert substrate_step(env) != env.step
+    finally:
+        env.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_who_listens_to_a_substrate_hears_of_every_step() -> None:
+    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+    heard: list[Any] = []
+
+    def build() -> Any:
+        env = resolve_foreign_id("meltingpot/prisoners_dilemma_in_the_matrix__repeated")()
+        env.observables().timestep.subscribe(on_next=heard.append)
+        return env
+
+    with muster.make_vec(build, 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        for _ in range(4):
+            obs, *_ = envs.step(envs.action_space.sample())
+        assert len(heard) == 5
+        for i in range(2):
+            assert np.array_equal(obs["player"]["RGB"][0, i], heard[-1].observation[i]["RGB"])
