@@ -16,8 +16,10 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 import muster
 from muster.envs import resolve_foreign_id
+from muster.envs.attributes import chain
 from muster.envs.inbound import Inbound
-from muster.envs.shortcuts import gymnasium_shortcut, is_made_of_turns, substrate_step
+from muster.envs.known_wrappers import is_known
+from muster.envs.shortcuts import SUBSTRATE_WRAPPERS, gymnasium_shortcut, is_made_of_turns
 from muster.errors import EnvError
 
 CARTPOLE = "CartPole-v1"
@@ -168,6 +170,63 @@ def test_a_step_patched_by_a_call_is_stepped() -> None:
         assert envs.step(np.zeros(2, np.int64))[4]["patched"].all()
 
 
+def rewards_of(envs: Any, steps: int = 5) -> list[float]:
+    return [float(envs.step(np.zeros(envs.num_envs, np.int64))[1][0]) for _ in range(steps)]
+
+
+def with_reward_of_5(step: Any) -> Any:
+    return lambda *args: (lambda result: (result[0], 5.0, *result[2:]))(step(*args))
+
+
+@pytest.mark.parametrize("like_the_original", [True, False])
+def test_a_patched_class_is_stepped(like_the_original: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    patched_step = with_reward_of_5(TimeLimit.step)
+    with muster.make_vec(CARTPOLE, 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        assert rewards_of(envs) == [1.0] * 5
+        monkeypatch.setattr(
+            TimeLimit, "step", functools.wraps(TimeLimit.step)(patched_step) if like_the_original else patched_step
+        )
+        assert rewards_of(envs, 3) == [5.0] * 3
+        with muster.make_vec(CARTPOLE, 1, backend="serial") as others:
+            others.reset(seed=0)
+            assert rewards_of(others) == [5.0] * 5
+
+
+class PatchesItsWrapper(FailsOnce):
+    outermost: Any = None
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps == 4:
+            self.outermost.step = with_reward_of_5(self.outermost.step)
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+def patching_itself() -> Any:
+    env = TimeLimit(PatchesItsWrapper(), 50)
+    env.unwrapped.outermost = env
+    return env
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_an_env_that_patches_its_own_wrapper_is_stepped_so(backend: str) -> None:
+    with muster.make_vec(patching_itself, 1, backend=backend) as envs:
+        envs.reset(seed=0)
+        assert rewards_of(envs, 7) == [1.0] * 4 + [5.0] * 3
+
+
+class GivesLists(FailsOnce):
+    def step(self, action: Any) -> Any:
+        return [np.zeros(2, np.float32), 1.0, False, None, {}]
+
+
+def test_a_time_limit_makes_tuples_of_lists_and_overrules_truncated() -> None:
+    with muster.make_vec(lambda: TimeLimit(GivesLists(), 1), 1, backend="serial", autoreset_mode="same_step") as envs:
+        envs.reset(seed=0)
+        assert [envs.step(np.zeros(1, np.int64))[3].tolist() for _ in range(5)] == [[True]] * 5
+
+
 def test_closed_envs_are_let_go() -> None:
     envs = muster.make_vec(CARTPOLE, 2, backend="serial")
     seen: list[Any] = []
@@ -194,9 +253,9 @@ def test_the_wrappers_of_the_installed_pettingzoo_are_known(module: str, monkeyp
     without_a_display(monkeypatch)
     env = make(module, "parallel_env")
     assert is_made_of_turns(env)
-    assert Inbound()(env)._past.env is env.unwrapped
+    assert Inbound()(env)._past.reach() is env.unwrapped
     turns = make(module, "env")
-    assert Inbound()(turns)._past.env is turns.unwrapped
+    assert Inbound()(turns)._past.reach() is turns.unwrapped
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -222,14 +281,56 @@ def test_actions_out_of_bounds_are_clipped_as_pettingzoo_does(monkeypatch: pytes
 # ---- Melting Pot
 
 
+def count_steps(where: str, env: Any, env_index: int) -> None:
+    """Has the wrapper, or what it wraps, count its steps in a list."""
+    wrapper = env.env if where == "outermost" else env.env.env
+    step, steps = wrapper.step, env.env.__dict__.setdefault("counted", [])
+    wrapper.step = lambda action: (steps.append(1), step(action))[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("where", ["outermost", "inside"])
+def test_a_step_that_a_call_replaces_in_a_wrapper_of_turns_is_stepped(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mpe2")
+    without_a_display(monkeypatch)
+    with muster.make_vec(functools.partial(make, "mpe2.simple_spread_v3", "env"), 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        for _ in range(3):
+            envs.step(envs.action_space.sample())
+        envs.call(functools.partial(count_steps, where))
+        for _ in range(4):
+            envs.step(envs.action_space.sample())
+        assert len(envs.get_attr("counted")[0]) == 4
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_wrappers_of_the_installed_melting_pot_are_known() -> None:
     pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
     env = resolve_foreign_id("meltingpot/prisoners_dilemma_in_the_matrix__repeated")()
     try:
-        assert substrate_step(env) != env.step
+        assert all(is_known(wrapper, name) for wrapper, name in zip(chain(env), SUBSTRATE_WRAPPERS, strict=False))
     finally:
         env.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_call_does_to_a_substrate_is_done() -> None:
+    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+
+    def stand_still(env: Any, env_index: int) -> None:
+        choosing = env.env._env._env
+        choosing._action_table = choosing._action_table[:1] * len(choosing._action_table)
+
+    with muster.make_vec("meltingpot/prisoners_dilemma_in_the_matrix__repeated", 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        envs.step(envs.action_space.sample())
+        seen: list[Any] = []
+        envs.call(lambda env, i: seen.append(env.env._env._env._env._env._env))
+        envs.call(stand_still)
+        envs.step({"player": np.full((1, 2), 3)})
+        assert not seen[0]._env._act_discrete.any()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -110,7 +110,7 @@ NB_MODULE(_core, m) {
       .def("replace_env", [](Stepper& self, uint32_t i, nb::handle env, nb::handle seed) {
         guarded([&] { self.replace_env(i, env.ptr(), seed.ptr()); });
       }, nb::arg("i"), nb::arg("env"), nb::arg("seed").none())
-      .def("look_again", &Stepper::look_again)
+      .def("forget_envs", &Stepper::forget_envs)
       .def("acknowledge", [](Stepper& self, uint32_t i) { guarded([&] { self.acknowledge(i); }); })
       .def("refuse", [](Stepper& self, uint32_t i, nb::handle exception) {
         guarded([&] { self.refuse(i, exception.ptr()); });
@@ -175,6 +175,12 @@ NB_MODULE(_core, m) {
       .def_rw("detour", &Caller::detour)
       .def_prop_ro("num_pending", &Caller::num_pending)
       .def_prop_ro("in_fork", &Caller::in_fork);
+
+  nb::class_<Unchanged>(m, "Unchanged")
+      .def("__init__", [](Unchanged* self, nb::tuple looked_at) {
+        guarded([&] { new (self) Unchanged(looked_at.ptr()); });
+      }, nb::arg("looked_at"))
+      .def("holds", [](const Unchanged& self) { return guarded([&] { return self.holds(); }); });
 
   nb::class_<AgentRow>(m, "AgentRow")
       .def("__init__",

@@ -4,14 +4,14 @@
 #include <vector>
 
 #include "python.hpp"
+#include "unchanged.hpp"
 
 namespace muster {
 
 class Shortcuts {
  public:
   explicit Shortcuts(size_t num_envs)
-      : ways_(num_envs),
-        env_name_(checked(PyUnicode_InternFromString("env"))),
+      : known_(num_envs),
         elapsed_name_(checked(PyUnicode_InternFromString("_elapsed_steps"))),
         most_name_(checked(PyUnicode_InternFromString("_max_episode_steps"))),
         one_(checked(PyLong_FromLong(1))) {}
@@ -22,37 +22,44 @@ class Shortcuts {
   };
 
   // The way to env i, which is `env` itself where there is no shorter one. host.shortcut(i) is asked after the steps in
-  // which wrappers check: None, or (((wrapper, what it wraps), ...), env, time limit or None).
+  // which wrappers check: None, or (what has to stay as it is, env, time limit or None).
   Way way(uint32_t i, PyObject* env, PyObject* host) {
-    Known& known = ways_[i];
+    Known& known = known_[i];
     if (known.first_steps < kFirstSteps) {
       ++known.first_steps;
       return {Ref::borrow(env), Ref()};
     }
-    if (!known.shortcut) known.shortcut = checked(PyObject_CallMethod(host, "shortcut", "I", i));
-    PyObject* shortcut = known.shortcut.get();
-    if (shortcut == Py_None || !still_leads(shortcut)) return {Ref::borrow(env), Ref()};
-    PyObject* time_limit = PyTuple_GET_ITEM(shortcut, 2);
-    return {Ref::borrow(PyTuple_GET_ITEM(shortcut, 1)), Ref::borrow(time_limit == Py_None ? nullptr : time_limit)};
+    if (!known.looked || (known.env && !known.unchanged.holds())) look(i, host);
+    if (!known.env) return {Ref::borrow(env), Ref()};
+    return {Ref::borrow(known.env.get()), Ref::borrow(known.time_limit.get())};
   }
 
-  // What TimeLimit.step does beside stepping: counts, and tells whether the episode is to be truncated.
-  bool count_step(const Ref& time_limit) const {
+  // What TimeLimit.step does with a result that it passes on: takes five things out of it, counts, and overrules
+  // `truncated`.
+  Ref count_step(const Ref& time_limit, Ref result) const {
+    Ref items = checked(PySequence_Tuple(result.get()));
+    if (PyTuple_GET_SIZE(items.get()) != 5) {
+      PyErr_Format(PyExc_ValueError, "step must return 5 values, got %zd: %.300R", PyTuple_GET_SIZE(items.get()),
+                   result.get());
+      throw PythonError{};
+    }
     const Ref elapsed = checked(PyObject_GetAttr(time_limit.get(), elapsed_name_.get()));
-    const Ref now = checked(PyNumber_Add(elapsed.get(), one_.get()));
+    const Ref now = checked(PyNumber_InPlaceAdd(elapsed.get(), one_.get()));
     check(PyObject_SetAttr(time_limit.get(), elapsed_name_.get(), now.get()));
     const Ref most = checked(PyObject_GetAttr(time_limit.get(), most_name_.get()));
-    const int reached = PyObject_RichCompareBool(now.get(), most.get(), Py_GE);
-    check(reached);
-    return reached;
+    const Ref reached = checked(PyObject_RichCompare(now.get(), most.get(), Py_GE));
+    const int out_of_time = PyObject_IsTrue(reached.get());
+    check(out_of_time);
+    if (!out_of_time) return items;
+    PyObject** given = &PyTuple_GET_ITEM(items.get(), 0);
+    return checked(PyTuple_Pack(5, given[0], given[1], given[2], Py_True, given[4]));
   }
 
   // Env i is another one now.
-  void replace(uint32_t i) { ways_[i] = Known{}; }
+  void forget(uint32_t i) { known_[i] = Known{}; }
 
-  // Something may have been done to the envs.
-  void look_again() {
-    for (Known& known : ways_) known.shortcut = Ref();
+  void forget_all() {
+    for (Known& known : known_) known = Known{};
   }
 
  private:
@@ -60,22 +67,25 @@ class Shortcuts {
 
   struct Known {
     uint8_t first_steps = 0;
-    Ref shortcut;
+    bool looked = false;
+    Unchanged unchanged;
+    Ref env;  // null: there is no shortcut
+    Ref time_limit;
   };
 
-  // Whether every wrapper still wraps what it did.
-  bool still_leads(PyObject* shortcut) const {
-    PyObject* links = PyTuple_GET_ITEM(shortcut, 0);
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(links); ++k) {
-      PyObject* link = PyTuple_GET_ITEM(links, k);
-      const Ref wrapped = checked(PyObject_GetAttr(PyTuple_GET_ITEM(link, 0), env_name_.get()));
-      if (wrapped.get() != PyTuple_GET_ITEM(link, 1)) return false;
-    }
-    return true;
+  void look(uint32_t i, PyObject* host) {
+    Known& known = known_[i];
+    known.looked = true;
+    known.env = Ref();
+    const Ref shortcut = checked(PyObject_CallMethod(host, "shortcut", "I", i));
+    if (shortcut.get() == Py_None) return;
+    PyObject* time_limit = PyTuple_GET_ITEM(shortcut.get(), 2);
+    known.unchanged = Unchanged(PyTuple_GET_ITEM(shortcut.get(), 0));
+    known.time_limit = Ref::borrow(time_limit == Py_None ? nullptr : time_limit);
+    known.env = Ref::borrow(PyTuple_GET_ITEM(shortcut.get(), 1));
   }
 
-  std::vector<Known> ways_;
-  Ref env_name_;
+  std::vector<Known> known_;
   Ref elapsed_name_;
   Ref most_name_;
   Ref one_;

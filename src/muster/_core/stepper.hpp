@@ -17,7 +17,8 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 //
 // `host` is the Python object around it. It is called only for what is rare: on_error(env, exception) -> mail bytes,
 // post(env, objects, final_objects) -> mail bytes, own(objects) -> copies, take_actions(env) -> iterator,
-// on_new_schema(), shortcut(env) as in shortcuts.hpp.  lends_objects: the mail hands over the very objects, which the env may go on using.
+// on_new_schema(), shortcut(env) as in shortcuts.hpp.
+// lends_objects: the mail hands over the very objects, which the env may go on using.
 class Stepper {
  public:
   Stepper(PyObject* slab, uint32_t line, uint32_t first_env, PyObject* envs, PyObject* obs, PyObject* action,
@@ -115,11 +116,11 @@ class Stepper {
     check(PyList_SetItem(envs_.get(), i, Py_NewRef(env)));
     next_seeds_[i] = Ref::borrow(seed);
     hints_[2 * i] = hints_[2 * i + 1] = 0;
-    shortcuts_.replace(i);
+    shortcuts_.forget(i);
   }
 
-  // Something was done to the envs beside stepping and resetting them.
-  void look_again() { shortcuts_.look_again(); }
+  // The envs are closed, and nothing is to keep them.
+  void forget_envs() { shortcuts_.forget_all(); }
 
   // Answers a request for env i without touching its rows.
   void acknowledge(uint32_t i) {
@@ -190,6 +191,7 @@ class Stepper {
     end(start);
     bump<uint64_t>(line_.env_steps, 1);
     if (!result) throw PythonError{};
+    if (way.time_limit) result = shortcuts_.count_step(way.time_limit, std::move(result));
     if (!PyTuple_Check(result.get()) || PyTuple_GET_SIZE(result.get()) != 5) {
       PyErr_Format(PyExc_TypeError, "step must return (obs, reward, terminated, truncated, info), got %.300R",
                    result.get());
@@ -198,8 +200,7 @@ class Stepper {
     PyObject** items = &PyTuple_GET_ITEM(result.get(), 0);
     const double reward = as_reward(items[1]);
     const bool terminated = as_flag(items[2], "terminated");
-    const bool out_of_time = way.time_limit && shortcuts_.count_step(way.time_limit);
-    const bool truncated = as_flag(items[3], "truncated") || out_of_time;
+    const bool truncated = as_flag(items[3], "truncated");
     const bool over = terminated || truncated;
     const bool reset_now = over && autoreset_ == Autoreset::kSameStep;
 

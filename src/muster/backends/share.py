@@ -111,6 +111,7 @@ class Share:
         self.envs: list[Any] = []
         self._built: list[BuiltEnv] = []
         self._slab: Slab | None = None
+        self._attached = False
 
     # ---- building
 
@@ -156,6 +157,7 @@ class Share:
         self._misfits = {i: misfit for i, misfit in found if misfit is not None}
         for env in self.envs:
             self._show_wishes(env)
+            gymnasium_shortcut(env)  # reads what the wrappers say, which takes some ms the first time
         self.stepper = _core.Stepper(
             slab.description,
             line,
@@ -170,6 +172,7 @@ class Share:
             host=self,
             patience=options.patience,
         )
+        self._attached = True
 
     def _show_wishes(self, env: Any) -> None:
         assert self._slab is not None
@@ -240,7 +243,7 @@ class Share:
         return iter(self._mail.get(self._slab.plan.num_envs + env, length) or ())
 
     def shortcut(self, i: int) -> Shortcut | None:
-        """A shorter way to env i's own `step`."""
+        """A shorter way to env i's own `step`, if there is one."""
         return gymnasium_shortcut(self.envs[i])
 
     def on_new_schema(self) -> None:
@@ -294,7 +297,6 @@ class Share:
 
     def call(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """``env.name(*args, **kwargs)``, or the attribute's value, of each env; a Failure where it raised."""
-        self.stepper.look_again()
         results: list[Any] = []
         for i, env in enumerate(self.envs):
             try:
@@ -309,7 +311,6 @@ class Share:
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
         """Sets an attribute of each env to its own value."""
-        self.stepper.look_again()
         results: list[Failure | None] = []
         for i, (env, value) in enumerate(zip(self.envs, values, strict=True)):
             try:
@@ -333,8 +334,8 @@ class Share:
             if error is not None:
                 failures.append(self.failure(i, error))
         self.envs.clear()
-        if self._slab is not None:
-            self.stepper.look_again()
+        if self._attached:
+            self.stepper.forget_envs()
         return failures
 
     def _close_one(self, built: BuiltEnv) -> BaseException | None:

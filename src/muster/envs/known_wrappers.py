@@ -1,7 +1,7 @@
 """Wrappers of the field whose methods are known to the letter.
 
-Whoever goes past a wrapper has to know what it does, not what it is called: a class that was patched before it was
-looked at, or comes from a release that does otherwise, is not known.
+Whoever goes past a wrapper has to know what it does, not what it is called: a class that was patched, or comes from a
+release that does otherwise, is not known.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import sys
 import textwrap
+from types import CodeType, FunctionType
 from typing import Any
 
 _GYMNASIUM = "gymnasium.wrappers.common."
@@ -60,33 +61,36 @@ _KNOWN: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 
 def is_known(wrapper: Any, name: str) -> bool:
     """Whether `wrapper` is of the class `name`, ``module.Class``, itself, and works as one of its known releases."""
-    cls: Any = type(wrapper)
-    return _known_as(cls) == name and vars(wrapper).keys().isdisjoint(_KNOWN[name][0])
+    cls = type(wrapper)
+    if f"{cls.__module__}.{cls.__qualname__}" != name:
+        return False
+    methods, digests = _KNOWN[name]
+    codes = _codes(cls, methods)
+    return bool(codes) and vars(wrapper).keys().isdisjoint(methods) and _digest(codes) in digests
 
 
-@functools.lru_cache(maxsize=256)
-def _known_as(cls: type) -> str | None:
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    methods, digests = _KNOWN.get(name, ((), ()))
-    return name if digests and _digest(cls, methods) in digests else None
+def _codes(cls: type, names: tuple[str, ...]) -> tuple[CodeType, ...]:
+    """Of the methods, in the class, its bases, and as functions of its module; none if one is no plain function."""
+    module = sys.modules.get(cls.__module__)
+    places = [vars(base) for base in cls.__mro__] + ([] if module is None else [vars(module)])
+    found = [place[name] for name in names for place in places if name in place]
+    return tuple(one.__code__ for one in found) if all(type(one) is FunctionType for one in found) else ()
 
 
-def _digest(cls: type, names: tuple[str, ...]) -> str:
-    """Of what the methods say, in the class, its bases, and as functions of its module; empty if it cannot be seen."""
-    places = [vars(base) for base in cls.__mro__] + [vars(sys.modules[cls.__module__])]
+@functools.lru_cache(maxsize=64)
+def _digest(codes: tuple[CodeType, ...]) -> str:
+    """Of what the functions say; empty where that cannot be seen."""
     try:
-        texts = [_text(place[name]) for name in names for place in places if name in place]
-    except (OSError, TypeError, SyntaxError):
+        return hashlib.sha256("\n".join(map(_text, codes)).encode()).hexdigest()[:16]
+    except Exception:
         return ""
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
-def _text(function: Any) -> str:
-    """The function's source without its docstring, comments and annotations. Raises TypeError for what is none."""
-    if not inspect.isfunction(function):
+def _text(code: CodeType) -> str:
+    """The function's source without its docstring, comments and annotations. Raises what comes of there being none."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+    if not isinstance(tree, ast.FunctionDef):
         raise TypeError
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    assert isinstance(tree, ast.FunctionDef)
     if ast.get_docstring(tree) is not None:
         del tree.body[0]
     tree.returns = None

@@ -20,7 +20,7 @@ class ParallelAgents(AgentsEnv):
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
         super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
         self._agents: list[Agent] = []
-        self._past = PastChecks(env.aec_env, self.layout.action_spaces) if is_made_of_turns(env) else None
+        self._past = PastChecks(env, self.layout.action_spaces) if is_made_of_turns(env) else None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         observations, infos = self.env.reset(seed=seed, options=options)
@@ -43,9 +43,9 @@ class ParallelAgents(AgentsEnv):
 
     def _step(self, actions: dict[str, Any], chosen: dict[Agent, Any]) -> Any:
         env, past = self.env, self._past
-        if past is None or env.aec_env is not past.wrapped or not past.let_pass(actions):
+        if past is None or (inner := past.reach_with(actions)) is past.wrapped:
             return env.step(chosen)
-        env.aec_env = past.env
+        env.aec_env = inner
         try:
             return env.step(chosen)
         finally:

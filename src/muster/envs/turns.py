@@ -32,16 +32,16 @@ class TurnBasedAgents(AgentsEnv):
         return self._next_turn()
 
     def step(self, actions: dict[str, Any]) -> Step:
-        past = self._past
-        agent = past.env.agent_selection
-        (past.env if past.let_pass(actions) else self.env).step(self._chosen(actions, [agent])[agent])
+        env = self._past.reach_with(actions)
+        agent = env.agent_selection
+        env.step(self._chosen(actions, [agent])[agent])
         row, infos = self._next_turn()
-        return self._end_of_step(row, not past.env.agents, infos)
+        return self._end_of_step(row, not env.agents, infos)
 
     def _next_turn(self) -> tuple[Row, dict[str, Any]]:
         """Takes leave of the agents that have ended, until it is a live agent's turn or nobody is left."""
         self._start_row()
-        env, infos = self._past.env, {}
+        env, infos = self._past.reach(), {}
         acting: Agent | None = None
         for _ in range(len(self._slots) + 1):
             if not env.agents:
