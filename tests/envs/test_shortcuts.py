@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -17,9 +18,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 import muster
 from muster.envs import resolve_foreign_id
 from muster.envs.attributes import chain
-from muster.envs.inbound import Inbound
-from muster.envs.known_wrappers import is_known
-from muster.envs.shortcuts import SUBSTRATE_WRAPPERS, gymnasium_shortcut, is_made_of_turns
+from muster.envs.shortcuts import PastChecks, gymnasium_shortcut
 from muster.errors import EnvError
 
 CARTPOLE = "CartPole-v1"
@@ -77,6 +76,21 @@ def stepped(env: Any, steps: int = 3) -> Any:
     return env
 
 
+def tell_callers(env: Any, callers: list[list[str]]) -> None:
+    """Has the env's own step say in which files it was called."""
+    step = env.step
+
+    def told(*args: Any) -> Any:
+        frame, names = sys._getframe(1), []
+        while frame is not None:
+            names.append(frame.f_code.co_filename)
+            frame = frame.f_back  # type: ignore[assignment]
+        callers.append(names)
+        return step(*args)
+
+    env.step = told
+
+
 # ---- Gymnasium
 
 
@@ -87,6 +101,21 @@ def test_the_wrappers_of_the_installed_gymnasium_are_known(env_id: str) -> None:
     assert shortcut is not None
     assert shortcut.env is env.unwrapped
     assert shortcut.time_limit is env
+
+
+def test_gymnasium_envs_are_stepped_past_their_wrappers() -> None:
+    callers: list[list[str]] = []
+
+    def build() -> Any:
+        env = gymnasium.make(CARTPOLE)
+        tell_callers(env.unwrapped, callers)
+        return env
+
+    with muster.make_vec(build, 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        rewards_of(envs, 4)
+    by_wrappers = [any("wrappers" in name for name in names) for names in callers]
+    assert by_wrappers == [True, True, False, False]
 
 
 def test_an_env_that_has_yet_to_be_checked_has_no_shortcut() -> None:
@@ -251,11 +280,29 @@ def without_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_wrappers_of_the_installed_pettingzoo_are_known(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(module)
     without_a_display(monkeypatch)
-    env = make(module, "parallel_env")
-    assert is_made_of_turns(env)
-    assert Inbound()(env)._past.reach() is env.unwrapped
-    turns = make(module, "env")
-    assert Inbound()(turns)._past.reach() is turns.unwrapped
+    env = make(module, "env")
+    spaces_of_agents = {"all": env.action_space(env.possible_agents[0])}
+    assert PastChecks(spaces_of_agents).reach(env) is env.unwrapped
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("api", ["parallel_env", "env"])
+@pytest.mark.parametrize("module", ["pettingzoo.sisl.multiwalker_v9", "mpe2.simple_spread_v3"])
+def test_envs_of_turns_are_stepped_past_their_checks(module: str, api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(module)
+    without_a_display(monkeypatch)
+    callers: list[list[str]] = []
+
+    def build() -> Any:
+        env = make(module, api)
+        tell_callers(env.unwrapped, callers)
+        return env
+
+    with muster.make_vec(build, 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        for _ in range(4):
+            envs.step(envs.action_space.sample())
+    assert not any("order_enforcing" in name for name in callers[-1])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -276,9 +323,6 @@ def test_actions_out_of_bounds_are_clipped_as_pettingzoo_does(monkeypatch: pytes
                 assert rewards["walker"][0, i] == np.float32(bare_rewards[agent])
             if not bare.agents:
                 break
-
-
-# ---- Melting Pot
 
 
 def count_steps(where: str, env: Any, env_index: int) -> None:
@@ -305,14 +349,76 @@ def test_a_step_that_a_call_replaces_in_a_wrapper_of_turns_is_stepped(
         assert len(envs.get_attr("counted")[0]) == 4
 
 
+class Doubling:
+    """A wrapper of the user's, around a turn-based env."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def last(self) -> Any:
+        obs, reward, *rest = self.env.last()
+        return obs, 2 * reward, *rest
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_the_wrappers_of_the_installed_melting_pot_are_known() -> None:
+def test_a_wrapper_that_a_call_puts_around_an_env_of_turns_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mpe2")
+    without_a_display(monkeypatch)
+
+    def wrap(env: Any, env_index: int) -> None:
+        env.env = Doubling(env.env)
+
+    def rewards(wraps: bool) -> Any:
+        with muster.make_vec(functools.partial(make, "mpe2.simple_spread_v3", "env"), 1, backend="serial") as envs:
+            envs.reset(seed=0)
+            if wraps:
+                envs.call(wrap)
+            zeros = {"agent": np.zeros((1, 3), np.int64)}
+            return sum(envs.step(zeros)[1]["agent"] for _ in range(9))
+
+    assert np.allclose(rewards(True), 2 * rewards(False))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_envs_that_know_their_adapter_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mpe2")
+    without_a_display(monkeypatch)
+    seen: list[Any] = []
+
+    def know(env: Any, env_index: int) -> None:
+        env.env.unwrapped.owner = env
+        seen.append(weakref.ref(env.env.unwrapped))
+
+    envs = muster.make_vec("pettingzoo/mpe/simple_spread_v3", 1, backend="serial")
+    envs.reset(seed=0)
+    envs.step(envs.action_space.sample())
+    envs.call(know)
+    envs.close()
+    gc.collect()
+    assert seen[0]() is None
+
+
+# ---- Melting Pot
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_substrates_are_stepped_past_their_wrappers() -> None:
     pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
-    env = resolve_foreign_id("meltingpot/prisoners_dilemma_in_the_matrix__repeated")()
-    try:
-        assert all(is_known(wrapper, name) for wrapper, name in zip(chain(env), SUBSTRATE_WRAPPERS, strict=False))
-    finally:
-        env.close()
+    callers: list[list[str]] = []
+
+    def build() -> Any:
+        env = resolve_foreign_id("meltingpot/prisoners_dilemma_in_the_matrix__repeated")()
+        tell_callers(next(one for one in chain(env) if hasattr(one, "_rebuild_environment")), callers)
+        return env
+
+    with muster.make_vec(build, 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        for _ in range(4):
+            envs.step(envs.action_space.sample())
+    assert not any("multiplayer_wrapper" in name for name in callers[-1])
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -80,6 +80,18 @@ nb::object map_bytes(int fd, size_t size) {
   });
 }
 
+// Wrappers hold envs, which may hold whatever holds this.
+PyType_Slot kUnchangedSlots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(+[](PyObject* self, visitproc visit, void* arg) -> int {
+       Py_VISIT(Py_TYPE(self));
+       return nb::inst_ready(self) ? nb::inst_ptr<Unchanged>(self)->visit(visit, arg) : 0;
+     })},
+    {Py_tp_clear, reinterpret_cast<void*>(+[](PyObject* self) -> int {
+       if (nb::inst_ready(self)) nb::inst_ptr<Unchanged>(self)->clear();
+       return 0;
+     })},
+    {0, nullptr}};
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -176,7 +188,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("num_pending", &Caller::num_pending)
       .def_prop_ro("in_fork", &Caller::in_fork);
 
-  nb::class_<Unchanged>(m, "Unchanged")
+  nb::class_<Unchanged>(m, "Unchanged", nb::type_slots(kUnchangedSlots))
       .def("__init__", [](Unchanged* self, nb::tuple looked_at) {
         guarded([&] { new (self) Unchanged(looked_at.ptr()); });
       }, nb::arg("looked_at"))

@@ -21,15 +21,12 @@ class Shortcuts {
     Ref time_limit;  // that has to count it, or null
   };
 
-  // The way to env i, which is `env` itself where there is no shorter one. host.shortcut(i) is asked after the steps in
-  // which wrappers check: None, or (what has to stay as it is, env, time limit or None).
+  // The way to env i, which is `env` itself where there is no shorter one. host.shortcut(i) is asked until it knows one,
+  // for wrappers check the first steps, and again when a wrapper has changed: None, or (what has to stay as it is, env,
+  // time limit or None).
   Way way(uint32_t i, PyObject* env, PyObject* host) {
     Known& known = known_[i];
-    if (known.first_steps < kFirstSteps) {
-      ++known.first_steps;
-      return {Ref::borrow(env), Ref()};
-    }
-    if (!known.looked || (known.env && !known.unchanged.holds())) look(i, host);
+    if (known.looks_left && !(known.env && known.unchanged.holds())) look(i, host);
     if (!known.env) return {Ref::borrow(env), Ref()};
     return {Ref::borrow(known.env.get()), Ref::borrow(known.time_limit.get())};
   }
@@ -63,11 +60,10 @@ class Shortcuts {
   }
 
  private:
-  static constexpr uint8_t kFirstSteps = 2;
+  static constexpr uint8_t kMostLooks = 100;
 
   struct Known {
-    uint8_t first_steps = 0;
-    bool looked = false;
+    uint8_t looks_left = kMostLooks;
     Unchanged unchanged;
     Ref env;  // null: there is no shortcut
     Ref time_limit;
@@ -75,8 +71,8 @@ class Shortcuts {
 
   void look(uint32_t i, PyObject* host) {
     Known& known = known_[i];
-    known.looked = true;
     known.env = Ref();
+    if (!--known.looks_left) return;
     const Ref shortcut = checked(PyObject_CallMethod(host, "shortcut", "I", i));
     if (shortcut.get() == Py_None) return;
     PyObject* time_limit = PyTuple_GET_ITEM(shortcut.get(), 2);

@@ -7,9 +7,9 @@
 
 namespace muster {
 
-// Holds while each of some attributes of instances has the very value that it had, and neither the instances' classes
-// nor the number of their own attributes has changed: a method that is replaced in a class gives that a new version,
-// one that hides it in an instance is one attribute more.
+// Holds while each of some attributes of instances is the very object that it was, and neither the instances' classes nor
+// the number of their own attributes has changed: a method that is replaced in a class gives that a new version, one that
+// hides it in an instance is an attribute more.
 class Unchanged {
  public:
   Unchanged() = default;
@@ -52,6 +52,17 @@ class Unchanged {
     }
     return true;
   }
+
+  // For the garbage collector.
+  int visit(visitproc visit, void* arg) const {
+    for (const Look& look : looks_) {
+      Py_VISIT(look.object.get());
+      Py_VISIT(look.value.get());
+    }
+    return 0;
+  }
+
+  void clear() { std::exchange(looks_, {}); }
 
  private:
   struct Look {

@@ -66,7 +66,7 @@ class Players(AgentsEnv):
         if is_substrate and all(isinstance(space, spaces.Discrete) for space in self.layout.action_spaces.values()):
             # Melting Pot looks actions up in tables, which takes longer with NumPy's numbers.
             self._splits = [(name, np.ndarray.tolist) for name in self.layout.action_spaces]
-        self._past = PastSubstrate(env)
+        self._past = PastSubstrate()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         if seed is not None and not _seed_rebuilds(self.env, seed):
@@ -76,7 +76,7 @@ class Players(AgentsEnv):
         return self._row_of(timestep, [0.0] * len(self._players)), {}
 
     def step(self, actions: dict[str, Any]) -> Step:
-        timestep = self._past.step(list(self._chosen(actions, self._players).values()))
+        timestep = self._past.step(self.env, list(self._chosen(actions, self._players).values()))
         over = timestep.last()
         row = self._row_of(timestep, timestep.reward, over=over, terminated=over and timestep.discount == 0.0)
         return self._end_of_step(row, over, {})

@@ -8,7 +8,7 @@ from typing import Any
 from muster.envs.agents import AgentsEnv, Row, Step
 from muster.envs.groups import Agent
 from muster.envs.pettingzoo import specs_of
-from muster.envs.shortcuts import PastChecks, is_made_of_turns
+from muster.envs.shortcuts import PastChecks
 
 
 class ParallelAgents(AgentsEnv):
@@ -20,7 +20,7 @@ class ParallelAgents(AgentsEnv):
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
         super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
         self._agents: list[Agent] = []
-        self._past = PastChecks(env, self.layout.action_spaces) if is_made_of_turns(env) else None
+        self._past = PastChecks(self.layout.action_spaces)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         observations, infos = self.env.reset(seed=seed, options=options)
@@ -34,19 +34,11 @@ class ParallelAgents(AgentsEnv):
 
     def step(self, actions: dict[str, Any]) -> Step:
         before = self._agents
-        observations, rewards, terminations, truncations, infos = self._step(actions, self._chosen(actions, before))
+        chosen = self._chosen(actions, before)
+        result = self._past.step_parallel(self.env, actions, chosen)
+        observations, rewards, terminations, truncations, infos = result
         after = self._agents = list(self.env.agents)
         self._start_row()
         acting = self._put_all(before, after, observations, rewards, terminations, truncations)
         info = self._infos(infos)
         return self._end_of_step(self._row(), acting == 0, info)
-
-    def _step(self, actions: dict[str, Any], chosen: dict[Agent, Any]) -> Any:
-        env, past = self.env, self._past
-        if past is None or (inner := past.reach_with(actions)) is past.wrapped:
-            return env.step(chosen)
-        env.aec_env = inner
-        try:
-            return env.step(chosen)
-        finally:
-            env.aec_env = past.wrapped

@@ -7,6 +7,7 @@ they would not let pass. See docs/adr/0008-shortcuts.md.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ _AEC_CHECKS = (
 # What a PettingZoo wrapper would hand out in place of the env's, if it had it itself.
 _OF_THE_ENV = {"agents", "agent_selection", "rewards", "terminations", "truncations", "infos", "_cumulative_rewards"}
 # From the outermost to the one around Lab2D, which is rebuilt for each episode.
-SUBSTRATE_WRAPPERS = (
+_SUBSTRATE_WRAPPERS = (
     "meltingpot.utils.substrates.substrate.Substrate",
     "meltingpot.utils.substrates.wrappers.collective_reward_wrapper.CollectiveRewardWrapper",
     "meltingpot.utils.substrates.wrappers.discrete_action_wrapper.Wrapper",
@@ -39,6 +40,9 @@ SUBSTRATE_WRAPPERS = (
 )
 _SUBJECTS = ("_action_subject", "_timestep_subject", "_events_subject")
 _COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
+
+# How often wrappers are looked at that change all the time, before they are stepped as they are.
+_MOST_LOOKS = 100
 
 # Instances, names of their attributes, and the values that these have to keep: what `Unchanged` watches over.
 LookedAt = tuple[tuple[Any, str, Any], ...]
@@ -73,108 +77,104 @@ def gymnasium_shortcut(env: Any) -> Shortcut | None:
     return Shortcut(tuple(looked_at), env, time_limit)
 
 
-class PastChecks:
+class _Past(ABC):
+    """Knows a way past an env's wrappers as long as they are what they were when it looked at them."""
+
+    def __init__(self) -> None:
+        self._env: Any = None
+        self._unchanged: Unchanged | None = None
+        self._looks_left = _MOST_LOOKS
+
+    def _knows(self, env: Any) -> bool:
+        """Whether there is a way past the wrappers of `env`, which `_look` has noted."""
+        if env is not self._env or (self._unchanged is not None and not self._unchanged.holds()):
+            looked_at = self._look(env) if self._looks_left else ()
+            self._looks_left -= bool(self._looks_left)
+            self._env = env
+            self._unchanged = Unchanged(looked_at) if looked_at else None
+        return self._unchanged is not None
+
+    @abstractmethod
+    def _look(self, env: Any) -> LookedAt:
+        """Notes the way. Returns what has to stay as it is; nothing if there is no way."""
+
+
+class PastChecks(_Past):
     """To the turn-based env inside PettingZoo's wrappers that enforce order and bounds, if it is in any.
 
     Every read of an env's attribute goes through each of them, in Python, dozens of times a step.
 
-    env: a turn-based env, or PettingZoo's parallel env around one.  action_spaces: by group.
+    action_spaces: by group.
     """
 
-    def __init__(self, env: Any, action_spaces: Mapping[str, Space]) -> None:
-        self._of = env
+    def __init__(self, action_spaces: Mapping[str, Space]) -> None:
+        super().__init__()
         # A single number is an array only to some of them. What is discrete has been checked by the caller.
         self._boxes = [(name, space) for name, space in action_spaces.items() if isinstance(space, spaces.Box)]
         self._knows_bounds = all(
             isinstance(space, spaces.Discrete) or (isinstance(space, spaces.Box) and space.shape)
             for space in action_spaces.values()
         )
-        self._look()
 
-    def _look(self) -> None:
-        env, looked_at = self._of, []
+    def reach(self, env: Any) -> Any:
+        """The turn-based env inside `env`; `env` itself where a wrapper might do more than check."""
+        return self._inner if self._knows(env) else env
+
+    def reach_with(self, env: Any, actions: Mapping[str, Any]) -> Any:
+        """The same, for a step with actions ``[A, ...]`` by group; `env` is to clip or refuse those out of bounds."""
+        return self._inner if self._knows(env) and self._let_pass(actions) else env
+
+    def step_parallel(self, env: Any, actions: Mapping[str, Any], chosen: Mapping[Any, Any]) -> Any:
+        """``env.step(chosen)`` of a parallel env, which may be PettingZoo's own around a turn-based one.
+
+        actions, chosen: the same by group and by agent.
+        """
+        if not (self._knows(env) and self._let_pass(actions)):
+            return env.step(chosen)
+        wrapped, inner = env.aec_env, self._inner
+        env.aec_env = inner
+        try:
+            return env.step(chosen)
+        finally:
+            if env.aec_env is inner:
+                env.aec_env = wrapped
+
+    def _look(self, env: Any) -> LookedAt:
+        looked_at: list[tuple[Any, str, Any]] = []
         if is_known(env, _AEC_TO_PARALLEL):
             looked_at.append((env, "aec_env", env.aec_env))
             env = env.aec_env
-        self.wrapped = env
+        wrapped = env
         self._enforcing = []
         while any(is_known(env, name) for name in _AEC_CHECKS) and not _OF_THE_ENV & {*vars(env), *dir(type(env))}:
             if is_known(env, _AEC_ORDER_ENFORCING):
                 self._enforcing.append(env)
             looked_at.append((env, "env", env.env))
             env = env.env
+        self._inner = env
         # The wrappers do not hand `last` on, they have it from their base class.
-        same_last = getattr(type(env), "last", None) is getattr(type(self.wrapped), "last", None)
-        passes = self._knows_bounds and same_last and "last" not in vars(env)
-        self._inner = env if passes else self.wrapped
-        self._unchanged = Unchanged(tuple(looked_at)) if self._inner is not self.wrapped else None
+        same_last = getattr(type(env), "last", None) is getattr(type(wrapped), "last", None)
+        passes = env is not wrapped and self._knows_bounds and same_last and "last" not in vars(env)
+        return tuple(looked_at) if passes else ()
 
-    def reach(self) -> Any:
-        """The env inside; `wrapped`, the outermost wrapper, where one might do more than check."""
-        if self._unchanged is not None and not self._unchanged.holds():
-            self._look()
-        return self._inner
-
-    def reach_with(self, actions: Mapping[str, Any]) -> Any:
-        """The env to step with actions ``[A, ...]`` by group: `wrapped` is to clip or refuse those out of bounds."""
-        inner = self.reach()
-        if inner is self.wrapped:
-            return inner
+    def _let_pass(self, actions: Mapping[str, Any]) -> bool:
+        """Whether the wrappers would leave these actions alone; if so, they have seen a step."""
         for name, box in self._boxes:
             action = actions[name]
             if not ((box.low <= action) & (action <= box.high)).all():
-                return self.wrapped
+                return False
         for one in self._enforcing:
             one._has_updated = True
-        return inner
+        return True
 
 
-def is_made_of_turns(env: Any) -> bool:
-    """Whether `env` is PettingZoo's own parallel env around a turn-based one."""
-    return is_known(env, _AEC_TO_PARALLEL)
+class PastSubstrate(_Past):
+    """Past the wrappers of a Melting Pot substrate: makes the players' timesteps of Lab2D's own in one go."""
 
-
-class PastSubstrate:
-    """Past the wrappers of a Melting Pot substrate: makes the players' timesteps of Lab2D's own in one go.
-
-    For any other env of many players, and while somebody listens to the substrate, its own `step`.
-    """
-
-    def __init__(self, env: Any) -> None:
-        self._env = env
-        self._look()
-
-    def _look(self) -> None:
-        self._unchanged: Unchanged | None = None
-        wrapper, wrappers = self._env, []
-        for name in SUBSTRATE_WRAPPERS:
-            if not is_known(wrapper, name):
-                return
-            wrappers.append(wrapper)
-            wrapper = wrapper._env
-        substrate, _, choosing, splitting, announcing = wrappers
-        read = [(wrapper, "_env") for wrapper in wrappers]
-        read += [(one, name) for one in (substrate, announcing) for name in _SUBJECTS]
-        read += [(choosing, "_action_table"), (splitting, "_num_players")]
-        read += [(splitting, "_individual_observation_suffixes"), (splitting, "_global_observation_names")]
-        self._unchanged = Unchanged(tuple((one, name, getattr(one, name)) for one, name in read))
-        self._lab2d = wrapper
-        self._subjects = [getattr(one, name) for one in (substrate, announcing) for name in _SUBJECTS]
-        numbers = range(1, splitting._num_players + 1)
-        self._actions = [
-            [{f"{i}.{key}": value for key, value in action.items()} for action in choosing._action_table]
-            for i in numbers
-        ]
-        self._rewards = [f"{i}.REWARD" for i in numbers]
-        self._own = [[(key, f"{i}.{key}") for key in splitting._individual_observation_suffixes] for i in numbers]
-        self._shared = tuple(splitting._global_observation_names)
-
-    def step(self, actions: Sequence[int]) -> Any:
-        """The env's next timestep."""
-        if self._unchanged is not None and not self._unchanged.holds():
-            self._look()
-        if self._unchanged is None or any(subject.observers for subject in self._subjects):
-            return self._env.step(actions)
+    def step(self, env: Any, actions: Sequence[int]) -> Any:
+        """``env.step(actions)`` of any env of many players: its own unless it is a substrate that nobody listens to."""
+        if not self._knows(env) or any(subject.observers for subject in self._subjects):
+            return env.step(actions)
         chosen: dict[str, Any] = {}
         for table, action in zip(self._actions, actions, strict=True):
             chosen.update(table[action])
@@ -187,3 +187,27 @@ class PastSubstrate:
             discount=0.0 if timestep.discount is None else timestep.discount,
             observation=[{key: source[name] for key, name in own if name in source} | shared for own in self._own],
         )
+
+    def _look(self, env: Any) -> LookedAt:
+        wrappers = []
+        for name in _SUBSTRATE_WRAPPERS:
+            if not is_known(env, name):
+                return ()
+            wrappers.append(env)
+            env = env._env
+        substrate, _, to_actions, to_players, to_observables = wrappers
+        self._lab2d = env
+        self._subjects = [getattr(one, name) for one in (substrate, to_observables) for name in _SUBJECTS]
+        numbers = range(1, to_players._num_players + 1)
+        self._actions = [
+            [{f"{i}.{key}": value for key, value in action.items()} for action in to_actions._action_table]
+            for i in numbers
+        ]
+        self._rewards = [f"{i}.REWARD" for i in numbers]
+        self._own = [[(key, f"{i}.{key}") for key in to_players._individual_observation_suffixes] for i in numbers]
+        self._shared = tuple(to_players._global_observation_names)
+        read = [(wrapper, "_env") for wrapper in wrappers]
+        read += [(one, name) for one in (substrate, to_observables) for name in _SUBJECTS]
+        read += [(to_actions, "_action_table"), (to_players, "_num_players")]
+        read += [(to_players, "_individual_observation_suffixes"), (to_players, "_global_observation_names")]
+        return tuple((one, name, getattr(one, name)) for one, name in read)

@@ -24,7 +24,7 @@ class TurnBasedAgents(AgentsEnv):
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
         super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
-        self._past = PastChecks(env, self.layout.action_spaces)
+        self._past = PastChecks(self.layout.action_spaces)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)
@@ -32,7 +32,7 @@ class TurnBasedAgents(AgentsEnv):
         return self._next_turn()
 
     def step(self, actions: dict[str, Any]) -> Step:
-        env = self._past.reach_with(actions)
+        env = self._past.reach_with(self.env, actions)
         agent = env.agent_selection
         env.step(self._chosen(actions, [agent])[agent])
         row, infos = self._next_turn()
@@ -41,7 +41,7 @@ class TurnBasedAgents(AgentsEnv):
     def _next_turn(self) -> tuple[Row, dict[str, Any]]:
         """Takes leave of the agents that have ended, until it is a live agent's turn or nobody is left."""
         self._start_row()
-        env, infos = self._past.reach(), {}
+        env, infos = self._past.reach(self.env), {}
         acting: Agent | None = None
         for _ in range(len(self._slots) + 1):
             if not env.agents:
