@@ -29,13 +29,14 @@ from results import heading, machine, table, versions, write_section
 
 _QUESTION = "Multi-agent envs"
 # Id, number of envs, and the longest turn in seconds: Melting Pot builds its substrates anew for each episode, which
-# takes as long as hundreds of steps, so that all turns together stay within the first one.
+# takes as long as hundreds of steps, so that 12 turns and the warm-up stay within the first one.
 _WORKLOADS = {
     "multiwalker_v9": ("pettingzoo/sisl/multiwalker_v9", 4, 10.0),
-    "commons_harvest__open": ("meltingpot/commons_harvest__open", 4, 0.15),
+    "commons_harvest__open": ("meltingpot/commons_harvest__open", 4, 0.06),
     "simple_spread_v3": ("pettingzoo/mpe/simple_spread_v3", 8, 10.0),
 }
 _BATCHES = 64
+_WARM_UP_S = 0.3
 _DONE = 2**62
 _spawn = multiprocessing.get_context("spawn")
 
@@ -155,11 +156,11 @@ def torchrl_parallel(env_id: str, num_envs: int) -> Run:
     return _timed(some)
 
 
-def _host(pipe: Connection, make: Callable[[], Run]) -> None:
+def _host(pipe: Connection, make: Callable[[], Run], warm_up_s: float) -> None:
     warnings.simplefilter("ignore")
     os.environ["SDL_VIDEODRIVER"] = "dummy"
     run = make()
-    run(0.3)
+    run(warm_up_s)
     pipe.send("ready")
     while (seconds := pipe.recv()) is not None:
         pipe.send(run(seconds))
@@ -168,11 +169,11 @@ def _host(pipe: Connection, make: Callable[[], Run]) -> None:
 class Host:
     """A contender in a process of its own, or in several."""
 
-    def __init__(self, *makers: Callable[[], Run]) -> None:
+    def __init__(self, *makers: Callable[[], Run], warm_up_s: float) -> None:
         self._pipes, self._processes = [], []
         for make in makers:
             ours, theirs = _spawn.Pipe()
-            process = _spawn.Process(target=_host, args=(theirs, make))
+            process = _spawn.Process(target=_host, args=(theirs, make, warm_up_s))
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -196,27 +197,28 @@ def measure(name: str, rounds: int, seconds: float, with_torchrl: bool) -> list[
     env_id, num_envs, longest_s = _WORKLOADS[name]
     progress = _spawn.RawArray("q", 2)
     muster_of = functools.partial(muster_envs, env_id, num_envs)
+    host = functools.partial(Host, warm_up_s=min(_WARM_UP_S, longest_s))
     hosts = {
-        "two bare loops (limit)": Host(*[functools.partial(bare, env_id, num_envs // 2)] * 2),
-        "limit, in step": Host(*[functools.partial(bare, env_id, num_envs // 2, progress, i) for i in range(2)]),
-        "one bare loop": Host(functools.partial(bare, env_id, num_envs)),
-        "muster serial": Host(functools.partial(muster_of, backend="serial")),
-        "muster process": Host(functools.partial(muster_of, num_workers=2)),
-        "muster caller_steps": Host(functools.partial(muster_of, num_workers=1, caller_steps=True)),
+        "two bare loops (limit)": host(*[functools.partial(bare, env_id, num_envs // 2)] * 2),
+        "limit, in step": host(*[functools.partial(bare, env_id, num_envs // 2, progress, i) for i in range(2)]),
+        "one bare loop": host(functools.partial(bare, env_id, num_envs)),
+        "muster serial": host(functools.partial(muster_of, backend="serial")),
+        "muster process": host(functools.partial(muster_of, num_workers=2)),
+        "muster caller_steps": host(functools.partial(muster_of, num_workers=1, caller_steps=True)),
     }
     if not env_id.startswith("meltingpot/"):
-        hosts["muster serial, with state()"] = Host(functools.partial(muster_of, backend="serial", state=True))
+        hosts["muster serial, with state()"] = host(functools.partial(muster_of, backend="serial", state=True))
     if with_torchrl and name == "simple_spread_v3":
-        hosts["torchrl ParallelEnv"] = Host(functools.partial(torchrl_parallel, env_id, num_envs))
+        hosts["torchrl ParallelEnv"] = host(functools.partial(torchrl_parallel, env_id, num_envs))
     rates: dict[str, list[float]] = {contender: [] for contender in hosts}
     by_cpu: dict[str, list[float]] = {contender: [] for contender in hosts}
     for _ in range(rounds):
-        for contender, host in hosts.items():
-            rate, of_cpu = host.run(min(seconds, longest_s))
+        for contender, running in hosts.items():
+            rate, of_cpu = running.run(min(seconds, longest_s))
             rates[contender].append(rate)
             by_cpu[contender].append(of_cpu)
-    for host in hosts.values():
-        host.close()
+    for running in hosts.values():
+        running.close()
     limit = rates["two bare loops (limit)"]
     rows = []
     for contender, own in rates.items():
