@@ -7,6 +7,7 @@ they would not let pass. See docs/adr/0008-shortcuts.md.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from gymnasium import spaces
 
 from muster._core import Unchanged
 from muster.envs.known_wrappers import is_known
-from muster.spec import Space
+from muster.spec import Array, Space
 
 _TIME_LIMIT = "gymnasium.wrappers.common.TimeLimit"
 _ORDER_ENFORCING = "gymnasium.wrappers.common.OrderEnforcing"
@@ -30,14 +31,16 @@ _AEC_CHECKS = (
 )
 # What a PettingZoo wrapper would hand out in place of the env's, if it had it itself.
 _OF_THE_ENV = {"agents", "agent_selection", "rewards", "terminations", "truncations", "infos", "_cumulative_rewards"}
-# From the outermost to the one around Lab2D, which is rebuilt for each episode.
+# From the outermost to the one that rebuilds Lab2D for each episode.
 _SUBSTRATE_WRAPPERS = (
     "meltingpot.utils.substrates.substrate.Substrate",
     "meltingpot.utils.substrates.wrappers.collective_reward_wrapper.CollectiveRewardWrapper",
     "meltingpot.utils.substrates.wrappers.discrete_action_wrapper.Wrapper",
     "meltingpot.utils.substrates.wrappers.multiplayer_wrapper.Wrapper",
     "meltingpot.utils.substrates.wrappers.observables_wrapper.ObservablesWrapper",
+    "meltingpot.utils.substrates.wrappers.reset_wrapper.ResetWrapper",
 )
+_LAB2D = "dmlab2d.Environment"
 _SUBJECTS = ("_action_subject", "_timestep_subject", "_events_subject")
 _COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
 
@@ -132,8 +135,8 @@ class PastChecks(_Past):
         if not (self._knows(env) and self._let_pass(actions)):
             return env.step(chosen)
         wrapped, inner = env.aec_env, self._inner
-        env.aec_env = inner
         try:
+            env.aec_env = inner
             return env.step(chosen)
         finally:
             if env.aec_env is inner:
@@ -175,10 +178,7 @@ class PastSubstrate(_Past):
         """``env.step(actions)`` of any env of many players: its own unless it is a substrate that nobody listens to."""
         if not self._knows(env) or any(subject.observers for subject in self._subjects):
             return env.step(actions)
-        chosen: dict[str, Any] = {}
-        for table, action in zip(self._actions, actions, strict=True):
-            chosen.update(table[action])
-        timestep = self._lab2d.step(chosen)
+        timestep = self._lab2d.step(self._rebuilding._env, actions)
         source = timestep.observation
         rewards = [source.get(name) for name in self._rewards]
         shared = {_COLLECTIVE_REWARD: np.sum(rewards)} | {name: source[name] for name in self._shared}
@@ -195,19 +195,61 @@ class PastSubstrate(_Past):
                 return ()
             wrappers.append(env)
             env = env._env
-        substrate, _, to_actions, to_players, to_observables = wrappers
-        self._lab2d = env
+        substrate, _, to_actions, to_players, to_observables, self._rebuilding = wrappers
         self._subjects = [getattr(one, name) for one in (substrate, to_observables) for name in _SUBJECTS]
-        numbers = range(1, to_players._num_players + 1)
-        self._actions = [
-            [{f"{i}.{key}": value for key, value in action.items()} for action in to_actions._action_table]
-            for i in numbers
-        ]
+        num_players = to_players._num_players
+        numbers = range(1, num_players + 1)
+        self._lab2d = _ToLab2D(to_actions._action_table, num_players)
         self._rewards = [f"{i}.REWARD" for i in numbers]
         self._own = [[(key, f"{i}.{key}") for key in to_players._individual_observation_suffixes] for i in numbers]
         self._shared = tuple(to_players._global_observation_names)
-        read = [(wrapper, "_env") for wrapper in wrappers]
+        read = [(wrapper, "_env") for wrapper in wrappers[:-1]] + [(self._rebuilding, "_rebuild_environment")]
         read += [(one, name) for one in (substrate, to_observables) for name in _SUBJECTS]
         read += [(to_actions, "_action_table"), (to_players, "_num_players")]
         read += [(to_players, "_individual_observation_suffixes"), (to_players, "_global_observation_names")]
         return tuple((one, name, getattr(one, name)) for one, name in read)
+
+
+class _ToLab2D(_Past):
+    """Past the names of actions: Lab2D looks up 3 of each player, one by one, in every step.
+
+    table: what the actions of all players stand for, numbers by name.
+    """
+
+    def __init__(self, table: Sequence[Mapping[str, Any]], num_players: int) -> None:
+        super().__init__()
+        self._looks_left = sys.maxsize  # a new env for each episode
+        self._table = table
+        self._players = range(1, num_players + 1)
+        self._named = [
+            [{f"{i}.{key}": value for key, value in action.items()} for action in table] for i in self._players
+        ]
+
+    def step(self, env: Any, actions: Sequence[int]) -> Any:
+        """The next timestep of a `dmlab2d.Environment`."""
+        if not self._knows(env):
+            chosen: dict[str, Any] = {}
+            for named, action in zip(self._named, actions, strict=True):
+                chosen.update(named[action])
+            return env.step(chosen)
+        try:
+            env._read_action = self._write
+            return env.step(self._numbers[actions])
+        finally:
+            vars(env).pop("_read_action", None)
+
+    def _write(self, spec: Any, numbers: Array) -> None:
+        """In place of Lab2D's `_read_action`.  numbers: int32 ``[players, keys]``."""
+        self._act_discrete[self._places] = numbers
+
+    def _look(self, env: Any) -> LookedAt:
+        keys = list(self._table[0])
+        if not is_known(env, _LAB2D) or any(action.keys() != self._table[0].keys() for action in self._table):
+            return ()
+        specs = [[env._action_spec.get(f"{i}.{key}") for key in keys] for i in self._players]
+        if any(spec is None or spec.dtype != np.int32 for row in specs for spec in row):
+            return ()
+        self._act_discrete = env._act_discrete
+        self._places = np.array([[env._act_discrete_map[spec.name] for spec in row] for row in specs])
+        self._numbers = np.array([[action[key] for key in keys] for action in self._table], np.int32)
+        return ((env, "_act_discrete", env._act_discrete),)
