@@ -286,7 +286,7 @@ def test_the_wrappers_of_the_installed_pettingzoo_are_known(module: str, monkeyp
     without_a_display(monkeypatch)
     env = make(module, "env")
     spaces_of_agents = {"all": env.action_space(env.possible_agents[0])}
-    assert PastChecks(spaces_of_agents).reach(env) is env.unwrapped
+    assert PastChecks(env, spaces_of_agents).reach(env) is env.unwrapped
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -66,7 +66,7 @@ class Players(AgentsEnv):
         if is_substrate and all(isinstance(space, spaces.Discrete) for space in self.layout.action_spaces.values()):
             # Melting Pot looks actions up in tables, which takes longer with NumPy's numbers.
             self._splits = [(name, np.ndarray.tolist) for name in self.layout.action_spaces]
-        self._past = PastSubstrate()
+        self._past = PastSubstrate(env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         if seed is not None and not _seed_rebuilds(self.env, seed):

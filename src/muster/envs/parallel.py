@@ -20,7 +20,7 @@ class ParallelAgents(AgentsEnv):
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
         super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
         self._agents: list[Agent] = []
-        self._past = PastChecks(self.layout.action_spaces)
+        self._past = PastChecks(env, self.layout.action_spaces)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         observations, infos = self.env.reset(seed=seed, options=options)

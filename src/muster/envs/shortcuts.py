@@ -7,7 +7,6 @@ they would not let pass. See docs/adr/0008-shortcuts.md.
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -44,7 +43,7 @@ _LAB2D = "dmlab2d.Environment"
 _SUBJECTS = ("_action_subject", "_timestep_subject", "_events_subject")
 _COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
 
-# How often wrappers are looked at that change all the time, before they are stepped as they are.
+# How often an env's wrappers are looked at that change all the time, before they are stepped as they are.
 _MOST_LOOKS = 100
 
 # Instances, names of their attributes, and the values that these have to keep: what `Unchanged` watches over.
@@ -83,18 +82,22 @@ def gymnasium_shortcut(env: Any) -> Shortcut | None:
 class _Past(ABC):
     """Knows a way past an env's wrappers as long as they are what they were when it looked at them."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: Any) -> None:
         self._env: Any = None
         self._unchanged: Unchanged | None = None
-        self._looks_left = _MOST_LOOKS
+        self._looks_left = 0
+        # The first look reads what the wrappers say, which takes some ms: not in a step.
+        self._knows(env)
 
     def _knows(self, env: Any) -> bool:
         """Whether there is a way past the wrappers of `env`, which `_look` has noted."""
-        if env is not self._env or (self._unchanged is not None and not self._unchanged.holds()):
-            looked_at = self._look(env) if self._looks_left else ()
-            self._looks_left -= bool(self._looks_left)
-            self._env = env
-            self._unchanged = Unchanged(looked_at) if looked_at else None
+        if env is not self._env:
+            self._env, self._looks_left = env, _MOST_LOOKS
+        elif self._unchanged is None or self._unchanged.holds():
+            return self._unchanged is not None
+        looked_at = self._look(env) if self._looks_left else ()
+        self._looks_left -= 1
+        self._unchanged = Unchanged(looked_at) if looked_at else None
         return self._unchanged is not None
 
     @abstractmethod
@@ -110,14 +113,14 @@ class PastChecks(_Past):
     action_spaces: by group.
     """
 
-    def __init__(self, action_spaces: Mapping[str, Space]) -> None:
-        super().__init__()
+    def __init__(self, env: Any, action_spaces: Mapping[str, Space]) -> None:
         # A single number is an array only to some of them. What is discrete has been checked by the caller.
         self._boxes = [(name, space) for name, space in action_spaces.items() if isinstance(space, spaces.Box)]
         self._knows_bounds = all(
             isinstance(space, spaces.Discrete) or (isinstance(space, spaces.Box) and space.shape)
             for space in action_spaces.values()
         )
+        super().__init__(env)
 
     def reach(self, env: Any) -> Any:
         """The turn-based env inside `env`; `env` itself where a wrapper might do more than check."""
@@ -199,7 +202,7 @@ class PastSubstrate(_Past):
         self._subjects = [getattr(one, name) for one in (substrate, to_observables) for name in _SUBJECTS]
         num_players = to_players._num_players
         numbers = range(1, num_players + 1)
-        self._lab2d = _ToLab2D(to_actions._action_table, num_players)
+        self._lab2d = _ToLab2D(env, to_actions._action_table, num_players)
         self._rewards = [f"{i}.REWARD" for i in numbers]
         self._own = [[(key, f"{i}.{key}") for key in to_players._individual_observation_suffixes] for i in numbers]
         self._shared = tuple(to_players._global_observation_names)
@@ -216,14 +219,13 @@ class _ToLab2D(_Past):
     table: what the actions of all players stand for, numbers by name.
     """
 
-    def __init__(self, table: Sequence[Mapping[str, Any]], num_players: int) -> None:
-        super().__init__()
-        self._looks_left = sys.maxsize  # a new env for each episode
+    def __init__(self, env: Any, table: Sequence[Mapping[str, Any]], num_players: int) -> None:
         self._table = table
         self._players = range(1, num_players + 1)
         self._named = [
             [{f"{i}.{key}": value for key, value in action.items()} for action in table] for i in self._players
         ]
+        super().__init__(env)
 
     def step(self, env: Any, actions: Sequence[int]) -> Any:
         """The next timestep of a `dmlab2d.Environment`."""
