@@ -71,6 +71,7 @@ class Players(AgentsEnv):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         if seed is not None and not _seed_rebuilds(self.env, seed):
             seed_generators(self.env, seed)
+        self._past.begin_episode()
         timestep = self.env.reset()
         self._start_episode()
         return self._row_of(timestep, [0.0] * len(self._players)), {}

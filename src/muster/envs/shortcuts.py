@@ -100,6 +100,10 @@ class _Past(ABC):
         self._unchanged = Unchanged(looked_at) if looked_at else None
         return self._unchanged is not None
 
+    def let_go(self) -> None:
+        """Keeps nothing of the env alive, and looks again when it is next asked."""
+        self._env = self._unchanged = None
+
     @abstractmethod
     def _look(self, env: Any) -> LookedAt:
         """Notes the way. Returns what has to stay as it is; nothing if there is no way."""
@@ -177,10 +181,18 @@ class PastChecks(_Past):
 class PastSubstrate(_Past):
     """Past the wrappers of a Melting Pot substrate: makes the players' timesteps of Lab2D's own in one go."""
 
+    _lab2d: _ToLab2D | None = None
+
+    def begin_episode(self) -> None:
+        """A reset is to build Lab2D anew: the last one, which takes memory and ms to free, is not to outlive it."""
+        if self._lab2d is not None:
+            self._lab2d.let_go()
+
     def step(self, env: Any, actions: Sequence[int]) -> Any:
         """``env.step(actions)`` of any env of many players: its own unless it is a substrate that nobody listens to."""
         if not self._knows(env) or any(subject.observers for subject in self._subjects):
             return env.step(actions)
+        assert self._lab2d is not None
         timestep = self._lab2d.step(self._rebuilding._env, actions)
         source = timestep.observation
         rewards = [source.get(name) for name in self._rewards]
