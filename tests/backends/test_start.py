@@ -1,5 +1,6 @@
 """How the workers of one vector env start together."""
 
+import resource
 from importlib import import_module
 from pathlib import Path
 
@@ -40,3 +41,15 @@ def test_the_other_workers_import_while_the_first_builds(
     monkeypatch.syspath_prepend(tmp_path)
     with muster.make_vec(import_module(name).Env, 2, num_workers=2, context=context, start_timeout=20) as envs:
         assert envs.call("imported") == (3, 3)
+
+
+@pytest.mark.parametrize("context", ["forkserver", "fork"])
+def test_too_few_file_descriptors_leave_nothing_and_tell_what_to_do(context: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            muster.make_vec("CartPole-v1", 40, num_workers=40, context=context)
+        assert "fewer workers (num_workers=" in caught.value.__notes__[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

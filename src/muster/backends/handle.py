@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -103,44 +104,43 @@ def launch_worker(
 
     watch, shares_main: see `Channel`, `mail.dumps`.
     """
-    ours, theirs = Channel.pair()
-    stderr_read, stderr_write = os.pipe()
-    tail = memfd(f"tail-{line}")
-    caller = os.pidfd_open(os.getpid())
-    fds = {
-        **shared_fds,
-        "channel": theirs.fileno(),
-        "tail": tail,
-        "stderr_read": stderr_read,
-        "stderr_write": stderr_write,
-        "stdout": _stream_fd(sys.__stdout__, 1),
-        "stderr": _stream_fd(sys.__stderr__, 2),
-        "caller": caller,
-    }
-    own(ours.fileno())
-    try:
-        pid, pidfd, status = start(fds)
-    except BaseException:
-        close_own(ours.detach())
-        os.close(tail)
-        os.close(stderr_read)
-        raise
-    finally:
-        theirs.close()
-        os.close(stderr_write)
-        os.close(caller)
+    with contextlib.ExitStack() as theirs_only, contextlib.ExitStack() as ours_on_failure:
+        ours, theirs = Channel.pair()
+        own(ours.fileno())
+        ours_on_failure.callback(lambda: close_own(ours.detach()))
+        theirs_only.enter_context(theirs)
+        stderr_read, stderr_write = os.pipe()
+        ours_on_failure.callback(os.close, stderr_read)
+        theirs_only.callback(os.close, stderr_write)
+        tail = memfd(f"tail-{line}")
+        ours_on_failure.callback(os.close, tail)
+        caller = os.pidfd_open(os.getpid())
+        theirs_only.callback(os.close, caller)
+        pid, pidfd, status = start(
+            {
+                **shared_fds,
+                "channel": theirs.fileno(),
+                "tail": tail,
+                "stderr_read": stderr_read,
+                "stderr_write": stderr_write,
+                "stdout": _stream_fd(sys.__stdout__, 1),
+                "stderr": _stream_fd(sys.__stderr__, 2),
+                "caller": caller,
+            }
+        )
+        ours_on_failure.pop_all()
     process = WorkerProcess(pid, pidfd, status, tail, stderr_read)
     return WorkerHandle(line, envs, process, Channel(ours, watch, shares_main=shares_main))
 
 
 def fork_worker_for(recipes: Sequence[Recipe], fds: Mapping[str, int]) -> Started:
     """Forks the caller into a worker for `recipes`, which are inherited."""
-    copies = {name: os.dup(fd) for name, fd in fds.items()}
-    try:
+    with contextlib.ExitStack() as theirs:
+        copies = {}
+        for name, fd in fds.items():
+            copies[name] = os.dup(fd)
+            theirs.callback(os.close, copies[name])
         pid, pidfd = fork_worker(lambda fds: main(fds, recipes), copies)
-    finally:
-        for fd in copies.values():
-            os.close(fd)
     return pid, pidfd, None
 
 

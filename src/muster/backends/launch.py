@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -189,19 +190,22 @@ class LauncherClient:
         self._users = 0
         self._in_step = True
         self._request_lock = threading.Lock()
-        self._control, theirs = socket.socketpair()
-        caller = os.pidfd_open(os.getpid())
-        command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(caller)]
-        command.append("preload" if method == "forkserver" else "")
-        self._process = subprocess.Popen(
-            command,
-            env=worker_environment(threads),
-            pass_fds=(theirs.fileno(), caller),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        os.close(caller)
+        with contextlib.ExitStack() as theirs_only, contextlib.ExitStack() as ours_on_failure:
+            self._control, theirs = socket.socketpair()
+            ours_on_failure.enter_context(self._control)
+            theirs_only.enter_context(theirs)
+            caller = os.pidfd_open(os.getpid())
+            theirs_only.callback(os.close, caller)
+            command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(caller)]
+            command.append("preload" if method == "forkserver" else "")
+            self._process = subprocess.Popen(
+                command,
+                env=worker_environment(threads),
+                pass_fds=(theirs.fileno(), caller),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            ours_on_failure.pop_all()
         own(self._control.fileno())
 
     def is_usable(self) -> bool:
@@ -230,7 +234,6 @@ class LauncherClient:
     def start(self, fds: Mapping[str, int]) -> tuple[int, int, int]:
         """Starts a worker on `fds`; returns its pid, pidfd and the pipe that will tell its exit code."""
         _, method, threads = self._key
-        status_read, status_write = os.pipe()
         request = {
             "method": method,
             "path": sys.path,
@@ -238,29 +241,34 @@ class LauncherClient:
             "environ": worker_environment(threads),
         }
         body = pickle.dumps(request)
+        with contextlib.ExitStack() as ours_on_failure:
+            status_read, status_write = os.pipe()
+            ours_on_failure.callback(os.close, status_read)
+            try:
+                pid, pidfd = self._request(body, [*(fds[name] for name in WORKER_FDS), status_write])
+            except ConnectionError as error:
+                raise LauncherLost from error
+            finally:
+                os.close(status_write)
+            ours_on_failure.pop_all()
+        return pid, pidfd, status_read
+
+    def _request(self, body: bytes, fds: Sequence[int]) -> tuple[int, int]:
+        """Has a worker started on `fds`; returns its pid and pidfd."""
         with self._request_lock:
             # Until the answer is here: an interrupt in between leaves one that nobody waits for.
             self._in_step = False
-            try:
-                socket.send_fds(
-                    self._control, [HEADER.pack(len(body))], [*(fds[name] for name in WORKER_FDS), status_write]
-                )
-                self._control.sendall(body)
-                if not select_readable(self._control.fileno(), _ANSWER_S):
-                    self._process.kill()  # stopped, or stuck: it must not start the worker later, beside another one
-                answer, pidfds, _, _ = socket.recv_fds(self._control, HEADER.size, 1)
-            except BaseException as error:
-                os.close(status_read)
-                if isinstance(error, ConnectionError):
-                    raise LauncherLost from error
-                raise
-            finally:
-                os.close(status_write)
+            socket.send_fds(self._control, [HEADER.pack(len(body))], fds)
+            self._control.sendall(body)
+            if not select_readable(self._control.fileno(), _ANSWER_S):
+                self._process.kill()  # stopped, or stuck: it must not start the worker later, beside another one
+            answer, pidfds, _, _ = socket.recv_fds(self._control, HEADER.size, 1)
             if len(answer) < HEADER.size:
-                os.close(status_read)
                 raise LauncherLost
             self._in_step = True
-        return HEADER.unpack(answer)[0], pidfds[0], status_read
+        if not pidfds:  # the kernel leaves out what this process may not open; the worker ends with its channel
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return HEADER.unpack(answer)[0], pidfds[0]
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -274,7 +282,12 @@ def fork_worker(run: Callable[[Mapping[str, int]], None], fds: Mapping[str, int]
     sys.stderr.flush()
     pid = os.fork()
     if pid:
-        return pid, os.pidfd_open(pid)
+        try:
+            return pid, os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
     code = 1
     try:
         os.setsid()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import pickle
 import sys
@@ -78,8 +79,9 @@ class Workers:
         loads: list[list[pickle.PickleBuffer]] = [[] for _ in lines]
         orders = [self._order(line, loads[line]) for line in lines]
         self._deadline = time.monotonic() + self._options.start_timeout_s
-        self.fds = {"slab": memfd("slab"), "mail": memfd("mail")}
-        own(*self.fds.values())
+        for name in ("slab", "mail"):
+            self.fds[name] = memfd(name)
+            own(self.fds[name])
         self._freight = Freight(self.fds["mail"], loads)
         self._orders = [
             dataclasses.replace(order, freight=places)
@@ -202,7 +204,15 @@ class Workers:
         if self._launcher is None:
             start = functools.partial(fork_worker_for, self._recipes[envs.start : envs.stop])
         watch = functools.partial(self._watch, line)
-        return launch_worker(line, envs, self.fds, start, watch=watch, shares_main=self._launcher is None)
+        try:
+            return launch_worker(line, envs, self.fds, start, watch=watch, shares_main=self._launcher is None)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                error.add_note(
+                    f"worker {line} of {self._options.num_workers} could not start: each needs 5 file descriptors in "
+                    "this process; allow it more (`ulimit -n`), or ask for fewer workers (num_workers=...)"
+                )
+            raise
 
     def _start_by_launcher(self, fds: Mapping[str, int]) -> Started:
         assert self._launcher is not None

@@ -121,7 +121,7 @@ class MultiAgentConvNet(MultiAgentNet):
 
     def _call_shared(self, net: nn.Module, *inputs: Tensor) -> Tensor:
         x = inputs[0]
-        # Gradients of convolutions are up to 25 % sooner so on CPUs, outputs alone are not: docs/adr/0010.
+        # Gradients of convolutions are up to 25 % sooner so on CPUs, outputs alone are not: docs/adr/0009.
         if torch.is_grad_enabled() and x.device.type == "cpu":
             x = x.contiguous(memory_format=torch.channels_last)
         return super()._call_shared(net, x)

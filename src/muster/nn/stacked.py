@@ -19,7 +19,7 @@ ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
 )
 
 # Above these sizes one agent after the other is faster on a CPU: its activations stay in the cache from layer to layer.
-# Measured by benchmarks/bench_multi_agent_nets.py --products; docs/adr/0010-multi-agent-networks.md has the numbers.
+# Measured by benchmarks/bench_multi_agent_nets.py --products; docs/adr/0009-multi-agent-networks.md has the numbers.
 LOOP_ABOVE_HIDDEN = 2**19  # agents * batch * widest layer, elements
 LOOP_ABOVE_PIXELS = 2**19  # agents * batch * channels * height * width of the input, elements
 
