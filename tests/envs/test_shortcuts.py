@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -14,6 +15,8 @@ import pytest
 from bare_loops import make
 from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from pettingzoo import AECEnv
+from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, OrderEnforcingWrapper
 
 import muster
 from muster.envs import resolve_foreign_id
@@ -260,6 +263,34 @@ def test_a_time_limit_makes_tuples_of_lists_and_overrules_truncated() -> None:
         assert [envs.step(np.zeros(1, np.int64))[3].tolist() for _ in range(5)] == [[True]] * 5
 
 
+def test_a_step_that_yields_without_end_is_refused() -> None:
+    class Yields(FailsOnce):
+        def step(self, action: Any) -> Any:
+            return itertools.count() if self.steps else super().step(action)
+
+    with muster.make_vec(lambda: TimeLimit(Yields(), 9), 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        envs.step(np.zeros(1, np.int64))
+        with pytest.raises(EnvError, match="step must return 5 values"):
+            envs.step(np.zeros(1, np.int64))
+
+
+def test_envs_that_are_replaced_within_their_wrappers_are_let_go() -> None:
+    built: list[Any] = []
+
+    def replace(env: Any, env_index: int) -> None:
+        env.env.env = FailsOnce()
+        built.append(weakref.ref(env.env.env))
+
+    with muster.make_vec(lambda: TimeLimit(OrderEnforcing(FailsOnce()), 9), 1, backend="serial") as envs:
+        for _ in range(150):
+            envs.call(replace)
+            envs.reset(seed=0)
+            envs.step(np.zeros(1, np.int64))
+        gc.collect()
+        assert sum(one() is not None for one in built) == 1
+
+
 def test_closed_envs_are_let_go() -> None:
     envs = muster.make_vec(CARTPOLE, 2, backend="serial")
     seen: list[Any] = []
@@ -403,6 +434,52 @@ def test_envs_that_know_their_adapter_are_let_go(monkeypatch: pytest.MonkeyPatch
     envs.close()
     gc.collect()
     assert seen[0]() is None
+
+
+class Blinded(AECEnv[Any, Any, Any]):
+    """Two take turns until, after three, all are done; the last one to be told of it sees NaN."""
+
+    metadata: ClassVar[dict[str, Any]] = {"name": "blinded"}
+    possible_agents: ClassVar[list[str]] = ["a_0", "a_1"]
+
+    def observation_space(self, agent: Any) -> Any:
+        return spaces.Box(-9, 9, (1,), np.float32)
+
+    def action_space(self, agent: Any) -> Any:
+        return spaces.Discrete(3)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        self.agents = self.possible_agents[:]
+        self.agent_selection = "a_0"
+        self.turns = 0
+        self.terminations = dict.fromkeys(self.agents, False)
+        self.truncations = dict.fromkeys(self.agents, False)
+        self.rewards = dict.fromkeys(self.agents, 0.0)
+        self._cumulative_rewards = dict(self.rewards)
+        self.infos = {agent: {} for agent in self.agents}
+
+    def observe(self, agent: Any) -> Any:
+        return np.array([np.nan if self.turns == 3 else self.turns], np.float32)
+
+    def step(self, action: Any) -> None:
+        if self.terminations[self.agent_selection]:
+            self._was_dead_step(action)
+            return
+        self.turns += 1
+        self.agent_selection = "a_1" if self.agent_selection == "a_0" else "a_0"
+        self.terminations = dict.fromkeys(self.agents, self.turns == 3)
+
+
+def test_an_env_of_turns_goes_on_after_an_error_that_left_nobody() -> None:
+    make_env = lambda: OrderEnforcingWrapper(AssertOutOfBoundsWrapper(Blinded()))  # noqa: E731
+    turn = {"a": np.zeros((1, 2), np.int64)}
+    with muster.make_vec(make_env, 1, backend="serial", check_finite=True) as envs:
+        envs.reset(seed=0)
+        for _ in range(2):
+            envs.step(turn)
+        with pytest.raises(EnvError, match="NaN"):
+            envs.step(turn)
+        assert [envs.step(turn)[2].item() for _ in range(3)] == [True, False, False]
 
 
 # ---- Melting Pot

@@ -33,8 +33,8 @@ class Shortcuts {
 
   // What TimeLimit.step does with a result that it passes on: takes five things out of it, counts, and overrules
   // `truncated`.
-  Ref count_step(const Ref& time_limit, Ref result) const {
-    Ref items = checked(PySequence_Tuple(result.get()));
+  Ref count_step(const Ref& time_limit, const Ref& result) const {
+    Ref items = taken_out(result);
     if (PyTuple_GET_SIZE(items.get()) != 5) {
       PyErr_Format(PyExc_ValueError, "step must return 5 values, got %zd: %.300R", PyTuple_GET_SIZE(items.get()),
                    result.get());
@@ -69,10 +69,27 @@ class Shortcuts {
     Ref time_limit;
   };
 
+  // As Python takes five things out of it: of what is not a sequence, it asks for a sixth at the most.
+  static Ref taken_out(const Ref& result) {
+    if (PyTuple_Check(result.get()) || PyList_Check(result.get())) return checked(PySequence_Tuple(result.get()));
+    const Ref iterator = checked(PyObject_GetIter(result.get()));
+    const Ref items = checked(PyList_New(0));
+    while (PyList_GET_SIZE(items.get()) < 6) {
+      const Ref item = Ref(PyIter_Next(iterator.get()));
+      if (PyErr_Occurred()) throw PythonError{};
+      if (!item) break;
+      check(PyList_Append(items.get(), item.get()));
+    }
+    return checked(PyList_AsTuple(items.get()));
+  }
+
+  // Keeps nothing of the last look, which may be of another env.
   void look(uint32_t i, PyObject* host) {
     Known& known = known_[i];
-    known.env = Ref();
-    if (!--known.looks_left) return;
+    const uint8_t looks_left = known.looks_left - 1;
+    known = Known{};
+    known.looks_left = looks_left;
+    if (!looks_left) return;
     const Ref shortcut = checked(PyObject_CallMethod(host, "shortcut", "I", i));
     if (shortcut.get() == Py_None) return;
     PyObject* time_limit = PyTuple_GET_ITEM(shortcut.get(), 2);

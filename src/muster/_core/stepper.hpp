@@ -191,7 +191,7 @@ class Stepper {
     end(start);
     bump<uint64_t>(line_.env_steps, 1);
     if (!result) throw PythonError{};
-    if (way.time_limit) result = shortcuts_.count_step(way.time_limit, std::move(result));
+    if (way.time_limit) result = shortcuts_.count_step(way.time_limit, result);
     if (!PyTuple_Check(result.get()) || PyTuple_GET_SIZE(result.get()) != 5) {
       PyErr_Format(PyExc_TypeError, "step must return (obs, reward, terminated, truncated, info), got %.300R",
                    result.get());

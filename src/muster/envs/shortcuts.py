@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from gymnasium import spaces
@@ -48,6 +48,7 @@ _MOST_LOOKS = 100
 
 # Instances, names of their attributes, and the values that these have to keep: what `Unchanged` watches over.
 LookedAt = tuple[tuple[Any, str, Any], ...]
+Way = TypeVar("Way")
 
 
 class Shortcut(NamedTuple):
@@ -79,37 +80,44 @@ def gymnasium_shortcut(env: Any) -> Shortcut | None:
     return Shortcut(tuple(looked_at), env, time_limit)
 
 
-class _Past(ABC):
+class _Past(ABC, Generic[Way]):
     """Knows a way past an env's wrappers as long as they are what they were when it looked at them."""
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self) -> None:
         self._env: Any = None
+        self._way: Way | None = None
         self._unchanged: Unchanged | None = None
         self._looks_left = 0
-        # The first look reads what the wrappers say, which takes some ms: not in a step.
-        self._knows(env)
 
-    def _knows(self, env: Any) -> bool:
-        """Whether there is a way past the wrappers of `env`, which `_look` has noted."""
+    def way(self, env: Any) -> Way | None:
+        """What `_look` says of the way past the wrappers of `env`; None if there is none."""
         if env is not self._env:
             self._env, self._looks_left = env, _MOST_LOOKS
         elif self._unchanged is None or self._unchanged.holds():
-            return self._unchanged is not None
-        looked_at = self._look(env) if self._looks_left else ()
-        self._looks_left -= 1
-        self._unchanged = Unchanged(looked_at) if looked_at else None
-        return self._unchanged is not None
+            return self._way
+        self._way = self._unchanged = None
+        if self._looks_left:
+            self._looks_left -= 1
+            looked_at, way = self._look(env)
+            if looked_at:
+                self._way, self._unchanged = way, Unchanged(looked_at)
+        return self._way
 
     def let_go(self) -> None:
         """Keeps nothing of the env alive, and looks again when it is next asked."""
-        self._env = self._unchanged = None
+        self._env = self._way = self._unchanged = None
 
     @abstractmethod
-    def _look(self, env: Any) -> LookedAt:
-        """Notes the way. Returns what has to stay as it is; nothing if there is no way."""
+    def _look(self, env: Any) -> tuple[LookedAt, Way | None]:
+        """Returns what has to stay as it is, and the way; nothing at all if there is no way."""
 
 
-class PastChecks(_Past):
+class _PastChecks(NamedTuple):
+    inner: Any  # the turn-based env
+    enforcing: Sequence[Any]  # the wrappers that are to know that there was a step
+
+
+class PastChecks(_Past[_PastChecks]):
     """To the turn-based env inside PettingZoo's wrappers that enforce order and bounds, if it is in any.
 
     Every read of an env's attribute goes through each of them, in Python, dozens of times a step.
@@ -118,30 +126,37 @@ class PastChecks(_Past):
     """
 
     def __init__(self, env: Any, action_spaces: Mapping[str, Space]) -> None:
+        super().__init__()
         # A single number is an array only to some of them. What is discrete has been checked by the caller.
         self._boxes = [(name, space) for name, space in action_spaces.items() if isinstance(space, spaces.Box)]
         self._knows_bounds = all(
             isinstance(space, spaces.Discrete) or (isinstance(space, spaces.Box) and space.shape)
             for space in action_spaces.values()
         )
-        super().__init__(env)
+        self.way(env)  # reads what the wrappers say, which takes some ms: not in a step
 
     def reach(self, env: Any) -> Any:
         """The turn-based env inside `env`; `env` itself where a wrapper might do more than check."""
-        return self._inner if self._knows(env) else env
+        way = self.way(env)
+        return env if way is None else way.inner
 
     def reach_with(self, env: Any, actions: Mapping[str, Any]) -> Any:
-        """The same, for a step with actions ``[A, ...]`` by group; `env` is to clip or refuse those out of bounds."""
-        return self._inner if self._knows(env) and self._let_pass(actions) else env
+        """The same, for a step with actions ``[A, ...]`` by group.
+
+        `env` is to clip or refuse those out of bounds, and to make nothing of a step that finds no agents.
+        """
+        way = self.way(env)
+        return env if way is None or not way.inner.agents or not self._let_pass(way, actions) else way.inner
 
     def step_parallel(self, env: Any, actions: Mapping[str, Any], chosen: Mapping[Any, Any]) -> Any:
         """``env.step(chosen)`` of a parallel env, which may be PettingZoo's own around a turn-based one.
 
         actions, chosen: the same by group and by agent.
         """
-        if not (self._knows(env) and self._let_pass(actions)):
+        way = self.way(env)
+        if way is None or not self._let_pass(way, actions):
             return env.step(chosen)
-        wrapped, inner = env.aec_env, self._inner
+        wrapped, inner = env.aec_env, way.inner
         try:
             env.aec_env = inner
             return env.step(chosen)
@@ -149,121 +164,125 @@ class PastChecks(_Past):
             if env.aec_env is inner:
                 env.aec_env = wrapped
 
-    def _look(self, env: Any) -> LookedAt:
-        looked_at: list[tuple[Any, str, Any]] = []
-        if is_known(env, _AEC_TO_PARALLEL):
-            looked_at.append((env, "aec_env", env.aec_env))
-            env = env.aec_env
-        wrapped = env
-        self._enforcing = []
-        while any(is_known(env, name) for name in _AEC_CHECKS) and not _OF_THE_ENV & {*vars(env), *dir(type(env))}:
-            if is_known(env, _AEC_ORDER_ENFORCING):
-                self._enforcing.append(env)
-            looked_at.append((env, "env", env.env))
-            env = env.env
-        self._inner = env
-        # The wrappers do not hand `last` on, they have it from their base class.
-        same_last = getattr(type(env), "last", None) is getattr(type(wrapped), "last", None)
-        passes = env is not wrapped and self._knows_bounds and same_last and "last" not in vars(env)
-        return tuple(looked_at) if passes else ()
-
-    def _let_pass(self, actions: Mapping[str, Any]) -> bool:
+    def _let_pass(self, way: _PastChecks, actions: Mapping[str, Any]) -> bool:
         """Whether the wrappers would leave these actions alone; if so, they have seen a step."""
         for name, box in self._boxes:
             action = actions[name]
             if not ((box.low <= action) & (action <= box.high)).all():
                 return False
-        for one in self._enforcing:
+        for one in way.enforcing:
             one._has_updated = True
         return True
 
+    def _look(self, env: Any) -> tuple[LookedAt, _PastChecks | None]:
+        looked_at: list[tuple[Any, str, Any]] = []
+        if is_known(env, _AEC_TO_PARALLEL):
+            looked_at.append((env, "aec_env", env.aec_env))
+            env = env.aec_env
+        wrapped, enforcing = env, []
+        while any(is_known(env, name) for name in _AEC_CHECKS) and not _OF_THE_ENV & {*vars(env), *dir(type(env))}:
+            if is_known(env, _AEC_ORDER_ENFORCING):
+                enforcing.append(env)
+            looked_at.append((env, "env", env.env))
+            env = env.env
+        # The wrappers do not hand `last` on, they have it from their base class.
+        same_last = getattr(type(env), "last", None) is getattr(type(wrapped), "last", None)
+        if env is wrapped or not self._knows_bounds or not same_last or "last" in vars(env):
+            return (), None
+        return tuple(looked_at), _PastChecks(env, enforcing)
 
-class PastSubstrate(_Past):
+
+class _PastSubstrate(NamedTuple):
+    rebuilding: Any  # the wrapper that holds Lab2D, another one in every episode
+    subjects: Sequence[Any]  # whoever listens to them has to be told of a step
+    to_lab2d: _ToLab2D
+    rewards: Sequence[str]  # names of Lab2D's observations, by player
+    own: Sequence[Sequence[tuple[str, str]]]  # the same of what a player sees: (its name there, Lab2D's name)
+    shared: Sequence[str]
+
+
+class PastSubstrate(_Past[_PastSubstrate]):
     """Past the wrappers of a Melting Pot substrate: makes the players' timesteps of Lab2D's own in one go."""
 
-    _lab2d: _ToLab2D | None = None
+    def __init__(self, env: Any) -> None:
+        super().__init__()
+        self.way(env)  # reads what the wrappers say, which takes some ms: not in a step
 
     def begin_episode(self) -> None:
         """A reset is to build Lab2D anew: the last one, which takes memory and ms to free, is not to outlive it."""
-        if self._lab2d is not None:
-            self._lab2d.let_go()
+        if self._way is not None:
+            self._way.to_lab2d.let_go()
 
     def step(self, env: Any, actions: Sequence[int]) -> Any:
         """``env.step(actions)`` of any env of many players: its own unless it is a substrate that nobody listens to."""
-        if not self._knows(env) or any(subject.observers for subject in self._subjects):
+        way = self.way(env)
+        if way is None or any(subject.observers for subject in way.subjects):
             return env.step(actions)
-        assert self._lab2d is not None
-        timestep = self._lab2d.step(self._rebuilding._env, actions)
+        lab2d = way.rebuilding._env
+        places = way.to_lab2d.way(lab2d)
+        if places is None:
+            return env.step(actions)
+        places.act_discrete[places.places] = places.numbers[actions]
+        timestep = lab2d.step({})  # it reads what it is not given from where it was just written
         source = timestep.observation
-        rewards = [source.get(name) for name in self._rewards]
-        shared = {_COLLECTIVE_REWARD: np.sum(rewards)} | {name: source[name] for name in self._shared}
+        rewards = [source.get(name) for name in way.rewards]
+        shared = {_COLLECTIVE_REWARD: np.sum(rewards)} | {name: source[name] for name in way.shared}
         return timestep._replace(
             reward=rewards,
             discount=0.0 if timestep.discount is None else timestep.discount,
-            observation=[{key: source[name] for key, name in own if name in source} | shared for own in self._own],
+            observation=[{key: source[name] for key, name in own if name in source} | shared for own in way.own],
         )
 
-    def _look(self, env: Any) -> LookedAt:
+    def _look(self, env: Any) -> tuple[LookedAt, _PastSubstrate | None]:
         wrappers = []
         for name in _SUBSTRATE_WRAPPERS:
             if not is_known(env, name):
-                return ()
+                return (), None
             wrappers.append(env)
             env = env._env
-        substrate, _, to_actions, to_players, to_observables, self._rebuilding = wrappers
-        self._subjects = [getattr(one, name) for one in (substrate, to_observables) for name in _SUBJECTS]
-        num_players = to_players._num_players
-        numbers = range(1, num_players + 1)
-        self._lab2d = _ToLab2D(env, to_actions._action_table, num_players)
-        self._rewards = [f"{i}.REWARD" for i in numbers]
-        self._own = [[(key, f"{i}.{key}") for key in to_players._individual_observation_suffixes] for i in numbers]
-        self._shared = tuple(to_players._global_observation_names)
-        read = [(wrapper, "_env") for wrapper in wrappers[:-1]] + [(self._rebuilding, "_rebuild_environment")]
+        substrate, _, to_actions, to_players, to_observables, rebuilding = wrappers
+        numbers = range(1, to_players._num_players + 1)
+        to_lab2d = _ToLab2D(to_actions._action_table, to_players._num_players)
+        to_lab2d.way(env)
+        way = _PastSubstrate(
+            rebuilding,
+            [getattr(one, name) for one in (substrate, to_observables) for name in _SUBJECTS],
+            to_lab2d,
+            rewards=[f"{i}.REWARD" for i in numbers],
+            own=[[(key, f"{i}.{key}") for key in to_players._individual_observation_suffixes] for i in numbers],
+            shared=tuple(to_players._global_observation_names),
+        )
+        read = [(wrapper, "_env") for wrapper in wrappers[:-1]] + [(rebuilding, "_rebuild_environment")]
         read += [(one, name) for one in (substrate, to_observables) for name in _SUBJECTS]
         read += [(to_actions, "_action_table"), (to_players, "_num_players")]
         read += [(to_players, "_individual_observation_suffixes"), (to_players, "_global_observation_names")]
-        return tuple((one, name, getattr(one, name)) for one, name in read)
+        return tuple((one, name, getattr(one, name)) for one, name in read), way
 
 
-class _ToLab2D(_Past):
+class _ActionPlaces(NamedTuple):
+    act_discrete: Array  # where Lab2D keeps what was chosen
+    places: Array  # in it, int [players, keys]
+    numbers: Array  # for them, int32 [actions, keys]
+
+
+class _ToLab2D(_Past[_ActionPlaces]):
     """Past the names of actions: Lab2D looks up 3 of each player, one by one, in every step.
 
     table: what the actions of all players stand for, numbers by name.
     """
 
-    def __init__(self, env: Any, table: Sequence[Mapping[str, Any]], num_players: int) -> None:
+    def __init__(self, table: Sequence[Mapping[str, Any]], num_players: int) -> None:
+        super().__init__()
         self._table = table
         self._players = range(1, num_players + 1)
-        self._named = [
-            [{f"{i}.{key}": value for key, value in action.items()} for action in table] for i in self._players
-        ]
-        super().__init__(env)
 
-    def step(self, env: Any, actions: Sequence[int]) -> Any:
-        """The next timestep of a `dmlab2d.Environment`."""
-        if not self._knows(env):
-            chosen: dict[str, Any] = {}
-            for named, action in zip(self._named, actions, strict=True):
-                chosen.update(named[action])
-            return env.step(chosen)
-        try:
-            env._read_action = self._write
-            return env.step(self._numbers[actions])
-        finally:
-            vars(env).pop("_read_action", None)
-
-    def _write(self, spec: Any, numbers: Array) -> None:
-        """In place of Lab2D's `_read_action`.  numbers: int32 ``[players, keys]``."""
-        self._act_discrete[self._places] = numbers
-
-    def _look(self, env: Any) -> LookedAt:
+    def _look(self, env: Any) -> tuple[LookedAt, _ActionPlaces | None]:
         keys = list(self._table[0])
         if not is_known(env, _LAB2D) or any(action.keys() != self._table[0].keys() for action in self._table):
-            return ()
+            return (), None
         specs = [[env._action_spec.get(f"{i}.{key}") for key in keys] for i in self._players]
         if any(spec is None or spec.dtype != np.int32 for row in specs for spec in row):
-            return ()
-        self._act_discrete = env._act_discrete
-        self._places = np.array([[env._act_discrete_map[spec.name] for spec in row] for row in specs])
-        self._numbers = np.array([[action[key] for key in keys] for action in self._table], np.int32)
-        return ((env, "_act_discrete", env._act_discrete),)
+            return (), None
+        places = np.array([[env._act_discrete_map[spec.name] for spec in row] for row in specs])
+        numbers = np.array([[action[key] for key in keys] for action in self._table], np.int32)
+        return ((env, "_act_discrete", env._act_discrete),), _ActionPlaces(env._act_discrete, places, numbers)
