@@ -178,3 +178,33 @@ def test_without_the_extra_the_message_says_what_to_install(missing: str):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == (f"The muster command needs {missing}. Install it with: pip install 'muster-rl[cli]'")
+
+
+def test_bench_compares_the_ways_to_run_an_env():
+    result = muster("bench", "CartPole-v1", "--num-envs", "2", "--rounds", "2", "--seconds", "0.02")
+    assert result.exit_code == 0, result.output
+    assert "CartPole-v1, 2 envs, " in result.output
+    rows = [line.split() for line in result.output.splitlines() if line.endswith(" x")]
+    assert [" ".join(row[:2]) for row in rows] == [
+        'muster backend="serial"',
+        "muster processes",
+        "muster caller_steps=True",
+        "gymnasium SyncVectorEnv",
+        "gymnasium AsyncVectorEnv",
+    ]
+    assert 'envs = muster.make_vec("CartPole-v1", 2' in result.output
+
+
+@pytest.mark.filterwarnings("ignore")  # Box2D's
+def test_bench_says_what_a_way_lacks_and_measures_the_others():
+    arguments = ("--num-envs", "2", "--rounds", "1", "--seconds", "0.02", "--json")
+    measured = json.loads(muster("bench", "pettingzoo/sisl/multiwalker_v9", *arguments).stdout)
+    assert len(measured["muster processes"]) == 1
+    assert "Malformed environment ID" in measured["gymnasium SyncVectorEnv"]
+
+
+def test_bench_of_what_cannot_be_stepped_is_one_line():
+    result = muster("bench", "NoSuch-v0", "--rounds", "1")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("UsageError  NoSuch-v0 cannot be stepped: NameNotFound: ")
+    assert result.stderr.count("\n") == 1

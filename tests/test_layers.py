@@ -44,6 +44,7 @@ LAYERS = {
     "interop": 6,
     "doctor": 7,
     "report": 7,
+    "bench": 5,
     "runs": 7,
     "cli": 8,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import muster
@@ -27,6 +28,11 @@ from sample_envs import Counter
         ({"caller_steps": True, "step_timeout": 1.0}, "step_timeout is not possible"),
         ({"caller_steps": True, "on_failure": "restart"}, 'not with on_failure="restart"'),
         ({"backend": "serial", "num_workers": 2}, "num_workers needs worker"),
+        ({"copy": 0}, "copy must be True or False, got 0"),
+        ({"check_finite": "no"}, "check_finite must be True or False, got 'no'"),
+        ({"caller_steps": 1}, "caller_steps must be True or False, got 1"),
+        ({"groups": "all"}, "groups must be a dict of each agent's group, got str: 'all'"),
+        ({"wrappers": [3]}, r"wrappers\[0\] must be a callable that takes an env and returns one, got 3"),
         ({"backend": "serial", "one_env_per_process": True}, "one_env_per_process needs worker processes"),
     ],
 )
@@ -42,6 +48,11 @@ def test_the_caller_steps_a_share_where_asked_to() -> None:
         pids = [worker["pid"] for worker in envs.stats()["workers"]]
         assert len(set(pids)) == 3
         assert pids[-1] == os.getpid()
+
+
+def test_numpys_flags_are_flags() -> None:
+    with make_vec("CartPole-v1", 2, copy=np.False_, check_finite=np.True_, caller_steps=np.True_) as envs:
+        assert envs.reset(seed=0)[0].base is not None
 
 
 def test_one_env_per_process() -> None:

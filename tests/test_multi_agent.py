@@ -40,7 +40,7 @@ def ones(n: int) -> dict[str, Any]:
 def test_agents_stand_in_fixed_slots_and_absent_ones_are_zero(backend: dict[str, Any]) -> None:
     with muster.make_vec(Script, 2, **backend) as envs:
         assert isinstance(envs, muster.MultiAgentVectorEnv)
-        assert envs.groups == {"a": ("a_0", "a_1"), "b": ("b_0",)}
+        assert envs.groups == {"a": ["a_0", "a_1"], "b": ["b_0"]}
         assert envs.observation_space["a"].shape == (2, 2, 2)
         obs, infos = envs.reset(seed=3)
         assert envs.get_attr("seed") == (3, 4)
@@ -386,7 +386,7 @@ def test_call_render_attributes_and_close_reach_the_env(backend: dict[str, Any])
 
 def test_groups_can_be_chosen() -> None:
     with muster.make_vec(Script, backend="serial", groups={"a_0": "x", "b_0": "x", "a_1": "y"}) as envs:
-        assert envs.groups == {"x": ("a_0", "b_0"), "y": ("a_1",)}
+        assert envs.groups == {"x": ["a_0", "b_0"], "y": ["a_1"]}
         obs, _ = envs.reset(seed=0)
         assert obs["x"].tolist() == [[[0, 0], [0, 2]]]
         envs.step({"x": np.ones((1, 2), np.int64), "y": np.ones((1, 1), np.int64)})

@@ -381,7 +381,7 @@ def test_wrappers_are_applied_in_order():
 
 @pytest.mark.parametrize("wrappers", [Unrecorded, [5], "ab"])
 def test_wrappers_that_cannot_wrap_are_told(wrappers):
-    with pytest.raises(RecipeError, match="list of callables"):
+    with pytest.raises(RecipeError, match=r"list of callables|must be a callable"):
         make_recipes("CartPole-v1", wrappers=wrappers)
 
 
@@ -453,7 +453,8 @@ def test_an_instance_is_rebuilt_from_its_spec_with_a_warning():
 
 @pytest.mark.parametrize("env", [Env(), Unrecorded(gym.make("CartPole-v1")), [Env()]])
 def test_an_instance_that_cannot_be_rebuilt_shows_the_factory(env):
-    with pytest.raises(RecipeError, match=r"def make_env\(\):\n        return (Env|CartPoleEnv)\(\.\.\.\)"):
+    made = r"(Env\(|Unrecorded\(gymnasium\.make\(\"CartPole-v1\"\), )\.\.\.\)"
+    with pytest.raises(RecipeError, match=r"def make_env\(\):\n        return " + made):
         make_recipes(env)
 
 

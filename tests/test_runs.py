@@ -105,7 +105,9 @@ def test_an_interrupted_run_goes_on(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [
-        (("--resume", "{run}"), 1, "has made its 2,048 steps already"),
+        (("--resume", "{run}"), 1, "has made 2,048 steps already; asked for were 2,048 in all."),
+        (("--resume", "{run}", "--total-steps", "1000"), 1, "2,048 steps already; asked for were 1,000 in all."),
+        (("--resume", "{run}", "--total-steps", "1000"), 1, "--total-steps 4096"),
         (("--resume", "{run}", "--seed", "3"), 2, "the run has settled seed"),
         (("CartPole-v1", "--resume", "{run}"), 2, "the run has settled env"),
         (("--resume", "{run}/absent"), 1, "holds no run to go on with"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import muster
 from muster.errors import (
     ActionError,
+    CannotTravel,
     ClosedError,
     EnvError,
     NotPendingError,
@@ -463,6 +466,61 @@ def test_what_an_env_returns_is_checked(make: MakeVec, wrong: dict[str, Any], me
     assert len(envs.reset()[0]) == 2
 
 
+def test_results_may_be_lists(make: MakeVec) -> None:
+    class Lists(Counter):
+        def reset(self, **given: Any) -> Any:
+            return list(super().reset(**given))
+
+        def step(self, action: Any) -> Any:
+            return list(super().step(action))
+
+    same_run(make([Lists] * 2), SyncVectorEnv([Counter] * 2), 6)
+
+
+def test_an_info_that_holds_itself_is_an_error_and_no_crash(make: MakeVec) -> None:
+    class Endless(Counter):
+        def step(self, action: Any) -> Any:
+            obs, *rest, info = super().step(action)
+            info["itself"] = info
+            return (obs, *rest, info)
+
+    envs = make([Endless] * 2)
+    envs.reset(seed=0)
+    with pytest.raises(RecursionError):
+        envs.step(np.zeros(2, int))
+
+
+def test_every_env_is_told_its_index_whatever_is_done_with_it(make: MakeVec) -> None:
+    class Knows(Counter):
+        def _index(self) -> Any:
+            info = muster.get_worker_info()
+            assert info is not None
+            return info.env_index
+
+        def reset(self, **given: Any) -> Any:
+            obs, _ = super().reset(**given)
+            return obs, {"in_reset": self._index()}
+
+        def step(self, action: Any) -> Any:
+            return (*super().step(action)[:4], {"in_step": self._index()})
+
+        def called(self) -> Any:
+            return self._index()
+
+    envs = make([Knows] * 3)
+    assert envs.reset(seed=0)[1]["in_reset"].tolist() == [0, 1, 2]
+    assert envs.step(np.zeros(3, int))[4]["in_step"].tolist() == [0, 1, 2]
+    assert envs.call("called") == (0, 1, 2)
+    assert muster.get_worker_info() is None
+
+
+def test_a_vector_env_says_that_it_cannot_be_pickled(make: MakeVec) -> None:
+    envs = make([Counter] * 2)
+    for duplicate in (pickle.dumps, deepcopy):
+        with pytest.raises(CannotTravel, match=r"call muster\.make_vec with the same arguments"):
+            duplicate(envs)
+
+
 def test_harmless_casts_are_made(make: MakeVec) -> None:
     for obs in ([1, 2, 3], np.arange(3), np.ones(3), np.ones(3, np.float16), (True, False, True)):
         envs = make([functools.partial(Returning, obs=obs)] * 2)
@@ -522,9 +580,13 @@ def test_calls_out_of_turn_are_refused_and_harmless(make: MakeVec) -> None:
     ):
         with pytest.raises(PendingError):
             call()
+    with pytest.raises(NotPendingError, match="2 envs are pending; wait for 1 to 2 of the envs sent to"):
+        envs.recv(min_envs=3)
     assert envs.step_wait()[0][:, 2].tolist() == [1, 1]
+    assert not envs.closed
     envs.close()
     envs.close()
+    assert envs.closed
     with pytest.raises(ClosedError):
         envs.step(np.zeros(2, int))
     with pytest.raises(ClosedError):

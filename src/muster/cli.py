@@ -46,6 +46,7 @@ def make_app() -> typer.Typer:
     app.command("train", no_args_is_help=True)(train)
     app.command("eval", no_args_is_help=True)(evaluate)
     app.command("doctor", no_args_is_help=True)(doctor)
+    app.command("bench", no_args_is_help=True)(bench)
     return app
 
 
@@ -107,6 +108,52 @@ def doctor(
     else:
         show(diagnosis, Console(highlight=False))
     raise typer.Exit(int(diagnosis.blocks))
+
+
+def bench(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="An env id, or module:factory for a function that builds an env.")
+    ],
+    kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Keyword arguments for the env, such as '{\"size\": 5}'.")
+    ] = None,
+    num_envs: Annotated[int, typer.Option(min=1, help="Envs stepped at once.")] = 8,
+    num_workers: Annotated[
+        int | None, typer.Option(min=1, show_default="one per core", help="Processes that share the envs.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every way has its turn.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.01, help="How long a way is measured in a round.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Measure how many steps a second each way to run an env makes on this machine.
+
+    Actions are random. `muster doctor` says whether an env can be run in parallel at all.
+
+    [dim]Example:[/] [bold]muster bench CartPole-v1 --num-envs 32[/]
+    """
+    from muster.bench import measure
+    from muster.doctor.targets import parse_kwargs, prints_to_stderr, resolve_target
+
+    console = Console(highlight=False)
+    _find_modules_here()
+    with _told_plainly(), prints_to_stderr():
+        try:
+            env, _ = resolve_target(target)
+            arguments = parse_kwargs(kwargs)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        with console.status("measuring"):
+            measured = measure(
+                env, num_envs, num_workers=num_workers, env_kwargs=arguments, rounds=rounds, seconds=seconds
+            )
+        if all(one.problem for one in measured):
+            raise UsageError(f"{target} cannot be stepped: {measured[0].problem}")
+    if as_json:
+        typer.echo(json.dumps({one.way: one.problem or one.steps_per_s for one in measured}, indent=2))
+    else:
+        from muster.report.speeds import show_speeds
+
+        show_speeds(target, num_envs, measured, console)
 
 
 def train(
@@ -237,6 +284,7 @@ def _told_plainly() -> Iterator[None]:
     except (MusterError, gym.error.Error, ImportError, OSError) as error:
         console = Console(stderr=True, highlight=False)
         console.print(f"[bold red]{type(error).__name__}[/]  {escape(str(error))}", soft_wrap=True)
-        if isinstance(error, EnvError) and error.worker_traceback:
+        known = isinstance(error.__cause__, gym.error.Error)  # an id that the worker did not find, say
+        if isinstance(error, EnvError) and error.worker_traceback and not known:
             console.print(f"[dim]{escape(error.worker_traceback.rstrip())}[/]", soft_wrap=True)
         raise typer.Exit(1) from error

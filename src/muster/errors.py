@@ -20,7 +20,12 @@ class RecipeError(MusterError, ValueError):
 
 
 class CannotTravel(MusterError, TypeError):
-    """An object cannot be sent to the process that needs it. The message names its path, its type and the remedy."""
+    """An object cannot be sent to the process that needs it. The message names its path, its type and the remedy.
+
+    batch: as in EnvError, where it was an env that gave the object in a step.
+    """
+
+    batch: Any = None
 
 
 class EnvError(MusterError, RuntimeError):

@@ -101,9 +101,13 @@ def make_vec(
     if on_failure not in ("raise", "restart"):
         raise ValueError(f'on_failure must be "raise" or "restart", got {on_failure!r}')
     _check_numbers(start_timeout, step_timeout, max_restarts, threads_per_worker)
-    if state is not None and not isinstance(state, (bool, np.bool_)):
-        raise ValueError(f"state must be None, True or False, got {state!r}")
-    state = None if state is None else bool(state)
+    copy, check_finite, caller_steps, one_env_per_process = _flags(
+        copy=copy, check_finite=check_finite, caller_steps=caller_steps, one_env_per_process=one_env_per_process
+    )
+    if state is not None:
+        (state,) = _flags(state=state)
+    if groups is not None and not isinstance(groups, Mapping):
+        raise ValueError(f"groups must be a dict of each agent's group, got {type(groups).__name__}: {groups!r}")
     if wrappers is None or isinstance(wrappers, (list, tuple)):
         wrappers = [*(wrappers or ()), Inbound(groups, state)]
     recipes = make_recipes(env, num_envs, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
@@ -159,22 +163,32 @@ def _vector_env(backend: Backend, **options: Any) -> VectorEnv | MultiAgentVecto
 
 
 def serial_vec(
-    recipes: Sequence[Recipe], info: WorkerInfo, *, autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP
+    recipes: Sequence[Recipe],
+    info: WorkerInfo,
+    *,
+    autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
+    max_restarts: int | None = None,
 ) -> VectorEnv | MultiAgentVectorEnv:
     """A vector env of views over recipes that were understood elsewhere, stepped in this thread.
 
     info: what the envs are told of where they are built, but for their index.
+    max_restarts: with a number, envs that raise are replaced, as by ``on_failure="restart"``; but not one that must be
+        alone in its process, which only another process can replace.
     """
-    return _vector_env(
-        SerialBackend(recipes, info),
+    backend = SerialBackend(recipes, info)
+    facts = backend.start()
+    envs = (VectorEnv if facts[0].agents is None else RowVectorEnv)(
+        backend,
+        facts=facts,
         autoreset_mode=autoreset_mode,
         observation_mode="same",
         copy=False,
         check_finite=False,
         caller_patience=Patience(0, 0),
         worker_patience=Patience(0, 0),
-        max_restarts=None,
+        max_restarts=None if facts[0].metadata.get("one_per_process") else max_restarts,
     )
+    return MultiAgentVectorEnv(envs) if isinstance(envs, RowVectorEnv) else envs
 
 
 def patience(cores: int, processes: int) -> tuple[Patience, Patience]:
@@ -202,6 +216,13 @@ def _check_numbers(
     for name, count, least in (("max_restarts", max_restarts, 0), ("threads_per_worker", threads_per_worker, 1)):
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, got {count!r}")
+
+
+def _flags(**given: Any) -> list[bool]:
+    for name, flag in given.items():
+        if not isinstance(flag, (bool, np.bool_)):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
+    return [bool(flag) for flag in given.values()]
 
 
 def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:

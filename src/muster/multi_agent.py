@@ -19,7 +19,7 @@ from muster.backends.share import EnvFacts
 from muster.checks import env_ids_of
 from muster.envs.agents import state_now
 from muster.envs.asked_infos import AskedInfos
-from muster.envs.groups import Groups
+from muster.envs.groups import Agent
 from muster.envs.layout import (
     ACTING,
     ALIVE,
@@ -38,7 +38,7 @@ from muster.envs.layout import (
     AgentLayout,
     layout_difference,
 )
-from muster.errors import ActionError, EnvError, MusterError, SpecMismatch
+from muster.errors import ActionError, CannotTravel, EnvError, MusterError, SpecMismatch
 from muster.results import Batch, Bools, any_true
 from muster.spec import Array, Node
 from muster.transport.infos import Infos, merge
@@ -104,9 +104,9 @@ class MultiAgentVectorEnv:
         self.single_action_space = self._layout.action_space()
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> dict[str, list[Agent]]:
         """The agents of each group, in the order of their slots."""
-        return dict(self._layout.groups)
+        return {name: list(agents) for name, agents in self._layout.groups.items()}
 
     @functools.cached_property
     def observation_space(self) -> spaces.Dict:
@@ -247,7 +247,7 @@ class MultiAgentVectorEnv:
         """What `take` returns; the rows of envs that did not fail are converted in its error, too."""
         try:
             return take()
-        except EnvError as error:
+        except (EnvError, CannotTravel) as error:
             if isinstance(error.batch, Batch):
                 error.batch = self._batch(error.batch)
             raise

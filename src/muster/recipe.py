@@ -145,8 +145,11 @@ def make_recipes(
     count = _count_envs(sources, several, num_envs)
     kwargs_list = _kwargs_per_env(env_kwargs, count)
     wrappers = () if wrappers is None else wrappers
-    if not isinstance(wrappers, (list, tuple)) or not all(callable(wrapper) for wrapper in wrappers):
+    if not isinstance(wrappers, (list, tuple)):
         raise RecipeError(f"wrappers must be a list of callables that take an env and return one, got {wrappers!r}.")
+    for i, wrapper in enumerate(wrappers):
+        if not callable(wrapper):
+            raise RecipeError(f"wrappers[{i}] must be a callable that takes an env and returns one, got {wrapper!r}.")
     kwargs_label = "env_kwargs[{}]" if isinstance(env_kwargs, (list, tuple)) else "env_kwargs"
     recipes = []
     for i in range(count):

@@ -117,10 +117,17 @@ def check_call(source: Source, kwargs: Mapping[str, Any]) -> None:
 
 
 def _constructor(env: Any) -> str:
-    if isinstance(env, gym.Env):
-        with contextlib.suppress(Exception):
-            env = env.unwrapped
-    return f"{type(env).__name__}(...)"
+    """The code that builds such an env, wrappers included but for those that ``gymnasium.make`` puts on."""
+    wrappers = []
+    while isinstance(env, gym.Wrapper):
+        if type(env).__module__ != "gymnasium.wrappers.common":
+            wrappers.append(type(env).__name__)
+        env = env.env
+    spec = vars(env).get("spec") if hasattr(env, "__dict__") else None
+    code = f'gymnasium.make("{spec.id}")' if isinstance(spec, EnvSpec) else f"{type(env).__name__}(...)"
+    for wrapper in reversed(wrappers):
+        code = f"{wrapper}({code}, ...)"
+    return code
 
 
 def factory_example(constructor: str) -> str:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from itertools import repeat
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import gymnasium
 import numpy as np
@@ -20,7 +20,7 @@ from muster.backends.base import Backend, CallerOptions
 from muster.backends.recovery import Recovery
 from muster.backends.resources import worker_stats
 from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, ShareOptions, to_one_exception
-from muster.errors import ActionError, ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.errors import ActionError, CannotTravel, ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.results import Batch, Bools, Floats, StepResult
 from muster.spec import Array, Node, tree
 from muster.transport.infos import InfoReader, Infos, spread
@@ -188,10 +188,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         pending = self._caller.num_pending
         wanted = pending if min_envs is None else min_envs
         if not 1 <= wanted <= pending:
-            raise NotPendingError(
-                f"recv(min_envs={min_envs}): {pending} envs are pending; send() actions first, and wait for 1 to "
-                f"{self.num_envs} of the envs sent to"
-            )
+            remedy = f"wait for 1 to {pending} of the envs sent to" if pending else "send() actions first"
+            raise NotPendingError(f"recv(min_envs={min_envs}): {pending} envs are pending; {remedy}")
         self._wait(wanted, timeout, "recv")
         return self._collect()
 
@@ -286,6 +284,15 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """Each env's random generator; a copy, where the env lives in another process."""
         return self.get_attr("np_random")
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is beyond use: by `close`, or by an error that says so."""
+        return self._caller.closed
+
+    @closed.setter
+    def closed(self, closed: bool) -> None:  # as Gymnasium's `close` does
+        self._caller.closed = closed
+
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes envs and workers, within about `timeout` seconds (None: 5); `terminate` does not wait for env.close().
 
@@ -295,8 +302,13 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._finalizer.detach()
         self._caller.closed = True
         failures = self._backend.close(0.0 if terminate else _CLOSE_S if timeout is None else timeout)
-        self.closed = True
         self._raise_failures(failures, None)
+
+    def __reduce__(self) -> NoReturn:
+        raise CannotTravel(
+            "a vector env cannot be pickled or copied: it holds workers and the memory that it shares with them. "
+            "Where another is needed, call muster.make_vec with the same arguments"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -483,6 +495,6 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """Raises the first as EnvError; `batch` holds the rows of the envs that did not fail."""
         if failures:
             error = to_one_exception(failures)
-            if isinstance(error, EnvError):
+            if isinstance(error, (EnvError, CannotTravel)):
                 error.batch = batch
             raise error

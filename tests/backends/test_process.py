@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 
 import muster
 from muster.backends import launch
+from muster.errors import CannotTravel
+from processes import kill_worker
 from sample_envs import Counter, Reporting
 
 CONTEXTS = ("fork", "forkserver", "spawn")
@@ -206,6 +209,29 @@ def test_results_that_cannot_travel_cost_only_themselves() -> None:
         with pytest.raises(muster.MusterError, match="lock cannot be sent from the worker"):
             envs.call("lock")
         assert envs.get_attr("length") == (4, 4)
+
+
+def test_an_info_that_cannot_travel_leaves_the_other_envs_rows() -> None:
+    class Locked(Counter):
+        def step(self, action: Any) -> Any:
+            info = {"lock": threading.Lock()} if action else {}
+            return (*super().step(action)[:4], info)
+
+    with muster.make_vec([Locked] * 3, num_workers=2, context="fork") as envs:
+        envs.reset(seed=0)
+        with pytest.raises(CannotTravel, match=r"""env 1: info\['lock'\].* cannot be sent""") as caught:
+            envs.step([0, 1, 0])
+        assert caught.value.batch.env_ids.tolist() == [0, 2]
+        assert envs.step([0, 0, 0])[1].tolist() == [2, 2, 2]
+
+
+def test_a_vector_env_that_lost_a_worker_says_that_it_is_closed() -> None:
+    with muster.make_vec([Counter] * 2, num_workers=2, context="fork") as envs:
+        envs.reset(seed=0)
+        kill_worker(envs, 1)
+        with pytest.raises(muster.MusterError, match="SIGKILL"):
+            envs.step([0, 0])
+        assert envs.closed
 
 
 def children() -> str:

@@ -1,6 +1,8 @@
 """How the workers of one vector env start together."""
 
 import resource
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -53,3 +55,34 @@ def test_too_few_file_descriptors_leave_nothing_and_tell_what_to_do(context: str
         assert "fewer workers (num_workers=" in caught.value.__notes__[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+_BESIDE_THE_LINES = """
+import os, sys
+import muster
+
+{before}
+with muster.make_vec("CartPole-v1", 3, num_workers=2, context={context!r}) as envs:
+    envs.reset(seed=0)
+    done = "stepped %d" % len(envs.step([0, 1, 0])[0])
+open(sys.argv[1], "w").write(done)
+"""
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "os.close(1)",
+        "os.close(2)",
+        "os.closerange(0, 3)",
+        "sys.stdout = None",
+        "sys.stdout = object()",
+        "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')",
+    ],
+)
+def test_workers_start_without_stdout_or_a_working_directory(before: str, context: str, tmp_path: Path) -> None:
+    script, told = tmp_path / "script.py", tmp_path / "told"
+    script.write_text(_BESIDE_THE_LINES.format(before=before, context=context))
+    subprocess.run([sys.executable, script, told], cwd=tmp_path, timeout=60, check=False, capture_output=True)
+    assert told.read_text() == "stepped 3"

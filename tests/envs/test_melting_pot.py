@@ -165,7 +165,7 @@ def test_a_slow_reset_of_one_env_does_not_stop_the_others() -> None:
 
 def test_roles_and_players_come_from_env_kwargs() -> None:
     with muster.make_vec("meltingpot/commons_harvest__open", env_kwargs={"num_players": 3}, backend="serial") as envs:
-        assert envs.groups == {"player": ("player_0", "player_1", "player_2")}
+        assert envs.groups == {"player": ["player_0", "player_1", "player_2"]}
         obs, infos = envs.reset(seed=0)
         assert obs["player"]["RGB"].shape[:2] == (1, 3)
         assert infos["acting"]["player"].all()

@@ -150,7 +150,7 @@ def test_states_equal_the_envs_own() -> None:
 def test_kinds_of_agents_become_groups() -> None:
     with muster.make_vec("pettingzoo/mpe/simple_world_comm_v3", env_kwargs={"num_good": 1}, backend="serial") as envs:
         assert list(envs.groups) == ["adversary", "agent", "leadadversary"]
-        assert envs.groups["agent"] == ("agent_0",)
+        assert envs.groups["agent"] == ["agent_0"]
 
 
 def test_ids_that_do_not_exist_are_refused_with_those_that_do() -> None:

@@ -32,6 +32,7 @@ class InfoTable {
   static constexpr uint32_t kPickled = 1;  // the whole dict is one object in the mail
   static constexpr uint32_t kFirst = 2;
   static constexpr size_t kMaxSchemas = 64;
+  static constexpr int kDeepest = 32;
 
   explicit InfoTable(size_t row_bytes) : row_bytes_(row_bytes) {}
 
@@ -56,7 +57,7 @@ class InfoTable {
     if (schemas_.size() < kMaxSchemas) {
       auto columns = std::make_unique<Columns>();
       size_t end = 0;
-      if (classify(info, *columns, end)) {
+      if (classify(info, *columns, end, kDeepest)) {
         schemas_.push_back(std::move(columns));
         if (fits(*schemas_.back())) return uint32_t(kFirst + schemas_.size() - 1);
       }
@@ -85,7 +86,9 @@ class InfoTable {
     return PyArray_IsScalar(value, Number) || PyArray_IsScalar(value, Bool);
   }
 
-  bool classify(PyObject* info, Columns& columns, size_t& end) const {
+  // depth: how many dicts within each other may follow; one that holds itself has no end.
+  bool classify(PyObject* info, Columns& columns, size_t& end, int depth) const {
+    if (!depth) return false;
     Py_ssize_t position = 0;
     PyObject *key, *value;
     while (PyDict_Next(info, &position, &key, &value)) {
@@ -117,7 +120,7 @@ class InfoTable {
         }
       } else if (PyDict_CheckExact(value)) {
         column.kind = Kind::kDict;
-        if (!classify(value, column.children, end)) return false;
+        if (!classify(value, column.children, end, depth - 1)) return false;
       }
       column.takes_numbers = is_number(value);
       column.offset = end;

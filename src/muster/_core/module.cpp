@@ -236,6 +236,7 @@ NB_MODULE(_core, m) {
     import_numpy();
     return guarded([&] { return handed_over(gather_columns(columns.ptr(), ids.ptr(), given.ptr())); });
   }, nb::arg("columns"), nb::arg("ids").none(), nb::arg("given"));
+  m.def("running", [] { return guarded([] { return handed_over(Stepper::running()); }); });
   m.def("line_state", &line_state);
   m.def("map_bytes", &map_bytes, nb::arg("fd"), nb::arg("size"));
   m.def("ticks", &ticks, "The clock of line_state's since and ticks, in units of its own.");

@@ -138,7 +138,18 @@ class Stepper {
 
   Ref describe_schemas() const { return infos_.describe(); }
 
+  // (host, i) where this thread steps or resets env i, else None.
+  static Ref running() {
+    if (!running_.host) return Ref::borrow(Py_None);
+    return checked(Py_BuildValue("(OI)", running_.host, running_.env));
+  }
+
  private:
+  struct Running {
+    PyObject* host;  // null: no env
+    uint32_t env;
+  };
+
   PyObject* env(uint32_t i) const { return PyList_GET_ITEM(envs_.get(), i); }
 
   // Runs `work` for env i and publishes the record, whatever happens.
@@ -167,6 +178,7 @@ class Stepper {
   }
 
   uint64_t begin(Doing doing, uint32_t i) {
+    around_ = std::exchange(running_, {host_, i});
     const uint64_t now = ticks();
     line_.doing_env.store(first_env_ + i, std::memory_order_relaxed);
     line_.since.store(now, std::memory_order_relaxed);
@@ -174,7 +186,10 @@ class Stepper {
     return now;
   }
 
-  void end(uint64_t start) { bump(line_.ticks_in_env, ticks() - start); }
+  void end(uint64_t start) {
+    bump(line_.ticks_in_env, ticks() - start);
+    running_ = around_;
+  }
 
   void step(uint32_t i, EnvRecord& record) {
     record.has_final = 0;
@@ -192,11 +207,7 @@ class Stepper {
     bump<uint64_t>(line_.env_steps, 1);
     if (!result) throw PythonError{};
     if (way.time_limit) result = shortcuts_.count_step(way.time_limit, result);
-    if (!PyTuple_Check(result.get()) || PyTuple_GET_SIZE(result.get()) != 5) {
-      PyErr_Format(PyExc_TypeError, "step must return (obs, reward, terminated, truncated, info), got %.300R",
-                   result.get());
-      throw PythonError{};
-    }
+    result = as_tuple(std::move(result), 5, "step must return (obs, reward, terminated, truncated, info)");
     PyObject** items = &PyTuple_GET_ITEM(result.get(), 0);
     const double reward = as_reward(items[1]);
     const bool terminated = as_flag(items[2], "terminated");
@@ -256,10 +267,7 @@ class Stepper {
   void store_reset_rows(Ref result, uint32_t i, EnvRecord& record) {
     bump<uint64_t>(line_.resets, 1);
     if (!result) throw PythonError{};
-    if (!PyTuple_Check(result.get()) || PyTuple_GET_SIZE(result.get()) != 2) {
-      PyErr_Format(PyExc_TypeError, "reset must return (obs, info), got %.300R", result.get());
-      throw PythonError{};
-    }
+    result = as_tuple(std::move(result), 2, "reset must return (obs, info)");
     write_obs(PyTuple_GET_ITEM(result.get(), 0), i, false, objects_);
     record.info_schema = write_info(PyTuple_GET_ITEM(result.get(), 1), i, false, objects_);
   }
@@ -282,6 +290,13 @@ class Stepper {
     const uint32_t schema = infos_.write(info, slab_.info_row(first_env_ + i, final), objects.get(), hint);
     if (schema >= InfoTable::kFirst) hint = schema;
     return schema;
+  }
+
+  static Ref as_tuple(Ref result, Py_ssize_t size, const char* expected) {
+    if (PyList_Check(result.get())) result = checked(PyList_AsTuple(result.get()));
+    if (PyTuple_Check(result.get()) && PyTuple_GET_SIZE(result.get()) == size) return result;
+    PyErr_Format(PyExc_TypeError, "%s, got %.300R", expected, result.get());
+    throw PythonError{};
   }
 
   double as_reward(PyObject* value) const {
@@ -374,6 +389,8 @@ class Stepper {
   Ref objects_;
   Ref final_objects_;
   Ref interrupt_;  // while envs are stepped or reset
+  inline static thread_local Running running_{};
+  Running around_{};  // while an env is stepped or reset: what was running before, where envs step others
 };
 
 }  // namespace muster

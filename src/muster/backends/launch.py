@@ -13,11 +13,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from muster import _core
 from muster.backends.launcher import HEADER, WORKER_FDS
+from muster.backends.worker import flush_streams
 from muster.transport.channel import Channel
 
 # Variables that native libraries read when they are loaded.
@@ -237,7 +238,7 @@ class LauncherClient:
         request = {
             "method": method,
             "path": sys.path,
-            "cwd": os.getcwd(),
+            "cwd": _working_directory(),
             "environ": worker_environment(threads),
         }
         body = pickle.dumps(request)
@@ -271,6 +272,29 @@ class LauncherClient:
         return HEADER.unpack(answer)[0], pidfds[0]
 
 
+@contextlib.contextmanager
+def standard_fds() -> Iterator[None]:
+    """Holds the places of stdin, stdout and stderr where they are closed: nothing that is opened is to take them."""
+    held = []
+    try:
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            held.append(fd)
+            os.set_inheritable(fd, True)
+        os.close(fd)
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def _working_directory() -> str | None:
+    """None where it has been deleted; a worker then stays where the launcher is."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
 def worker_environment(threads: int) -> dict[str, str]:
     """The caller's environment, with the limits of native thread pools that the caller did not set itself."""
     return {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), **os.environ}
@@ -278,8 +302,7 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 def fork_worker(run: Callable[[Mapping[str, int]], None], fds: Mapping[str, int]) -> tuple[int, int]:
     """Forks the caller; the child runs `run(fds)` and ends. Returns pid and pidfd."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     pid = os.fork()
     if pid:
         try:

@@ -112,7 +112,8 @@ class Launcher:
                 os.close(pipe)
             os.environ.clear()
             os.environ.update(request["environ"])
-            os.chdir(request["cwd"])
+            if request["cwd"] is not None:
+                os.chdir(request["cwd"])
             sys.path[:] = request["path"]
             from muster.backends.worker import main
 

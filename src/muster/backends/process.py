@@ -286,22 +286,24 @@ class ProcessBackend(Backend):
             if not self._workers.settle(worker):
                 return
         except (WorkerError, EnvError) as error:
-            reason = f"{error} (while worker {worker.index} was replaced, after: {worker.replaces})"
-            self._replace_or_lose(worker, error, reason)
+            self._replace_or_lose(worker, error, worker.replaces)
             return
         outbox, worker.outbox = worker.outbox, []
         for message in outbox:
             if self._workers.handles[worker.index] is worker:  # else it has died meanwhile, and all are pending again
                 self._tell(worker.index, message)
 
-    def _replace_or_lose(self, worker: WorkerHandle, error: Exception, reason: str | None = None) -> None:
+    def _replace_or_lose(self, worker: WorkerHandle, error: Exception, replaces: str = "") -> None:
         """Starts another worker in the place of one that is of no more use, or else closes the vector env and raises.
 
         Goes on at once: what the replacement is to do waits until it has started, see `_settle`.
+        replaces: why `worker` was being started in the place of another one, if it was.
         """
         if self.on_worker_died is None:
             self._lose(error)
-        line, reason = worker.index, reason or str(error)
+        line, reason = worker.index, str(error)
+        if replaces:
+            reason += f" (while worker {line} was replaced, after: {replaces})"
         if self._calling is not None and line not in self._results:  # that is the call's result, then
             first = worker.envs.start
             self._results[line] = [Failure(first, line, None, type(error).__name__, str(error), "", error)]
@@ -309,7 +311,7 @@ class ProcessBackend(Backend):
         worker.retire()
         # Told before the replacement starts: it may find that there have been too many.
         self.on_worker_died(line, worker.envs, reason)
-        self._workers.replace(line, reason)
+        self._workers.replace(line, replaces or reason)
 
     def _lose(self, error: BaseException) -> NoReturn:
         """The vector env is beyond use: closes it and raises."""

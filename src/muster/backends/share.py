@@ -26,6 +26,7 @@ from muster.spec import Space, first_difference
 from muster.transport.infos import info_object_names
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab
+from muster.worker_info import ask_for_running
 
 _RELEASE_TIMEOUT_S = 2.0
 
@@ -121,9 +122,9 @@ class Share:
         on_built: told after each of the first two what memory this process held before the first, and after each.
         """
         memory_bytes = [own_memory_bytes()] if on_built is not None else []
-        for recipe in self.recipes:
+        for i, recipe in enumerate(self.recipes):
             try:
-                built = self._build_one(recipe)
+                built = self._build_one(i)
                 self._built.append(built)
                 self.envs.append(built.env)
                 check_one_per_process(built.env, len(self.recipes))
@@ -136,9 +137,13 @@ class Share:
                 return failure
         return None
 
-    def _build_one(self, recipe: Recipe) -> BuiltEnv:
-        with worker_info_context(dataclasses.replace(self.info, env_index=recipe.env_index)):
-            built = recipe.build()
+    def info_of(self, i: int) -> WorkerInfo:
+        """What env i is told of where it is."""
+        return dataclasses.replace(self.info, env_index=self.recipes[i].env_index)
+
+    def _build_one(self, i: int) -> BuiltEnv:
+        with worker_info_context(self.info_of(i)):
+            built = self.recipes[i].build()
             facts_of(built.env)
         return built
 
@@ -275,10 +280,10 @@ class Share:
         i = env - self.first_env
         if rebuilds:
             try:
-                error = self._close_one(self._built[i])
+                error = self._close_one(i, self._built[i])
                 if isinstance(error, KeyboardInterrupt):
                     raise error
-                self._built[i] = self._build_one(self.recipes[i])
+                self._built[i] = self._build_one(i)
             except BaseException as error:
                 self.stepper.refuse(i, error)
                 return
@@ -300,11 +305,8 @@ class Share:
         results: list[Any] = []
         for i, env in enumerate(self.envs):
             try:
-                if not isinstance(name, str):
-                    results.append(name(env, self.first_env + i))
-                    continue
-                value = get_attribute(env, name)
-                results.append(value(*args, **kwargs) if callable(value) else value)
+                with worker_info_context(self.info_of(i)):
+                    results.append(_call(env, self.first_env + i, name, args, kwargs))
             except BaseException as error:
                 results.append(self._failed_call(i, error))
         return results
@@ -314,7 +316,8 @@ class Share:
         results: list[Failure | None] = []
         for i, (env, value) in enumerate(zip(self.envs, values, strict=True)):
             try:
-                set_attribute(env, name, value)
+                with worker_info_context(self.info_of(i)):
+                    set_attribute(env, name, value)
                 results.append(None)
             except BaseException as error:
                 results.append(self._failed_call(i, error))
@@ -330,7 +333,7 @@ class Share:
         failures = []
         all_built, self._built = self._built, []
         for i, built in enumerate(all_built):
-            error = self._close_one(built)
+            error = self._close_one(i, built)
             if error is not None:
                 failures.append(self.failure(i, error))
         self.envs.clear()
@@ -338,13 +341,14 @@ class Share:
             self.stepper.forget_envs()
         return failures
 
-    def _close_one(self, built: BuiltEnv) -> BaseException | None:
+    def _close_one(self, i: int, built: BuiltEnv) -> BaseException | None:
         error: BaseException | None = None
-        try:
-            built.env.close()
-        except BaseException as raised:  # Ctrl-C, too: the others are to be closed
-            error = raised
-        built.release(_RELEASE_TIMEOUT_S)
+        with worker_info_context(self.info_of(i)):
+            try:
+                built.env.close()
+            except BaseException as raised:  # Ctrl-C, too: the others are to be closed
+                error = raised
+            built.release(_RELEASE_TIMEOUT_S)
         return error
 
     def failure(self, i: int, error: BaseException) -> Failure:
@@ -360,6 +364,21 @@ class Share:
             worker_traceback="".join(traceback.format_exception(error)),
             exception=error if self.dumps is None else _portable(error, self.dumps),
         )
+
+
+def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not isinstance(name, str):
+        return name(env, index)
+    value = get_attribute(env, name)
+    return value(*args, **kwargs) if callable(value) else value
+
+
+def _of_running_env() -> WorkerInfo | None:
+    running = _core.running()
+    return None if running is None else running[0].info_of(running[1])
+
+
+ask_for_running(_of_running_env)
 
 
 def facts_of(env: Any) -> EnvFacts:

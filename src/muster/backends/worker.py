@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import faulthandler
 import fcntl
@@ -62,10 +63,16 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> Non
             raise
         else:  # The caller is gone, or has closed: this may end before the watchdog has ended what the env has started.
             _core.kill_session(os.getpid(), os.getpid())
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     if exit_code:
         os._exit(exit_code)
+
+
+def flush_streams() -> None:
+    """stdout and stderr, which may be None, closed, or anything that a user has put in their place."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
 
 
 def _take_over(fds: Mapping[str, int]) -> None:

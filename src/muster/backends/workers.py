@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from muster.backends.handle import Started, WorkerHandle, fork_worker_for, launch_worker
-from muster.backends.launch import LauncherClient, LauncherLost, close_own, own, readable
+from muster.backends.launch import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
 from muster.backends.memory_plan import Built, MemoryPlan
 from muster.backends.share import EnvFacts, Failure, ShareOptions, to_exception
 from muster.backends.worker import BUILD, StartOrder
@@ -79,16 +79,18 @@ class Workers:
         loads: list[list[pickle.PickleBuffer]] = [[] for _ in lines]
         orders = [self._order(line, loads[line]) for line in lines]
         self._deadline = time.monotonic() + self._options.start_timeout_s
-        for name in ("slab", "mail"):
-            self.fds[name] = memfd(name)
-            own(self.fds[name])
+        with standard_fds():
+            for name in ("slab", "mail"):
+                self.fds[name] = memfd(name)
+                own(self.fds[name])
         self._freight = Freight(self.fds["mail"], loads)
         self._orders = [
             dataclasses.replace(order, freight=places)
             for order, places in zip(orders, self._freight.places, strict=True)
         ]
         if self._options.context != "fork" and self._orders:
-            self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
+            with standard_fds():
+                self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
         for line in lines:
             self.handles.append(self._launch(line))
 
@@ -205,7 +207,8 @@ class Workers:
             start = functools.partial(fork_worker_for, self._recipes[envs.start : envs.stop])
         watch = functools.partial(self._watch, line)
         try:
-            return launch_worker(line, envs, self.fds, start, watch=watch, shares_main=self._launcher is None)
+            with standard_fds():
+                return launch_worker(line, envs, self.fds, start, watch=watch, shares_main=self._launcher is None)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 error.add_note(

@@ -51,6 +51,6 @@ class Inbound:
 def _require(env: Any, names: tuple[str, ...]) -> None:
     if missing := [name for name in names if not hasattr(env, name)]:
         raise RecipeError(
-            f"the factory returned a {type_name(env)}, which has no {' and no '.join(missing)}. Expected an env of "
-            "Gymnasium, PettingZoo or dm_env"
+            f"the factory returned an object of type {type_name(env)}, which has no {' and no '.join(missing)}. "
+            "Expected an env of Gymnasium, PettingZoo or dm_env"
         )

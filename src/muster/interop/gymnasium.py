@@ -154,7 +154,7 @@ class _DropIn(RaisesOriginals, VectorEnv):
             raise
 
     def _require_open(self) -> None:
-        if self.closed:
+        if not self._finalizer.alive:  # else it was not `close` that closed it
             raise ClosedError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
         super()._require_open()
 

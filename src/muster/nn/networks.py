@@ -153,7 +153,7 @@ def _hidden_sizes(depth: int | None, num_cells: int | Sequence[int] | None) -> l
             raise ValueError(f"num_cells={num_cells} is one size for all hidden layers; give depth, their number, too")
         return [num_cells] * depth
     if depth is not None and depth != len(num_cells):
-        raise ValueError(f"depth={depth}, but num_cells={list(num_cells)} has {len(num_cells)} sizes; leave depth out")
+        raise ValueError(f"depth={depth}, but num_cells={list(num_cells)} is for {len(num_cells)}; leave depth out")
     return list(num_cells)
 
 

@@ -1,0 +1,123 @@
+"""How fast an env is stepped in each of the ways to run many of it, measured in turns on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium as gym
+
+from muster.make import make_vec
+
+_WARM_UP_S = 0.1
+_NUM_ACTIONS = 64
+# What is written behind ``muster.make_vec(env, num_envs``.
+_OPTIONS = ('backend="serial"', "", "caller_steps=True")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One way to run the envs.
+
+    way: as one writes it.  steps_per_s: of all envs together, a figure for each round; none where there is a problem.
+    options: what `make_vec` is to be given, None where it is not Muster's.
+    """
+
+    way: str
+    options: str | None = None
+    steps_per_s: list[float] = field(default_factory=list)
+    problem: str | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.steps_per_s)
+
+
+def measure(
+    env: Any,
+    num_envs: int,
+    *,
+    num_workers: int | None = None,
+    env_kwargs: Mapping[str, Any] | None = None,
+    rounds: int = 5,
+    seconds: float = 1.0,
+    on_round: Callable[[], object] = lambda: None,
+) -> list[Measured]:
+    """Steps `num_envs` of `env` by random actions: Muster's ways, then Gymnasium's.
+
+    seconds: for each way in each of the rounds, so that all of them meet the machine in the same states.
+    on_round: called after each.  What a way raises is its problem, and does not stop the others.
+    """
+    measured: list[Measured] = []
+    runs: list[Callable[[float], float] | None] = []
+    with contextlib.ExitStack() as opened:
+        for way, options, make in _ways(env, num_envs, num_workers, env_kwargs):
+            problem = None
+            try:
+                envs = make()
+                opened.callback(_close, envs)
+                run = functools.partial(_steps_per_s, envs, _actions(envs))
+                envs.reset(seed=0)
+                run(_WARM_UP_S)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            measured.append(Measured(way, options, problem=problem))
+            runs.append(run if problem is None else None)
+        for _ in range(rounds):
+            for i, timed in enumerate(runs):
+                if timed is None:
+                    continue
+                try:
+                    measured[i].steps_per_s.append(timed(seconds))
+                except Exception as error:
+                    measured[i] = Measured(measured[i].way, problem=f"{type(error).__name__}: {error}")
+                    runs[i] = None
+            on_round()
+    return measured
+
+
+def _ways(
+    env: Any, num_envs: int, num_workers: int | None, env_kwargs: Mapping[str, Any] | None
+) -> list[tuple[str, str | None, Callable[[], Any]]]:
+    """Name, options and how it is made, of each way."""
+    workers = {} if num_workers is None else {"num_workers": num_workers}
+    muster_s = functools.partial(make_vec, env, num_envs, env_kwargs=env_kwargs)
+    makes = (
+        functools.partial(muster_s, backend="serial"),
+        functools.partial(muster_s, **workers),
+        functools.partial(muster_s, caller_steps=True, **workers),
+    )
+    factory = functools.partial(gym.make, env) if isinstance(env, str) else env
+    factories: Sequence[Any] = [functools.partial(factory, **(env_kwargs or {}))] * num_envs
+    return [
+        *((f"muster {options or 'processes'}", options, make) for options, make in zip(_OPTIONS, makes, strict=True)),
+        ("gymnasium SyncVectorEnv", None, functools.partial(gym.vector.SyncVectorEnv, factories)),
+        ("gymnasium AsyncVectorEnv", None, functools.partial(gym.vector.AsyncVectorEnv, factories)),
+    ]
+
+
+def _actions(envs: Any) -> Sequence[Any]:
+    envs.action_space.seed(0)
+    return [envs.action_space.sample() for _ in range(_NUM_ACTIONS)]
+
+
+def _steps_per_s(envs: Any, actions: Sequence[Any], seconds: float) -> float:
+    to_take = itertools.cycle(actions)
+    steps, start = 0, time.perf_counter()
+    now = start
+    while now < start + seconds:
+        envs.step(next(to_take))
+        steps += 1
+        now = time.perf_counter()
+    return steps * int(envs.num_envs) / (now - start)
+
+
+def _close(envs: Any) -> None:
+    with contextlib.suppress(Exception):  # it may have failed, and have been told of
+        envs.close()
