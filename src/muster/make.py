@@ -17,7 +17,7 @@ from muster.backends.memory_plan import MEMORY_CHECKS
 from muster.backends.process import CONTEXTS, ProcessBackend, ProcessOptions
 from muster.backends.resources import usable_cores
 from muster.backends.serial import SerialBackend
-from muster.backends.share import Patience
+from muster.backends.share import EnvFacts, Patience
 from muster.backends.thread import ThreadBackend
 from muster.envs import resolve_foreign_id
 from muster.envs.inbound import Inbound
@@ -154,9 +154,11 @@ def make_vec(
     return vector_env(ProcessBackend(recipes, replace(options, num_workers=len(recipes))))
 
 
-def _vector_env(backend: Backend, **options: Any) -> VectorEnv | MultiAgentVectorEnv:
-    """The vector env for what kind of envs `backend` turns out to build."""
-    facts = backend.start()
+def _vector_env(
+    backend: Backend, facts: Sequence[EnvFacts] | None = None, **options: Any
+) -> VectorEnv | MultiAgentVectorEnv:
+    """The vector env for what kind of envs `backend` turns out to build. facts: of them, if it has started."""
+    facts = backend.start() if facts is None else facts
     if facts[0].agents is None:
         return VectorEnv(backend, facts=facts, **options)
     return MultiAgentVectorEnv(RowVectorEnv(backend, facts=facts, **options))
@@ -177,9 +179,9 @@ def serial_vec(
     """
     backend = SerialBackend(recipes, info)
     facts = backend.start()
-    envs = (VectorEnv if facts[0].agents is None else RowVectorEnv)(
+    return _vector_env(
         backend,
-        facts=facts,
+        facts,
         autoreset_mode=autoreset_mode,
         observation_mode="same",
         copy=False,
@@ -188,7 +190,6 @@ def serial_vec(
         worker_patience=Patience(0, 0),
         max_restarts=None if facts[0].metadata.get("one_per_process") else max_restarts,
     )
-    return MultiAgentVectorEnv(envs) if isinstance(envs, RowVectorEnv) else envs
 
 
 def patience(cores: int, processes: int) -> tuple[Patience, Patience]:

@@ -129,8 +129,8 @@ def _load(ppo: PPO, folder: RunFolder) -> float:
     total = ppo.config.total_steps
     if ppo.steps >= total:
         raise UsageError(
-            f"{folder.path} has made its {total:,} steps already. To train it longer, say how many steps there are to "
-            f"be in all: --total-steps {2 * total}"
+            f"{folder.path} has made {ppo.steps:,} steps already; asked for were {total:,} in all. To train it longer, "
+            f"say how many there are to be: --total-steps {2 * ppo.steps}"
         )
     return float(folder.drop_metrics_after(ppo.steps).get("seconds", 0))
 

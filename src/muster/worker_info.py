@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -24,26 +25,43 @@ class WorkerInfo:
     seed: int | None
 
 
-_current: ContextVar[WorkerInfo | None] = ContextVar("muster_worker_info", default=None)
-_ask: Callable[[], WorkerInfo | None] = _current.get
+class Host(Protocol):
+    """Whoever runs envs: `backends.share.Share`."""
+
+    def info_of(self, i: int) -> WorkerInfo: ...
+
+
+Running = tuple[Host, int]  # the host's i-th env
+
+
+def _nothing() -> Running | None:
+    return None
+
+
+_running: Callable[[], Running | None] = _nothing  # what this thread steps or resets
+# And what was running when that was set: what runs now instead is further inside, and knows better.
+_current: ContextVar[tuple[WorkerInfo, Running | None] | None] = ContextVar("muster_worker_info", default=None)
 
 
 def get_worker_info() -> WorkerInfo | None:
     """The WorkerInfo of the worker or env that this code runs in, None elsewhere (in the caller, for one)."""
-    told = _current.get()
-    return told if told is not None and told.env_index is not None else _ask() or told
+    running, told = _running(), _current.get()
+    if running is not None and (told is None or running != told[1]):
+        host, i = running
+        return host.info_of(i)
+    return None if told is None else told[0]
 
 
-def ask_for_running(ask: Callable[[], WorkerInfo | None]) -> None:
-    """Has `ask` tell of the env that this thread steps or resets: a context for each step would take too long."""
-    global _ask
-    _ask = ask
+def ask_for_running(ask: Callable[[], Running | None]) -> None:
+    """Has `ask` tell which env this thread steps or resets: a context for each step would take too long."""
+    global _running
+    _running = ask
 
 
 @contextmanager
 def worker_info_context(info: WorkerInfo) -> Iterator[None]:
     """Make ``get_worker_info()`` return ``info`` in this thread until the context ends; contexts nest."""
-    token = _current.set(info)
+    token = _current.set((info, _running()))
     try:
         yield
     finally:

@@ -14,8 +14,8 @@ from muster.interop.starting import PackingWarning
 torchrl = pytest.importorskip("torchrl")
 
 from tensordict import TensorDict  # noqa: E402
-from torchrl.envs import RewardSum, TransformedEnv  # noqa: E402
-from torchrl.envs.libs.gym import GymEnv  # noqa: E402
+from torchrl.envs import RewardSum, SerialEnv, TransformedEnv  # noqa: E402
+from torchrl.envs.libs.gym import GymEnv, GymWrapper  # noqa: E402
 from torchrl.envs.utils import check_env_specs  # noqa: E402
 
 from muster.interop.torchrl import ParallelEnv, as_torchrl  # noqa: E402
@@ -74,13 +74,29 @@ def test_nested_observations_keep_their_final_values():
     assert rollout["next", "inner", "key"].argmax(-1)[0].tolist() == [1, 2, 1]
 
 
-def test_seeds_make_resets_repeatable():
-    envs = make("CartPole-v1")
-    envs.set_seed(3)
-    first = envs.reset()["observation"]
-    envs.set_seed(3)
-    assert (envs.reset()["observation"] == first).all()
-    assert not (first[0] == first[1]).all()
+@pytest.mark.parametrize("static_seed", [False, True])
+def test_seeds_give_torchrls_data(static_seed):
+    def leaning(observation):
+        return torch.nn.functional.one_hot((observation[:, 2] > 0.1).long(), 2)
+
+    envs, rollouts = make("CartPole-v1"), []
+    for one in (SerialEnv(3, lambda: GymEnv("CartPole-v1")), envs, envs):
+        one.set_seed(3, static_seed=static_seed)
+        rollouts.append(one.rollout(30, leaning, break_when_any_done=False))
+    for name in ("observation", "terminated"):
+        assert (rollouts[0]["next", name] == rollouts[1]["next", name]).all()
+        assert (rollouts[0]["next", name] == rollouts[2]["next", name]).all()
+    assert rollouts[0]["next", "done"].any()
+    first = rollouts[0]["observation"][:, 0]
+    assert (first[0] == first[1]).all() == static_seed
+
+
+def test_every_env_gets_the_next_seed_of_torchrls_chain():
+    envs, their = make(Counter), SerialEnv(3, lambda: GymWrapper(Counter()))
+    for seed, static_seed in [(3, False), (3, True), (None, False)]:
+        assert envs.set_seed(seed, static_seed) == their.set_seed(seed, static_seed)
+        seen = [seeds[-1] for seeds in envs.vector_env.get_attr("seeds")]
+        assert seen == [seeds[-1] for seeds in their.seeds]
 
 
 @pytest.mark.parametrize("wrap", [lambda envs: envs, lambda envs: TransformedEnv(envs, RewardSum())])
@@ -165,8 +181,34 @@ def test_parallel_env_hands_each_env_its_arguments_and_raises_what_it_raises():
     with pytest.raises(KeyError, match="no action 2"):
         envs.step(envs.reset().update(action))
     envs.close()
-    with pytest.raises(ValueError, match="num_workers=3"):
-        ParallelEnv(3, [Counter, Counter])
+
+
+@pytest.mark.parametrize(
+    "given", [{"create_env_fn": [Counter] * 2}, {"create_env_fn": Counter, "create_env_kwargs": [{}, {}]}]
+)
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_parallel_env_refuses_other_numbers_of_envs(given, error):
+    with pytest.raises(error, match="num_workers=3 .* got .*2"):
+        ParallelEnv(3, **given)
+
+
+def test_parallel_env_passes_on_what_it_does_not_have_itself():
+    envs = ParallelEnv(2, Counter, create_env_kwargs=[{"length": 1}, {"length": 9}], num_processes=1)
+    try:
+        assert TransformedEnv(envs, RewardSum()).length == [1, 9]
+        assert len(set(envs.where())) == 1
+        envs.reset(seed=7)
+        assert [observed.tolist() for observed in envs.observe()] == [[0.0], [0.0]]
+        assert [seeds[-1] for seeds in envs.seeds] == [7, 8]
+        assert not hasattr(envs, "no_such_thing")
+        with pytest.raises(AttributeError, match="no_such_thing"):
+            envs.no_such_thing
+        with pytest.raises(AttributeError, match="_private"):
+            envs._private
+    finally:
+        envs.close()
+    with pytest.raises(AttributeError, match="length"):
+        envs.length
 
 
 @pytest.mark.slow

@@ -67,10 +67,12 @@ def test_numbers_that_start_elsewhere_survive_an_episodes_end():
     "space",
     [
         spaces.MultiDiscrete([[3, 4], [2, 2]]),
+        spaces.MultiDiscrete([[3, 4], [5, 2]]),
+        spaces.MultiDiscrete([[3, 3], [2, 2]]),
         spaces.MultiBinary((2, 3)),
         spaces.Box(0, 3, (2,), np.uint16),
     ],
-    ids=["multi_discrete", "multi_binary", "uint16"],
+    ids=["ragged", "ragged_within_rows", "ragged_over_rows", "multi_binary", "uint16"],
 )
 def test_spaces_that_torchrl_cannot_express_are_named_with_a_remedy(space):
     name = type(space).__name__

@@ -244,8 +244,13 @@ def test_hanging_collector_is_named_with_the_option_that_ended_it():
 def test_dead_collector_is_replaced_and_its_rows_masked(tmp_path):
     envs = [CountingEnv, functools.partial(Deadly, str(tmp_path / "died"))]
     with MultiCollector(envs, Constant(4), num_collectors=2, frames_per_batch=10, on_failure="restart") as collector:
-        first, second = collector.rollout(), collector.rollout()
+        with pytest.warns(RuntimeWarning, match=r"(?s)collector 1 \(env 1\) was replaced.*killed by SIGKILL"):
+            first = collector.rollout()
+        second = collector.rollout()
+        stats = collector.stats()["collectors"]
     assert first["collector", "mask"].T.tolist() == [[True] * 5, [False] * 5]
+    assert first["next", "truncated"][..., 0].T.tolist() == [[False] * 5, [True] + [False] * 4]
+    assert (stats["restarts"], stats["env_steps"]) == (1, 15)
     assert second["collector", "mask"].all()
     assert second["observation"][:, 1, 1].tolist() == [0, 1, 2, 3, 4]
     assert (second["action"] == 4).all()
@@ -264,7 +269,10 @@ def test_random_frames_do_not_begin_again_in_a_restarted_collector(tmp_path, syn
         sync=sync,
         seed=0,
     ) as collector:
-        begun, died, after = (collector.rollout() for _ in range(3))
+        begun = collector.rollout()
+        with pytest.warns(RuntimeWarning, match=r"collector 0 \(env 0\) was replaced"):
+            died = collector.rollout()
+        after = collector.rollout()
     assert (begun["action"] != 4).any()
     assert not died["collector", "mask"].any()
     assert (after["action"] == 4).all()

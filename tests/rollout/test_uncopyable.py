@@ -97,6 +97,19 @@ def test_in_several_collectors_it_stays_and_the_warning_says_why(policy: Acting)
         assert (collector.rollout()["action"] == 7).all()
 
 
+def test_a_policy_that_asks_to_stay_is_told_so_and_not_to_ask():
+    policy = torch.nn.Sequential(muster.nn.uncopyable(Acting("lock", best=5)))
+    with pytest.warns(UserWarning, match=r"as it asks: policy\.0 \(test_uncopyable\.Acting\): marked") as told:
+        collector = MultiCollector(ENV, policy, num_collectors=2, frames_per_batch=8, context="fork")
+    with collector:
+        assert (collector.rollout()["action"] == 5).all()
+    (message,) = [str(warning.message) for warning in told]
+    assert "policy_factory=" in message
+    assert "take the mark off policy.0" in message
+    assert "cannot be copied" not in message
+    assert "muster.nn.uncopyable" not in message
+
+
 def test_built_by_a_factory_it_has_replicas_whose_weights_follow(kind: str, policy: Acting):
     factory = functools.partial(Acting, kind)
     with MultiCollector(

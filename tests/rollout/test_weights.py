@@ -102,6 +102,8 @@ def test_components_are_rebuilt_by_type_or_by_object(registry):
     assert isinstance(pickle.loads(pack_policy(by_object)).layer, nn.Identity)
     with pytest.raises(TypeError, match="callable"):
         muster.rebuild_with(OnlyOne, 3)
+    with pytest.raises(TypeError, match=r"target must be a class, or one object such as a submodule; got .* type int"):
+        muster.rebuild_with(3, int)
 
 
 def test_no_reader_ever_sees_half_an_update():

@@ -31,6 +31,8 @@ from muster.worker_info import ask_for_running
 _RELEASE_TIMEOUT_S = 2.0
 
 
+ask_for_running(_core.running)
+
 # What `Share.call` may be given in place of a name: called with each env and its index.
 EnvCall = Callable[[Any, int], Any]
 
@@ -371,14 +373,6 @@ def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwar
         return name(env, index)
     value = get_attribute(env, name)
     return value(*args, **kwargs) if callable(value) else value
-
-
-def _of_running_env() -> WorkerInfo | None:
-    running = _core.running()
-    return None if running is None else running[0].info_of(running[1])
-
-
-ask_for_running(_of_running_env)
 
 
 def facts_of(env: Any) -> EnvFacts:

@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from muster.backends.base import Backend
+from muster.backends.share import get_attribute
 from muster.interop.starting import (
     SAME_STEP,
     RaisesOriginals,
@@ -20,15 +21,17 @@ from muster.interop.starting import (
 )
 from muster.interop.torchrl_worker import ENCODING, inner_env_of
 from muster.multi_agent import MultiAgentVectorEnv, RowVectorEnv
+from muster.transport.infos import spread
 from muster.vector import VectorEnv
 
 try:
     import torch
     from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
+    from torchrl._utils import seed_generator
     from torchrl.envs import EnvBase
 
     from muster.interop.torchrl_layouts import AgentGroups, Layout, SingleAgent
-    from muster.interop.torchrl_specs import ends, no_ends
+    from muster.interop.torchrl_specs import chosen, ends, no_ends
 except ImportError as error:
     raise ImportError('muster.interop.torchrl needs TorchRL: pip install "muster-rl[torchrl]"') from error
 
@@ -74,8 +77,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         self.vector_env = envs
         self.group_map: dict[str, list[Any]] = {}
         self._resets_itself = mode is AutoresetMode.SAME_STEP
-        self._next_seed: int | None = None
-        # Envs whose current observation is the first of a new episode already.
+        # Envs whose current observation is the first of a new episode already: their last step returned the final one.
         self._fresh = np.zeros(envs.num_envs, np.bool_)
         self._masked_groups: set[str] = set()
         self._layout: Layout
@@ -87,6 +89,23 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
             self._layout = AgentGroups(envs, categorical=categorical, device=self.device)
         self.observation_spec, self.action_spec = self._layout.observation, self._layout.action
         self.reward_spec, self.done_spec = self._layout.reward, self._layout.done
+        # What is observed now, and in its place what the last step returned of those that are fresh.
+        self._current: Any = self.observation_spec.zero()
+        self._arrived = self._current
+
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
+        """Resets env 0 with `seed`, each further env with TorchRL's next seed (static_seed: with the same one).
+
+        Returns the seed that comes after the last env's.
+        """
+        seeds = []
+        for _ in range(self.vector_env.num_envs):
+            seeds.append(seed)
+            if seed is not None and not static_seed:
+                seed = seed_generator(seed)
+        # At once, not in the reset that follows, which goes on from there: so do TorchRL's envs.
+        self._reset(seed=seeds)
+        return seed
 
     # ---- what EnvBase calls
 
@@ -98,36 +117,59 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         options: Mapping[str, Any] | None = None,
     ) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        rows = np.True_ if mask is None else mask.reshape(self.batch_size[0], -1).any(-1).cpu().numpy()
-        if rows.all():
-            seed, self._next_seed = self._next_seed if seed is None else seed, None
+        asked = np.True_ if mask is None else mask.reshape(self.batch_size[0], -1).any(-1).cpu().numpy()
+        rows = asked
         if mask is not None and seed is None and options is None:
             rows = rows & ~self._fresh
         if rows.any():
             given = dict(options or {}) if mask is None else {**(options or {}), "reset_mask": rows}
             obs, infos = self.vector_env.reset(seed=seed, options=given or None)
-            self._now_observed(obs, infos)
-        self._fresh = np.zeros_like(self._fresh)
+            self._now_observed(self._layout.observed(obs, infos), infos)
+        self._fresh = self._fresh & ~asked
         return self._layout.joined(
             self._current, self._layout.not_ended(), no_ends(tuple(self.batch_size), self.device)
         )
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        actions = self._layout.actions(tensordict)
-        obs, rewards, terminated, truncated, infos = self.vector_env.step(actions)
-        self._now_observed(obs, infos)
-        arrived = self._current
+        mask = tensordict.get("_step", None)
+        if mask is None or mask.all():
+            return self._stepped(self.vector_env.step(self._layout.actions(tensordict)))
+        return self._step_some(tensordict, mask.reshape(self.batch_size).to(self.device))
+
+    def _step_some(self, tensordict: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
+        """Steps the envs in `mask`, bool ``[N]``. The others show what they last did, and earn nothing."""
+        shown = chosen(torch.from_numpy(~self._fresh).to(self.device), self._current, self._arrived)
+        skipped = self._layout.joined(shown).update(self.full_reward_spec.zero()).update(self.full_done_spec.zero())
+        # Who is done stays so. Observations may have been through transforms there, which these are yet to go through.
+        skipped.update(tensordict.select(*self.reward_keys, *self.done_keys, strict=False).clone())
+        if not mask.any():
+            return skipped
+        actions = self._layout.actions(tensordict.select(*self.action_keys)[mask])
+        self.vector_env.send(actions, np.flatnonzero(mask.cpu().numpy()))
+        batch = self.vector_env.recv()
+        batch.infos.get("state")  # told to those who ask, which `spread` does not
+        rows = tuple(spread(column, batch.env_ids, self.vector_env.num_envs) for column in batch[1:])
+        stepped = self._stepped(rows, mask)
+        self._arrived = chosen(mask, self._arrived, shown)
+        return torch.where(mask, stepped, skipped)
+
+    def _stepped(self, result: tuple[Any, ...], mask: torch.Tensor | None = None) -> TensorDictBase:
+        """`result`, of the vector env's step, as a tensordict. mask: bool ``[N]``, who stepped; None for all."""
+        obs, rewards, terminated, truncated, infos = result
+        observed = self._layout.observed(obs, infos)
+        self._now_observed(observed if mask is None else chosen(mask, observed, self._current), infos)
+        self._arrived = self._current
         over = terminated | truncated
         if self._resets_itself:
-            self._fresh = over
+            self._fresh = over if mask is None else np.where(mask.cpu().numpy(), over, self._fresh)
             if over.any():
-                arrived = self._layout.with_finals(arrived, infos, over)
+                self._arrived = self._layout.with_finals(self._current, infos, over)
         return self._layout.joined(
-            arrived, self._layout.earned(rewards, infos), ends(terminated, truncated, self.device)
+            self._arrived, self._layout.earned(rewards, infos), ends(terminated, truncated, self.device)
         )
 
-    def _now_observed(self, obs: Any, infos: Mapping[str, Any]) -> None:
-        self._current = self._layout.observed(obs, infos)
+    def _now_observed(self, observed: Any, infos: Mapping[str, Any]) -> None:
+        self._current = observed
         # Also where no env gives a mask now: the spec would keep the last one.
         self._masked_groups.update(infos.get("action_mask", ()))
         for group in self._masked_groups:
@@ -135,7 +177,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
             spec.update_mask(self._current[group]["action_mask"].clone())
 
     def _set_seed(self, seed: int | None) -> None:
-        self._next_seed = seed
+        self.set_seed(seed)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Closes envs and workers."""
@@ -171,7 +213,7 @@ class ParallelEnv(MusterEnv):
         fns = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
         kwargs = list(create_env_kwargs) if isinstance(create_env_kwargs, Sequence) else [create_env_kwargs] * len(fns)
         if len(fns) != num_workers or len(kwargs) != num_workers:
-            raise ValueError(
+            raise WrongCount(
                 f"num_workers={num_workers} envs need as many create_env_fn and create_env_kwargs, got {len(fns)} and "
                 f"{len(kwargs)}"
             )
@@ -182,6 +224,19 @@ class ParallelEnv(MusterEnv):
         with originals_raised():
             envs = with_processes(_vector_env, recipes, context=mp_start_method, num_workers=num_processes)
         super().__init__(envs, categorical_action_encoding=envs.metadata.get(ENCODING), device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        """The list of an attribute's values in all envs, or a function that calls a method of all and lists results."""
+        if name.startswith("_") or hasattr(type(self), name) or "vector_env" not in self.__dict__ or self.is_closed:
+            return super().__getattr__(name)
+        envs: Any = self.vector_env
+        if all(envs.call(lambda env, index: callable(get_attribute(env, name)))):
+            return lambda *args, **kwargs: list(envs.call(name, *args, **kwargs))
+        return list(envs.get_attr(name))
+
+
+class WrongCount(ValueError, RuntimeError):
+    """Not one function, or not one dict of arguments, for each env; TorchRL's own class raises RuntimeError."""
 
 
 class _Envs(RaisesOriginals, VectorEnv):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch.nn.functional import one_hot
-from torchrl.data import Binary, Categorical, Composite, MultiOneHot, OneHot
+from torchrl.data import Binary, Categorical, Composite, MultiOneHot, OneHot, Stacked
 from torchrl.envs.libs.gym import _gym_to_torchrl_spec_transform
 
 from muster.errors import UsageError
@@ -40,6 +40,8 @@ class Codec:
             specs = {key: child.spec for key, child in self._children.items()}
             self.spec = Composite(specs, shape=lead, device=device)
             return
+        if isinstance(space, spaces.MultiBinary) and len(space.shape) == 1:
+            space = spaces.MultiBinary(space.shape[0])  # TorchRL does not take the tuple (n,)
         self._space = space
         self._start = getattr(space, "start", 0)
         try:
@@ -48,6 +50,8 @@ class Codec:
             )
         except Exception as error:  # whatever TorchRL comes upon: a KeyError of the dtype, a TypeError of the shape
             raise _no_tensors(space) from error
+        if isinstance(self._single, Stacked):  # rows of different counts, as of MultiDiscrete([[3, 4], [5, 2]])
+            raise _no_tensors(space)
         self.spec = self._single.expand(*lead, *self._single.shape)
 
     def encode(self, value: Any) -> Any:

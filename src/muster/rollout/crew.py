@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +24,13 @@ from muster.errors import (
     SpecMismatch,
     WorkerError,
 )
+from muster.introspection import caller_stacklevel
 from muster.make import make_vec
 from muster.recipe import Recipe, check_forkable, pack
+from muster.results import Batch
 from muster.rollout.arena import Arena, stop_flag
 from muster.rollout.fields import Array
-from muster.rollout.replica import Replica, ReplicaFacts, ReplicaPlan
+from muster.rollout.replica import COUNTS, Replica, ReplicaFacts, ReplicaPlan
 from muster.rollout.storage import Final, Storage
 from muster.rollout.travel import pack_factory, pack_policy
 from muster.rollout.weights import SharedWeights, WeightsLayout, layout_of, named_weights
@@ -74,6 +77,9 @@ class Filled(NamedTuple):
 class Crew:
     """Replicas of a policy and shares of envs, in processes of their own.
 
+    With ``on_failure="restart"`` an env that raises is replaced in its replica. A replica that dies, or whose policy
+    raises, is replaced with all its envs: of the batch that it was at nothing is left, and a warning says why.
+
     sync: a batch is of all envs; once `threshold` (a share) of the collectors is done, the others stop. Otherwise a
     batch is of one collector's envs, and each has begun the next one before its last one is handed out.
     """
@@ -101,9 +107,11 @@ class Crew:
         self._regions: dict[int, mmap.mmap] = {}  # by collector, what it is filling
         # By collector, handed out so far. Kept here, where they outlive a process that dies.
         self._frames = [0] * num_collectors
+        # What their envs have counted: int64 [collectors, COUNTS], of their processes now, and of those before them.
+        self._counts, self._counts_before = np.zeros((2, num_collectors, len(COUNTS)), np.int64)
         self._ready: deque[Filled] = deque()
         self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
-        plans = self._plans(recipes, policy, policy_factory, collector_options, options.context)
+        plans = self._plans(recipes, policy, policy_factory, collector_options, options)
         try:
             processes = make_vec(
                 Replica,
@@ -156,7 +164,9 @@ class Crew:
             sequence = np.random.SeedSequence(self._seed, spawn_key=(_REPLICAS, round_number))
             seeds = [int(word) for word in sequence.generate_state(len(seeds))]
         self._frames = [frames // len(seeds)] * len(seeds)
-        self._processes.reset(seed=seeds)
+        _, infos = self._processes.reset(seed=seeds)
+        for k in np.flatnonzero(infos.get("_restarted", ())):
+            self._count_loss(int(k))
 
     def collect(self) -> Filled:
         """The next batch."""
@@ -168,7 +178,7 @@ class Crew:
             stop_flag(block)[0] = 1
         while True:
             try:
-                self._processes.recv()
+                self._take_in(self._processes.recv())
             except NotPendingError:
                 break
             except EnvError:
@@ -179,9 +189,18 @@ class Crew:
         self._afresh.update(range(len(self._frames)))
 
     def stats(self) -> dict[str, Any]:
-        """Of the processes, see `VectorEnv.stats`."""
-        stats: dict[str, Any] = self._processes.stats()
-        return stats
+        """See `MultiCollector.stats`."""
+        counts = self._counts_before + self._counts
+        env_steps, _, restarts = counts.sum(axis=0).tolist()
+        workers = [
+            {
+                "collecting": 1.0 - process["waiting"],
+                **{name: process[name] for name in ("waiting", "pid", "memory_bytes", "fds")},
+                **dict(zip(COUNTS, of_envs, strict=True)),
+            }
+            for process, of_envs in zip(self._processes.stats()["workers"], counts.tolist(), strict=True)
+        ]
+        return {"env_steps": env_steps, "restarts": restarts, "workers": workers}
 
     def close(self) -> None:
         """Ends the processes."""
@@ -195,8 +214,9 @@ class Crew:
         policy: Any,
         policy_factory: Callable[[], Any] | None,
         collector_options: Mapping[str, Any],
-        context: str,
+        crew_options: CrewOptions,
     ) -> list[ReplicaPlan]:
+        context = crew_options.context
         start_method = "forkserver" if context == "auto" else context
         if policy_factory is not None:
             sent: bytes | None = pack_factory(policy_factory, start_method)
@@ -225,6 +245,7 @@ class Crew:
                     batch_envs=self.num_envs if self._sync else last - first,
                     arena_path=f"{files}/{self._arena.fd}",
                     weights_path=f"{files}/{self._weights_fd}",
+                    max_restarts=crew_options.max_restarts if crew_options.on_failure == "restart" else None,
                     options={
                         **collector_options,
                         "frames_per_batch": T * (last - first),
@@ -284,9 +305,9 @@ class Crew:
         self._regions = dict.fromkeys(range(count), block)
         while self._regions:
             enough = max(1, min(len(self._regions), int(np.ceil(self._threshold)) - (count - len(self._regions))))
-            for k, obs, infos in self._receive(enough):
+            for k, version, infos in self._receive(enough):
                 part = slice(*self._firsts[k : k + 2])
-                versions[part] = obs[1]
+                versions[part] = version
                 self._finish(k, storage, part, infos)
             if count - len(self._regions) >= self._threshold:
                 stop[0] = 1
@@ -298,11 +319,11 @@ class Crew:
             if idle:
                 self._fill(idle)
             done = []
-            for k, obs, infos in self._receive(1, keep=True):
+            for k, version, infos in self._receive(1, keep=True):
                 block = self._regions.pop(k)
                 storage = self._layouts[k].storage(block)
                 self._finish(k, storage, slice(0, storage.N), infos)
-                self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, obs[1])))
+                self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, version)))
                 done.append(k)
             # Each goes on at once, while its last batch is learnt from, and has at most one that waits.
             self._fill(done)
@@ -317,13 +338,14 @@ class Crew:
             self._send(collectors, [offset for offset, _ in regions])
             self._regions |= {k: block for k, (_, block) in zip(collectors, regions, strict=True)}
 
-    def _receive(self, min_collectors: int, *, keep: bool = False) -> list[tuple[int, Array, dict[str, Any]]]:
-        """The collectors that are done: index, [steps, version], infos."""
+    def _receive(self, min_collectors: int, *, keep: bool = False) -> list[tuple[int, int, dict[str, Any]]]:
+        """The collectors that are done: index, version of the weights, infos."""
         try:
             batch = self._processes.recv(min_envs=min_collectors)
         except MusterError as error:
             raise self._translated(error) from None
-        done: list[tuple[int, Array, dict[str, Any]]] = []
+        self._take_in(batch)
+        done: list[tuple[int, int, dict[str, Any]]] = []
         for row, k in enumerate(batch.env_ids.tolist()):
             if not keep:
                 self._regions.pop(k)
@@ -331,13 +353,39 @@ class Crew:
                 name: batch.infos[name] for name in ("finals", "restarted") if name in batch.infos
             }
             infos = {name: column[row] for name, column in columns.items() if column[row] is not None}
-            done.append((k, np.array(batch.obs[row]), infos))
+            done.append((k, int(batch.obs[row, 0]), infos))
         return done
+
+    def _take_in(self, batch: Batch) -> None:
+        """Counts what the envs have done. Raises WorkerError where restarting them did not help."""
+        for row, k in enumerate(batch.env_ids.tolist()):
+            if "restarted" in batch.infos and batch.infos["_restarted"][row]:
+                self._count_loss(k)
+            self._counts[k] = batch.obs[row, 1:]
+            if "exhausted" in batch.infos and batch.infos["_exhausted"][row]:
+                self.close()
+                raise WorkerError(batch.infos["exhausted"][row], worker_index=k, env_indices=tuple(self._envs_of(k)))
+
+    def _count_loss(self, collector: int) -> None:
+        """Its process, or what it had built there, is gone: the next counts start from zero."""
+        self._counts_before[collector] += self._counts[collector]
+        self._counts_before[collector, COUNTS.index("restarts")] += len(self._envs_of(collector))
+        self._counts[collector] = 0
+
+    def _envs_of(self, collector: int) -> range:
+        return range(self._firsts[collector], self._firsts[collector + 1])
 
     def _finish(self, collector: int, storage: Storage, part: slice, infos: Mapping[str, Any]) -> None:
         """Whatever the process could not write itself."""
         if "restarted" in infos:
             storage.blank(part)
+            envs, reason = self._envs_of(collector), self._renamed(collector, infos["restarted"])
+            warnings.warn(
+                f"collector {collector} ({name_envs(envs)}) was replaced, and its part of this batch is masked. "
+                f"What had happened: {reason}",
+                RuntimeWarning,
+                stacklevel=caller_stacklevel(),
+            )
             return
         self._frames[collector] += int(storage.mask[:, part].sum())
         for time, env, leaves in infos.get("finals", ()):
@@ -356,7 +404,7 @@ class Crew:
             told: MusterError = cause
         else:
             k = error.env_index
-            envs = range(self._firsts[k], self._firsts[k + 1])
+            envs = self._envs_of(k)
             told = CollectorError(
                 f"collector {k} ({name_envs(envs)}): {error.original_type}: "
                 f"{cause if cause is not None else str(error).split(': ', 2)[-1]}",
@@ -371,10 +419,18 @@ class Crew:
     def _translated_death(self, error: WorkerError) -> MusterError:
         k = error.worker_index
         assert k is not None
-        envs = range(self._firsts[k], self._firsts[k + 1])
-        text = str(error).replace(f"worker {k} (env {k})", f"collector {k} ({name_envs(envs)})", 1)
-        text = text.replace(f"in step of env {k}", "collecting", 1).replace("(step_timeout=", "(collect_timeout=", 1)
-        return type(error)(text, worker_index=k, env_indices=tuple(envs), exit_code=error.exit_code)
+        text = self._renamed(k, str(error))
+        return type(error)(text, worker_index=k, env_indices=tuple(self._envs_of(k)), exit_code=error.exit_code)
+
+    def _renamed(self, k: int, text: str) -> str:
+        collector = f"collector {k} ({name_envs(self._envs_of(k))})"
+        text = text.replace(f"worker {k} (env {k})", collector).replace(f"in step of env {k}", "collecting", 1)
+        text = text.replace(f"about to step envs {k}", "about to collect", 1)
+        text = text.replace(f"worker {k} failed", f"{collector} failed", 1)
+        last = "The last failure: "
+        text = text.replace(f"the vector env is closed. {last}env {k}: ", f"the vector env is closed. {last}", 1)
+        text = text.replace("the vector env is closed", "the collectors are closed", 1)
+        return text.replace("(step_timeout=", "(collect_timeout=", 1)
 
 
 def _require_same(collector: int, expected: WeightsLayout, built: WeightsLayout) -> None:

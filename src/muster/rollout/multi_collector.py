@@ -35,11 +35,16 @@ class MultiCollector(BatchSource):
         `make_vec_options`. The envs are split evenly.
     policy: as for `Collector`, and copied to each collector; with `policy_factory` it is built there, and `policy`
         only says where weights come from. A policy that cannot be copied stays here, with a warning, and acts for all.
+        To the factory `muster.get_worker_info` tells its collector's ``worker_index``, and no ``env_index``.
     sync: True gives batches of `frames_per_batch` frames of all envs; False those of one collector's envs, first come.
         Each collector then begins its next batch while its last one is learnt from.
     preemptive_threshold: with `sync`: once this share of the collectors is done, the others stop; the rows that are
         missing are False in ``("collector", "mask")``. It does nothing for a policy that stays here.
-    context, start_timeout, on_failure, max_restarts, threads_per_collector: as `make_vec` has them for workers.
+    context, start_timeout, threads_per_collector: as `make_vec` has them for workers.
+    on_failure: "restart" replaces an env that raised, in one masked row that is truncated; and, with all its envs, a
+        collector that died, timed out or whose policy raised: its part of that batch is masked, with a RuntimeWarning.
+    max_restarts: how often within a minute one collector's envs may raise, or it may be replaced, before that is an
+        error after all.
     collect_timeout: seconds that a collector may take for a batch before it is killed.
 
     Other options are `Collector`'s. ``("collector", "policy_version")``, int64 ``[T, N]``, says which weights acted.
@@ -176,7 +181,13 @@ class MultiCollector(BatchSource):
             self._crew.reset(self.batches + 1, self.frames)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of frames and batches; ``collectors``: how their processes' time went."""
+        """Counts of frames and batches; ``collectors``: what their envs have done and how their time went.
+
+        In ``collectors``: ``env_steps`` and ``restarts`` (envs that were built anew), and for each of ``workers`` the
+        shares of its time that it spent ``collecting`` and ``waiting`` for the caller, its env steps, resets and
+        restarts, and what its process holds. Counts are of the batches that have arrived. With a policy that stays
+        here it is `VectorEnv.stats`.
+        """
         inner = self._crew.stats() if self._crew is not None else self._staying.stats()["envs"]  # type: ignore[union-attr]  # one of both
         return {"frames": self.frames, "batches": self.batches, "collectors": inner}
 
@@ -278,8 +289,10 @@ def _share(threshold: float | None, sync: bool) -> float:
 
 def _explained(obstacle: Obstacle, threshold: float) -> str:
     ways_out = "; or\n  ".join(obstacle.ways_out())
+    stays = "stays in this process and acts for all envs, which are stepped in workers"
+    if obstacle.marked:
+        what = f"the policy {stays}, as it asks: {obstacle}."
+    else:
+        what = f"the policy cannot be copied to collector processes, because of {obstacle}. It {stays}."
     ignored = f" preemptive_threshold={threshold:g} is ignored: batches wait for all envs." if threshold < 1 else ""
-    return (
-        f"the policy cannot be copied to collector processes, because of {obstacle}. It stays in this process and acts "
-        f"for all envs, which are stepped in workers.{ignored} To have replicas nonetheless, either\n  {ways_out}."
-    )
+    return f"{what}{ignored} Ways out:\n  {ways_out}."

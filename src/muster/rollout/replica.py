@@ -7,10 +7,11 @@ start methods, first-ready waits, deaths that are noticed and explained, timeout
 from __future__ import annotations
 
 import mmap
-import os
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from typing import Any
 
 import gymnasium
@@ -19,14 +20,20 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from muster.errors import EnvError
+from muster.backends.deaths import name_envs
+from muster.errors import EnvError, WorkerError
 from muster.make import serial_vec
 from muster.recipe import Recipe, get_worker_info, unpack
 from muster.rollout.arena import BatchLayout, stop_flag
 from muster.rollout.collector import Collector
 from muster.rollout.fields import Array, Field
+from muster.rollout.storage import Final
 from muster.rollout.weights import SharedWeights, WeightsLayout, layout_of, named_weights
-from muster.worker_info import WorkerInfo
+from muster.vector import VectorEnv
+from muster.worker_info import WorkerInfo, worker_info_context
+
+# What a replica counts of its envs, since it was built.
+COUNTS = ("env_steps", "resets", "restarts")
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class ReplicaPlan:
     policy: packed; None for random actions.  policy_is_factory: it is to be called for the policy.
     columns: the part of a batch's envs that is its own.  batch_envs: how many envs a batch has.
     arena_path, weights_path: the shared memory, as files of the caller's.
+    max_restarts: of envs that raise, see `serial_vec`.
     options: for `Collector`.
     """
 
@@ -61,6 +69,7 @@ class ReplicaPlan:
     batch_envs: int
     arena_path: str
     weights_path: str
+    max_restarts: int | None
     options: Mapping[str, Any]
 
     def layout(self, facts: ReplicaFacts) -> BatchLayout:
@@ -72,12 +81,14 @@ class ReplicaPlan:
 
 
 class Replica(gymnasium.Env[Array, Array]):
-    """``step([offset, frames, afresh])`` collects a batch into the region there; returns [steps, weights' version].
+    """``step([offset, frames, afresh])`` collects a batch into the region there; returns [weights' version, *COUNTS].
 
     frames: how many this collector has collected before, in whatever process.  afresh: 1 to begin new episodes.
+    An env that raises is replaced here, so that the others keep their episodes. Once `max_restarts` is used up, a step
+    tells so in ``infos["exhausted"]``: raised, it would only have this replica replaced.
     """
 
-    observation_space = spaces.Box(0, 2**62, (2,), np.int64)
+    observation_space = spaces.Box(0, 2**62, (1 + len(COUNTS),), np.int64)
     action_space = spaces.Box(0, 2**62, (3,), np.int64)
 
     def __init__(self, plan: ReplicaPlan) -> None:
@@ -87,12 +98,17 @@ class Replica(gymnasium.Env[Array, Array]):
         self._plan = plan
         recipes = unpack(plan.recipes) if isinstance(plan.recipes, bytes) else plan.recipes
         told = get_worker_info()
-        info = WorkerInfo(None, plan.index, plan.num_envs, plan.num_collectors, told.seed if told else None)
-        self._envs = serial_vec(recipes, info)
+        seed = told.seed if told else None
+        self._info = WorkerInfo(None, plan.index, plan.num_envs, plan.num_collectors, seed)
+        self._envs = serial_vec(recipes, self._info, max_restarts=plan.max_restarts)
+        # Where a replica cannot replace its env, because that must be alone in its process, the engine replaces both.
+        self.metadata = {**self.metadata, "one_per_process": bool(self._envs.metadata.get("one_per_process"))}
+        self._rows = self._envs if isinstance(self._envs, VectorEnv) else self._envs._rows
         try:
-            self.policy = _unpacked_policy(plan)
+            with worker_info_context(self._info):
+                self.policy = _unpacked_policy(plan)
             self._arena = _opened(plan.arena_path)
-            self._weights_fd = _opened(plan.weights_path)
+            self._weights_file = _opened(plan.weights_path)
         except BaseException:
             self._envs.close()
             raise
@@ -105,7 +121,7 @@ class Replica(gymnasium.Env[Array, Array]):
         """Begins anew, with this seed."""
         super().reset(seed=seed)
         self._collector = Collector(self._envs, self.policy, seed=seed, **self._plan.options)
-        return np.zeros(2, np.int64), {}
+        return self._told(), {}
 
     def facts(self) -> ReplicaFacts:
         """After the first reset."""
@@ -128,19 +144,44 @@ class Replica(gymnasium.Env[Array, Array]):
         if afresh:
             collector.reset()
         collector.frames = frames
-        layout = self._layout()
-        if self._weights is None:
-            self._weights = SharedWeights(named_weights(self.policy), self._weights_fd)
-        self._version = self._weights.read_into(named_weights(self.policy), self._version)
-        block = mmap.mmap(self._arena, layout.region_bytes, offset=offset)
-        storage = layout.storage(block, slice(*self._plan.columns))
-        storage.clear_flags()
-        steps = self._guarded(lambda: collector.fill(storage, stop_flag(block)))
-        told = {"finals": [tuple(final) for final in storage.finals]} if storage.finals else {}
-        return np.array([steps, self._version], np.int64), 0.0, False, False, told
+        infos: dict[str, Any] = {}
+        try:
+            finals = self._collect(collector, self._layout(), offset)
+            if finals:
+                infos["finals"] = [tuple(final) for final in finals]
+        except WorkerError as error:
+            if not self._is_exhausted():
+                raise
+            infos["exhausted"] = str(error)
+        return self._told(), 0.0, False, False, infos
 
     def close(self) -> None:
+        self._arena.close()
+        self._weights_file.close()
         self._envs.close()
+
+    def _collect(self, collector: Collector, layout: BatchLayout, offset: int) -> list[Final]:
+        """Fills the region at `offset`; returns the final observations that have no place there."""
+        if self._weights is None:
+            self._weights = SharedWeights(named_weights(self.policy), self._weights_file.fileno())
+        self._version = self._weights.read_into(named_weights(self.policy), self._version)
+        block = mmap.mmap(self._arena.fileno(), layout.region_bytes, offset=offset)
+        storage = layout.storage(block, slice(*self._plan.columns))
+        storage.clear_flags()
+        self._guarded(lambda: collector.fill(storage, stop_flag(block)))
+        return storage.finals
+
+    def _told(self) -> Array:
+        slab = self._rows._backend.slab
+        line = slab.line(0)
+        return np.array(
+            [self._version, line["env_steps"], line["resets"], slab.records["restarts"].sum()],
+            np.int64,
+        )
+
+    def _is_exhausted(self) -> bool:
+        """Whether the envs have been closed because restarting did not help."""
+        return self._rows._caller.closed
 
     def _started(self) -> Collector:
         assert self._collector is not None
@@ -152,9 +193,15 @@ class Replica(gymnasium.Env[Array, Array]):
         return self._known_layout
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Env indices in errors count all envs, not just this share."""
+        """Tells the policy where it is. Env indices in errors count all envs, not just this share."""
         try:
-            return work()
+            with worker_info_context(self._info):
+                return work()
+        except WorkerError as error:
+            if self._is_exhausted():
+                error.worker_index = self._plan.index
+                error.args = (self._retold(str(error)),)
+            raise
         except EnvError as error:
             error.batch = None  # the other envs' rows are given up, too
             k, env = self._plan.index, error.env_index
@@ -164,6 +211,14 @@ class Replica(gymnasium.Env[Array, Array]):
                 error.args = (text, *error.args[1:])
             raise
 
+    def _retold(self, text: str) -> str:
+        """What `Recovery` says of its only line, with this collector's index and its env's among all."""
+        first = self._plan.first_env
+        envs = range(first, first + self._envs.num_envs)
+        text = text.replace("worker 0 failed", f"collector {self._plan.index} ({name_envs(envs)}) failed", 1)
+        text = text.replace("the vector env is closed", "the collectors are closed", 1)
+        return re.sub(r"(?<=The last failure: env )\d+", lambda found: str(first + int(found[0])), text, count=1)
+
 
 def _unpacked_policy(plan: ReplicaPlan) -> Any:
     if plan.policy is None:
@@ -172,5 +227,5 @@ def _unpacked_policy(plan: ReplicaPlan) -> Any:
     return policy() if plan.policy_is_factory else policy
 
 
-def _opened(path: str) -> int:
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+def _opened(path: str) -> FileIO:
+    return open(path, "r+b", buffering=0)

@@ -81,11 +81,15 @@ class Storage:
         self.mask[:] = True
 
     def blank(self, part: slice) -> None:
-        """The envs `part` were lost: zeros, and masked."""
+        """The envs `part` were lost: zeros, and masked. Their episodes, and their agents', end truncated with row 0."""
         for flags in (self.terminated, self.truncated, self.begins, self.mask):
             flags[:, part] = False
         for array in (*self.observed, *self.next_observed, *self.earned):
             array[:, part] = 0
+        self.truncated[0, part] = True
+        for array, field in zip(self.earned, self._earned_fields, strict=True):
+            if field.key[-1] in ("truncated", "done"):
+                array[0, part] = True
         for tensor in self.outputs.values():
             tensor[:, part] = 0
 

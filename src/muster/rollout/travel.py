@@ -31,21 +31,29 @@ _factories_of_objects: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {
 
 
 class Obstacle(NamedTuple):
-    """Why a policy stays where it is: the object in the way, its path from the policy, its type, and the reason."""
+    """Why a policy stays where it is: the object in the way, its path from the policy, its type, and the reason.
+
+    marked: it was asked to stay, by ``uncopyable``.
+    """
 
     path: str
     type_name: str
     reason: str
+    marked: bool = False
 
     def __str__(self) -> str:
         return f"{self.path} ({self.type_name}): {self.reason}"
 
     def ways_out(self) -> tuple[str, ...]:
         """What the policy's owner can do about it."""
+        if self.marked:
+            travels = f"take the mark off {self.path} (uncopyable = False), if it can be copied after all"
+        else:
+            travels = f"call muster.rebuild_with({self._rebuildable()}, a_factory), which rebuilds it there"
         return (
             "pass policy_factory=, which builds the policy in each collector",
-            f"call muster.rebuild_with({self._rebuildable()}, a_factory), which rebuilds it there",
-            "mark the policy with muster.nn.uncopyable, or use muster.Collector, if staying is what you want",
+            travels,
+            "use muster.Collector, whose policy always stays here, if staying is what you want",
         )
 
     def _rebuildable(self) -> str:
@@ -61,7 +69,8 @@ def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:
     """From now on `target` is not copied to other processes with a policy, but built there by ``factory()``.
 
     target: a class, for all its instances, or one object such as a submodule. The rest of the policy travels; weights
-    of what is rebuilt follow like all others, by name. Raises TypeError for a factory that is not callable.
+    of what is rebuilt follow like all others, by name. Raises TypeError for a factory that is not callable, and for a
+    target that could not be told from others like it, such as a number.
     """
     if not callable(factory):
         raise TypeError(f"factory must be callable without arguments, got {type(factory).__name__}")
@@ -69,7 +78,14 @@ def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:
         _factories_of_types[target] = factory
         return
     key = id(target)
-    _factories_of_objects[key] = (weakref.ref(target, lambda _: _factories_of_objects.pop(key, None)), factory)
+    try:
+        reference = weakref.ref(target, lambda _: _factories_of_objects.pop(key, None))
+    except TypeError:
+        raise TypeError(
+            f"target must be a class, or one object such as a submodule; got one of type {type_name(target)}, which no "
+            "weak reference can follow. Pass its class, or the object that holds it"
+        ) from None
+    _factories_of_objects[key] = (reference, factory)
 
 
 def obstacle_to(policy: Any) -> Obstacle | None:
@@ -80,7 +96,7 @@ def obstacle_to(policy: Any) -> Obstacle | None:
     """
     mark = uncopyable_mark(policy)
     if mark is not None:
-        return Obstacle(mark.path, mark.type_name, mark.reason or "marked as uncopyable")
+        return Obstacle(mark.path, mark.type_name, mark.reason or "marked as uncopyable", marked=True)
     parts = {"policy": policy}
     walk = Walk(parts, limit_s=_WALK_S)
     rebuilt: set[int] = set()

@@ -1,0 +1,228 @@
+"""``MultiCollector(on_failure="restart")``: what an env's failure costs, how often, and what the counts say."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from collecting import zeros_policy
+from counting_env import CountingEnv
+from pettingzoo import ParallelEnv
+
+import muster
+from muster.errors import ClosedError, WorkerError
+from muster.rollout.collector import Collector
+from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
+
+# A forked process has PyTorch already; the default, a fresh one, takes seconds to import it.
+MultiCollector = functools.partial(AnyMultiCollector, context="fork", num_collectors=2)
+Restarting = functools.partial(MultiCollector, on_failure="restart")
+
+
+class Breaking(CountingEnv):
+    """Raises in its seventh step, and again in the seventh after it was built anew."""
+
+    def __init__(self, length: int = 5) -> None:
+        super().__init__(length=length)
+        self.steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 7:
+            raise ValueError("the gear is broken")
+        return super().step(action)
+
+
+class Stillborn(CountingEnv):
+    def reset(self, *, seed=None, options=None):
+        raise ValueError("no room to start in")
+
+
+class Alone(Breaking):
+    """Must be alone in its process, and is built there once."""
+
+    metadata = {"one_per_process": True}  # noqa: RUF012  # as Gymnasium's
+    built_in: set[int] = set()  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        if os.getpid() in self.built_in:
+            raise RuntimeError("the simulator runs already in this process")
+        self.built_in.add(os.getpid())
+
+
+class Pair(ParallelEnv):
+    """Two agents whose process ends in the seventh step."""
+
+    metadata = {"name": "pair"}  # noqa: RUF012  # as PettingZoo's
+    possible_agents = ["left_0", "right_0"]  # noqa: RUF012
+
+    def observation_space(self, agent):
+        return gym.spaces.Box(-1e6, 1e6, (1,), np.float32)
+
+    def action_space(self, agent):
+        return gym.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.count = list(self.possible_agents), 0
+        return {agent: self._obs() for agent in self.agents}, {agent: {} for agent in self.agents}
+
+    def step(self, actions):
+        self.count += 1
+        if self.count == 7:
+            os._exit(3)
+        no = dict.fromkeys(self.agents, False)
+        obs, rewards = {agent: self._obs() for agent in self.agents}, dict.fromkeys(self.agents, 1.0)
+        return obs, rewards, no, no, {agent: {} for agent in self.agents}
+
+    def _obs(self):
+        return np.array([self.count], np.float32)
+
+
+ENVS = [Breaking, CountingEnv, CountingEnv, CountingEnv]
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_an_env_that_raises_costs_one_row_and_not_its_neighbours(sync):
+    lost = 0
+    with Restarting(ENVS, zeros_policy, frames_per_batch=40 if sync else 20, sync=sync) as collector:
+        while lost < 3:
+            batch = collector.rollout()
+            mask, truncated = batch["collector", "mask"], batch["next", "truncated"][..., 0]
+            assert mask[:, 1:].all()
+            assert truncated.equal(~mask)
+            assert mask[:, 0].sum() >= 8
+            lost += int((~mask).sum())
+
+
+def test_a_replica_collects_what_a_collector_does_when_an_env_raises():
+    with Restarting(ENVS, zeros_policy, frames_per_batch=40) as collector:
+        got = [collector.rollout() for _ in range(3)]
+        stats = collector.stats()["collectors"]
+    with Collector(
+        ENVS, zeros_policy, frames_per_batch=40, make_vec_options={"backend": "serial", "on_failure": "restart"}
+    ) as other:
+        expected = [other.rollout() for _ in range(3)]
+        of_envs = other.stats()["envs"]
+    for a, b in zip(got, expected, strict=True):
+        for key in (
+            "observation",
+            ("next", "observation"),
+            ("next", "reward"),
+            ("next", "done"),
+            ("collector", "mask"),
+        ):
+            assert a[key].equal(b[key]), key
+    assert collector.frames == other.frames == 116
+    assert stats["restarts"] == of_envs["restarts"] == 4
+    assert stats["env_steps"] == of_envs["env_steps"]
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_an_env_that_keeps_failing_is_an_error_in_the_end(sync):
+    envs = [CountingEnv, CountingEnv, CountingEnv, Breaking]
+    frames = 80 if sync else 40
+    with Restarting(envs, zeros_policy, frames_per_batch=frames, max_restarts=4, sync=sync) as collector:
+        with pytest.raises(
+            WorkerError,
+            match=r"collector 1 \(envs 2 to 3\) failed 5 times .*max_restarts=4.*the collectors are closed.*"
+            r"The last failure: env 3: ValueError: the gear is broken",
+        ) as caught:
+            for _ in range(30):
+                collector.rollout()
+        assert caught.value.env_indices == (2, 3)
+        with pytest.raises(ClosedError, match="make another MultiCollector"):
+            collector.rollout()
+
+
+def test_an_env_that_cannot_be_reset_is_an_error_at_once():
+    with pytest.raises(WorkerError, match=r"collector 1 \(env 1\) failed 11 times .*env 1: ValueError: no room"):
+        Restarting([CountingEnv, Stillborn], zeros_policy, frames_per_batch=4)
+
+
+def test_a_policy_that_keeps_failing_is_an_error_in_the_end():
+    def failing(obs):
+        if obs[0, 1] == 2:
+            raise ZeroDivisionError("no action is good enough")
+        return torch.zeros(len(obs), dtype=torch.int64)
+
+    with (
+        Restarting(CountingEnv, failing, frames_per_batch=8, max_restarts=2) as collector,
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        with pytest.raises(WorkerError, match=r"collector 0 \(env 0\) failed 3 times.*: ZeroDivisionError: no action"):
+            for _ in range(4):
+                assert not collector.rollout()["collector", "mask"].any()
+    assert len(told) == 4
+    assert all("ZeroDivisionError: no action is good enough" in str(one.message) for one in told)
+
+
+def test_an_env_that_must_be_alone_in_its_process_gets_another_one():
+    with Restarting([CountingEnv, Alone], zeros_policy, frames_per_batch=10) as collector:
+        whole = [collector.rollout()]
+        with pytest.warns(RuntimeWarning, match=r"collector 1 \(env 1\) was replaced.*env 1 .*the gear is broken"):
+            lost = collector.rollout()
+        whole.append(collector.rollout())
+    assert all(batch["collector", "mask"].all() for batch in whole)
+    assert lost["collector", "mask"].T.tolist() == [[True] * 5, [False] * 5]
+
+
+def test_agents_of_a_collector_that_died_end_truncated():
+    with Restarting(Pair, frames_per_batch=20) as collector, pytest.warns(RuntimeWarning, match="exit code 3"):
+        batch = collector.rollout()
+    assert not batch["collector", "mask"].any()
+    for flag in (("next", "truncated"), ("next", "left", "truncated"), ("next", "right", "done")):
+        assert batch[flag][0].all()
+        assert not batch[flag][1:].any()
+
+
+def test_stats_count_the_envs_steps_and_resets():
+    with MultiCollector(functools.partial(CountingEnv, length=5), zeros_policy, num_envs=4, frames_per_batch=40) as c:
+        for _ in range(3):
+            c.rollout()
+        stats = c.stats()["collectors"]
+        c.reset()
+        c.rollout()
+        later = c.stats()["collectors"]
+    assert stats["env_steps"] == c.frames - 40 == 120
+    assert [worker["env_steps"] for worker in stats["workers"]] == [60, 60]
+    assert [worker["resets"] for worker in stats["workers"]] == [14, 14]  # the first two, and after every five steps
+    assert all(worker["collecting"] + worker["waiting"] == pytest.approx(1.0) for worker in stats["workers"])
+    assert stats["restarts"] == 0
+    assert later["env_steps"] == 160
+
+
+def test_policies_are_told_their_collector_and_envs_their_index():
+    def told():
+        info = muster.get_worker_info()
+        assert info is not None
+        index = -1 if info.env_index is None else info.env_index
+        return [index, info.worker_index, info.num_workers, info.num_envs]
+
+    class Told(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.index = told()[0]
+
+        def step(self, action):
+            assert told()[0] == self.index >= 0
+            return super().step(action)
+
+    def build():
+        in_factory = torch.tensor(told())
+
+        def act(obs):
+            assert torch.equal(in_factory, torch.tensor(told()))
+            return {"action": zeros_policy(obs), "told": in_factory.expand(len(obs), 4)}
+
+        return act
+
+    with MultiCollector(Told, policy_factory=build, num_envs=6, frames_per_batch=12) as collector:
+        batch = collector.rollout()
+    assert batch["told"][0].tolist() == [[-1, 0, 2, 6]] * 3 + [[-1, 1, 2, 6]] * 3
