@@ -38,6 +38,8 @@ def test_workers_keep_the_affinity_that_they_were_given(two_workers: Any) -> Non
 
 def test_workers_confined_to_one_core_step_all_the_same(two_workers: Any) -> None:
     core = min(os.sched_getaffinity(0))
+    for _ in range(50):  # seats are taken
+        two_workers.step(np.ones(4, np.int64))
     for worker in two_workers.stats()["workers"]:
         os.sched_setaffinity(worker["pid"], {core})
     for _ in range(200):

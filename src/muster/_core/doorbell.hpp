@@ -199,7 +199,9 @@ class WaitForRing {
     CPU_CLR(bell_.caller.core.load(std::memory_order_relaxed), &without_caller);
     if (CPU_COUNT(&without_caller) || !alone) free = without_caller;
     if (!CPU_COUNT(&free) || sched_setaffinity(0, sizeof free, &free)) return;
-    sched_setaffinity(0, sizeof allowed, &allowed);
+    // Moving may take ms. Whoever has confined this worker meanwhile, from outside, is obeyed.
+    cpu_set_t now;
+    if (!sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(&now, &free)) sched_setaffinity(0, sizeof allowed, &allowed);
     change_seat(1 + uint32_t(sched_getcpu()));
   }
 
