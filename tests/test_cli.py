@@ -195,6 +195,20 @@ def test_bench_compares_the_ways_to_run_an_env():
     assert 'envs = muster.make_vec("CartPole-v1", 2' in result.output
 
 
+def test_bench_ends_with_what_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "sized_module.py").write_text(
+        "import gymnasium\n\ndef make_env(size):\n    return gymnasium.make('CartPole-v1', max_episode_steps=size)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ("--kwargs", '{"size": 9}', "--num-envs", "2", "--rounds", "1", "--seconds", "0.02")
+    result = muster("bench", "sized_module:make_env", *options)
+    assert result.exit_code == 0, result.output
+    *_, imports, line = result.output.splitlines()
+    assert imports == "from sized_module import make_env"
+    assert line.startswith("envs = muster.make_vec(make_env, 2, env_kwargs={'size': 9}")
+
+
 @pytest.mark.filterwarnings("ignore")  # Box2D's
 def test_bench_says_what_a_way_lacks_and_measures_the_others():
     arguments = ("--num-envs", "2", "--rounds", "1", "--seconds", "0.02", "--json")

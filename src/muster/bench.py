@@ -17,8 +17,6 @@ from muster.make import make_vec
 
 _WARM_UP_S = 0.1
 _NUM_ACTIONS = 64
-# What is written behind ``muster.make_vec(env, num_envs``.
-_OPTIONS = ('backend="serial"', "", "caller_steps=True")
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Measured:
     """
 
     way: str
-    options: str | None = None
+    options: Mapping[str, Any] | None = None
     steps_per_s: list[float] = field(default_factory=list)
     problem: str | None = None
 
@@ -84,19 +82,22 @@ def measure(
 
 def _ways(
     env: Any, num_envs: int, num_workers: int | None, env_kwargs: Mapping[str, Any] | None
-) -> list[tuple[str, str | None, Callable[[], Any]]]:
+) -> list[tuple[str, Mapping[str, Any] | None, Callable[[], Any]]]:
     """Name, options and how it is made, of each way."""
+    given: dict[str, Any] = {"env_kwargs": env_kwargs} if env_kwargs else {}
     workers = {} if num_workers is None else {"num_workers": num_workers}
-    muster_s = functools.partial(make_vec, env, num_envs, env_kwargs=env_kwargs)
-    makes = (
-        functools.partial(muster_s, backend="serial"),
-        functools.partial(muster_s, **workers),
-        functools.partial(muster_s, caller_steps=True, **workers),
-    )
+    ours: list[tuple[str, dict[str, Any]]] = [
+        ('backend="serial"', {"backend": "serial"}),
+        ("processes", workers),
+        ("caller_steps=True", {**workers, "caller_steps": True}),
+    ]
     factory = functools.partial(gym.make, env) if isinstance(env, str) else env
     factories: Sequence[Any] = [functools.partial(factory, **(env_kwargs or {}))] * num_envs
     return [
-        *((f"muster {options or 'processes'}", options, make) for options, make in zip(_OPTIONS, makes, strict=True)),
+        *(
+            (f"muster {way}", given | own, functools.partial(make_vec, env, num_envs, **given, **own))
+            for way, own in ours
+        ),
         ("gymnasium SyncVectorEnv", None, functools.partial(gym.vector.SyncVectorEnv, factories)),
         ("gymnasium AsyncVectorEnv", None, functools.partial(gym.vector.AsyncVectorEnv, factories)),
     ]

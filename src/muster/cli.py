@@ -138,7 +138,7 @@ def bench(
     _find_modules_here()
     with _told_plainly(), prints_to_stderr():
         try:
-            env, _ = resolve_target(target)
+            env, how_to_import = resolve_target(target)
             arguments = parse_kwargs(kwargs)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
@@ -153,7 +153,7 @@ def bench(
     else:
         from muster.report.speeds import show_speeds
 
-        show_speeds(target, num_envs, measured, console)
+        show_speeds(target, how_to_import, num_envs, measured, console)
 
 
 def train(

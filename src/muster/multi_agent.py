@@ -217,7 +217,7 @@ class MultiAgentVectorEnv:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, or a worker was lost."""
+        """Whether it is beyond use: by `close`, or by an error that says so."""
         return bool(self._rows.closed)
 
     def close(self, timeout: float = 5.0, terminate: bool = False) -> None:

@@ -13,8 +13,8 @@ from typing import Protocol
 class WorkerInfo:
     """Where the code that asks runs.
 
-    env_index: the env that is built, stepped, reset, called or closed; None elsewhere in a worker, and in threads that
-        an env has started.  worker_index: of the worker that builds and steps it.
+    env_index: the env that is built, stepped, reset, called or closed; None elsewhere in a worker.
+    worker_index: of the worker that builds and steps it.
     seed: the seed that the worker derived its global generators from, None where there is none.
     """
 
@@ -44,7 +44,10 @@ _current: ContextVar[tuple[WorkerInfo, Running | None] | None] = ContextVar("mus
 
 
 def get_worker_info() -> WorkerInfo | None:
-    """The WorkerInfo of the worker or env that this code runs in, None elsewhere (in the caller, for one)."""
+    """The WorkerInfo of the worker or env that this code runs in.
+
+    None elsewhere: in the caller, for one, and in threads that an env has started.
+    """
     running, told = _running(), _current.get()
     if running is not None and (told is None or running != told[1]):
         host, i = running

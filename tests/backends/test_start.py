@@ -76,6 +76,7 @@ open(sys.argv[1], "w").write(done)
         "os.close(1)",
         "os.close(2)",
         "os.closerange(0, 3)",
+        "os.close(1); log = open('log', 'w')",
         "sys.stdout = None",
         "sys.stdout = object()",
         "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')",

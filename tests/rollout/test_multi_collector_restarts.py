@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
 import warnings
 
 import gymnasium as gym
@@ -226,3 +228,35 @@ def test_policies_are_told_their_collector_and_envs_their_index():
     with MultiCollector(Told, policy_factory=build, num_envs=6, frames_per_batch=12) as collector:
         batch = collector.rollout()
     assert batch["told"][0].tolist() == [[-1, 0, 2, 6]] * 3 + [[-1, 1, 2, 6]] * 3
+
+
+_WITHOUT_STDOUT = """
+import os, sys
+import gymnasium, muster, numpy as np, torch
+
+class Chatty(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 2, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.ones(2, np.float32), {{}}
+
+    def step(self, action):
+        os.write(1, b"what an env may print, to whoever is there")
+        return np.ones(2, np.float32), 0.0, False, False, {{}}
+
+os.close(1)
+with muster.MultiCollector(Chatty, lambda obs: torch.zeros(len(obs), dtype=torch.int64), num_envs=2, num_collectors=2,
+                           frames_per_batch=8, context={context!r}) as collector:
+    batch = collector.rollout()
+    open(sys.argv[1], "w").write(str(bool((batch["observation"] == 1).all() and batch["collector", "mask"].all())))
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_batches_are_never_where_stdout_was(context, tmp_path):
+    script, told = tmp_path / "script.py", tmp_path / "told"
+    script.write_text(_WITHOUT_STDOUT.format(context=context))
+    done = subprocess.run([sys.executable, script, told], timeout=100, check=False, capture_output=True, text=True)
+    assert told.exists(), done.stderr
+    assert told.read_text() == "True"

@@ -151,6 +151,11 @@ def preload() -> None:
 
 def main(control_fd: int, caller_pidfd: int, preloads: bool) -> NoReturn:
     """The launcher process, from its command line."""
+    # The caller's stdout and stderr may have ended here, as what Python's `open` has opened does. What comes by the
+    # socket is not to take their places.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it would have it ignored here, too
     if preloads:

@@ -17,6 +17,7 @@ import numpy as np
 from muster import _core
 from muster.backends.resources import own_memory_bytes
 from muster.envs.agents import AgentsEnv
+from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import AgentLayout, RowNode, layout_difference
 from muster.envs.shortcuts import Shortcut, gymnasium_shortcut
 from muster.errors import CannotTravel, EnvError, MusterError, OneEnvPerProcess, SpecMismatch, UsageError
@@ -408,19 +409,6 @@ def check_one_per_process(env: Any, num_envs: int) -> None:
 def _same(a: EnvFacts, b: EnvFacts) -> bool:
     pairs = ((a.observation_space, b.observation_space), (a.action_space, b.action_space))
     return a.agents == b.agents and not any(first_difference(x, y, "", bounds=True) for x, y in pairs)
-
-
-def get_attribute(env: Any, name: str) -> Any:
-    """Through wrappers, as Gymnasium does, where the env has wrappers."""
-    return env.get_wrapper_attr(name) if hasattr(env, "get_wrapper_attr") else getattr(env, name)
-
-
-def set_attribute(env: Any, name: str, value: Any) -> None:
-    """Through wrappers, as Gymnasium does, where the env has wrappers."""
-    if hasattr(env, "set_wrapper_attr"):
-        env.set_wrapper_attr(name, value)
-    else:
-        setattr(env, name, value)
 
 
 def to_exception(failure: Failure) -> BaseException:

@@ -38,3 +38,16 @@ def set_through(env: Any, name: str, value: Any) -> None:
         if name in getattr(owner, "__dict__", {}) or hasattr(type(owner), name):
             break
     setattr(owner, name, value)
+
+
+def get_attribute(env: Any, name: str) -> Any:
+    """Through wrappers, as Gymnasium does, where the env has wrappers."""
+    return env.get_wrapper_attr(name) if hasattr(env, "get_wrapper_attr") else getattr(env, name)
+
+
+def set_attribute(env: Any, name: str, value: Any) -> None:
+    """Through wrappers, as Gymnasium does, where the env has wrappers."""
+    if hasattr(env, "set_wrapper_attr"):
+        env.set_wrapper_attr(name, value)
+    else:
+        setattr(env, name, value)

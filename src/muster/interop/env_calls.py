@@ -8,7 +8,8 @@ from typing import Any
 
 import gymnasium
 
-from muster.backends.share import EnvCall, get_attribute
+from muster.backends.share import EnvCall
+from muster.envs.attributes import get_attribute
 
 
 @dataclass(frozen=True)

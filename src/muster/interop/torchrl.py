@@ -10,7 +10,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from muster.backends.base import Backend
-from muster.backends.share import get_attribute
+from muster.envs.attributes import get_attribute
+from muster.errors import UsageError, WorkerError
 from muster.interop.starting import (
     SAME_STEP,
     RaisesOriginals,
@@ -230,9 +231,12 @@ class ParallelEnv(MusterEnv):
         if name.startswith("_") or hasattr(type(self), name) or "vector_env" not in self.__dict__ or self.is_closed:
             return super().__getattr__(name)
         envs: Any = self.vector_env
-        if all(envs.call(lambda env, index: callable(get_attribute(env, name)))):
-            return lambda *args, **kwargs: list(envs.call(name, *args, **kwargs))
-        return list(envs.get_attr(name))
+        try:
+            if all(envs.call(lambda env, index: callable(get_attribute(env, name)))):
+                return lambda *args, **kwargs: list(envs.call(name, *args, **kwargs))
+            return list(envs.get_attr(name))
+        except (UsageError, WorkerError) as error:  # the envs cannot be asked; `hasattr` is to say so and no more
+            raise AttributeError(f"{name}: {error}", name=name, obj=self) from error
 
 
 class WrongCount(ValueError, RuntimeError):

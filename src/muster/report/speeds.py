@@ -12,12 +12,17 @@ from muster.backends.resources import usable_cores
 from muster.bench import Measured
 
 
-def show_speeds(target: str, num_envs: int, measured: Sequence[Measured], console: Console) -> None:
-    """A row for each way, its speed as a multiple of the first one's, what stood in the way of the others, and the line
-    to write for the fastest of ours.
+def show_speeds(
+    target: str, how_to_import: str | None, num_envs: int, measured: Sequence[Measured], console: Console
+) -> None:
+    """A row for each way, its speed as a multiple of the first one's, what stood in the way of the others, and what to
+    write for the fastest of ours.
+
+    how_to_import: the line that imports the target's factory; None for an id.
     """
     cores = usable_cores()
-    console.print(Text(f"{target}, {num_envs} envs, {cores} core{'s' * (cores > 1)}", "bold"), soft_wrap=True)
+    counts = f"{num_envs} env{'s' * (num_envs > 1)}, {cores} core{'s' * (cores > 1)}"
+    console.print(Text(f"{target}, {counts}", "bold"), soft_wrap=True)
     console.print()
     table = Table.grid(padding=(0, 2))
     done = [one for one in measured if not one.problem]
@@ -34,7 +39,12 @@ def show_speeds(target: str, num_envs: int, measured: Sequence[Measured], consol
     ours = [one for one in done if one.options is not None]
     if ours:
         best = max(ours, key=lambda one: one.median)
-        name = f'"{target}"' if ":" not in target.split("/")[0] else target.rpartition(":")[2]
-        line = ", ".join(part for part in (name, str(num_envs), best.options) if part)
+        name = f'"{target}"' if how_to_import is None else target.rpartition(":")[2]
+        options = [
+            f'{key}="{value}"' if isinstance(value, str) else f"{key}={value!r}"
+            for key, value in (best.options or {}).items()
+        ]
+        lines = [] if how_to_import is None else [how_to_import]
+        lines.append(f"envs = muster.make_vec({', '.join([name, str(num_envs), *options])})")
         console.print()
-        console.print(Text(f"envs = muster.make_vec({line})", "cyan"), soft_wrap=True)
+        console.print(Text("\n".join(lines), "cyan"), soft_wrap=True)

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from muster.backends.deaths import name_envs
+from muster.backends.launch import standard_fds
 from muster.errors import (
     ClosedError,
     CollectorError,
@@ -101,8 +102,9 @@ class Crew:
         self._sync = sync
         self._seed = seed
         self._threshold = threshold * num_collectors
-        self._arena = Arena()
-        self._weights_fd = memfd("weights")
+        with standard_fds():
+            self._arena = Arena()
+            self._weights_fd = memfd("weights")
         self._finalizer = weakref.finalize(self, os.close, self._weights_fd)
         self._regions: dict[int, mmap.mmap] = {}  # by collector, what it is filling
         # By collector, handed out so far. Kept here, where they outlive a process that dies.
