@@ -25,6 +25,12 @@ except ImportError as error:
     _missing: str | None = str(error.name).partition(".")[0]
 else:
     _missing = None
+    Target = Annotated[
+        str, typer.Argument(metavar="TARGET", help="An env id, or module:factory for a function that builds an env.")
+    ]
+    Kwargs = Annotated[
+        str | None, typer.Option(metavar="JSON", help="Keyword arguments for the env, such as '{\"size\": 5}'.")
+    ]
 
 if TYPE_CHECKING:
     from muster.runs import Plan
@@ -55,12 +61,8 @@ def describe() -> None:
 
 
 def doctor(
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="An env id, or module:factory for a function that builds an env.")
-    ],
-    kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Keyword arguments for the env, such as '{\"size\": 5}'.")
-    ] = None,
+    target: Target,
+    kwargs: Kwargs = None,
     num_envs: Annotated[
         int | None, typer.Option(min=1, show_default="what suits the machine", help="Envs to recommend a line for.")
     ] = None,
@@ -111,12 +113,8 @@ def doctor(
 
 
 def bench(
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="An env id, or module:factory for a function that builds an env.")
-    ],
-    kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Keyword arguments for the env, such as '{\"size\": 5}'.")
-    ] = None,
+    target: Target,
+    kwargs: Kwargs = None,
     num_envs: Annotated[int, typer.Option(min=1, help="Envs stepped at once.")] = 8,
     num_workers: Annotated[
         int | None, typer.Option(min=1, show_default="one per core", help="Processes that share the envs.")

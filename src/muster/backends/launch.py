@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from muster import _core
-from muster.backends.launcher import HEADER, WORKER_FDS
+from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds
 from muster.backends.worker import flush_streams
 from muster.transport.channel import Channel
 
@@ -275,12 +275,8 @@ class LauncherClient:
 @contextlib.contextmanager
 def standard_fds() -> Iterator[None]:
     """Holds the places of stdin, stdout and stderr where they are closed: nothing that is opened is to take them."""
-    held = []
+    held = fill_standard_fds()
     try:
-        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-            held.append(fd)
-            os.set_inheritable(fd, True)
-        os.close(fd)
         yield
     finally:
         for fd in held:

@@ -142,6 +142,16 @@ class Launcher:
         os._exit(0)
 
 
+def fill_standard_fds() -> list[int]:
+    """Opens /dev/null in the places of stdin, stdout and stderr that are closed; returns those."""
+    filled = []
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+        filled.append(fd)
+    os.close(fd)
+    return filled
+
+
 def preload() -> None:
     """Imports what every worker needs, once for all forks."""
     importlib.import_module("muster.backends.worker")
@@ -153,9 +163,7 @@ def main(control_fd: int, caller_pidfd: int, preloads: bool) -> NoReturn:
     """The launcher process, from its command line."""
     # The caller's stdout and stderr may have ended here, as what Python's `open` has opened does. What comes by the
     # socket is not to take their places.
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(fd, True)
-    os.close(fd)
+    fill_standard_fds()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it would have it ignored here, too
     if preloads:

@@ -31,9 +31,6 @@ from muster.worker_info import ask_for_running
 
 _RELEASE_TIMEOUT_S = 2.0
 
-
-ask_for_running(_core.running)
-
 # What `Share.call` may be given in place of a name: called with each env and its index.
 EnvCall = Callable[[Any, int], Any]
 
@@ -374,6 +371,10 @@ def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwar
         return name(env, index)
     value = get_attribute(env, name)
     return value(*args, **kwargs) if callable(value) else value
+
+
+# The hosts that the core knows are shares: this is the first place that knows both them and `get_worker_info`.
+ask_for_running(_core.running)
 
 
 def facts_of(env: Any) -> EnvFacts:

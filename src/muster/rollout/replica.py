@@ -181,7 +181,7 @@ class Replica(gymnasium.Env[Array, Array]):
 
     def _is_exhausted(self) -> bool:
         """Whether the envs have been closed because restarting did not help."""
-        return self._rows._caller.closed
+        return self._envs.closed
 
     def _started(self) -> Collector:
         assert self._collector is not None
