@@ -12,8 +12,7 @@
  *     cd $(mktemp -d) && spin -a <here>/doorbell.pml && gcc -O2 -DSAFETY -o pan pan.c && ./pan -m100000
  *     spin -DNO_FENCE -a <here>/doorbell.pml && gcc -O2 -DSAFETY -o pan pan.c && ./pan -m100000   # must find an error
  *
- * tests/faults/test_doorbell_model.py does both. A worker that waits awake with its seat on the caller's core stands by:
- * whoever finishes last then leaves the caller's wake-up to it. Seats change at random.
+ * tests/faults/test_doorbell_model.py does both.
  *
  * A ring asks for one step here. Where it asks for several and all of them are awaited, what comes before the last is a
  * store to `finished` that nobody waits for; the last is announced as here.
@@ -30,7 +29,7 @@
 #define FENCE_WORKER(w) skip
 #else
 #define FENCE_CALLER atomic { !rung_waits[0] && !rung_waits[1] && !target_waits && !armed_waits }
-#define FENCE_WORKER(w) atomic { !asleep_waits[w] && !finished_waits[w] && !seat_waits[w] }
+#define FENCE_WORKER(w) atomic { !asleep_waits[w] && !finished_waits[w] }
 #endif
 
 /* The words that both sides see, and for each the store that is on its way. */
@@ -39,7 +38,6 @@ bool rung_waits[WORKERS];
 bool asleep[WORKERS], asleep_next[WORKERS], asleep_waits[WORKERS];
 byte finished[WORKERS], finished_next[WORKERS];
 bool finished_waits[WORKERS];
-bool seat[WORKERS], seat_next[WORKERS], seat_waits[WORKERS];
 byte target, target_next;
 bool target_waits;
 bool armed, armed_next, armed_waits;
@@ -50,8 +48,6 @@ bool killed[WORKERS], dead[WORKERS];
 bool over;
 
 #define TOTAL (finished[0] + finished[1])
-/* Each ring asks for one step, so `asked` is `rung`: it lands with it, or before. */
-#define STANDS_BY(w) (seat[w] && !asleep[w] && finished[w] == rung[w])
 #define STORE(name, value) atomic { !name##_waits; name##_next = value; name##_waits = true }
 #define STORE_AT(name, at, value) atomic { !name##_waits[at]; name##_next[at] = value; name##_waits[at] = true }
 #define LAND(name) atomic { name##_waits -> name = name##_next; name##_waits = false }
@@ -67,8 +63,6 @@ end:
     :: LAND_AT(asleep, 1)
     :: LAND_AT(finished, 0)
     :: LAND_AT(finished, 1)
-    :: LAND_AT(seat, 0)
-    :: LAND_AT(seat, 1)
     :: LAND(target)
        /* A release store, too. */
     :: atomic { armed_waits && !target_waits -> armed = armed_next; armed_waits = false }
@@ -81,7 +75,7 @@ inline wake_caller_if_done(w) {
     :: armed && TOTAL >= target ->
        /* An exchange: it acts on memory itself, and what was stored before has landed. */
        atomic {
-           !finished_waits[w] && !asleep_waits[w] && !seat_waits[w];
+           !finished_waits[w] && !asleep_waits[w];
            if
            :: armed -> armed = false; caller_sleeps = false
            :: else -> skip
@@ -103,31 +97,14 @@ proctype worker(byte w) {
               mine = mine + 1;
               STORE_AT(finished, w, mine);
               FENCE_WORKER(w);
-              if
-              :: STANDS_BY(1 - w) -> skip
-              :: else -> wake_caller_if_done(w)
-              fi
+              wake_caller_if_done(w)
            :: else ->
-              /* WaitForRing: take_seat, which may notice a seat and then leave it */
-              do
-              :: break
-              :: STORE_AT(seat, w, !seat[w]);
-                 FENCE_WORKER(w);
-                 wake_caller_if_done(w)
-              od;
-              /* awake */
-              do
-              :: rung[w] != seen -> break
-              :: STANDS_BY(w) -> wake_caller_if_done(w)
-              :: break
-              od;
-              /* asleep */
+              /* wait_for_ring, once it is no longer awake */
               if
               :: rung[w] != seen -> skip
               :: else ->
                  STORE_AT(asleep, w, true);
                  FENCE_WORKER(w);
-                 wake_caller_if_done(w);
                  if
                  :: rung[w] == seen ->
                     atomic {
@@ -162,7 +139,7 @@ active proctype killer() {
 inline replace(w) {
     atomic {
         /* The process is gone: all its stores have landed. */
-        !finished_waits[w] && !asleep_waits[w] && !seat_waits[w] && !rung_waits[w];
+        !finished_waits[w] && !asleep_waits[w] && !rung_waits[w];
         asleep[w] = false;
         finished[w] = rung[w];
         killed[w] = false;

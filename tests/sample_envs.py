@@ -154,7 +154,8 @@ class Reporting(Counter):
             "random": random.random(),
             "numpy": float(np.random.random()),  # noqa: NPY002  # the generator that envs share by mistake
             "omp": os.environ.get("OMP_NUM_THREADS"),
-            "sid": os.getsid(0) == os.getpid(),
+            "leads_group": os.getpgid(0) == os.getpid(),
+            "session": os.getsid(0),
             "argv": sys.argv,
             "cwd": os.getcwd(),
             "stdin": os.readlink("/proc/self/fd/0"),

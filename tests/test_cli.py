@@ -147,7 +147,7 @@ def test_ctrl_c_ends_cleanly_with_what_was_reached(tmp_path: Path):
         assert time.monotonic() < deadline
         assert child.poll() is None, child.communicate()
         time.sleep(0.05)
-    os.killpg(child.pid, signal.SIGINT)  # as a terminal does: the workers get it too
+    os.killpg(child.pid, signal.SIGINT)  # as a terminal does
     output, errors = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "Stopped by Ctrl-C" in output

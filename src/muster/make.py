@@ -27,8 +27,8 @@ from muster.recipe import Recipe, WorkerInfo, make_recipes
 from muster.vector import AUTORESET_MODES, VectorEnv
 
 BACKENDS = ("serial", "thread", "process")
-# About 1 ms.
-_YIELDS_APART = 3000
+_AWAKE_NS = 1_000_000  # most policies take less between two steps
+_SHORTLY_NS = 50_000
 
 
 def make_vec(
@@ -186,8 +186,8 @@ def serial_vec(
         observation_mode="same",
         copy=False,
         check_finite=False,
-        caller_patience=Patience(0, 0),
-        worker_patience=Patience(0, 0),
+        caller_patience=Patience(0, 0, False),
+        worker_patience=Patience(0, 0, False),
         max_restarts=None if facts[0].metadata.get("one_per_process") else max_restarts,
     )
 
@@ -195,15 +195,16 @@ def serial_vec(
 def patience(cores: int, processes: int) -> tuple[Patience, Patience]:
     """How long the caller and the workers wait awake; measured in docs/adr/0003-doorbell.md.
 
-    With more processes than cores the caller sleeps at once while a worker is on its core: awake, it would keep that
-    from stepping. Workers stay awake for about the time that the caller takes between two steps; where they have a core
-    of their own, for the time that a policy takes: but not out of a cgroup's quota, which would end in being throttled.
+    Processes that share cores yield to each other, which costs half of a sleep and a wake-up; a caller that shares its
+    core with a busy worker takes nothing from it by that. Out of a cgroup's quota they stay awake as good as never: it
+    would end in being throttled.
     """
-    owns_cores = processes <= cores + 1 and cores == len(os.sched_getaffinity(0))
-    yields_apart = _YIELDS_APART if owns_cores else 0
+    if cores < len(os.sched_getaffinity(0)):
+        return Patience(0, 0, False), Patience(0, _SHORTLY_NS, False)
+    spreads = processes <= cores + 1
     if processes > cores:
-        return Patience(0, 0, yields_apart), Patience(0, 100, yields_apart)
-    return Patience(1000, 300, yields_apart), Patience(1000, 300, yields_apart)
+        return Patience(0, 10 * _AWAKE_NS, False), Patience(0, _AWAKE_NS, spreads)
+    return Patience(1000, _AWAKE_NS, False), Patience(1000, _AWAKE_NS, spreads)
 
 
 def _check_numbers(

@@ -88,7 +88,8 @@ def test_workers_start_clean(context: str) -> None:
         assert first["omp"] == "1"
     assert first["random"] != second["random"]
     assert first["numpy"] != second["numpy"]
-    assert first["sid"]
+    assert first["leads_group"]
+    assert first["session"] == os.getsid(0)  # else the kernel schedules it apart
     assert first["faulthandler"]
     assert first["threads"] == 1
     assert (first["argv"], first["cwd"], first["stdin"]) == (sys.argv, os.getcwd(), "/dev/null")

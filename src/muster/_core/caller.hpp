@@ -130,7 +130,7 @@ class Caller {
     for (size_t k = 0; k < count; ++k) require_ready(uint32_t(ids[k]));
     std::vector<uint8_t> ring_line(slab_.num_lines, 0);
     bring_home();
-    tell_pace(false);  // before the requests: a worker that is looking sees them at once
+    tell_workers(false);  // before the requests: a worker that is looking sees them at once
     for (size_t k = 0; k < count; ++k) {
       request(uint32_t(ids[k]), command);
       ring_line[line_of_[ids[k]]] = 1;
@@ -167,7 +167,6 @@ class Caller {
   // (env_ids, rewards, terminated, truncated, unusual) of what is ready, in the order of env ids.
   Ref collect_ready() {
     Entry entry(*this);
-    ready_at_ns_ = now_ns();
     std::vector<uint32_t> ready;
     for (uint32_t i = 0; i < slab_.num_envs; ++i)
       if (pending_[i] && finished(i) && !(recovers_ && slab_.records[i].status != Status::kOk)) ready.push_back(i);
@@ -265,9 +264,6 @@ class Caller {
   // How long a wait lasts before Python looks after signals and workers: a death is noticed within this.
   static constexpr int64_t kSliceNs = 20'000'000;
 
-  // A caller that rings again within this is in a loop that does nothing but step.
-  static constexpr int64_t kQuickNs = 50'000;
-
   enum Unusual { kInfos = 1, kNotOk = 2, kFinals = 4 };
 
   struct Rows {
@@ -337,13 +333,10 @@ class Caller {
     return true;
   }
 
-  // What workers go by when they choose how to wait.
-  void tell_pace(bool awaits_all) {
+  // What workers go by when they announce and when they choose a core.
+  void tell_workers(bool awaits_all) {
     slab_.caller->awaits_all.store(awaits_all, std::memory_order_relaxed);
     slab_.caller->core.store(uint32_t(sched_getcpu()), std::memory_order_relaxed);
-    auto& lingers = slab_.caller->lingers;
-    lingers.store(now_ns() - ready_at_ns_ > kQuickNs ? lingers.load(std::memory_order_relaxed) + 1 : 0,
-                  std::memory_order_relaxed);
   }
 
   // Envs that are reset one by one leave the other rows as they were, which an array's owner may have changed.
@@ -386,7 +379,7 @@ class Caller {
   }
 
   void send_all(Command command, bool awaits_all, uint32_t obs_block = 0) {
-    tell_pace(awaits_all);
+    tell_workers(awaits_all);
     slab_.caller->target.store(delivered_ + slab_.num_envs, std::memory_order_relaxed);
     block_before_ = slab_.records[0].obs_block;
     for (uint32_t i = 0; i < slab_.num_envs; ++i) {
@@ -428,7 +421,6 @@ class Caller {
   }
 
   Ref collect_all() {
-    ready_at_ns_ = now_ns();
     npy_intp count = slab_.num_envs;
     Scalars scalars(count);
     for (npy_intp i = 0; i < count; ++i) deliver(uint32_t(i), i, scalars);
@@ -485,7 +477,6 @@ class Caller {
   bool all_started_ = false;
   uint32_t num_pending_ = 0;
   uint32_t delivered_ = 0;
-  int64_t ready_at_ns_ = 0;
   std::atomic<bool> busy_{false};
   bool recovers_ = false;
   std::vector<KeptRows> kept_;

@@ -61,7 +61,6 @@ struct alignas(64) CallerLine {
   std::atomic<uint32_t> target;  // sum of `finished` over the workers that it waits for
   std::atomic<uint32_t> core;    // on which it last rang
   std::atomic<uint32_t> awaits_all;  // 1: what it asked for last, it waits for as a whole
-  std::atomic<uint32_t> lingers;  // how many times in a row it took long from having its results to ringing
 };
 
 // A counter with one writer needs no read-modify-write instruction.

@@ -58,14 +58,12 @@ class Stepper {
         ++messages_read_;
         return;
       }
-      const int64_t rung_ns = now_ns();
       step_requested();
-      pass_ns_ += (now_ns() - rung_ns - pass_ns_) / 8;
       if (line_.rung.load(std::memory_order_acquire) != seen) continue;
       const uint64_t start = ticks();
       {
         GilReleased released;
-        WaitForRing(slab_.bell(), line_index_, seen, patience_, pass_ns_).wait();
+        wait_for_ring(slab_.bell(), line_index_, seen, patience_);
       }
       bump(line_.ticks_waiting, ticks() - start);
       check(PyErr_CheckSignals());
@@ -380,7 +378,6 @@ class Stepper {
   std::vector<Ref> next_seeds_;
   Shortcuts shortcuts_;
   uint32_t messages_read_;
-  int64_t pass_ns_ = 0;  // about how long a round of steps takes lately
   size_t schemas_announced_ = 0;
   Ref step_name_;
   Ref reset_name_;

@@ -3,7 +3,6 @@
 // nobody reads that, which the first must not.
 #pragma once
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
@@ -22,58 +21,11 @@ namespace muster {
 // An env that closes fds it does not own cuts its worker off. The worker then ends with this exit code.
 constexpr int kExitFdsClosed = 87;
 
-// The session of the living process `pid`, or 0. Reads /proc without allocating: the worker may have died holding malloc's lock.
-inline long session_of(const char* pid) {
-  char path[32] = "/proc/";
-  std::strncat(path, pid, 12);
-  std::strcat(path, "/stat");
-  const int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return 0;
-  char stat[512];
-  const ssize_t length = read(fd, stat, sizeof stat - 1);
-  close(fd);
-  if (length <= 0) return 0;
-  stat[length] = 0;
-  // pid (name) state ppid pgrp session; the name may hold anything, a ')' too.
-  const char* after_name = std::strrchr(stat, ')');
-  if (!after_name || after_name[2] == 'Z' || after_name[2] == 'X') return 0;
-  char* at = const_cast<char*>(after_name) + 3;
-  std::strtol(at, &at, 10);
-  std::strtol(at, &at, 10);
-  return std::strtol(at, &at, 10);
-}
-
-// Kills every process of session `session` but `spare`. Repeats until a pass finds none: they may be forking.
-inline void kill_session(long session, long spare) {
-  struct Entry {
-    uint64_t inode;
-    int64_t offset;
-    unsigned short length;
-    unsigned char type;
-    char name[1];
-  };
-  for (int pass = 0; pass < 20; ++pass) {
-    bool found = false;
-    const int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (proc < 0) return;
-    alignas(Entry) char entries[4096];
-    for (;;) {
-      const long length = syscall(SYS_getdents64, proc, entries, sizeof entries);
-      if (length <= 0) break;
-      for (long at = 0; at < length;) {
-        const auto* entry = reinterpret_cast<const Entry*>(entries + at);
-        at += entry->length;
-        const char* name = entry->name;
-        if (*name < '1' || *name > '9' || std::strlen(name) > 10) continue;
-        const long pid = std::strtol(name, nullptr, 10);
-        if (pid == spare || session_of(name) != session) continue;
-        found = kill(pid_t(pid), SIGKILL) == 0 || found;
-      }
-    }
-    close(proc);
-    if (!found) return;
-    usleep(1000);
-  }
+// Kills what the env has started: this worker's process group, which the worker leaves first. Where it cannot, because
+// the parent whose group it would join has gone, it dies with the others.
+inline void kill_others() {
+  setpgid(0, getpgid(getppid()));
+  kill(-getpid(), SIGKILL);
 }
 
 struct WatchdogFds {
@@ -130,7 +82,7 @@ inline void* watch_caller(void* raw) {
   for (;;) {
     pollfd polled = {fds.caller, POLLIN, 0};
     if (poll(&polled, 1, -1) < 0) continue;
-    kill_session(getpid(), getpid());
+    kill_others();
     if (polled.revents & POLLNVAL) _exit(kExitFdsClosed);
     kill(getpid(), SIGKILL);
   }

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from muster import _core
-from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds
+from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds, kill_group
 from muster.backends.worker import flush_streams
 from muster.transport.channel import Channel
 
@@ -126,12 +126,12 @@ class WorkerProcess:
         if self._status_fd is not None:
             text = os.read(self._status_fd, 16)
             if not text:  # the launcher is gone, and with it the worker, but not what the worker had started
-                _core.kill_session(self.pid)
+                kill_group(self.pid)
                 return None
             return int(text)
         try:
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
-            _core.kill_session(self.pid)
+            kill_group(self.pid)
             _, raw = os.waitpid(self.pid, 0)
         except ChildProcessError:  # the caller ignores SIGCHLD, or waits for any child itself
             return None
@@ -204,7 +204,7 @@ class LauncherClient:
                 env=worker_environment(threads),
                 pass_fds=(theirs.fileno(), caller),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,
             )
             ours_on_failure.pop_all()
         own(self._control.fileno())
@@ -309,7 +309,7 @@ def fork_worker(run: Callable[[Mapping[str, int]], None], fds: Mapping[str, int]
             raise
     code = 1
     try:
-        os.setsid()
+        os.setpgid(0, 0)
         # Not killed with the parent: that would be with the thread that forked it, and spare the worker's children.
         _core.continue_without_parent()
         for fd in _own_fds - set(fds.values()):

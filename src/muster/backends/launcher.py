@@ -92,7 +92,7 @@ class Launcher:
                 cwd=request["cwd"],
                 pass_fds=list(fds.values()),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,  # not a session: see docs/adr/0001-launcher.md
             )
             process.returncode = 0  # `_reap` waits for it; Popen must not
             return process.pid
@@ -105,7 +105,7 @@ class Launcher:
         code = 1
         try:
             _core.die_with_parent()
-            os.setsid()
+            os.setpgid(0, 0)
             for fd in (self._control.fileno(), self._caller_pidfd, status, *self._workers):
                 os.close(fd)
             for _, pipe in self._workers.values():
@@ -127,9 +127,9 @@ class Launcher:
     def _reap(self, pidfd: int) -> None:
         pid, status = self._workers.pop(pidfd)
         self._poller.unregister(pidfd)
-        # While the worker is a zombie no other process can have its session.
+        # While the worker is a zombie no other process can have its group.
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
-        _core.kill_session(pid)
+        kill_group(pid)
         _, raw = os.waitpid(pid, 0)
         with contextlib.suppress(BrokenPipeError):
             os.write(status, str(os.waitstatus_to_exitcode(raw)).encode())
@@ -138,8 +138,14 @@ class Launcher:
 
     def _end(self) -> NoReturn:
         for pid, _ in self._workers.values():
-            _core.kill_session(pid)
+            kill_group(pid)
         os._exit(0)
+
+
+def kill_group(pid: int) -> None:
+    """Kills the worker `pid` and what it has started: its process group."""
+    with contextlib.suppress(ProcessLookupError):  # it has died before it had one
+        os.killpg(pid, signal.SIGKILL)
 
 
 def fill_standard_fds() -> list[int]:

@@ -75,11 +75,11 @@ class Failure:
 
 
 class Patience(NamedTuple):
-    """How long to wait awake before sleeping, see _core/doorbell.hpp."""
+    """How long to wait awake before sleeping, see `Patience` in _core/doorbell.hpp."""
 
     pauses: int
-    yields: int
-    yields_apart: int = 0
+    yielding_ns: int
+    spreads: bool
 
 
 @dataclass(frozen=True)

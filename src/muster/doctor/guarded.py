@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from muster import _core
 from muster.backends.launch import worker_environment
+from muster.backends.launcher import kill_group
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -67,7 +68,7 @@ def run_guarded(
             stdin=packed,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            start_new_session=True,
+            process_group=0,
         )
         os.close(write)
         try:
@@ -76,7 +77,7 @@ def run_guarded(
             if process.returncode is None:
                 process.kill()
             # What the env has started outlives it.
-            _core.kill_session(process.pid)
+            kill_group(process.pid)
             process.wait()
 
 
