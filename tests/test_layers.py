@@ -35,6 +35,7 @@ LAYERS = {
     "_core": 2,
     "backends": 3,
     "results": 4,
+    "pending": 4,
     "vector": 4,
     "multi_agent": 4,
     "make": 4,

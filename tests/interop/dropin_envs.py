@@ -1,6 +1,7 @@
 """Small envs with one peculiarity each, for the tests of the drop-ins."""
 
 import os
+import signal
 import time
 
 import gymnasium
@@ -117,3 +118,18 @@ class Structured(Repeater):
     """Takes a tuple of two numbers."""
 
     action_space = spaces.Tuple((spaces.Discrete(3), spaces.Discrete(5)))
+
+
+class InterruptsCaller(Counter):
+    """Sends Ctrl-C to `caller`, a pid, in its first step, and answers a while after it."""
+
+    def __init__(self, caller):
+        super().__init__()
+        self.caller = caller
+
+    def step(self, action):
+        if self.caller:
+            os.kill(self.caller, signal.SIGINT)
+            self.caller = None
+            time.sleep(0.2)
+        return super().step(action)

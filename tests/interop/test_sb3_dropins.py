@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from dropin_envs import Alone, Careless, Counter, Interrupted, Raising, Repeater, SeedOnly, Structured
+from dropin_envs import Alone, Careless, Counter, Interrupted, InterruptsCaller, Raising, Repeater, SeedOnly, Structured
 
 import muster
 from muster.errors import CannotTravel
@@ -113,6 +113,15 @@ def test_an_env_that_raises_does_not_swallow_ctrl_c(order, make):
     envs.reset()
     with pytest.raises(KeyboardInterrupt):
         envs.step(np.array([2, 2]))
+
+
+def test_training_goes_on_after_ctrl_c_in_a_step(make):
+    envs = make(SubprocVecEnv([partial(InterruptsCaller, os.getpid()), Counter], num_workers=2))
+    envs.reset()
+    with pytest.raises(KeyboardInterrupt):
+        envs.step(np.array([0, 0]))
+    assert envs.reset().tolist() == [[0.0], [0.0]]
+    assert envs.step(np.array([0, 0]))[0].tolist() == [[1.0], [1.0]]
 
 
 def test_dummy_takes_an_env_that_exists_but_not_twice(make):

@@ -1,10 +1,11 @@
 import gc
+import os
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from dropin_envs import Alone, Counter, Raising, Structured
+from dropin_envs import Alone, Counter, InterruptsCaller, Raising, Structured
 from gymnasium import spaces
 
 import muster
@@ -239,3 +240,16 @@ def test_as_torchrl_refuses_views_of_memory_that_the_next_step_overwrites():
     envs = muster.make_vec(Counter, 2, backend="serial", autoreset_mode="same_step", copy=False)
     with pytest.raises(ValueError, match="copy=True"):
         as_torchrl(envs)
+
+
+def test_ctrl_c_in_a_step_leaves_an_env_that_can_be_reset():
+    recipes = [partial(InterruptsCaller, os.getpid()), Counter]
+    env = as_torchrl(muster.make_vec(recipes, num_workers=2, autoreset_mode="same_step"))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            env.rand_step(env.reset())
+        again = env.reset()
+        assert again["observation"].tolist() == [[0.0], [0.0]]
+        assert env.rand_step(again)["next", "observation"].tolist() == [[1.0], [1.0]]
+    finally:
+        env.close()

@@ -35,6 +35,7 @@ from muster.interop.starting import (
     serial_backend,
     with_processes,
 )
+from muster.pending import settle
 from muster.results import StepResult
 from muster.spec import Array, BranchNode, Node, Rows
 from muster.vector import VectorEnv
@@ -84,6 +85,7 @@ class MusterVecEnv(VecEnv):
         seeds, options = list(self._seeds), list(self._options)
         self._reset_seeds()
         self._reset_options()
+        settle(self.vector_env)  # of a step that Ctrl-C has ended
         _start_resets(self.vector_env, seeds, options)
         obs, infos = self._with_rows(self.vector_env.reset_wait)
         self.reset_infos = info_rows(infos, self.num_envs)

@@ -22,6 +22,7 @@ from muster.interop.starting import (
 )
 from muster.interop.torchrl_worker import ENCODING, inner_env_of
 from muster.multi_agent import MultiAgentVectorEnv, RowVectorEnv
+from muster.pending import settle
 from muster.transport.infos import spread
 from muster.vector import VectorEnv
 
@@ -122,6 +123,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         rows = asked
         if mask is not None and seed is None and options is None:
             rows = rows & ~self._fresh
+        settle(self.vector_env)  # of a step that Ctrl-C has ended
         if rows.any():
             given = dict(options or {}) if mask is None else {**(options or {}), "reset_mask": rows}
             obs, infos = self.vector_env.reset(seed=seed, options=given or None)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from muster.errors import ConfigError, EnvError, NotPendingError, UsageError
+from muster.errors import ConfigError, UsageError
 from muster.multi_agent import MultiAgentVectorEnv
+from muster.pending import settle
 from muster.rollout.fields import Array, Field, Key
 from muster.vector import VectorEnv
 
@@ -101,13 +102,8 @@ class EnvSide(ABC):
 
     def settle(self) -> None:
         """Takes the answers that an error has left behind: nothing may be pending when envs are reset."""
-        while self.takes_turns:
-            try:
-                self.envs.recv()
-            except NotPendingError:
-                return
-            except EnvError:  # told already, or as good as: these steps are given up
-                continue
+        if self.takes_turns:
+            settle(self.envs)
 
     def _rows(self, obs: Any, rewards: Any, terminated: Array, truncated: Array, infos: dict[str, Any]) -> StepRows:
         return StepRows(self._observed(obs, infos), self._earned(rewards, infos), terminated, truncated, infos)

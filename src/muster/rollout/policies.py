@@ -99,6 +99,7 @@ class PolicyActor:
         self._part = part
         self._count = len(range(*part.indices(envs.num_envs)))
         self._device = device
+        self._on_cpu = device.type == "cpu"
         self._initial = {as_key(key): value.to(device) for key, value in initial_state.items()}
         self._state = {key: self._expanded(value) for key, value in self._initial.items()}
         self._set_up()
@@ -115,7 +116,7 @@ class PolicyActor:
 
     def act(self, t: int) -> list[Array]:
         inputs = [rows[t] for rows in self._inputs]
-        if self._device.type != "cpu":
+        if not self._on_cpu:
             inputs = [row.to(self._device) for row in inputs]
         outputs = self._compute(inputs)
         if not self._outputs:

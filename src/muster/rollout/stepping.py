@@ -141,7 +141,7 @@ class Stepping:
         if self._quiet and not (any_true(storage.terminated[t]) or any_true(storage.truncated[t])):
             return None
         begins = self._begins[part]
-        if begins.any():
+        if any_true(begins):
             storage.begins[t, part] = begins
             begins[:] = False
         ended = storage.terminated[t, part] | storage.truncated[t, part]
@@ -156,7 +156,7 @@ class Stepping:
             self._cut(storage, t, part, ended, self._max_frames)
         else:
             self._quiet = not (any_true(self._begins) or any_true(self._resets))
-        return begins.copy() if begins.any() else None
+        return begins.copy() if any_true(begins) else None
 
     def _cut(self, storage: Storage, t: int, part: slice, ended: Array, max_frames: int) -> None:
         """Ends trajectories of `max_frames_per_traj` frames: truncated, and reset at once."""
