@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.metadata
 import inspect
 import json
 import os
@@ -31,6 +32,10 @@ def muster(*arguments: str) -> Result:
 def read_metrics(run: Path) -> list[dict[str, str]]:
     with (run / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_the_version_is_that_of_the_package():
+    assert muster("--version").output.strip() == importlib.metadata.version("muster-rl")
 
 
 def test_train_leaves_a_whole_run_folder(tmp_path: Path):

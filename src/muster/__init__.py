@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from muster.rollout.multi_collector import MultiCollector
     from muster.rollout.travel import rebuild_with
 
+    __version__: str
+
 _LATER = {
     "Collector": "rollout.collector",
     "MultiCollector": "rollout.multi_collector",
@@ -45,10 +47,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"muster.{name}")
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("muster-rl")
     if name not in _LATER:
         raise AttributeError(f"module 'muster' has no attribute {name!r}")
     return getattr(importlib.import_module(f"muster.{_LATER[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, *_SUBMODULES])
+    return sorted([*globals(), *__all__, *_SUBMODULES, "__version__"])

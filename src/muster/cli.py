@@ -56,7 +56,18 @@ def make_app() -> typer.Typer:
     return app
 
 
-def describe() -> None:
+def tell_version(asked: bool) -> None:
+    """What ``--version`` does, before a command is asked for."""
+    if asked:
+        typer.echo(muster.__version__)
+        raise typer.Exit
+
+
+def describe(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=tell_version)
+    ] = False,
+) -> None:
     """Run many reinforcement-learning environments in parallel, and train on them."""
 
 
