@@ -27,8 +27,7 @@ from muster.recipe import Recipe, WorkerInfo, make_recipes
 from muster.vector import AUTORESET_MODES, VectorEnv
 
 BACKENDS = ("serial", "thread", "process")
-_AWAKE_NS = 1_000_000  # most policies take less between two steps
-_SHORTLY_NS = 50_000
+_YIELDS = 2000  # about 1 ms: most policies take less between two steps
 
 
 def make_vec(
@@ -196,15 +195,13 @@ def patience(cores: int, processes: int) -> tuple[Patience, Patience]:
     """How long the caller and the workers wait awake; measured in docs/adr/0003-doorbell.md.
 
     Processes that share cores yield to each other, which costs half of a sleep and a wake-up; a caller that shares its
-    core with a busy worker takes nothing from it by that. Out of a cgroup's quota they stay awake as good as never: it
-    would end in being throttled.
+    core with a busy worker takes nothing from it by that. Out of a cgroup's quota they hardly stay awake: it would end
+    in being throttled.
     """
     if cores < len(os.sched_getaffinity(0)):
-        return Patience(0, 0, False), Patience(0, _SHORTLY_NS, False)
-    spreads = processes <= cores + 1
-    if processes > cores:
-        return Patience(0, 10 * _AWAKE_NS, False), Patience(0, _AWAKE_NS, spreads)
-    return Patience(1000, _AWAKE_NS, False), Patience(1000, _AWAKE_NS, spreads)
+        return Patience(0, 0, False), Patience(0, 100, False)
+    pauses = 0 if processes > cores else 1000
+    return Patience(pauses, _YIELDS, False), Patience(pauses, _YIELDS, processes <= cores + 1)
 
 
 def _check_numbers(

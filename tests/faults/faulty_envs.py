@@ -138,13 +138,16 @@ def start_threads() -> None:
         threading.Thread(target=time.sleep, args=(1000,), daemon=False).start()
 
 
-def start_children() -> None:
-    """One that ignores SIGTERM and closes its fds, and its own child, beside a plain one."""
+def start_children(process_group: int | None = None) -> None:
+    """One that ignores SIGTERM and closes its fds, and its own child, beside a plain one.
+
+    process_group: of the first; 0 for one of its own, as `timeout` and a shell's jobs have.
+    """
     code = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)']); time.sleep(1000)"
     )
-    subprocess.Popen([sys.executable, "-c", code])
+    subprocess.Popen([sys.executable, "-c", code], process_group=process_group)
     if os.fork() == 0:  # inherits everything that the worker has open
         time.sleep(1000)
         os._exit(0)

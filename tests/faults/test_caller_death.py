@@ -36,7 +36,7 @@ class Env(faulty_envs.CountingEnv):
         super().__init__()
         self.state = state
         if self.index == 0:
-            faulty_envs.start_children()
+            faulty_envs.start_children(process_group=0)
             if state == "building":
                 os.write(1, b"in env 0's constructor\\n")
                 time.sleep(1000)

@@ -167,7 +167,7 @@ class Env(faulty_envs.CountingEnv):
         super().__init__()
         self.slow, self.sleep_s = slow, sleep_s
         if sys.argv[1] != "thread":
-            faulty_envs.start_children()
+            faulty_envs.start_children(process_group=0)
         self.arrive("__init__")
 
     def arrive(self, place):

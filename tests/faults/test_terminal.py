@@ -10,7 +10,7 @@ import time
 import pytest
 
 CALLER = """
-import sys, termios
+import subprocess, sys, termios
 import gymnasium, numpy as np, muster
 
 class Talking(gymnasium.Env):
@@ -27,14 +27,17 @@ class Talking(gymnasium.Env):
                 answer = terminal.readline()
         except OSError:
             answer = "none to be had"
-        return np.zeros(1, np.float32), 0.0, False, False, {"answer": answer}
+        # It makes sure of the terminal, if there is one, by stopping its own process group.
+        shell = subprocess.run(["bash", "-i", "-c", "exit 7"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return np.zeros(1, np.float32), 0.0, False, False, {"answer": answer, "shell": shell.returncode}
 
 settings = termios.tcgetattr(0)
 settings[3] |= termios.TOSTOP  # stops whoever writes without being in the foreground
 termios.tcsetattr(0, termios.TCSANOW, settings)
 with muster.make_vec(Talking, 2, num_workers=2, context=sys.argv[1]) as envs:
     envs.reset()
-    print(*envs.step(np.zeros(2, np.int64))[4]["answer"])
+    infos = envs.step(np.zeros(2, np.int64))[4]
+    print(*infos["answer"], *infos["shell"])
 print("done")
 """
 
@@ -56,5 +59,5 @@ def test_an_env_that_uses_the_terminal_is_not_stopped(context: str) -> None:
         os.close(terminal)
         os.waitpid(pid, 0)
     assert shown.count(b"said by the env") == 2
-    assert b"none to be had none to be had" in shown
+    assert b"none to be had none to be had 7 7" in shown
     assert b"done" in shown

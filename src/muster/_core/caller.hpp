@@ -401,8 +401,9 @@ class Caller {
     bool ready;
     {
       GilReleased released;
-      ready = wait_for_finished(slab_.bell(), target, patience_, slice_ns);
+      ready = wait_for_finished(slab_.bell(), target, waits_long_ ? Patience{} : patience_, slice_ns);
     }
+    waits_long_ = !ready;  // what took a slice may take many
     if (!ready) check(PyErr_CheckSignals());
     return ready;
   }
@@ -469,6 +470,7 @@ class Caller {
   bool copy_;
   bool must_reset_;
   Patience patience_;
+  bool waits_long_ = false;
   uint32_t forks_;
   std::vector<uint32_t> first_envs_;
   std::vector<uint32_t> line_of_;

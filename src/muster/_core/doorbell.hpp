@@ -56,18 +56,21 @@ inline void futex_wake(std::atomic<uint32_t>& word) {
 // shared it steals the core that the awaited process needs, and yielding wins.
 struct Patience {
   int pauses;
-  int64_t yielding_ns;
+  int yields;
   bool spreads;  // workers take care that no two of them share a core
 };
 
+// A yield that gives nothing away takes half a microsecond. One beside a process that steps costs as little and lasts until
+// that one yields, so that they are counted; beside one that never yields it lasts for milliseconds.
+inline constexpr int64_t kAwakeNs = 10'000'000;
+
 template <class Done>
-inline bool wait_awake(const Patience& patience, Done done) {
+inline bool wait_awake(const Patience& patience, int64_t until_ns, Done done) {
   for (int i = 0; i < patience.pauses; ++i) {
     if (done()) return true;
     pause_core();
   }
-  if (patience.yielding_ns)
-    for (const int64_t until = now_ns() + patience.yielding_ns; !done() && now_ns() < until;) sched_yield();
+  for (int i = 0; i < patience.yields && !done() && now_ns() < until_ns; ++i) sched_yield();
   return done();
 }
 
@@ -153,7 +156,7 @@ inline void wait_for_ring(const Bell& bell, uint32_t index, uint32_t seen, const
   WorkerLine& line = bell.lines[index];
   auto rung = [&] { return line.rung.load(std::memory_order_acquire) != seen; };
   if (patience.spreads) take_seat(bell, index, patience);
-  while (!wait_awake(patience, rung)) {
+  while (!wait_awake(patience, now_ns() + kAwakeNs, rung)) {
     line.asleep.store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!rung()) futex_wait(line.rung, seen, -1);
@@ -175,15 +178,16 @@ inline void announce_finished(const Bell& bell, WorkerLine& line) {
   bell.wake_caller_if_done();
 }
 
-// Sleeps until `target` steps are finished, for `slice_ns` at most. True if they are.
+// Waits until `target` steps are finished, for `slice_ns` at most. True if they are.
 inline bool wait_for_finished(const Bell& bell, uint32_t target, const Patience& patience, int64_t slice_ns) {
   auto done = [&] { return bell.reached(target); };
-  if (wait_awake({patience.pauses, std::min(slice_ns, patience.yielding_ns), false}, done)) return true;
+  const int64_t start = now_ns();
+  if (wait_awake(patience, start + std::min(slice_ns, kAwakeNs), done)) return true;
   CallerLine& caller = bell.caller;
   caller.target.store(target, std::memory_order_relaxed);
   caller.armed.store(1, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (!done()) futex_wait(caller.armed, 1, slice_ns);
+  if (!done()) futex_wait(caller.armed, 1, std::max(int64_t{0}, start + slice_ns - now_ns()));
   caller.armed.store(0, std::memory_order_relaxed);
   return done();
 }

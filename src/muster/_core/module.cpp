@@ -25,7 +25,7 @@ auto guarded(Call call) {
 }
 
 Patience patience_of(nb::tuple numbers) {
-  return {nb::cast<int>(numbers[0]), nb::cast<int64_t>(numbers[1]), nb::cast<bool>(numbers[2])};
+  return {nb::cast<int>(numbers[0]), nb::cast<int>(numbers[1]), nb::cast<bool>(numbers[2])};
 }
 
 nb::object handed_over(Ref ref) { return nb::steal(ref.release()); }
@@ -246,7 +246,10 @@ NB_MODULE(_core, m) {
         "SIGKILL for this process when the thread that started it ends; reaches it while it is stopped, too.");
   m.def("continue_without_parent", [] { prctl(PR_SET_PDEATHSIG, SIGCONT); },
         "SIGCONT for this process when the thread that started it ends: the watchdog cannot run while it is stopped.");
-  m.def("kill_others", &kill_others, "Kills what has been started in this worker's process group.");
+  m.def("kill_others", &kill_others, "Kills what this worker's envs have started.",
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("kill_started", &kill_started, nb::arg("root"), "Kills the descendants of a process in its session.",
+        nb::call_guard<nb::gil_scoped_release>());
   m.attr("EXIT_FDS_CLOSED") = kExitFdsClosed;
   m.attr("RECORD_BYTES") = sizeof(EnvRecord);
   m.attr("LINE_BYTES") = sizeof(WorkerLine);

@@ -13,6 +13,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -21,9 +23,71 @@ namespace muster {
 // An env that closes fds it does not own cuts its worker off. The worker then ends with this exit code.
 constexpr int kExitFdsClosed = 87;
 
-// Kills what the env has started: this worker's process group, which the worker leaves first. Where it cannot, because
-// the parent whose group it would join has gone, it dies with the others.
+struct Kin {
+  long parent;
+  long session;
+};
+
+// Of the living process `pid`; zeros for any other. Allocates nothing: the worker may have died holding malloc's lock.
+inline Kin kin_of(long pid) {
+  char path[32], stat[512];
+  std::snprintf(path, sizeof path, "/proc/%ld/stat", pid);
+  const int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return {};
+  const ssize_t length = read(fd, stat, sizeof stat - 1);
+  close(fd);
+  if (length <= 0) return {};
+  stat[length] = 0;
+  // pid (name) state ppid pgrp session; the name may hold anything, a ')' too.
+  char* at = std::strrchr(stat, ')');
+  if (!at || at[2] == 'Z' || at[2] == 'X') return {};
+  at += 3;
+  const long parent = std::strtol(at, &at, 10);
+  std::strtol(at, &at, 10);
+  return {parent, std::strtol(at, &at, 10)};
+}
+
+// Kills the descendants of the living process `root` that are in its session. Repeats until a pass finds none: they may
+// be forking.
+inline void kill_started(long root) {
+  struct Entry {
+    uint64_t inode;
+    int64_t offset;
+    unsigned short length;
+    unsigned char type;
+    char name[1];
+  };
+  constexpr size_t kMost = 512;
+  const long session = kin_of(root).session;
+  for (int pass = 0; session && pass < 20; ++pass) {
+    // All before the first is killed: with that its children would lose their place in the line.
+    long found[kMost];
+    size_t count = 0;
+    const int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (proc < 0) return;
+    alignas(Entry) char entries[4096];
+    for (long length; (length = syscall(SYS_getdents64, proc, entries, sizeof entries)) > 0;) {
+      for (long at = 0; at < length;) {
+        const auto* entry = reinterpret_cast<const Entry*>(entries + at);
+        at += entry->length;
+        const long pid = std::strtol(entry->name, nullptr, 10);
+        Kin kin = pid ? kin_of(pid) : Kin{};
+        if (kin.session != session || count == kMost) continue;
+        while (kin.parent > 1 && kin.parent != root) kin = kin_of(kin.parent);
+        if (kin.parent == root) found[count++] = pid;
+      }
+    }
+    close(proc);
+    if (!count) return;
+    for (size_t k = 0; k < count; ++k) kill(pid_t(found[k]), SIGKILL);
+    usleep(1000);
+  }
+}
+
+// Kills what this worker's envs have started: also those in its process group whose parents have gone. The worker leaves
+// the group first; where it cannot, because the parent whose group it would join has gone, it dies with the others.
 inline void kill_others() {
+  kill_started(getpid());
   setpgid(0, getpgid(getppid()));
   kill(-getpid(), SIGKILL);
 }

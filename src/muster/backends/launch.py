@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from muster import _core
-from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds, kill_group
+from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds, kill_group, leave_terminal
 from muster.backends.worker import flush_streams
 from muster.transport.channel import Channel
 
@@ -95,8 +95,10 @@ class WorkerProcess:
         return self.has_ended()
 
     def kill(self) -> None:
-        """SIGKILL, to it alone: what it has started dies when it is reaped."""
-        self.send_signal(signal.SIGKILL)
+        """SIGKILL. What it has started dies with it, and what is left of its process group when it is reaped."""
+        if not self.has_ended():
+            _core.kill_started(self.pid)
+            self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
         if not self._ended:
@@ -310,6 +312,7 @@ def fork_worker(run: Callable[[Mapping[str, int]], None], fds: Mapping[str, int]
     code = 1
     try:
         os.setpgid(0, 0)
+        leave_terminal()
         # Not killed with the parent: that would be with the thread that forked it, and spare the worker's children.
         _core.continue_without_parent()
         for fd in _own_fds - set(fds.values()):

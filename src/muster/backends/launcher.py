@@ -8,6 +8,7 @@ forks are clean; it outlives nothing: when the caller is gone, by whatever signa
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -19,6 +20,7 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 from typing import Any, NoReturn
 
 from muster import _core
@@ -138,14 +140,26 @@ class Launcher:
 
     def _end(self) -> NoReturn:
         for pid, _ in self._workers.values():
+            _core.kill_started(pid)
             kill_group(pid)
         os._exit(0)
 
 
 def kill_group(pid: int) -> None:
     """Kills the worker `pid` and what it has started: its process group."""
-    with contextlib.suppress(ProcessLookupError):  # it has died before it had one
+    # It has died before it had one, or only such are left as run by another user.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def leave_terminal() -> None:
+    """Gives up the caller's terminal: what is not in its foreground is stopped for using it."""
+    with contextlib.suppress(OSError):  # there is none
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            fcntl.ioctl(terminal, termios.TIOCNOTTY)
+        finally:
+            os.close(terminal)
 
 
 def fill_standard_fds() -> list[int]:
@@ -170,6 +184,7 @@ def main(control_fd: int, caller_pidfd: int, preloads: bool) -> NoReturn:
     # The caller's stdout and stderr may have ended here, as what Python's `open` has opened does. What comes by the
     # socket is not to take their places.
     fill_standard_fds()
+    leave_terminal()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it would have it ignored here, too
     if preloads:

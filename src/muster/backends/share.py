@@ -78,7 +78,7 @@ class Patience(NamedTuple):
     """How long to wait awake before sleeping, see `Patience` in _core/doorbell.hpp."""
 
     pauses: int
-    yielding_ns: int
+    yields: int
     spreads: bool
 
 

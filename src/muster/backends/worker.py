@@ -61,8 +61,7 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> Non
             exit_code = _core.EXIT_FDS_CLOSED
         elif not isinstance(error, ChannelClosed):
             raise
-        else:  # The caller is gone, or has closed: this may end before the watchdog has ended what the env has started.
-            _core.kill_others()
+    _core.kill_others()  # the caller has closed, or is gone: this may end before the watchdog has looked
     flush_streams()
     if exit_code:
         os._exit(exit_code)
@@ -91,9 +90,6 @@ def _take_over(fds: Mapping[str, int]) -> None:
     faulthandler.register(STACK_SIGNAL, file=fds["tail"], all_threads=True)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Not in the terminal's foreground, it would be stopped for reading there, or for writing after `stty tostop`.
-    signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     # Ctrl-C is the caller's to handle. A handler, since an ignored signal would be inherited by the env's processes.
     signal.signal(signal.SIGINT, lambda *_: None)
 

@@ -68,15 +68,15 @@ def run_guarded(
             stdin=packed,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            process_group=0,
+            start_new_session=True,
         )
         os.close(write)
         try:
             return _listen(process, told, stderr, stage_timeout_s)
         finally:
             if process.returncode is None:
+                _core.kill_started(process.pid)
                 process.kill()
-            # What the env has started outlives it.
             kill_group(process.pid)
             process.wait()
 
