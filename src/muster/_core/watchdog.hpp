@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 namespace muster {
 
@@ -47,9 +48,15 @@ inline Kin kin_of(long pid) {
   return {parent, std::strtol(at, &at, 10)};
 }
 
-// Kills the descendants of the living process `root` that are in its session. Repeats until a pass finds none: they may
-// be forking.
-inline void kill_started(long root) {
+struct Kindred {
+  long pids[512];
+  size_t count = 0;
+
+  bool has(long pid) const { return std::find(pids, pids + count, pid) != pids + count; }
+};
+
+// The descendants of `root` in `session`.
+inline Kindred descendants(long root, long session) {
   struct Entry {
     uint64_t inode;
     int64_t offset;
@@ -57,31 +64,45 @@ inline void kill_started(long root) {
     unsigned char type;
     char name[1];
   };
-  constexpr size_t kMost = 512;
-  const long session = kin_of(root).session;
-  for (int pass = 0; session && pass < 20; ++pass) {
-    // All before the first is killed: with that its children would lose their place in the line.
-    long found[kMost];
-    size_t count = 0;
-    const int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (proc < 0) return;
-    alignas(Entry) char entries[4096];
-    for (long length; (length = syscall(SYS_getdents64, proc, entries, sizeof entries)) > 0;) {
-      for (long at = 0; at < length;) {
-        const auto* entry = reinterpret_cast<const Entry*>(entries + at);
-        at += entry->length;
-        const long pid = std::strtol(entry->name, nullptr, 10);
-        Kin kin = pid ? kin_of(pid) : Kin{};
-        if (kin.session != session || count == kMost) continue;
-        while (kin.parent > 1 && kin.parent != root) kin = kin_of(kin.parent);
-        if (kin.parent == root) found[count++] = pid;
-      }
+  Kindred found;
+  const int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (proc < 0) return found;
+  alignas(Entry) char entries[4096];
+  for (long length; (length = syscall(SYS_getdents64, proc, entries, sizeof entries)) > 0;) {
+    for (long at = 0; at < length;) {
+      const auto* entry = reinterpret_cast<const Entry*>(entries + at);
+      at += entry->length;
+      const long pid = std::strtol(entry->name, nullptr, 10);
+      Kin kin = pid ? kin_of(pid) : Kin{};
+      if (kin.session != session || found.count == std::size(found.pids)) continue;
+      while (kin.parent > 1 && kin.parent != root) kin = kin_of(kin.parent);
+      if (kin.parent == root) found.pids[found.count++] = pid;
     }
-    close(proc);
-    if (!count) return;
-    for (size_t k = 0; k < count; ++k) kill(pid_t(found[k]), SIGKILL);
+  }
+  close(proc);
+  return found;
+}
+
+// Kills the descendants of the living process `root` that are in its session. All are stopped before the first is killed:
+// what one of them forks meanwhile would else lose its place in the line with its parent.
+inline void kill_started(long root) {
+  const long session = kin_of(root).session;
+  if (!session) return;
+  Kindred stopped;
+  for (int pass = 0; pass < 20; ++pass) {
+    const Kindred found = descendants(root, session);
+    bool any_new = false;
+    for (size_t k = 0; k < found.count; ++k) {
+      if (stopped.has(found.pids[k])) continue;
+      any_new = true;
+      kill(pid_t(found.pids[k]), SIGSTOP);
+    }
+    stopped = found;
+    if (!any_new) break;
     usleep(1000);
   }
+  // Children first, mostly: a group whose parents are gone is told to go on.
+  for (size_t k = stopped.count; k-- > 0;) kill(pid_t(stopped.pids[k]), SIGKILL);
 }
 
 // Kills what this worker's envs have started: also those in its process group whose parents have gone. The worker leaves
