@@ -155,7 +155,6 @@ active proctype caller() {
     :: round < ROUNDS ->
        round = round + 1;
        /* ring_all */
-       STORE(target, round * WORKERS);
        STORE_AT(rung, 0, round);
        STORE_AT(rung, 1, round);
        FENCE_CALLER;

@@ -65,7 +65,7 @@ def test_a_timeout_holds_while_another_process_wants_the_callers_core(two_worker
     workers = [worker["pid"] for worker in two_workers.stats()["workers"]]
     try:
         for _ in range(30):
-            time.sleep(0.0002)  # so that the workers leave this core
+            time.sleep(0.0002)  # at a policy's pace
             two_workers.step(np.ones(4, np.int64))
         for pid in workers:
             os.kill(pid, signal.SIGSTOP)

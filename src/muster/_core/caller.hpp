@@ -380,7 +380,6 @@ class Caller {
 
   void send_all(Command command, bool awaits_all, uint32_t obs_block = 0) {
     tell_workers(awaits_all);
-    slab_.caller->target.store(delivered_ + slab_.num_envs, std::memory_order_relaxed);
     block_before_ = slab_.records[0].obs_block;
     for (uint32_t i = 0; i < slab_.num_envs; ++i) {
       if (!obs_block) bring_home(i);

@@ -76,7 +76,6 @@ def run_guarded(
         finally:
             if process.returncode is None:
                 _core.kill_started(process.pid)
-                process.kill()
             kill_group(process.pid)
             process.wait()
 

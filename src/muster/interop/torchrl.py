@@ -123,8 +123,8 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         rows = asked
         if mask is not None and seed is None and options is None:
             rows = rows & ~self._fresh
-        settle(self.vector_env)  # of a step that Ctrl-C has ended
         if rows.any():
+            settle(self.vector_env)  # of a step that Ctrl-C has ended
             given = dict(options or {}) if mask is None else {**(options or {}), "reset_mask": rows}
             obs, infos = self.vector_env.reset(seed=seed, options=given or None)
             self._now_observed(self._layout.observed(obs, infos), infos)
