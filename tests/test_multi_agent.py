@@ -124,6 +124,38 @@ def test_actions_are_checked_before_anything_is_sent_but_not_those_of_agents_tha
         assert [len(got) for got in envs.get_attr("got")] == [2, 2]
 
 
+@pytest.mark.parametrize(
+    ("space", "allowed", "wrong"),
+    [
+        (spaces.Dict({"m": spaces.MultiDiscrete([3, 3])}), {"m": np.zeros((1, 2, 2), int)}, {"m": [[[0, 0], [-1, 9]]]}),
+        (spaces.Tuple([spaces.Discrete(2)]), (np.zeros((1, 2), int),), ([[0, -1]],)),
+        (spaces.MultiBinary(2), np.zeros((1, 2, 2), np.int8), [[[0, 1], [-1, 9]]]),
+    ],
+)
+def test_no_kind_of_action_is_checked_where_the_agent_does_not_act(space: Any, allowed: Any, wrong: Any) -> None:
+    class Acting(Script):
+        def action_space(self, agent: str) -> spaces.Space[Any]:
+            return space if agent.startswith("a") else super().action_space(agent)
+
+    b = np.ones((1, 1), np.int64)
+    with muster.make_vec(Acting, 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        envs.step({"a": wrong, "b": b})  # a_1, whose action is wrong, is not there yet
+        with pytest.raises(ActionError):
+            envs.step({"a": wrong, "b": b})
+        envs.step({"a": allowed, "b": b})
+
+
+def test_without_copies_rewards_and_flags_stay_as_they_were() -> None:
+    with muster.make_vec(Script, 1, backend="serial", copy=False) as envs:
+        envs.reset(seed=0)
+        _, rewards, *_, infos = envs.step(ones(1))
+        before = rewards["a"].copy(), infos["acting"]["a"].copy()
+        envs.step(ones(1))
+        np.testing.assert_array_equal(rewards["a"], before[0])
+        np.testing.assert_array_equal(infos["acting"]["a"], before[1])
+
+
 @pytest.mark.parametrize("copy", [True, False])
 def test_next_step_autoreset_returns_the_reset_as_a_row_of_its_own(backend: dict[str, Any], copy: bool) -> None:
     with muster.make_vec(Script, 2, copy=copy, **backend) as envs:

@@ -81,13 +81,14 @@ class MultiAgentVectorEnv:
     terminated, truncated: bool ``[N]``, of the whole env: terminated if every agent ended and none was truncated.
     infos: by group, bool ``[N, A]``: ``alive`` the agent's row holds something, ``acting`` its action counts in the
     next step, ``agent_terminated``, ``agent_truncated`` it ended in this step; ``action_mask`` ``[N, A, n]`` where
-    the env gives masks, never all False; ``state`` ``[N, ...]`` and ``_state`` ``[N]`` where it has a state, of which
-    the envs are asked only from the time on when that key is first looked at, see ``state`` of `make_vec`;
-    ``agent_infos`` by agent, whatever else the env tells.
+    the env gives masks, or announces them in its spaces, never all False; ``state`` ``[N, ...]`` and ``_state``
+    ``[N]`` where it has a state, of which the envs are asked only from the time on when that key is first looked at,
+    see ``state`` of `make_vec`; ``agent_infos`` by agent, whatever else the env tells.
     With same_step autoreset `obs`, ``alive``, ``acting``, ``action_mask`` and ``state`` are the new episode's;
     ``final_obs`` and ``final_info`` hold the old one's in the rows where ``_final_obs`` is True.
 
-    Actions are ``[N, A, ...]`` by group; those of agents that are not acting are ignored.
+    Actions are ``[N, A, ...]`` by group; those of agents that are not acting are ignored. With ``copy=False`` obs,
+    ``action_mask`` and ``state`` are views, valid until that env's next send.
     """
 
     def __init__(self, rows: RowVectorEnv) -> None:
@@ -256,6 +257,8 @@ class MultiAgentVectorEnv:
         self, rows: Any, infos: Infos, truncated: Bools | None, env_ids: Array | None = None
     ) -> tuple[ByGroup, Rewards, Infos]:
         rewards, flags = rows[REWARDS], rows[FLAGS]
+        if self._rows.gives_views:  # of observations alone, as `VectorEnv` does
+            rewards, flags = rewards.copy(), flags.copy()
         if infos:
             final = infos.pop(_FINAL_ROWS, None)
             if truncated is not None and "_restarted" in infos and (lost := infos["_restarted"] & truncated).any():
@@ -345,16 +348,13 @@ class MultiAgentVectorEnv:
             return None
         flags = self._rows.flags()
         acting = flags[:, ACTING] if env_ids is None else flags[env_ids_of(env_ids, self.num_envs), ACTING]
-        replaced: ByGroup = {}
-        for name, slot in self._slots.items():
-            space = self._layout.action_spaces[name]
-            given = replaced[name] = actions[name]
-            if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
-                given, counts, shape = np.asarray(given), acting[:, slot], space.shape or ()
-                if given.shape != (*counts.shape, *shape) or given.dtype.kind not in "iu":
-                    return None
-                replaced[name] = np.where(counts.reshape(*counts.shape, *(1 for _ in shape)), given, space.start)
-        return replaced
+        try:
+            return {
+                name: _without_idle(self._layout.action_spaces[name], actions[name], acting[:, slot])
+                for name, slot in self._slots.items()
+            }
+        except ValueError:
+            return None
 
 
 class RowVectorEnv(VectorEnv):
@@ -367,6 +367,11 @@ class RowVectorEnv(VectorEnv):
         """Whether nothing can be asked of the envs now: some owe an answer, or they are closed."""
         caller = self._caller
         return bool(caller.closed or caller.in_fork or caller.calling or caller.num_pending)
+
+    @property
+    def gives_views(self) -> bool:
+        """Whether rows are views of the slab."""
+        return not self._copy
 
     def want_states(self) -> None:
         """Rows hold the envs' states from the next step on."""
@@ -429,6 +434,26 @@ class RowVectorEnv(VectorEnv):
         infos["_final_info"] = ended
         infos["_final_obs"] = ended.copy()
         infos[_FINAL_ROWS] = self._obs.batch(self._backend.slab.final_obs, take, [])
+
+
+def _without_idle(space: spaces.Space[Any], given: Any, acting: Bools) -> Any:
+    """`given`, actions ``[n, A, ...]`` of `space`, with allowed values where `acting` ``[n, A]`` is False.
+
+    Raises ValueError where it is no such batch.
+    """
+    if isinstance(space, spaces.Dict):
+        if not isinstance(given, Mapping) or set(given) != set(space.spaces):
+            raise ValueError("other keys")
+        return {key: _without_idle(one, given[key], acting) for key, one in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_without_idle(one, part, acting) for one, part in zip(space.spaces, given, strict=True))
+    if not isinstance(space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        return given
+    given, shape = np.asarray(given), space.shape or ()
+    if given.shape != (*acting.shape, *shape) or given.dtype.kind not in "iub":
+        raise ValueError("another shape, or no integers")
+    allowed = 0 if isinstance(space, spaces.MultiBinary) else space.start
+    return np.where(acting.reshape(*acting.shape, *(1 for _ in shape)), given, allowed)
 
 
 def _cut_off(rewards: Array, flags: Array, lost: Bools) -> tuple[Array, Array]:

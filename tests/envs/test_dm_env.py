@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,31 @@ specs = dm_env.specs
 
 
 class Task:
-    def __init__(self) -> None:
-        self.random = np.random.RandomState(0)
+    """Draws numbers below 50 from a generator of one of the three kinds."""
+
+    def __init__(self, generator: str) -> None:
+        kinds: dict[str, Any] = {
+            "RandomState": np.random.RandomState,
+            "Generator": np.random.default_rng,
+            "Random": random.Random,
+        }
+        self.random = kinds[generator](0)
+
+    def draw(self) -> int:
+        if isinstance(self.random, random.Random):
+            return self.random.randrange(50)
+        return int(
+            self.random.integers(50) if isinstance(self.random, np.random.Generator) else self.random.randint(50)
+        )
 
 
 class Walk(dm_env.Environment):
     """Counts to `length` and ends with `discount`."""
 
-    def __init__(self, length: int = 3, discount: float | None = 0.0, nested: bool = False) -> None:
-        self.task = Task()
+    def __init__(
+        self, length: int = 3, discount: float | None = 0.0, nested: bool = False, generator: str = "RandomState"
+    ) -> None:
+        self.task = Task(generator)
         self.length, self.discount, self.nested = length, discount, nested
         self.level = 1
 
@@ -44,7 +61,7 @@ class Walk(dm_env.Environment):
         )
 
     def reset(self) -> Any:
-        self.t, self.drawn = 0, self.task.random.randint(50)
+        self.t, self.drawn = 0, self.task.draw()
         return dm_env.restart(self._obs())
 
     def step(self, action: Any) -> Any:
@@ -92,8 +109,9 @@ def test_nested_specs_become_nested_spaces_with_sorted_keys() -> None:
         assert envs.get_attr("action")[1].tolist() == [0.5, 0.5]
 
 
-def test_seeds_reach_the_random_state_of_the_task() -> None:
-    with muster.make_vec(Walk, 3, backend="serial") as envs:
+@pytest.mark.parametrize("generator", ["RandomState", "Generator", "Random"])
+def test_seeds_reach_the_generator_of_the_task(generator: str) -> None:
+    with muster.make_vec(Walk, 3, env_kwargs={"generator": generator}, backend="serial") as envs:
         first, again, other = (envs.reset(seed=seed)[0][:, 1].tolist() for seed in (5, 5, 6))
         assert first == again
         assert first[1:] == other[:-1]

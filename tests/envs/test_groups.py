@@ -72,3 +72,13 @@ def test_given_groups_must_not_mix_spaces() -> None:
 def test_dict_keys_are_sorted_at_every_depth() -> None:
     space = spaces.Dict([("z", TWO), ("a", spaces.Dict([("y", TWO), ("b", THREE)]))])
     assert [*sorted_space(space).spaces, *sorted_space(space)["a"].spaces] == ["a", "z", "b", "y"]
+
+
+def test_the_parts_of_a_split_group_take_no_other_groups_name() -> None:
+    agents = ["x_0", "x_1", "x_a_0", "x_c_0"]
+    assert grouped(agents, obs=dict(zip(agents, [SMALL, LARGE, SMALL, SMALL], strict=True))) == {
+        "x_a": ("x_a_0",),
+        "x_b": ("x_0",),
+        "x_c": ("x_c_0",),
+        "x_d": ("x_1",),
+    }

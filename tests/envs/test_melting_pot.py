@@ -15,7 +15,7 @@ import pytest
 
 import muster
 from muster.envs.melting_pot import load_substrates
-from muster.errors import RecipeError
+from muster.errors import EnvError, RecipeError
 
 pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
 pytest.importorskip("ml_collections", reason="scripts/install_meltingpot.sh")
@@ -211,3 +211,25 @@ def test_importing_substrates_leaves_nothing_behind_that_is_not_real() -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "False"
+
+
+def test_factories_may_refer_to_melting_pot_itself() -> None:
+    substrate = load_substrates()
+    roles = substrate.get_config(SMALL).default_player_roles
+
+    def with_the_callers_module() -> Any:
+        return substrate.build(SMALL, roles=roles)
+
+    def with_its_own_import() -> Any:
+        from meltingpot import substrate as imported
+
+        return imported.build(SMALL, roles=roles)
+
+    for how in (with_the_callers_module, with_its_own_import, functools.partial(substrate.build, SMALL, roles=roles)):
+        with muster.make_vec(how, 1) as envs:
+            assert envs.groups == {"player": ["player_0", "player_1"]}
+
+
+def test_an_option_that_the_substrate_does_not_have_is_named() -> None:
+    with pytest.raises(EnvError, match="has no option 'num_player'; it has: roles, num_players, action_set, "):
+        muster.make_vec(f"meltingpot/{SMALL}", 1, env_kwargs={"num_player": 1})

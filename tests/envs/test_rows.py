@@ -14,6 +14,7 @@ from dm_env import specs
 from gymnasium import spaces
 
 import muster
+from muster.errors import EnvError
 
 ACTIONS = {"player": np.ones((1, 2), np.int32)}
 
@@ -161,3 +162,61 @@ def test_an_agent_that_ends_and_returns_within_one_turn_has_ended() -> None:
             ends.append(infos["agent_terminated"]["p"][0].tolist())
             assert infos["acting"]["p"].sum() == 1
         assert [True, False, False] in ends
+
+
+class Alike(Turns):
+    """Shows all agents one array, in a tuple within a dict."""
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Dict({"x": spaces.Tuple([super().observation_space(agent)])})
+
+    def observe(self, agent: str) -> Any:
+        return {"x": (super().observe(agent),)}
+
+
+def test_agents_that_are_shown_one_array_in_turn_each_keep_what_they_saw() -> None:
+    with muster.make_vec(Alike, 1, backend="serial") as envs:
+        obs, _ = envs.reset(seed=0)
+        assert obs["p"]["x"][0].tolist() == [[[0, 0], [0, 1], [0, 2]]]
+
+
+def test_masks_that_the_spaces_announce_are_there_also_while_nobody_has_one() -> None:
+    with muster.make_vec(lambda: Boards(shows_the_dead=False), 1, backend="serial") as envs:
+        _, infos = envs.reset(seed=0)
+        seen = [infos["action_mask"]["a"].shape]
+        for _ in range(5):  # an episode takes two, and a third for its reset
+            *_, infos = envs.step({"a": np.zeros((1, 2), np.int64)})
+            seen.append(infos["action_mask"]["a"].shape)
+        assert seen == [(1, 2, 3)] * 6
+
+
+class Judged(Players):
+    """It ends with its first step, with a discount for each player."""
+
+    def __init__(self, *discounts: float) -> None:
+        super().__init__("x")
+        self.discounts = list(discounts)
+
+    def step(self, actions: Any) -> Any:
+        return super().step(actions)._replace(step_type=dm_env.StepType.LAST, discount=self.discounts)
+
+
+@pytest.mark.parametrize(("discounts", "terminates"), [((0.0, 0.0), True), ((0.0, 1.0), False)])
+def test_players_have_ended_for_good_if_no_discount_is_left(discounts: tuple[float, ...], terminates: bool) -> None:
+    with muster.make_vec(functools.partial(Judged, *discounts), 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        _, _, terminated, truncated, _ = envs.step(ACTIONS)
+        assert (terminated.tolist(), truncated.tolist()) == ([terminates], [not terminates])
+
+
+class Unrewarded(Boards):
+    def step(self, actions: dict[str, Any]) -> Any:
+        obs, rewards, *rest = super().step(actions)
+        return (obs, dict.fromkeys(rewards, None), *rest)
+
+
+def test_a_reward_of_none_is_an_error_and_no_nan() -> None:
+    with muster.make_vec(lambda: Unrewarded(shows_the_dead=False), 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        with pytest.raises(EnvError, match="an agent's reward is None, expected a number"):
+            envs.step({"a": np.zeros((1, 2), np.int64)})

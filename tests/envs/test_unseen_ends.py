@@ -78,3 +78,36 @@ def test_an_agent_that_was_never_shown_anything_gets_zeros_and_its_rewards() -> 
             np.testing.assert_allclose(rewards["b"], [[t + 0.2]])
         assert infos["agent_terminated"]["b"].tolist() == [[True]]
         assert terminated.tolist() == [True]
+
+
+class Reusing(Unseen):
+    """Writes each agent's observation to an array of the agent's own, and -99 once it is gone. `nested`: in a tuple."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.nested = nested
+        self.buffers = {agent: np.zeros(2, np.float32) for agent in ("a_0", "a_1", "b_0")}
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        space = spaces.Box(-99, 99, (2,))
+        return spaces.Tuple([space]) if self.nested else space
+
+    def _obs(self, agent: str) -> Any:
+        self.buffers[agent][:] = super()._obs(agent)
+        return (self.buffers[agent],) if self.nested else self.buffers[agent]
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        result = super().step(actions)
+        for agent in self.buffers.keys() - set(self.agents):
+            self.buffers[agent][:] = -99
+        return result
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_an_agent_was_last_shown_stays_though_the_env_writes_to_it_again(nested: bool) -> None:
+    with muster.make_vec(lambda: Reusing(nested), 1, backend="serial", autoreset_mode="disabled") as envs:
+        envs.reset(seed=0)
+        for _ in range(2):
+            obs, *_, infos = envs.step({"a": np.ones((1, 2), int), "b": np.ones((1, 1), int)})
+        assert infos["agent_terminated"]["a"].tolist() == [[False, True]]
+        assert (obs["a"][0] if nested else obs["a"]).tolist() == [[[2, 0], [1, 1]]]

@@ -59,5 +59,6 @@ def test_all_that_pass_with_the_originals_pass(variable, plugin, path, tmp_path)
     if not checkout:
         pytest.skip(f"{variable} names no checkout")
     originals = _passed(checkout, path, tmp_path / "originals.xml")
+    assert originals, f"no test of {path} in {checkout} passes with the originals: is it a whole checkout?"
     with_muster = _passed(checkout, path, tmp_path / "muster.xml", "-p", plugin)
     assert sorted(originals - with_muster) == []

@@ -10,6 +10,25 @@
 
 namespace muster {
 
+// An observation that stays as it is: its arrays, in dicts, tuples and lists too, are copied.
+inline Ref copied(PyObject* obs) {
+  if (PyArray_CheckExact(obs)) return checked(PyArray_NewCopy(reinterpret_cast<PyArrayObject*>(obs), NPY_KEEPORDER));
+  if (PyDict_Check(obs)) {
+    Ref dict = checked(PyDict_New());
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(obs, &at, &key, &value);)
+      check(PyDict_SetItem(dict.get(), key, copied(value).get()));
+    return dict;
+  }
+  if (PyTuple_CheckExact(obs) || PyList_CheckExact(obs)) {
+    Ref parts = checked(PySequence_List(obs));
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(parts.get()); ++k)
+      check(PyList_SetItem(parts.get(), k, copied(PyList_GET_ITEM(parts.get(), k)).release()));
+    return PyTuple_CheckExact(obs) ? checked(PyList_AsTuple(parts.get())) : std::move(parts);
+  }
+  return Ref::borrow(obs);
+}
+
 class AgentRow {
  public:
   // slots: a dict that has for each agent (column, group, member, keys, ...): where it stands among all agents, in which
@@ -27,7 +46,7 @@ class AgentRow {
   void start_episode() {
     std::fill(unended_.begin(), unended_.end(), 0);
     some_truncated_ = false;
-    for (Ref& shown : last_shown_) shown = Ref();
+    for (Shown& shown : last_shown_) shown = Shown{};
   }
 
   // Nobody is there yet.
@@ -107,9 +126,9 @@ class AgentRow {
       const Ref reward = Ref::borrow(item(rewards, agent));
       if (!obs && !reward && !terminated && !truncated) return;
       const size_t column = column_of(slot_of(agent));
-      Ref seen = Ref::borrow(obs ? obs.get() : last_shown_[column] ? last_shown_[column].get() : Py_None);
-      put(agent, seen.get(), reward.get(), terminated, truncated, obs && acts);
-      last_shown_[column] = std::move(seen);
+      Shown& shown = last_shown_[column];
+      if (obs) shown.remember(obs.get());
+      put(agent, obs ? obs.get() : shown.last(), reward.get(), terminated, truncated, obs && acts);
     };
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(before); ++k) {
       Ref agent = Ref::borrow(PyList_GET_ITEM(before, k));
@@ -138,6 +157,22 @@ class AgentRow {
 
  private:
   enum Flag { kAlive, kActing, kTerminated, kTruncated, kNumFlags };
+
+  // What an agent was last shown, also after the env has written to its arrays again.
+  struct Shown {
+    Ref object;
+    Ref copy;  // where the env may do so; null where it hands out a new array each time
+
+    void remember(PyObject* obs) {
+      const bool is_new = object && object.get() != obs && PyArray_CheckExact(obs) &&
+                          PyArray_CHKFLAGS(reinterpret_cast<PyArrayObject*>(obs), NPY_ARRAY_OWNDATA);
+      copy = is_new ? Ref() : copied(obs);
+      object = Ref::borrow(obs);
+    }
+
+    // Borrowed; None for nothing yet.
+    PyObject* last() const { return copy ? copy.get() : object ? object.get() : Py_None; }
+  };
 
   static PyArrayObject* array(const Ref& ref) { return reinterpret_cast<PyArrayObject*>(ref.get()); }
 
@@ -196,6 +231,10 @@ class AgentRow {
   void put_reward(size_t column, PyObject* reward) {
     char* to = PyArray_BYTES(array(rewards_)) + column * sizeof(float);
     auto* zero_dim = PyArray_Check(reward) ? reinterpret_cast<PyArrayObject*>(reward) : nullptr;
+    if (reward == Py_None) {
+      PyErr_SetString(PyExc_TypeError, "an agent's reward is None, expected a number");
+      throw PythonError{};
+    }
     if (PyFloat_Check(reward)) {
       const float number = float(PyFloat_AS_DOUBLE(reward));
       std::memcpy(to, &number, sizeof number);
@@ -212,7 +251,7 @@ class AgentRow {
   std::vector<Py_ssize_t> sizes_;
   Ref rewards_, flags_;
   size_t count_;
-  std::vector<Ref> last_shown_;  // by column
+  std::vector<Shown> last_shown_;  // by column
   std::vector<uint8_t> unended_;
   bool some_truncated_ = false;
   Ref places_;

@@ -228,6 +228,10 @@ NB_MODULE(_core, m) {
         return guarded([&] { return handed_over(self.end_of_step(over)); });
       });
 
+  m.def("copied", [](nb::handle obs) {
+    import_numpy();
+    return guarded([&] { return handed_over(copied(obs.ptr())); });
+  });
   m.def("split_agents", [](nb::handle rewards, nb::handle flags, nb::list slots, nb::tuple names) {
     import_numpy();
     return guarded([&] { return handed_over(split_agents(rewards.ptr(), flags.ptr(), slots.ptr(), names.ptr())); });

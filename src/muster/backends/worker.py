@@ -19,6 +19,7 @@ from typing import Any
 from muster import _core
 from muster.backends.memory_plan import Built
 from muster.backends.share import Failure, Share, ShareOptions, seed_globals, settle
+from muster.envs.light_melting_pot import import_without_bots
 from muster.errors import CannotTravel
 from muster.recipe import Recipe, WorkerInfo, unpack, worker_info_context
 from muster.transport.channel import Channel, ChannelClosed
@@ -50,6 +51,7 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> Non
     """Runs a worker on the fds of `launcher.WORKER_FDS`. `recipes`: inherited, under fork."""
     _core.start_watchdog(fds["caller"], fds["stderr_read"], fds["stderr"], fds["tail"])
     _take_over(fds)
+    import_without_bots()
     forked = recipes is not None
     channel = Channel(socket.socket(fileno=fds["channel"]), shares_main=forked)
     exit_code = 0

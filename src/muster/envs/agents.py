@@ -130,6 +130,8 @@ class AgentsEnv(ABC):
             self._given.fill(False)
             for mask in self._masks:
                 mask.fill(True)
+        if self._masked:
+            self._give(GIVES_MASKS)  # announced by the spaces: also while no agent that has one is there
 
     def _put(self, agent: Agent, obs: Any, reward: float, terminated: bool, truncated: bool, acts: bool) -> None:
         """One agent that is there. obs: None for zeros. acts: its action counts in the next step."""
@@ -167,7 +169,7 @@ class AgentsEnv(ABC):
         for agent, obs in observations.items():
             slot = self._slots.get(agent)
             if slot is not None and slot.unwrap is not None and obs is not None:
-                mask = self._last_masks[agent] = obs["action_mask"]
+                mask = self._last_masks[agent] = np.array(obs["action_mask"])
                 self._put_mask(agent, slot, mask)
                 rest[agent] = slot.unwrap(obs)
         return rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import gymnasium
@@ -20,7 +21,7 @@ class DmEnv(gymnasium.Env[Any, Any]):
     """A dm_env env. Its last step terminates the episode where the discount is 0, and truncates it otherwise.
 
     A discount of its own, neither 0 nor 1, is told as ``info["discount"]``. dm_env knows no seeds: `reset` seeds the
-    `numpy.random.RandomState` of the env, or of its task (dm_control), where it has one.
+    generators of NumPy's and Python's that the env, or its task (dm_control), keeps as attributes.
     """
 
     def __init__(self, env: Any) -> None:
@@ -67,3 +68,7 @@ def seed_generators(env: Any, seed: int) -> None:
             for value in list(vars(holder).values()) if hasattr(holder, "__dict__") else ():
                 if isinstance(value, np.random.RandomState):
                     value.seed(seed % 2**32)
+                elif isinstance(value, np.random.Generator):
+                    value.bit_generator.state = type(value.bit_generator)(seed).state
+                elif isinstance(value, random.Random):
+                    value.seed(seed)

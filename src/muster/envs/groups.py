@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -27,8 +28,9 @@ def group_agents(
     """Groups by name, ordered by name, their agents in the order of `agents`.
 
     Without `override` agents form groups by what stands before their number (``walker_0`` -> ``walker``; without that:
-    ``agents``); a group of unequal spaces is split into ``<name>_a``, ``<name>_b``, ... `override` maps every agent to
-    its group. Raises ValueError, SpecMismatch where a group of `override` has unequal spaces.
+    ``agents``); a group of unequal spaces is split into ``<name>_a``, ``<name>_b``, ..., past other groups' names.
+    `override` maps every agent to its group. Raises ValueError, SpecMismatch where a group of `override` has unequal
+    spaces.
     """
     groups: dict[str, list[Agent]] = {}
     if override is None:
@@ -79,8 +81,11 @@ def _split(
                     break
             else:
                 kinds.append([agent])
-        for i, kind in enumerate(kinds):
-            split[name if len(kinds) == 1 else f"{name}_{_letters(i)}"] = kind
+        if len(kinds) == 1:
+            split[name] = members
+            continue
+        names = (f"{name}_{_letters(i)}" for i in itertools.count())
+        split.update(zip((one for one in names if one not in groups), kinds, strict=False))
     return split
 
 

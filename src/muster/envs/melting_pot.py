@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import importlib
-import importlib.util
 import itertools
 import re
-import sys
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +18,7 @@ from muster.envs.agents import AgentsEnv, AgentSpecs, Row, Step
 from muster.envs.attributes import chain
 from muster.envs.dm_env import seed_generators
 from muster.envs.groups import Agent
+from muster.envs.light_melting_pot import load_substrates, melting_pot_package
 from muster.envs.shortcuts import PastSubstrate
 from muster.envs.specs import space_of
 from muster.errors import RecipeError
@@ -79,7 +74,8 @@ class Players(AgentsEnv):
     def step(self, actions: dict[str, Any]) -> Step:
         timestep = self._past.step(self.env, list(self._chosen(actions, self._players).values()))
         over = timestep.last()
-        row = self._row_of(timestep, timestep.reward, over=over, terminated=over and timestep.discount == 0.0)
+        terminated = over and bool(np.all(np.equal(timestep.discount, 0.0)))  # one for all players, or one for each
+        row = self._row_of(timestep, timestep.reward, over=over, terminated=terminated)
         return self._end_of_step(row, over, {})
 
     def render(self) -> Any:
@@ -140,21 +136,15 @@ class MakeSubstrate:
             roles = tuple(chosen.default_player_roles)
         if num_players is not None:
             roles = tuple(itertools.islice(itertools.cycle(roles), num_players))
+        if unknown := [name for name in config if name not in chosen]:
+            raise TypeError(
+                f"the substrate {self.name!r} has no option {unknown[0]!r}; it has: "
+                f"{', '.join(['roles', 'num_players', *sorted(chosen)])}"
+            )
         if config:
             with chosen.unlocked():
                 chosen.update(config)
         return substrate.build_from_config(chosen, roles=tuple(roles))
-
-
-def load_substrates() -> Any:
-    """The module ``meltingpot.substrate``, also where Melting Pot is installed without TensorFlow and bots.
-
-    Raises ModuleNotFoundError with the command that installs it.
-    """
-    if "meltingpot.substrate" in sys.modules:
-        return sys.modules["meltingpot.substrate"]
-    with _with_chex():
-        return _import_without_bots()
 
 
 def substrate_of(env: Any) -> tuple[str, int] | None:
@@ -195,7 +185,7 @@ def _flat_settings_of(name: str) -> dict[str, str]:
 
 
 def _known_substrates() -> list[str]:
-    folders = _package().submodule_search_locations or [""]
+    folders = melting_pot_package().submodule_search_locations or [""]
     listing = Path(folders[0], "configs", "substrates", "__init__.py")
     return re.findall(r"^    '(\w+)',$", listing.read_text(encoding="utf-8"), re.MULTILINE)
 
@@ -206,36 +196,3 @@ def check_substrate(name: str) -> MakeSubstrate:
     if name not in known:
         raise RecipeError(f"Melting Pot has no substrate {name!r}. It has: {', '.join(known)}")
     return MakeSubstrate(name)
-
-
-def _package() -> ModuleSpec:
-    spec = importlib.util.find_spec("meltingpot")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(
-            "Melting Pot is not installed. Without TensorFlow and bots: scripts/install_meltingpot.sh; with them: "
-            "pip install dm-meltingpot",
-            name="meltingpot",
-        )
-    return spec
-
-
-def _import_without_bots() -> Any:
-    """The package is not executed: its ``__init__`` imports bots, hence TensorFlow."""
-    if "meltingpot" not in sys.modules:
-        sys.modules["meltingpot"] = importlib.util.module_from_spec(_package())
-    return importlib.import_module("meltingpot.substrate")
-
-
-@contextlib.contextmanager
-def _with_chex() -> Iterator[None]:
-    """Melting Pot takes nothing but a decorator from chex, which brings JAX along."""
-    if importlib.util.find_spec("chex") is not None:
-        yield
-        return
-    standing_in = types.ModuleType("chex")
-    standing_in.dataclass = dataclasses.dataclass  # type: ignore[attr-defined]  # it is made right here
-    sys.modules["chex"] = standing_in
-    try:
-        yield
-    finally:
-        del sys.modules["chex"]

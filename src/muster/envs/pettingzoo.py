@@ -75,6 +75,9 @@ def specs_of(env: Any, state: bool | None) -> AgentSpecs:
 
 
 def _state_space(env: Any) -> Space | None:
-    space = getattr(env, "state_space", None)
+    try:
+        space = env.state_space
+    except Exception:  # envs that inherit it without having a state raise whatever they like
+        return None
     fixed = isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
     return space if fixed and callable(getattr(env, "state", None)) else None

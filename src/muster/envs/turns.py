@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
+from muster._core import copied
 from muster.envs.agents import AgentsEnv, Row, Step
 from muster.envs.groups import Agent
 from muster.envs.pettingzoo import specs_of
@@ -17,9 +16,9 @@ from muster.errors import SpecMismatch
 class TurnBasedAgents(AgentsEnv):
     """A PettingZoo AEC env: a step is one agent's turn, and `acting` names the one agent whose turn comes next.
 
-    Every live agent's row holds what it observes now. Rewards are told to an agent when its turn comes, or when it
-    ends: all that it got since its last action. That is in steps in which others act, so returns are sums over all of
-    an agent's live rows, not over those alone in which it acts.
+    Every live agent's row holds what it observes now, copied, since all of them may be shown one array. Rewards are
+    told to an agent when its turn comes, or when it ends: all that it got since its last action. That is in steps in
+    which others act, so returns are sums over all of an agent's live rows, not over those alone in which it acts.
     """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
@@ -49,7 +48,7 @@ class TurnBasedAgents(AgentsEnv):
             agent = env.agent_selection
             obs, reward, terminated, truncated, infos[agent] = env.last()
             ended = terminated or truncated
-            self._put(agent, _kept(obs), reward, terminated, truncated, not ended)
+            self._put(agent, copied(obs), reward, terminated, truncated, not ended)
             if not ended:
                 acting = agent
                 break
@@ -58,13 +57,6 @@ class TurnBasedAgents(AgentsEnv):
             raise SpecMismatch(f"agent {env.agent_selection!r} has ended, but is selected again after step(None)")
         for agent in env.agents:
             if agent != acting:
-                self._put(agent, _kept(env.observe(agent)), 0.0, False, False, False)
+                self._put(agent, copied(env.observe(agent)), 0.0, False, False, False)
         info = self._infos(infos)
         return self._row(), info
-
-
-def _kept(obs: Any) -> Any:
-    """An observation that stays as it is when the next agent looks: all of them may be shown the same array."""
-    if isinstance(obs, np.ndarray):
-        return obs.copy()
-    return {key: _kept(one) for key, one in obs.items()} if isinstance(obs, dict) else obs
