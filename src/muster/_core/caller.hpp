@@ -39,7 +39,7 @@ class Caller {
         lent_rows_(rows_of(lent_rows)),
         copy_(copy),
         must_reset_(must_reset),
-        patience_(patience),
+        burst_(patience),
         forks_(g_forks.load()) {
     if (obs != Py_None) obs_.emplace(obs, slab_.num_envs);
     if (action != Py_None) action_.emplace(action, slab_.num_envs);
@@ -400,7 +400,7 @@ class Caller {
     bool ready;
     {
       GilReleased released;
-      ready = wait_for_finished(slab_.bell(), target, waits_long_ ? Patience{} : patience_, slice_ns);
+      ready = wait_for_finished(slab_.bell(), target, waits_long_ ? nullptr : &burst_, slice_ns);
     }
     waits_long_ = !ready;  // what took a slice may take many
     if (!ready) check(PyErr_CheckSignals());
@@ -468,7 +468,7 @@ class Caller {
   Ref schemas_expected_, columns_expected_, given_expected_;
   bool copy_;
   bool must_reset_;
-  Patience patience_;
+  Burst burst_;
   bool waits_long_ = false;
   uint32_t forks_;
   std::vector<uint32_t> first_envs_;

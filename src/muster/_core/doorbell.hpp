@@ -61,18 +61,60 @@ struct Patience {
 };
 
 // A yield that gives nothing away takes half a microsecond. One beside a process that steps costs as little and lasts until
-// that one yields, so that they are counted; beside one that never yields it lasts for milliseconds.
+// that one yields, so that they are counted.
 inline constexpr int64_t kAwakeNs = 10'000'000;
 
-template <class Done>
-inline bool wait_awake(const Patience& patience, int64_t until_ns, Done done) {
-  for (int i = 0; i < patience.pauses; ++i) {
+// One that lasts longer gave a time slice to something that never yields: another program, a learner's thread, a spinning
+// pool of threads. An envs' step may last as long; then it hardly matters how it is waited for.
+inline constexpr int64_t kSliceNs = 1'200'000;
+
+// The burst before a sleep, and whether it is worth it. Where a yield has cost a slice, the next waits sleep at once: few
+// for a slice lost now and then, more each time while every try loses one.
+class Burst {
+ public:
+  explicit Burst(const Patience& patience) : patience_(patience) {}
+
+  const Patience& patience() const { return patience_; }
+
+  template <class Done>
+  bool wait(int64_t until_ns, Done done) {
+    for (int i = 0; i < patience_.pauses; ++i) {
+      if (done()) return true;
+      pause_core();
+    }
     if (done()) return true;
-    pause_core();
+    if (sleeps_left_) {
+      --sleeps_left_;
+      return false;
+    }
+    int64_t before = now_ns();
+    for (int i = 0; i < patience_.yields && !done() && before < until_ns; ++i) {
+      sched_yield();
+      const int64_t now = now_ns();
+      if (now - before > kSliceNs) {
+        lost_a_slice();
+        return done();
+      }
+      before = now;
+    }
+    ++kept_;
+    return done();
   }
-  for (int i = 0; i < patience.yields && !done() && now_ns() < until_ns; ++i) sched_yield();
-  return done();
-}
+
+ private:
+  static constexpr uint32_t kFewest = 64, kMost = 8192;
+
+  void lost_a_slice() {
+    sleeps_ = kept_ < 4 * kFewest ? std::min(2 * sleeps_, kMost) : kFewest;
+    sleeps_left_ = sleeps_;
+    kept_ = 0;
+  }
+
+  Patience patience_;
+  uint32_t sleeps_ = kFewest / 2;
+  uint32_t sleeps_left_ = 0;
+  uint32_t kept_ = 0;  // bursts since a slice was lost
+};
 
 // The lines of one slab.
 struct Bell {
@@ -152,11 +194,11 @@ inline void take_seat(const Bell& bell, uint32_t index, const Patience& patience
 }
 
 // A worker's wait for a ring other than `seen`. docs/adr/0003-doorbell.md has the measurements behind each rule.
-inline void wait_for_ring(const Bell& bell, uint32_t index, uint32_t seen, const Patience& patience) {
+inline void wait_for_ring(const Bell& bell, uint32_t index, uint32_t seen, Burst& burst) {
   WorkerLine& line = bell.lines[index];
   auto rung = [&] { return line.rung.load(std::memory_order_acquire) != seen; };
-  if (patience.spreads) take_seat(bell, index, patience);
-  while (!wait_awake(patience, now_ns() + kAwakeNs, rung)) {
+  if (burst.patience().spreads) take_seat(bell, index, burst.patience());
+  while (!burst.wait(now_ns() + kAwakeNs, rung)) {
     line.asleep.store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!rung()) futex_wait(line.rung, seen, -1);
@@ -178,11 +220,11 @@ inline void announce_finished(const Bell& bell, WorkerLine& line) {
   bell.wake_caller_if_done();
 }
 
-// Waits until `target` steps are finished, for `slice_ns` at most. True if they are.
-inline bool wait_for_finished(const Bell& bell, uint32_t target, const Patience& patience, int64_t slice_ns) {
+// Waits until `target` steps are finished, for `slice_ns` at most; without a burst asleep. True if they are.
+inline bool wait_for_finished(const Bell& bell, uint32_t target, Burst* burst, int64_t slice_ns) {
   auto done = [&] { return bell.reached(target); };
   const int64_t start = now_ns();
-  if (wait_awake(patience, start + std::min(slice_ns, kAwakeNs), done)) return true;
+  if (burst && burst->wait(start + std::min(slice_ns, kAwakeNs), done)) return true;
   CallerLine& caller = bell.caller;
   caller.target.store(target, std::memory_order_relaxed);
   caller.armed.store(1, std::memory_order_release);

@@ -35,7 +35,7 @@ class Stepper {
         actions_by_mail_(actions_by_mail),
         lends_objects_(lends_objects),
         host_(host),
-        patience_(patience),
+        burst_(patience),
         infos_(slab_.info_bytes),
         hints_(2 * size_t(PyList_GET_SIZE(envs)), 0),
         next_seeds_(size_t(PyList_GET_SIZE(envs))),
@@ -63,7 +63,7 @@ class Stepper {
       const uint64_t start = ticks();
       {
         GilReleased released;
-        wait_for_ring(slab_.bell(), line_index_, seen, patience_);
+        wait_for_ring(slab_.bell(), line_index_, seen, burst_);
       }
       bump(line_.ticks_waiting, ticks() - start);
       check(PyErr_CheckSignals());
@@ -372,7 +372,7 @@ class Stepper {
   bool actions_by_mail_;
   bool lends_objects_;
   PyObject* host_;  // borrowed: the host owns this stepper
-  Patience patience_;
+  Burst burst_;
   InfoTable infos_;
   std::vector<uint32_t> hints_;
   std::vector<Ref> next_seeds_;
