@@ -17,7 +17,7 @@ SUBSTRATE = "commons_harvest__open"
 
 
 def make_commons() -> Any:
-    """One substrate. Runs in the worker; with a full install `from meltingpot import substrate` does as well."""
+    """One substrate. Runs in the worker, where `from meltingpot import substrate` does as well."""
     substrate = load_substrates()
     return substrate.build(SUBSTRATE, roles=substrate.get_config(SUBSTRATE).default_player_roles)
 
