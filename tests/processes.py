@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -20,6 +21,28 @@ def stat_of(pid: int) -> list[str]:
 def is_alive(pid: int) -> bool:
     """A zombie, which whoever adopted it may leave unreaped, is not."""
     return stat_of(pid)[0] not in ("Z", "X")
+
+
+def running(word: str) -> set[int]:
+    """The living processes with `word` in their command line, but for this one."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and is_alive(int(entry.name)):
+            with contextlib.suppress(OSError):
+                if word.encode() in (entry / "cmdline").read_bytes():
+                    found.add(int(entry.name))
+    return found
+
+
+def left_of(word: str, within_s: float = 20.0) -> set[int]:
+    """Those of `running` that do not end by themselves within the time; they are killed."""
+    deadline = time.monotonic() + within_s
+    while (left := running(word)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
 
 
 def parent_of(pid: int) -> int:

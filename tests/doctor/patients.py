@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import time
 from typing import Any
 
@@ -92,3 +93,12 @@ existing = Patient()
 
 def make_existing() -> Patient:
     return existing
+
+
+class Starting(Patient):
+    """Starts a process in a group of its own, and another one that becomes an orphan."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        subprocess.Popen(["tail", "-f", file], process_group=0)
+        subprocess.run(f"timeout 1000 tail -f {file} &", shell=True, check=True)

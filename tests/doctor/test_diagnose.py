@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
-from patients import Patient, Sleeper, make_existing, make_patient
+from patients import Patient, Sleeper, Starting, make_existing, make_patient
 
 import muster
 from muster.backends.resources import memory_left
@@ -24,6 +24,7 @@ from muster.doctor.gil import share_without_gil
 from muster.doctor.guarded import STARTING, Outcome, run_guarded
 from muster.envs import resolve_foreign_id
 from muster.recipe import make_recipes, pack
+from processes import is_alive, left_of
 
 
 def diagnose(env, **kwargs) -> Diagnosis:
@@ -42,9 +43,12 @@ def text_of(diagnosis: Diagnosis, topic: str, severity: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _no_process_left():
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    def living() -> set[int]:
+        return {child.pid for child in psutil.Process().children(recursive=True) if is_alive(child.pid)}
+
+    before = living()
     yield
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert living() <= before
 
 
 @pytest.fixture(scope="module")
@@ -328,3 +332,11 @@ def test_no_more_envs_are_recommended_than_memory_has_room_for():
 def test_arguments_are_in_the_line_where_code_can_say_them(env_kwargs, code):
     verdict = Verdict("make_env", env_kwargs, 2, travels=True, tried={"forkserver": None})
     assert code in recommend(verdict, Measurements(), None).line
+
+
+def test_nothing_that_an_env_has_started_is_left(tmp_path):
+    file = tmp_path / "followed"
+    file.touch()
+    for _ in range(3):
+        diagnose(functools.partial(Starting, str(file)))
+        assert not left_of(str(file))

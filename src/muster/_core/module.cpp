@@ -250,10 +250,10 @@ NB_MODULE(_core, m) {
         "SIGKILL for this process when the thread that started it ends; reaches it while it is stopped, too.");
   m.def("continue_without_parent", [] { prctl(PR_SET_PDEATHSIG, SIGCONT); },
         "SIGCONT for this process when the thread that started it ends: the watchdog cannot run while it is stopped.");
-  m.def("kill_others", &kill_others, "Kills what this worker's envs have started.",
+  m.def("kill_started", &kill_started, nb::arg("root"), nb::arg("session"),
+        "Kills what a process has started in its session; if it leads that, all that is in it.",
         nb::call_guard<nb::gil_scoped_release>());
-  m.def("kill_started", &kill_started, nb::arg("root"), "Kills the descendants of a process in its session.",
-        nb::call_guard<nb::gil_scoped_release>());
+  m.attr("MARK") = kMark;
   m.attr("EXIT_FDS_CLOSED") = kExitFdsClosed;
   m.attr("RECORD_BYTES") = sizeof(EnvRecord);
   m.attr("LINE_BYTES") = sizeof(WorkerLine);

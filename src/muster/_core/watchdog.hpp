@@ -10,6 +10,7 @@
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,12 +25,15 @@ namespace muster {
 // An env that closes fds it does not own cuts its worker off. The worker then ends with this exit code.
 constexpr int kExitFdsClosed = 87;
 
+// Each worker has this, its pid and a '=' in its environment: what it starts inherits that, and keeps it as an orphan.
+constexpr char kMark[] = "MUSTER_WORKER_";
+
 struct Kin {
-  long parent;
-  long session;
+  long parent = 0;
+  bool ends = true;  // it is a zombie, about to be one, or gone
 };
 
-// Of the living process `pid`; zeros for any other. Allocates nothing: the worker may have died holding malloc's lock.
+// Like all that follows it allocates nothing: the worker may have died holding malloc's lock.
 inline Kin kin_of(long pid) {
   char path[32], stat[512];
   std::snprintf(path, sizeof path, "/proc/%ld/stat", pid);
@@ -39,24 +43,65 @@ inline Kin kin_of(long pid) {
   close(fd);
   if (length <= 0) return {};
   stat[length] = 0;
-  // pid (name) state ppid pgrp session; the name may hold anything, a ')' too.
+  // pid (name) state ppid pgrp session tty tpgid flags; the name may hold anything, a ')' too.
   char* at = std::strrchr(stat, ')');
-  if (!at || at[2] == 'Z' || at[2] == 'X') return {};
+  if (!at) return {};
+  const char state = at[2];
   at += 3;
   const long parent = std::strtol(at, &at, 10);
-  std::strtol(at, &at, 10);
-  return {parent, std::strtol(at, &at, 10)};
+  for (int skipped = 0; skipped < 4; ++skipped) std::strtol(at, &at, 10);
+  constexpr unsigned long kExiting = 4;
+  return {parent, state == 'Z' || state == 'X' || (std::strtoul(at, &at, 10) & kExiting)};
 }
 
-struct Kindred {
+// Whether `pid` has the mark of the worker `root`.
+inline bool is_marked(long pid, long root) {
+  constexpr size_t kChunk = 4096;
+  char path[32], mark[40], block[kChunk + sizeof mark];
+  std::snprintf(path, sizeof path, "/proc/%ld/environ", pid);
+  const size_t size = size_t(std::snprintf(mark, sizeof mark, "%s%ld=", kMark, root));
+  const int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return false;
+  bool found = false;
+  size_t kept = 0;  // of the chunk before, which may end within the mark
+  for (ssize_t length; !found && (length = read(fd, block + kept, kChunk)) > 0;) {
+    const size_t filled = kept + size_t(length);
+    found = memmem(block, filled, mark, size) != nullptr;
+    kept = std::min(filled, size - 1);
+    std::memmove(block, block + filled - kept, kept);
+  }
+  close(fd);
+  return found;
+}
+
+struct Pids {
   long pids[512];
   size_t count = 0;
 
   bool has(long pid) const { return std::find(pids, pids + count, pid) != pids + count; }
+  bool full() const { return count == std::size(pids); }
 };
 
-// The descendants of `root` in `session`.
-inline Kindred descendants(long root, long session) {
+struct Search {
+  long root;
+  long session;
+  Pids above;  // the calling process and its ancestors; one of these adopts orphans
+};
+
+// Whether root, or what it has started, has started `pid`, which is in the session.
+inline bool finds(const Search& search, long pid) {
+  if (search.session == search.root || getpgid(pid_t(pid)) == search.root) return true;
+  for (;;) {
+    const long parent = kin_of(pid).parent;
+    if (parent == search.root) return true;
+    // Only where it may be an orphan: reading the environment of what hangs in the kernel may take for ever.
+    if (parent <= 1 || search.above.has(parent)) return is_marked(pid, search.root);
+    pid = parent;
+  }
+}
+
+// Stops what root has started and adds it to `stopped`, as far as there is room. False if nothing was new.
+inline bool stop_started(const Search& search, Pids& stopped) {
   struct Entry {
     uint64_t inode;
     int64_t offset;
@@ -64,53 +109,48 @@ inline Kindred descendants(long root, long session) {
     unsigned char type;
     char name[1];
   };
-  Kindred found;
   const int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (proc < 0) return found;
+  if (proc < 0) return false;
+  const size_t before = stopped.count;
   alignas(Entry) char entries[4096];
   for (long length; (length = syscall(SYS_getdents64, proc, entries, sizeof entries)) > 0;) {
     for (long at = 0; at < length;) {
       const auto* entry = reinterpret_cast<const Entry*>(entries + at);
       at += entry->length;
       const long pid = std::strtol(entry->name, nullptr, 10);
-      Kin kin = pid ? kin_of(pid) : Kin{};
-      if (kin.session != session || found.count == std::size(found.pids)) continue;
-      while (kin.parent > 1 && kin.parent != root) kin = kin_of(kin.parent);
-      if (kin.parent == root) found.pids[found.count++] = pid;
+      if (!pid || pid == search.root || getsid(pid_t(pid)) != search.session || search.above.has(pid)) continue;
+      if (stopped.full() || stopped.has(pid) || kin_of(pid).ends || !finds(search, pid)) continue;
+      kill(pid_t(pid), SIGSTOP);
+      stopped.pids[stopped.count++] = pid;
     }
   }
   close(proc);
-  return found;
+  return stopped.count != before;
 }
 
-// Kills the descendants of the living process `root` that are in its session. All are stopped before the first is killed:
-// what one of them forks meanwhile would else lose its place in the line with its parent.
-inline void kill_started(long root) {
-  const long session = kin_of(root).session;
-  if (!session) return;
-  Kindred stopped;
-  for (int pass = 0; pass < 20; ++pass) {
-    const Kindred found = descendants(root, session);
-    bool any_new = false;
-    for (size_t k = 0; k < found.count; ++k) {
-      if (stopped.has(found.pids[k])) continue;
-      any_new = true;
-      kill(pid_t(found.pids[k]), SIGSTOP);
-    }
-    stopped = found;
-    if (!any_new) break;
-    usleep(1000);
+inline int64_t now_ms() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t(now.tv_sec) * 1000 + now.tv_nsec / 1000000;
+}
+
+// Kills what `root` has started, of what has not left `session`; if that is root's own, all that is in it. Root itself
+// may be the calling process, stopped, or a zombie. All are stopped before the first is killed: what one of them forks
+// meanwhile would else lose its place in the line with its parent. Goes on until nothing is left, for a second at most:
+// what hangs in the kernel stays.
+inline void kill_started(long root, long session) {
+  const int64_t deadline = now_ms() + 1000;
+  Search search = {root, session, {}};
+  for (long pid = getpid(); pid > 0 && !search.above.full(); pid = kin_of(pid).parent) {
+    search.above.pids[search.above.count++] = pid;
   }
-  // Children first, mostly: a group whose parents are gone is told to go on.
-  for (size_t k = stopped.count; k-- > 0;) kill(pid_t(stopped.pids[k]), SIGKILL);
-}
-
-// Kills what this worker's envs have started: also those in its process group whose parents have gone. The worker leaves
-// the group first; where it cannot, because the parent whose group it would join has gone, it dies with the others.
-inline void kill_others() {
-  kill_started(getpid());
-  setpgid(0, getpgid(getppid()));
-  kill(-getpid(), SIGKILL);
+  Pids stopped;
+  do {
+    stopped.count = 0;
+    while (stop_started(search, stopped) && now_ms() < deadline) usleep(1000);
+    // Children first, mostly: a group whose parents are gone is told to go on.
+    for (size_t k = stopped.count; k-- > 0;) kill(pid_t(stopped.pids[k]), SIGKILL);
+  } while (stopped.count && now_ms() < deadline);
 }
 
 struct WatchdogFds {
@@ -167,8 +207,10 @@ inline void* watch_caller(void* raw) {
   for (;;) {
     pollfd polled = {fds.caller, POLLIN, 0};
     if (poll(&polled, 1, -1) < 0) continue;
-    kill_others();
+    kill_started(getpid(), getsid(0));
     if (polled.revents & POLLNVAL) _exit(kExitFdsClosed);
+    // In one go with what threads of the env have started since.
+    kill(-getpid(), SIGKILL);
     kill(getpid(), SIGKILL);
   }
 }

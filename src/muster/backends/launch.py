@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from muster import _core
-from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds, kill_group, leave_terminal
+from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds, kill_left, leave_terminal
 from muster.backends.worker import flush_streams
 from muster.transport.channel import Channel
 
@@ -69,6 +69,7 @@ class WorkerProcess:
         self._status_fd = status_fd  # None: a child of this process, whose status the kernel tells
         self._tail_fd = tail_fd
         self._stderr_fd = stderr_fd
+        self._session = os.getsid(0)  # the worker's, too; the caller may leave it
         self._exit_code: int | None = None
         self._ended = False
         self._released = False
@@ -95,9 +96,10 @@ class WorkerProcess:
         return self.has_ended()
 
     def kill(self) -> None:
-        """SIGKILL. What it has started dies with it, and what is left of its process group when it is reaped."""
+        """SIGKILL. What it has started dies with it."""
         if not self.has_ended():
-            _core.kill_started(self.pid)
+            self.send_signal(signal.SIGSTOP)  # it is to start nothing more
+            _core.kill_started(self.pid, self._session)
             self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
@@ -128,14 +130,15 @@ class WorkerProcess:
         if self._status_fd is not None:
             text = os.read(self._status_fd, 16)
             if not text:  # the launcher is gone, and with it the worker, but not what the worker had started
-                kill_group(self.pid)
+                self.send_signal(signal.SIGKILL)
+                _core.kill_started(self.pid, self._session)  # not its group: that may be another's by now
                 return None
             return int(text)
         try:
-            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
-            kill_group(self.pid)
+            kill_left(self.pid, self._pidfd, self._session)
             _, raw = os.waitpid(self.pid, 0)
         except ChildProcessError:  # the caller ignores SIGCHLD, or waits for any child itself
+            _core.kill_started(self.pid, self._session)
             return None
         return os.waitstatus_to_exitcode(raw)
 

@@ -129,9 +129,7 @@ class Launcher:
     def _reap(self, pidfd: int) -> None:
         pid, status = self._workers.pop(pidfd)
         self._poller.unregister(pidfd)
-        # While the worker is a zombie no other process can have its group.
-        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
-        kill_group(pid)
+        kill_left(pid, pidfd, os.getsid(0))
         _, raw = os.waitpid(pid, 0)
         with contextlib.suppress(BrokenPipeError):
             os.write(status, str(os.waitstatus_to_exitcode(raw)).encode())
@@ -140,13 +138,23 @@ class Launcher:
 
     def _end(self) -> NoReturn:
         for pid, _ in self._workers.values():
-            _core.kill_started(pid)
+            os.kill(pid, signal.SIGSTOP)  # it is to start nothing more
+            _core.kill_started(pid, os.getsid(0))
             kill_group(pid)
         os._exit(0)
 
 
+def kill_left(pid: int, pidfd: int, session: int) -> None:
+    """Waits until the worker `pid` has died; kills what it has left. The caller of this is its parent, and reaps it."""
+    # While it is a zombie no other process can have its pid, nor its group.
+    died = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+    if died is None or died.si_status:  # else it has come to its end, and has done this itself
+        _core.kill_started(pid, session)
+    kill_group(pid)
+
+
 def kill_group(pid: int) -> None:
-    """Kills the worker `pid` and what it has started: its process group."""
+    """Kills the worker `pid` and its process group."""
     # It has died before it had one, or only such are left as run by another user.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

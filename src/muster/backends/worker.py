@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster import _core
+from muster.backends.launcher import kill_group
 from muster.backends.memory_plan import Built
 from muster.backends.share import Failure, Share, ShareOptions, seed_globals, settle
 from muster.envs.light_melting_pot import import_without_bots
@@ -49,12 +50,13 @@ class StartOrder:
 
 def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> None:
     """Runs a worker on the fds of `launcher.WORKER_FDS`. `recipes`: inherited, under fork."""
+    os.environ[f"{_core.MARK}{os.getpid()}"] = ""  # tells what this starts, see `kill_started`
     _core.start_watchdog(fds["caller"], fds["stderr_read"], fds["stderr"], fds["tail"])
     _take_over(fds)
     import_without_bots()
     forked = recipes is not None
     channel = Channel(socket.socket(fileno=fds["channel"]), shares_main=forked)
-    exit_code = 0
+    exit_code, forsaken = 0, False
     try:
         Worker(channel, fds["slab"], fds["mail"], forked=forked).run(recipes)
     except (ChannelClosed, OSError) as error:
@@ -63,8 +65,13 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> Non
             exit_code = _core.EXIT_FDS_CLOSED
         elif not isinstance(error, ChannelClosed):
             raise
-    _core.kill_others()  # the caller has closed, or is gone: this may end before the watchdog has looked
+        else:
+            forsaken = True
     flush_streams()
+    # The caller has closed, or is gone: this may end before the watchdog has looked.
+    _core.kill_started(os.getpid(), os.getsid(0))
+    if forsaken:
+        kill_group(os.getpid())  # in one go with what threads of the env start now: there may be none to reap that
     if exit_code:
         os._exit(exit_code)
 

@@ -16,7 +16,6 @@ from typing import IO, Any
 
 from muster import _core
 from muster.backends.launch import worker_environment
-from muster.backends.launcher import kill_group
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -74,10 +73,7 @@ def run_guarded(
         try:
             return _listen(process, told, stderr, stage_timeout_s)
         finally:
-            if process.returncode is None:
-                _core.kill_started(process.pid)
-            kill_group(process.pid)
-            process.wait()
+            _end(process)
 
 
 def _listen(process: subprocess.Popen[bytes], told: IO[bytes], stderr: IO[bytes], stage_timeout_s: float) -> Outcome:
@@ -89,8 +85,8 @@ def _listen(process: subprocess.Popen[bytes], told: IO[bytes], stderr: IO[bytes]
             outcome.hung = True
             outcome.how = f"hung for {stage_timeout_s:g} s"
             # The fault handler answers with the Python stack, also out of a native call that holds the GIL.
-            process.send_signal(signal.SIGABRT)
-            _wait(process, _ABORT_S)
+            _signal(process, signal.SIGABRT)
+            _exit_code(process, _ABORT_S)
             break
         chunk = os.read(told.fileno(), 1 << 16)
         if not chunk:
@@ -100,8 +96,7 @@ def _listen(process: subprocess.Popen[bytes], told: IO[bytes], stderr: IO[bytes]
             if _take(outcome, json.loads(line)):
                 deadline = time.monotonic() + stage_timeout_s
     if outcome.stage is not None and not outcome.how:
-        _wait(process, _ABORT_S)
-        outcome.how = _how_ended(process.returncode)
+        outcome.how = _how_ended(_exit_code(process, _ABORT_S))
     if outcome.stage is not None and not outcome.detail:
         stderr.seek(0)
         # The fault handler ends its report with a list of all extension modules.
@@ -122,15 +117,39 @@ def _take(outcome: Outcome, message: list[Any]) -> bool:
     return kind in ("stage", "alive")
 
 
-def _readable(file: IO[bytes], timeout_s: float) -> bool:
+def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(max(0.0, timeout_s) * 1000))
 
 
-def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout_s)
+def _exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """None if it runs on. It is not reaped: while it is a zombie, no other session can have its number."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            _readable(pidfd, timeout_s)
+            ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        finally:
+            os.close(pidfd)
+    except (ProcessLookupError, ChildProcessError):  # the caller ignores SIGCHLD
+        return 0
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills it, and all that is in its session."""
+    _signal(process, signal.SIGSTOP)  # it is to start nothing more
+    _core.kill_started(process.pid, process.pid)
+    _signal(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)  # Popen's own would reap it
 
 
 def _how_ended(code: int | None) -> str:

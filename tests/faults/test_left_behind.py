@@ -1,0 +1,188 @@
+"""What an env has started, in whatever way a shell or `subprocess` offers, ends with its worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faulty_envs import CountingEnv
+
+import muster
+from muster.errors import WorkerDied
+from processes import kill_worker, left_of, parent_of, running
+
+CONTEXTS = ("forkserver", "fork", "spawn")
+ORPHANS = {
+    "timeout": "timeout 1000 tail -f {} &",
+    "a job of a shell": "set -m; tail -f {} &",
+    "disowned": "bash -i -c 'tail -f {} & disown' 2>/dev/null",
+}
+# Runs envs of this file; argv: start method, file.
+PROGRAM = """
+import os, signal, sys, time
+import muster, test_left_behind
+import numpy as np
+
+def make(name):
+    return muster.make_vec(getattr(test_left_behind, name), 1, context=sys.argv[1], env_kwargs={"file": sys.argv[2]})
+
+"""
+
+
+class Orphaning(CountingEnv):
+    def __init__(self, file: str, how: str = "timeout") -> None:
+        super().__init__()
+        command = ORPHANS[how].format(file)
+        subprocess.run(command, shell=True, executable="/bin/bash", stdin=subprocess.DEVNULL, check=True)
+
+
+class Multiplying(CountingEnv):
+    """Its step starts processes for as long as it is let."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
+    def step(self, action: Any) -> Any:
+        while True:
+            subprocess.Popen(["tail", "-f", self.file], process_group=0)
+            time.sleep(0.002)
+
+
+class Supervising(CountingEnv):
+    """Starts its process anew whenever that ends."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+        threading.Thread(target=self.supervise, daemon=True).start()
+
+    def supervise(self) -> None:
+        while True:
+            subprocess.run(["tail", "-f", self.file], check=False)
+
+
+class Crowded(CountingEnv):
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        for _ in range(600):
+            subprocess.Popen(["tail", "-f", file], process_group=0)
+
+
+class Chatty(CountingEnv):
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        subprocess.Popen(["tail", "-f", file], process_group=0)
+
+    def close(self) -> None:
+        sys.stdout.write("the env's last words\n")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "followed"
+    path.touch()
+    return str(path)
+
+
+def wait_for(file: str) -> None:
+    deadline = time.monotonic() + 20
+    while not running(file):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def run(body: str, method: str, file: str, *before: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environ.pop("PYTHONUNBUFFERED", None)
+    command = [*before, sys.executable, "-c", PROGRAM + body, method, file]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("method", CONTEXTS)
+@pytest.mark.parametrize("how", ORPHANS)
+@pytest.mark.usefixtures("leaves_nothing")
+def test_orphans_end_when_it_is_closed(how: str, method: str, file: str) -> None:
+    with muster.make_vec(Orphaning, 1, context=method, env_kwargs={"file": file, "how": how}):
+        wait_for(file)
+    assert not left_of(file)
+
+
+@pytest.mark.parametrize("method", CONTEXTS)
+@pytest.mark.usefixtures("leaves_nothing")
+def test_orphans_end_with_a_worker_that_dies(method: str, file: str) -> None:
+    with muster.make_vec(Orphaning, 1, context=method, env_kwargs={"file": file}) as envs:
+        wait_for(file)
+        kill_worker(envs, 0)
+        with pytest.raises(WorkerDied):
+            envs.reset()
+        assert not left_of(file)
+
+
+@pytest.mark.parametrize("method", CONTEXTS)
+def test_orphans_end_with_the_caller(method: str, file: str) -> None:
+    process = run("make('Orphaning'); os.kill(os.getpid(), signal.SIGKILL)", method, file)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert not left_of(file)
+
+
+def test_orphans_end_with_a_lost_launcher(file: str) -> None:
+    with muster.make_vec(Orphaning, 1, context="forkserver", env_kwargs={"file": file}) as envs:
+        wait_for(file)
+        os.kill(parent_of(envs.stats()["workers"][0]["pid"]), signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            envs.reset()
+        assert not left_of(file)
+
+
+@pytest.mark.parametrize("method", CONTEXTS)
+@pytest.mark.usefixtures("leaves_nothing")
+def test_what_is_still_starting_processes_is_ended(method: str, file: str) -> None:
+    envs = muster.make_vec(Multiplying, 1, context=method, env_kwargs={"file": file})
+    envs.reset()
+    envs.send(np.zeros(1, np.int64))
+    wait_for(file)
+    envs.close(timeout=0.1)
+    assert not left_of(file)
+
+
+@pytest.mark.parametrize("ending", ["envs.close()", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("method", CONTEXTS)
+def test_what_is_started_anew_is_ended(method: str, ending: str, file: str) -> None:
+    for _ in range(3):
+        run(f"envs = make('Supervising'); envs.reset(); time.sleep(0.2); {ending}", method, file)
+        assert not left_of(file)
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_so_is_a_crowd(file: str) -> None:
+    with muster.make_vec(Crowded, 1, context="forkserver", env_kwargs={"file": file}):
+        assert len(running(file)) == 600
+    assert not left_of(file)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_a_pid_namespace_without_the_session_leader(method: str, file: str) -> None:
+    enter = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+    if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here")
+    # Its end would end all that is in it.
+    body = (
+        "envs = make('Chatty'); envs.reset(); envs.close(); import processes; assert not processes.left_of(sys.argv[2])"
+    )
+    process = run(body, method, file, *enter)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "the env's last words\n", "")
+
+
+def test_a_caller_that_leaves_its_session_gets_the_last_words(file: str) -> None:
+    process = run("envs = make('Chatty'); envs.reset(); os.setsid(); envs.close()", "fork", file)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "the env's last words\n", "")
+    assert not left_of(file)
