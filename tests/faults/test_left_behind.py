@@ -17,7 +17,7 @@ from faulty_envs import CountingEnv
 
 import muster
 from muster.errors import WorkerDied
-from processes import kill_worker, left_of, parent_of, running
+from processes import kill_worker, left_of, parent_of, running, wait_for_end
 
 CONTEXTS = ("forkserver", "fork", "spawn")
 ORPHANS = {
@@ -137,7 +137,9 @@ def test_orphans_end_with_the_caller(method: str, file: str) -> None:
 def test_orphans_end_with_a_lost_launcher(file: str) -> None:
     with muster.make_vec(Orphaning, 1, context="forkserver", env_kwargs={"file": file}) as envs:
         wait_for(file)
-        os.kill(parent_of(envs.stats()["workers"][0]["pid"]), signal.SIGKILL)
+        worker = envs.stats()["workers"][0]["pid"]
+        os.kill(parent_of(worker), signal.SIGKILL)
+        wait_for_end(worker)
         with pytest.raises(WorkerDied):
             envs.reset()
         assert not left_of(file)
