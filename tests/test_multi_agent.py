@@ -141,8 +141,9 @@ def test_no_kind_of_action_is_checked_where_the_agent_does_not_act(space: Any, a
     with muster.make_vec(Acting, 1, backend="serial") as envs:
         envs.reset(seed=0)
         envs.step({"a": wrong, "b": b})  # a_1, whose action is wrong, is not there yet
-        with pytest.raises(ActionError):
-            envs.step({"a": wrong, "b": b})
+        for refused in (wrong, None, 3):
+            with pytest.raises(ActionError):
+                envs.step({"a": refused, "b": b})
         envs.step({"a": allowed, "b": b})
 
 

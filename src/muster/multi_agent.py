@@ -325,7 +325,7 @@ class MultiAgentVectorEnv:
             about["action_mask"] = dict(zip(self._layout.mask_shapes, rows[MASKS], strict=True))
         has_state = given[:, GIVES_STATE]
         if has_state.any():
-            about["state"], about["_state"] = rows[STATE], has_state
+            about["state"], about["_state"] = rows[STATE], has_state.copy()
             if not has_state.all():
                 rows[STATE][~has_state] = 0
         return about
@@ -334,13 +334,16 @@ class MultiAgentVectorEnv:
         """Sends; actions that are refused are tried again without those of agents that are not acting."""
         self._moves += 1
         try:
-            return send(actions)
+            try:
+                return send(actions)
+            except ActionError:
+                ignoring = self._ignoring_idle(actions, env_ids)
+                if ignoring is None:
+                    raise
+                return send(ignoring)
         except ActionError:
-            ignoring = self._ignoring_idle(actions, env_ids)
-            if ignoring is None:
-                self._moves -= 1
-                raise
-            return send(ignoring)
+            self._moves -= 1  # nothing was sent
+            raise
 
     def _ignoring_idle(self, actions: Any, env_ids: Any) -> ByGroup | None:
         """`actions` with allowed values for agents whose actions do not count; None where the actions are no batch."""
@@ -353,7 +356,7 @@ class MultiAgentVectorEnv:
                 name: _without_idle(self._layout.action_spaces[name], actions[name], acting[:, slot])
                 for name, slot in self._slots.items()
             }
-        except ValueError:
+        except (ValueError, TypeError, RuntimeError):  # what NumPy and others make of anything at all
             return None
 
 
@@ -446,6 +449,8 @@ def _without_idle(space: spaces.Space[Any], given: Any, acting: Bools) -> Any:
             raise ValueError("other keys")
         return {key: _without_idle(one, given[key], acting) for key, one in space.items()}
     if isinstance(space, spaces.Tuple):
+        if not isinstance(given, (tuple, list)):
+            raise ValueError("no tuple")
         return tuple(_without_idle(one, part, acting) for one, part in zip(space.spaces, given, strict=True))
     if not isinstance(space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
         return given

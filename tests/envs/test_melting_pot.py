@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import random
 import subprocess
 import sys
 import textwrap
+import types
 from typing import Any
 
 import numpy as np
@@ -225,7 +227,18 @@ def test_factories_may_refer_to_melting_pot_itself() -> None:
 
         return imported.build(SMALL, roles=roles)
 
-    for how in (with_the_callers_module, with_its_own_import, functools.partial(substrate.build, SMALL, roles=roles)):
+    def with_the_import_of_older_code() -> Any:
+        from meltingpot.python import substrate as imported
+
+        return imported.build(SMALL, roles=roles)
+
+    def with_a_chex_of_its_own() -> Any:
+        sys.modules["chex"] = types.SimpleNamespace(dataclass=dataclasses.dataclass)
+        return with_its_own_import()
+
+    partial = functools.partial(substrate.build, SMALL, roles=roles)
+    factories = (with_the_callers_module, with_its_own_import, with_the_import_of_older_code, with_a_chex_of_its_own)
+    for how in (*factories, partial):
         with muster.make_vec(how, 1) as envs:
             assert envs.groups == {"player": ["player_0", "player_1"]}
 

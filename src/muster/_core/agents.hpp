@@ -12,7 +12,7 @@ namespace muster {
 
 // An observation that stays as it is: its arrays, in dicts, tuples and lists too, are copied.
 inline Ref copied(PyObject* obs) {
-  if (PyArray_CheckExact(obs)) return checked(PyArray_NewCopy(reinterpret_cast<PyArrayObject*>(obs), NPY_KEEPORDER));
+  if (PyArray_Check(obs)) return checked(PyArray_NewCopy(reinterpret_cast<PyArrayObject*>(obs), NPY_KEEPORDER));
   if (PyDict_Check(obs)) {
     Ref dict = checked(PyDict_New());
     PyObject *key, *value;
@@ -20,13 +20,13 @@ inline Ref copied(PyObject* obs) {
       check(PyDict_SetItem(dict.get(), key, copied(value).get()));
     return dict;
   }
-  if (PyTuple_CheckExact(obs) || PyList_CheckExact(obs)) {
-    Ref parts = checked(PySequence_List(obs));
-    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(parts.get()); ++k)
-      check(PyList_SetItem(parts.get(), k, copied(PyList_GET_ITEM(parts.get(), k)).release()));
-    return PyTuple_CheckExact(obs) ? checked(PyList_AsTuple(parts.get())) : std::move(parts);
-  }
-  return Ref::borrow(obs);
+  if (!PyTuple_Check(obs) && !PyList_Check(obs)) return Ref::borrow(obs);
+  Ref parts = checked(PySequence_List(obs));
+  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(parts.get()); ++k)
+    check(PyList_SetItem(parts.get(), k, copied(PyList_GET_ITEM(parts.get(), k)).release()));
+  if (PyList_Check(obs)) return parts;
+  if (PyTuple_CheckExact(obs) || !PyObject_HasAttrString(obs, "_make")) return checked(PyList_AsTuple(parts.get()));
+  return checked(PyObject_CallMethod(obs, "_make", "O", parts.get()));  // a named tuple
 }
 
 class AgentRow {
@@ -46,7 +46,7 @@ class AgentRow {
   void start_episode() {
     std::fill(unended_.begin(), unended_.end(), 0);
     some_truncated_ = false;
-    for (Shown& shown : last_shown_) shown = Shown{};
+    for (Ref& shown : last_shown_) shown = Ref();
   }
 
   // Nobody is there yet.
@@ -126,9 +126,11 @@ class AgentRow {
       const Ref reward = Ref::borrow(item(rewards, agent));
       if (!obs && !reward && !terminated && !truncated) return;
       const size_t column = column_of(slot_of(agent));
-      Shown& shown = last_shown_[column];
-      if (obs) shown.remember(obs.get());
-      put(agent, obs ? obs.get() : shown.last(), reward.get(), terminated, truncated, obs && acts);
+      Ref& last_shown = last_shown_[column];
+      PyObject* seen = obs ? obs.get() : last_shown ? last_shown.get() : Py_None;
+      put(agent, seen, reward.get(), terminated, truncated, obs && acts);
+      // Copied: the env may write to its arrays again before the agent ends without being shown anything.
+      if (obs) last_shown = copied(obs.get());
     };
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(before); ++k) {
       Ref agent = Ref::borrow(PyList_GET_ITEM(before, k));
@@ -157,22 +159,6 @@ class AgentRow {
 
  private:
   enum Flag { kAlive, kActing, kTerminated, kTruncated, kNumFlags };
-
-  // What an agent was last shown, also after the env has written to its arrays again.
-  struct Shown {
-    Ref object;
-    Ref copy;  // where the env may do so; null where it hands out a new array each time
-
-    void remember(PyObject* obs) {
-      const bool is_new = object && object.get() != obs && PyArray_CheckExact(obs) &&
-                          PyArray_CHKFLAGS(reinterpret_cast<PyArrayObject*>(obs), NPY_ARRAY_OWNDATA);
-      copy = is_new ? Ref() : copied(obs);
-      object = Ref::borrow(obs);
-    }
-
-    // Borrowed; None for nothing yet.
-    PyObject* last() const { return copy ? copy.get() : object ? object.get() : Py_None; }
-  };
 
   static PyArrayObject* array(const Ref& ref) { return reinterpret_cast<PyArrayObject*>(ref.get()); }
 
@@ -251,7 +237,7 @@ class AgentRow {
   std::vector<Py_ssize_t> sizes_;
   Ref rewards_, flags_;
   size_t count_;
-  std::vector<Shown> last_shown_;  // by column
+  std::vector<Ref> last_shown_;  // by column
   std::vector<uint8_t> unended_;
   bool some_truncated_ = false;
   Ref places_;

@@ -103,9 +103,10 @@ class Burst {
 
  private:
   static constexpr uint32_t kFewest = 64, kMost = 8192;
+  static constexpr uint32_t kChance = 8;  // beside what never yields not that many bursts go by without a loss
 
   void lost_a_slice() {
-    sleeps_ = kept_ < 4 * kFewest ? std::min(2 * sleeps_, kMost) : kFewest;
+    sleeps_ = kept_ < kChance ? std::min(2 * sleeps_, kMost) : kFewest;
     sleeps_left_ = sleeps_;
     kept_ = 0;
   }

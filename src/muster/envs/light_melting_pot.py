@@ -7,14 +7,17 @@ import dataclasses
 import importlib
 import importlib.util
 import sys
+import threading
 import types
 from collections.abc import Iterator, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
 from typing import Any
 
 _PACKAGE = "meltingpot"
 _SUBSTRATES = f"{_PACKAGE}.substrate"
+_LOADING = threading.Lock()
 
 
 def load_substrates() -> Any:
@@ -22,11 +25,16 @@ def load_substrates() -> Any:
 
     Raises ModuleNotFoundError with the command that installs it.
     """
-    if _SUBSTRATES not in sys.modules and _PACKAGE not in sys.modules:
+    with _LOADING:
+        if _PACKAGE in sys.modules:
+            return _load()
         # Not executed: its ``__init__`` imports bots, hence TensorFlow.
         sys.modules[_PACKAGE] = importlib.util.module_from_spec(melting_pot_package())
-    with _with_chex():
-        return importlib.import_module(_SUBSTRATES)
+        try:
+            return _load()
+        except BaseException:
+            del sys.modules[_PACKAGE]
+            raise
 
 
 def melting_pot_package() -> ModuleSpec:
@@ -50,27 +58,43 @@ def import_without_bots() -> None:
         sys.meta_path.insert(0, _WithoutBots())
 
 
-class _WithoutBots(MetaPathFinder, Loader):
-    """Imports the package ``meltingpot`` as its substrates alone."""
+class _WithoutBots(MetaPathFinder):
+    """Finds the package ``meltingpot`` as the others do, and has it imported as its substrates alone."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _PACKAGE or importlib.util.find_spec("tensorflow") is not None:
+        if fullname != _PACKAGE or _is_installed("tensorflow"):
             return None
-        spec = PathFinder.find_spec(fullname, path)
-        if spec is not None:
-            spec.loader = self
+        others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
+        found = (find_spec(fullname, path, target) for find_spec in others if find_spec is not None)
+        spec: ModuleSpec | None = next((one for one in found if one is not None), None)
+        if spec is None or spec.origin is None:
+            return None
+        if not any(Path(folder, "substrate.py").exists() for folder in spec.submodule_search_locations or ()):
+            return None  # another package of that name, or a release without that module
+        spec.loader = _SubstratesAlone(fullname, spec.origin)
         return spec
 
+
+class _SubstratesAlone(SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
-        load_substrates()
+        _load()  # without the lock: whoever holds that may be waiting for this import
+
+
+def _load() -> Any:
+    if _SUBSTRATES in sys.modules:
+        return sys.modules[_SUBSTRATES]
+    with _with_chex():
+        substrates = importlib.import_module(_SUBSTRATES)
+    sys.modules.setdefault(f"{_PACKAGE}.python", sys.modules[_PACKAGE])  # as its ``__init__`` does, for older code
+    return substrates
 
 
 @contextlib.contextmanager
 def _with_chex() -> Iterator[None]:
     """Melting Pot takes nothing but a decorator from chex, which brings JAX along."""
-    if importlib.util.find_spec("chex") is not None:
+    if _is_installed("chex"):
         yield
         return
     standing_in = types.ModuleType("chex")
@@ -79,4 +103,12 @@ def _with_chex() -> Iterator[None]:
     try:
         yield
     finally:
-        del sys.modules["chex"]
+        sys.modules.pop("chex", None)
+
+
+def _is_installed(name: str) -> bool:
+    """Or put in its place by the user. A bare folder of that name, which has no origin, is not."""
+    if name in sys.modules:
+        return True
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
