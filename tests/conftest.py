@@ -29,8 +29,10 @@ class Holdings:
     @classmethod
     def now(cls) -> Holdings:
         threads = {f"{thread.name} {thread.ident}" for thread in threading.enumerate()}
-        # Python's own named semaphores are not Muster's, and may be of tests that run beside this one, mapped or not.
-        shared_memory = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+        shared_memory = set(os.listdir("/dev/shm"))
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            # Python's named semaphores may be of tests that run beside this one, and nobody need have them mapped.
+            shared_memory = {name for name in shared_memory if not name.startswith("sem.mp-")}
         return cls(set(descendants(os.getpid())), threads, _open_fds(), shared_memory)
 
     def beyond(self, before: Holdings) -> dict[str, set[str]]:
@@ -47,7 +49,7 @@ def _adopts_orphans() -> None:
 
 @pytest.fixture
 def leaves_nothing(_adopts_orphans: None) -> Iterator[None]:
-    """Fails if the test leaves a process, a thread, an fd or an entry in /dev/shm."""
+    """Fails if the test leaves a process, a thread, an fd or an entry in /dev/shm (semaphores are there, too)."""
     gc.collect()
     gc.freeze()  # so that the collections below are about what the test makes, and not about all modules
     before = Holdings.now()
