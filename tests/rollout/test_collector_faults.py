@@ -29,9 +29,11 @@ def test_after_an_env_error_the_next_batch_starts_afresh(overlap):
 
 def test_restarted_rows_are_masked():
     envs = [count_env(length=9), functools.partial(FailingEnv, length=9)]
-    with Collector(
-        envs, zeros_policy, frames_per_batch=16, make_vec_options={**SERIAL, "on_failure": "restart"}
-    ) as collector:
+    options = {**SERIAL, "on_failure": "restart"}
+    with (
+        Collector(envs, zeros_policy, frames_per_batch=16, make_vec_options=options) as collector,
+        pytest.warns(RuntimeWarning, match=r"env 1 failed and was replaced.* RuntimeError: the motor is stuck"),
+    ):
         batch = collector.rollout()
     assert batch["collector", "mask"][:, 0].all()
     assert batch["collector", "mask"][:, 1].tolist() == [True] * 4 + [False] + [True] * 3

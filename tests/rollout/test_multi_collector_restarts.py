@@ -86,9 +86,15 @@ class Pair(ParallelEnv):
         return np.array([self.count], np.float32)
 
 
+def collect_until_a_loss(collector):
+    while collector.rollout()["collector", "mask"].all():
+        pass
+
+
 ENVS = [Breaking, CountingEnv, CountingEnv, CountingEnv]
 
 
+@pytest.mark.filterwarnings("ignore:env 0 failed and was replaced.* ValueError. the gear is broken:RuntimeWarning")
 @pytest.mark.parametrize("sync", [True, False])
 def test_an_env_that_raises_costs_one_row_and_not_its_neighbours(sync):
     lost = 0
@@ -102,6 +108,7 @@ def test_an_env_that_raises_costs_one_row_and_not_its_neighbours(sync):
             lost += int((~mask).sum())
 
 
+@pytest.mark.filterwarnings("ignore:env 0 failed and was replaced:RuntimeWarning")
 def test_a_replica_collects_what_a_collector_does_when_an_env_raises():
     with Restarting(ENVS, zeros_policy, frames_per_batch=40) as collector:
         got = [collector.rollout() for _ in range(3)]
@@ -125,6 +132,7 @@ def test_a_replica_collects_what_a_collector_does_when_an_env_raises():
     assert stats["env_steps"] == of_envs["env_steps"]
 
 
+@pytest.mark.filterwarnings("ignore:env 3 failed and was replaced:RuntimeWarning")
 @pytest.mark.parametrize("sync", [True, False])
 def test_an_env_that_keeps_failing_is_an_error_in_the_end(sync):
     envs = [CountingEnv, CountingEnv, CountingEnv, Breaking]
@@ -145,6 +153,17 @@ def test_an_env_that_keeps_failing_is_an_error_in_the_end(sync):
 def test_an_env_that_cannot_be_reset_is_an_error_at_once():
     with pytest.raises(WorkerError, match=r"collector 1 \(env 1\) failed 11 times .*env 1: ValueError: no room"):
         Restarting([CountingEnv, Stillborn], zeros_policy, frames_per_batch=4)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_it_tells_which_env_failed_and_why(sync):
+    envs = [CountingEnv, CountingEnv, CountingEnv, Breaking]
+    told = r"env 3 failed and was replaced; its episode ends truncated with a masked row.* ValueError: the gear is"
+    with (
+        Restarting(envs, zeros_policy, frames_per_batch=80, sync=sync) as collector,
+        pytest.warns(RuntimeWarning, match=told),
+    ):
+        collect_until_a_loss(collector)
 
 
 def test_a_policy_that_keeps_failing_is_an_error_in_the_end():

@@ -21,7 +21,8 @@ def test_it_gives_two_batches(context: str, tmp_path: Path):
         capture_output=True, text=True, timeout=110, cwd=tmp_path, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    # PettingZoo says there, too, which actions of an untrained network it clips.
+    assert [line for line in done.stdout.splitlines() if not line.startswith("[WARNING]")] == [
         "batch 0: 25 steps of 4 envs, 3 walkers",
         "batch 1: 25 steps of 4 envs, 3 walkers",
         "frames: 200",

@@ -16,15 +16,10 @@
 #include <climits>
 #include <cstdint>
 
+#include "clock.hpp"
 #include "layout.hpp"
 
 namespace muster {
-
-inline int64_t now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
-}
 
 inline uint64_t ticks() {
 #if defined(__x86_64__)

@@ -3,9 +3,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <sys/mman.h>
+#include <sys/prctl.h>
 
 #include "agents.hpp"
 #include "caller.hpp"
+#include "kin.hpp"
 #include "stepper.hpp"
 #include "watchdog.hpp"
 

@@ -3,155 +3,23 @@
 // nobody reads that, which the first must not.
 #pragma once
 
-#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdint>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <iterator>
+
+#include "kin.hpp"
 
 namespace muster {
 
 // An env that closes fds it does not own cuts its worker off. The worker then ends with this exit code.
 constexpr int kExitFdsClosed = 87;
-
-// Each worker has this, its pid and a '=' in its environment: what it starts inherits that, and keeps it as an orphan.
-constexpr char kMark[] = "MUSTER_WORKER_";
-
-struct Kin {
-  long parent = 0;
-  bool ends = true;  // it is a zombie, about to be one, or gone
-};
-
-// Like all that follows it allocates nothing: the worker may have died holding malloc's lock.
-inline Kin kin_of(long pid) {
-  char path[32], stat[512];
-  std::snprintf(path, sizeof path, "/proc/%ld/stat", pid);
-  const int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return {};
-  const ssize_t length = read(fd, stat, sizeof stat - 1);
-  close(fd);
-  if (length <= 0) return {};
-  stat[length] = 0;
-  // pid (name) state ppid pgrp session tty tpgid flags; the name may hold anything, a ')' too.
-  char* at = std::strrchr(stat, ')');
-  if (!at) return {};
-  const char state = at[2];
-  at += 3;
-  const long parent = std::strtol(at, &at, 10);
-  for (int skipped = 0; skipped < 4; ++skipped) std::strtol(at, &at, 10);
-  constexpr unsigned long kExiting = 4;
-  return {parent, state == 'Z' || state == 'X' || (std::strtoul(at, &at, 10) & kExiting)};
-}
-
-// Whether `pid` has the mark of the worker `root`.
-inline bool is_marked(long pid, long root) {
-  constexpr size_t kChunk = 4096;
-  char path[32], mark[40], block[kChunk + sizeof mark];
-  std::snprintf(path, sizeof path, "/proc/%ld/environ", pid);
-  const size_t size = size_t(std::snprintf(mark, sizeof mark, "%s%ld=", kMark, root));
-  const int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return false;
-  bool found = false;
-  size_t kept = 0;  // of the chunk before, which may end within the mark
-  for (ssize_t length; !found && (length = read(fd, block + kept, kChunk)) > 0;) {
-    const size_t filled = kept + size_t(length);
-    found = memmem(block, filled, mark, size) != nullptr;
-    kept = std::min(filled, size - 1);
-    std::memmove(block, block + filled - kept, kept);
-  }
-  close(fd);
-  return found;
-}
-
-struct Pids {
-  long pids[512];
-  size_t count = 0;
-
-  bool has(long pid) const { return std::find(pids, pids + count, pid) != pids + count; }
-  bool full() const { return count == std::size(pids); }
-};
-
-struct Search {
-  long root;
-  long session;
-  Pids above;  // the calling process and its ancestors; one of these adopts orphans
-};
-
-// Whether root, or what it has started, has started `pid`, which is in the session.
-inline bool finds(const Search& search, long pid) {
-  if (search.session == search.root || getpgid(pid_t(pid)) == search.root) return true;
-  for (;;) {
-    const long parent = kin_of(pid).parent;
-    if (parent == search.root) return true;
-    // Only where it may be an orphan: reading the environment of what hangs in the kernel may take for ever.
-    if (parent <= 1 || search.above.has(parent)) return is_marked(pid, search.root);
-    pid = parent;
-  }
-}
-
-// Stops what root has started and adds it to `stopped`, as far as there is room. False if nothing was new.
-inline bool stop_started(const Search& search, Pids& stopped) {
-  struct Entry {
-    uint64_t inode;
-    int64_t offset;
-    unsigned short length;
-    unsigned char type;
-    char name[1];
-  };
-  const int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (proc < 0) return false;
-  const size_t before = stopped.count;
-  alignas(Entry) char entries[4096];
-  for (long length; (length = syscall(SYS_getdents64, proc, entries, sizeof entries)) > 0;) {
-    for (long at = 0; at < length;) {
-      const auto* entry = reinterpret_cast<const Entry*>(entries + at);
-      at += entry->length;
-      const long pid = std::strtol(entry->name, nullptr, 10);
-      if (!pid || pid == search.root || getsid(pid_t(pid)) != search.session || search.above.has(pid)) continue;
-      if (stopped.full() || stopped.has(pid) || kin_of(pid).ends || !finds(search, pid)) continue;
-      kill(pid_t(pid), SIGSTOP);
-      stopped.pids[stopped.count++] = pid;
-    }
-  }
-  close(proc);
-  return stopped.count != before;
-}
-
-inline int64_t now_ms() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return int64_t(now.tv_sec) * 1000 + now.tv_nsec / 1000000;
-}
-
-// Kills what `root` has started, of what has not left `session`; if that is root's own, all that is in it. Root itself
-// may be the calling process, stopped, or a zombie. All are stopped before the first is killed: what one of them forks
-// meanwhile would else lose its place in the line with its parent. Goes on until nothing is left, for a second at most:
-// what hangs in the kernel stays.
-inline void kill_started(long root, long session) {
-  const int64_t deadline = now_ms() + 1000;
-  Search search = {root, session, {}};
-  for (long pid = getpid(); pid > 0 && !search.above.full(); pid = kin_of(pid).parent) {
-    search.above.pids[search.above.count++] = pid;
-  }
-  Pids stopped;
-  do {
-    stopped.count = 0;
-    while (stop_started(search, stopped) && now_ms() < deadline) usleep(1000);
-    // Children first, mostly: a group whose parents are gone is told to go on.
-    for (size_t k = stopped.count; k-- > 0;) kill(pid_t(stopped.pids[k]), SIGKILL);
-  } while (stopped.count && now_ms() < deadline);
-}
 
 struct WatchdogFds {
   int caller;       // pidfd; readable once the caller is gone

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 
 from muster.errors import ClosedError, ConfigError, UsageError
+from muster.introspection import caller_stacklevel
 from muster.rollout.devices import Device, to_device
 from muster.rollout.episodes import Episodes
 from muster.rollout.returns import split_trajectories
+from muster.rollout.storage import Loss
 
 
 class BatchSource(ABC):
@@ -112,6 +115,17 @@ class BatchSource(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
+
+
+def warn_of_losses(losses: Sequence[Loss], first_env: int = 0) -> None:
+    """Tells of the envs that failed. Python's default filter shows each env's failures once for each reason."""
+    for loss in losses:
+        warnings.warn(
+            f"env {first_env + loss.env} failed and was replaced; its episode ends truncated with a masked row. "
+            f"What had happened: {loss.reason}",
+            RuntimeWarning,
+            stacklevel=caller_stacklevel(),
+        )
 
 
 def check_numbers(**least: tuple[int | None, int]) -> None:

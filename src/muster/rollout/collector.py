@@ -21,7 +21,7 @@ from tensordict.nn import InteractionType, set_interaction_type  # type: ignore[
 from torch import Tensor
 
 from muster.errors import ConfigError, SpecMismatch
-from muster.rollout.batches import BatchSource
+from muster.rollout.batches import BatchSource, warn_of_losses
 from muster.rollout.devices import Device, place
 from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
 from muster.rollout.fields import Array, Field, Key, describe
@@ -55,7 +55,8 @@ class Collector(BatchSource):
         its modules start without, or from zeros.
     exploration: how distributions in the policy are drawn from.
 
-    Raises ConfigError, UsageError, and what `make_vec` raises.
+    Envs that the vector env replaced are told of by a RuntimeWarning; their rows are masked. Raises ConfigError,
+    UsageError, and what `make_vec` raises.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Collector(BatchSource):
         self.fill(storage)
         done = storage.terminated | storage.truncated
         self.last_episodes = self._episodes.count(storage.rewards(), storage.begins, done, storage.mask)
+        warn_of_losses(storage.losses)
         return storage.to_batch(self._trajectories.count(storage.begins))
 
     def fill(self, storage: Storage, stop: Array | None = None) -> int:

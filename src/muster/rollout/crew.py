@@ -32,7 +32,7 @@ from muster.results import Batch
 from muster.rollout.arena import Arena, stop_flag
 from muster.rollout.fields import Array
 from muster.rollout.replica import COUNTS, Replica, ReplicaFacts, ReplicaPlan
-from muster.rollout.storage import Final, Storage
+from muster.rollout.storage import Final, Loss, Storage
 from muster.rollout.travel import pack_factory, pack_policy
 from muster.rollout.weights import SharedWeights, WeightsLayout, layout_of, named_weights
 from muster.transport.slab import memfd, split_evenly
@@ -352,7 +352,7 @@ class Crew:
             if not keep:
                 self._regions.pop(k)
             columns: dict[str, Any] = {
-                name: batch.infos[name] for name in ("finals", "restarted") if name in batch.infos
+                name: batch.infos[name] for name in ("finals", "losses", "restarted") if name in batch.infos
             }
             infos = {name: column[row] for name, column in columns.items() if column[row] is not None}
             done.append((k, int(batch.obs[row, 0]), infos))
@@ -392,6 +392,8 @@ class Crew:
         self._frames[collector] += int(storage.mask[:, part].sum())
         for time, env, leaves in infos.get("finals", ()):
             storage.finals.append(Final(time, part.start + env, leaves))
+        for time, env, reason in infos.get("losses", ()):
+            storage.losses.append(Loss(time, part.start + env, reason))
 
     def _translated(self, error: MusterError) -> MusterError:
         """The same in a collector's terms, where the engine speaks of workers and their envs."""

@@ -16,7 +16,7 @@ from muster.envs.inbound import Inbound
 from muster.errors import ConfigError, UsageError
 from muster.introspection import caller_stacklevel
 from muster.recipe import Recipe, make_recipes
-from muster.rollout.batches import BatchSource, check_numbers
+from muster.rollout.batches import BatchSource, check_numbers, warn_of_losses
 from muster.rollout.collector import Collector
 from muster.rollout.crew import Crew, CrewOptions
 from muster.rollout.devices import Device
@@ -42,7 +42,8 @@ class MultiCollector(BatchSource):
         missing are False in ``("collector", "mask")``. It does nothing for a policy that stays here.
     context, start_timeout, threads_per_collector: as `make_vec` has them for workers.
     on_failure: "restart" replaces an env that raised, in one masked row that is truncated; and, with all its envs, a
-        collector that died, timed out or whose policy raised: its part of that batch is masked, with a RuntimeWarning.
+        collector that died, timed out or whose policy raised: its part of that batch is masked. Both with a
+        RuntimeWarning.
     max_restarts: how often within a minute one collector's envs may raise, or it may be replaced, before that is an
         error after all.
     collect_timeout: seconds that a collector may take for a batch before it is killed.
@@ -249,6 +250,7 @@ class MultiCollector(BatchSource):
         )
         self.last_episodes = episodes._replace(env_ids=episodes.env_ids + first_env)
         self.frames += int(storage.mask.sum())
+        warn_of_losses(storage.losses, first_env)
         batch = storage.to_batch(traj_ids)
         batch["collector", "policy_version"] = torch.from_numpy(versions).expand(storage.T, -1)
         return batch

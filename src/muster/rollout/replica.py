@@ -27,7 +27,7 @@ from muster.recipe import Recipe, get_worker_info, unpack
 from muster.rollout.arena import BatchLayout, stop_flag
 from muster.rollout.collector import Collector
 from muster.rollout.fields import Array, Field
-from muster.rollout.storage import Final
+from muster.rollout.storage import Storage
 from muster.rollout.weights import SharedWeights, WeightsLayout, layout_of, named_weights
 from muster.vector import VectorEnv
 from muster.worker_info import WorkerInfo, worker_info_context
@@ -146,9 +146,10 @@ class Replica(gymnasium.Env[Array, Array]):
         collector.frames = frames
         infos: dict[str, Any] = {}
         try:
-            finals = self._collect(collector, self._layout(), offset)
-            if finals:
-                infos["finals"] = [tuple(final) for final in finals]
+            storage = self._collect(collector, self._layout(), offset)
+            for name, told in (("finals", storage.finals), ("losses", storage.losses)):
+                if told:
+                    infos[name] = [tuple(one) for one in told]
         except WorkerError as error:
             if not self._is_exhausted():
                 raise
@@ -160,8 +161,8 @@ class Replica(gymnasium.Env[Array, Array]):
         self._weights_file.close()
         self._envs.close()
 
-    def _collect(self, collector: Collector, layout: BatchLayout, offset: int) -> list[Final]:
-        """Fills the region at `offset`; returns the final observations that have no place there."""
+    def _collect(self, collector: Collector, layout: BatchLayout, offset: int) -> Storage:
+        """Fills the region at `offset`."""
         if self._weights is None:
             self._weights = SharedWeights(named_weights(self.policy), self._weights_file.fileno())
         self._version = self._weights.read_into(named_weights(self.policy), self._version)
@@ -169,7 +170,7 @@ class Replica(gymnasium.Env[Array, Array]):
         storage = layout.storage(block, slice(*self._plan.columns))
         storage.clear_flags()
         self._guarded(lambda: collector.fill(storage, stop_flag(block)))
-        return storage.finals
+        return storage
 
     def _told(self) -> Array:
         slab = self._rows._backend.slab

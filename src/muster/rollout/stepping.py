@@ -12,7 +12,7 @@ from muster.results import any_true
 from muster.rollout.envs import EnvSide, StepRows
 from muster.rollout.fields import Array
 from muster.rollout.policies import Actor
-from muster.rollout.storage import Final, Storage
+from muster.rollout.storage import Final, Loss, Storage
 
 
 class Stepping:
@@ -134,7 +134,8 @@ class Stepping:
             if leaves is not None:
                 storage.write_final(Final(t, int(ids[row]), leaves))
         if "restarted" in rows.infos:
-            storage.mask[t, ids[rows.infos["_restarted"]]] = False
+            for row in np.flatnonzero(rows.infos["_restarted"]):
+                storage.write_loss(Loss(t, int(ids[row]), rows.infos["restarted"][row]))
 
     def _close_row(self, storage: Storage, t: int, part: slice) -> Array | None:
         """What row t of `part` means for the rows after it; returns which of them begin trajectories, if any do."""

@@ -26,6 +26,14 @@ class Final(NamedTuple):
     leaves: list[Array]
 
 
+class Loss(NamedTuple):
+    """Env `env` failed in step `time`, for `reason`, and was replaced."""
+
+    time: int
+    env: int
+    reason: str
+
+
 class Storage:
     """The arrays of one rollout of T steps of N envs.
 
@@ -63,6 +71,7 @@ class Storage:
             self.clear_flags()
         self.outputs: dict[Key, Tensor] = {}
         self.finals: list[Final] = []
+        self.losses: list[Loss] = []
 
     def use_outputs(self, fields: Sequence[Field], allocate: Allocate) -> None:
         """Memory for what the policy will give, known beforehand."""
@@ -125,6 +134,11 @@ class Storage:
             self.finals.append(final)
         for array, leaf in zip(self.next_observed, final.leaves, strict=False):
             array[final.time, final.env] = leaf
+
+    def write_loss(self, loss: Loss) -> None:
+        """A row that no env gave."""
+        self.losses.append(loss)
+        self.mask[loss.time, loss.env] = False
 
     def to_batch(self, traj_ids: Array) -> TensorDict:
         """The batch ``[T, N]``, on the memory of this storage; DESIGN's keys. traj_ids: int64 ``[T, N]``."""
