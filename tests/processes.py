@@ -34,6 +34,14 @@ def running(word: str) -> set[int]:
     return found
 
 
+def wait_for(word: str) -> None:
+    """Until one is `running`."""
+    deadline = time.monotonic() + 20
+    while not running(word):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def left_of(word: str, within_s: float = 20.0) -> set[int]:
     """Those of `running` that do not end by themselves within the time; they are killed."""
     deadline = time.monotonic() + within_s

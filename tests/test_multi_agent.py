@@ -286,6 +286,14 @@ def test_turns_name_the_agent_that_acts_and_tell_rewards_when_its_turn_comes(bac
         assert envs.episode_lengths[0] == 9
 
 
+def test_actions_of_agents_that_do_not_act_may_be_anything_in_unsigned_integers_too() -> None:
+    with muster.make_vec(Script, 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        idle = {group: actions.astype(np.uint64) for group, actions in ones(1).items()}
+        idle["a"][:, 1] = 9  # a_1 is not there yet
+        envs.step(idle)
+
+
 def test_send_and_recv_deliver_what_is_ready(backend: dict[str, Any]) -> None:
     with muster.make_vec(Script, 3, **{**backend, **({"num_workers": 2} if "num_workers" in backend else {})}) as envs:
         envs.reset(seed=0)

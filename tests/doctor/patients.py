@@ -102,3 +102,20 @@ class Starting(Patient):
         super().__init__()
         subprocess.Popen(["tail", "-f", file], process_group=0)
         subprocess.run(f"timeout 1000 tail -f {file} &", shell=True, check=True)
+
+
+class Shelling(Patient):
+    """Starts a process that inherits whatever is inheritable."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        os.system(f"tail -f {file} &")
+
+
+class Holding(Patient):
+    """Starts a process in a group of its own, and is never built."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        subprocess.Popen(["tail", "-f", file], process_group=0)
+        time.sleep(1000)

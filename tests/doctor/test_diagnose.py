@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
-from patients import Patient, Sleeper, Starting, make_existing, make_patient
+from patients import Patient, Shelling, Sleeper, Starting, make_existing, make_patient
 
 import muster
 from muster.backends.resources import memory_left
@@ -24,7 +30,7 @@ from muster.doctor.gil import share_without_gil
 from muster.doctor.guarded import STARTING, Outcome, run_guarded
 from muster.envs import resolve_foreign_id
 from muster.recipe import make_recipes, pack
-from processes import is_alive, left_of
+from processes import is_alive, left_of, wait_for
 
 
 def diagnose(env, **kwargs) -> Diagnosis:
@@ -334,9 +340,45 @@ def test_arguments_are_in_the_line_where_code_can_say_them(env_kwargs, code):
     assert code in recommend(verdict, Measurements(), None).line
 
 
-def test_nothing_that_an_env_has_started_is_left(tmp_path):
-    file = tmp_path / "followed"
-    file.touch()
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "followed"
+    path.touch()
+    return str(path)
+
+
+def test_nothing_that_an_env_has_started_is_left(file):
     for _ in range(3):
-        diagnose(functools.partial(Starting, str(file)))
-        assert not left_of(str(file))
+        diagnose(functools.partial(Starting, file))
+        assert not left_of(file)
+
+
+def test_what_an_env_has_started_does_not_keep_the_doctor_waiting(file):
+    packed = pack(make_recipes(functools.partial(Shelling, file)), start_method="spawn")
+    outcome = run_guarded("behaviour", packed, stage_timeout_s=20.0, options={})
+    assert (outcome.stage, outcome.how) == (None, "")
+    assert not left_of(file)
+
+
+def test_a_doctor_that_is_killed_leaves_nothing(file):
+    code = """
+        import functools, sys
+        import muster
+        from patients import Holding
+        muster.diagnose(functools.partial(Holding, sys.argv[1]))
+    """
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    doctor = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), file], env=environ)
+    wait_for(f"-f\0{file}")  # the doctor's own command line has it, too
+    doctor.kill()
+    doctor.wait()
+    assert not left_of(file)
+
+
+def test_where_sigchld_is_ignored_nobody_knows_how_a_trial_ended():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        outcome = try_out("behaviour", "segfault")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert outcome.how == "ended the process, nobody knows how, since SIGCHLD is ignored here"

@@ -39,6 +39,20 @@ def test_the_doctor_says_so_too(substrate):
     run(diagnosis.recommendation.line)
 
 
+def make_with_its_own_import():
+    from meltingpot import substrate
+
+    name = SUBSTRATE.partition("/")[2]
+    return substrate.build(name, roles=substrate.get_config(name).default_player_roles)
+
+
+@pytest.mark.slow
+def test_a_factory_that_imports_substrates_gets_a_line_too():
+    diagnosis = muster.diagnose(make_with_its_own_import, num_envs=2, seconds=0.3)
+    assert not diagnosis.blocks, str(diagnosis)
+    assert not [one for one in diagnosis.findings if "chex" in one.text], str(diagnosis)
+
+
 @pytest.mark.slow
 def test_by_id_it_gets_a_line_that_works():
     diagnosis = muster.diagnose(SUBSTRATE, num_envs=2, seconds=0.3)

@@ -215,6 +215,18 @@ def test_importing_substrates_leaves_nothing_behind_that_is_not_real() -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_so_it_does_where_the_import_of_tensorflow_is_blocked() -> None:
+    code = """
+        import sys
+        sys.modules["tensorflow"] = None
+        from muster.envs.light_melting_pot import import_without_bots
+        import_without_bots()
+        from meltingpot import substrate
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_factories_may_refer_to_melting_pot_itself() -> None:
     substrate = load_substrates()
     roles = substrate.get_config(SMALL).default_player_roles

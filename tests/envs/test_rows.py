@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import dm_env
 import numpy as np
 import pytest
+import torch
 from agent_envs import Turns
 from dm_env import specs
 from gymnasium import spaces
@@ -178,6 +179,37 @@ def test_agents_that_are_shown_one_array_in_turn_each_keep_what_they_saw() -> No
     with muster.make_vec(Alike, 1, backend="serial") as envs:
         obs, _ = envs.reset(seed=0)
         assert obs["p"]["x"][0].tolist() == [[[0, 0], [0, 1], [0, 2]]]
+
+
+class Tensors(Turns):
+    """Shows all agents one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensor = torch.zeros(2)
+
+    def observe(self, agent: str) -> Any:
+        self._tensor[:] = torch.from_numpy(super().observe(agent))
+        return self._tensor
+
+
+def test_so_do_agents_that_are_shown_one_tensor() -> None:
+    with muster.make_vec(Tensors, 1, backend="serial") as envs:
+        obs, _ = envs.reset(seed=0)
+        assert obs["p"].tolist() == [[[0, 0], [0, 1], [0, 2]]]
+
+
+class HalfBlind(Turns):
+    def observe(self, agent: str) -> Any:
+        return None if agent == "p_1" else super().observe(agent)
+
+
+def test_agents_that_are_shown_none_in_turn_have_zeros() -> None:
+    with muster.make_vec(HalfBlind, 1, backend="serial") as envs:
+        obs, _ = envs.reset(seed=0)
+        assert obs["p"].tolist() == [[[0, 0], [0, 0], [0, 2]]]
+        obs, *_ = envs.step({"p": np.ones((1, 3, 1), np.float32)})
+        assert obs["p"].tolist() == [[[1, 0], [0, 0], [1, 2]]]
 
 
 def test_masks_that_the_spaces_announce_are_there_also_while_nobody_has_one() -> None:

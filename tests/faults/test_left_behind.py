@@ -16,8 +16,9 @@ import pytest
 from faulty_envs import CountingEnv
 
 import muster
+from muster import _core
 from muster.errors import WorkerDied
-from processes import kill_worker, left_of, parent_of, running, wait_for_end
+from processes import kill_worker, left_of, parent_of, running, stat_of, wait_for, wait_for_end
 
 CONTEXTS = ("forkserver", "fork", "spawn")
 ORPHANS = {
@@ -70,6 +71,36 @@ class Supervising(CountingEnv):
             subprocess.run(["tail", "-f", self.file], check=False)
 
 
+class Watching(Supervising):
+    """That process has a group of its own."""
+
+    def supervise(self) -> None:
+        while True:
+            subprocess.run(["tail", "-f", self.file], process_group=0, check=False)
+
+
+class Headless(CountingEnv):
+    """Its process goes on in a thread after the main thread has ended."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        code = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=[1000]).start()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"{code}; ctypes.CDLL(None).pthread_exit(0)", file], process_group=0
+        )
+        self.pid = process.pid
+        while stat_of(self.pid)[0] != "Z":
+            time.sleep(0.01)
+
+
+def num_threads(pid: int) -> int:
+    """A zombie has one."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
+
+
 class Crowded(CountingEnv):
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -91,13 +122,6 @@ def file(tmp_path: Path) -> str:
     path = tmp_path / "followed"
     path.touch()
     return str(path)
-
-
-def wait_for(file: str) -> None:
-    deadline = time.monotonic() + 20
-    while not running(file):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def run(body: str, method: str, file: str, *before: str) -> subprocess.CompletedProcess[str]:
@@ -157,11 +181,37 @@ def test_what_is_still_starting_processes_is_ended(method: str, file: str) -> No
 
 
 @pytest.mark.parametrize("ending", ["envs.close()", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("env", ["Supervising", "Watching"])
 @pytest.mark.parametrize("method", CONTEXTS)
-def test_what_is_started_anew_is_ended(method: str, ending: str, file: str) -> None:
+def test_what_is_started_anew_is_ended(method: str, env: str, ending: str, file: str) -> None:
     for _ in range(3):
-        run(f"envs = make('Supervising'); envs.reset(); time.sleep(0.2); {ending}", method, file)
+        run(f"envs = make('{env}'); envs.reset(); time.sleep(0.2); {ending}", method, file)
         assert not left_of(file)
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_so_is_a_process_whose_main_thread_has_ended(file: str) -> None:
+    with muster.make_vec(Headless, 1, context="forkserver", env_kwargs={"file": file}) as envs:
+        (pid,) = envs.get_attr("pid")
+    deadline = time.monotonic() + 20
+    while num_threads(pid) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_strangers_live_on_where_one_has_the_number_of_a_worker_that_was_reaped(file: str) -> None:
+    stranger = subprocess.Popen(["sh", "-c", f"tail -f {file}; true"], process_group=0)
+    environ = {**os.environ, f"{_core.MARK}{stranger.pid}": ""}
+    orphan = subprocess.Popen(["sleep", "1000"], env=environ, process_group=0)
+    try:
+        wait_for(f"-f\0{file}")
+        before = running(file)
+        _core.kill_started(stranger.pid, os.getsid(0), is_reaped=True)
+        assert running(file) == before
+        assert orphan.wait(10) == -signal.SIGKILL
+    finally:
+        os.killpg(stranger.pid, signal.SIGKILL)
+        stranger.wait()
 
 
 @pytest.mark.usefixtures("leaves_nothing")

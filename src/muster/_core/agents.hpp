@@ -10,6 +10,10 @@
 
 namespace muster {
 
+inline bool is_like_array(PyObject* obs) {
+  return !PyArray_IsAnyScalar(obs) && PyObject_HasAttrString(obs, "__array__");  // a tensor, for example
+}
+
 // An observation that stays as it is: its arrays, in dicts, tuples and lists too, are copied.
 inline Ref copied(PyObject* obs) {
   if (PyArray_Check(obs)) return checked(PyArray_NewCopy(reinterpret_cast<PyArrayObject*>(obs), NPY_KEEPORDER));
@@ -20,13 +24,27 @@ inline Ref copied(PyObject* obs) {
       check(PyDict_SetItem(dict.get(), key, copied(value).get()));
     return dict;
   }
-  if (!PyTuple_Check(obs) && !PyList_Check(obs)) return Ref::borrow(obs);
+  if (!PyTuple_Check(obs) && !PyList_Check(obs)) {
+    if (!is_like_array(obs)) return Ref::borrow(obs);
+    Ref copy = checked(PyImport_ImportModule("copy"));
+    return checked(PyObject_CallMethod(copy.get(), "deepcopy", "O", obs));
+  }
   Ref parts = checked(PySequence_List(obs));
   for (Py_ssize_t k = 0; k < PyList_GET_SIZE(parts.get()); ++k)
     check(PyList_SetItem(parts.get(), k, copied(PyList_GET_ITEM(parts.get(), k)).release()));
   if (PyList_Check(obs)) return parts;
   if (PyTuple_CheckExact(obs) || !PyObject_HasAttrString(obs, "_make")) return checked(PyList_AsTuple(parts.get()));
   return checked(PyObject_CallMethod(obs, "_make", "O", parts.get()));  // a named tuple
+}
+
+// Makes `kept` a copy of `obs`, in its own memory where that fits and nothing else has it.
+inline void keep(Ref& kept, PyObject* obs) {
+  if (kept && Py_REFCNT(kept.get()) == 1 && PyArray_CheckExact(kept.get()) && PyArray_CheckExact(obs)) {
+    auto* to = reinterpret_cast<PyArrayObject*>(kept.get());
+    auto* from = reinterpret_cast<PyArrayObject*>(obs);
+    if (PyArray_SAMESHAPE(to, from) && PyArray_EquivArrTypes(to, from)) return check(PyArray_CopyInto(to, from));
+  }
+  kept = copied(obs);
 }
 
 class AgentRow {
@@ -130,7 +148,7 @@ class AgentRow {
       PyObject* seen = obs ? obs.get() : last_shown ? last_shown.get() : Py_None;
       put(agent, seen, reward.get(), terminated, truncated, obs && acts);
       // Copied: the env may write to its arrays again before the agent ends without being shown anything.
-      if (obs) last_shown = copied(obs.get());
+      if (obs) keep(last_shown, obs.get());
     };
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(before); ++k) {
       Ref agent = Ref::borrow(PyList_GET_ITEM(before, k));
@@ -217,10 +235,6 @@ class AgentRow {
   void put_reward(size_t column, PyObject* reward) {
     char* to = PyArray_BYTES(array(rewards_)) + column * sizeof(float);
     auto* zero_dim = PyArray_Check(reward) ? reinterpret_cast<PyArrayObject*>(reward) : nullptr;
-    if (reward == Py_None) {
-      PyErr_SetString(PyExc_TypeError, "an agent's reward is None, expected a number");
-      throw PythonError{};
-    }
     if (PyFloat_Check(reward)) {
       const float number = float(PyFloat_AS_DOUBLE(reward));
       std::memcpy(to, &number, sizeof number);
@@ -228,6 +242,9 @@ class AgentRow {
                PyArray_ISCARRAY_RO(zero_dim)) {
       const float number = float(*static_cast<double*>(PyArray_DATA(zero_dim)));
       std::memcpy(to, &number, sizeof number);
+    } else if (reward == Py_None) {  // NumPy would write NaN
+      PyErr_SetString(PyExc_TypeError, "an agent's reward is None, expected a number");
+      throw PythonError{};
     } else {
       check(PyArray_SETITEM(array(rewards_), to, reward));
     }

@@ -60,7 +60,7 @@ struct Patience {
 inline constexpr int64_t kAwakeNs = 10'000'000;
 
 // One that lasts longer gave a time slice to something that never yields: another program, a learner's thread, a spinning
-// pool of threads. An envs' step may last as long; then it hardly matters how it is waited for.
+// pool of threads. An env's step may last as long; then it hardly matters how it is waited for.
 inline constexpr int64_t kSliceNs = 1'200'000;
 
 // The burst before a sleep, and whether it is worth it. Where a yield has cost a slice, the next waits sleep at once: few

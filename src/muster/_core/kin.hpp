@@ -1,6 +1,7 @@
 // Finding and killing what a process has started: its children, theirs, and their orphans.
 #pragma once
 
+#include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -43,7 +44,11 @@ inline Kin kin_of(long pid) {
   const long parent = std::strtol(at, &at, 10);
   for (int skipped = 0; skipped < 4; ++skipped) std::strtol(at, &at, 10);
   constexpr unsigned long kExiting = 4;
-  return {parent, state == 'Z' || state == 'X' || (std::strtoul(at, &at, 10) & kExiting)};
+  const bool exiting = std::strtoul(at, &at, 10) & kExiting;
+  for (int skipped = 0; skipped < 10; ++skipped) std::strtol(at, &at, 10);
+  // The main thread alone may have ended.
+  const long threads = std::strtol(at, &at, 10);
+  return {parent, state == 'X' || (threads <= 1 && (state == 'Z' || exiting))};
 }
 
 // Whether `pid` has the mark of the worker `root`.
@@ -77,15 +82,16 @@ struct Pids {
 struct Search {
   long root;
   long session;
-  Pids above;  // the calling process and its ancestors; one of these adopts orphans
+  bool by_mark_alone;  // another process has root's number by now
+  Pids above;          // the calling process and its ancestors; one of these adopts orphans
 };
 
 // Whether root, or what it has started, has started `pid`, which is in the session.
 inline bool finds(const Search& search, long pid) {
-  if (search.session == search.root || getpgid(pid_t(pid)) == search.root) return true;
+  if (!search.by_mark_alone && (search.session == search.root || getpgid(pid_t(pid)) == search.root)) return true;
   for (;;) {
     const long parent = kin_of(pid).parent;
-    if (parent == search.root) return true;
+    if (!search.by_mark_alone && parent == search.root) return true;
     // Only where it may be an orphan: reading the environment of what hangs in the kernel may take for ever.
     if (parent <= 1 || search.above.has(parent)) return is_marked(pid, search.root);
     pid = parent;
@@ -112,8 +118,8 @@ inline bool stop_started(const Search& search, Pids& stopped) {
       const long pid = std::strtol(entry->name, nullptr, 10);
       if (!pid || pid == search.root || getsid(pid_t(pid)) != search.session || search.above.has(pid)) continue;
       if (stopped.full() || stopped.has(pid) || kin_of(pid).ends || !finds(search, pid)) continue;
-      kill(pid_t(pid), SIGSTOP);
-      stopped.pids[stopped.count++] = pid;
+      // Not what another user runs: that would be waited for in vain.
+      if (kill(pid_t(pid), SIGSTOP) == 0) stopped.pids[stopped.count++] = pid;
     }
   }
   close(proc);
@@ -121,12 +127,13 @@ inline bool stop_started(const Search& search, Pids& stopped) {
 }
 
 // Kills what `root` has started, of what has not left `session`; if that is root's own, all that is in it. Root itself
-// may be the calling process, stopped, or a zombie. All are stopped before the first is killed: what one of them forks
+// may be the calling process, stopped, a zombie, or with `is_reaped` gone: the kernel gives its number to another process
+// only once nothing is left in its group. All are stopped before the first is killed: what one of them forks
 // meanwhile would else lose its place in the line with its parent. Goes on until nothing is left, for a second at most:
 // what hangs in the kernel stays.
-inline void kill_started(long root, long session) {
+inline void kill_started(long root, long session, bool is_reaped) {
   const int64_t deadline = now_ns() + int64_t{1'000'000'000};
-  Search search = {root, session, {}};
+  Search search = {root, session, is_reaped && (kill(pid_t(root), 0) == 0 || errno == EPERM), {}};
   for (long pid = getpid(); pid > 0 && !search.above.full(); pid = kin_of(pid).parent) {
     search.above.pids[search.above.count++] = pid;
   }

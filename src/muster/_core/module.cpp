@@ -233,7 +233,7 @@ NB_MODULE(_core, m) {
   m.def("copied", [](nb::handle obs) {
     import_numpy();
     return guarded([&] { return handed_over(copied(obs.ptr())); });
-  });
+  }, nb::arg("obs").none());
   m.def("split_agents", [](nb::handle rewards, nb::handle flags, nb::list slots, nb::tuple names) {
     import_numpy();
     return guarded([&] { return handed_over(split_agents(rewards.ptr(), flags.ptr(), slots.ptr(), names.ptr())); });
@@ -246,13 +246,13 @@ NB_MODULE(_core, m) {
   m.def("line_state", &line_state);
   m.def("map_bytes", &map_bytes, nb::arg("fd"), nb::arg("size"));
   m.def("ticks", &ticks, "The clock of line_state's since and ticks, in units of its own.");
-  m.def("start_watchdog", &start_watchdog, nb::arg("caller_pidfd"), nb::arg("stderr_pipe"), nb::arg("stderr_to"),
-        nb::arg("tail"));
+  m.def("start_watchdog", &start_watchdog, nb::arg("caller_pidfd"), nb::arg("stderr_pipe") = -1,
+        nb::arg("stderr_to") = -1, nb::arg("tail") = -1);
   m.def("die_with_parent", [] { prctl(PR_SET_PDEATHSIG, SIGKILL); },
         "SIGKILL for this process when the thread that started it ends; reaches it while it is stopped, too.");
   m.def("continue_without_parent", [] { prctl(PR_SET_PDEATHSIG, SIGCONT); },
         "SIGCONT for this process when the thread that started it ends: the watchdog cannot run while it is stopped.");
-  m.def("kill_started", &kill_started, nb::arg("root"), nb::arg("session"),
+  m.def("kill_started", &kill_started, nb::arg("root"), nb::arg("session"), nb::arg("is_reaped") = false,
         "Kills what a process has started in its session; if it leads that, all that is in it.",
         nb::call_guard<nb::gil_scoped_release>());
   m.attr("MARK") = kMark;

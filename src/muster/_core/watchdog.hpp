@@ -1,6 +1,6 @@
 // Two threads in each worker that outlive any hold on the GIL. One ends the worker, and what the worker started, once the
-// caller is gone. The other passes the worker's stderr on while keeping it readable for the caller; it may block where
-// nobody reads that, which the first must not.
+// caller is gone; the doctor's trials have that one alone. The other passes the worker's stderr on while keeping it
+// readable for the caller; it may block where nobody reads that, which the first must not.
 #pragma once
 
 #include <poll.h>
@@ -23,7 +23,7 @@ constexpr int kExitFdsClosed = 87;
 
 struct WatchdogFds {
   int caller;       // pidfd; readable once the caller is gone
-  int stderr_pipe;  // what the worker writes to stderr
+  int stderr_pipe;  // what the worker writes to stderr; -1 to leave that alone
   int stderr_to;    // where it goes on to
   int tail;         // a file that keeps the last of it, for the caller to quote
 };
@@ -38,6 +38,7 @@ inline void own_fds(const WatchdogFds& fds) {
   std::sort(std::begin(kept), std::end(kept));
   unsigned first = 0;
   for (const int fd : kept) {
+    if (fd < 0) continue;
     if (unsigned(fd) > first) syscall(SYS_close_range, first, unsigned(fd) - 1, 0);
     first = std::max(first, unsigned(fd) + 1);
   }
@@ -66,20 +67,38 @@ inline void* relay_stderr(void* raw) {
   }
 }
 
+// Ends this process, and what it has started. From another one, which can stop it meanwhile: else its threads might start
+// more after the last look. Not by fork(): that waits for locks that other threads may hold.
+inline void end_with_all() {
+  const pid_t self = getpid();
+  const long child = syscall(SYS_clone, SIGCHLD, nullptr, nullptr, nullptr, nullptr);
+  if (child == 0) {
+    setpgid(0, 0);  // it is to outlive the worker's group
+    kill(self, SIGSTOP);
+  }
+  if (child <= 0) {
+    kill_started(self, getsid(0), false);
+    kill(-self, SIGKILL);
+    kill(self, SIGKILL);
+    _exit(0);
+  }
+  pause();
+}
+
 inline void* watch_caller(void* raw) {
   const WatchdogFds& fds = *static_cast<WatchdogFds*>(raw);
   own_fds(fds);
   pthread_t relay;
   // Started here, so that it shares this thread's fds. Without it the worker's stderr would fill up and block.
-  if (pthread_create(&relay, nullptr, relay_stderr, raw) != 0) _exit(1);
+  if (fds.stderr_pipe >= 0 && pthread_create(&relay, nullptr, relay_stderr, raw) != 0) _exit(1);
   for (;;) {
     pollfd polled = {fds.caller, POLLIN, 0};
     if (poll(&polled, 1, -1) < 0) continue;
-    kill_started(getpid(), getsid(0));
-    if (polled.revents & POLLNVAL) _exit(kExitFdsClosed);
-    // In one go with what threads of the env have started since.
-    kill(-getpid(), SIGKILL);
-    kill(getpid(), SIGKILL);
+    if (polled.revents & POLLNVAL) {
+      kill_started(getpid(), getsid(0), false);
+      _exit(kExitFdsClosed);
+    }
+    end_with_all();
   }
 }
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from muster import _core
-from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds, kill_left, leave_terminal
+from muster.backends.ending import kill_left
+from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds, leave_terminal
 from muster.backends.worker import flush_streams
 from muster.transport.channel import Channel
 
@@ -131,16 +132,25 @@ class WorkerProcess:
             text = os.read(self._status_fd, 16)
             if not text:  # the launcher is gone, and with it the worker, but not what the worker had started
                 self.send_signal(signal.SIGKILL)
-                _core.kill_started(self.pid, self._session)  # not its group: that may be another's by now
+                self._kill_orphans()
                 return None
             return int(text)
         try:
             kill_left(self.pid, self._pidfd, self._session)
             _, raw = os.waitpid(self.pid, 0)
         except ChildProcessError:  # the caller ignores SIGCHLD, or waits for any child itself
-            _core.kill_started(self.pid, self._session)
+            self._kill_orphans()
             return None
         return os.waitstatus_to_exitcode(raw)
+
+    def _kill_orphans(self) -> None:
+        """Kills what it has left running, where another process is to reap it, or has."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, 0)
+            is_reaped = False
+        except ProcessLookupError:
+            is_reaped = True
+        _core.kill_started(self.pid, self._session, is_reaped)
 
 
 def _telling_lines(lines: list[str]) -> list[str]:

@@ -24,6 +24,7 @@ import termios
 from typing import Any, NoReturn
 
 from muster import _core
+from muster.backends.ending import kill_group, kill_left
 
 # The fds that a worker gets, in the order in which they travel.
 WORKER_FDS = ("channel", "slab", "mail", "tail", "stderr_read", "stderr_write", "stdout", "stderr", "caller")
@@ -142,22 +143,6 @@ class Launcher:
             _core.kill_started(pid, os.getsid(0))
             kill_group(pid)
         os._exit(0)
-
-
-def kill_left(pid: int, pidfd: int, session: int) -> None:
-    """Waits until the worker `pid` has died; kills what it has left. The caller of this is its parent, and reaps it."""
-    # While it is a zombie no other process can have its pid, nor its group.
-    died = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
-    if died is None or died.si_status:  # else it has come to its end, and has done this itself
-        _core.kill_started(pid, session)
-    kill_group(pid)
-
-
-def kill_group(pid: int) -> None:
-    """Kills the worker `pid` and its process group."""
-    # It has died before it had one, or only such are left as run by another user.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def leave_terminal() -> None:

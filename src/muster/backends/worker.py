@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster import _core
-from muster.backends.launcher import kill_group
+from muster.backends.ending import kill_group
 from muster.backends.memory_plan import Built
 from muster.backends.share import Failure, Share, ShareOptions, seed_globals, settle
 from muster.envs.light_melting_pot import import_without_bots

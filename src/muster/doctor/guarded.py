@@ -18,8 +18,8 @@ from muster import _core
 from muster.backends.launch import worker_environment
 
 _BOOT = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from muster.doctor.trials import main; main(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))"
+    "import sys, json; path, *rest = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
+    "from muster.doctor.trials import main; main(*rest)"
 )
 STARTING = "starting Python"
 """The stage before the trial has the word."""
@@ -49,6 +49,7 @@ def run_guarded(
     """Runs `trial` of trials.py on a packed recipe, b"" for `importing`. stage_timeout_s: for each of its stages, and
     for each row of an env that is played in it."""
     read, write = os.pipe()
+    doctor = os.pidfd_open(os.getpid())
     environment = worker_environment(1)
     if hash_seed is not None:
         environment["PYTHONHASHSEED"] = str(hash_seed)
@@ -59,17 +60,18 @@ def run_guarded(
     ):
         packed.write(recipe)
         packed.seek(0)
-        command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), trial, str(write), json.dumps(options)]
+        told_first = [json.dumps(one) for one in (sys.path, trial, write, doctor, options)]
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", _BOOT, *told_first],
             env=environment,
-            pass_fds=(write,),
+            pass_fds=(write, doctor),
             stdin=packed,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             start_new_session=True,
         )
         os.close(write)
+        os.close(doctor)
         try:
             return _listen(process, told, stderr, stage_timeout_s)
         finally:
@@ -86,7 +88,8 @@ def _listen(process: subprocess.Popen[bytes], told: IO[bytes], stderr: IO[bytes]
             outcome.how = f"hung for {stage_timeout_s:g} s"
             # The fault handler answers with the Python stack, also out of a native call that holds the GIL.
             _signal(process, signal.SIGABRT)
-            _exit_code(process, _ABORT_S)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                _wait(process, _ABORT_S)
             break
         chunk = os.read(told.fileno(), 1 << 16)
         if not chunk:
@@ -96,7 +99,7 @@ def _listen(process: subprocess.Popen[bytes], told: IO[bytes], stderr: IO[bytes]
             if _take(outcome, json.loads(line)):
                 deadline = time.monotonic() + stage_timeout_s
     if outcome.stage is not None and not outcome.how:
-        outcome.how = _how_ended(_exit_code(process, _ABORT_S))
+        outcome.how = _how_ended(process)
     if outcome.stage is not None and not outcome.detail:
         stderr.seek(0)
         # The fault handler ends its report with a list of all extension modules.
@@ -123,20 +126,17 @@ def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:
     return bool(poller.poll(max(0.0, timeout_s) * 1000))
 
 
-def _exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """None if it runs on. It is not reaped: while it is a zombie, no other session can have its number."""
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> os.waitid_result | None:
+    """How it has ended; None if it runs on. It stays a zombie: until then no other session can have its number.
+
+    Raises ProcessLookupError or ChildProcessError where the caller ignores SIGCHLD: nobody knows then.
+    """
+    pidfd = os.pidfd_open(process.pid)
     try:
-        pidfd = os.pidfd_open(process.pid)
-        try:
-            _readable(pidfd, timeout_s)
-            ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        finally:
-            os.close(pidfd)
-    except (ProcessLookupError, ChildProcessError):  # the caller ignores SIGCHLD
-        return 0
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        _readable(pidfd, timeout_s)
+        return os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    finally:
+        os.close(pidfd)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -152,14 +152,18 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         os.kill(process.pid, number)  # Popen's own would reap it
 
 
-def _how_ended(code: int | None) -> str:
-    if code is None:
-        return "closed the doctor's pipe and went on"
-    if code == _core.EXIT_FDS_CLOSED:
-        return "closed file descriptors that it had not opened (os.closerange and the like)"
-    if code >= 0:
-        return f"ended the process (exit code {code})"
+def _how_ended(process: subprocess.Popen[bytes]) -> str:
     try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+        ended = _wait(process, _ABORT_S)
+    except (ProcessLookupError, ChildProcessError):
+        return "ended the process, nobody knows how, since SIGCHLD is ignored here"
+    if ended is None:
+        return "closed the doctor's pipe and went on"
+    if ended.si_code != os.CLD_EXITED:
+        try:
+            return f"was killed by {signal.Signals(ended.si_status).name}"
+        except ValueError:
+            return f"was killed by signal {ended.si_status}"
+    if ended.si_status == _core.EXIT_FDS_CLOSED:
+        return "closed file descriptors that it had not opened (os.closerange and the like)"
+    return f"ended the process (exit code {ended.si_status})"

@@ -31,6 +31,7 @@ from muster.doctor.gil import share_without_gil
 from muster.doctor.player import Player
 from muster.doctor.targets import find_in
 from muster.envs.inbound import Inbound
+from muster.envs.light_melting_pot import import_without_bots
 from muster.errors import RecipeError
 from muster.make import serial_vec
 from muster.pickling import find_culprits
@@ -74,9 +75,16 @@ class Teller:
         self._pipe.write(json.dumps(message) + "\n")
 
 
-def main(trial: str, fd: int, options: dict[str, Any]) -> None:
-    """The process, from its command line; the packed recipe, of trials of an env, is on stdin."""
-    _core.die_with_parent()
+def main(trial: str, fd: int, doctor: int, options: dict[str, Any]) -> None:
+    """The process, from its command line; the packed recipe, of trials of an env, is on stdin.
+
+    fd: where to tell.  doctor: a pidfd, with whose process this one ends.
+    """
+    os.set_inheritable(fd, False)  # what the env starts is not to keep the doctor waiting for the trial's end
+    os.set_inheritable(doctor, False)
+    _core.continue_without_parent()
+    _core.start_watchdog(doctor)
+    import_without_bots()
     faulthandler.enable(all_threads=True)
     teller = Teller(fd)
     try:

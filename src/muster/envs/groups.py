@@ -85,7 +85,9 @@ def _split(
             split[name] = members
             continue
         names = (f"{name}_{_letters(i)}" for i in itertools.count())
-        split.update(zip((one for one in names if one not in groups), kinds, strict=False))
+        free = (one for one in names if one not in groups)
+        for kind in kinds:
+            split[next(free)] = kind
     return split
 
 

@@ -109,6 +109,6 @@ def _with_chex() -> Iterator[None]:
 def _is_installed(name: str) -> bool:
     """Or put in its place by the user. A bare folder of that name, which has no origin, is not."""
     if name in sys.modules:
-        return True
+        return sys.modules[name] is not None  # None blocks its import
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
