@@ -5,20 +5,16 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from agent_envs import Masked, Script, Structured, Turns
 from gymnasium import spaces
 
 import muster
 from muster.errors import ActionError, ClosedError, EnvError, PendingError, SpecMismatch, WorkerDied, WorkerError
-
-sys.path.insert(0, str(Path(__file__).parent / "envs"))
-
-from agent_envs import Masked, Script, Structured, Turns
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},

@@ -1,18 +1,13 @@
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from agent_envs import Masked, Script, Turns
 from gymnasium import spaces
 
 import muster
 from muster.envs.layout import stacked_space
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "envs"))
-
-from agent_envs import Masked, Script, Turns
 
 torchrl = pytest.importorskip("torchrl")
 

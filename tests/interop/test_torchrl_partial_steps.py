@@ -1,18 +1,13 @@
 """Steps of some envs only, as TorchRL's "_step" asks for them, next to TorchRL's own `SerialEnv` of the same envs."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from agent_envs import Masked, Script
 from dropin_envs import Counter
 
 import muster
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "envs"))
-
-from agent_envs import Masked, Script
 
 torchrl = pytest.importorskip("torchrl")
 

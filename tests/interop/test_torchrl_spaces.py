@@ -1,20 +1,15 @@
 """What single spaces become in TorchRL: where they start, which are refused, and masks that come and go."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
+from agent_envs import Masked
 from dropin_envs import Counter
 from gymnasium import spaces
 
 import muster
 from muster.errors import UsageError
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "envs"))
-
-from agent_envs import Masked
 
 torchrl = pytest.importorskip("torchrl")
 

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from agent_envs import Script
 from tensordict.nn import TensorDictModule
 
 from muster.nn import MultiAgentMLP
@@ -62,6 +63,18 @@ def test_groups_nest_and_cut_trajectories_end_for_every_agent():
     assert batch["next", "walker", "observation"][0].equal(batch["walker", "observation"][1])
     assert not batch["next", "walker", "observation"][2].equal(batch["walker", "observation"][3])
     assert collector.last_episodes.returns.shape == (2, 3)
+
+
+def test_an_agent_that_has_ended_is_not_cut_off_as_well():
+    there = ["a_0 a_1 b_0", "a_0 a_1 b_0", "a_1 b_0", "a_1 b_0", "a_1 b_0"]
+    env = functools.partial(Script, there, {(2, "a_0"): "terminated"})
+    with Collector(
+        env, num_envs=1, frames_per_batch=4, max_frames_per_traj=3, make_vec_options={"backend": "serial"}
+    ) as collector:
+        batch = collector.rollout()
+    assert batch["next", "a", "terminated"][:, 0, :, 0].tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]
+    assert batch["next", "a", "truncated"][:, 0, :, 0].tolist() == [[0, 0], [0, 0], [0, 1], [0, 0]]
+    assert batch["next", "b", "truncated"][:, 0, :, 0].tolist() == [[0], [0], [1], [0]]
 
 
 def test_random_actions_obey_masks():

@@ -198,6 +198,20 @@ def test_init_random_frames_come_before_the_policy():
     assert sums[2] == 0
 
 
+def test_random_batches_have_the_keys_of_the_policys():
+    class Aware(nn.Module):
+        def forward(self, obs, is_init):
+            return torch.zeros(len(obs), dtype=torch.int64), obs.sum(-1)
+
+    policy = TensorDictModule(Aware(), in_keys=["observation", "is_init"], out_keys=["action", "total"])
+    options = {"num_envs": 2, "frames_per_batch": 16, "total_frames": 32, "init_random_frames": 16}
+    with Collector(count_env(), policy, make_vec_options=SERIAL, **options) as collector:
+        drawn, acted = collector
+    assert set(drawn.keys(True, True)) == set(acted.keys(True, True))
+    assert drawn["total"].eq(0).all()
+    assert drawn["is_init"][..., 0].equal(drawn["observation"][..., 1] == 0)
+
+
 def test_replay_buffer_takes_valid_frames_and_nothing_is_yielded():
     class Buffer:
         def __init__(self):
@@ -421,6 +435,58 @@ def test_state_dict_goes_on_with_counters_generators_and_weights():
     assert rest[0]["action"].min() >= 7
     assert rest[0]["collector", "traj_ids"].min() > first["collector", "traj_ids"].max()
     assert not rest[0]["observation"].equal(first["observation"])
+
+
+class Learning(nn.Module):
+    """Its action is its weight. In the third step of a batch it learns, as another thread might."""
+
+    def __init__(self):
+        super().__init__()
+        self.best = nn.Parameter(torch.tensor(1.0))
+        self.calls = 0
+
+    def forward(self, obs):
+        self.calls += 1
+        if self.calls == 3:
+            self.collector.update_policy_weights_({"best": torch.tensor(2.0)})
+        return torch.full((len(obs),), int(self.best))
+
+
+def test_weights_that_come_while_it_collects_are_for_the_next_batch():
+    policy = Learning()
+    with Collector(count_env(), policy, num_envs=2, frames_per_batch=12, make_vec_options=SERIAL) as collector:
+        policy.collector = collector
+        first = collector.rollout()
+        assert (collector.acting_version, collector.policy_version, policy.best.item()) == (1, 2, 2)
+        assert first["action"].eq(1).all()
+        assert collector.rollout()["action"].eq(2).all()
+        assert collector.acting_version == 2
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        lambda obs: {"action": torch.ones(1, dtype=torch.int64), "value": torch.zeros(len(obs), 3)},
+        lambda obs: {"action": torch.ones(len(obs), dtype=torch.int64), "value": torch.zeros(len(obs), 1)},
+        lambda obs: {"action": torch.ones(len(obs)), "value": torch.zeros(len(obs), 3)},
+        lambda obs: {"action": torch.ones(len(obs), dtype=torch.int64)},
+        lambda obs: {"action": torch.ones(len(obs), dtype=torch.int64), "value": None},
+    ],
+)
+def test_outputs_that_change_within_a_batch_are_an_error(later):
+    def policy(obs):
+        first = {"action": torch.zeros(len(obs), dtype=torch.int64), "value": torch.zeros(len(obs), 3)}
+        return first if obs[0, 1] == 0 else later(obs)
+
+    with pytest.raises(
+        SpecMismatch, match=r"the policy gave .* at step 1, expected {'action' int64 \[2\], 'value' float"
+    ):
+        collect(count_env(), policy)
+
+
+def test_an_action_that_numpy_does_not_know_is_named():
+    with pytest.raises(SpecMismatch, match="'action' as torch.bfloat16"):
+        collect(count_env(), lambda obs: torch.zeros(len(obs), dtype=torch.bfloat16))
 
 
 def test_update_policy_weights_copies_into_the_policy():

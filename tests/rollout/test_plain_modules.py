@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from counting_env import NoisyEnv
+from collecting import SERIAL
+from counting_env import CountingEnv, NoisyEnv
 from tensordict import TensorDict
 from tensordict.nn import (
     NormalParamExtractor,
@@ -136,6 +137,24 @@ def test_hooks_run_whenever_they_are_registered():
         policy.module.register_forward_pre_hook(lambda module, args: seen.append(args))
         collector.rollout()
         assert len(seen) == 8
+
+
+def test_a_module_that_takes_anothers_place_acts_from_the_next_batch():
+    def giving(action: int) -> nn.Module:
+        class Giving(nn.Module):
+            def forward(self, obs: torch.Tensor) -> torch.Tensor:
+                return torch.full((len(obs),), action)
+
+        return Giving()
+
+    policy = TensorDictModule(giving(1), ["observation"], ["action"])
+    with Collector(CountingEnv, policy, num_envs=2, frames_per_batch=8, make_vec_options=SERIAL) as collector:
+        assert collector.rollout()["action"].eq(1).all()
+        policy.module = giving(2)
+        assert collector.rollout()["action"].eq(2).all()
+        inner = policy.forward
+        policy.forward = lambda td: inner(td).set("action", torch.full((2,), 3))
+        assert collector.rollout()["action"].eq(3).all()
 
 
 def test_the_mode_that_skips_existing_keys_is_heeded():

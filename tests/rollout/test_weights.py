@@ -127,3 +127,18 @@ def test_no_reader_ever_sees_half_an_update():
     finally:
         os.waitpid(pid, 0)
     assert seen > 1
+
+
+def test_nor_does_one_in_another_thread():
+    shared = SharedWeights({name: torch.zeros(3000) for name in "ab"})
+    threads = [threading.Thread(target=_write, args=(shared, value)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert len(torch.stack(list(shared.read().values())).unique()) == 1
+    assert shared.version == 2000
+
+
+def _write(shared, value):
+    for _ in range(1000):
+        shared.write({name: torch.full((3000,), float(value)) for name in "ab"})

@@ -88,7 +88,8 @@ class MultiAgentEnvs(EnvSide):
         alive = {group: i for i, (group, *name) in enumerate(field.key for field in self.observed) if name == ["alive"]}
         for k, group in enumerate(self._sizes):
             _, _, truncated, done = earned[k * (1 + len(_ENDS)) :][: 1 + len(_ENDS)]
-            cut = observed[alive[group]][t, ids] & ~done[t, ids]
+            # Those that the step before had ended have this row for their last observation.
+            cut = observed[alive[group]][t, ids] & observed[alive[group]][t + 1, ids] & ~done[t, ids]
             truncated[t, ids] |= cut
             done[t, ids] |= cut
 

@@ -10,6 +10,7 @@ Each step computes all envs' actions at once, in the calling process and with th
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,16 +21,24 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from tensordict.nn import InteractionType, set_interaction_type  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor
 
-from muster.errors import ConfigError, SpecMismatch
+from muster.errors import ConfigError
 from muster.rollout.batches import BatchSource, warn_of_losses
 from muster.rollout.devices import Device, place
 from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
-from muster.rollout.fields import Array, Field, Key, describe
-from muster.rollout.policies import Actor, PlainActor, RandomActor, TensorDictActor, is_tensordict_policy
+from muster.rollout.fields import Array, Field, Key
+from muster.rollout.policies import (
+    IS_INIT,
+    Actor,
+    PlainActor,
+    RandomActor,
+    TensorDictActor,
+    is_tensordict_policy,
+    numpy_dtype,
+)
 from muster.rollout.single_agent import open_envs
 from muster.rollout.stepping import Stepping
 from muster.rollout.storage import Storage
-from muster.rollout.weights import load_weights, module_of
+from muster.rollout.weights import load_weights, module_of, weights_for
 
 
 class Collector(BatchSource):
@@ -55,6 +64,7 @@ class Collector(BatchSource):
         its modules start without, or from zeros.
     exploration: how distributions in the policy are drawn from.
 
+    policy_version, acting_version: how often weights were updated, from 1; and how often before the last batch.
     Envs that the vector env replaced are told of by a RuntimeWarning; their rows are masked. Raises ConfigError,
     UsageError, and what `make_vec` raises.
     """
@@ -100,7 +110,12 @@ class Collector(BatchSource):
         self._policy_device = place(self.policy, device if policy_device is None else policy_device)
         self._rng = np.random.default_rng(None if seed is None else np.random.SeedSequence(seed, spawn_key=(0,)))
         self._torch_state = None if seed is None else _torch_states(seed, self._policy_device)
+        self.policy_version = self.acting_version = 1
+        self._updating = threading.Lock()
+        self._acts = False
+        self._staged: dict[str, Tensor] | None = None  # weights that wait for the batch's end
         self._init_random_frames = init_random_frames
+        self._expected: dict[Key, Tensor] = {}  # what the policy will give, once random frames have been asked for
         self._reset_at_each_iter = reset_at_each_iter
         self._initial_state = dict(initial_state or {})
         self._exploration = exploration
@@ -130,7 +145,8 @@ class Collector(BatchSource):
             self._envs.earned,
             compact=self._compact,
         )
-        self.fill(storage)
+        with self._same_weights():
+            self.fill(storage)
         done = storage.terminated | storage.truncated
         self.last_episodes = self._episodes.count(storage.rewards(), storage.begins, done, storage.mask)
         warn_of_losses(storage.losses)
@@ -141,8 +157,14 @@ class Collector(BatchSource):
         random = self.policy is None or self.frames < self._init_random_frames
         if self._reset_at_each_iter:
             self._stepping.start_afresh()
+        if random and self.policy is not None and not storage.outputs:
+            self._expected = self._expected or self._trial_outputs()
+            for key, rows in self._expected.items():
+                storage.outputs[key] = rows.new_zeros((storage.T, *rows.shape[1:]))
         with self._acting():
             steps = self._stepping.fill(storage, self._actors_for(random), self._env_seeds(), stop)
+        if random and IS_INIT in storage.outputs:
+            storage.outputs[IS_INIT].copy_(torch.from_numpy(storage.begins).unsqueeze(-1))
         if steps < storage.T:
             storage.leave_out(steps)
         self.frames += int(storage.mask.sum())
@@ -155,7 +177,11 @@ class Collector(BatchSource):
         return self._envs.observed, self._envs.earned
 
     def output_fields(self) -> list[Field]:
-        """What the policy gives at each step, found by acting once on what the envs show; nothing is stepped."""
+        """What the policy gives at each step."""
+        return [Field(key, tuple(one.shape[2:]), numpy_dtype(key, one)) for key, one in self._trial_outputs().items()]
+
+    def _trial_outputs(self) -> dict[Key, Tensor]:
+        """What the policy gives ``[1, N, ...]``, found by acting once on what the envs show; nothing is stepped."""
         with self._acting():
             rows = self._stepping.start(self._actors, self._env_seeds())
             trial = Storage(1, self._envs.num_envs, self._envs.observed, self._envs.earned, compact=self._compact)
@@ -165,7 +191,7 @@ class Collector(BatchSource):
             actor.begin(trial)
             actor.act(0)
         self._torch_state = kept
-        return [Field(key, tuple(one.shape[2:]), _numpy_dtype(key, one)) for key, one in trial.outputs.items()]
+        return trial.outputs
 
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
@@ -174,10 +200,18 @@ class Collector(BatchSource):
     def update_policy_weights_(self, weights: Any = None) -> None:
         """Copies `weights` (a state dict, a TensorDict of parameters or a module) into the policy.
 
-        Without an argument there is nothing to do: the policy that acts is the object that was given.
+        While another thread collects a batch, that happens at the batch's end: all of it has the weights that it began
+        with. Without an argument there is nothing to copy: the policy that acts is the object that was given.
         """
-        if weights is not None:
-            load_weights(self.policy, weights)
+        given = None if weights is None else weights_for(self.policy, weights)
+        with self._updating:
+            self.policy_version += 1
+            if given is None:
+                return
+            if self._acts:
+                self._staged = {name: tensor.detach().clone() for name, tensor in given.items()}
+            else:
+                load_weights(self.policy, given)
 
     def stats(self) -> dict[str, Any]:
         """Counts of frames and batches; ``copies_per_obs``: from an env's array to the batch; ``envs``: their stats."""
@@ -239,6 +273,21 @@ class Collector(BatchSource):
         return [int(word) for word in sequence.generate_state(self._envs.num_envs)]
 
     @contextmanager
+    def _same_weights(self) -> Iterator[None]:
+        """Weights that come meanwhile are the policy's once the batch is done."""
+        with self._updating:
+            self._acts = True
+            self.acting_version = self.policy_version
+        try:
+            yield
+        finally:
+            with self._updating:
+                self._acts = False
+                if self._staged is not None:
+                    load_weights(self.policy, self._staged)
+                    self._staged = None
+
+    @contextmanager
     def _acting(self) -> Iterator[None]:
         with self._generators(), torch.no_grad(), set_interaction_type(self._exploration):
             yield
@@ -257,16 +306,6 @@ class Collector(BatchSource):
         finally:
             self._torch_state = _get_states(cuda)
             _set_states(callers, cuda)
-
-
-def _numpy_dtype(key: Key, tensor: Tensor) -> np.dtype[Any]:
-    try:
-        return tensor.new_empty(0).numpy().dtype
-    except TypeError as error:
-        raise SpecMismatch(
-            f"the policy gave {describe(key)} as {tensor.dtype}, which NumPy does not know, and so the memory that "
-            "collectors share; convert it in the policy, as in x.float()"
-        ) from error
 
 
 def _torch_states(seed: int, device: torch.device) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +23,14 @@ from muster.rollout.crew import Crew, CrewOptions
 from muster.rollout.devices import Device
 from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
 from muster.rollout.travel import Obstacle, obstacle_to
-from muster.rollout.weights import load_weights, module_of, named_weights, require_shapes, weights_by_name
+from muster.rollout.weights import (
+    load_weights,
+    module_of,
+    named_weights,
+    require_shapes,
+    weights_by_name,
+    weights_for,
+)
 
 _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state")
 
@@ -127,7 +135,7 @@ class MultiCollector(BatchSource):
         self._episodes: dict[int, EpisodeCounter] = {}
         self._next_traj_id = 0
         self._staying: Collector | None = None
-        self._staying_version = 1
+        self._updating = threading.Lock()
         self._crew: Crew | None = None
         require_shapes(policy)
         if policy is None or policy_factory is not None or (obstacle := obstacle_to(policy)) is None:
@@ -157,22 +165,27 @@ class MultiCollector(BatchSource):
         weights: None for the current ones of `policy`, else a module, a state dict or a TensorDict of parameters, which
         `policy`, if there is one, takes, too. Raises SpecMismatch, UsageError.
         """
-        if weights is not None and self.policy is not None:
-            load_weights(self.policy, weights)
-        if self._crew is None:
-            self._staying_version += 1
+        if self._staying is not None:
+            self._staying.update_policy_weights_(weights)
             return
-        own = named_weights(self.policy)
-        if self.policy is None and weights is not None:
-            own = weights_by_name(weights)
-        if not own:
-            raise UsageError("there are no weights to send: give `weights`, or a policy that has some")
-        self._crew.publish(own)
+        assert self._crew is not None
+        with self._updating:
+            if weights is not None and self.policy is not None:
+                load_weights(self.policy, weights_for(self.policy, weights))
+            own = named_weights(self.policy)
+            if self.policy is None and weights is not None:
+                own = weights_by_name(weights)
+            if not own:
+                raise UsageError(
+                    "there are no weights to send: give `weights`, or for a policy that module, or method of one, that "
+                    "has them"
+                )
+            self._crew.publish(own)
 
     @property
     def policy_version(self) -> int:
         """Of the weights that collectors take for their next batch; 1 for those they started with."""
-        return self._crew.version if self._crew is not None else self._staying_version
+        return self._crew.version if self._crew is not None else self._staying.policy_version  # type: ignore[union-attr]  # one of both
 
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
@@ -209,7 +222,7 @@ class MultiCollector(BatchSource):
         self._next_traj_id = int(state["next_traj_id"])
         if self._staying is not None:
             self._staying.load_state_dict(state["staying"])
-            self._staying_version += 1
+            self._staying.policy_version += 1
             return
         if self._crew is not None and "policy" in state:
             weights = state["policy"]
@@ -259,7 +272,7 @@ class MultiCollector(BatchSource):
         assert self._staying is not None
         batch = self._staying.rollout()
         self.frames, self.last_episodes = self._staying.frames, self._staying.last_episodes
-        batch["collector", "policy_version"] = torch.full(batch.batch_size, self._staying_version)
+        batch["collector", "policy_version"] = torch.full(batch.batch_size, self._staying.acting_version)
         return batch
 
 

@@ -41,6 +41,11 @@ class PlainModules:
             for part in parts or ()
         ]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlainModules) and self.able == other.able and self._calls == other._calls
+
+    __hash__ = None  # type: ignore[assignment]  # modules may be replaced
+
     def call(self, values: dict[Key, Tensor]) -> bool:
         """Adds to `values` what the modules write there; False, and nothing is called, where that is not possible now.
 
@@ -69,6 +74,8 @@ class PlainModules:
 
 def _parts(policy: Any) -> list[Any] | None:
     """The plain modules that `policy` runs one after the other, None where it does anything else."""
+    if "forward" in getattr(policy, "__dict__", ()):
+        return None
     if type(policy) is TensorDictModule:
         plain = (
             policy.inplace is True

@@ -7,7 +7,7 @@ the storage and writes straight into it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -111,7 +111,7 @@ class PolicyActor:
         self._storage = storage
         # The views of all rows, made once: indexing a tensor at each step would cost more.
         self._inputs = [torch.from_numpy(array)[:, self._part].unbind(0) for array in storage.observed]
-        self._outputs: dict[Key, tuple[Tensor, ...]] = {}
+        self._outputs: list[tuple[Key, tuple[Tensor, ...], torch.Size, torch.dtype]] = []  # rows, and what fits there
         self._actions: list[Array] = []
 
     def act(self, t: int) -> list[Array]:
@@ -121,14 +121,14 @@ class PolicyActor:
         outputs = self._compute(inputs)
         if not self._outputs:
             self._lay_out(outputs)
-        try:
-            for key, rows in self._outputs.items():
-                rows[t].copy_(outputs[key])
-        except (KeyError, RuntimeError) as error:
-            expected = {key: rows[t] for key, rows in self._outputs.items()}
-            raise SpecMismatch(
-                f"the policy gave {_shapes(outputs)} at step {t}, expected {_shapes(expected)} as at step 0"
-            ) from error
+        for key, rows, shape, dtype in self._outputs:
+            value = outputs.get(key)
+            if not _fits(value, shape, dtype):
+                expected = {key: rows[t] for key, rows, *_ in self._outputs}
+                raise SpecMismatch(
+                    f"the policy gave {_shapes(outputs)} at step {t}, expected {_shapes(expected)} as before"
+                )
+            rows[t].copy_(value)
         return [action[t] for action in self._actions]
 
     def forget(self, done: Array) -> None:
@@ -167,7 +167,10 @@ class PolicyActor:
             whole = self._storage.outputs.get(key)
             if whole is None:
                 whole = self._storage.add_output(key, value)
-            self._outputs[key] = whole[:, self._part].unbind(0)
+            rows = whole[:, self._part].unbind(0)
+            self._outputs.append((key, rows, rows[0].shape, rows[0].dtype))
+        for key in action_keys:
+            numpy_dtype(key, self._storage.outputs[key])
         self._actions = [self._storage.outputs[key][:, self._part].numpy() for key in action_keys]
 
 
@@ -185,6 +188,12 @@ class TensorDictActor(PolicyActor):
         self._keys: list[Key] | None = None
         self._plain = PlainModules(policy)
         self._values: dict[Key, Tensor] = {}  # stands for the TensorDict: what is written stays for the next step
+
+    def begin(self, storage: Storage) -> None:
+        super().begin(storage)
+        now = PlainModules(self._policy)
+        if now != self._plain:  # modules were put in the place of others
+            self._plain, self._keys = now, None
 
     def forget(self, done: Array) -> None:
         super().forget(done)
@@ -277,6 +286,17 @@ def _reads_is_init(policy: Any) -> bool:
     return any(as_key(key) == IS_INIT for module in modules if (key := getattr(module, "is_init_key", None)))
 
 
+def numpy_dtype(key: Key, tensor: Tensor) -> np.dtype[Any]:
+    """NumPy's for what the policy gave under `key`. Raises SpecMismatch where it has none."""
+    try:
+        return tensor.new_empty(0).numpy().dtype
+    except TypeError as error:
+        raise SpecMismatch(
+            f"the policy gave {describe(key)} as {tensor.dtype}, which NumPy does not know, and so neither do envs nor "
+            "the memory that collectors share; convert it in the policy, as in x.float()"
+        ) from error
+
+
 def _draw(space: spaces.Space[Any], lead: tuple[int, int], rng: np.random.Generator) -> Array:
     """Random elements ``[*lead, ...]``, distributed as Gymnasium's ``sample``."""
     shape = (*lead, *(space.shape or ()))
@@ -298,6 +318,18 @@ def _draw(space: spaces.Space[Any], lead: tuple[int, int], rng: np.random.Genera
     return np.clip(drawn, space.low, space.high)
 
 
+def _fits(value: Any, shape: torch.Size, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    """What `copy_` does not see to: it repeats rows, and makes integers of floats."""
+    if not isinstance(value, Tensor) or value.shape != shape:
+        return False
+    return value.dtype is dtype or torch.can_cast(value.dtype, dtype)
+
+
 def _shapes(tensors: Mapping[Key, Any]) -> str:
-    parts = [f"{describe(key)} {list(getattr(value, 'shape', ['?']))}" for key, value in tensors.items()]
+    parts = [
+        f"{describe(key)} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"{describe(key)}: a {type(value).__name__}"
+        for key, value in tensors.items()
+    ]
     return "{" + ", ".join(parts) + "}"

@@ -9,8 +9,9 @@ A step can end an episode in two ways, and they are never confused here:
 So every function takes ``next_values``, the value of the observation *after* each action: the final observation where
 an episode ended, the following row's observation everywhere else. It is exact in every autoreset mode.
 
-Rows whose ``mask`` is False are left out, as if they had never been in the rollout: the reset rows of ``next_step``
-autoreset, agents that are not alive, padding. They may hold anything, NaN included, and get zeros.
+Rows whose ``mask`` is False are left out: the reset rows of ``next_step`` autoreset, agents that are not alive,
+padding. Their numbers may be anything, NaN included, and they get zeros; an end that one of them tells, as of a lost
+env, is an end for the rows before it, too.
 
 An agent that is alive but waits for its turn is not left out: its rewards, and often its end, are told in the rows in
 which others act. So compute returns with ``mask=alive`` and take the loss over the rows where ``acting`` is True.

@@ -6,6 +6,7 @@ import fcntl
 import inspect
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -52,17 +53,18 @@ def require_shapes(policy: object) -> None:
             )
 
 
-@torch.no_grad()
-def load_weights(policy: object, weights: Any) -> None:
-    """Copies `weights` into the policy's own tensors.
+def weights_for(policy: object, weights: Any) -> dict[str, Tensor]:
+    """What `weights` have for each of the policy's own tensors, by name.
 
-    weights: a module, a state dict, or a TensorDict as ``TensorDict.from_module`` gives it. Nothing is copied where
-    they do not fit: raises SpecMismatch for names or shapes that the policy does not have, UsageError for a policy
-    without weights.
+    weights: a module, a state dict, or a TensorDict as ``TensorDict.from_module`` gives it. Raises SpecMismatch for
+    names or shapes that the policy does not have, UsageError for a policy without weights.
     """
     own = named_weights(policy)
     if not own:
-        raise UsageError(f"the policy is a {type(policy).__name__} without weights; there is nothing to update")
+        raise UsageError(
+            f"the policy is a {type(policy).__name__} without weights; there is nothing to update. If it calls a "
+            "module, hand over that module, or a method of it"
+        )
     given = weights_by_name(weights)
     missing = sorted(own.keys() - given.keys())
     unknown = sorted(given.keys() - _all_names(policy))
@@ -73,15 +75,22 @@ def load_weights(policy: object, weights: Any) -> None:
             raise SpecMismatch(
                 f"weights[{name!r}] has shape {tuple(given[name].shape)}, the policy's {tuple(tensor.shape)}"
             )
-    for name, tensor in own.items():
-        tensor.copy_(given[name])
+    return {name: given[name] for name in own}
+
+
+@torch.no_grad()
+def load_weights(policy: object, weights: Mapping[str, Tensor]) -> None:
+    """Copies what `weights_for` gave into the policy's own tensors."""
+    for name, tensor in named_weights(policy).items():
+        tensor.copy_(weights[name])
 
 
 class SharedWeights:
     """One learner's weights in shared memory, for replicas in other processes; a version counts the updates.
 
-    Readers and the writer keep each other out by a lock of the kernel's, which ends with the process that holds it:
-    nobody ever sees half an update, and nobody who dies leaves the others locked out.
+    Readers and writers keep each other out by a lock of the kernel's, which ends with the process that holds it: nobody
+    ever sees half an update, and nobody who dies leaves the others locked out. Within a process, whose threads share
+    that lock, a second one does.
 
     like: the tensors, by name; the same names, shapes and dtypes at both ends.  fd: the memory that the other end made.
     """
@@ -94,6 +103,7 @@ class SharedWeights:
             places[name] = size
             size += (tensor.numel() * tensor.element_size() + _ALIGN - 1) // _ALIGN * _ALIGN
         self.fd = memfd("weights") if fd is None else fd
+        self._threads = threading.Lock()
         if os.fstat(self.fd).st_size < size:
             os.ftruncate(self.fd, size)
         block = mmap.mmap(self.fd, size)
@@ -145,11 +155,12 @@ class SharedWeights:
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[None]:
-        fcntl.lockf(self.fd, kind)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self.fd, fcntl.LOCK_UN)
+        with self._threads:
+            fcntl.lockf(self.fd, kind)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
 def module_of(policy: object) -> nn.Module | None:
