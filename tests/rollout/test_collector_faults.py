@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from agent_envs import Script
 from collecting import SERIAL, collect, count_env, zeros_policy
 from counting_env import CountingEnv, FailingEnv
 
@@ -89,6 +90,20 @@ def test_at_most_two_copies_per_observation():
     with Collector(count_env(), zeros_policy, num_envs=2, frames_per_batch=4, make_vec_options=SERIAL) as collector:
         collector.rollout()
         assert collector.stats()["copies_per_obs"] == 2
+
+
+@pytest.mark.parametrize("env", [count_env(), Script])
+def test_nor_more_with_a_vector_env_that_copies_for_its_owner(env):
+    with muster.make_vec(env, 2, autoreset_mode="same_step") as envs:
+        with Collector(envs, None, frames_per_batch=8) as collector:
+            collector.rollout()
+            assert collector.stats()["copies_per_obs"] == 2
+        envs.reset()
+        own, *_ = envs.step(envs.action_space.sample())
+        own = own["a"] if isinstance(own, dict) else own
+        before = own.tolist()
+        envs.step(envs.action_space.sample())
+        assert own.tolist() == before
 
 
 def test_float64_observations_arrive_as_they_are():

@@ -146,6 +146,7 @@ NB_MODULE(_core, m) {
            nb::arg("slab"), nb::arg("memory"), nb::arg("first_envs"), nb::arg("obs").none(), nb::arg("action").none(),
            nb::arg("lent_rows"), nb::kw_only(), nb::arg("copy"), nb::arg("must_reset"), nb::arg("patience"))
       .def("allow_unreset", &Caller::allow_unreset)
+      .def("set_copy", &Caller::set_copy)
       .def("set_local", [](Caller& self, nb::handle stepper) {
         self.set_local(nb::cast<Stepper*>(stepper), stepper.ptr());
       })

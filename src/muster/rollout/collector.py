@@ -217,11 +217,10 @@ class Collector(BatchSource):
         """Counts of frames and batches; ``copies_per_obs``: from an env's array to the batch; ``envs``: their stats."""
         own = getattr(self._envs.envs, "stats", None)
         envs = own() if own is not None else {}
-        copies = envs.get("copies_per_obs")
         return {
             "frames": self.frames,
             "batches": self.batches,
-            "copies_per_obs": None if copies is None else copies + 1,
+            "copies_per_obs": self._envs.copies_per_obs,
             "envs": envs,
         }
 
@@ -289,7 +288,7 @@ class Collector(BatchSource):
 
     @contextmanager
     def _acting(self) -> Iterator[None]:
-        with self._generators(), torch.no_grad(), set_interaction_type(self._exploration):
+        with self._envs.views(), self._generators(), torch.no_grad(), set_interaction_type(self._exploration):
             yield
 
     @contextmanager

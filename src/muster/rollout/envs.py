@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from gymnasium import spaces
@@ -55,6 +56,7 @@ class EnvSide(ABC):
         self.num_envs: int = envs.num_envs
         self.autoreset_mode = autoreset_mode_of(envs)
         self.takes_turns = isinstance(envs, (VectorEnv, MultiAgentVectorEnv))  # has send and recv
+        self.copies_per_obs: int | None = 2 if self.takes_turns else None  # from an env's own array to the batch
 
     @abstractmethod
     def policy_input(self, rows: Sequence[Any]) -> Any:
@@ -99,6 +101,24 @@ class EnvSide(ABC):
         """The envs that are ready, int64 ``[n]``, at least `min_envs` of them, and the steps that `send` started."""
         ids, *result = self.envs.recv(min_envs=min_envs)
         return ids, self._rows(*result)
+
+    @contextmanager
+    def views(self) -> Iterator[None]:
+        """Within, the vector env gives views of observations: they are copied into the batch at once."""
+        if not isinstance(self.envs, (VectorEnv, MultiAgentVectorEnv)):
+            yield
+            return
+        rows = self.envs if isinstance(self.envs, VectorEnv) else self.envs._rows
+        before = rows._copy, rows._copies_per_obs
+        rows._copy, rows._copies_per_obs = False, 1
+        rows._caller.set_copy(False)
+        try:
+            yield
+        finally:
+            assert self.copies_per_obs is not None
+            self.copies_per_obs = max(self.copies_per_obs, rows._copies_per_obs + 1)
+            rows._copy, rows._copies_per_obs = before
+            rows._caller.set_copy(before[0])
 
     def settle(self) -> None:
         """Takes the answers that an error has left behind: nothing may be pending when envs are reset."""
