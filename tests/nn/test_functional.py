@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -100,6 +102,74 @@ def test_tied_parameters_stay_tied():
     expected = torch.tanh(x @ doubled["0.weight"].t()) @ doubled["0.weight"].t()
     torch.testing.assert_close(call(doubled, x), expected)
     assert net[2].weight is net[0].weight
+
+
+class Twice(nn.Module):
+    """One encoder that two heads use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        encoder = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.actor = nn.Sequential(encoder, nn.Linear(4, 2))
+        self.critic = nn.Sequential(encoder, nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.actor(x), self.critic(x)], -1)
+
+
+def test_a_module_with_two_paths_gets_its_tensors_back():
+    net = Twice()
+    call, params = functionalize(net)
+    before = snapshot(net)
+    copies = {name: p.detach().clone() for name, p in params.items()}
+    x = torch.randn(5, 3)
+    y = call(copies, x)
+    assert_untouched(net, before)
+    assert copies["actor.0.1.num_batches_tracked"] == 2
+    torch.testing.assert_close(y, net(x))
+    no_weight = {"critic.0.0.weight": torch.zeros(4, 3)}  # by its other name
+    torch.testing.assert_close(call(no_weight, x), call(no_weight, -x))
+    net(x).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_a_module_with_two_paths_under_vmap_grad_and_compile():
+    torch.compiler.reset()
+    net = Twice().eval()
+    call, params = functionalize(net)
+    x = torch.randn(5, 3)
+    stacked = {name: torch.stack([p.detach(), p.detach() * 2]) for name, p in params.items()}
+    outputs = torch.vmap(call, (0, None))(stacked, x)
+    torch.testing.assert_close(outputs[1], call({name: p[1] for name, p in stacked.items()}, x))
+    trainable = {name: p for name, p in params.items() if p.requires_grad}
+    grads = torch.func.grad(lambda p: call(p, x).square().sum())(trainable)
+    net(x).square().sum().backward()
+    torch.testing.assert_close(grads, {name: p.grad for name, p in trainable.items()})
+    compiled = torch.compile(lambda p, x: call(p, x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(stacked | params, x), net(x))
+
+
+def test_two_tensors_for_one_are_refused():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    net.append(net[0])
+    call, params = functionalize(net)
+    call({"0.weight": params["0.weight"], "2.weight": params["0.weight"]}, torch.ones(3))
+    with pytest.raises(UsageError, match=r"\['0\.weight', '2\.weight'\] are names of one tensor of Sequential"):
+        call({"0.weight": torch.ones(3, 3), "2.weight": torch.zeros(3, 3)}, torch.ones(3))
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda call: pickle.loads(pickle.dumps(call))])
+def test_a_copied_call_has_a_module_of_its_own(through):
+    net = small_net()
+    call, params = functionalize(net)
+    x = torch.randn(5, 3)
+    expected = net(x).detach()
+    other = through(call)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+    torch.testing.assert_close(other({}, x), expected)
+    assert other(params, x).abs().sum() == 0
 
 
 def test_batch_norm_statistics_are_written_to_params_and_not_to_the_module():

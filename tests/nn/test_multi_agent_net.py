@@ -46,6 +46,11 @@ class Tied(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+def twice() -> nn.Sequential:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 2))
+
+
 NETWORKS = {
     "linear": lambda: nn.Linear(4, 2),
     "known layers": lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2, bias=False)),
@@ -55,6 +60,7 @@ NETWORKS = {
     "softmax": lambda: nn.Sequential(nn.Linear(4, 2), nn.Softmax(dim=1)),
     "replaced buffer": RunningMean,
     "tied": Tied,
+    "a layer twice": twice,
 }
 
 

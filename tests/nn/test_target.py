@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +95,43 @@ def test_tied_parameters_have_one_target():
     target.update(1.0)
     assert list(target.params) == ["0.weight"]
     assert target(torch.ones(2)).tolist() == [4.0, 4.0]
+
+
+def test_a_layer_used_twice_goes_on_training():
+    layer = nn.Linear(2, 2)
+    net = nn.Sequential(layer, nn.Tanh(), layer)
+    target = TargetParams(net)
+    x = torch.ones(2)
+    torch.testing.assert_close(target(x), net(x))
+    net(x).sum().backward()
+    assert net[0].weight is layer.weight
+    assert layer.weight.grad is not None
+
+
+def test_untied_parameters_have_a_target_each_after_a_hard_update():
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[1].weight = net[0].weight
+    target = TargetParams(net)
+    net[1].weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(UsageError, match=r"1\.weight"):
+        target.update(0.5)
+    target.hard_update()
+    assert target(torch.ones(2)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copied_target_follows_the_copied_module(through):
+    net = nn.Sequential(nn.Linear(2, 1), nn.Dropout(1.0))
+    fill(net, 1.0)
+    target = TargetParams(net)
+    copied_net, copied_target = through((net, target))
+    fill(copied_net, 3.0)
+    copied_net.eval()
+    copied_target.update(0.5)
+    assert copied_target(torch.ones(2)).item() == 6.0
+    assert target(torch.ones(2)).item() == 0.0  # the original drops everything out
+    net.eval()
+    assert target(torch.ones(2)).item() == 3.0
 
 
 def test_the_module_may_replace_its_parameters():

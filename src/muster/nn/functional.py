@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -33,36 +33,83 @@ def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tens
     module's own tensor; a tensor with several names is replaced under all of them. Buffers that the module writes
     to, such as the statistics of a batch norm, are written in ``params``, not in the module.
 
-    The module is neither copied nor pickled: the tensors are swapped in for the call and back afterwards, on errors
-    too. Until then every user of the module sees them, so that a second thread that calls gets UsageError.
+    The module is neither copied nor pickled, unless ``call`` itself is: the tensors are swapped in for the call and
+    back afterwards, on errors too. Until then every user of the module sees them, so that a second thread that calls
+    gets UsageError.
 
     Raises TypeError for what is not an ``nn.Module``, UsageError for lazy modules that saw no input yet and, in
-    ``call``, for names that the module does not have.
+    ``call``, for names that the module does not have and for two tensors under names of one.
     """
     params = named_tensors(module)
-    known = frozenset(name for name, _ in _all_names(module))
-    owners = tensor_owners(module)
-    slots = tensordict_slots(module, params)
-    in_tensordicts = _names_inside_tensordicts(module)
+    return _FunctionalCall(module, params), params
 
-    def run(tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not slots:
-            return functional_call(module, tensors, args, kwargs)
-        registered = {name: tensor for name, tensor in tensors.items() if name not in in_tensordicts}
-        with replaced_tensordicts(slots, tensors):
-            return functional_call(module, registered, args, kwargs)
 
-    def call(params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
+class _FunctionalCall:
+    """What ``functionalize`` returns as ``call``: an object, so that it is copied and pickled with its module."""
+
+    def __init__(self, module: nn.Module, params: Mapping[str, Tensor]) -> None:
+        self._module = module
+        self._known = frozenset(name for name, _ in _all_names(module))
+        self._owners = tensor_owners(module)
+        self._ties = ties(module)
+        self._slots = tensordict_slots(module, params)
+        self._in_tensordicts = _names_inside_tensordicts(module)
+
+    def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         tensors = params if isinstance(params, dict) else dict(params)
         # Tracing runs the swap symbolically, once: no other thread can see it, and it is not in the compiled code.
         if torch.compiler.is_compiling():
-            return run(tensors, args, kwargs)
-        if not tensors.keys() <= known:
-            raise UsageError(_unknown_names(module, tensors, known))
-        with sole_use(module, owners):
-            return run(tensors, args, kwargs)
+            return self._run(tensors, args, kwargs)
+        if not tensors.keys() <= self._known:
+            raise UsageError(_unknown_names(self._module, tensors, self._known))
+        with sole_use(self._module, self._owners):
+            return self._run(tensors, args, kwargs)
 
-    return call, params
+    def _run(self, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._slots:
+            return call_with(self._module, tensors, self._ties, args, kwargs)
+        registered = {name: tensor for name, tensor in tensors.items() if name not in self._in_tensordicts}
+        with replaced_tensordicts(self._slots, tensors):
+            return call_with(self._module, registered, self._ties, args, kwargs)
+
+
+def call_with(
+    module: nn.Module,
+    tensors: dict[str, Tensor],
+    tied: Mapping[str, list[str]],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """``module(*args, **kwargs)`` with ``tensors`` for its own. Buffers that it replaces are put into ``tensors``.
+
+    tied: what ``ties(module)`` returns. Raises UsageError where ``tensors`` has two for one.
+    """
+    # torch's own tie_weights swaps a module with two paths twice, and leaves the given tensors in it.
+    if not tied:
+        return functional_call(module, tensors, tuple(args), kwargs, tie_weights=False)
+    given: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for place in tied.get(name, [name]):
+            if given.setdefault(place, tensor) is not tensor:
+                names = [other for other in tensors if place in tied.get(other, [other])]
+                raise UsageError(
+                    f"{names} are names of one tensor of {type(module).__qualname__}, and were given different ones; "
+                    "give one of them (if they were separated since, functionalize the module again)"
+                )
+    y = functional_call(module, given, tuple(args), kwargs, tie_weights=False)
+    for name in tensors:
+        tensors[name] = given[tied.get(name, [name])[0]]
+    return y
+
+
+def ties(module: nn.Module) -> dict[str, list[str]]:
+    """For each name of a tensor that has several: where it is registered, each module and attribute once."""
+    places: dict[Tensor, list[str]] = {}
+    for path, part in module.named_modules():  # once for a module with several paths
+        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            if tensor is not None:
+                places.setdefault(tensor, []).append(f"{path}.{name}" if path else name)
+    return {name: places[tensor] for name, tensor in _all_names(module) if places.get(tensor, [name]) != [name]}
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -25,8 +25,6 @@ class TargetParams:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._call, _ = functionalize(module)
-        self.params: dict[str, Tensor] = {}
         self.hard_update()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +50,8 @@ class TargetParams:
 
     def hard_update(self) -> None:
         """The target becomes equal to the module, on the module's device; its tensors are new ones."""
-        self.params = {name: tensor.detach().clone() for name, tensor in named_tensors(self._module).items()}
+        self._call, own = functionalize(self._module)  # anew: the module may have other layers, or untied some
+        self.params: dict[str, Tensor] = {name: tensor.detach().clone() for name, tensor in own.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The target's tensors by the module's names; ``module.load_state_dict`` takes them where none are tied."""

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from muster.errors import CannotTravel
-from muster.nn.functional import named_tensors, sole_use, tensor_owners
+from muster.nn.functional import call_with, named_tensors, sole_use, tensor_owners, ties
 
 Output = TypeVar("Output")
 
@@ -74,8 +73,8 @@ def _call_slices(net: nn.Module, slices: dict[str, Tensor], xs: Sequence[Tensor]
 
 def _call(net: nn.Module, tensors: dict[str, Tensor], *xs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The output, and the buffers that the network replaced instead of writing to them."""
-    after = dict(tensors)  # functional_call puts the replaced ones into the dict that it is given
-    y = functional_call(net, after, xs)
+    after = dict(tensors)  # call_with puts the replaced ones into the dict that it is given
+    y = call_with(net, after, ties(net), xs)
     return y, {name: tensor for name, tensor in after.items() if tensor is not tensors[name]}
 
 
