@@ -44,6 +44,11 @@ def call_in_turn(layers: nn.Sequential, x: Tensor) -> Tensor:
     return x
 
 
+def does_more(module: nn.Module) -> bool:
+    """Whether a call of it does anything but the ``forward`` of its class."""
+    return bool(_is_watched(module)) or "forward" in module.__dict__
+
+
 def _is_watched(module: nn.Module) -> object:
     """True in effect where more is to happen in a call of it than ``forward``."""
     return (

@@ -34,7 +34,8 @@ class MultiAgentNet(nn.Module):
     The parameters are ``net.<name>``, under the names of the single network. Unless shared, each has the agents in
     front, ``[A, ...]``; of a linear layer in an ``nn.Sequential`` of known layers (linear, convolution, flatten and the
     usual activations) the weight is ``[A, in, out]``. Other networks run under ``torch.vmap``,
-    by one thread at a time.
+    by one thread at a time. So do those with hooks or a ``forward`` of their own, which then see tensors that they may
+    use and change, but not keep; with backward hooks the networks are called one after the other.
 
     Raises ValueError for bad arguments, SpecMismatch where the modules differ or, in calls, the input's shape does not
     fit, UsageError where they share tensors, CannotTravel where a network of other layers cannot be copied.
@@ -110,7 +111,8 @@ class MultiAgentNet(nn.Module):
         if self.share_params:
             y = self._call_shared(net, *xs).unsqueeze(1)
             return y.expand(-1, self.n_agents, *y.shape[2:])
-        if self.use_vmap:
+        # torch.vmap does not call backward hooks, and does not tell.
+        if self.use_vmap and not any(part._backward_hooks or part._backward_pre_hooks for part in net.modules()):
             return call_each(net, xs, self.centralised)
         return call_one_by_one(net, xs, self.centralised, self.n_agents)
 
@@ -139,6 +141,11 @@ class MultiAgentNet(nn.Module):
             share_params=self.share_params,
             agent_dim=self.agent_dim,
         )
+        if type(other.net) is not type(self.net):  # with other layouts of the weights
+            raise SpecMismatch(
+                f"the modules make a {type(other.net).__name__}, this network has a {type(self.net).__name__}: they "
+                "differ in layers or hooks; make a new MultiAgentNet of them"
+            )
         self.load_state_dict(other.state_dict())
 
     def init_agents(self, init: Callable[[int, nn.Module], object]) -> None:

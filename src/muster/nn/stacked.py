@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from muster.nn.direct import call_in_turn
+from muster.nn.direct import call_in_turn, does_more
 
 # Layers without parameters that treat every element by itself, whatever the layout of the tensor.
 ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
@@ -193,7 +193,8 @@ def stack_known(modules: Sequence[nn.Module], agent_dim: int) -> StackedSequenti
     Known are, for inputs that are vectors (``agent_dim=-2``): linear and elementwise layers; for images (-4):
     convolutions and elementwise layers, then a flatten, then as for vectors.
     """
-    if agent_dim not in (-2, -4) or any(type(module) is not nn.Sequential for module in modules):
+    whole = modules[0]
+    if agent_dim not in (-2, -4) or type(whole) is not nn.Sequential or does_more(whole):
         return None
     layers: list[nn.Module] = []
     seen_parameters: set[int] = set()
@@ -201,7 +202,7 @@ def stack_known(modules: Sequence[nn.Module], agent_dim: int) -> StackedSequenti
     for column in zip(*(cast(nn.Sequential, module) for module in modules), strict=True):
         first = column[0]
         own = {id(parameter) for parameter in first.parameters()}
-        if own & seen_parameters or first._forward_hooks or first._forward_pre_hooks:
+        if own & seen_parameters or does_more(first) or first.training != whole.training:
             return None
         seen_parameters |= own
         layer = _stack_column(column, on_images)
@@ -211,7 +212,7 @@ def stack_known(modules: Sequence[nn.Module], agent_dim: int) -> StackedSequenti
         layers.append(layer)
     if not seen_parameters or (agent_dim == -4 and not isinstance(layers[0], StackedConv2d)):
         return None
-    return StackedSequential(layers, len(modules)).train(modules[0].training)
+    return StackedSequential(layers, len(modules)).train(whole.training)
 
 
 def _stack_column(column: tuple[nn.Module, ...], on_images: bool) -> nn.Module | None:

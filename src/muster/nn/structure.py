@@ -3,49 +3,164 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
+from random import Random
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from muster.errors import SpecMismatch, UsageError
 from muster.nn.functional import named_tensors
 
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype)
+_PLAIN = (bool, int, float, complex, str, bytes, set, frozenset, type(None), type)
+_RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, Random)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_EVERY_MODULE = (vars(nn.Module()).keys() - {"training"}) | {"_compiled_call_impl"}
+_FUNCTION = ("__module__", "__code__", "__defaults__", "__kwdefaults__")
+_CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_argcount")
+
+# Pairs that are known to be alike, or are being compared, by their ids and whether a function holds them.
+Alike = dict[tuple[int, int, bool], tuple[object, object]]
+
+
+class Difference(NamedTuple):
+    where: str
+    mine: object
+    its: object
 
 
 def require_alike(modules: Sequence[nn.Module]) -> None:
     """Returns if the modules differ in nothing but the values of their tensors.
 
-    Raises SpecMismatch that names the first difference: classes, options, names, shapes, dtypes, devices, frozen or
-    not, tied or not. Raises UsageError where two of them share a tensor, which stacking would separate.
+    Raises SpecMismatch that names the first difference: classes, attributes, functions, hooks, names, shapes, dtypes,
+    devices, frozen or not, tied or not. Parametrized layers count as what they were before, sources of random numbers
+    as alike. Raises UsageError where two of them share a tensor, which stacking would separate.
     """
-    first = dict(_description(modules[0]))
     for index, module in enumerate(modules[1:], start=1):
-        other = dict(_description(module))
-        for key in first | other:
-            mine, its = first.get(key, "absent"), other.get(key, "absent")
-            if mine != its:
-                raise SpecMismatch(
-                    f"modules 0 and {index} differ in {key}: {mine} and {its}. Networks with stacked parameters "
-                    "must be alike in all but their values; make one MultiAgentNet for each group of agents that are"
-                )
+        difference = _first_difference(modules[0], module)
+        if difference is not None:
+            where, mine, its = difference
+            raise SpecMismatch(
+                f"modules 0 and {index} differ in {where}: {_shown(mine)} and {_shown(its)}. Networks with stacked "
+                "parameters must be alike in all but their values; make one MultiAgentNet for each group of agents "
+                "that are"
+            )
     _require_own_tensors(modules)
+
+
+def _first_difference(mine: nn.Module, its: nn.Module) -> Difference | None:
+    own, others = dict(_description(mine)), dict(_description(its))
+    parts = {**dict(mine.named_modules()), **dict(_all_tensors(mine))}
+    counterparts = {**dict(its.named_modules()), **dict(_all_tensors(its))}
+    pairs = [(part, counterparts[name]) for name, part in parts.items() if name in counterparts]
+    alike: Alike = {(id(part), id(counterpart), False): (part, counterpart) for part, counterpart in pairs}
+    for where in own | others:
+        if where not in own or where not in others:
+            return Difference(where, own.get(where, "absent"), others.get(where, "absent"))
+        difference = _difference(where, own[where], others[where], alike)
+        if difference is not None:
+            return difference
+    return None
 
 
 def _description(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        yield f"the class of {path or 'the module'}", type(part)
+        yield f"the class of {path or 'the module'}", type_before_parametrizations(part)
         for name, value in vars(part).items():
-            if isinstance(value, _PLAIN):
+            if name not in _OF_EVERY_MODULE:
                 yield f"{prefix}{name}", value
-            elif not isinstance(value, nn.Module) and hasattr(value, "__qualname__"):  # a function, such as torch.tanh
-                yield f"{prefix}{name}", value.__qualname__
+        for name in _HOOKS:  # kept under numbers that count the hooks of all modules
+            yield f"{prefix}{name}", list(getattr(part, name).values())
     names: dict[int, str] = {}
     for name, tensor in _all_tensors(module):
-        yield f"the tensor {name}", (list(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+        yield f"the tensor {name}", str(_layout(tensor))
         yield f"what {name} is tied to", names.setdefault(id(tensor), name)
+
+
+def _difference(where: str, mine: Any, its: Any, alike: Alike, in_function: bool = False) -> Difference | None:
+    """Where two values, or what they consist of, differ; None if they do not."""
+    pair = (id(mine), id(its), in_function)
+    if mine is its or pair in alike:
+        return None
+    if type(mine) is not type(its):
+        return Difference(where, mine, its)
+    if isinstance(mine, _PLAIN):
+        return None if mine == its else Difference(where, mine, its)
+    if in_function and isinstance(mine, nn.Module | nn.Parameter):
+        return Difference(f"{where} (functions are not copied with what they refer to; methods are)", mine, its)
+    if isinstance(mine, Tensor):
+        return None if _equal(mine, its) else Difference(f"{where} (neither parameter nor buffer)", mine, its)
+    if isinstance(mine, _RANDOM):
+        return None
+    alike[pair] = mine, its
+    parts, others = _parts(mine), _parts(its)
+    if parts.keys() != others.keys():
+        return Difference(where, mine, its)
+    for name, part in parts.items():
+        inside = in_function or isinstance(mine, FunctionType)
+        difference = _difference(where + name, part, others[name], alike, inside)
+        if difference is not None:
+            return difference
+    return None
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """What a value consists of, by what to write behind its own name for it."""
+    if isinstance(value, list | tuple):
+        return {f"[{index}]": part for index, part in enumerate(value)}
+    if isinstance(value, dict):
+        at = enumerate(value.items())
+        return dict((f"[{k!r}]", v) if isinstance(k, _PLAIN) else (f" at {n}", (k, v)) for n, (k, v) in at)
+    if isinstance(value, FunctionType):
+        variables = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        return {
+            **{f".{name}": getattr(value, name) for name in _FUNCTION},
+            **{f".<locals>.{name}": cell for name, cell in variables},
+        }
+    if isinstance(value, CodeType):
+        return {f".{name}": getattr(value, name) for name in _CODE}
+    if isinstance(value, CellType):
+        try:
+            return {"": value.cell_contents}
+        except ValueError:  # empty
+            return {}
+    if isinstance(value, BuiltinFunctionType):
+        return {"": value.__qualname__, ".__self__": value.__self__}
+    if isinstance(value, MethodType):
+        return {".__func__": value.__func__, ".__self__": value.__self__}
+    if isinstance(value, partial):
+        return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:  # locks, files: they cannot be copied either, which stacking tells where it has to
+        return {}
+    if isinstance(reduced, str):
+        return {"": reduced, **{f".{name}": part for name, part in getattr(value, "__dict__", {}).items()}}
+    constructor, arguments, state, *items = (*reduced, None, None, None)[:5]
+    named = state if isinstance(state, dict) else {"state": state}
+    return {
+        **{f".{name}": part for name, part in named.items()},
+        "()": (constructor, arguments, *[None if part is None else list(part) for part in items]),
+    }
+
+
+def _equal(mine: Tensor, its: Tensor) -> bool:
+    return _layout(mine) == _layout(its) and (mine.is_meta or torch.equal(mine.to_dense(), its.to_dense()))
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return list(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, nn.Module):
+        return type(value).__qualname__
+    return " ".join(str(getattr(value, "__qualname__", value)).split())[:200]
 
 
 def _require_own_tensors(modules: Sequence[nn.Module]) -> None:
