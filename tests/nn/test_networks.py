@@ -119,6 +119,15 @@ def test_hidden_layers_and_activations():
     assert MultiAgentMLP(5, 2, 3, centralised=False, share_params=True, depth=1).net[0].out_features == 32
 
 
+def test_activations_take_options_as_torchrls_do():
+    options = {"activation_class": nn.LeakyReLU, "activation_kwargs": {"negative_slope": 0.5}}
+    assert mlp(False, False, **options).net[1].negative_slope == 0.5
+    net = MultiAgentConvNet(3, False, True, in_features=2, num_cells=[4], kernel_sizes=3, **options)
+    assert net.net[1].negative_slope == 0.5
+    theirs = torchrl.modules.MultiAgentMLP(5, 2, 3, centralised=True, share_params=True, depth=1, **options)
+    assert [m.negative_slope for m in theirs.modules() if isinstance(m, nn.LeakyReLU)] == [0.5]
+
+
 def test_an_activation_with_parameters_has_its_own_for_each_agent():
     net = MultiAgentMLP(5, 2, 3, centralised=False, share_params=False, depth=1, activation_class=nn.PReLU)
     with torch.no_grad():

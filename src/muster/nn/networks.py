@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ class MultiAgentMLP(MultiAgentNet):
     centralised: every agent sees all agents' inputs.  ``centralized`` is the same.
     share_params: one network for all agents.
     depth, num_cells: hidden layers and their sizes. Without both there is none; ``depth`` alone gives layers of 32.
-    activation_class: called without arguments for each hidden layer.
+    activation_class: called with ``activation_kwargs`` for each hidden layer.
 
     Raises ValueError and TypeError for bad arguments, SpecMismatch for inputs that do not fit. See MultiAgentNet for
     the parameters' layout and the methods.
@@ -38,7 +40,8 @@ class MultiAgentMLP(MultiAgentNet):
         centralised: bool | None = None,
         depth: int | None = None,
         num_cells: int | Sequence[int] | None = None,
-        activation_class: Callable[[], nn.Module] = nn.Tanh,
+        activation_class: Callable[..., nn.Module] = nn.Tanh,
+        activation_kwargs: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         centralized: bool | None = None,
     ) -> None:
@@ -46,11 +49,12 @@ class MultiAgentMLP(MultiAgentNet):
         _require_sizes(n_agents=n_agents, n_agent_inputs=n_agent_inputs, n_agent_outputs=n_agent_outputs)
         hidden = _hidden_sizes(depth, num_cells)
         sizes = [n_agent_inputs * (n_agents if centralised else 1), *hidden, n_agent_outputs]
+        activation = partial(activation_class, **(activation_kwargs or {}))
 
         def build() -> nn.Sequential:
             layers: list[nn.Module] = []
             for n_in, n_out in pairwise(sizes):
-                layers += [nn.Linear(n_in, n_out, device=device), activation_class()]
+                layers += [nn.Linear(n_in, n_out, device=device), activation()]
             return nn.Sequential(*layers[:-1])  # the last layer is linear
 
         super().__init__(
@@ -71,7 +75,7 @@ class MultiAgentConvNet(MultiAgentNet):
     in_features: channels of one agent's image; it has to be given.
     num_cells: channels that each layer gives.  kernel_sizes, strides, paddings: one for all layers, or one for each,
         which is a number or (vertical, horizontal).
-    activation_class: called without arguments after each layer.
+    activation_class: called with ``activation_kwargs`` after each layer.
 
     Raises ValueError and TypeError for bad arguments, SpecMismatch for inputs that do not fit. See MultiAgentNet for
     the parameters' layout and the methods.
@@ -88,7 +92,8 @@ class MultiAgentConvNet(MultiAgentNet):
         kernel_sizes: int | Sequence[Size] = 5,
         strides: int | Sequence[Size] = 2,
         paddings: int | Sequence[Size] = 0,
-        activation_class: Callable[[], nn.Module] = nn.ELU,
+        activation_class: Callable[..., nn.Module] = nn.ELU,
+        activation_kwargs: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         centralized: bool | None = None,
     ) -> None:
@@ -104,11 +109,12 @@ class MultiAgentConvNet(MultiAgentNet):
         kernels = _per_layer("kernel_sizes", kernel_sizes, depth)
         steps = _per_layer("strides", strides, depth)
         pads = _per_layer("paddings", paddings, depth)
+        activation = partial(activation_class, **(activation_kwargs or {}))
 
         def build() -> nn.Sequential:
             layers: list[nn.Module] = []
             for n_in, n_out, kernel, step, pad in zip(channels, num_cells, kernels, steps, pads, strict=False):
-                layers += [nn.Conv2d(n_in, n_out, kernel, step, pad, device=device), activation_class()]
+                layers += [nn.Conv2d(n_in, n_out, kernel, step, pad, device=device), activation()]
             return nn.Sequential(*layers, nn.Flatten())
 
         super().__init__(
