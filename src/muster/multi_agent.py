@@ -457,9 +457,10 @@ def _without_idle(space: spaces.Space[Any], given: Any, acting: Bools) -> Any:
     given, shape = np.asarray(given), space.shape or ()
     if given.shape != (*acting.shape, *shape) or given.dtype.kind not in "iub":
         raise ValueError("another shape, or no integers")
-    allowed = np.asarray(0 if isinstance(space, spaces.MultiBinary) else space.start)
-    # As given: of uint64 and int64 NumPy makes floats.
-    return np.where(acting.reshape(*acting.shape, *(1 for _ in shape)), given, allowed.astype(given.dtype))
+    if given.dtype == np.uint64:  # which together with int64 would become floats
+        given = given.astype(np.int64)
+    allowed = 0 if isinstance(space, spaces.MultiBinary) else space.start
+    return np.where(acting.reshape(*acting.shape, *(1 for _ in shape)), given, allowed)
 
 
 def _cut_off(rewards: Array, flags: Array, lost: Bools) -> tuple[Array, Array]:

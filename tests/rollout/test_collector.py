@@ -201,12 +201,15 @@ def test_init_random_frames_come_before_the_policy():
 def test_random_batches_have_the_keys_of_the_policys():
     class Aware(nn.Module):
         def forward(self, obs, is_init):
-            return torch.zeros(len(obs), dtype=torch.int64), obs.sum(-1)
+            return torch.zeros(len(obs), dtype=torch.int64), obs.sum(-1) + torch.rand(())
 
     policy = TensorDictModule(Aware(), in_keys=["observation", "is_init"], out_keys=["action", "total"])
     options = {"num_envs": 2, "frames_per_batch": 16, "total_frames": 32, "init_random_frames": 16}
+    callers = torch.get_rng_state()
     with Collector(count_env(), policy, make_vec_options=SERIAL, **options) as collector:
-        drawn, acted = collector
+        drawn = collector.rollout()
+        assert torch.get_rng_state().equal(callers)
+        acted = collector.rollout()
     assert set(drawn.keys(True, True)) == set(acted.keys(True, True))
     assert drawn["total"].eq(0).all()
     assert drawn["is_init"][..., 0].equal(drawn["observation"][..., 1] == 0)
@@ -461,6 +464,39 @@ def test_weights_that_come_while_it_collects_are_for_the_next_batch():
         assert first["action"].eq(1).all()
         assert collector.rollout()["action"].eq(2).all()
         assert collector.acting_version == 2
+
+
+def test_weights_that_wait_undo_nothing_that_the_learner_has_done_since():
+    class LearningInPlace(Learning):
+        def forward(self, obs):
+            self.calls += 1
+            if self.calls in (2, 3):
+                self.best.data += 1  # as an optimizer does
+                if self.calls == 2:
+                    self.collector.update_policy_weights_(self.state_dict())
+            return torch.full((len(obs),), int(self.best))
+
+    policy = LearningInPlace()
+    with Collector(count_env(), policy, num_envs=2, frames_per_batch=12, make_vec_options=SERIAL) as collector:
+        policy.collector = collector
+        collector.rollout()
+        assert policy.best.item() == 3
+
+
+def test_weights_that_were_saved_win_over_those_that_wait():
+    class Restoring(Learning):
+        def forward(self, obs):
+            action = super().forward(obs)
+            if self.calls == 4:
+                self.collector.load_state_dict(self.saved)
+            return action
+
+    policy = Restoring()
+    with Collector(count_env(), policy, num_envs=2, frames_per_batch=12, make_vec_options=SERIAL) as collector:
+        policy.collector, policy.saved = collector, collector.state_dict()
+        policy.saved["policy"] = {"best": torch.tensor(9.0)}
+        collector.rollout()
+        assert (policy.best.item(), collector.policy_version) == (9, 3)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import threading
 
 import pytest
 import torch
+from collecting import zeros_policy
 from counting_env import CountingEnv, FailingEnv, NoisyEnv
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 import muster
@@ -254,6 +255,20 @@ def test_dead_collector_is_replaced_and_its_rows_masked(tmp_path):
     assert second["collector", "mask"].all()
     assert second["observation"][:, 1, 1].tolist() == [0, 1, 2, 3, 4]
     assert (second["action"] == 4).all()
+
+
+def test_random_batches_have_zeros_for_what_the_policy_would_give():
+    policy = TensorDictSequential(
+        TensorDictModule(nn.Linear(2, 1), ["observation"], ["value"]),
+        TensorDictModule(zeros_policy, ["observation"], ["action"]),
+    )
+    with MultiCollector(
+        CountingEnv, policy, num_collectors=2, frames_per_batch=8, init_random_frames=1000
+    ) as collector:
+        for _ in range(4):
+            batch = collector.rollout()
+            assert batch["value"].eq(0).all()
+            batch["value"] += 5
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -157,6 +157,23 @@ def test_a_module_that_takes_anothers_place_acts_from_the_next_batch():
         assert collector.rollout()["action"].eq(3).all()
 
 
+def test_what_only_the_module_before_gave_is_left_out():
+    first = nn.Linear(2, 1)
+    policy = TensorDictSequential(
+        TensorDictModule(lambda obs: torch.ones(len(obs), dtype=torch.int64), ["observation"], ["action"]),
+        TensorDictModule(first, ["observation"], ["value"]),
+    )
+    with Collector(CountingEnv, policy, num_envs=2, frames_per_batch=8, make_vec_options=SERIAL) as collector:
+        assert "value" in collector.rollout()
+        policy.module[1] = TensorDictModule(first, ["observation"], ["worth"])
+        calls = []
+        policy.module[1].register_forward_hook(lambda *_: calls.append(1))
+        batch = collector.rollout()
+    assert "value" not in batch
+    assert batch["worth"].shape == (4, 2, 1)
+    assert len(calls) == 4
+
+
 def test_the_mode_that_skips_existing_keys_is_heeded():
     policy = single()
     values = {("observation",): torch.zeros(1, 2)}

@@ -18,16 +18,19 @@ inline bool is_like_array(PyObject* obs) {
 inline Ref copied(PyObject* obs) {
   if (PyArray_Check(obs)) return checked(PyArray_NewCopy(reinterpret_cast<PyArrayObject*>(obs), NPY_KEEPORDER));
   if (PyDict_Check(obs)) {
-    Ref dict = checked(PyDict_New());
+    Ref dict = checked(PyDict_New()), given = checked(PyDict_Copy(obs));  // copying may run any code
     PyObject *key, *value;
-    for (Py_ssize_t at = 0; PyDict_Next(obs, &at, &key, &value);)
+    for (Py_ssize_t at = 0; PyDict_Next(given.get(), &at, &key, &value);)
       check(PyDict_SetItem(dict.get(), key, copied(value).get()));
     return dict;
   }
   if (!PyTuple_Check(obs) && !PyList_Check(obs)) {
     if (!is_like_array(obs)) return Ref::borrow(obs);
-    Ref copy = checked(PyImport_ImportModule("copy"));
-    return checked(PyObject_CallMethod(copy.get(), "deepcopy", "O", obs));
+    // Not by NPY_ARRAY_ENSURECOPY, which not every `__array__` understands.
+    PyObject* array = PyArray_FromAny(obs, nullptr, 0, 0, 0, nullptr);
+    if (array) return copied(checked(array).get());
+    PyErr_Clear();  // whoever uses it says why
+    return Ref::borrow(obs);
   }
   Ref parts = checked(PySequence_List(obs));
   for (Py_ssize_t k = 0; k < PyList_GET_SIZE(parts.get()); ++k)

@@ -54,8 +54,9 @@ class Caller {
   }
 
   // Envs may then be stepped before their first reset.
-  void set_copy(bool copy) { copy_ = copy; }
   void allow_unreset() { std::fill(started_.begin(), started_.end(), 1); }
+
+  void set_copy(bool copy) { copy_ = copy; }
 
   void set_local(Stepper* local, PyObject* owner) {
     local_ = local;

@@ -38,7 +38,7 @@ from muster.rollout.policies import (
 from muster.rollout.single_agent import open_envs
 from muster.rollout.stepping import Stepping
 from muster.rollout.storage import Storage
-from muster.rollout.weights import load_weights, module_of, weights_for
+from muster.rollout.weights import is_same_memory, load_weights, module_of, named_weights, weights_for
 
 
 class Collector(BatchSource):
@@ -54,7 +54,8 @@ class Collector(BatchSource):
         storing_device (where batches are handed out; None: in memory).
     seed: for envs, random actions and torch's generators while the policy acts. None leaves all as they are.
     overlap: steps one half of the envs while the policy computes for the other.
-    init_random_frames: so many frames have random actions before the policy acts.
+    init_random_frames: so many frames have random actions before the policy acts. It is called once before, for what it
+        gives: batches of random frames have its keys, with zeros.
     max_frames_per_traj: resets an env after so many frames; the trajectory ends truncated.
     reset_at_each_iter: starts new trajectories with each batch.
     split_trajs: batches are ``[T, B]``, trajectories side by side, padded; see `split_trajectories`.
@@ -113,7 +114,7 @@ class Collector(BatchSource):
         self.policy_version = self.acting_version = 1
         self._updating = threading.Lock()
         self._acts = False
-        self._staged: dict[str, Tensor] | None = None  # weights that wait for the batch's end
+        self._staged: dict[str, Tensor] = {}  # weights that wait for the batch's end
         self._init_random_frames = init_random_frames
         self._expected: dict[Key, Tensor] = {}  # what the policy will give, once random frames have been asked for
         self._reset_at_each_iter = reset_at_each_iter
@@ -157,10 +158,8 @@ class Collector(BatchSource):
         random = self.policy is None or self.frames < self._init_random_frames
         if self._reset_at_each_iter:
             self._stepping.start_afresh()
-        if random and self.policy is not None and not storage.outputs:
-            self._expected = self._expected or self._trial_outputs()
-            for key, rows in self._expected.items():
-                storage.outputs[key] = rows.new_zeros((storage.T, *rows.shape[1:]))
+        if random and self.policy is not None:
+            self._blank_outputs(storage)
         with self._acting():
             steps = self._stepping.fill(storage, self._actors_for(random), self._env_seeds(), stop)
         if random and IS_INIT in storage.outputs:
@@ -170,6 +169,15 @@ class Collector(BatchSource):
         self.frames += int(storage.mask.sum())
         self.batches += 1
         return steps
+
+    def _blank_outputs(self, storage: Storage) -> None:
+        """Zeros for all that the policy would give."""
+        for rows in storage.outputs.values():
+            rows.zero_()
+        if not storage.outputs:
+            self._expected = self._expected or self._trial_outputs()
+            for key, rows in self._expected.items():
+                storage.outputs[key] = rows.new_zeros((storage.T, *rows.shape[1:]))
 
     @property
     def fields(self) -> tuple[list[Field], list[Field]]:
@@ -182,7 +190,8 @@ class Collector(BatchSource):
 
     def _trial_outputs(self) -> dict[Key, Tensor]:
         """What the policy gives ``[1, N, ...]``, found by acting once on what the envs show; nothing is stepped."""
-        with self._acting():
+        cuda = [self._policy_device] if self._policy_device.type == "cuda" else []
+        with torch.random.fork_rng(cuda), self._acting():
             rows = self._stepping.start(self._actors, self._env_seeds())
             trial = Storage(1, self._envs.num_envs, self._envs.observed, self._envs.earned, compact=self._compact)
             for array, row in zip(trial.observed, rows, strict=True):
@@ -200,8 +209,9 @@ class Collector(BatchSource):
     def update_policy_weights_(self, weights: Any = None) -> None:
         """Copies `weights` (a state dict, a TensorDict of parameters or a module) into the policy.
 
-        While another thread collects a batch, that happens at the batch's end: all of it has the weights that it began
-        with. Without an argument there is nothing to copy: the policy that acts is the object that was given.
+        While another thread collects a batch, that happens at the batch's end: what was given here never changes the
+        weights within one. Without an argument there is nothing to copy: the policy that acts is the object that was
+        given.
         """
         given = None if weights is None else weights_for(self.policy, weights)
         with self._updating:
@@ -209,8 +219,12 @@ class Collector(BatchSource):
             if given is None:
                 return
             if self._acts:
-                self._staged = {name: tensor.detach().clone() for name, tensor in given.items()}
+                own = named_weights(self.policy)
+                # Not the policy's own memory: what a learner writes there meanwhile is newer.
+                others = {name: tensor for name, tensor in given.items() if not is_same_memory(tensor, own[name])}
+                self._staged = {name: tensor.detach().clone() for name, tensor in others.items()}
             else:
+                self._staged = {}
                 load_weights(self.policy, given)
 
     def stats(self) -> dict[str, Any]:
@@ -245,8 +259,11 @@ class Collector(BatchSource):
         self._rng.bit_generator.state = state["action_rng"]
         if self._torch_state is not None and "torch_rng" in state:
             self._torch_state = list(state["torch_rng"])
-        if (module := module_of(self.policy)) is not None and "policy" in state:
-            module.load_state_dict(state["policy"])
+        with self._updating:
+            self.policy_version += 1
+            self._staged = {}
+            if (module := module_of(self.policy)) is not None and "policy" in state:
+                module.load_state_dict(state["policy"])
         self._stepping.start_afresh(seeded=True)
 
     def shutdown(self) -> None:
@@ -274,17 +291,21 @@ class Collector(BatchSource):
     @contextmanager
     def _same_weights(self) -> Iterator[None]:
         """Weights that come meanwhile are the policy's once the batch is done."""
-        with self._updating:
-            self._acts = True
-            self.acting_version = self.policy_version
         try:
+            with self._updating:
+                self._load_staged()  # where Ctrl-C has kept the last batch from it
+                self._acts = True
+                self.acting_version = self.policy_version
             yield
         finally:
             with self._updating:
                 self._acts = False
-                if self._staged is not None:
-                    load_weights(self.policy, self._staged)
-                    self._staged = None
+                self._load_staged()
+
+    def _load_staged(self) -> None:
+        if self._staged:
+            load_weights(self.policy, self._staged)
+            self._staged = {}
 
     @contextmanager
     def _acting(self) -> Iterator[None]:

@@ -222,15 +222,15 @@ class MultiCollector(BatchSource):
         self._next_traj_id = int(state["next_traj_id"])
         if self._staying is not None:
             self._staying.load_state_dict(state["staying"])
-            self._staying.policy_version += 1
             return
         if self._crew is not None and "policy" in state:
             weights = state["policy"]
-            if (module := module_of(self.policy)) is not None:
-                module.load_state_dict(weights)
-                weights = named_weights(module)
-            if weights:
-                self._crew.publish(weights)
+            with self._updating:
+                if (module := module_of(self.policy)) is not None:
+                    module.load_state_dict(weights)
+                    weights = named_weights(module)
+                if weights:
+                    self._crew.publish(weights)
         self.reset()
 
     def shutdown(self) -> None:

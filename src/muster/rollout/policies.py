@@ -191,9 +191,10 @@ class TensorDictActor(PolicyActor):
 
     def begin(self, storage: Storage) -> None:
         super().begin(storage)
-        now = PlainModules(self._policy)
-        if now != self._plain:  # modules were put in the place of others
-            self._plain, self._keys = now, None
+        if not self._plain.is_like(PlainModules(self._policy)):  # modules were put in the place of others
+            is_init = self._is_init
+            self._set_up()
+            self._is_init = is_init
 
     def forget(self, done: Array) -> None:
         super().forget(done)

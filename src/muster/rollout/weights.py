@@ -81,8 +81,14 @@ def weights_for(policy: object, weights: Any) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_weights(policy: object, weights: Mapping[str, Tensor]) -> None:
     """Copies what `weights_for` gave into the policy's own tensors."""
-    for name, tensor in named_weights(policy).items():
-        tensor.copy_(weights[name])
+    own = named_weights(policy)
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)
+
+
+def is_same_memory(mine: Tensor, other: Tensor) -> bool:
+    """Whether both, which are of one shape, begin at the same place."""
+    return mine.device == other.device and mine.data_ptr() == other.data_ptr()
 
 
 class SharedWeights:
