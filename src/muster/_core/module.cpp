@@ -247,8 +247,16 @@ NB_MODULE(_core, m) {
   m.def("line_state", &line_state);
   m.def("map_bytes", &map_bytes, nb::arg("fd"), nb::arg("size"));
   m.def("ticks", &ticks, "The clock of line_state's since and ticks, in units of its own.");
-  m.def("start_watchdog", &start_watchdog, nb::arg("caller_pidfd"), nb::arg("stderr_pipe") = -1,
-        nb::arg("stderr_to") = -1, nb::arg("tail") = -1);
+  m.def(
+      "start_watchdog",
+      [](int caller_pidfd, int stderr_pipe, int stderr_to, int tail) {
+        errno = start_watchdog(caller_pidfd, stderr_pipe, stderr_to, tail);
+        if (!errno) return;
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw nb::python_error();
+      },
+      nb::arg("caller_pidfd"), nb::arg("stderr_pipe") = -1, nb::arg("stderr_to") = -1, nb::arg("tail") = -1,
+      "Raises OSError where no thread can be started.");
   m.def("die_with_parent", [] { prctl(PR_SET_PDEATHSIG, SIGKILL); },
         "SIGKILL for this process when the thread that started it ends; reaches it while it is stopped, too.");
   m.def("continue_without_parent", [] { prctl(PR_SET_PDEATHSIG, SIGCONT); },

@@ -5,8 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 
 from muster import _core
+
+
+def kill_with_all(pid: int, session: int, send: Callable[[int], object]) -> None:
+    """Kills the process `pid` and what it has started. send: sends it a signal, by its number."""
+    send(signal.SIGSTOP)  # it is to start nothing more
+    _core.kill_started(pid, session)
+    send(signal.SIGKILL)
 
 
 def kill_left(pid: int, pidfd: int, session: int) -> None:

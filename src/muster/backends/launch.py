@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from muster import _core
-from muster.backends.ending import kill_left
+from muster.backends.ending import kill_left, kill_with_all
 from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds, leave_terminal
 from muster.backends.worker import flush_streams
 from muster.transport.channel import Channel
@@ -99,9 +99,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """SIGKILL. What it has started dies with it."""
         if not self.has_ended():
-            self.send_signal(signal.SIGSTOP)  # it is to start nothing more
-            _core.kill_started(self.pid, self._session)
-            self.send_signal(signal.SIGKILL)
+            kill_with_all(self.pid, self._session, self.send_signal)
 
     def send_signal(self, number: int) -> None:
         if not self._ended:

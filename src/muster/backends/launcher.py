@@ -21,10 +21,11 @@ import struct
 import subprocess
 import sys
 import termios
+from functools import partial
 from typing import Any, NoReturn
 
 from muster import _core
-from muster.backends.ending import kill_group, kill_left
+from muster.backends.ending import kill_group, kill_left, kill_with_all
 
 # The fds that a worker gets, in the order in which they travel.
 WORKER_FDS = ("channel", "slab", "mail", "tail", "stderr_read", "stderr_write", "stdout", "stderr", "caller")
@@ -139,8 +140,7 @@ class Launcher:
 
     def _end(self) -> NoReturn:
         for pid, _ in self._workers.values():
-            os.kill(pid, signal.SIGSTOP)  # it is to start nothing more
-            _core.kill_started(pid, os.getsid(0))
+            kill_with_all(pid, os.getsid(0), partial(os.kill, pid))
             kill_group(pid)
         os._exit(0)
 

@@ -12,9 +12,11 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Any
 
 from muster import _core
+from muster.backends.ending import kill_with_all
 from muster.backends.launch import worker_environment
 
 _BOOT = (
@@ -61,17 +63,19 @@ def run_guarded(
         packed.write(recipe)
         packed.seek(0)
         told_first = [json.dumps(one) for one in (sys.path, trial, write, doctor, options)]
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *told_first],
-            env=environment,
-            pass_fds=(write, doctor),
-            stdin=packed,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            start_new_session=True,
-        )
-        os.close(write)
-        os.close(doctor)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, *told_first],
+                env=environment,
+                pass_fds=(write, doctor),
+                stdin=packed,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        finally:
+            os.close(write)
+            os.close(doctor)
         try:
             return _listen(process, told, stderr, stage_timeout_s)
         finally:
@@ -141,9 +145,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> os.waitid_resul
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kills it, and all that is in its session."""
-    _signal(process, signal.SIGSTOP)  # it is to start nothing more
-    _core.kill_started(process.pid, process.pid)
-    _signal(process, signal.SIGKILL)
+    kill_with_all(process.pid, process.pid, partial(_signal, process))
     process.wait()
 
 
