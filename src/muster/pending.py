@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
-from muster.errors import EnvError, NotPendingError
+from muster.errors import EnvError, MusterError, NotPendingError
+
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 def settle(envs: Any) -> None:
@@ -19,3 +23,19 @@ def settle(envs: Any) -> None:
             return
         except EnvError:  # told already, or as good as: these steps are given up
             continue
+
+
+def interruptible(method: C) -> C:
+    """For methods that wait for answers: notes in `interrupted` that Ctrl-C, or a signal's handler, ended the wait."""
+
+    @functools.wraps(method)
+    def noting(envs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(envs, *args, **kwargs)
+        except MusterError:
+            raise
+        except BaseException:
+            envs.interrupted = True
+            raise
+
+    return cast(C, noting)

@@ -6,8 +6,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from itertools import repeat
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import gymnasium
 import numpy as np
@@ -20,7 +19,8 @@ from muster.backends.base import Backend, CallerOptions
 from muster.backends.recovery import Recovery
 from muster.backends.resources import worker_stats
 from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, ShareOptions, to_one_exception
-from muster.errors import ActionError, CannotTravel, ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.errors import ActionError, CannotTravel, EnvError, MusterError, NotPendingError, PendingError, WaitTimeout
+from muster.pending import interruptible, settle
 from muster.results import Batch, Bools, Floats, StepResult
 from muster.spec import Array, Node, tree
 from muster.transport.infos import InfoReader, Infos, spread
@@ -44,6 +44,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     `step` and `reset` are Gymnasium's. `send` and `recv` step some envs while others are still busy. Observations are
     the caller's own (``copy=True``), or views of the slab that stay valid until that env's next send (``copy=False``).
     """
+
+    interrupted = False  # a wait was; the next reset() drops what the envs owe
 
     def __init__(
         self,
@@ -96,14 +98,18 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     # ---- reset
 
+    @interruptible
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, Infos]:
         """Resets all envs, or those in ``options["reset_mask"]`` (bool ``[N]``); returns obs ``[N, ...]`` and infos.
 
-        seed: env i gets ``seed + i``, or the list's i-th. Other options are handed to every env. Raises EnvError,
-        UsageError.
+        seed: env i gets ``seed + i``, or the list's i-th. Other options are handed to every env. After a call that
+        Ctrl-C has ended all envs may be reset as ever: what they owe is dropped. Raises EnvError, UsageError.
         """
+        if self.interrupted and "reset_mask" not in (options or ()):
+            settle(self)
+            self.interrupted = False
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
@@ -143,8 +149,14 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
         actions: ``[N, ...]``, of `action_space`. Raises ActionError before anything is sent, EnvError, WorkerDied.
         """
-        result = self._caller.step(actions)
-        return result if type(result) is tuple and len(result) == 5 else self._stepped(result, actions)
+        try:  # as @interruptible, whose call would take time
+            result = self._caller.step(actions)
+            return result if type(result) is tuple and len(result) == 5 else self._stepped(result, actions)
+        except MusterError:
+            raise
+        except BaseException:
+            self.interrupted = True
+            raise
 
     def step_async(self, actions: Any) -> None:
         """Sends the actions; `step_wait` or `recv` takes the results."""
@@ -195,6 +207,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     # ---- everything else
 
+    @interruptible
     def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """``env.name(*args, **kwargs)`` of every env, or the attribute's value, or ``name(env, env_index)``."""
         self.call_async(name, *args, **kwargs)
@@ -231,9 +244,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if not isinstance(values, (list, tuple)):
             values = [values] * self.num_envs
         if len(values) != self.num_envs:
-            raise ValueError(
-                f"set_attr({name!r}): expected {self.num_envs} values, one for each env, got {len(values)}"
-            )
+            raise ValueError(f"set_attr({name!r}): expected {self.num_envs} values, one an env, got {len(values)}")
         self._caller.calling = True
         try:
             results = self._backend.set_attr(name, values)
@@ -265,14 +276,12 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     @property
     def episode_returns(self) -> Floats:
         """float64 ``[N]``: each env's summed rewards since its last reset; of the whole episode where it has ended."""
-        returns: Floats = self._records["episode_return"].copy()
-        return returns
+        return cast(Floats, self._records["episode_return"].copy())
 
     @property
     def episode_lengths(self) -> npt.NDArray[np.int64]:
         """int64 ``[N]``: env steps behind `episode_returns`."""
-        lengths: npt.NDArray[np.int64] = self._records["episode_length"].copy()
-        return lengths
+        return cast("npt.NDArray[np.int64]", self._records["episode_length"].copy())
 
     @property
     def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]  # as Gymnasium's own vector envs
@@ -313,9 +322,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.close()
         except EnvError as failure:
@@ -343,12 +350,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             self.observation_space = batch_differing_spaces(observations)
 
     def _require_open(self) -> None:
-        if self._caller.closed:
-            raise ClosedError("this vector env is closed; make another one with muster.make_vec")
-        if self._caller.in_fork:
-            raise ClosedError(
-                "this vector env belongs to the process that this one was forked from; make another one here"
-            )
+        self._caller.require_open()
 
     def _require_idle(self, doing: str) -> None:
         self._require_open()
@@ -419,8 +421,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _take_all(self, doing: str, timeout: float | None) -> Batch:
         self._require_open()
-        pending = self._caller.num_pending
-        if not pending:
+        if not (pending := self._caller.num_pending):
             raise NotPendingError(f"{doing}_wait() without {doing}_async() before it", doing)
         self._wait(pending, timeout, f"{doing}_wait")
         return self._collect()
@@ -486,10 +487,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         part = contiguous(ids)
         if part is None:
             self._copies_per_obs = 2
-            return self._obs.batch(rows, lambda array: array[ids], objects)
-        if self._copy:
+        elif self._copy:
             return self._obs.batch(rows, lambda array: array[part].copy(), objects)
-        return self._obs.batch(rows, lambda array: array[part], objects)
+        return self._obs.batch(rows, lambda array: array[ids if part is None else part], objects)
 
     def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
         """Raises the first as EnvError; `batch` holds the rows of the envs that did not fail."""

@@ -71,14 +71,18 @@ class Caller {
   bool is_pending(uint32_t env) const { return pending_[env]; }
   bool in_fork() const { return forks_ != g_forks.load(std::memory_order_relaxed); }
 
+  void require_open() const {
+    if (closed) raise("ClosedError", "this vector env is closed; make another one with muster.make_vec");
+    if (in_fork())
+      raise("ClosedError",
+            "this vector env belongs to the process that this one was forked from; make another one here");
+  }
+
   // One call at a time, in the process that made the vector env.
   class Entry {
    public:
     explicit Entry(Caller& caller) : caller_(caller) {
-      if (caller.in_fork())
-        raise("ClosedError",
-              "this vector env belongs to the process that this one was forked from; make another one here");
-      if (caller.closed) raise("ClosedError", "this vector env is closed; make another one with muster.make_vec");
+      caller.require_open();
       if (caller.busy_.exchange(true))
         raise("UsageError", "another thread is inside a call of this vector env; use one at a time, or a lock");
     }
@@ -310,7 +314,8 @@ class Caller {
     if (calling) raise("PendingError", "a call is pending; take it with call_wait()");
     if (num_pending_)
       raise("PendingError", std::to_string(num_pending_) +
-                                " envs still owe an answer to an earlier call; take it with step_wait() or recv()");
+                                " envs still owe an answer to an earlier call; take it with step_wait() or recv(), "
+                                "or, after Ctrl-C, reset() them all");
   }
 
   void require_started() {

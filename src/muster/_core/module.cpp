@@ -189,7 +189,8 @@ NB_MODULE(_core, m) {
       .def_rw("calling", &Caller::calling)
       .def_rw("detour", &Caller::detour)
       .def_prop_ro("num_pending", &Caller::num_pending)
-      .def_prop_ro("in_fork", &Caller::in_fork);
+      .def_prop_ro("in_fork", &Caller::in_fork)
+      .def("require_open", [](const Caller& self) { guarded([&] { self.require_open(); }); });
 
   nb::class_<Unchanged>(m, "Unchanged", nb::type_slots(kUnchangedSlots))
       .def("__init__", [](Unchanged* self, nb::tuple looked_at) {
