@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import muster
+from muster.backends import process
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
 
 ACTIONS = np.zeros(4, np.int64)
@@ -232,6 +233,23 @@ def test_after_it_all_envs_may_be_reset_at_once_but_not_some(blocks: Any) -> Non
         envs.send(ACTIONS)
         with pytest.raises(PendingError):  # what was sent by itself is not dropped
             envs.reset()
+
+
+def test_while_workers_are_looked_after_it_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with muster.make_vec(InterruptsItsCaller, 2, num_workers=2, env_kwargs={"caller": 0}) as envs:
+        envs.reset()
+        monkeypatch.setattr(process, "readable", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(1000):
+                envs.send(ACTIONS[:2])
+                envs.recv()
+                time.sleep(0.001)
+        take_what_is_pending(envs)
+        assert envs.reset()[0][:, 2].tolist() == [0, 0]
 
 
 class ClosingByAbort(faulty_envs.CountingEnv):

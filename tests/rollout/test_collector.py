@@ -440,65 +440,6 @@ def test_state_dict_goes_on_with_counters_generators_and_weights():
     assert not rest[0]["observation"].equal(first["observation"])
 
 
-class Learning(nn.Module):
-    """Its action is its weight. In the third step of a batch it learns, as another thread might."""
-
-    def __init__(self):
-        super().__init__()
-        self.best = nn.Parameter(torch.tensor(1.0))
-        self.calls = 0
-
-    def forward(self, obs):
-        self.calls += 1
-        if self.calls == 3:
-            self.collector.update_policy_weights_({"best": torch.tensor(2.0)})
-        return torch.full((len(obs),), int(self.best))
-
-
-def test_weights_that_come_while_it_collects_are_for_the_next_batch():
-    policy = Learning()
-    with Collector(count_env(), policy, num_envs=2, frames_per_batch=12, make_vec_options=SERIAL) as collector:
-        policy.collector = collector
-        first = collector.rollout()
-        assert (collector.acting_version, collector.policy_version, policy.best.item()) == (1, 2, 2)
-        assert first["action"].eq(1).all()
-        assert collector.rollout()["action"].eq(2).all()
-        assert collector.acting_version == 2
-
-
-def test_weights_that_wait_undo_nothing_that_the_learner_has_done_since():
-    class LearningInPlace(Learning):
-        def forward(self, obs):
-            self.calls += 1
-            if self.calls in (2, 3):
-                self.best.data += 1  # as an optimizer does
-                if self.calls == 2:
-                    self.collector.update_policy_weights_(self.state_dict())
-            return torch.full((len(obs),), int(self.best))
-
-    policy = LearningInPlace()
-    with Collector(count_env(), policy, num_envs=2, frames_per_batch=12, make_vec_options=SERIAL) as collector:
-        policy.collector = collector
-        collector.rollout()
-        assert policy.best.item() == 3
-
-
-def test_weights_that_were_saved_win_over_those_that_wait():
-    class Restoring(Learning):
-        def forward(self, obs):
-            action = super().forward(obs)
-            if self.calls == 4:
-                self.collector.load_state_dict(self.saved)
-            return action
-
-    policy = Restoring()
-    with Collector(count_env(), policy, num_envs=2, frames_per_batch=12, make_vec_options=SERIAL) as collector:
-        policy.collector, policy.saved = collector, collector.state_dict()
-        policy.saved["policy"] = {"best": torch.tensor(9.0)}
-        collector.rollout()
-        assert (policy.best.item(), collector.policy_version) == (9, 3)
-
-
 @pytest.mark.parametrize(
     "later",
     [
@@ -523,17 +464,3 @@ def test_outputs_that_change_within_a_batch_are_an_error(later):
 def test_an_action_that_numpy_does_not_know_is_named():
     with pytest.raises(SpecMismatch, match="'action' as torch.bfloat16"):
         collect(count_env(), lambda obs: torch.zeros(len(obs), dtype=torch.bfloat16))
-
-
-def test_update_policy_weights_copies_into_the_policy():
-    policy = nn.Linear(2, 1)
-    wrapped = nn.Sequential(policy)
-    with Collector(count_env(), wrapped, num_envs=1, frames_per_batch=1, make_vec_options=SERIAL) as collector:
-        collector.update_policy_weights_()
-        collector.update_policy_weights_({"0.weight": torch.ones(1, 2), "0.bias": torch.zeros(1)})
-        assert policy.weight.equal(torch.ones(1, 2))
-        with pytest.raises(SpecMismatch, match=r"0\.bias"):
-            collector.update_policy_weights_({"0.weight": torch.ones(1, 2)})
-        with pytest.raises(SpecMismatch, match="shape"):
-            collector.update_policy_weights_({"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(1)})
-        assert policy.weight.equal(torch.ones(1, 2))

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from muster import _core
 from muster.backends.ending import kill_left, kill_with_all
@@ -38,6 +38,8 @@ _BOOT = (
 _TAIL_LINES = 20
 # It has 0.3 s of imports to do at first, and then only to fork.
 _ANSWER_S = 60.0
+
+E = TypeVar("E", "Channel", "WorkerProcess")
 
 # The caller's ends of everything that belongs to workers: a forked worker closes what is not its own.
 _own_fds: set[int] = set()
@@ -168,10 +170,10 @@ def select_readable(fd: int, timeout_s: float | None) -> bool:
     return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
 
 
-def readable(channels: Sequence[Channel], timeout_s: float) -> list[Channel]:
-    """Those of `channels` that have a message, or have been closed at the other end, within the time."""
+def readable(ends: Sequence[E], timeout_s: float) -> list[E]:
+    """Those of `ends` that have a message within the time, or have been closed at the other end, or have ended."""
     poller = select.poll()
-    by_fd = {channel.fileno(): channel for channel in channels}
+    by_fd = {end.fileno(): end for end in ends}
     for fd in by_fd:
         poller.register(fd, select.POLLIN)
     return [by_fd[fd] for fd, _ in poller.poll(timeout_s * 1000)]

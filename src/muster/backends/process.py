@@ -211,13 +211,17 @@ class ProcessBackend(Backend):
     def watch(self, waited_s: float) -> None:
         if self._closed:
             raise ClosedError("this vector env was closed by another thread while this one waited for it")
-        with self.whole():
-            for worker in list(self._workers.handles):
+        workers = list(self._workers.handles)
+        ended = readable([worker.process for worker in workers], 0.0)
+        for worker in workers:
+            if worker.starting_until is None and worker.process not in ended:
+                continue  # nothing is begun here that Ctrl-C could end halfway
+            with self.whole():
                 if worker.starting_until is not None:
                     self._settle(worker)
                 elif worker.process.has_ended():
                     self._replace_or_lose(worker, worker.died(self._doing(worker)))
-            self._watch_step_time()
+        self._watch_step_time()
         if self._local is not None and waited_s > _INTERRUPT_GRACE_S:
             raise_local_interrupt(self, self.num_workers)
         self._warn_once(waited_s)
@@ -264,8 +268,9 @@ class ProcessBackend(Backend):
                 self._give_up(worker, elapsed_s, f"step_timeout={limit_s}")
 
     def _give_up(self, worker: WorkerHandle, elapsed_s: float, limit: str) -> None:
-        # What it was doing, before the signal that asks for its stack may change that.
-        self._replace_or_lose(worker, worker.timed_out(self._doing(worker), limit, elapsed_s))
+        with self.whole():
+            # What it was doing, before the signal that asks for its stack may change that.
+            self._replace_or_lose(worker, worker.timed_out(self._doing(worker), limit, elapsed_s))
 
     def _busy(self, worker: WorkerHandle) -> list[int]:
         return [env for env in worker.envs if self.caller.is_pending(env) and not self.caller.finished(env)]

@@ -115,6 +115,7 @@ class Collector(BatchSource):
         self._updating = threading.Lock()
         self._acts = False
         self._staged: dict[str, Tensor] = {}  # weights that wait for the batch's end
+        self._own: dict[str, Tensor] = {}  # the policy's, which may hold others for the time of a call
         self._init_random_frames = init_random_frames
         self._expected: dict[Key, Tensor] = {}  # what the policy will give, once random frames have been asked for
         self._reset_at_each_iter = reset_at_each_iter
@@ -162,8 +163,11 @@ class Collector(BatchSource):
             self._blank_outputs(storage)
         with self._acting():
             steps = self._stepping.fill(storage, self._actors_for(random), self._env_seeds(), stop)
-        if random and IS_INIT in storage.outputs:
-            storage.outputs[IS_INIT].copy_(torch.from_numpy(storage.begins).unsqueeze(-1))
+        if random:
+            for actor, part in zip(self._actors, self._stepping.parts, strict=True):
+                actor.forget(np.ones(part.stop - part.start, np.bool_))
+            if IS_INIT in storage.outputs:
+                storage.outputs[IS_INIT].copy_(torch.from_numpy(storage.begins).unsqueeze(-1))
         if steps < storage.T:
             storage.leave_out(steps)
         self.frames += int(storage.mask.sum())
@@ -213,13 +217,15 @@ class Collector(BatchSource):
         weights within one. Without an argument there is nothing to copy: the policy that acts is the object that was
         given.
         """
-        given = None if weights is None else weights_for(self.policy, weights)
         with self._updating:
+            given = {}
+            if weights is not None:
+                own = self._own if self._acts else named_weights(self.policy)
+                given = weights_for(self.policy, own if weights is self.policy else weights, own)
             self.policy_version += 1
-            if given is None:
+            if weights is None:
                 return
             if self._acts:
-                own = named_weights(self.policy)
                 # Not the policy's own memory: what a learner writes there meanwhile is newer.
                 others = {name: tensor for name, tensor in given.items() if not is_same_memory(tensor, own[name])}
                 self._staged = {name: tensor.detach().clone() for name, tensor in others.items()}
@@ -294,6 +300,7 @@ class Collector(BatchSource):
         try:
             with self._updating:
                 self._load_staged()  # where Ctrl-C has kept the last batch from it
+                self._own = named_weights(self.policy)
                 self._acts = True
                 self.acting_version = self.policy_version
             yield
@@ -303,9 +310,8 @@ class Collector(BatchSource):
                 self._load_staged()
 
     def _load_staged(self) -> None:
-        if self._staged:
-            load_weights(self.policy, self._staged)
-            self._staged = {}
+        staged, self._staged = self._staged, {}
+        load_weights(self.policy, staged)
 
     @contextmanager
     def _acting(self) -> Iterator[None]:

@@ -171,7 +171,7 @@ class MultiCollector(BatchSource):
         assert self._crew is not None
         with self._updating:
             if weights is not None and self.policy is not None:
-                load_weights(self.policy, weights_for(self.policy, weights))
+                load_weights(self.policy, weights_for(self.policy, weights, named_weights(self.policy)))
             own = named_weights(self.policy)
             if self.policy is None and weights is not None:
                 own = weights_by_name(weights)

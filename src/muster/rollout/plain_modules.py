@@ -40,7 +40,11 @@ class PlainModules:
             (part.module, [as_key(key) for key in part.in_keys], [as_key(key) for key in part.out_keys])
             for part in parts or ()
         ]
+        # Kept, so that no other object can have their ids.
+        self._modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
         self._identity = [*map(id, self._wrappers), *((id(module), *keys) for module, *keys in self._calls)]
+        if not self.able:
+            self._identity += [(id(module), _keys_of(module)) for module in self._modules]
 
     def is_like(self, other: PlainModules) -> bool:
         """Whether `other` has the very same modules with the same keys."""
@@ -93,6 +97,11 @@ def _parts(policy: Any) -> list[Any] | None:
     inner = policy.module.values() if isinstance(policy.module, nn.ModuleDict) else policy.module
     chains = [_parts(module) for module in inner]
     return None if None in chains else [part for chain in chains if chain is not None for part in chain]
+
+
+def _keys_of(module: nn.Module) -> tuple[list[Any], list[Any]]:
+    """The TensorDict keys that it reads and writes, if it says so."""
+    return list(getattr(module, "in_keys", ())), list(getattr(module, "out_keys", ()))
 
 
 def _picked(outputs: Any, out_keys: list[Key]) -> tuple[Any, ...]:

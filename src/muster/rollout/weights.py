@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from muster.errors import SpecMismatch, UsageError
 from muster.transport.slab import memfd
@@ -45,7 +45,7 @@ def layout_of(weights: Mapping[str, Tensor]) -> WeightsLayout:
 def require_shapes(policy: object) -> None:
     """Raises UsageError where weights have none yet, which a lazy module takes from its first input."""
     for name, tensor in named_weights(policy).items():
-        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        if is_lazy(tensor):
             raise UsageError(
                 f"the policy's {name!r} has no shape yet: it belongs to a lazy module, and each collector would draw "
                 "weights of its own. Call the policy once on an observation before it is handed over, or pass "
@@ -53,13 +53,13 @@ def require_shapes(policy: object) -> None:
             )
 
 
-def weights_for(policy: object, weights: Any) -> dict[str, Tensor]:
+def weights_for(policy: object, weights: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What `weights` have for each of the policy's own tensors, by name.
 
-    weights: a module, a state dict, or a TensorDict as ``TensorDict.from_module`` gives it. Raises SpecMismatch for
-    names or shapes that the policy does not have, UsageError for a policy without weights.
+    weights: a module, a state dict, or a TensorDict as ``TensorDict.from_module`` gives it.  own: the policy's
+    `named_weights`. Raises SpecMismatch for names that the policy does not have and for what cannot be copied as it is,
+    UsageError for a policy without weights.
     """
-    own = named_weights(policy)
     if not own:
         raise UsageError(
             f"the policy is a {type(policy).__name__} without weights; there is nothing to update. If it calls a "
@@ -70,25 +70,42 @@ def weights_for(policy: object, weights: Any) -> dict[str, Tensor]:
     unknown = sorted(given.keys() - _all_names(policy))
     if unknown or missing:
         raise SpecMismatch(f"the weights are not this policy's: unknown {unknown[:5]}, missing {missing[:5]}")
-    for name, tensor in own.items():
-        if given[name].shape != tensor.shape:
-            raise SpecMismatch(
-                f"weights[{name!r}] has shape {tuple(given[name].shape)}, the policy's {tuple(tensor.shape)}"
-            )
+    _require_fitting(given, own)
     return {name: given[name] for name in own}
+
+
+def _require_fitting(weights: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Raises SpecMismatch where `copy_` would fail halfway, repeat rows, or leave out a part of the values."""
+    for name, tensor in own.items():
+        given = weights[name]
+        if not isinstance(given, Tensor):
+            raise SpecMismatch(f"weights[{name!r}] is a {type(given).__name__}; expected a tensor")
+        if is_lazy(given) or given.is_meta:
+            raise SpecMismatch(f"weights[{name!r}] has no values: it is lazy, or on the meta device")
+        if given.layout != tensor.layout:
+            raise SpecMismatch(f"weights[{name!r}] has layout {given.layout}, the policy's {tensor.layout}")
+        if given.shape != tensor.shape:
+            raise SpecMismatch(f"weights[{name!r}] has shape {tuple(given.shape)}, the policy's {tuple(tensor.shape)}")
+        if not torch.can_cast(given.dtype, tensor.dtype):
+            raise SpecMismatch(f"weights[{name!r}] has dtype {given.dtype}, the policy's {tensor.dtype}")
 
 
 @torch.no_grad()
 def load_weights(policy: object, weights: Mapping[str, Tensor]) -> None:
     """Copies what `weights_for` gave into the policy's own tensors."""
     own = named_weights(policy)
-    for name, tensor in weights.items():
+    places = {tensor.data_ptr() for tensor in own.values()}
+    # Own tensors that change places are copied first.
+    others = {name: tensor for name, tensor in weights.items() if not is_same_memory(tensor, own[name])}
+    copies = {name: tensor.clone() if tensor.data_ptr() in places else tensor for name, tensor in others.items()}
+    for name, tensor in copies.items():
         own[name].copy_(tensor)
 
 
 def is_same_memory(mine: Tensor, other: Tensor) -> bool:
-    """Whether both, which are of one shape, begin at the same place."""
-    return mine.device == other.device and mine.data_ptr() == other.data_ptr()
+    """Whether both, which are of one shape, are the same numbers."""
+    kinds = [(tensor.device, tensor.data_ptr(), tensor.stride(), tensor.dtype) for tensor in (mine, other)]
+    return kinds[0] == kinds[1]
 
 
 class SharedWeights:
@@ -132,12 +149,8 @@ class SharedWeights:
 
     @torch.no_grad()
     def write(self, weights: Mapping[str, Tensor]) -> int:
-        """Publishes `weights` as a whole; returns their version. Raises SpecMismatch where shapes differ."""
-        for name, shared in self._tensors.items():
-            if weights[name].shape != shared.shape:
-                raise SpecMismatch(
-                    f"weights[{name!r}] has shape {tuple(weights[name].shape)}, the policy's {tuple(shared.shape)}"
-                )
+        """Publishes `weights` as a whole; returns their version. Raises SpecMismatch where they differ in kind."""
+        _require_fitting(weights, self._tensors)
         with self._locked(fcntl.LOCK_EX):
             for name, shared in self._tensors.items():
                 shared.copy_(weights[name])
