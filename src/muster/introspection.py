@@ -43,8 +43,18 @@ def subscript(key: Any) -> str:
 
 def type_name(value: Any) -> str:
     """Module and name of the object's class; the name alone for a builtin."""
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return class_name(type(value))
+
+
+def class_name(kind: type) -> str:
+    """Module and name of a class; the name alone for a builtin."""
+    module = module_name(kind)
+    return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
+
+
+def module_name(definition: Any) -> str:
+    """Of a class or function. Classes made by C code may have none, as SWIG's: they count as builtins."""
+    return getattr(definition, "__module__", None) or "builtins"
 
 
 def callable_name(function: Any) -> str:
@@ -52,7 +62,7 @@ def callable_name(function: Any) -> str:
     while type(function) is functools.partial:
         function = function.func
     named = function if isinstance(function, (type, types.FunctionType, types.MethodType)) else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{module_name(named)}.{named.__qualname__}"
 
 
 def caller_stacklevel() -> int:

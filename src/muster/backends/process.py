@@ -16,9 +16,10 @@ from muster.backends.base import Backend, CallerOptions, local_share, make_calle
 from muster.backends.deaths import describe_doing, seconds_since
 from muster.backends.handle import WorkerHandle, name_workers
 from muster.backends.launch import readable
-from muster.backends.share import EnvCall, EnvFacts, Failure, Share, ShareOptions, message_of, to_exception, type_name
+from muster.backends.share import EnvCall, EnvFacts, Failure, Share, ShareOptions, message_of, to_exception
 from muster.backends.workers import PATIENT_S, SLICE_S, ProcessOptions, Workers
 from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitTimeout, WorkerError
+from muster.introspection import type_name
 from muster.pickling import dumps as dumps_carefully
 from muster.pickling import is_plain
 from muster.recipe import Recipe, WorkerInfo

@@ -21,6 +21,7 @@ from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import AgentLayout, RowNode, layout_difference
 from muster.envs.shortcuts import Shortcut, gymnasium_shortcut
 from muster.errors import CannotTravel, EnvError, MusterError, OneEnvPerProcess, SpecMismatch, UsageError
+from muster.introspection import type_name
 from muster.pickling import find_culprits
 from muster.recipe import BuiltEnv, Recipe, WorkerInfo, worker_info_context
 from muster.spec import Space, first_difference
@@ -457,12 +458,6 @@ def _portable(error: BaseException, dumps: Callable[[object], bytes]) -> bytes |
         return data if type(pickle.loads(data)) is type(error) else None
     except Exception:
         return None
-
-
-def type_name(error: BaseException) -> str:
-    """Qualified, but for builtins."""
-    cls = type(error)
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def message_of(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from muster.backends.memory_plan import Built
 from muster.backends.share import Failure, Share, ShareOptions, seed_globals, settle
 from muster.envs.light_melting_pot import import_without_bots
 from muster.errors import CannotTravel
+from muster.introspection import type_name
 from muster.recipe import Recipe, WorkerInfo, unpack, worker_info_context
 from muster.transport.channel import Channel, ChannelClosed
 from muster.transport.freight import Place, unload
@@ -208,7 +209,7 @@ class Worker:
             return self._dumps(result)
         except Exception as error:
             refusal = CannotTravel(
-                f"a {type(result).__module__}.{type(result).__qualname__} cannot be sent from the worker: "
+                f"a {type_name(result)} cannot be sent from the worker: "
                 f'{error}. Ask for something smaller, such as an attribute of it, or use backend="serial"'
             )
             return self._dumps(self._share.failure(i, refusal))

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from muster.introspection import module_name
+
 HUGE_BYTES = 100 * 1000 * 1000
 """Arrays of at least this size are worth a warning: they take their memory twice, and time."""
 
@@ -50,10 +52,11 @@ def kind_of(value: Any) -> Kind | None:
     """What is known about ``value``, None for nothing. Runs none of its code."""
     bases = type(value).__mro__
     for base in bases:
-        describe = _BY_CLASS.get(base) or _BY_NAME.get((base.__module__.partition(".")[0], base.__name__))
+        module = module_name(base)
+        describe = _BY_CLASS.get(base) or _BY_NAME.get((module.partition(".")[0], base.__name__))
         if describe is not None:
             return describe(value)
-        if base.__module__ in _SHARED_BY_INHERITANCE:
+        if module in _SHARED_BY_INHERITANCE:
             return _SHARED
     return None
 

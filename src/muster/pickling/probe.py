@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
+from muster.pickling.caches import made_anew
 from muster.pickling.kinds import kind_of
 
 _POLL_S = 0.05
@@ -112,7 +113,7 @@ class _ReportingPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpick
             raise TypeError(kind.reason)
         if kind is not None and kind.warns:
             self.noted.append(obj)
-        return super().reducer_override(obj)
+        return made_anew(obj) or super().reducer_override(obj)
 
 
 def _wait(

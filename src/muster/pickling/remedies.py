@@ -9,6 +9,7 @@ from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
 
+from muster.introspection import class_name
 from muster.lazy_values import Lazy
 from muster.pickling.kinds import Kind
 from muster.pickling.walk import Edge, is_importable
@@ -79,8 +80,7 @@ def _for_running(root_path: str, build: str) -> str:
 
 def _class_name(kind: type) -> str:
     """How code names it: with its module, if that is where it is found."""
-    named = kind.__module__ != "builtins" and is_importable(kind)
-    return f"{kind.__module__}.{kind.__qualname__}" if named else kind.__name__
+    return class_name(kind) if is_importable(kind) else kind.__name__
 
 
 def _as_call(build: str) -> str:

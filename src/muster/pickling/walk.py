@@ -15,7 +15,7 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 
-from muster.introspection import attribute_dict, global_names, subscript
+from muster.introspection import attribute_dict, global_names, module_name, subscript
 
 Edge = tuple[str, Any]
 
@@ -160,11 +160,11 @@ class _Layout:
 
 def is_importable(definition: Any) -> bool:
     """Whether a function or class travels by its name; else it is sent by value, with what it uses."""
-    module_name = definition.__module__
-    if module_name in _MAIN_MODULES or module_name in cloudpickle.list_registry_pickle_by_value():
+    module = module_name(definition)
+    if module in _MAIN_MODULES or module in cloudpickle.list_registry_pickle_by_value():
         return False
-    found: Any = sys.modules.get(module_name)
-    for name in definition.__qualname__.split("."):
+    found: Any = sys.modules.get(module)
+    for name in getattr(definition, "__qualname__", "").split("."):
         found = vars(found).get(name) if isinstance(found, (type, types.ModuleType)) else None
     if type(found) in (staticmethod, classmethod):
         found = found.__func__

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muster.errors import CannotTravel
-from muster.introspection import type_name
+from muster.introspection import module_name, type_name
 from muster.nn.marks import uncopyable_mark
 from muster.pickling.culprits import culprits_in
 from muster.pickling.probe import attempt
@@ -174,7 +174,9 @@ def _reason_against(value: Any) -> str | None:
         return None
     hook = getattr(type(value), "__deepcopy__", None)
     owner = next((cls for cls in type(value).__mro__ if "__deepcopy__" in vars(cls)), None)
-    if hook is None or owner is None or owner.__module__.split(".")[0] in ("torch", "numpy", "builtins", "tensordict"):
+    if hook is None or owner is None:
+        return None
+    if module_name(owner).split(".")[0] in ("torch", "numpy", "builtins", "tensordict"):
         return None
     try:
         with torch.no_grad():

@@ -1,0 +1,51 @@
+"""Caches and dispatchers of `functools`, which travel with the functions that they are around but without their memory.
+
+In a script's own classes pickle looks for them under names that no worker can find, or comes upon locks and weak
+references.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from muster.pickling.walk import is_importable
+
+_CACHE = type(functools.lru_cache(len))
+_DISPATCHER = cast(types.FunctionType, functools.singledispatch(len)).__code__
+_OWN_OF_DISPATCHERS = ("register", "dispatch", "registry", "_clear_cache", "__wrapped__")
+
+
+def made_anew(value: Any) -> tuple[Any, ...] | None:
+    """How pickle is to make `value`, which it cannot send by a name; None for all that it knows itself."""
+    kind = type(value)
+    if kind is functools.cached_property:
+        return _cached_property, (value.func, value.attrname)
+    if kind is _CACHE and not is_importable(value):
+        return _cache, (value.cache_parameters(), value.__wrapped__), _without(value, "__wrapped__")
+    if kind is types.FunctionType and value.__code__ is _DISPATCHER and not is_importable(value):
+        return _dispatcher, (dict(value.registry),), _without(value, *_OWN_OF_DISPATCHERS)
+    return None
+
+
+def _without(value: Any, *names: str) -> dict[str, Any]:
+    return {name: attribute for name, attribute in vars(value).items() if name not in names}
+
+
+def _cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+def _cache(parameters: Mapping[str, Any], function: Callable[..., Any]) -> object:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _dispatcher(registry: Mapping[type, Callable[..., Any]]) -> object:
+    made = functools.singledispatch(registry[object])
+    for kind, function in registry.items():
+        made.register(kind, function)
+    return made

@@ -1,0 +1,95 @@
+"""What `functools` puts around functions of a script travels with them, cold; what SWIG made is named."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import warnings
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import muster
+from muster.errors import CannotTravel, RecipeError
+from muster.pickling import find_culprits
+from muster.pickling.probe import attempt
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # as an error, what SWIG's types are warned about ends the process
+    import Box2D
+    from pettingzoo.sisl import multiwalker_v9
+
+
+def test_caches_of_a_scripts_own_class_work_in_workers() -> None:
+    @functools.singledispatch
+    def worth(value: object) -> float:
+        return 1.0
+
+    @worth.register
+    def _(value: int) -> float:
+        return 2.0
+
+    @functools.cache
+    def load(size: int) -> Any:
+        return np.ones(size, np.float32)
+
+    class Cached(gym.Env[Any, Any]):
+        observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+        action_space = gym.spaces.Discrete(2)
+
+        @functools.cached_property
+        def reward(self) -> float:
+            return worth(3) + worth("")
+
+        @functools.lru_cache(maxsize=8)  # noqa: B019  # as PettingZoo's tutorial does
+        def obs(self, size: int) -> Any:
+            return load(size)
+
+        def reset(self, **_: Any) -> Any:
+            return self.obs(3), {"hits": type(self).obs.cache_info().hits, "size": type(self).obs.cache_info().maxsize}
+
+        def step(self, action: Any) -> Any:
+            return self.obs(3), self.reward, False, False, {}
+
+    Cached().reset()
+    with muster.make_vec(Cached, 2, num_workers=2) as envs:
+        _, infos = envs.reset()
+        assert (infos["hits"].tolist(), infos["size"].tolist()) == ([0, 0], [8, 8])
+        assert envs.step(np.zeros(2, np.int64))[1].tolist() == [3.0, 3.0]
+
+
+@functools.cache
+def at_top_level() -> None: ...
+
+
+def test_those_of_modules_travel_by_name() -> None:
+    assert pickle.loads(attempt(at_top_level, silence_s=5.0).data or b"") is at_top_level
+
+
+def holding_a_world() -> Any:
+    world = Box2D.b2World()
+
+    def make() -> Any:
+        return world
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "hand_over",
+    [
+        lambda: muster.make_vec("CartPole-v1", 1, env_kwargs={"world": Box2D.b2World()}),
+        lambda: muster.make_vec(holding_a_world(), 1),
+    ],
+)
+def test_objects_whose_class_has_no_module_are_named(hand_over: Any) -> None:
+    with pytest.raises(CannotTravel, match=r"world.*\.this: SwigPyObject: TypeError: cannot pickle"):
+        hand_over()
+    assert find_culprits({"world": Box2D.b2World()})[0].type == "SwigPyObject"
+
+
+def test_an_env_that_holds_such_is_refused_as_any_other() -> None:
+    with pytest.raises(RecipeError, match="an env that exists already"):
+        muster.make_vec(multiwalker_v9.parallel_env(), 2)
