@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import socket
 import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from contextlib import closing
 
 import gymnasium as gym
@@ -21,6 +23,11 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from muster.errors import CannotTravel, RecipeError
 from muster.lazy_values import lazy
 from muster.recipe import check_forkable, make_recipes, pack, unpack
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of a newer way to make envs
+    from mpe2 import simple_spread_v3
+    from pettingzoo.classic import tictactoe_v3
 
 GLOBAL_ENV = CartPoleEnv()
 GLOBAL_ENVS = {"a": [0], "env": GLOBAL_ENV}
@@ -456,6 +463,18 @@ def test_an_instance_that_cannot_be_rebuilt_shows_the_factory(env):
     made = r"(Env\(|Unrecorded\(gymnasium\.make\(\"CartPole-v1\"\), )\.\.\.\)"
     with pytest.raises(RecipeError, match=r"def make_env\(\):\n        return " + made):
         make_recipes(env)
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (tictactoe_v3.env, "tictactoe_v3.env(...)   # from pettingzoo.classic import tictactoe_v3"),
+        (simple_spread_v3.parallel_env, "simple_spread_v3.parallel_env(...)   # from mpe2 import simple_spread_v3"),
+    ],
+)
+def test_an_env_of_pettingzoos_is_made_by_its_module(make, code):
+    with pytest.raises(RecipeError, match=re.escape(f"return {code}\n")):
+        make_recipes(make())
 
 
 def test_the_error_about_an_instance_names_what_could_not_travel():

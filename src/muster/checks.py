@@ -99,7 +99,9 @@ def require_agreement(
             if found is None:
                 continue
             hint = ""
-            if path == "observation" and first_difference(all_spaces[0], space, path, bounds=False) is None:
+            if path == "action":
+                hint = "; make them alike with a wrapper, such as gymnasium.wrappers.RescaleAction for bounds"
+            elif first_difference(all_spaces[0], space, path, bounds=False) is None:
                 hint = '; if that is meant, use observation_mode="different"'
             raise SpecMismatch(
                 f"env {env} differs from env 0 in {found.path}: {found.field} is {found.got}, "

@@ -226,12 +226,12 @@ def _flags(**given: Any) -> list[bool]:
 
 def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
     names = {one.name.lower(): one for one in AUTORESET_MODES}
-    names |= {one.value: one for one in AUTORESET_MODES}
+    names |= {one.value.lower(): one for one in AUTORESET_MODES}
     if isinstance(mode, AutoresetMode):
         return mode
-    if mode not in names:
+    if str(mode).lower() not in names:
         raise ValueError(f'autoreset_mode must be "next_step", "same_step" or "disabled", got {mode!r}')
-    return names[mode]
+    return names[mode.lower()]
 
 
 def _count_workers(num_envs: int, num_workers: int | None, cores: int, one_each: bool, caller_steps: bool) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import reprlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import gymnasium as gym
@@ -24,7 +26,7 @@ from muster.gym_ids import (
     vector_num_envs,
     vector_wrappers,
 )
-from muster.introspection import callable_name, caller_stacklevel, type_name
+from muster.introspection import callable_name, caller_stacklevel, module_name, type_name
 from muster.pickling import find_culprits
 
 
@@ -68,7 +70,7 @@ def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | Non
         raise RecipeError(
             f"{label or 'factory'} {callable_name(form)} holds an env that exists already: {path} is a "
             f"{type_name(env)}. Every env must be built where it runs; build it in the factory:\n"
-            f"{factory_example(_constructor(env))}{_why_it_stays(env, path)}"
+            f"{factory_example(constructor_of(env))}{_why_it_stays(env, path)}"
         )
     return Source(form, callable_name(form), label or "factory")
 
@@ -86,7 +88,7 @@ def _spec_of_instance(env: Any, label: str) -> EnvSpec:
             reason = f"its wrapper {lost.name} did not record its arguments (gymnasium.utils.RecordConstructorArgs)"
         raise RecipeError(
             f"{label} is an env that exists already ({type_name(env)}), and {reason}. Every env is built where it "
-            f"runs; hand over a factory instead:\n{factory_example(_constructor(env))}{_why_it_stays(env, label)}"
+            f"runs; hand over a factory instead:\n{factory_example(constructor_of(env))}{_why_it_stays(env, label)}"
         )
     warnings.warn(
         f"{label} is an env that exists already ({type_name(env)}). New ones are made from its spec {spec.id!r}; "
@@ -116,18 +118,38 @@ def check_call(source: Source, kwargs: Mapping[str, Any]) -> None:
         ) from None
 
 
-def _constructor(env: Any) -> str:
+def constructor_of(env: Any) -> str:
     """The code that builds such an env, wrappers included but for those that ``gymnasium.make`` puts on."""
     wrappers = []
     while isinstance(env, gym.Wrapper):
         if type(env).__module__ != "gymnasium.wrappers.common":
             wrappers.append(type(env).__name__)
         env = env.env
+    if (built := _built_by_a_module(env)) is not None:
+        return built
     spec = vars(env).get("spec") if hasattr(env, "__dict__") else None
     code = f'gymnasium.make("{spec.id}")' if isinstance(spec, EnvSpec) else f"{type(env).__name__}(...)"
     for wrapper in reversed(wrappers):
         code = f"{wrapper}({code}, ...)"
     return code
+
+
+def _built_by_a_module(env: Any) -> str | None:
+    """The code for an env of PettingZoo or Melting Pot, whose classes nobody calls by themselves."""
+    try:
+        package, *rest = module_name(type(getattr(env, "unwrapped", env))).split(".")
+        name = "substrate" if package == "meltingpot" else env.metadata["name"]
+    except Exception:  # of any user's class
+        return None
+    if package == "meltingpot":
+        return 'substrate.build("...", roles=[...])   # from meltingpot import substrate; or the id "meltingpot/..."'
+    make = "env" if hasattr(env, "agent_iter") else "parallel_env"
+    for parent in (".".join([package, *rest[:1]]), package):
+        # PettingZoo's are not among sys.modules. To look for one in a package that is loaded runs none of its code.
+        is_package = hasattr(sys.modules.get(parent), "__path__")
+        if is_package and str(name).isidentifier() and find_spec(f"{parent}.{name}") is not None:
+            return f"{name}.{make}(...)   # from {parent} import {name}"
+    return None
 
 
 def factory_example(constructor: str) -> str:

@@ -514,5 +514,11 @@ def _aligned(size: int) -> int:
 
 
 def _brief(value: Any) -> str:
+    """Its type, itself, and what NumPy has against it: a tensor of a GPU or a graph says what it needs."""
     text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    text = f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    try:
+        np.asarray(value)
+    except Exception as error:
+        return f"{text} ({error})"
+    return text

@@ -19,7 +19,7 @@ from muster.backends.base import Backend, CallerOptions
 from muster.backends.recovery import Recovery
 from muster.backends.resources import worker_stats
 from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, ShareOptions, to_one_exception
-from muster.errors import ActionError, CannotTravel, EnvError, MusterError, NotPendingError, PendingError, WaitTimeout
+from muster.errors import ActionError, CannotTravel, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.pending import interruptible, settle
 from muster.results import Batch, Bools, Floats, StepResult
 from muster.spec import Array, Node, tree
@@ -152,7 +152,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         try:  # as @interruptible, whose call would take time
             result = self._caller.step(actions)
             return result if type(result) is tuple and len(result) == 5 else self._stepped(result, actions)
-        except MusterError:
+        except Exception:
             raise
         except BaseException:
             self.interrupted = True

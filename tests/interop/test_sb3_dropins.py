@@ -251,3 +251,11 @@ def test_as_sb3_refuses_views_of_memory_that_the_next_step_overwrites():
     envs = muster.make_vec(Counter, 2, backend="serial", autoreset_mode="same_step", copy=False)
     with pytest.raises(ValueError, match="copy=True"):
         as_sb3(envs)
+
+
+def test_make_vec_env_says_what_to_pass_for_an_env_that_exists():
+    with pytest.raises(
+        TypeError,
+        match="takes an env id, .*Every env is built where it runs",
+    ):
+        make_vec_env(Alone(), n_envs=2)

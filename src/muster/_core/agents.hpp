@@ -104,7 +104,7 @@ class AgentRow {
     PyObject* members = PyList_GET_ITEM(places_.get(), PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 1)));
     check(PyList_SetItem(members, PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 2)),
                          own(obs, PyTuple_GET_ITEM(slot, 3)).release()));
-    if (reward) put_reward(column, reward);
+    if (reward) put_reward(agent, column, reward);
     flag(kAlive, column) = true;
     // In turns an agent may end and return within one step.
     flag(kActing, column) |= acts;
@@ -132,8 +132,8 @@ class AgentRow {
   // how many act in the next step.
   size_t put_all(PyObject* before, PyObject* after, PyObject* all_observations, PyObject* all_rewards,
                  PyObject* all_terminations, PyObject* all_truncations) {
-    const Ref held[] = {dict_of(all_observations), dict_of(all_rewards), dict_of(all_terminations),
-                        dict_of(all_truncations)};
+    const Ref held[] = {dict_of(all_observations, "observations"), dict_of(all_rewards, "rewards"),
+                        dict_of(all_terminations, "terminations"), dict_of(all_truncations, "truncations")};
     PyObject *observations = held[0].get(), *rewards = held[1].get();
     PyObject *terminations = held[2].get(), *truncations = held[3].get();
     const int same = PyObject_RichCompareBool(before, after, Py_EQ);
@@ -204,11 +204,12 @@ class AgentRow {
     return found;
   }
 
-  static Ref dict_of(PyObject* mapping) {
+  static Ref dict_of(PyObject* mapping, const char* name) {
     if (PyDict_Check(mapping)) return Ref::borrow(mapping);
     Ref dict = checked(PyDict_New());
-    check(PyDict_Update(dict.get(), mapping));
-    return dict;
+    if (PyDict_Update(dict.get(), mapping) == 0) return dict;
+    PyErr_Format(PyExc_TypeError, "expected a dict of %s by agent, got %.300R", name, mapping);
+    throw PythonError{};
   }
 
   static bool truth(PyObject* by_agent, PyObject* agent) {
@@ -235,7 +236,7 @@ class AgentRow {
     return dict;
   }
 
-  void put_reward(size_t column, PyObject* reward) {
+  void put_reward(PyObject* agent, size_t column, PyObject* reward) {
     char* to = PyArray_BYTES(array(rewards_)) + column * sizeof(float);
     auto* zero_dim = PyArray_Check(reward) ? reinterpret_cast<PyArrayObject*>(reward) : nullptr;
     if (PyFloat_Check(reward)) {
@@ -245,11 +246,9 @@ class AgentRow {
                PyArray_ISCARRAY_RO(zero_dim)) {
       const float number = float(*static_cast<double*>(PyArray_DATA(zero_dim)));
       std::memcpy(to, &number, sizeof number);
-    } else if (reward == Py_None) {  // NumPy would write NaN
-      PyErr_SetString(PyExc_TypeError, "an agent's reward is None, expected a number");
+    } else if (reward == Py_None || PyArray_SETITEM(array(rewards_), to, reward) != 0) {  // NumPy would write NaN for None
+      PyErr_Format(PyExc_TypeError, "the reward of %R is %.300R, expected a number", agent, reward);
       throw PythonError{};
-    } else {
-      check(PyArray_SETITEM(array(rewards_), to, reward));
     }
   }
 

@@ -293,7 +293,11 @@ class Stepper {
   static Ref as_tuple(Ref result, Py_ssize_t size, const char* expected) {
     if (PyList_Check(result.get())) result = checked(PyList_AsTuple(result.get()));
     if (PyTuple_Check(result.get()) && PyTuple_GET_SIZE(result.get()) == size) return result;
-    PyErr_Format(PyExc_TypeError, "%s, got %.300R", expected, result.get());
+    const bool as_in_gym = PyTuple_Check(result.get()) ? PyTuple_GET_SIZE(result.get()) == 4 && size == 5 : size == 2;
+    const char* hint = as_in_gym ? "; an env written for Gym before 0.26 needs a wrapper, such as shimmy's "
+                                   "GymV21CompatibilityV0"
+                                 : "";
+    PyErr_Format(PyExc_TypeError, "%s, got %.300R%s", expected, result.get(), hint);
     throw PythonError{};
   }
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import pickle
 import random
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from gymnasium import spaces
 
 from muster import _core
 from muster.backends.resources import own_memory_bytes
@@ -379,7 +381,12 @@ ask_for_running(_core.running)
 
 
 def facts_of(env: Any) -> EnvFacts:
-    """Raises AttributeError where `env` is no env."""
+    """Raises AttributeError where `env` is no env, SpecMismatch where its spaces are none."""
+    for name in ("observation_space", "action_space"):
+        space = getattr(env, name)
+        if not isinstance(space, spaces.Space):
+            hint = " It comes from the package gym: use gymnasium.spaces" if type_name(space).startswith("gym.") else ""
+            raise SpecMismatch(f"{type_name(env)}.{name} is {space!r:.200}, expected a gymnasium.spaces.Space.{hint}")
     metadata = getattr(env, "metadata", None) or {}
     return EnvFacts(
         env.observation_space,
@@ -436,6 +443,8 @@ def to_exception(failure: Failure) -> BaseException:
     error.__cause__ = original
     if original is None or original.__traceback__ is None:
         error.add_note(f"The worker's traceback:\n{failure.worker_traceback.rstrip()}")
+    if re.search("reset.*unexpected keyword argument '(seed|options)'", failure.message):
+        error.add_note("Muster calls it as Gymnasium does: write `def reset(self, *, seed=None, options=None)`.")
     return error
 
 

@@ -21,6 +21,7 @@ from muster.envs.melting_pot import substrate_of
 from muster.existing_env import find_existing_env, is_env
 from muster.gym_ids import unrecorded_wrapper
 from muster.pickling import is_plain
+from muster.sources import constructor_of
 
 _LONGEST_REPR = 200
 _SHARE_OF_MEMORY = 0.5
@@ -91,8 +92,7 @@ def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recomme
         listed = ", ".join([*given, *(f"{json.dumps(name)}: ..." for name in missing)])
         line, factory = f"envs = muster.make_vec({source}, num_envs={cores}, env_kwargs={{{listed}}})", None
     else:
-        kind = type(getattr(existing, "unwrapped", existing))
-        call = f"{kind.__qualname__}(...)" if existing is not None else "MyEnv(...)"
+        call = constructor_of(existing) if existing is not None else "MyEnv(...)"
         line = f"envs = muster.make_vec(make_env, num_envs={cores})"
         factory = f"def make_env():\n    return {call}\n"
     return Recommendation(

@@ -44,8 +44,18 @@ class Inbound:
             return (TurnBasedAgents if is_turn_based(env) else ParallelAgents)(env, self.groups, self.state)
         if is_dm_env(env):
             return Players(env, self.groups) if is_list_shaped(env) else DmEnv(env)
+        if is_torchrl(env):
+            raise RecipeError(
+                f"the factory returned an env of TorchRL, a {type_name(env)}. Hand over what it is made of, an id or a "
+                "Gymnasium or PettingZoo env, and wrap the vector env: muster.interop.torchrl.as_torchrl(envs)"
+            )
         _require(env, ("reset", "step", "observation_space", "action_space"))
         return env
+
+
+def is_torchrl(env: Any) -> bool:
+    """Whether `env` is one of TorchRL's own. Told by its methods: TorchRL need not be there."""
+    return hasattr(env, "full_action_spec") and hasattr(env, "rand_step")
 
 
 def _require(env: Any, names: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,10 @@ from muster.envs.agents import AgentsEnv, Row, Step
 from muster.envs.groups import Agent
 from muster.envs.pettingzoo import specs_of
 from muster.envs.shortcuts import PastChecks
+from muster.errors import SpecMismatch
+
+_RESET = "observations, infos"
+_STEP = "observations, rewards, terminations, truncations, infos"
 
 
 class ParallelAgents(AgentsEnv):
@@ -23,7 +28,7 @@ class ParallelAgents(AgentsEnv):
         self._past = PastChecks(env, self.layout.action_spaces)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
-        observations, infos = self.env.reset(seed=seed, options=options)
+        observations, infos = _by_agent(self.env.reset(seed=seed, options=options), _RESET)
         # A copy: some envs hand out the very list that they change.
         agents = self._agents = list(self.env.agents)
         self._start_episode()
@@ -35,10 +40,21 @@ class ParallelAgents(AgentsEnv):
     def step(self, actions: dict[str, Any]) -> Step:
         before = self._agents
         chosen = self._chosen(actions, before)
-        result = self._past.step_parallel(self.env, actions, chosen)
+        result = _by_agent(self._past.step_parallel(self.env, actions, chosen), _STEP)
         observations, rewards, terminations, truncations, infos = result
         after = self._agents = list(self.env.agents)
         self._start_row()
         acting = self._put_all(before, after, observations, rewards, terminations, truncations)
         info = self._infos(infos)
         return self._end_of_step(self._row(), acting == 0, info)
+
+
+def _by_agent(result: Any, names: str) -> Any:
+    """What `reset` or `step` has returned, if it is so many dicts as there are `names`. Raises SpecMismatch."""
+    if isinstance(result, (tuple, list)) and len(result) == names.count(",") + 1 and isinstance(result[-1], Mapping):
+        return result
+    call = "reset" if names is _RESET else "step"
+    raise SpecMismatch(
+        f"{call} must return ({names}), each a dict by agent, as PettingZoo's parallel API has it; got "
+        f"{reprlib.repr(result)}"
+    )

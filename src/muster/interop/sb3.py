@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -60,7 +61,10 @@ class MusterVecEnv(VecEnv):
 
     def __init__(self, envs: VectorEnv) -> None:
         if not isinstance(envs, VectorEnv):
-            raise TypeError(f"SB3 trains single agents: as_sb3 takes a muster.VectorEnv, got {type(envs).__name__}")
+            raise TypeError(
+                f"SB3 trains single agents: as_sb3 takes a muster.VectorEnv, got {type(envs).__name__}. For agents use "
+                "muster.Collector with a policy of muster.nn, or muster.interop.torchrl.as_torchrl"
+            )
         mode = envs.metadata["autoreset_mode"]
         if mode is not AutoresetMode.SAME_STEP:
             raise ValueError(
@@ -283,8 +287,14 @@ def make_vec_env(
 ) -> VecEnv:
     """`n_envs` monitored envs in one `VecEnv`, by default a `DummyVecEnv`; the arguments are SB3's.
 
-    env_kwargs: values may be `muster.lazy(...)`: they are built beside each env, and released with it.
+    env_kwargs: values may be `muster.lazy(...)`: they are built beside each env, and released with it. Raises TypeError
+    for an env that exists already.
     """
+    if not isinstance(env_id, str) and not callable(env_id):
+        raise TypeError(
+            f"make_vec_env takes an env id, a class or a function that builds an env, got {reprlib.repr(env_id)}. "
+            f"Every env is built where it runs: pass `lambda: {type(env_id).__name__}(...)`"
+        )
     fns = [
         functools.partial(
             _MonitoredEnv(

@@ -8,8 +8,9 @@ from typing import Any
 import gymnasium
 
 from muster.envs.agents import AgentsEnv
-from muster.envs.inbound import Inbound
+from muster.envs.inbound import Inbound, is_torchrl
 from muster.errors import RecipeError
+from muster.introspection import type_name
 
 # The metadata key that tells the caller whether discrete actions are integers.
 ENCODING = "torchrl_categorical_action_encoding"
@@ -29,10 +30,10 @@ def inner_env_of(env: Any) -> Any:
         groups = {agent: group for group, agents in env.group_map.items() for agent in agents}
     else:
         inner = env
-    adapted = Inbound(groups)(inner)
+    adapted = None if is_torchrl(inner) else Inbound(groups)(inner)
     if not isinstance(adapted, (gymnasium.Env, AgentsEnv)):
         raise RecipeError(
-            f"create_env_fn returned a {type(env).__module__}.{type(env).__qualname__}; expected TorchRL's GymEnv or "
+            f"create_env_fn returned a {type_name(env)}; expected TorchRL's GymEnv or "
             "PettingZooEnv, or an env that muster.make_vec takes. Put transforms around the batch, "
             "TransformedEnv(ParallelEnv(...), ...); for other envs use torchrl.envs.ParallelEnv"
         )
