@@ -149,11 +149,11 @@ class StackedSequential(nn.Sequential):
             y = x if common else x.flatten(1, 2)
             # Convolutions in groups, and gradients of any, are 10 to 50 % sooner so on CPUs: docs/adr/0009.
             if y.device.type == "cpu" and (torch.is_grad_enabled() or not common):
-                y = y.contiguous(memory_format=torch.channels_last)
+                y = channels_last(y)
         else:
             y = x.expand(self.n_agents, *x.shape) if common else x.transpose(0, 1)
         y = call_in_turn(self, y)
-        return y.transpose(0, 1) if y.ndim == 3 else _by_agent(y, self.n_agents)
+        return y.transpose(0, 1) if y.ndim == 3 else _by_agent(y, self.n_agents).contiguous()
 
     def one(self, x: Tensor, agent: int) -> Tensor:
         """x: [B, ...], what one agent sees. Returns that agent's output, [B, ...]."""
@@ -241,6 +241,12 @@ def _set_parameters(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor |
     layer.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format), like.weight.requires_grad)
     if bias is not None and like.bias is not None:
         layer.bias = nn.Parameter(bias.detach().clone(), like.bias.requires_grad)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """x, [B, C, H, W], laid out in memory with the channels last."""
+    # contiguous(memory_format=torch.channels_last) does so too, but fails under torch.vmap, where x has more axes.
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def _by_agent(x: Tensor, n_agents: int) -> Tensor:
