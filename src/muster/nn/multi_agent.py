@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.errors import SpecMismatch
-from muster.nn.direct import call_layers
+from muster.nn.direct import call_layers, has_backward_hooks
 from muster.nn.stacked import StackedSequential, stack_known
 from muster.nn.structure import require_alike
 from muster.nn.vmapped import call_each, call_one, call_one_by_one, copy_module, split_any, stack_any
@@ -112,7 +112,7 @@ class MultiAgentNet(nn.Module):
             y = self._call_shared(net, *xs).unsqueeze(1)
             return y.expand(-1, self.n_agents, *y.shape[2:])
         # torch.vmap does not call backward hooks, and does not tell.
-        if self.use_vmap and not any(part._backward_hooks or part._backward_pre_hooks for part in net.modules()):
+        if self.use_vmap and not has_backward_hooks(net):
             return call_each(net, xs, self.centralised)
         return call_one_by_one(net, xs, self.centralised, self.n_agents)
 

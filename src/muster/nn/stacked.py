@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from muster.nn.direct import call_in_turn, does_more
+from muster.nn.direct import all_modules_are_hooked, call_in_turn, does_more
 
 # Layers without parameters that treat every element by itself, whatever the layout of the tensor.
 ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
@@ -157,6 +157,8 @@ class StackedSequential(nn.Sequential):
 
     def one(self, x: Tensor, agent: int) -> Tensor:
         """x: [B, ...], what one agent sees. Returns that agent's output, [B, ...]."""
+        if does_more(self) or self._layers_do_more():  # written for all agents: they see x as all agents' input
+            return cast(Tensor, self(x, True))[:, agent]
         return self._chain(x, self._slices(), agent)
 
     def split(self) -> list[nn.Sequential]:
@@ -170,8 +172,14 @@ class StackedSequential(nn.Sequential):
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return False
         if self.on_images:
-            return x.numel() > LOOP_ABOVE_PIXELS
-        return self.n_agents * x.shape[0] * self.widest > LOOP_ABOVE_HIDDEN
+            is_large = x.numel() > LOOP_ABOVE_PIXELS
+        else:
+            is_large = self.n_agents * x.shape[0] * self.widest > LOOP_ABOVE_HIDDEN
+        return is_large and not self._layers_do_more()
+
+    def _layers_do_more(self) -> bool:
+        """Whether calls of the layers do anything that ``_chain`` would leave out."""
+        return bool(all_modules_are_hooked()) or any(map(does_more, self._modules.values()))
 
     def _one_by_one(self, x: Tensor, common: bool) -> Tensor:
         slices = self._slices()
