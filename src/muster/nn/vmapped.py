@@ -73,9 +73,7 @@ def _call_slices(net: nn.Module, slices: dict[str, Tensor], xs: Sequence[Tensor]
 
 def _call(net: nn.Module, tensors: dict[str, Tensor], *xs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The output, and the buffers that the network replaced instead of writing to them."""
-    after = dict(tensors)  # call_with puts the replaced ones into the dict that it is given
-    y = call_with(net, after, ties(net), xs)
-    return y, {name: tensor for name, tensor in after.items() if tensor is not tensors[name]}
+    return call_with(net, tensors, ties(net), xs)
 
 
 def _alone(net: nn.Module, function: Callable[..., Output], tensors: dict[str, Tensor], xs: Sequence[Tensor]) -> Output:
