@@ -35,7 +35,8 @@ class MultiAgentNet(nn.Module):
     front, ``[A, ...]``; of a linear layer in an ``nn.Sequential`` of known layers (linear, convolution, flatten and the
     usual activations) the weight is ``[A, in, out]``. Other networks run under ``torch.vmap``,
     by one thread at a time. So do those with hooks or a ``forward`` of their own, which then see tensors that they may
-    use and change, but not keep; with backward hooks the networks are called one after the other.
+    use and change, but not keep; with backward hooks the networks are called one after the other. Blocks inside them
+    may not be under ``torch.utils.checkpoint``, which would recompute them with all agents' tensors; the whole may.
 
     Raises ValueError for bad arguments, SpecMismatch where the modules differ or, in calls, the input's shape does not
     fit, UsageError where they share tensors, CannotTravel where a network of other layers cannot be copied.

@@ -20,7 +20,8 @@ class TargetParams:
     ``hard_update()`` makes them equal (Mnih et al. 2015, doi:10.1038/nature14236).
 
     params: the tensors by the names that they have in the module, one for all the names of a tied tensor.
-    Raises what ``functionalize`` raises; like its calls, a target is not for two threads at a time.
+    Raises what ``functionalize`` raises; like its calls, a target is not for two threads at a time, nor for gradients
+    through blocks under ``torch.utils.checkpoint`` inside the module, which recompute with the module's own tensors.
     """
 
     def __init__(self, module: nn.Module) -> None:
