@@ -39,7 +39,8 @@ class MultiAgentNet(nn.Module):
     may not be under ``torch.utils.checkpoint``, which would recompute them with all agents' tensors; the whole may.
 
     Raises ValueError for bad arguments, SpecMismatch where the modules differ or, in calls, the input's shape does not
-    fit, UsageError where they share tensors, CannotTravel where a network of other layers cannot be copied.
+    fit, UsageError where they share tensors or keep references to their own, in a list say, CannotTravel where a
+    network of other layers cannot be copied.
     """
 
     net: nn.Module

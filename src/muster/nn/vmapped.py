@@ -15,12 +15,17 @@ from torch import Tensor, nn
 
 from muster.errors import CannotTravel
 from muster.nn.functional import call_with, named_tensors, sole_use, tensor_owners, ties
+from muster.nn.structure import require_no_references
 
 Output = TypeVar("Output")
 
 
 def stack_any(modules: Sequence[nn.Module]) -> nn.Module:
-    """A copy of the first module whose tensors are those of all the modules, stacked. Raises CannotTravel."""
+    """A copy of the first module whose tensors are those of all the modules, stacked.
+
+    modules: as ``require_alike`` wants them. Raises CannotTravel, UsageError where they refer to tensors of their own.
+    """
+    require_no_references(modules)
     tensors = [named_tensors(module) for module in modules]
     replaced: dict[int, Any] = {}
     for name, first in tensors[0].items():
