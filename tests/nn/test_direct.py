@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, prune, weight_norm
 
-from muster.nn import MultiAgentMLP, functionalize
+from muster.nn import MultiAgentConvNet, MultiAgentMLP, MultiAgentNet, functionalize, stacked
 
 SHARED = pytest.mark.parametrize("share_params", [True, False])
 
@@ -73,6 +73,78 @@ def test_parametrised_pruned_and_replaced_weights_count():
     net.eval()
     x = torch.randn(4, 3, 5)
     torch.testing.assert_close(net(x), plainly(net, x))
+
+
+def patched(layer: nn.Module) -> None:
+    forward = layer.forward
+    layer.forward = lambda x: forward(x) * 2
+
+
+def pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", 0.5)
+    with torch.no_grad():
+        layer.weight_orig.add_(1)  # as an optimizer does; only a hook makes the weight of it
+
+
+def normalized(layer: nn.Module) -> None:
+    weight_norm(layer, "weight", dim=0)
+    with torch.no_grad():
+        layer.weight_g.mul_(2)
+
+
+CHANGES = {
+    "hook": lambda layer: layer.register_forward_hook(lambda module, args, output: output * 2),
+    "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "patched": patched,
+    "pruned": pruned,
+    "weight norm": normalized,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_was_put_on_stacked_layers_counts_at_any_size_and_in_views(change, images, monkeypatch):
+    if images:
+        net = MultiAgentConvNet(3, False, False, in_features=2, num_cells=[4], kernel_sizes=3)
+    else:
+        net = build(share_params=False)
+    x = torch.randn(4, 3, 2, 8, 8) if images else torch.randn(4, 3, 5)
+    before = net(x)
+    change(net.net[0])
+    # Layers together come last: they would leave behind what their hooks make of the parameters.
+    views = torch.stack([net.agent(index)(x[:, index]) for index in range(3)], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(stacked, "LOOP_ABOVE_HIDDEN", -1)
+        patch.setattr(stacked, "LOOP_ABOVE_PIXELS", -1)
+        looped = net(x)
+    together = net(x)
+    torch.testing.assert_close(looped, together)
+    torch.testing.assert_close(views, together)
+    assert not torch.allclose(together, before)
+
+
+def test_hooks_of_all_modules_are_called_at_any_size_and_in_views(monkeypatch):
+    net, seen = build(share_params=False), []
+    layers = ["StackedLinear", "Tanh", "StackedLinear", "Tanh", "StackedLinear", "StackedSequential"]
+    monkeypatch.setattr(stacked, "LOOP_ABOVE_HIDDEN", -1)
+    handle = torch_module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        net(torch.randn(4, 3, 5))
+        net.agent(1)(torch.randn(4, 5))
+    finally:
+        handle.remove()
+    assert seen == [*layers, "MultiAgentMLP", *layers]
+
+
+def test_backward_hooks_of_all_modules_are_called_for_networks_of_any_layers():
+    net, seen = MultiAgentNet.from_modules([nn.LayerNorm(4) for _ in range(3)]), []
+    handle = torch_module.register_module_full_backward_hook(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        net(torch.randn(5, 3, 4, requires_grad=True)).sum().backward()
+    finally:
+        handle.remove()
+    assert seen.count("LayerNorm") == 3
 
 
 @SHARED

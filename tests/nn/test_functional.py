@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import types
+from collections import UserDict
 
 import pytest
 import torch
 import torchrl.modules
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import Tensor, nn
 
 from muster.errors import UsageError
@@ -185,23 +187,38 @@ def test_batch_norm_statistics_are_written_to_params_and_not_to_the_module():
         torch.testing.assert_close(copies[name], buffer)
 
 
-def test_a_buffer_that_the_module_replaces_ends_up_in_params():
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
+class Counts(nn.Module):
+    def __init__(self, *other_names: str) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        for name in other_names:
+            self.register_buffer(name, self.calls)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls = self.calls + 1
-            return x
+    def forward(self, x: Tensor) -> Tensor:
+        name = list(self._buffers)[-1]
+        setattr(self, name, getattr(self, name) + 1)
+        return x
 
-    net = Counts()
+
+@pytest.mark.parametrize("other_names", [(), ("a", "b")])
+@pytest.mark.parametrize("mapping", [dict, UserDict])
+def test_a_buffer_that_the_module_replaces_ends_up_in_params(mapping, other_names):
+    net = Counts(*other_names)
     call, params = functionalize(net)
-    mine = dict(params)
+    mine = mapping(params)
     call(mine, torch.ones(1))
     call(mine, torch.ones(1))
     assert mine["calls"] == 2
     assert net.calls == 0
+
+
+def test_a_mapping_that_cannot_take_a_replaced_buffer_is_refused():
+    call, params = functionalize(Counts())
+    with pytest.raises(UsageError, match=r"Counts replaced its buffers \['calls'\], and a mappingproxy cannot take"):
+        call(types.MappingProxyType(params), torch.ones(1))
+    net = small_net()
+    call, params = functionalize(net)
+    torch.testing.assert_close(call(types.MappingProxyType(params), torch.ones(3)), net(torch.ones(3)))
 
 
 def test_grad_over_params():
@@ -359,3 +376,34 @@ def test_modules_that_keep_their_parameters_in_a_tensordict(use_td_params, share
         call(given, torch.randn(4, 3, 6))
     assert net.params is held
     assert_untouched(net, before)
+
+
+class Loss(nn.Module):
+    """Holds an actor and, as TorchRL's losses do, the actor's parameters in a TensorDict."""
+
+    def __init__(self, params: type[TensorDict] | type[TensorDictParams], actor_first: bool) -> None:
+        super().__init__()
+        actor = nn.Linear(2, 2)
+        held = TensorDict.from_module(actor)
+        if params is TensorDictParams:
+            held = TensorDictParams(held, no_convert=True)
+        for name, part in [("actor", actor), ("held", held)][:: 1 if actor_first else -1]:
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(x), x @ self.held["weight"].t() + self.held["bias"]
+
+
+@pytest.mark.parametrize("actor_first", [True, False])
+@pytest.mark.parametrize("params", [TensorDict, TensorDictParams])
+def test_parameters_that_a_layer_and_a_tensordict_share(params, actor_first):
+    loss = Loss(params, actor_first)
+    call, own = functionalize(loss)
+    before, x = snapshot(loss), torch.ones(1, 2)
+    for given in (
+        {name: torch.full_like(p, 3.0) for name, p in own.items()},
+        {name: torch.full_like(p, 3.0) for name, p in loss.actor.named_parameters(prefix="actor")},
+    ):
+        assert [y.tolist() for y in call(given, x)] == [[[9.0, 9.0]]] * 2
+    assert_untouched(loss, before)
+    torch.testing.assert_close(*loss(x))

@@ -8,7 +8,7 @@ import torchrl.modules
 from torch import nn
 
 from muster.errors import SpecMismatch
-from muster.nn import MultiAgentConvNet, MultiAgentMLP, MultiAgentNet, stacked
+from muster.nn import MultiAgentConvNet, MultiAgentMLP, MultiAgentNet, functionalize, stacked
 
 FLAGS = pytest.mark.parametrize(("centralised", "share_params"), [(c, s) for c in (False, True) for s in (False, True)])
 BATCHES = pytest.mark.parametrize("batch", [(), (1,), (6,), (2, 3), (0,), (2, 0)])
@@ -204,3 +204,33 @@ def test_layers_with_sizes_of_their_own():
     net = MultiAgentConvNet(2, False, False, in_features=2, num_cells=[3, 4], **options)
     x = torch.randn(3, 2, 2, 9, 8)
     torch.testing.assert_close(net(x), one_by_one(net, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jacfwd
+@FLAGS
+def test_derivatives_and_vmap_of_convolutions(centralised, share_params):
+    net = MultiAgentConvNet(2, centralised, share_params, in_features=2, num_cells=[3], kernel_sizes=3).double()
+    call, params = functionalize(net)
+    x = torch.randn(3, 2, 2, 6, 6, dtype=torch.float64)
+
+    def squares(params: object, x: torch.Tensor) -> torch.Tensor:
+        return call(params, x).square().sum()
+
+    torch.testing.assert_close(torch.vmap(net)(x), net(x))
+    grads = torch.vmap(torch.func.grad(squares), (None, 0))(params, x)
+    for index, row in enumerate(x):
+        expected = torch.autograd.grad(squares(params, row), list(params.values()))
+        torch.testing.assert_close([grad[index] for grad in grads.values()], list(expected))
+    torch.testing.assert_close(torch.func.jacfwd(net)(x[0]), torch.autograd.functional.jacobian(net, x[0]))
+    hessian = torch.func.hessian(squares, argnums=1)(params, x[0])
+    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(lambda row: squares(params, row), x[0]))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("recording", [True, False])
+@pytest.mark.parametrize("centralised", [True, False])
+def test_images_come_out_contiguous(centralised, recording):
+    modules = [nn.Sequential(nn.Conv2d(6 if centralised else 2, 4, 3), nn.ReLU()) for _ in range(3)]
+    net = MultiAgentNet.from_modules(modules, centralised=centralised, agent_dim=-4)
+    with torch.set_grad_enabled(recording):
+        assert net(torch.randn(5, 3, 2, 8, 8)).is_contiguous()

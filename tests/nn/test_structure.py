@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import types
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from muster.errors import CannotTravel, SpecMismatch
+from muster.errors import CannotTravel, SpecMismatch, UsageError
 from muster.nn import MultiAgentNet
 
 X = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -54,10 +57,33 @@ def times(factor: float) -> Callable[[Tensor], Tensor]:
     return lambda x: x * factor
 
 
+def with_attribute(scale: float, wrapped: bool) -> Callable[[Tensor], Tensor]:
+    def act(x: Tensor) -> Tensor:
+        return x * act.scale
+
+    act.scale = scale
+    return wraps(act)(lambda x: x) if wrapped else act
+
+
+class CopiesItself:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError("no")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        return CopiesItself(self.scale)
+
+
+REFERENTS = [Options(1.0), Options(2.0)]
+
+
 HELD = {
     "list": ([1.0], [2.0], r"held\[0\]: 1.0 and 2.0"),
     "length": ([1], [1, 2], r"held: \[1\] and \[1, 2\]"),
     "dict": ({"k": 1}, {"k": 2}, r"held\['k'\]: 1 and 2"),
+    "order": ({"k": 1, "l": 2}, {"l": 2, "k": 1}, "held: {'k': 1, 'l': 2} and {'l': 2, 'k': 1}"),
     "dict by objects": ({torch.float32: 1}, {torch.float64: 1}, r"held at 0\[0\]"),
     "tensors": (
         (torch.ones(2),),
@@ -66,7 +92,16 @@ HELD = {
     ),
     "array": (np.arange(3), np.arange(3) + 1, "held"),
     "type": (1, 1.0, "held: 1 and 1.0"),
+    "zeros": (0.0, -0.0, "held: 0.0 and -0.0"),
+    "complex zeros": (0j, -0j, "held: 0j and "),
+    "zeros in a tensor": (torch.zeros(1), -torch.zeros(1), "held .neither parameter nor buffer"),
+    "constant": (lambda x: x + 0.0, lambda x: x + -0.0, r"held\.__code__\.co_consts\[1\]: 0.0 and -0.0"),
+    "pattern": (re.compile("a+"), re.compile("b+"), r"held.*: a\+ and b\+"),
+    "weak reference": (*map(weakref.ref, REFERENTS), r"held \(which cannot be looked into\): <weakref.* and <weakref"),
+    "copies itself": (CopiesItself(1.0), CopiesItself(2.0), r"held \(which cannot be looked into\): .*CopiesItself"),
     "closure": (times(1.0), times(2.0), r"held\.<locals>\.factor: 1.0 and 2.0"),
+    "attribute": (*(with_attribute(s, False) for s in (1.0, 2.0)), r"held\.<locals>\.act\.scale: 1.0 and 2.0"),
+    "wrapped attribute": (*(with_attribute(s, True) for s in (1.0, 2.0)), r"held\..*scale: 1.0 and 2.0"),
     "default": (lambda x, k=1: k, lambda x, k=2: k, r"held\.__defaults__\[0\]: 1 and 2"),
     "code": (lambda x: x + 1, lambda x: x - 1, r"held\.__code__"),
     "partial": (partial(F.elu, alpha=1.0), partial(F.elu, alpha=2.0), r"held\.keywords\['alpha'\]: 1.0 and 2.0"),
@@ -87,6 +122,10 @@ def test_what_networks_hold_may_not_differ(mine, its, message, use_vmap):
     "build",
     [
         lambda: [1.0, {"k": (2, None)}, {3}],
+        lambda: [float("nan"), complex("nan"), np.float64("nan")],
+        lambda: torch.tensor([float("nan"), -0.0]),
+        lambda: re.compile("a+"),
+        lambda: weakref.ref(REFERENTS[0]),
         lambda: torch.eye(2).to_sparse(),
         lambda: np.arange(3.0),
         lambda: times(2.0),
@@ -101,6 +140,60 @@ def test_what_networks_hold_may_not_differ(mine, its, message, use_vmap):
 )
 def test_what_is_equal_but_not_the_same_object_is_no_difference(build):
     assert_equals_a_loop([Holds(build()) for _ in range(3)])
+
+
+class InTurn(nn.Module):
+    def __init__(self, parts: nn.ModuleDict | nn.ParameterDict) -> None:
+        super().__init__()
+        self.linear, self.parts = nn.Linear(4, 4), parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for part in self.parts.values():
+            x = part(x) if isinstance(part, nn.Module) else x * part + 1
+        return x
+
+
+PARTS = {
+    "sequential": lambda parts: nn.Sequential(OrderedDict(parts)),
+    "module dict": lambda parts: InTurn(nn.ModuleDict(parts)),
+    "parameter dict": lambda parts: InTurn(nn.ParameterDict([(name, torch.ones(4)) for name, _ in parts])),
+}
+
+
+@pytest.mark.parametrize("build", PARTS.values(), ids=PARTS)
+def test_parts_in_another_order_are_refused(build):
+    parts = [("a", nn.Linear(4, 4)), ("b", nn.Tanh())]
+    with pytest.raises(SpecMismatch, match=r"the order of their parts: .*a and .*b|parts._keys: {'a'.* and {'b'"):
+        MultiAgentNet.from_modules([build(parts), build([("b", nn.Tanh()), ("a", nn.Linear(4, 4))])])
+
+
+class Refers(nn.Module):
+    def __init__(self, refer: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 2), nn.Parameter(torch.ones(2))
+        self.register_buffer("shift", torch.zeros(2))
+        self.refs = refer(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale + self.shift
+
+
+REFERENCES = {
+    "list": (lambda net: [net.scale], r"'scale' in refs\[0\]"),
+    "dict": (lambda net: {"k": net.linear.bias}, r"'linear.bias' in refs\['k'\]"),
+    "tuple": (lambda net: (1, (net.shift,)), r"'shift' in refs\[1\]\[0\]"),
+    "buffer": (lambda net: net.shift, "'shift' in refs"),
+    "object": (lambda net: Options(net.scale), r"'scale' in refs\.scale"),
+    "closure": (lambda net: times(net.shift), r"'shift' in refs\.<locals>\.factor"),
+}
+
+
+@pytest.mark.parametrize("n_agents", [1, 2])
+@pytest.mark.parametrize(("refer", "message"), REFERENCES.values(), ids=REFERENCES)
+def test_references_to_own_tensors_are_refused(refer, message, n_agents):
+    with pytest.raises(UsageError, match=f"module 0 refers to its tensor {message} too"):
+        MultiAgentNet.from_modules([Refers(refer) for _ in range(n_agents)])
 
 
 def test_what_cannot_be_compared_is_left_to_copying():
@@ -161,9 +254,9 @@ def test_layers_that_hold_lists_and_references_are_alike(build):
     assert all(p.shape[0] == 3 for p in net.parameters())
 
 
-def hooked(register: str, index: int | None, hook: Callable[..., Any]) -> nn.Sequential:
+def hooked(register: str, index: int | None, hook: Callable[..., Any], **options: bool) -> nn.Sequential:
     net = nn.Sequential(nn.Linear(4, 2), nn.Tanh())
-    getattr(net if index is None else net[index], register)(hook)
+    getattr(net if index is None else net[index], register)(hook, **options)
     return net
 
 
@@ -197,6 +290,15 @@ def test_hooks_of_one_agent_are_refused(where):
     modules = [nn.Sequential(nn.Linear(4, 2), nn.Tanh()) for _ in range(3)]
     (modules[1][0] if where else modules[1]).register_forward_hook(HOOKS["register_forward_hook"])
     with pytest.raises(SpecMismatch, match=rf"modules 0 and 1 differ in {where}_forward_hooks: \[\] and "):
+        MultiAgentNet.from_modules(modules)
+
+
+@pytest.mark.parametrize("register", HOOKS)
+def test_a_hook_that_one_agent_calls_with_keywords_is_refused(register):
+    def hook(*args: Any) -> None: ...
+
+    modules = [hooked(register, 0, hook, with_kwargs=with_kwargs) for with_kwargs in (False, True)]
+    with pytest.raises(SpecMismatch, match=r"0\._forward\w*hooks_with_kwargs\[0\]: False and True"):
         MultiAgentNet.from_modules(modules)
 
 

@@ -146,7 +146,7 @@ def test_a_changed_layout_is_named_and_hard_update_starts_afresh():
     net = nn.Linear(2, 1)
     target = TargetParams(net)
     net.weight = nn.Parameter(torch.ones(1, 3))
-    with pytest.raises(UsageError, match=r"'weight' is \[1, 2\] on cpu .* \[1, 3\]"):
+    with pytest.raises(UsageError, match=r"'weight' is \[1, 2\] on cpu, .* \[1, 3\]"):
         target.update(0.5)
     target.hard_update()
     assert target(torch.ones(3)).shape == (1,)
@@ -161,3 +161,27 @@ def test_state_dict_round_trip():
     nn.Linear(2, 1).load_state_dict(target.state_dict())
     with pytest.raises(UsageError, match="bias"):
         target.load_state_dict({"weight": saved["weight"]})
+
+
+def test_other_dtypes_are_refused_before_any_tensor_changes():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    fill(net, 1.0)
+    target = TargetParams(net)
+    fill(net, 3.0)
+    net[1].double()
+    with pytest.raises(UsageError, match=r"'1\.weight' is \[1, 2\] on cpu, torch\.float32, .* torch\.float64"):
+        target.update(0.5)
+    assert all((tensor == 1).all() for tensor in target.params.values())
+    target.load_state_dict(net.state_dict())  # which converts
+    assert all((tensor == 3).all() for tensor in target.params.values())
+    assert target.params["1.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("strange", [torch.empty(1, device="meta"), torch.ones(1).to_sparse()], ids=["meta", "sparse"])
+def test_tensors_that_cannot_be_copied_are_refused_before_any_changes(strange):
+    net = nn.Linear(2, 1)
+    fill(net, 1.0)
+    target = TargetParams(net)
+    with pytest.raises(UsageError, match="'bias' is"):
+        target.load_state_dict({"weight": torch.zeros(1, 2), "bias": strange})
+    assert all((tensor == 1).all() for tensor in target.params.values())

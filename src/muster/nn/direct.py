@@ -61,12 +61,22 @@ def _is_watched(module: nn.Module) -> object:
     )
 
 
-def _any_call_is_watched() -> bool:
-    return bool(
+def all_modules_are_hooked() -> object:
+    """True in effect where a hook is called for every module that there is."""
+    return (
         torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
-        or torch.compiler.is_compiling()
-        or torch._C._get_tracing_state()
     )
+
+
+def has_backward_hooks(net: nn.Module) -> bool:
+    """Whether hooks are called in the backward pass through ``net`` or through a module inside it."""
+    if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+        return True
+    return any(part._backward_hooks or part._backward_pre_hooks for part in net.modules())
+
+
+def _any_call_is_watched() -> bool:
+    return bool(all_modules_are_hooked() or torch.compiler.is_compiling() or torch._C._get_tracing_state())

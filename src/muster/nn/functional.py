@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -33,12 +33,17 @@ def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tens
     module's own tensor; a tensor with several names is replaced under all of them. Buffers that the module writes
     to, such as the statistics of a batch norm, are written in ``params``, not in the module.
 
+    Only what the module looks up during the call is replaced. References that it keeps besides (``self.all =
+    [self.weight]``) hold the old tensors, and blocks under ``torch.utils.checkpoint`` are computed anew, for their
+    gradients, after the call: with the module's own tensors. Checkpoint around ``call`` instead.
+
     The module is neither copied nor pickled, unless ``call`` itself is: the tensors are swapped in for the call and
     back afterwards, on errors too. Until then every user of the module sees them, so that a second thread that calls
     gets UsageError.
 
     Raises TypeError for what is not an ``nn.Module``, UsageError for lazy modules that saw no input yet and, in
-    ``call``, for names that the module does not have and for two tensors under names of one.
+    ``call``, for names that the module does not have, for two tensors under names of one and for replaced buffers that
+    ``params`` cannot take.
     """
     params = named_tensors(module)
     return _FunctionalCall(module, params), params
@@ -59,47 +64,76 @@ class _FunctionalCall:
         tensors = params if isinstance(params, dict) else dict(params)
         # Tracing runs the swap symbolically, once: no other thread can see it, and it is not in the compiled code.
         if torch.compiler.is_compiling():
-            return self._run(tensors, args, kwargs)
-        if not tensors.keys() <= self._known:
-            raise UsageError(_unknown_names(self._module, tensors, self._known))
-        with sole_use(self._module, self._owners):
-            return self._run(tensors, args, kwargs)
+            y, replaced = self._run(tensors, args, kwargs)
+        else:
+            if not tensors.keys() <= self._known:
+                raise UsageError(_unknown_names(self._module, tensors, self._known))
+            with sole_use(self._module, self._owners):
+                y, replaced = self._run(tensors, args, kwargs)
+        if replaced:
+            if not isinstance(params, MutableMapping):
+                raise UsageError(
+                    f"{type(self._module).__qualname__} replaced its buffers {sorted(replaced)[:4]}, and a "
+                    f"{type(params).__qualname__} cannot take the new ones; give a dict"
+                )
+            params.update(replaced)
+        return y
 
-    def _run(self, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Tensor]]:
         if not self._slots:
             return call_with(self._module, tensors, self._ties, args, kwargs)
-        registered = {name: tensor for name, tensor in tensors.items() if name not in self._in_tensordicts}
-        with replaced_tensordicts(self._slots, tensors):
-            return call_with(self._module, registered, self._ties, args, kwargs)
+        given = _by_place(self._module, tensors, self._ties)
+        registered = {place: tensor for place, tensor in given.items() if place not in self._in_tensordicts}
+        with replaced_tensordicts(self._slots, given):
+            y = functional_call(self._module, registered, args, kwargs, tie_weights=False)
+        return y, _replaced(tensors, given | registered, self._ties)
 
 
 def call_with(
     module: nn.Module,
-    tensors: dict[str, Tensor],
-    tied: Mapping[str, list[str]],
+    tensors: Mapping[str, Tensor],
+    tied: Mapping[str, Sequence[str]],
     args: Sequence[Any],
     kwargs: dict[str, Any] | None = None,
-) -> Any:
-    """``module(*args, **kwargs)`` with ``tensors`` for its own. Buffers that it replaces are put into ``tensors``.
+) -> tuple[Any, dict[str, Tensor]]:
+    """``module(*args, **kwargs)`` with ``tensors`` for its own, and those of them that it replaced, which are buffers.
 
     tied: what ``ties(module)`` returns. Raises UsageError where ``tensors`` has two for one.
     """
+    given = _by_place(module, tensors, tied)
     # torch's own tie_weights swaps a module with two paths twice, and leaves the given tensors in it.
+    y = functional_call(module, given, tuple(args), kwargs, tie_weights=False)
+    return y, _replaced(tensors, given, tied)
+
+
+def _by_place(module: nn.Module, tensors: Mapping[str, Tensor], tied: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+    """``tensors`` by all the places where they are registered. Raises UsageError where there are two for one."""
     if not tied:
-        return functional_call(module, tensors, tuple(args), kwargs, tie_weights=False)
+        return dict(tensors)
     given: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        for place in tied.get(name, [name]):
+        for place in tied.get(name, (name,)):
             if given.setdefault(place, tensor) is not tensor:
-                names = [other for other in tensors if place in tied.get(other, [other])]
+                names = [other for other in tensors if place in tied.get(other, (other,))]
                 raise UsageError(
                     f"{names} are names of one tensor of {type(module).__qualname__}, and were given different ones; "
                     "give one of them (if they were separated since, functionalize the module again)"
                 )
-    y = functional_call(module, given, tuple(args), kwargs, tie_weights=False)
-    for name in tensors:
-        tensors[name] = given[tied.get(name, [name])[0]]
-    return y
+    return given
+
+
+def _replaced(
+    tensors: Mapping[str, Tensor], after: Mapping[str, Tensor], tied: Mapping[str, Sequence[str]]
+) -> dict[str, Tensor]:
+    """By name, what a call has put in the place of ``tensors``, under whichever of the names of one."""
+    return {
+        name: after[place]
+        for name, tensor in tensors.items()
+        for place in tied.get(name, (name,))
+        if after[place] is not tensor
+    }
 
 
 def ties(module: nn.Module) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.errors import SpecMismatch
-from muster.nn.direct import call_layers
+from muster.nn.direct import call_layers, has_backward_hooks
 from muster.nn.stacked import StackedSequential, stack_known
 from muster.nn.structure import require_alike
 from muster.nn.vmapped import call_each, call_one, call_one_by_one, copy_module, split_any, stack_any
@@ -35,10 +35,12 @@ class MultiAgentNet(nn.Module):
     front, ``[A, ...]``; of a linear layer in an ``nn.Sequential`` of known layers (linear, convolution, flatten and the
     usual activations) the weight is ``[A, in, out]``. Other networks run under ``torch.vmap``,
     by one thread at a time. So do those with hooks or a ``forward`` of their own, which then see tensors that they may
-    use and change, but not keep; with backward hooks the networks are called one after the other.
+    use and change, but not keep; with backward hooks the networks are called one after the other. Blocks inside them
+    may not be under ``torch.utils.checkpoint``, which would recompute them with all agents' tensors; the whole may.
 
     Raises ValueError for bad arguments, SpecMismatch where the modules differ or, in calls, the input's shape does not
-    fit, UsageError where they share tensors, CannotTravel where a network of other layers cannot be copied.
+    fit, UsageError where they share tensors or keep references to their own, in a list say, CannotTravel where a
+    network of other layers cannot be copied.
     """
 
     net: nn.Module
@@ -112,7 +114,7 @@ class MultiAgentNet(nn.Module):
             y = self._call_shared(net, *xs).unsqueeze(1)
             return y.expand(-1, self.n_agents, *y.shape[2:])
         # torch.vmap does not call backward hooks, and does not tell.
-        if self.use_vmap and not any(part._backward_hooks or part._backward_pre_hooks for part in net.modules()):
+        if self.use_vmap and not has_backward_hooks(net):
             return call_each(net, xs, self.centralised)
         return call_one_by_one(net, xs, self.centralised, self.n_agents)
 

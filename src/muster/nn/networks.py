@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.nn.multi_agent import MultiAgentNet
+from muster.nn.stacked import channels_last
 
 Size = int | tuple[int, int]
 
@@ -129,7 +130,7 @@ class MultiAgentConvNet(MultiAgentNet):
         x = inputs[0]
         # Gradients of convolutions are up to 25 % sooner so on CPUs, outputs alone are not: docs/adr/0009.
         if torch.is_grad_enabled() and x.device.type == "cpu":
-            x = x.contiguous(memory_format=torch.channels_last)
+            x = channels_last(x)
         return super()._call_shared(net, x)
 
 

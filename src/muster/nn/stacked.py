@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from muster.nn.direct import call_in_turn, does_more
+from muster.nn.direct import all_modules_are_hooked, call_in_turn, does_more
 
 # Layers without parameters that treat every element by itself, whatever the layout of the tensor.
 ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
@@ -149,14 +149,16 @@ class StackedSequential(nn.Sequential):
             y = x if common else x.flatten(1, 2)
             # Convolutions in groups, and gradients of any, are 10 to 50 % sooner so on CPUs: docs/adr/0009.
             if y.device.type == "cpu" and (torch.is_grad_enabled() or not common):
-                y = y.contiguous(memory_format=torch.channels_last)
+                y = channels_last(y)
         else:
             y = x.expand(self.n_agents, *x.shape) if common else x.transpose(0, 1)
         y = call_in_turn(self, y)
-        return y.transpose(0, 1) if y.ndim == 3 else _by_agent(y, self.n_agents)
+        return y.transpose(0, 1) if y.ndim == 3 else _by_agent(y, self.n_agents).contiguous()
 
     def one(self, x: Tensor, agent: int) -> Tensor:
         """x: [B, ...], what one agent sees. Returns that agent's output, [B, ...]."""
+        if does_more(self) or self._layers_do_more():  # written for all agents: they see x as all agents' input
+            return cast(Tensor, self(x, True))[:, agent]
         return self._chain(x, self._slices(), agent)
 
     def split(self) -> list[nn.Sequential]:
@@ -170,8 +172,14 @@ class StackedSequential(nn.Sequential):
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return False
         if self.on_images:
-            return x.numel() > LOOP_ABOVE_PIXELS
-        return self.n_agents * x.shape[0] * self.widest > LOOP_ABOVE_HIDDEN
+            is_large = x.numel() > LOOP_ABOVE_PIXELS
+        else:
+            is_large = self.n_agents * x.shape[0] * self.widest > LOOP_ABOVE_HIDDEN
+        return is_large and not self._layers_do_more()
+
+    def _layers_do_more(self) -> bool:
+        """Whether calls of the layers do anything that ``_chain`` would leave out."""
+        return bool(all_modules_are_hooked()) or any(map(does_more, self._modules.values()))
 
     def _one_by_one(self, x: Tensor, common: bool) -> Tensor:
         slices = self._slices()
@@ -241,6 +249,12 @@ def _set_parameters(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor |
     layer.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format), like.weight.requires_grad)
     if bias is not None and like.bias is not None:
         layer.bias = nn.Parameter(bias.detach().clone(), like.bias.requires_grad)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """x, [B, C, H, W], laid out in memory with the channels last."""
+    # contiguous(memory_format=torch.channels_last) does so too, but fails under torch.vmap, where x has more axes.
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def _by_agent(x: Tensor, n_agents: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from random import Random
@@ -20,6 +22,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, set, frozenset, type(None), typ
 _RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, Random)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_EVERY_MODULE = (vars(nn.Module()).keys() - {"training"}) | {"_compiled_call_impl"}
+_OF_RECURRENT_LAYERS = {"_flat_weights", "_flat_weight_refs"}  # their parameters again, which they keep up to date
 _FUNCTION = ("__module__", "__code__", "__defaults__", "__kwdefaults__")
 _CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_argcount")
 
@@ -36,9 +39,9 @@ class Difference(NamedTuple):
 def require_alike(modules: Sequence[nn.Module]) -> None:
     """Returns if the modules differ in nothing but the values of their tensors.
 
-    Raises SpecMismatch that names the first difference: classes, attributes, functions, hooks, names, shapes, dtypes,
-    devices, frozen or not, tied or not. Parametrized layers count as what they were before, sources of random numbers
-    as alike. Raises UsageError where two of them share a tensor, which stacking would separate.
+    Raises SpecMismatch that names the first difference: classes, attributes, functions, hooks, names and their order,
+    shapes, dtypes, devices, frozen or not, tied or not. Parametrized layers count as what they were before, sources of
+    random numbers as alike. Raises UsageError where two of them share a tensor, which stacking would separate.
     """
     for index, module in enumerate(modules[1:], start=1):
         difference = _first_difference(modules[0], module)
@@ -50,6 +53,34 @@ def require_alike(modules: Sequence[nn.Module]) -> None:
                 "that are"
             )
     _require_own_tensors(modules)
+
+
+def require_no_references(modules: Sequence[nn.Module]) -> None:
+    """Returns if the modules hold their own parameters and buffers nowhere but under their names.
+
+    Raises UsageError that names the first other place, in a list say: there a call with other tensors goes on with the
+    module's own. Recurrent layers may, since they keep their list up to date.
+    """
+    own = {id(tensor): name for module in modules for name, tensor in _all_tensors(module)}
+    seen: dict[int, object] = {id(part): part for module in modules for part in module.modules()}
+    for index, module in enumerate(modules):
+        for place, value in _description(module):
+            for where, tensor in _tensors_in(place, value, seen):
+                if id(tensor) in own:
+                    raise UsageError(
+                        f"module {index} refers to its tensor {own[id(tensor)]!r} in {where} too, where stacked "
+                        "parameters do not take its place; look it up by its name when it is needed, or keep a list "
+                        "of the names, an nn.ParameterList or an nn.ParameterDict"
+                    )
+
+
+def _tensors_in(where: str, value: Any, seen: dict[int, object]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield where, value
+    elif id(value) not in seen and not isinstance(value, (*_PLAIN, *_RANDOM, np.ndarray)):
+        seen[id(value)] = value
+        for name, part in _parts(value).items():
+            yield from _tensors_in(where + name, part, seen)
 
 
 def _first_difference(mine: nn.Module, its: nn.Module) -> Difference | None:
@@ -64,6 +95,9 @@ def _first_difference(mine: nn.Module, its: nn.Module) -> Difference | None:
         difference = _difference(where, own[where], others[where], alike)
         if difference is not None:
             return difference
+    for name, counterpart in zip(parts, counterparts, strict=True):
+        if name != counterpart:
+            return Difference("the order of their parts", name, counterpart)
     return None
 
 
@@ -71,11 +105,15 @@ def _description(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
         yield f"the class of {path or 'the module'}", type_before_parametrizations(part)
+        derived = _OF_RECURRENT_LAYERS if isinstance(part, nn.RNNBase) else set()
         for name, value in vars(part).items():
-            if name not in _OF_EVERY_MODULE:
+            if name not in _OF_EVERY_MODULE and name not in derived:
                 yield f"{prefix}{name}", value
         for name in _HOOKS:  # kept under numbers that count the hooks of all modules
-            yield f"{prefix}{name}", list(getattr(part, name).values())
+            hooks = getattr(part, name)
+            yield f"{prefix}{name}", list(hooks.values())
+            for option in (f"{name}_with_kwargs", f"{name}_always_called"):
+                yield f"{prefix}{option}", [number in getattr(part, option, ()) for number in hooks]
     names: dict[int, str] = {}
     for name, tensor in _all_tensors(module):
         yield f"the tensor {name}", str(_layout(tensor))
@@ -90,7 +128,7 @@ def _difference(where: str, mine: Any, its: Any, alike: Alike, in_function: bool
     if type(mine) is not type(its):
         return Difference(where, mine, its)
     if isinstance(mine, _PLAIN):
-        return None if mine == its else Difference(where, mine, its)
+        return None if _same(mine, its) else Difference(where, mine, its)
     if in_function and isinstance(mine, nn.Module | nn.Parameter):
         return Difference(f"{where} (functions are not copied with what they refer to; methods are)", mine, its)
     if isinstance(mine, Tensor):
@@ -99,7 +137,7 @@ def _difference(where: str, mine: Any, its: Any, alike: Alike, in_function: bool
         return None
     alike[pair] = mine, its
     parts, others = _parts(mine), _parts(its)
-    if parts.keys() != others.keys():
+    if list(parts) != list(others):
         return Difference(where, mine, its)
     for name, part in parts.items():
         inside = in_function or isinstance(mine, FunctionType)
@@ -121,6 +159,7 @@ def _parts(value: Any) -> dict[str, Any]:
         return {
             **{f".{name}": getattr(value, name) for name in _FUNCTION},
             **{f".<locals>.{name}": cell for name, cell in variables},
+            **{f".{name}": attribute for name, attribute in vars(value).items()},
         }
     if isinstance(value, CodeType):
         return {f".{name}": getattr(value, name) for name in _CODE}
@@ -135,10 +174,13 @@ def _parts(value: Any) -> dict[str, Any]:
         return {".__func__": value.__func__, ".__self__": value.__self__}
     if isinstance(value, partial):
         return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
+    reduce = copyreg.dispatch_table.get(type(value))
     try:
-        reduced = value.__reduce_ex__(2)
-    except Exception:  # locks, files: they cannot be copied either, which stacking tells where it has to
-        return {}
+        reduced = reduce(value) if reduce else value.__reduce_ex__(2)
+    except Exception:
+        if hasattr(type(value), "__deepcopy__") or isinstance(value, weakref.ref):
+            return {" (which cannot be looked into)": object.__repr__(value)}
+        return {}  # locks, files: they cannot be copied either, which stacking tells where it has to
     if isinstance(reduced, str):
         return {"": reduced, **{f".{name}": part for name, part in getattr(value, "__dict__", {}).items()}}
     constructor, arguments, state, *items = (*reduced, None, None, None)[:5]
@@ -149,8 +191,18 @@ def _parts(value: Any) -> dict[str, Any]:
     }
 
 
+def _same(mine: Any, its: Any) -> bool:
+    # Numbers as they are written: -0.0 equals 0.0, though 1 / x tells them apart, and nan does not equal itself.
+    return repr(mine) == repr(its) if isinstance(mine, float | complex) else bool(mine == its)
+
+
 def _equal(mine: Tensor, its: Tensor) -> bool:
-    return _layout(mine) == _layout(its) and (mine.is_meta or torch.equal(mine.to_dense(), its.to_dense()))
+    if _layout(mine) != _layout(its) or mine.is_meta:
+        return _layout(mine) == _layout(its)
+    mine, its = mine.detach().to_dense(), its.detach().to_dense()
+    if mine.is_floating_point() or mine.is_complex():
+        mine, its = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (mine, its))
+    return torch.equal(mine, its)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

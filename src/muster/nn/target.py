@@ -20,7 +20,8 @@ class TargetParams:
     ``hard_update()`` makes them equal (Mnih et al. 2015, doi:10.1038/nature14236).
 
     params: the tensors by the names that they have in the module, one for all the names of a tied tensor.
-    Raises what ``functionalize`` raises; like its calls, a target is not for two threads at a time.
+    Raises what ``functionalize`` raises; like its calls, a target is not for two threads at a time, nor for gradients
+    through blocks under ``torch.utils.checkpoint`` inside the module, which recompute with the module's own tensors.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -59,19 +60,27 @@ class TargetParams:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copies ``state`` into the target's tensors. Raises UsageError where names or shapes differ."""
-        self._require_same_layout(state, devices=False)
+        """Copies ``state`` into the target's tensors, from other devices and dtypes too.
+
+        Raises UsageError, before anything is copied, where names or shapes differ or a tensor has no values.
+        """
+        self._require_same_layout(state, convert=True)
         for name, tensor in state.items():
             self.params[name].copy_(tensor)
 
-    def _require_same_layout(self, other: Mapping[str, Tensor], *, devices: bool = True) -> None:
+    def _require_same_layout(self, other: Mapping[str, Tensor], *, convert: bool = False) -> None:
         if other.keys() != self.params.keys():
             names = sorted(other.keys() ^ self.params.keys())
             raise UsageError(f"the target and its source differ in {names[:8]}; hard_update() starts afresh")
         for name, tensor in other.items():
             mine = self.params[name]
-            if tensor.shape != mine.shape or (devices and tensor.device != mine.device):
+            alike = (tensor.shape, tensor.layout, tensor.is_meta) == (mine.shape, mine.layout, mine.is_meta)
+            if not alike or not (convert or (tensor.device, tensor.dtype) == (mine.device, mine.dtype)):
                 raise UsageError(
-                    f"{name!r} is {list(mine.shape)} on {mine.device} in the target, but {list(tensor.shape)} on "
-                    f"{tensor.device} in its source; hard_update() starts afresh from the module"
+                    f"{name!r} is {_layout(mine)} in the target, but {_layout(tensor)} in its source; hard_update() "
+                    "starts afresh from the module"
                 )
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} on {tensor.device}, {tensor.dtype}, {tensor.layout}"

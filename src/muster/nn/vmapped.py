@@ -15,12 +15,17 @@ from torch import Tensor, nn
 
 from muster.errors import CannotTravel
 from muster.nn.functional import call_with, named_tensors, sole_use, tensor_owners, ties
+from muster.nn.structure import require_no_references
 
 Output = TypeVar("Output")
 
 
 def stack_any(modules: Sequence[nn.Module]) -> nn.Module:
-    """A copy of the first module whose tensors are those of all the modules, stacked. Raises CannotTravel."""
+    """A copy of the first module whose tensors are those of all the modules, stacked.
+
+    modules: as ``require_alike`` wants them. Raises CannotTravel, UsageError where they refer to tensors of their own.
+    """
+    require_no_references(modules)
     tensors = [named_tensors(module) for module in modules]
     replaced: dict[int, Any] = {}
     for name, first in tensors[0].items():
@@ -73,9 +78,7 @@ def _call_slices(net: nn.Module, slices: dict[str, Tensor], xs: Sequence[Tensor]
 
 def _call(net: nn.Module, tensors: dict[str, Tensor], *xs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The output, and the buffers that the network replaced instead of writing to them."""
-    after = dict(tensors)  # call_with puts the replaced ones into the dict that it is given
-    y = call_with(net, after, ties(net), xs)
-    return y, {name: tensor for name, tensor in after.items() if tensor is not tensors[name]}
+    return call_with(net, tensors, ties(net), xs)
 
 
 def _alone(net: nn.Module, function: Callable[..., Output], tensors: dict[str, Tensor], xs: Sequence[Tensor]) -> Output:
