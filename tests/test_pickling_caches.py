@@ -68,6 +68,43 @@ def test_those_of_modules_travel_by_name() -> None:
     assert pickle.loads(attempt(at_top_level, silence_s=5.0).data or b"") is at_top_level
 
 
+def test_a_cache_that_was_wrapped_again_is_refused_or_right() -> None:
+    def plain(value: int) -> int:
+        return value
+
+    @functools.wraps(plain)
+    @functools.cache
+    def hundreds(value: int) -> int:
+        return plain(value) + 100
+
+    @functools.wraps(plain)
+    def again(value: int) -> int:
+        return hundreds(value)
+
+    hundreds.__wrapped__ = plain  # type: ignore[method-assign]  # as functools.wraps leaves it
+    outcome = attempt(again, silence_s=5.0)
+    assert outcome.data is None or pickle.loads(outcome.data)(1) == 101
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_what_calls_send_and_bring_back_may_hold_caches(context: str) -> None:
+    @functools.cache
+    def double(value: float) -> float:
+        return 2 * value
+
+    class Holder:
+        @functools.cached_property
+        def four(self) -> float:
+            return double(2)
+
+        def __call__(self, env: Any, index: int) -> Any:
+            return self
+
+    with muster.make_vec("CartPole-v1", 1, context=context) as envs:
+        assert envs.call(lambda env, index: double(index + 3.0)) == (6.0,)
+        assert envs.call(Holder())[0].four == 4.0
+
+
 def holding_a_world() -> Any:
     world = Box2D.b2World()
 

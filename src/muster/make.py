@@ -229,7 +229,7 @@ def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
     names |= {one.value.lower(): one for one in AUTORESET_MODES}
     if isinstance(mode, AutoresetMode):
         return mode
-    if str(mode).lower() not in names:
+    if not isinstance(mode, str) or mode.lower() not in names:
         raise ValueError(f'autoreset_mode must be "next_step", "same_step" or "disabled", got {mode!r}')
     return names[mode.lower()]
 

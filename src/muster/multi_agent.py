@@ -39,6 +39,7 @@ from muster.envs.layout import (
     layout_difference,
 )
 from muster.errors import ActionError, CannotTravel, EnvError, MusterError, SpecMismatch
+from muster.pending import drop_interrupted, interruptible
 from muster.results import Batch, Bools, any_true
 from muster.spec import Array, Node
 from muster.transport.infos import Infos, merge
@@ -125,16 +126,27 @@ class MultiAgentVectorEnv:
         return self._layout.state_space
 
     @property
+    def interrupted(self) -> bool:
+        """As `VectorEnv.interrupted`."""
+        return self._rows.interrupted
+
+    @interrupted.setter
+    def interrupted(self, interrupted: bool) -> None:
+        self._rows.interrupted = interrupted
+
+    @property
     def mask_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of one agent's action mask, for the groups that may have masks."""
         return dict(self._layout.mask_shapes)
 
     # ---- stepping
 
+    @interruptible
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[ByGroup, Infos]:
         """Resets all envs, or those in ``options["reset_mask"]`` (bool ``[N]``). As `VectorEnv.reset`."""
+        drop_interrupted(self._rows, options)
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+import gymnasium
 from gymnasium.error import NoAsyncCallError
 
-from muster.errors import EnvError
+from muster.errors import CannotTravel, EnvError, MusterError
 
 C = TypeVar("C", bound=Callable[..., Any])
 
 
 def settle(envs: Any) -> None:
     """Waits for every answer that a vector env still owes, and drops it: for those whose users cannot take it."""
-    with contextlib.suppress(NoAsyncCallError, EnvError):
-        envs.call_wait()
-    while True:
-        try:
-            envs.recv()
-        except NoAsyncCallError:
-            return
-        except EnvError:  # told already, or as good as: these steps are given up
-            continue
+    for take in (envs.call_wait, envs.recv):
+        while True:
+            try:
+                take()
+            except NoAsyncCallError:
+                break
+            except (EnvError, CannotTravel):  # told already, or as good as: these steps are given up
+                continue
+            except (MusterError, gymnasium.error.Error):
+                raise
+            except Exception:  # an env's own, as the drop-ins raise them
+                continue
 
 
 def interruptible(method: C) -> C:
@@ -41,3 +44,10 @@ def interruptible(method: C) -> C:
             raise
 
     return cast(C, noting)
+
+
+def drop_interrupted(envs: Any, options: Mapping[str, Any] | None) -> None:
+    """Before a reset with `options`: if that is of all envs, drops what an interrupted call has left behind."""
+    if envs.interrupted and "reset_mask" not in (options or ()):
+        settle(envs)
+        envs.interrupted = False

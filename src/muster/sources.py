@@ -136,19 +136,21 @@ def constructor_of(env: Any) -> str:
 
 def _built_by_a_module(env: Any) -> str | None:
     """The code for an env of PettingZoo or Melting Pot, whose classes nobody calls by themselves."""
-    try:
+    with contextlib.suppress(Exception):  # of any user's class
         package, *rest = module_name(type(getattr(env, "unwrapped", env))).split(".")
-        name = "substrate" if package == "meltingpot" else env.metadata["name"]
-    except Exception:  # of any user's class
-        return None
-    if package == "meltingpot":
-        return 'substrate.build("...", roles=[...])   # from meltingpot import substrate; or the id "meltingpot/..."'
-    make = "env" if hasattr(env, "agent_iter") else "parallel_env"
-    for parent in (".".join([package, *rest[:1]]), package):
-        # PettingZoo's are not among sys.modules. To look for one in a package that is loaded runs none of its code.
-        is_package = hasattr(sys.modules.get(parent), "__path__")
-        if is_package and str(name).isidentifier() and find_spec(f"{parent}.{name}") is not None:
-            return f"{name}.{make}(...)   # from {parent} import {name}"
+        if package == "meltingpot":
+            return 'substrate.build(...)   # from meltingpot import substrate; or give the id "meltingpot/<substrate>"'
+        # A package of PettingZoo's kind: its envs' modules are named as they name themselves.
+        if isinstance(env, gym.Env) or not hasattr(env, "possible_agents"):
+            return None
+        name, make = env.metadata["name"], "env" if hasattr(env, "agent_iter") else "parallel_env"
+        for parent in (".".join([package, *rest[:1]]), package):
+            # PettingZoo's are not among sys.modules. To look for one in a package that is loaded runs none of its code.
+            is_package = hasattr(sys.modules.get(parent), "__path__")
+            module = f"{parent}.{name}"
+            if is_package and str(name).isidentifier() and find_spec(module) is not None:
+                lacks_it = module in sys.modules and not hasattr(sys.modules[module], make)
+                return None if lacks_it else f"{name}.{make}(...)   # from {parent} import {name}"
     return None
 
 

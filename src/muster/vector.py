@@ -20,7 +20,7 @@ from muster.backends.recovery import Recovery
 from muster.backends.resources import worker_stats
 from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, ShareOptions, to_one_exception
 from muster.errors import ActionError, CannotTravel, EnvError, NotPendingError, PendingError, WaitTimeout
-from muster.pending import interruptible, settle
+from muster.pending import drop_interrupted, interruptible
 from muster.results import Batch, Bools, Floats, StepResult
 from muster.spec import Array, Node, tree
 from muster.transport.infos import InfoReader, Infos, spread
@@ -45,7 +45,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     the caller's own (``copy=True``), or views of the slab that stay valid until that env's next send (``copy=False``).
     """
 
-    interrupted = False  # a wait was; the next reset() drops what the envs owe
+    interrupted = False  # a wait was, and nothing has been sent since: reset() drops what the envs owe
 
     def __init__(
         self,
@@ -107,9 +107,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         seed: env i gets ``seed + i``, or the list's i-th. Other options are handed to every env. After a call that
         Ctrl-C has ended all envs may be reset as ever: what they owe is dropped. Raises EnvError, UsageError.
         """
-        if self.interrupted and "reset_mask" not in (options or ()):
-            settle(self)
-            self.interrupted = False
+        drop_interrupted(self, options)
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
@@ -128,6 +126,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if self._recovery is not None:
             chosen = self._recovery.seeds_for_reset(ids, chosen, options)
         self._backend.reset(ids, chosen, options)
+        self.interrupted = False
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Infos]:
         """What `reset_async` started. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
@@ -217,6 +216,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """Starts `call`; `call_wait` takes the results."""
         self._require_idle("call")
         checks.require_callable(name)
+        self.interrupted = False
         self._caller.calling = True  # first, so that no other thread gets in between
         try:
             self._backend.call_async(name, args, kwargs)
@@ -385,6 +385,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             return []
 
     def _send(self, ids: Array, as_given: bool) -> None:
+        self.interrupted = False
         if self._recovery is None or not self._caller.detour:
             self._caller.send(None if len(ids) == self.num_envs else ids, as_given)
             return
@@ -409,8 +410,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             if infos is None and unusual == _INFOS and not self._has_objects:
                 infos = self._infos.read_plain(self._all)
             if infos is not None and not self._has_objects:
-                if obs is None:
-                    obs = self._batch_obs(self._all, [])
+                obs = self._batch_obs(self._all, []) if obs is None else obs
                 return obs, rewards, terminated, truncated, infos
             batch = self._batch(self._all, rewards, terminated, truncated, unusual, obs)
         else:

@@ -235,6 +235,65 @@ def test_after_it_all_envs_may_be_reset_at_once_but_not_some(blocks: Any) -> Non
             envs.reset()
 
 
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_what_was_sent_since_is_not_dropped(backend: str) -> None:
+    options: Any = {"num_workers": 2} if backend == "process" else {}
+    kwargs = {"caller": os.getpid()}
+    with muster.make_vec(InterruptsItsCaller, 4, backend=backend, env_kwargs=kwargs, **options) as envs:
+        envs.reset()
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(ACTIONS + 1)
+        take_what_is_pending(envs)
+        envs.step(ACTIONS)
+        envs.step_async(ACTIONS)
+        with pytest.raises(PendingError):
+            envs.reset()
+
+
+class InterruptingAgents:
+    """A parallel env of PettingZoo's whose first step interrupts the caller."""
+
+    possible_agents = ("a", "b")
+
+    def __init__(self, caller: int) -> None:
+        self.caller = caller
+
+    def observation_space(self, agent: str) -> Any:
+        return faulty_envs.CountingEnv.observation_space
+
+    def action_space(self, agent: str) -> Any:
+        return faulty_envs.CountingEnv.action_space
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.agents, self.steps = list(self.possible_agents), 0
+        return {agent: np.zeros(3, np.float32) for agent in self.agents}, {agent: {} for agent in self.agents}
+
+    def step(self, actions: Any) -> Any:
+        self.steps += 1
+        if actions["a"] == 1:
+            os.kill(self.caller, signal.SIGINT)
+            time.sleep(0.2)
+        flags = dict.fromkeys(self.agents, False)
+        obs = {agent: np.full(3, self.steps, np.float32) for agent in self.agents}
+        return obs, dict.fromkeys(self.agents, 1.0), flags, flags, {agent: {} for agent in self.agents}
+
+    def close(self) -> None: ...
+
+
+def test_after_it_envs_of_agents_may_be_reset_at_once_too() -> None:
+    kwargs = {"caller": os.getpid()}
+    with muster.make_vec(InterruptingAgents, 2, num_workers=2, env_kwargs=kwargs) as envs:
+        envs.reset()
+        group = next(iter(envs.groups))
+        with pytest.raises(KeyboardInterrupt):
+            envs.step({group: np.ones((2, 2), np.int64)})
+        with pytest.raises(PendingError):
+            envs.step({group: np.zeros((2, 2), np.int64)})
+        envs.reset()
+        obs, *_ = envs.step({group: np.zeros((2, 2), np.int64)})
+        assert (obs[group] == 1).all()
+
+
 def test_while_workers_are_looked_after_it_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> Any:
         monkeypatch.undo()

@@ -96,6 +96,17 @@ class AgentsEarnArrays(Agents):
         return obs, rewards | {"bc": np.ones(1)}, *rest
 
 
+class Unready:
+    def __float__(self) -> float:
+        raise ZeroDivisionError("of the env")
+
+
+class AgentsFail(Agents):
+    def step(self, actions: dict[str, Any]) -> Any:
+        obs, rewards, *rest = super().step(actions)
+        return obs, rewards | {"bc": Unready()}, *rest
+
+
 @pytest.mark.parametrize(
     ("env", "error", "message"),
     [
@@ -106,6 +117,7 @@ class AgentsEarnArrays(Agents):
         (AgentsResetAsBefore, SpecMismatch, r"reset must return \(observations, infos\), .* got {'a': array"),
         (AgentsStepAsBefore, SpecMismatch, r"step must return \(observations, rewards, terminations, truncations"),
         (AgentsInLists, EnvError, r"expected a dict of observations by agent, got \[array"),
+        (AgentsFail, EnvError, "ZeroDivisionError: of the env"),
         (AgentsEarnArrays, EnvError, r"the reward of 'bc' is array\(\[1\.\]\), expected a number"),
     ],
 )

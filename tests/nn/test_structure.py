@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -350,3 +352,25 @@ def test_spectral_norms_train_one_after_the_other():
     with pytest.raises(RuntimeError) as caught:
         MultiAgentNet.from_modules(modules)(X)
     assert "use_vmap=False" in caught.value.__notes__[0]
+
+
+class Equipped(nn.Module):
+    """What ordinary modules keep beside their layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.optimizer = torch.optim.Adam(self.parameters())
+        self.td = TensorDict({"b": torch.zeros(2), "a": torch.ones(2)}, [2])
+        self.conjugate = torch.ones(2, dtype=torch.complex64).conj()
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_optimizers_tensordicts_and_conjugate_views_are_no_difference():
+    modules = [Equipped() for _ in range(2)]
+    modules.append(copy.deepcopy(modules[0]))
+    x = torch.randn(1, 3, 2)
+    y = MultiAgentNet.from_modules(modules)(x)
+    torch.testing.assert_close(y[0], torch.stack([module(row) for module, row in zip(modules, x[0], strict=True)]))

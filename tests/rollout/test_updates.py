@@ -235,3 +235,34 @@ def test_recurrent_state_starts_afresh_after_random_frames():
             collector.rollout()
             assert collector.rollout()["seen"][:, 0, 0].tolist() == [0, 1, 2, 3]
             collector.load_state_dict(begun)
+
+
+class Holding(nn.Module):
+    def __init__(self, layer, **buffers):
+        super().__init__()
+        self.layer = layer
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, obs):
+        return (self.layer(obs).sum(-1) > 0).long()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Holding(nn.LazyLinear(2)), lambda: Holding(nn.Linear(2, 2), graph=torch.eye(2).to_sparse())]
+)
+def test_tensors_that_lie_in_no_one_place_are_no_obstacle(make):
+    policy = make()
+    with Collector(count_env(), policy, num_envs=1, frames_per_batch=2, make_vec_options=SERIAL) as collector:
+        collector.rollout()
+        given = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+        given["layer.weight"] = torch.ones(2, 2)
+        collector.update_policy_weights_(given)
+        assert policy.layer.weight.eq(1).all()
+
+
+def test_averages_are_cast_as_they_are_by_torch():
+    policy = Holding(nn.Linear(2, 2), seen=torch.tensor(4), used=torch.tensor(True))
+    with Collector(count_env(), policy, num_envs=1, frames_per_batch=2, make_vec_options=SERIAL) as collector:
+        collector.update_policy_weights_({name: 0.5 * tensor.double() for name, tensor in policy.state_dict().items()})
+        assert (policy.seen.item(), policy.seen.dtype) == (2, torch.int64)

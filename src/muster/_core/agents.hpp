@@ -207,9 +207,12 @@ class AgentRow {
   static Ref dict_of(PyObject* mapping, const char* name) {
     if (PyDict_Check(mapping)) return Ref::borrow(mapping);
     Ref dict = checked(PyDict_New());
-    if (PyDict_Update(dict.get(), mapping) == 0) return dict;
-    PyErr_Format(PyExc_TypeError, "expected a dict of %s by agent, got %.300R", name, mapping);
-    throw PythonError{};
+    if (!PyObject_HasAttrString(mapping, "keys")) {
+      PyErr_Format(PyExc_TypeError, "expected a dict of %s by agent, got %.300R", name, mapping);
+      throw PythonError{};
+    }
+    check(PyDict_Update(dict.get(), mapping));
+    return dict;
   }
 
   static bool truth(PyObject* by_agent, PyObject* agent) {
@@ -246,9 +249,12 @@ class AgentRow {
                PyArray_ISCARRAY_RO(zero_dim)) {
       const float number = float(*static_cast<double*>(PyArray_DATA(zero_dim)));
       std::memcpy(to, &number, sizeof number);
-    } else if (reward == Py_None || PyArray_SETITEM(array(rewards_), to, reward) != 0) {  // NumPy would write NaN for None
+    } else if (reward == Py_None || (PyArray_Check(reward) && PyArray_NDIM(zero_dim) != 0)) {
+      // NumPy would write NaN for None.
       PyErr_Format(PyExc_TypeError, "the reward of %R is %.300R, expected a number", agent, reward);
       throw PythonError{};
+    } else {
+      check(PyArray_SETITEM(array(rewards_), to, reward));
     }
   }
 

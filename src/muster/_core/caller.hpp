@@ -314,8 +314,7 @@ class Caller {
     if (calling) raise("PendingError", "a call is pending; take it with call_wait()");
     if (num_pending_)
       raise("PendingError", std::to_string(num_pending_) +
-                                " envs still owe an answer to an earlier call; take it with step_wait() or recv(), "
-                                "or, after Ctrl-C, reset() them all");
+                                " envs still owe an answer to an earlier call; take it with step_wait() or recv()");
   }
 
   void require_started() {

@@ -12,8 +12,8 @@ from muster.envs.pettingzoo import specs_of
 from muster.envs.shortcuts import PastChecks
 from muster.errors import SpecMismatch
 
-_RESET = "observations, infos"
-_STEP = "observations, rewards, terminations, truncations, infos"
+_RESET = ("reset", ("observations", "infos"))
+_STEP = ("step", ("observations", "rewards", "terminations", "truncations", "infos"))
 
 
 class ParallelAgents(AgentsEnv):
@@ -49,12 +49,12 @@ class ParallelAgents(AgentsEnv):
         return self._end_of_step(self._row(), acting == 0, info)
 
 
-def _by_agent(result: Any, names: str) -> Any:
-    """What `reset` or `step` has returned, if it is so many dicts as there are `names`. Raises SpecMismatch."""
-    if isinstance(result, (tuple, list)) and len(result) == names.count(",") + 1 and isinstance(result[-1], Mapping):
+def _by_agent(result: Any, expected: tuple[str, tuple[str, ...]]) -> Any:
+    """What a call has returned, if it is so many dicts. expected: the call, and their names. Raises SpecMismatch."""
+    call, names = expected
+    if isinstance(result, (tuple, list)) and len(result) == len(names) and isinstance(result[-1], Mapping):
         return result
-    call = "reset" if names is _RESET else "step"
     raise SpecMismatch(
-        f"{call} must return ({names}), each a dict by agent, as PettingZoo's parallel API has it; got "
+        f"{call} must return ({', '.join(names)}), each a dict by agent, as PettingZoo's parallel API has it; got "
         f"{reprlib.repr(result)}"
     )

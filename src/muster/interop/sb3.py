@@ -293,7 +293,7 @@ def make_vec_env(
     if not isinstance(env_id, str) and not callable(env_id):
         raise TypeError(
             f"make_vec_env takes an env id, a class or a function that builds an env, got {reprlib.repr(env_id)}. "
-            f"Every env is built where it runs: pass `lambda: {type(env_id).__name__}(...)`"
+            "Every env is built where it runs"
         )
     fns = [
         functools.partial(

@@ -61,9 +61,9 @@ def _is_watched(module: nn.Module) -> object:
     )
 
 
-def all_modules_are_hooked() -> object:
-    """True in effect where a hook is called for every module that there is."""
-    return (
+def all_modules_are_hooked() -> bool:
+    """Whether a hook is called for every module that there is."""
+    return bool(
         torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
         or torch_module._global_backward_hooks

@@ -179,7 +179,7 @@ class StackedSequential(nn.Sequential):
 
     def _layers_do_more(self) -> bool:
         """Whether calls of the layers do anything that ``_chain`` would leave out."""
-        return bool(all_modules_are_hooked()) or any(map(does_more, self._modules.values()))
+        return all_modules_are_hooked() or any(map(does_more, self._modules.values()))
 
     def _one_by_one(self, x: Tensor, common: bool) -> Tensor:
         slices = self._slices()

@@ -22,6 +22,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, set, frozenset, type(None), typ
 _RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, Random)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_EVERY_MODULE = (vars(nn.Module()).keys() - {"training"}) | {"_compiled_call_impl"}
+_LEARNERS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)  # refer to what they change, not to compute
 _OF_RECURRENT_LAYERS = {"_flat_weights", "_flat_weight_refs"}  # their parameters again, which they keep up to date
 _FUNCTION = ("__module__", "__code__", "__defaults__", "__kwdefaults__")
 _CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_argcount")
@@ -77,7 +78,7 @@ def require_no_references(modules: Sequence[nn.Module]) -> None:
 def _tensors_in(where: str, value: Any, seen: dict[int, object]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield where, value
-    elif id(value) not in seen and not isinstance(value, (*_PLAIN, *_RANDOM, np.ndarray)):
+    elif id(value) not in seen and not isinstance(value, (*_PLAIN, *_RANDOM, *_LEARNERS, np.ndarray)):
         seen[id(value)] = value
         for name, part in _parts(value).items():
             yield from _tensors_in(where + name, part, seen)
@@ -137,7 +138,8 @@ def _difference(where: str, mine: Any, its: Any, alike: Alike, in_function: bool
         return None
     alike[pair] = mine, its
     parts, others = _parts(mine), _parts(its)
-    if list(parts) != list(others):
+    in_order = type(mine) is dict and "()" not in where  # not in what __reduce__ gives, which copies may reorder
+    if (list(parts) != list(others)) if in_order else (parts.keys() != others.keys()):
         return Difference(where, mine, its)
     for name, part in parts.items():
         inside = in_function or isinstance(mine, FunctionType)
@@ -199,7 +201,7 @@ def _same(mine: Any, its: Any) -> bool:
 def _equal(mine: Tensor, its: Tensor) -> bool:
     if _layout(mine) != _layout(its) or mine.is_meta:
         return _layout(mine) == _layout(its)
-    mine, its = mine.detach().to_dense(), its.detach().to_dense()
+    mine, its = (tensor.detach().to_dense().resolve_conj().resolve_neg() for tensor in (mine, its))
     if mine.is_floating_point() or mine.is_complex():
         mine, its = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (mine, its))
     return torch.equal(mine, its)

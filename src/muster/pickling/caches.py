@@ -7,11 +7,30 @@ references.
 from __future__ import annotations
 
 import functools
+import gc
+import io
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import cloudpickle
+
 from muster.pickling.walk import is_importable
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
+    """Cloudpickle's, for those, too."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return made_anew(obj) or super().reducer_override(obj)
+
+
+def dumps(value: object) -> bytes:
+    """``value`` as a pickle by value, which another process can load."""
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
 
 _CACHE = type(functools.lru_cache(len))
 _DISPATCHER = cast(types.FunctionType, functools.singledispatch(len)).__code__
@@ -24,7 +43,11 @@ def made_anew(value: Any) -> tuple[Any, ...] | None:
     if kind is functools.cached_property:
         return _cached_property, (value.func, value.attrname)
     if kind is _CACHE and not is_importable(value):
-        return _cache, (value.cache_parameters(), value.__wrapped__), _without(value, "__wrapped__")
+        function, parameters = (vars(value).get(name) for name in ("__wrapped__", "cache_parameters"))
+        # Whoever wraps a cache may have set another function as the wrapped one: then it is not known which is called.
+        if parameters is None or not any(part is function for part in gc.get_referents(value)):
+            return None
+        return _cache, (parameters(), function), _without(value, "__wrapped__", "cache_parameters")
     if kind is types.FunctionType and value.__code__ is _DISPATCHER and not is_importable(value):
         return _dispatcher, (dict(value.registry),), _without(value, *_OWN_OF_DISPATCHERS)
     return None

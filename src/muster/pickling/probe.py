@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from muster.pickling.caches import made_anew
+from muster.pickling import caches
 from muster.pickling.kinds import kind_of
 
 _POLL_S = 0.05
@@ -88,7 +88,7 @@ def takes(buffer: pickle.PickleBuffer, big: list[pickle.PickleBuffer]) -> bool:
     return is_big
 
 
-class _ReportingPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
+class _ReportingPickler(caches.Pickler):
     """Tells which object is being pickled. The pickler asks here for every object that is not a plain builtin."""
 
     def __init__(
@@ -113,7 +113,7 @@ class _ReportingPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpick
             raise TypeError(kind.reason)
         if kind is not None and kind.warns:
             self.noted.append(obj)
-        return made_anew(obj) or super().reducer_override(obj)
+        return super().reducer_override(obj)
 
 
 def _wait(

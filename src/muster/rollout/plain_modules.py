@@ -99,9 +99,9 @@ def _parts(policy: Any) -> list[Any] | None:
     return None if None in chains else [part for chain in chains if chain is not None for part in chain]
 
 
-def _keys_of(module: nn.Module) -> tuple[list[Any], list[Any]]:
+def _keys_of(module: nn.Module) -> str:
     """The TensorDict keys that it reads and writes, if it says so."""
-    return list(getattr(module, "in_keys", ())), list(getattr(module, "out_keys", ()))
+    return repr((getattr(module, "in_keys", ()), getattr(module, "out_keys", ())))
 
 
 def _picked(outputs: Any, out_keys: list[Key]) -> tuple[Any, ...]:

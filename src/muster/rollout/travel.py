@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch import Tensor
 
 from muster.errors import CannotTravel
 from muster.introspection import module_name, type_name
 from muster.nn.marks import uncopyable_mark
+from muster.pickling.caches import Pickler
 from muster.pickling.culprits import culprits_in
 from muster.pickling.probe import attempt
 from muster.pickling.travel import dumps
@@ -151,7 +151,7 @@ def factory_for(value: Any) -> Callable[[], Any] | None:
     return None
 
 
-class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
+class _Packer(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         factory = factory_for(obj)
         if factory is not None:

@@ -86,26 +86,35 @@ def _require_fitting(weights: Mapping[str, Any], own: Mapping[str, Tensor]) -> N
             raise SpecMismatch(f"weights[{name!r}] has layout {given.layout}, the policy's {tensor.layout}")
         if given.shape != tensor.shape:
             raise SpecMismatch(f"weights[{name!r}] has shape {tuple(given.shape)}, the policy's {tuple(tensor.shape)}")
-        if not torch.can_cast(given.dtype, tensor.dtype):
+        if given.is_complex() and not tensor.is_complex():
             raise SpecMismatch(f"weights[{name!r}] has dtype {given.dtype}, the policy's {tensor.dtype}")
 
 
 @torch.no_grad()
 def load_weights(policy: object, weights: Mapping[str, Tensor]) -> None:
     """Copies what `weights_for` gave into the policy's own tensors."""
+    if not weights:
+        return
     own = named_weights(policy)
-    places = {tensor.data_ptr() for tensor in own.values()}
+    starts = {_start(tensor) for tensor in own.values()}
     # Own tensors that change places are copied first.
     others = {name: tensor for name, tensor in weights.items() if not is_same_memory(tensor, own[name])}
-    copies = {name: tensor.clone() if tensor.data_ptr() in places else tensor for name, tensor in others.items()}
+    copies = {name: tensor.clone() if _start(tensor) in starts else tensor for name, tensor in others.items()}
     for name, tensor in copies.items():
         own[name].copy_(tensor)
 
 
 def is_same_memory(mine: Tensor, other: Tensor) -> bool:
     """Whether both, which are of one shape, are the same numbers."""
-    kinds = [(tensor.device, tensor.data_ptr(), tensor.stride(), tensor.dtype) for tensor in (mine, other)]
-    return kinds[0] == kinds[1]
+    return mine is other or (
+        _start(mine) == _start(other) and (mine.stride(), mine.dtype) == (other.stride(), other.dtype)
+    )
+
+
+def _start(tensor: Tensor) -> object:
+    """Where its numbers begin; itself, where they lie in no one place."""
+    is_dense = not is_lazy(tensor) and tensor.layout is torch.strided
+    return (tensor.device, tensor.data_ptr()) if is_dense else id(tensor)
 
 
 class SharedWeights:

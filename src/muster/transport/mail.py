@@ -11,7 +11,7 @@ import os
 import pickle
 from typing import Any, Protocol
 
-import cloudpickle
+from muster.pickling.caches import dumps as by_value
 
 # Address space is free in a sparse file: each box may hold 4 GiB.
 _BOX_BYTES = 1 << 32
@@ -107,8 +107,8 @@ def dumps(value: object, *, shares_main: bool = False) -> bytes:
     try:
         data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception:
-        return cloudpickle.dumps(value)  # type: ignore[no-any-return]  # cloudpickle has no annotations
+        return by_value(value)
     # What pickle wrote as a name in __main__ names nothing, or something else, in the other process.
     if b"__main__" in data and not shares_main:
-        return cloudpickle.dumps(value)  # type: ignore[no-any-return]  # as above
+        return by_value(value)
     return data
