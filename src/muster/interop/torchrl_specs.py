@@ -30,6 +30,8 @@ class Codec:
     ) -> None:
         if isinstance(space, (spaces.Tuple, spaces.OneOf, spaces.Sequence, spaces.Graph, spaces.Text)):
             raise _no_tensors(space)
+        if isinstance(space, spaces.MultiDiscrete) and (space.nvec != space.nvec[:1]).any() and space.nvec.ndim > 1:
+            raise _no_tensors(space)  # rows of different counts, which TorchRL fails on or stacks lazily
         self.spec: Any
         self._device = device
         self._children: dict[str, Codec] | None = None
@@ -50,7 +52,7 @@ class Codec:
             )
         except Exception as error:  # whatever TorchRL comes upon: a KeyError of the dtype, a TypeError of the shape
             raise _no_tensors(space) from error
-        if isinstance(self._single, Stacked):  # rows of different counts, as of MultiDiscrete([[3, 4], [5, 2]])
+        if isinstance(self._single, Stacked):
             raise _no_tensors(space)
         self.spec = self._single.expand(*lead, *self._single.shape)
 
