@@ -16,18 +16,16 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 def settle(envs: Any) -> None:
     """Waits for every answer that a vector env still owes, and drops it: for those whose users cannot take it."""
-    for take in (envs.call_wait, envs.recv):
-        while True:
-            try:
-                take()
-            except NoAsyncCallError:
-                break
-            except (EnvError, CannotTravel):  # told already, or as good as: these steps are given up
-                continue
-            except (MusterError, gymnasium.error.Error):
-                raise
-            except Exception:  # an env's own, as the drop-ins raise them
-                continue
+    # Every recv() takes the answer of an env at least, or its error.
+    for take in (envs.call_wait, *[envs.recv] * envs.num_envs):
+        try:
+            take()
+        except (NoAsyncCallError, EnvError, CannotTravel):  # told already, or as good as: these steps are given up
+            continue
+        except (MusterError, gymnasium.error.Error):
+            raise
+        except Exception:  # an env's own, as the drop-ins raise them
+            continue
 
 
 def interruptible(method: C) -> C:
