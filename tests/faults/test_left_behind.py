@@ -181,7 +181,7 @@ def test_what_is_still_starting_processes_is_ended(method: str, file: str) -> No
 
 
 @pytest.mark.parametrize("ending", ["envs.close()", "os.kill(os.getpid(), signal.SIGKILL)"])
-# Of what starts anew in a group of its own one in hundreds gets away between two looks: for those who watch, not a gate.
+# What starts anew in a group of its own gets away between two looks once in hundreds: that is no gate.
 @pytest.mark.parametrize("env", ["Supervising", pytest.param("Watching", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", CONTEXTS)
 def test_what_is_started_anew_is_ended(method: str, env: str, ending: str, file: str) -> None:
