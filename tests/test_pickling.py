@@ -382,11 +382,11 @@ def linked_servers(count):
 @pytest.mark.parametrize(
     ("make", "path"),
     [
-        (lambda: {"deep": nested_lists(3000)}, 'env_kwargs["x"]["deep"][0][0]...: dict'),
-        (lambda: (lambda tree: lambda: tree)(nested_lists(3000)), 'env_kwargs["x"].<closure>.tree[0][0][0]...: list'),
-        (lambda: linked_servers(3000)[0], 'env_kwargs["x"]._context._context._context...: test_pickling.Server'),
+        (lambda: {"deep": nested_lists(20_000)}, 'env_kwargs["x"]["deep"][0][0]...: dict'),
+        (lambda: (lambda tree: lambda: tree)(nested_lists(20_000)), 'env_kwargs["x"].<closure>.tree[0][0][0]...: list'),
+        (lambda: linked_servers(20_000)[0], 'env_kwargs["x"]._context._context._context...: test_pickling.Server'),
         # Each is near to the root, but pickling comes to the last by way of all others.
-        (lambda: linked_servers(3000), 'env_kwargs["x"][0]._context._context...: list'),
+        (lambda: linked_servers(20_000), 'env_kwargs["x"][0]._context._context...: list'),
         (lambda: nested_lists(100_000), 'env_kwargs["x"][0][0][0]...: list'),
     ],
 )

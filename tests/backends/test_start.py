@@ -87,3 +87,32 @@ def test_workers_start_without_stdout_or_a_working_directory(before: str, contex
     script.write_text(_BESIDE_THE_LINES.format(before=before, context=context))
     subprocess.run([sys.executable, script, told], cwd=tmp_path, timeout=60, check=False, capture_output=True)
     assert told.read_text() == "stepped 3"
+
+
+_TELLS_FLAGS = """
+import sys
+import gymnasium
+import muster
+
+
+class Telling(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+    def flags(self):
+        return sys.flags.optimize, "error::FutureWarning" in sys.warnoptions, sys.flags.utf8_mode
+
+
+with muster.make_vec(Telling, 2, num_workers=1, context=sys.argv[1]) as envs:
+    print(set(envs.call("flags")))
+"""
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
+def test_workers_run_under_the_flags_of_the_caller_and_not_on_what_lies_about(context: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_TELLS_FLAGS)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "json.py").write_text("raise ImportError('not the json that was meant')")
+    flags = ["-O", "-W", "error::FutureWarning", "-X", "utf8=1"]
+    command = [sys.executable, *flags, tmp_path / "script.py", context]
+    done = subprocess.run(command, cwd=tmp_path / "elsewhere", timeout=60, check=False, capture_output=True, text=True)
+    assert done.stdout == "{(1, True, 1)}\n", done.stderr

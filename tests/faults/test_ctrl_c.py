@@ -208,6 +208,7 @@ class InterruptsItsCaller(faulty_envs.CountingEnv):
 
     def interrupt(self) -> None:
         if self.index == 0:
+            time.sleep(0.05)  # until all workers are told, without which a call has only half begun
             os.kill(self.caller, signal.SIGINT)
             time.sleep(0.2)
 
@@ -251,7 +252,7 @@ def test_what_was_sent_since_is_not_dropped(backend: str) -> None:
 
 
 class InterruptingAgents:
-    """A parallel env of PettingZoo's whose first step interrupts the caller."""
+    """A parallel env of PettingZoo's; env 0, in its worker, interrupts the caller by action 1."""
 
     possible_agents = ("a", "b")
 
@@ -270,7 +271,7 @@ class InterruptingAgents:
 
     def step(self, actions: Any) -> Any:
         self.steps += 1
-        if actions["a"] == 1:
+        if actions["a"] == 1 and muster.get_worker_info().env_index == 0:
             os.kill(self.caller, signal.SIGINT)
             time.sleep(0.2)
         flags = dict.fromkeys(self.agents, False)

@@ -18,7 +18,7 @@ from typing import ClassVar, TypeVar
 
 from muster import _core
 from muster.backends.ending import kill_left, kill_with_all
-from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds, leave_terminal
+from muster.backends.launcher import HEADER, WORKER_FDS, fill_standard_fds, leave_terminal, python_command
 from muster.backends.worker import flush_streams
 from muster.transport.channel import Channel
 
@@ -212,12 +212,12 @@ class LauncherClient:
             theirs_only.enter_context(theirs)
             caller = os.pidfd_open(os.getpid())
             theirs_only.callback(os.close, caller)
-            command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(caller)]
-            command.append("preload" if method == "forkserver" else "")
+            fds = (theirs.fileno(), caller)
+            preload = "preload" if method == "forkserver" else ""
             self._process = subprocess.Popen(
-                command,
+                python_command(_BOOT, json.dumps(sys.path), *map(str, fds), preload),
                 env=worker_environment(threads),
-                pass_fds=(theirs.fileno(), caller),
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 process_group=0,
             )

@@ -89,9 +89,8 @@ class Launcher:
 
     def _start(self, request: dict[str, Any], fds: dict[str, int], status: int) -> int:
         if request["method"] == "spawn":
-            command = [sys.executable, "-c", _SPAWNED, json.dumps(request["path"]), json.dumps(fds)]
             process = subprocess.Popen(
-                command,
+                python_command(_SPAWNED, json.dumps(request["path"]), json.dumps(fds)),
                 env=request["environ"],
                 cwd=request["cwd"],
                 pass_fds=list(fds.values()),
@@ -143,6 +142,16 @@ class Launcher:
             kill_with_all(pid, os.getsid(0), partial(os.kill, pid))
             kill_group(pid)
         os._exit(0)
+
+
+def python_command(code: str, *arguments: str) -> list[str]:
+    """The command line of a fresh Python that runs ``code``, under this one's flags, such as ``-O`` and ``-W``.
+
+    With -P, since a json.py in the working directory is not to stand for the standard library's; and Python 3.13.0
+    cannot import NumPy without it where that directory is gone.
+    """
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    return [sys.executable, *flags, "-P", "-c", code, *arguments]
 
 
 def leave_terminal() -> None:

@@ -18,6 +18,7 @@ from typing import IO, Any
 from muster import _core
 from muster.backends.ending import kill_with_all
 from muster.backends.launch import worker_environment
+from muster.backends.launcher import python_command
 
 _BOOT = (
     "import sys, json; path, *rest = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
@@ -65,7 +66,7 @@ def run_guarded(
         told_first = [json.dumps(one) for one in (sys.path, trial, write, doctor, options)]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, *told_first],
+                python_command(_BOOT, *told_first),
                 env=environment,
                 pass_fds=(write, doctor),
                 stdin=packed,

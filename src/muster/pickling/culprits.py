@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import pickle
-import sys
 import time
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -176,8 +175,7 @@ def _too_deep(parts: Mapping[str, Any]) -> Culprit | None:
     return Culprit(
         path=f"{paths[-1]}...",
         type=type_name(value),
-        reason=f"it is nested too deeply to be pickled: at least {len(steps) - first:,} levels, where Python's "
-        f"recursion limit is {sys.getrecursionlimit():,}",
+        reason=f"it is nested too deeply to be pickled: at least {len(steps) - first:,} levels",
         remedy=remedy_for(trail, None),
         severity="blocks",
         inherited="workers inherit a copy of it as it is now" if plain else None,
