@@ -59,13 +59,14 @@ def test_too_few_file_descriptors_leave_nothing_and_tell_what_to_do(context: str
 
 _BESIDE_THE_LINES = """
 import os, sys
+from pathlib import Path
 import muster
 
 {before}
 with muster.make_vec("CartPole-v1", 3, num_workers=2, context={context!r}) as envs:
     envs.reset(seed=0)
     done = "stepped %d" % len(envs.step([0, 1, 0])[0])
-open(sys.argv[1], "w").write(done)
+Path(sys.argv[1]).write_text(done)
 """
 
 
@@ -116,3 +117,12 @@ def test_workers_run_under_the_flags_of_the_caller_and_not_on_what_lies_about(co
     command = [sys.executable, *flags, tmp_path / "script.py", context]
     done = subprocess.run(command, cwd=tmp_path / "elsewhere", timeout=60, check=False, capture_output=True, text=True)
     assert done.stdout == "{(1, True, 1)}\n", done.stderr
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
+def test_workers_leave_nothing_that_python_would_warn_of(context: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_BESIDE_THE_LINES.format(before="", context=context))
+    command = [sys.executable, "-W", "error", "-X", "dev", tmp_path / "script.py", tmp_path / "told"]
+    done = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    assert (tmp_path / "told").read_text() == "stepped 3"
+    assert done.stderr == ""

@@ -46,7 +46,7 @@ def test_ordinary_policies_travel():
     ("make", "type_name"),
     [
         (threading.Lock, "_thread.lock"),
-        (lambda: ctypes.pointer(ctypes.c_int(3)), "ctypes"),
+        (lambda: ctypes.pointer(ctypes.c_int(3)), "LP_c_int"),
         (lambda: (i for i in range(3)), "generator"),
         (lambda: torch.ones(2, requires_grad=True) * 2, "Tensor"),
         (OnlyOne, "OnlyOne"),

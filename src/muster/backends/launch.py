@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 from muster import _core
 from muster.backends.ending import kill_left, kill_with_all
@@ -311,8 +311,8 @@ def worker_environment(threads: int) -> dict[str, str]:
     return {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), **os.environ}
 
 
-def fork_worker(run: Callable[[Mapping[str, int]], None], fds: Mapping[str, int]) -> tuple[int, int]:
-    """Forks the caller; the child runs `run(fds)` and ends. Returns pid and pidfd."""
+def fork_worker(run: Callable[[Mapping[str, int]], NoReturn], fds: Mapping[str, int]) -> tuple[int, int]:
+    """Forks the caller; the child runs `run(fds)`, which ends it. Returns pid and pidfd."""
     flush_streams()
     pid = os.fork()
     if pid:
@@ -322,7 +322,6 @@ def fork_worker(run: Callable[[Mapping[str, int]], None], fds: Mapping[str, int]
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             raise
-    code = 1
     try:
         os.setpgid(0, 0)
         leave_terminal()
@@ -332,8 +331,7 @@ def fork_worker(run: Callable[[Mapping[str, int]], None], fds: Mapping[str, int]
             os.close(fd)
         _own_fds.clear()
         run(fds)
-        code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        os._exit(code)
+        os._exit(1)

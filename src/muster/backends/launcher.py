@@ -33,8 +33,7 @@ HEADER = struct.Struct("<Q")
 
 _SPAWNED = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); fds = json.loads(sys.argv[2]); "
-    "from muster import _core; _core.die_with_parent(); from muster.backends.worker import main; main(fds); "
-    "import os; os._exit(0)"  # like forked workers: an env's threads must not keep it alive
+    "from muster import _core; _core.die_with_parent(); from muster.backends.worker import main; main(fds)"
 )
 
 
@@ -105,11 +104,10 @@ class Launcher:
         return pid
 
     def _become_worker(self, request: dict[str, Any], fds: dict[str, int], status: int) -> NoReturn:
-        code = 1
         try:
             _core.die_with_parent()
             os.setpgid(0, 0)
-            for fd in (self._control.fileno(), self._caller_pidfd, status, *self._workers):
+            for fd in (self._control.detach(), self._caller_pidfd, status, *self._workers):
                 os.close(fd)
             for _, pipe in self._workers.values():
                 os.close(pipe)
@@ -121,11 +119,10 @@ class Launcher:
             from muster.backends.worker import main
 
             main(fds)
-            code = 0
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
-            os._exit(code)
+            os._exit(1)
 
     def _reap(self, pidfd: int) -> None:
         pid, status = self._workers.pop(pidfd)

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from muster import _core
 from muster.backends.ending import kill_group
@@ -49,8 +49,8 @@ class StartOrder:
     freight: tuple[Place, ...] = ()  # where the big parts of the recipes lie
 
 
-def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> None:
-    """Runs a worker on the fds of `launcher.WORKER_FDS`. `recipes`: inherited, under fork."""
+def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoReturn:
+    """Runs a worker on the fds of `launcher.WORKER_FDS`, then ends the process. `recipes`: inherited, under fork."""
     os.environ[f"{_core.MARK}{os.getpid()}"] = ""  # tells what this starts, see `kill_started`
     _core.start_watchdog(fds["caller"], fds["stderr_read"], fds["stderr"], fds["tail"])
     _take_over(fds)
@@ -73,8 +73,7 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> Non
     _core.kill_started(os.getpid(), os.getsid(0))
     if forsaken:
         kill_group(os.getpid())  # in one go with what threads of the env start now: there may be none to reap that
-    if exit_code:
-        os._exit(exit_code)
+    os._exit(exit_code)  # an env's threads must not keep it alive
 
 
 def flush_streams() -> None:

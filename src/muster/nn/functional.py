@@ -154,7 +154,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
         )
     tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, tensor in tensors.items():
-        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise UsageError(
                 f"{name!r} of {type(module).__qualname__} has no shape yet: it belongs to a lazy module. Call the "
                 "module once on an input, then try again"
