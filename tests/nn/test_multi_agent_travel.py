@@ -151,7 +151,7 @@ def test_optimizers_train_every_agent_towards_its_own_goal():
     assert loss < 0.01
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # raised by torch.func.jvp itself
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # raised by torch.func.jvp itself
 def test_double_backward_and_forward_mode(net):
     x = X.clone().requires_grad_()
     (grad,) = torch.autograd.grad(net(x).tanh().sum(), x, create_graph=True)
