@@ -100,7 +100,7 @@ class Telling(gymnasium.Env):
     observation_space = action_space = gymnasium.spaces.Discrete(2)
 
     def flags(self):
-        return sys.flags.optimize, "error::FutureWarning" in sys.warnoptions, sys.flags.utf8_mode
+        return sys.flags.optimize, "error::FutureWarning" in sys.warnoptions, sys.get_int_max_str_digits()
 
 
 with muster.make_vec(Telling, 2, num_workers=1, context=sys.argv[1]) as envs:
@@ -113,10 +113,10 @@ def test_workers_run_under_the_flags_of_the_caller_and_not_on_what_lies_about(co
     (tmp_path / "script.py").write_text(_TELLS_FLAGS)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "json.py").write_text("raise ImportError('not the json that was meant')")
-    flags = ["-O", "-W", "error::FutureWarning", "-X", "utf8=1"]
+    flags = ["-O", "-W", "error::FutureWarning", "-X", "int_max_str_digits=900"]
     command = [sys.executable, *flags, tmp_path / "script.py", context]
     done = subprocess.run(command, cwd=tmp_path / "elsewhere", timeout=60, check=False, capture_output=True, text=True)
-    assert done.stdout == "{(1, True, 1)}\n", done.stderr
+    assert done.stdout == "{(1, True, 900)}\n", done.stderr
 
 
 @pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])

@@ -142,12 +142,15 @@ class Launcher:
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
-    """The command line of a fresh Python that runs ``code``, under this one's flags, such as ``-O`` and ``-W``.
+    """The command line of a fresh Python that runs ``code``, under this one's ``-O``, ``-X`` and ``-W``.
 
-    With -P, since a json.py in the working directory is not to stand for the standard library's; and Python 3.13.0
-    cannot import NumPy without it where that directory is gone.
+    Not under those that decide what Python reads when it starts, such as ``-E`` and ``-S``: the environment and the
+    path are handed over as they are here. With -P, since a json.py in the working directory is not to stand for the
+    standard library's; and Python 3.13.0 cannot import NumPy without it where that directory is gone.
     """
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    flags = ["-O"] * sys.flags.optimize
+    flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
+    flags += [f"-W{option}" for option in sys.warnoptions]
     return [sys.executable, *flags, "-P", "-c", code, *arguments]
 
 

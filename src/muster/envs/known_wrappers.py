@@ -20,7 +20,7 @@ _PETTINGZOO = "pettingzoo.utils."
 _MELTING_POT = "meltingpot.utils.substrates."
 _OF_AEC = ("__getattr__", "last", "observe", "step")
 _OF_PLAYERS = ("_get_timestep", "_get_rewards", "_get_observations", "_get_action", "_player_observations")
-# What counts in each class, and digests of what its releases say there: Gymnasium 1.2 to 1.4, PettingZoo 1.25 to 1.27,
+# What counts in each class, and digests of what its releases say there: Gymnasium 1.3 and 1.4, PettingZoo 1.25 to 1.27,
 # Melting Pot 2.4.
 _KNOWN: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     f"{_GYMNASIUM}TimeLimit": (("step",), frozenset({"fdeffe6697da0f64"})),
