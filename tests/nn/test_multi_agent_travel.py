@@ -151,7 +151,9 @@ def test_optimizers_train_every_agent_towards_its_own_goal():
     assert loss < 0.01
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # raised by torch.func.jvp itself
+# Raised by torch.func.jvp itself; its kind depends on torch's release.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
 def test_double_backward_and_forward_mode(net):
     x = X.clone().requires_grad_()
     (grad,) = torch.autograd.grad(net(x).tanh().sum(), x, create_graph=True)

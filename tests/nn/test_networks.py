@@ -206,7 +206,9 @@ def test_layers_with_sizes_of_their_own():
     torch.testing.assert_close(net(x), one_by_one(net, x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.func.jacfwd
+# By torch.func.jacfwd; its kind depends on torch's release.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 @FLAGS
 def test_derivatives_and_vmap_of_convolutions(centralised, share_params):
     net = MultiAgentConvNet(2, centralised, share_params, in_features=2, num_cells=[3], kernel_sizes=3).double()
