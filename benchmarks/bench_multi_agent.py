@@ -3,15 +3,17 @@
 Env steps (all agents once) per second of: Muster's process backend, the same with ``caller_steps``, Muster's serial
 backend, one bare loop, and two unconnected bare loops in two processes, which is the limit (100 %) on two cores. The
 limit in step is the same two loops waiting for each other, awake, after every round: what is left of the limit for
-whoever steps all envs at once. Every contender lives in a process of its own and they run in turns; medians of at least
-3 rounds. ``layout`` is how much more CPU time the serial backend takes for a step than the bare loop. Nobody looks at
-the envs' states here, so they are not asked for them, but for one contender that shows what that costs. With
-``--torchrl`` TorchRL's ParallelEnv runs on simple_spread, too.
+whoever steps all envs at once. Every contender lives in a process of its own and they run in turns. A turn begins
+with a reset and a warm-up that are not counted. Medians of at least 3 rounds. ``layout`` is how much more CPU time the
+serial backend takes for a step than the bare loop. Nobody looks at the envs' states here, so they are not asked for
+them, but for one contender that shows what that costs. With ``--torchrl`` TorchRL's ParallelEnv runs on simple_spread,
+too.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import multiprocessing
@@ -29,22 +31,45 @@ from results import heading, machine, table, versions, write_section
 
 _QUESTION = "Multi-agent envs"
 # Id, number of envs, and the longest turn in seconds: Melting Pot builds its substrates anew for each episode, which
-# takes as long as hundreds of steps, so that 12 turns and the warm-up stay within the first one.
+# takes as long as hundreds of steps, so that a turn with its warm-up stays within the thousand steps of one.
 _WORKLOADS = {
     "multiwalker_v9": ("pettingzoo/sisl/multiwalker_v9", 4, 10.0),
-    "commons_harvest__open": ("meltingpot/commons_harvest__open", 4, 0.06),
+    "commons_harvest__open": ("meltingpot/commons_harvest__open", 4, 0.3),
     "simple_spread_v3": ("pettingzoo/mpe/simple_spread_v3", 8, 10.0),
 }
 _BATCHES = 64
-_WARM_UP_S = 0.3
+_WARM_UP_S = 0.1  # the cores have idled, and each has run other things, since this contender's last turn
 _DONE = 2**62
 _spawn = multiprocessing.get_context("spawn")
 
-# For so many seconds; returns env steps per second, and per second of the process's own CPU time.
-Run = Callable[[float], tuple[float, float]]
+
+def _nothing() -> None:
+    pass
 
 
-def bare(env_id: str, num_envs: int, progress: Any = None, index: int = 0) -> Run:
+@dataclasses.dataclass
+class Contender:
+    some: Callable[[], int]  # makes some env steps and returns how many
+    reset: Callable[[], object]  # before a turn
+    leave: Callable[[], None] = _nothing  # after it
+
+    def run(self, seconds: float) -> tuple[float, float]:
+        """Env steps per second, and per second of the process's own CPU time."""
+        self._steps(_WARM_UP_S)
+        start, cpu = time.perf_counter(), time.process_time()
+        count = self._steps(seconds)
+        rates = count / (time.perf_counter() - start), count / (time.process_time() - cpu)
+        self.leave()
+        return rates
+
+    def _steps(self, seconds: float) -> int:
+        count, end = 0, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            count += self.some()
+        return count
+
+
+def bare(env_id: str, num_envs: int, progress: Any = None, index: int = 0) -> Contender:
     """A loop without Muster over the very objects that the id stands for.
 
     progress: shared by the loops that keep in step, one entry each: the rounds that it has done.  index: of this loop.
@@ -53,41 +78,34 @@ def bare(env_id: str, num_envs: int, progress: Any = None, index: int = 0) -> Ru
 
     factory = resolve_foreign_id(env_id)
     loop = _players if env_id.startswith("meltingpot/") else _parallel
-    steps = [loop(factory()) for _ in range(num_envs)]
+    loops = [loop(factory()) for _ in range(num_envs)]
 
     def some() -> int:
-        count = sum([step() for step in steps])
+        count = sum([step() for step, _ in loops])
         if progress is not None:
             progress[index] += 1
             while min(progress) < progress[index]:
                 pass
         return count
 
-    if progress is None:
-        return _timed(some)
+    def reset() -> None:
+        if progress is not None:
+            progress[index] = 0
+        for _, reset_env in loops:
+            reset_env()
 
-    def run(seconds: float) -> tuple[float, float]:
-        progress[index] = 0
-        rates = _timed(some)(seconds)
-        progress[index] = _DONE  # nobody is to wait for this loop any more
-        return rates
+    def leave() -> None:
+        if progress is not None:
+            progress[index] = _DONE  # nobody is to wait for this loop any more
 
-    return run
-
-
-def _timed(some: Callable[[], int]) -> Run:
-    """Runs `some`, which returns how many env steps it made."""
-
-    def run(seconds: float) -> tuple[float, float]:
-        count, start, cpu = 0, time.perf_counter(), time.process_time()
-        while time.perf_counter() < start + seconds:
-            count += some()
-        return count / (time.perf_counter() - start), count / (time.process_time() - cpu)
-
-    return run
+    return Contender(some, reset, leave)
 
 
-def _parallel(env: Any) -> Callable[[], int]:
+# The step of an env, which returns how many it made, and its reset.
+Loop = tuple[Callable[[], int], Callable[[], object]]
+
+
+def _parallel(env: Any) -> Loop:
     env.reset(seed=0)
     for i, agent in enumerate(env.possible_agents):
         env.action_space(agent).seed(i)
@@ -103,11 +121,10 @@ def _parallel(env: Any) -> Callable[[], int]:
         env.step({agent: actions[agent] for agent in env.agents})
         return 1
 
-    return step
+    return step, env.reset
 
 
-def _players(env: Any) -> Callable[[], int]:
-    env.reset()
+def _players(env: Any) -> Loop:
     rng = np.random.default_rng(0)
     spec = env.action_spec()
     batches = itertools.cycle(rng.integers(0, spec[0].num_values, (_BATCHES, len(spec))).tolist())
@@ -116,17 +133,15 @@ def _players(env: Any) -> Callable[[], int]:
         env.step(next(batches))
         return 1
 
-    return step
+    return step, env.reset
 
 
-def muster_envs(env_id: str, num_envs: int, **options: Any) -> Run:
+def muster_envs(env_id: str, num_envs: int, **options: Any) -> Contender:
     import muster
 
     envs = muster.make_vec(env_id, num_envs, **options)
     envs.action_space.seed(0)
     batches = itertools.cycle([envs.action_space.sample() for _ in range(_BATCHES)])
-    envs.reset(seed=0)
-
     ended = np.zeros(num_envs, np.bool_)
 
     def some() -> int:
@@ -135,10 +150,14 @@ def muster_envs(env_id: str, num_envs: int, **options: Any) -> Run:
         np.logical_or(terminated, truncated, out=ended)
         return steps
 
-    return _timed(some)
+    def reset() -> None:
+        envs.reset()
+        ended[:] = False
+
+    return Contender(some, reset)
 
 
-def torchrl_parallel(env_id: str, num_envs: int) -> Run:
+def torchrl_parallel(env_id: str, num_envs: int) -> Contender:
     from torchrl.envs import ParallelEnv, PettingZooWrapper
 
     from muster.envs import resolve_foreign_id
@@ -147,33 +166,34 @@ def torchrl_parallel(env_id: str, num_envs: int) -> Run:
         return PettingZooWrapper(resolve_foreign_id(env_id)(), return_state=False)
 
     envs = ParallelEnv(num_envs, make)
-    envs.reset()
 
     def some() -> int:
         envs.rollout(8, break_when_any_done=False)
         return 8 * num_envs
 
-    return _timed(some)
+    return Contender(some, envs.reset)
 
 
-def _host(pipe: Connection, make: Callable[[], Run], warm_up_s: float) -> None:
+def _host(pipe: Connection, make: Callable[[], Contender]) -> None:
     warnings.simplefilter("ignore")
     os.environ["SDL_VIDEODRIVER"] = "dummy"
-    run = make()
-    run(warm_up_s)
-    pipe.send("ready")
+    contender = make()
+    pipe.send("built")
     while (seconds := pipe.recv()) is not None:
-        pipe.send(run(seconds))
+        contender.reset()
+        pipe.send("reset")
+        pipe.recv()
+        pipe.send(contender.run(seconds))
 
 
 class Host:
     """A contender in a process of its own, or in several."""
 
-    def __init__(self, *makers: Callable[[], Run], warm_up_s: float) -> None:
+    def __init__(self, *makers: Callable[[], Contender]) -> None:
         self._pipes, self._processes = [], []
         for make in makers:
             ours, theirs = _spawn.Pipe()
-            process = _spawn.Process(target=_host, args=(theirs, make, warm_up_s))
+            process = _spawn.Process(target=_host, args=(theirs, make))
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -181,10 +201,14 @@ class Host:
             pipe.recv()
 
     def run(self, seconds: float) -> tuple[float, float]:
-        for pipe in self._pipes:
-            pipe.send(seconds)
-        rates = [pipe.recv() for pipe in self._pipes]
+        self._ask(seconds)
+        rates = self._ask("go")  # all are reset before one starts
         return sum(rate for rate, _ in rates), sum(rate for _, rate in rates)
+
+    def _ask(self, what: object) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send(what)
+        return [pipe.recv() for pipe in self._pipes]
 
     def close(self) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
@@ -197,19 +221,18 @@ def measure(name: str, rounds: int, seconds: float, with_torchrl: bool) -> list[
     env_id, num_envs, longest_s = _WORKLOADS[name]
     progress = _spawn.RawArray("q", 2)
     muster_of = functools.partial(muster_envs, env_id, num_envs)
-    host = functools.partial(Host, warm_up_s=min(_WARM_UP_S, longest_s))
     hosts = {
-        "two bare loops (limit)": host(*[functools.partial(bare, env_id, num_envs // 2)] * 2),
-        "limit, in step": host(*[functools.partial(bare, env_id, num_envs // 2, progress, i) for i in range(2)]),
-        "one bare loop": host(functools.partial(bare, env_id, num_envs)),
-        "muster serial": host(functools.partial(muster_of, backend="serial")),
-        "muster process": host(functools.partial(muster_of, num_workers=2)),
-        "muster caller_steps": host(functools.partial(muster_of, num_workers=1, caller_steps=True)),
+        "two bare loops (limit)": Host(*[functools.partial(bare, env_id, num_envs // 2)] * 2),
+        "limit, in step": Host(*[functools.partial(bare, env_id, num_envs // 2, progress, i) for i in range(2)]),
+        "one bare loop": Host(functools.partial(bare, env_id, num_envs)),
+        "muster serial": Host(functools.partial(muster_of, backend="serial")),
+        "muster process": Host(functools.partial(muster_of, num_workers=2)),
+        "muster caller_steps": Host(functools.partial(muster_of, num_workers=1, caller_steps=True)),
     }
     if not env_id.startswith("meltingpot/"):
-        hosts["muster serial, with state()"] = host(functools.partial(muster_of, backend="serial", state=True))
+        hosts["muster serial, with state()"] = Host(functools.partial(muster_of, backend="serial", state=True))
     if with_torchrl and name == "simple_spread_v3":
-        hosts["torchrl ParallelEnv"] = host(functools.partial(torchrl_parallel, env_id, num_envs))
+        hosts["torchrl ParallelEnv"] = Host(functools.partial(torchrl_parallel, env_id, num_envs))
     rates: dict[str, list[float]] = {contender: [] for contender in hosts}
     by_cpu: dict[str, list[float]] = {contender: [] for contender in hosts}
     for _ in range(rounds):
