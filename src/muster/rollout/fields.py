@@ -107,5 +107,8 @@ def flat(tree: dict[Any, Any], prefix: Key = ()) -> dict[Key, Any]:
     found: dict[Key, Any] = {}
     for name, value in tree.items():
         key = (*prefix, *name) if isinstance(name, tuple) else (*prefix, name)
-        found |= flat(value, key) if isinstance(value, dict) else {key: value}
+        if isinstance(value, dict):
+            found |= flat(value, key)
+        else:
+            found[key] = value
     return found

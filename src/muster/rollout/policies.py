@@ -109,9 +109,8 @@ class PolicyActor:
 
     def begin(self, storage: Storage) -> None:
         self._storage = storage
-        # The views of all rows, made once: indexing a tensor at each step would cost more.
-        self._inputs = [torch.from_numpy(array)[:, self._part].unbind(0) for array in storage.observed]
-        self._outputs: list[tuple[Key, tuple[Tensor, ...], torch.Size, torch.dtype]] = []  # rows, and what fits there
+        self._inputs = [torch.from_numpy(array)[:, self._part] for array in storage.observed]
+        self._outputs: list[tuple[Key, Tensor, torch.Size, torch.dtype]] = []  # rows, and what fits into one
         self._actions: list[Array] = []
 
     def act(self, t: int) -> list[Array]:
@@ -128,10 +127,12 @@ class PolicyActor:
                 raise SpecMismatch(
                     f"the policy gave {_shapes(outputs)} at step {t}, expected {_shapes(expected)} as before"
                 )
-            rows[t].copy_(value)
+            rows[t] = value
         return [action[t] for action in self._actions]
 
     def forget(self, done: Array) -> None:
+        if not self._initial:
+            return
         rows = torch.from_numpy(done).to(self._device)
         for key, initial in self._initial.items():
             # Not in place: the tensor may be one that the policy keeps.
@@ -167,8 +168,8 @@ class PolicyActor:
             whole = self._storage.outputs.get(key)
             if whole is None:
                 whole = self._storage.add_output(key, value)
-            rows = whole[:, self._part].unbind(0)
-            self._outputs.append((key, rows, rows[0].shape, rows[0].dtype))
+            rows = whole[:, self._part]
+            self._outputs.append((key, rows, rows.shape[1:], rows.dtype))
         for key in action_keys:
             numpy_dtype(key, self._storage.outputs[key])
         self._actions = [self._storage.outputs[key][:, self._part].numpy() for key in action_keys]
