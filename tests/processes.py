@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+# Of include/linux/sched.h. Such a process has no command line any more.
+_PF_EXITING = 0x4
+
 
 def stat_of(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; state ``X`` once there is no such process."""
@@ -19,8 +22,9 @@ def stat_of(pid: int) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie, which whoever adopted it may leave unreaped, is not."""
-    return stat_of(pid)[0] not in ("Z", "X")
+    """A zombie, which whoever adopted it may leave unreaped, is not; nor is one that is about to be one."""
+    state, *rest = stat_of(pid)
+    return state not in ("Z", "X") and not int(rest[5]) & _PF_EXITING
 
 
 def running(word: str) -> set[int]:
