@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import pickle
 import select
@@ -30,10 +29,6 @@ _THREAD_VARIABLES = (
     "BLIS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
-)
-_BOOT = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from muster.backends.launcher import main; main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == 'preload')"
 )
 _TAIL_LINES = 20
 # It has 0.3 s of imports to do at first, and then only to fork.
@@ -213,9 +208,8 @@ class LauncherClient:
             caller = os.pidfd_open(os.getpid())
             theirs_only.callback(os.close, caller)
             fds = (theirs.fileno(), caller)
-            preload = "preload" if method == "forkserver" else ""
             self._process = subprocess.Popen(
-                python_command(_BOOT, json.dumps(sys.path), *map(str, fds), preload),
+                python_command(sys.path, "muster.backends.launcher:main", *fds, method == "forkserver"),
                 env=worker_environment(threads),
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -30,11 +31,6 @@ from muster.backends.ending import kill_group, kill_left, kill_with_all
 # The fds that a worker gets, in the order in which they travel.
 WORKER_FDS = ("channel", "slab", "mail", "tail", "stderr_read", "stderr_write", "stdout", "stderr", "caller")
 HEADER = struct.Struct("<Q")
-
-_SPAWNED = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); fds = json.loads(sys.argv[2]); "
-    "from muster import _core; _core.die_with_parent(); from muster.backends.worker import main; main(fds)"
-)
 
 
 class Launcher:
@@ -89,7 +85,7 @@ class Launcher:
     def _start(self, request: dict[str, Any], fds: dict[str, int], status: int) -> int:
         if request["method"] == "spawn":
             process = subprocess.Popen(
-                python_command(_SPAWNED, json.dumps(request["path"]), json.dumps(fds)),
+                python_command(request["path"], f"{__name__}:become_worker", fds),
                 env=request["environ"],
                 cwd=request["cwd"],
                 pass_fds=list(fds.values()),
@@ -105,7 +101,6 @@ class Launcher:
 
     def _become_worker(self, request: dict[str, Any], fds: dict[str, int], status: int) -> NoReturn:
         try:
-            _core.die_with_parent()
             os.setpgid(0, 0)
             for fd in (self._control.detach(), self._caller_pidfd, status, *self._workers):
                 os.close(fd)
@@ -116,9 +111,7 @@ class Launcher:
             if request["cwd"] is not None:
                 os.chdir(request["cwd"])
             sys.path[:] = request["path"]
-            from muster.backends.worker import main
-
-            main(fds)
+            become_worker(fds)
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
@@ -141,8 +134,10 @@ class Launcher:
         os._exit(0)
 
 
-def python_command(code: str, *arguments: str) -> list[str]:
-    """The command line of a fresh Python that runs ``code``, under this one's ``-O``, ``-X`` and ``-W``.
+def python_command(path: Sequence[str], entry: str, *arguments: Any) -> list[str]:
+    """The command line of a fresh Python that calls `entry`, under this one's ``-O``, ``-X`` and ``-W``.
+
+    path: its ``sys.path``.  entry: ``"module:function"``.  arguments: the function's; what JSON can hold.
 
     Not under those that decide what Python reads when it starts, such as ``-E`` and ``-S``: the environment and the
     path are handed over as they are here. With -P, since a json.py in the working directory is not to stand for the
@@ -151,7 +146,12 @@ def python_command(code: str, *arguments: str) -> list[str]:
     flags = ["-O"] * sys.flags.optimize
     flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
     flags += [f"-W{option}" for option in sys.warnoptions]
-    return [sys.executable, *flags, "-P", "-c", code, *arguments]
+    module, function = entry.split(":")
+    code = (
+        "import sys, json; path, *arguments = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
+        f"from {module} import {function}; {function}(*arguments)"
+    )
+    return [sys.executable, *flags, "-P", "-c", code, *map(json.dumps, (path, *arguments))]
 
 
 def leave_terminal() -> None:
@@ -172,6 +172,14 @@ def fill_standard_fds() -> list[int]:
         filled.append(fd)
     os.close(fd)
     return filled
+
+
+def become_worker(fds: dict[str, int]) -> NoReturn:
+    """A worker, in a process of its own."""
+    _core.die_with_parent()
+    from muster.backends.worker import main
+
+    main(fds)
 
 
 def preload() -> None:

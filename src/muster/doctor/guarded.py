@@ -20,10 +20,6 @@ from muster.backends.ending import kill_with_all
 from muster.backends.launch import worker_environment
 from muster.backends.launcher import python_command
 
-_BOOT = (
-    "import sys, json; path, *rest = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
-    "from muster.doctor.trials import main; main(*rest)"
-)
 STARTING = "starting Python"
 """The stage before the trial has the word."""
 
@@ -63,10 +59,9 @@ def run_guarded(
     ):
         packed.write(recipe)
         packed.seek(0)
-        told_first = [json.dumps(one) for one in (sys.path, trial, write, doctor, options)]
         try:
             process = subprocess.Popen(
-                python_command(_BOOT, *told_first),
+                python_command(sys.path, "muster.doctor.trials:main", trial, write, doctor, options),
                 env=environment,
                 pass_fds=(write, doctor),
                 stdin=packed,
