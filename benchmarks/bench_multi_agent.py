@@ -34,7 +34,7 @@ _QUESTION = "Multi-agent envs"
 # takes as long as hundreds of steps, so that a turn with its warm-up stays within the thousand steps of one.
 _WORKLOADS = {
     "multiwalker_v9": ("pettingzoo/sisl/multiwalker_v9", 4, 10.0),
-    "commons_harvest__open": ("meltingpot/commons_harvest__open", 4, 0.3),
+    "commons_harvest__open": ("meltingpot/commons_harvest__open", 4, 0.25),
     "simple_spread_v3": ("pettingzoo/mpe/simple_spread_v3", 8, 10.0),
 }
 _BATCHES = 64
@@ -142,6 +142,7 @@ def muster_envs(env_id: str, num_envs: int, **options: Any) -> Contender:
     envs = muster.make_vec(env_id, num_envs, **options)
     envs.action_space.seed(0)
     batches = itertools.cycle([envs.action_space.sample() for _ in range(_BATCHES)])
+    envs.reset(seed=0)
     ended = np.zeros(num_envs, np.bool_)
 
     def some() -> int:
@@ -167,11 +168,16 @@ def torchrl_parallel(env_id: str, num_envs: int) -> Contender:
 
     envs = ParallelEnv(num_envs, make)
 
-    def some() -> int:
-        envs.rollout(8, break_when_any_done=False)
-        return 8 * num_envs
+    state: dict[str, Any] = {}
 
-    return Contender(some, envs.reset)
+    def some() -> int:
+        _, state["next"] = envs.step_and_maybe_reset(envs.rand_action(state["next"]))
+        return num_envs
+
+    def reset() -> None:
+        state["next"] = envs.reset()
+
+    return Contender(some, reset)
 
 
 def _host(pipe: Connection, make: Callable[[], Contender]) -> None:

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Of include/linux/sched.h. Such a process has no command line any more.
-_PF_EXITING = 0x4
+_PF_EXITING = 0x4  # of include/linux/sched.h
 
 
 def stat_of(pid: int) -> list[str]:
@@ -22,9 +21,14 @@ def stat_of(pid: int) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie, which whoever adopted it may leave unreaped, is not; nor is one that is about to be one."""
+    """A zombie, which whoever adopted it may leave unreaped, is not."""
+    return stat_of(pid)[0] not in ("Z", "X")
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether it will be a zombie soon. It may have lost its command line already, so that `running` passes it by."""
     state, *rest = stat_of(pid)
-    return state not in ("Z", "X") and not int(rest[5]) & _PF_EXITING
+    return state != "X" and bool(int(rest[5]) & _PF_EXITING)
 
 
 def running(word: str) -> set[int]:

@@ -31,7 +31,7 @@ from muster.doctor.gil import share_without_gil
 from muster.doctor.guarded import STARTING, Outcome, run_guarded
 from muster.envs import resolve_foreign_id
 from muster.recipe import make_recipes, pack
-from processes import is_alive, left_of, wait_for
+from processes import is_alive, is_exiting, left_of, wait_for
 
 
 def diagnose(env, **kwargs) -> Diagnosis:
@@ -49,7 +49,8 @@ def text_of(diagnosis: Diagnosis, topic: str, severity: str) -> str:
 
 
 def living() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True) if is_alive(child.pid)}
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    return {pid for pid in children if is_alive(pid) and not is_exiting(pid)}
 
 
 @pytest.fixture(autouse=True)

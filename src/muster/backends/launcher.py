@@ -85,7 +85,7 @@ class Launcher:
     def _start(self, request: dict[str, Any], fds: dict[str, int], status: int) -> int:
         if request["method"] == "spawn":
             process = subprocess.Popen(
-                python_command(request["path"], f"{__name__}:become_worker", fds),
+                python_command(request["path"], f"{__name__}:spawned", fds),
                 env=request["environ"],
                 cwd=request["cwd"],
                 pass_fds=list(fds.values()),
@@ -101,6 +101,7 @@ class Launcher:
 
     def _become_worker(self, request: dict[str, Any], fds: dict[str, int], status: int) -> NoReturn:
         try:
+            _core.die_with_parent()
             os.setpgid(0, 0)
             for fd in (self._control.detach(), self._caller_pidfd, status, *self._workers):
                 os.close(fd)
@@ -111,7 +112,9 @@ class Launcher:
             if request["cwd"] is not None:
                 os.chdir(request["cwd"])
             sys.path[:] = request["path"]
-            become_worker(fds)
+            from muster.backends.worker import main
+
+            main(fds)
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
@@ -174,8 +177,8 @@ def fill_standard_fds() -> list[int]:
     return filled
 
 
-def become_worker(fds: dict[str, int]) -> NoReturn:
-    """A worker, in a process of its own."""
+def spawned(fds: dict[str, int]) -> NoReturn:
+    """A spawned worker, from its command line. It belongs to the launcher before it imports anything more."""
     _core.die_with_parent()
     from muster.backends.worker import main
 

@@ -321,7 +321,7 @@ def _draw(space: spaces.Space[Any], lead: tuple[int, int], rng: np.random.Genera
 
 
 def _fits(value: Any, shape: torch.Size, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    """What `copy_` does not see to: it repeats rows, and makes integers of floats."""
+    """What an assignment does not see to: it repeats rows, and makes integers of floats."""
     if not isinstance(value, Tensor) or value.shape != shape:
         return False
     return value.dtype is dtype or torch.can_cast(value.dtype, dtype)
