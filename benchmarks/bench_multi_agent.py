@@ -167,7 +167,6 @@ def torchrl_parallel(env_id: str, num_envs: int) -> Contender:
         return PettingZooWrapper(resolve_foreign_id(env_id)(), return_state=False)
 
     envs = ParallelEnv(num_envs, make)
-
     state: dict[str, Any] = {}
 
     def some() -> int:

@@ -31,7 +31,7 @@ from muster.doctor.gil import share_without_gil
 from muster.doctor.guarded import STARTING, Outcome, run_guarded
 from muster.envs import resolve_foreign_id
 from muster.recipe import make_recipes, pack
-from processes import is_alive, is_exiting, left_of, wait_for
+from processes import is_alive, is_exiting, left_of, wait_for, wait_for_end
 
 
 def diagnose(env, **kwargs) -> Diagnosis:
@@ -49,14 +49,15 @@ def text_of(diagnosis: Diagnosis, topic: str, severity: str) -> str:
 
 
 def living() -> set[int]:
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
-    return {pid for pid in children if is_alive(pid) and not is_exiting(pid)}
+    return {child.pid for child in psutil.Process().children(recursive=True) if is_alive(child.pid)}
 
 
 @pytest.fixture(autouse=True)
 def _no_process_left():
     before = living()
     yield
+    for pid in filter(is_exiting, living() - before):
+        wait_for_end(pid)
     assert living() <= before
 
 
