@@ -485,23 +485,89 @@ def test_an_env_of_turns_goes_on_after_an_error_that_left_nobody() -> None:
 # ---- Melting Pot
 
 
+SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
+
+
+def lab2d_of(env: Any) -> Any:
+    """The one inside the wrappers of an env that a call is given."""
+    return env.env._env._env._env._env._env._env
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_substrates_are_stepped_past_their_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
-    dmlab2d = pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+    dm_env = pytest.importorskip("dm_env")
     callers: list[set[str]] = []
-    observe = dmlab2d.Environment.observation
+    observed: list[set[str]] = []
+    transition = dm_env.transition
 
-    def told(lab2d: Any) -> Any:
+    def told(**of_lab2d: Any) -> Any:
         callers.append(calling_files())
-        return observe(lab2d)
+        observed.append(set(of_lab2d["observation"]))
+        return transition(**of_lab2d)
 
-    monkeypatch.setattr(dmlab2d.Environment, "observation", told)
-    with muster.make_vec("meltingpot/prisoners_dilemma_in_the_matrix__repeated", 1, backend="serial") as envs:
+    monkeypatch.setattr(dm_env, "transition", told)
+    with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
         envs.reset(seed=0)
         for _ in range(4):
             envs.step(envs.action_space.sample())
-    assert "multiplayer_wrapper.py" in callers[0]
-    assert "multiplayer_wrapper.py" not in callers[-1]
+        env = resolve_foreign_id(f"meltingpot/{SUBSTRATE}")()
+        env.reset()
+        env.step([0, 0])
+        env.close()
+        for seen in callers[:-1]:
+            assert "multiplayer_wrapper.py" not in seen
+        assert "multiplayer_wrapper.py" in callers[-1]
+        shown = {"RGB", "INVENTORY", "READY_TO_SHOOT", "INTERACTION_INVENTORIES", "REWARD"}
+        assert observed[0] == {f"{i}.{name}" for i in (1, 2) for name in shown} | {"WORLD.RGB"}
+        assert observed[-1] > observed[0]
+        everything: list[Any] = []
+        envs.call(lambda env, i: everything.append(lab2d_of(env).observation()))
+        assert set(everything[0]) == observed[-1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_observations_of_lab2d_that_a_call_patches_are_shown() -> None:
+    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+
+    def darken(env: Any, env_index: int) -> None:
+        lab2d = lab2d_of(env)
+        observation = lab2d.observation
+        lab2d.observation = lambda: {
+            name: value * 0 if name == "1.RGB" and "1.LAYER" in names else value
+            for names in [observation()]
+            for name, value in names.items()
+        }
+
+    with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        obs, *_ = envs.step(envs.action_space.sample())
+        assert obs["player"]["RGB"][0, 0].any()
+        envs.call(darken)
+        obs, *_ = envs.step(envs.action_space.sample())
+        assert not obs["player"]["RGB"][0, 0].any()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_of_lab2d_that_fails_leaves_all_its_observations() -> None:
+    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+
+    class Failing:
+        def advance(self) -> Any:
+            raise ValueError("no more")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(raw, name)
+
+    with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        lab2ds: list[Any] = []
+        envs.call(lambda env, i: lab2ds.append(lab2d_of(env)))
+        raw, names = lab2ds[0]._env, list(lab2ds[0]._obs_names)
+        lab2ds[0]._env = Failing()
+        with pytest.raises(EnvError, match="no more"):
+            envs.step(envs.action_space.sample())
+        assert lab2ds[0]._obs_names == names
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -512,14 +578,14 @@ def test_what_a_call_does_to_a_substrate_is_done() -> None:
         choosing = env.env._env._env
         choosing._action_table = choosing._action_table[:1] * len(choosing._action_table)
 
-    with muster.make_vec("meltingpot/prisoners_dilemma_in_the_matrix__repeated", 1, backend="serial") as envs:
+    with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
         envs.reset(seed=0)
         envs.step(envs.action_space.sample())
         seen: list[Any] = []
-        envs.call(lambda env, i: seen.append(env.env._env._env._env._env._env))
+        envs.call(lambda env, i: seen.append(lab2d_of(env)))
         envs.call(stand_still)
         envs.step({"player": np.full((1, 2), 3)})
-        assert not seen[0]._env._act_discrete.any()
+        assert not seen[0]._act_discrete.any()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -528,7 +594,7 @@ def test_who_listens_to_a_substrate_hears_of_every_step() -> None:
     heard: list[Any] = []
 
     def build() -> Any:
-        env = resolve_foreign_id("meltingpot/prisoners_dilemma_in_the_matrix__repeated")()
+        env = resolve_foreign_id(f"meltingpot/{SUBSTRATE}")()
         env.observables().timestep.subscribe(on_next=heard.append)
         return env
 

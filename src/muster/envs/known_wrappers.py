@@ -57,7 +57,7 @@ _KNOWN: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
         frozenset({"8b07115756c2bafc"}),
     ),
     f"{_MELTING_POT}wrappers.reset_wrapper.ResetWrapper": (("step",), frozenset({"eea8d6fabf20b6b0"})),
-    "dmlab2d.Environment": (("step", "_read_action"), frozenset({"e4c3f363a4b657c8"})),
+    "dmlab2d.Environment": (("step", "observation", "_read_action"), frozenset({"5a2e1379c1c93d2a"})),
 }
 
 

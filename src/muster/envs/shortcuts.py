@@ -8,7 +8,7 @@ they would not let pass. See docs/adr/0008-shortcuts.md.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -218,12 +218,9 @@ class PastSubstrate(_Past[_PastSubstrate]):
         way = self.way(env)
         if way is None or any(subject.observers for subject in way.subjects):
             return env.step(actions)
-        lab2d = way.rebuilding._env
-        places = way.to_lab2d.way(lab2d)
-        if places is None:
+        timestep = way.to_lab2d.step(way.rebuilding._env, actions)
+        if timestep is None:
             return env.step(actions)
-        places.act_discrete[places.places] = places.numbers[actions]
-        timestep = lab2d.step({})  # it reads what it is not given from where it was just written
         source = timestep.observation
         rewards = [source.get(name) for name in way.rewards]
         shared = {_COLLECTIVE_REWARD: np.sum(rewards)} | {name: source[name] for name in way.shared}
@@ -242,16 +239,14 @@ class PastSubstrate(_Past[_PastSubstrate]):
             env = env._env
         substrate, _, to_actions, to_players, to_observables, rebuilding = wrappers
         numbers = range(1, to_players._num_players + 1)
-        to_lab2d = _ToLab2D(to_actions._action_table, to_players._num_players)
+        rewards = [f"{i}.REWARD" for i in numbers]
+        own = [[(key, f"{i}.{key}") for key in to_players._individual_observation_suffixes] for i in numbers]
+        shared = tuple(to_players._global_observation_names)
+        read_in_steps = {*rewards, *shared, *(name for names in own for _, name in names)}
+        to_lab2d = _ToLab2D(to_actions._action_table, to_players._num_players, read_in_steps)
         to_lab2d.way(env)
-        way = _PastSubstrate(
-            rebuilding,
-            [getattr(one, name) for one in (substrate, to_observables) for name in _SUBJECTS],
-            to_lab2d,
-            rewards=[f"{i}.REWARD" for i in numbers],
-            own=[[(key, f"{i}.{key}") for key in to_players._individual_observation_suffixes] for i in numbers],
-            shared=tuple(to_players._global_observation_names),
-        )
+        subjects = [getattr(one, name) for one in (substrate, to_observables) for name in _SUBJECTS]
+        way = _PastSubstrate(rebuilding, subjects, to_lab2d, rewards, own, shared)
         read = [(wrapper, "_env") for wrapper in wrappers[:-1]] + [(rebuilding, "_rebuild_environment")]
         read += [(one, name) for one in (substrate, to_observables) for name in _SUBJECTS]
         read += [(to_actions, "_action_table"), (to_players, "_num_players")]
@@ -259,24 +254,41 @@ class PastSubstrate(_Past[_PastSubstrate]):
         return tuple((one, name, getattr(one, name)) for one, name in read), way
 
 
-class _ActionPlaces(NamedTuple):
+class _PastNames(NamedTuple):
     act_discrete: Array  # where Lab2D keeps what was chosen
     places: Array  # in it, int [players, keys]
     numbers: Array  # for them, int32 [actions, keys]
+    all_names: Sequence[str]  # of Lab2D's observations
+    read_names: Sequence[str]
 
 
-class _ToLab2D(_Past[_ActionPlaces]):
-    """Past the names of actions: Lab2D looks up 3 of each player, one by one, in every step.
+class _ToLab2D(_Past[_PastNames]):
+    """Past what Lab2D does by name in every step: it looks up 3 actions of each player, one by one, and makes all its
+    observations, also those that a substrate shows to nobody.
 
-    table: what the actions of all players stand for, numbers by name.
+    table: what the actions of all players stand for, numbers by name.  read: names of the observations to be made.
     """
 
-    def __init__(self, table: Sequence[Mapping[str, Any]], num_players: int) -> None:
+    def __init__(self, table: Sequence[Mapping[str, Any]], num_players: int, read: Collection[str]) -> None:
         super().__init__()
         self._table = table
         self._players = range(1, num_players + 1)
+        self._read = read
 
-    def _look(self, env: Any) -> tuple[LookedAt, _ActionPlaces | None]:
+    def step(self, lab2d: Any, actions: Sequence[int]) -> Any:
+        """Lab2D's timestep, with the observations to be read; None where it has to be stepped as ever."""
+        way = self.way(lab2d)
+        if way is None:
+            return None
+        way.act_discrete[way.places] = way.numbers[actions]
+        try:
+            lab2d._obs_names = way.read_names
+            return lab2d.step({})  # it takes the actions that it is not given from where they were just written
+        finally:
+            if lab2d._obs_names is way.read_names:
+                lab2d._obs_names = way.all_names
+
+    def _look(self, env: Any) -> tuple[LookedAt, _PastNames | None]:
         keys = list(self._table[0])
         if not is_known(env, _LAB2D) or any(action.keys() != self._table[0].keys() for action in self._table):
             return (), None
@@ -285,4 +297,6 @@ class _ToLab2D(_Past[_ActionPlaces]):
             return (), None
         places = np.array([[env._act_discrete_map[spec.name] for spec in row] for row in specs])
         numbers = np.array([[action[key] for key in keys] for action in self._table], np.int32)
-        return ((env, "_act_discrete", env._act_discrete),), _ActionPlaces(env._act_discrete, places, numbers)
+        read_names = [name for name in env._obs_names if name in self._read]
+        looked_at = tuple((env, name, getattr(env, name)) for name in ("_act_discrete", "_obs_names"))
+        return looked_at, _PastNames(env._act_discrete, places, numbers, env._obs_names, read_names)
