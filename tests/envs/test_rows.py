@@ -154,15 +154,32 @@ class Returning(Turns):
             self.turns[agent], self.owed[agent], self.agent_selection = 0, 0.0, agent
 
 
-def test_an_agent_that_ends_and_returns_within_one_turn_has_ended() -> None:
+def test_an_agent_that_ends_and_returns_within_one_turn_has_ended_with_its_reward() -> None:
     with muster.make_vec(Returning, 1, backend="serial") as envs:
         envs.reset(seed=0)
-        ends = []
+        rewards_at_ends = []
         for _ in range(8):
-            *_, infos = envs.step({"p": np.zeros((1, 3, 1), np.float32)})
-            ends.append(infos["agent_terminated"]["p"][0].tolist())
+            _, rewards, *_, infos = envs.step({"p": np.zeros((1, 3, 1), np.float32)})
             assert infos["acting"]["p"].sum() == 1
-        assert [True, False, False] in ends
+            if infos["agent_terminated"]["p"][0].tolist() == [True, False, False]:
+                rewards_at_ends.append(rewards["p"][0, 0])
+        assert rewards_at_ends[0] == 2  # one for each turn of the two others
+
+
+class OverAtOnce(Turns):
+    """All have ended when its episode begins."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        super().reset(seed, options)
+        self.turns = dict.fromkeys(self.agents, 9)
+
+
+def test_an_env_of_turns_that_ends_with_its_reset_is_over_after_a_step() -> None:
+    with muster.make_vec(OverAtOnce, 1, backend="serial") as envs:
+        _, infos = envs.reset(seed=0)
+        assert not infos["acting"]["p"].any()
+        over = [envs.step({"p": np.zeros((1, 3, 1), np.float32)})[2].item() for _ in range(3)]
+        assert over == [True, False, True]
 
 
 class Alike(Turns):

@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import sys
 import weakref
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
-from bare_loops import make
+from bare_loops import calling_files, make
 from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from pettingzoo import AECEnv
 from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, OrderEnforcingWrapper
 
 import muster
-from muster.envs import resolve_foreign_id
 from muster.envs.shortcuts import PastChecks, gymnasium_shortcut
 from muster.errors import EnvError
 
@@ -76,15 +74,6 @@ def stepped(env: Any, steps: int = 3) -> Any:
     for _ in range(steps):
         env.step(env.action_space.sample())
     return env
-
-
-def calling_files() -> set[str]:
-    """The names of the files above the function that asks."""
-    frame, names = sys._getframe(2), set()
-    while frame is not None:
-        names.add(frame.f_code.co_filename.rpartition("/")[2])
-        frame = frame.f_back  # type: ignore[assignment]
-    return names
 
 
 def tell_callers(env: Any, callers: list[set[str]]) -> None:
@@ -480,128 +469,3 @@ def test_an_env_of_turns_goes_on_after_an_error_that_left_nobody() -> None:
         with pytest.raises(EnvError, match="NaN"):
             envs.step(turn)
         assert [envs.step(turn)[2].item() for _ in range(3)] == [True, False, False]
-
-
-# ---- Melting Pot
-
-
-SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
-
-
-def lab2d_of(env: Any) -> Any:
-    """The one inside the wrappers of an env that a call is given."""
-    return env.env._env._env._env._env._env._env
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_substrates_are_stepped_past_their_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
-    dm_env = pytest.importorskip("dm_env")
-    callers: list[set[str]] = []
-    observed: list[set[str]] = []
-    transition = dm_env.transition
-
-    def told(**of_lab2d: Any) -> Any:
-        callers.append(calling_files())
-        observed.append(set(of_lab2d["observation"]))
-        return transition(**of_lab2d)
-
-    monkeypatch.setattr(dm_env, "transition", told)
-    with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
-        envs.reset(seed=0)
-        for _ in range(4):
-            envs.step(envs.action_space.sample())
-        env = resolve_foreign_id(f"meltingpot/{SUBSTRATE}")()
-        env.reset()
-        env.step([0, 0])
-        env.close()
-        for seen in callers[:-1]:
-            assert "multiplayer_wrapper.py" not in seen
-        assert "multiplayer_wrapper.py" in callers[-1]
-        shown = {"RGB", "INVENTORY", "READY_TO_SHOOT", "INTERACTION_INVENTORIES", "REWARD"}
-        assert observed[0] == {f"{i}.{name}" for i in (1, 2) for name in shown} | {"WORLD.RGB"}
-        assert observed[-1] > observed[0]
-        everything: list[Any] = []
-        envs.call(lambda env, i: everything.append(lab2d_of(env).observation()))
-        assert set(everything[0]) == observed[-1]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_observations_of_lab2d_that_a_call_patches_are_shown() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
-
-    def darken(env: Any, env_index: int) -> None:
-        lab2d = lab2d_of(env)
-        observation = lab2d.observation
-        lab2d.observation = lambda: {
-            name: value * 0 if name == "1.RGB" and "1.LAYER" in names else value
-            for names in [observation()]
-            for name, value in names.items()
-        }
-
-    with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
-        envs.reset(seed=0)
-        obs, *_ = envs.step(envs.action_space.sample())
-        assert obs["player"]["RGB"][0, 0].any()
-        envs.call(darken)
-        obs, *_ = envs.step(envs.action_space.sample())
-        assert not obs["player"]["RGB"][0, 0].any()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_step_of_lab2d_that_fails_leaves_all_its_observations() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
-
-    class Failing:
-        def advance(self) -> Any:
-            raise ValueError("no more")
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(raw, name)
-
-    with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
-        envs.reset(seed=0)
-        lab2ds: list[Any] = []
-        envs.call(lambda env, i: lab2ds.append(lab2d_of(env)))
-        raw, names = lab2ds[0]._env, list(lab2ds[0]._obs_names)
-        lab2ds[0]._env = Failing()
-        with pytest.raises(EnvError, match="no more"):
-            envs.step(envs.action_space.sample())
-        assert lab2ds[0]._obs_names == names
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_a_call_does_to_a_substrate_is_done() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
-
-    def stand_still(env: Any, env_index: int) -> None:
-        choosing = env.env._env._env
-        choosing._action_table = choosing._action_table[:1] * len(choosing._action_table)
-
-    with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
-        envs.reset(seed=0)
-        envs.step(envs.action_space.sample())
-        seen: list[Any] = []
-        envs.call(lambda env, i: seen.append(lab2d_of(env)))
-        envs.call(stand_still)
-        envs.step({"player": np.full((1, 2), 3)})
-        assert not seen[0]._act_discrete.any()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_who_listens_to_a_substrate_hears_of_every_step() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
-    heard: list[Any] = []
-
-    def build() -> Any:
-        env = resolve_foreign_id(f"meltingpot/{SUBSTRATE}")()
-        env.observables().timestep.subscribe(on_next=heard.append)
-        return env
-
-    with muster.make_vec(build, 1, backend="serial") as envs:
-        envs.reset(seed=0)
-        for _ in range(4):
-            obs, *_ = envs.step(envs.action_space.sample())
-        assert len(heard) == 5
-        for i in range(2):
-            assert np.array_equal(obs["player"]["RGB"][0, i], heard[-1].observation[i]["RGB"])

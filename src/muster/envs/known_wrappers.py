@@ -56,8 +56,8 @@ _KNOWN: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
         ("events", "step"),
         frozenset({"8b07115756c2bafc"}),
     ),
-    f"{_MELTING_POT}wrappers.reset_wrapper.ResetWrapper": (("step",), frozenset({"eea8d6fabf20b6b0"})),
-    "dmlab2d.Environment": (("step", "observation", "_read_action"), frozenset({"5a2e1379c1c93d2a"})),
+    f"{_MELTING_POT}wrappers.reset_wrapper.ResetWrapper": (("events", "step"), frozenset({"ce227bb3e022f7cd"})),
+    "dmlab2d.Environment": (("events", "step", "observation", "_read_action"), frozenset({"04603b1eec9ec537"})),
 }
 
 

@@ -1,8 +1,8 @@
 """Ways straight to an env, past wrappers around it that only check, count or announce its steps.
 
-Such wrappers take a third of a step of simple_spread, a fifth of multiwalker's and commons_harvest's, 6 % of
-CartPole's. They stay in place: resets, calls and attributes go through them as ever, and so does a step whose actions
-they would not let pass. See docs/adr/0008-shortcuts.md.
+Such wrappers, and the observations that they have made for nobody, take a third of a step of simple_spread, a fifth of
+multiwalker's and commons_harvest's, 6 % of CartPole's. They stay in place: resets, calls and attributes go through them
+as ever, and so does a step whose actions they would not let pass. See docs/adr/0008-shortcuts.md.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from gymnasium import spaces
 
 from muster._core import Unchanged
 from muster.envs.known_wrappers import is_known
+from muster.introspection import type_name
 from muster.spec import Array, Space
 
 _TIME_LIMIT = "gymnasium.wrappers.common.TimeLimit"
@@ -40,6 +41,7 @@ _SUBSTRATE_WRAPPERS = (
     "meltingpot.utils.substrates.wrappers.reset_wrapper.ResetWrapper",
 )
 _LAB2D = "dmlab2d.Environment"
+_LAB2D_ENGINE = "dmlab2d.dmlab2d_pybind.Lab2d"
 _SUBJECTS = ("_action_subject", "_timestep_subject", "_events_subject")
 _COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
 
@@ -141,12 +143,9 @@ class PastChecks(_Past[_PastChecks]):
         return env if way is None else way.inner
 
     def reach_with(self, env: Any, actions: Mapping[str, Any]) -> Any:
-        """The same, for a step with actions ``[A, ...]`` by group.
-
-        `env` is to clip or refuse those out of bounds, and to make nothing of a step that finds no agents.
-        """
+        """The same, for a step with actions ``[A, ...]`` by group: `env` is to clip or refuse those out of bounds."""
         way = self.way(env)
-        return env if way is None or not way.inner.agents or not self._let_pass(way, actions) else way.inner
+        return env if way is None or not self._let_pass(way, actions) else way.inner
 
     def step_parallel(self, env: Any, actions: Mapping[str, Any], chosen: Mapping[Any, Any]) -> Any:
         """``env.step(chosen)`` of a parallel env, which may be PettingZoo's own around a turn-based one.
@@ -242,8 +241,8 @@ class PastSubstrate(_Past[_PastSubstrate]):
         rewards = [f"{i}.REWARD" for i in numbers]
         own = [[(key, f"{i}.{key}") for key in to_players._individual_observation_suffixes] for i in numbers]
         shared = tuple(to_players._global_observation_names)
-        read_in_steps = {*rewards, *shared, *(name for names in own for _, name in names)}
-        to_lab2d = _ToLab2D(to_actions._action_table, to_players._num_players, read_in_steps)
+        needed = {*rewards, *shared, *(name for names in own for _, name in names)}
+        to_lab2d = _ToLab2D(to_actions._action_table, to_players._num_players, needed)
         to_lab2d.way(env)
         subjects = [getattr(one, name) for one in (substrate, to_observables) for name in _SUBJECTS]
         way = _PastSubstrate(rebuilding, subjects, to_lab2d, rewards, own, shared)
@@ -254,49 +253,52 @@ class PastSubstrate(_Past[_PastSubstrate]):
         return tuple((one, name, getattr(one, name)) for one, name in read), way
 
 
-class _PastNames(NamedTuple):
+class _LeanStep(NamedTuple):
     act_discrete: Array  # where Lab2D keeps what was chosen
     places: Array  # in it, int [players, keys]
     numbers: Array  # for them, int32 [actions, keys]
     all_names: Sequence[str]  # of Lab2D's observations
-    read_names: Sequence[str]
+    needed_names: Sequence[str]
 
 
-class _ToLab2D(_Past[_PastNames]):
+class _ToLab2D(_Past[_LeanStep]):
     """Past what Lab2D does by name in every step: it looks up 3 actions of each player, one by one, and makes all its
     observations, also those that a substrate shows to nobody.
 
-    table: what the actions of all players stand for, numbers by name.  read: names of the observations to be made.
+    table: what the actions of all players stand for, numbers by name.  needed: names of the observations to be made.
     """
 
-    def __init__(self, table: Sequence[Mapping[str, Any]], num_players: int, read: Collection[str]) -> None:
+    def __init__(self, table: Sequence[Mapping[str, Any]], num_players: int, needed: Collection[str]) -> None:
         super().__init__()
         self._table = table
         self._players = range(1, num_players + 1)
-        self._read = read
+        self._needed = needed
 
     def step(self, lab2d: Any, actions: Sequence[int]) -> Any:
-        """Lab2D's timestep, with the observations to be read; None where it has to be stepped as ever."""
+        """Lab2D's timestep, with the observations that are needed; None where it has to be stepped as ever."""
         way = self.way(lab2d)
         if way is None:
             return None
         way.act_discrete[way.places] = way.numbers[actions]
         try:
-            lab2d._obs_names = way.read_names
+            lab2d._obs_names = way.needed_names
             return lab2d.step({})  # it takes the actions that it is not given from where they were just written
         finally:
-            if lab2d._obs_names is way.read_names:
+            if lab2d._obs_names is way.needed_names:  # else the step has set its own
                 lab2d._obs_names = way.all_names
 
-    def _look(self, env: Any) -> tuple[LookedAt, _PastNames | None]:
+    def _look(self, env: Any) -> tuple[LookedAt, _LeanStep | None]:
         keys = list(self._table[0])
         if not is_known(env, _LAB2D) or any(action.keys() != self._table[0].keys() for action in self._table):
+            return (), None
+        # Whatever else makes the observations may count them, or make one of another.
+        if type_name(env._env) != _LAB2D_ENGINE:
             return (), None
         specs = [[env._action_spec.get(f"{i}.{key}") for key in keys] for i in self._players]
         if any(spec is None or spec.dtype != np.int32 for row in specs for spec in row):
             return (), None
         places = np.array([[env._act_discrete_map[spec.name] for spec in row] for row in specs])
         numbers = np.array([[action[key] for key in keys] for action in self._table], np.int32)
-        read_names = [name for name in env._obs_names if name in self._read]
-        looked_at = tuple((env, name, getattr(env, name)) for name in ("_act_discrete", "_obs_names"))
-        return looked_at, _PastNames(env._act_discrete, places, numbers, env._obs_names, read_names)
+        needed_names = [name for name in env._obs_names if name in self._needed]
+        looked_at = tuple((env, name, getattr(env, name)) for name in ("_env", "_act_discrete", "_obs_names"))
+        return looked_at, _LeanStep(env._act_discrete, places, numbers, env._obs_names, needed_names)

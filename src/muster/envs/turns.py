@@ -31,32 +31,38 @@ class TurnBasedAgents(AgentsEnv):
         return self._next_turn()
 
     def step(self, actions: dict[str, Any]) -> Step:
-        env = self._past.reach_with(self.env, actions)
-        agent = env.agent_selection
-        env.step(self._chosen(actions, [agent])[agent])
+        inner = self._past.reach(self.env)
+        if inner.agents:  # else all have ended with the reset
+            env = self._past.reach_with(self.env, actions)
+            agent = env.agent_selection
+            env.step(self._chosen(actions, [agent])[agent])
         row, infos = self._next_turn()
-        return self._end_of_step(row, not env.agents, infos)
+        return self._end_of_step(row, not inner.agents, infos)
 
     def _next_turn(self) -> tuple[Row, dict[str, Any]]:
         """Takes leave of the agents that have ended, until it is a live agent's turn or nobody is left."""
         self._start_row()
         env, infos = self._past.reach(self.env), {}
         acting: Agent | None = None
+        last_rewards: dict[Agent, Any] = {}  # of those that have ended, and may be back in the same turn
         for _ in range(len(self._slots) + 1):
             if not env.agents:
                 break
             agent = env.agent_selection
             obs, reward, terminated, truncated, infos[agent] = env.last()
             ended = terminated or truncated
+            if agent in last_rewards:
+                reward = last_rewards[agent] + reward
             self._put(agent, copied(obs), reward, terminated, truncated, not ended)
             if not ended:
                 acting = agent
                 break
+            last_rewards[agent] = reward
             env.step(None)
         else:
             raise SpecMismatch(f"agent {env.agent_selection!r} has ended, but is selected again after step(None)")
         for agent in env.agents:
             if agent != acting:
-                self._put(agent, copied(env.observe(agent)), 0.0, False, False, False)
+                self._put(agent, copied(env.observe(agent)), last_rewards.get(agent, 0.0), False, False, False)
         info = self._infos(infos)
         return self._row(), info
