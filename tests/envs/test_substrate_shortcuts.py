@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import dm_env
 import numpy as np
 import pytest
 from bare_loops import calling_files
@@ -11,6 +12,9 @@ from bare_loops import calling_files
 import muster
 from muster.envs import resolve_foreign_id
 from muster.errors import EnvError
+
+pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
 
@@ -20,10 +24,7 @@ def lab2d_of(env: Any) -> Any:
     return env.env._env._env._env._env._env._env
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_substrates_are_stepped_past_their_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
-    dm_env = pytest.importorskip("dm_env")
     callers: list[set[str]] = []
     observed: list[set[str]] = []
     transition = dm_env.transition
@@ -50,9 +51,7 @@ def test_substrates_are_stepped_past_their_wrappers(monkeypatch: pytest.MonkeyPa
         assert {"GLOBAL.TEXT", "1.LAYER", "2.LAYER"} <= observed[-1] - observed[0]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_rows_of_a_substrate_are_what_lab2d_makes_when_asked_for_everything() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
     with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
         envs.reset(seed=0)
         for _ in range(10):
@@ -66,9 +65,7 @@ def test_rows_of_a_substrate_are_what_lab2d_makes_when_asked_for_everything() ->
                     assert np.array_equal(value[0, i], made[0][f"{i + 1}.{name}"])
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_observations_of_lab2d_that_a_call_patches_are_shown() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
 
     def darken(env: Any, env_index: int) -> None:
         lab2d = lab2d_of(env)
@@ -106,9 +103,7 @@ class Recorded:
         return self.engine.observation(name)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_what_a_call_puts_around_the_engine_is_asked_for_everything() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
     recorded: list[Recorded] = []
 
     def record(env: Any, env_index: int) -> None:
@@ -124,10 +119,7 @@ def test_what_a_call_puts_around_the_engine_is_asked_for_everything() -> None:
     assert {"GLOBAL.TEXT", "1.LAYER", "1.RGB"} <= recorded[0].made
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_step_of_lab2d_that_fails_leaves_all_its_observations(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
-    dm_env = pytest.importorskip("dm_env")
 
     def fail(**of_lab2d: Any) -> Any:
         raise ValueError("no more")
@@ -143,9 +135,7 @@ def test_a_step_of_lab2d_that_fails_leaves_all_its_observations(monkeypatch: pyt
         envs.step(envs.action_space.sample())
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_what_a_call_does_to_a_substrate_is_done() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
 
     def stand_still(env: Any, env_index: int) -> None:
         choosing = env.env._env._env
@@ -161,9 +151,7 @@ def test_what_a_call_does_to_a_substrate_is_done() -> None:
         assert not seen[0]._act_discrete.any()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_who_listens_to_a_substrate_hears_of_every_step() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
     heard: list[Any] = []
 
     def build() -> Any:

@@ -15,6 +15,8 @@ import textwrap
 from types import CodeType, FunctionType
 from typing import Any
 
+from muster.introspection import class_name
+
 _GYMNASIUM = "gymnasium.wrappers.common."
 _PETTINGZOO = "pettingzoo.utils."
 _MELTING_POT = "meltingpot.utils.substrates."
@@ -64,7 +66,7 @@ _KNOWN: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 def is_known(wrapper: Any, name: str) -> bool:
     """Whether `wrapper` is of the class `name`, ``module.Class``, itself, and works as one of its known releases."""
     cls = type(wrapper)
-    if f"{cls.__module__}.{cls.__qualname__}" != name:
+    if class_name(cls) != name:
         return False
     methods, digests = _KNOWN[name]
     codes = _codes(cls, methods)
