@@ -16,11 +16,13 @@ class Unchanged {
   Unchanged(Unchanged&&) = default;
   Unchanged& operator=(Unchanged&&) = default;
 
-  // looked_at: a tuple of (instance, name of an attribute, its value).
+  // looked_at: a tuple of (instance, name of an attribute, its value); without a name and a value, both None, it is the
+  // instance alone that is looked at.
   explicit Unchanged(PyObject* looked_at) {
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(looked_at); ++k) {
       PyObject* one = PyTuple_GET_ITEM(looked_at, k);
-      if (!PyTuple_Check(one) || PyTuple_GET_SIZE(one) != 3 || !PyUnicode_Check(PyTuple_GET_ITEM(one, 1))) {
+      if (!PyTuple_Check(one) || PyTuple_GET_SIZE(one) != 3 ||
+          !(PyUnicode_Check(PyTuple_GET_ITEM(one, 1)) || PyTuple_GET_ITEM(one, 1) == Py_None)) {
         PyErr_Format(PyExc_TypeError, "expected (instance, name, value), got %R", one);
         throw PythonError{};
       }
@@ -45,6 +47,7 @@ class Unchanged {
         attributes = checked(PyObject_GenericGetDict(object, nullptr));
         if (PyDict_GET_SIZE(attributes.get()) != look.num_attributes) return false;
       }
+      if (look.name.get() == Py_None) continue;
       if (PyDict_GetItemWithError(attributes.get(), look.name.get()) != look.value.get()) {
         if (PyErr_Occurred()) throw PythonError{};
         return false;

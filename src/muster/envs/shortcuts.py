@@ -8,14 +8,15 @@ as ever, and so does a step whose actions they would not let pass. See docs/adr/
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from gymnasium import spaces
 
 from muster._core import Unchanged
-from muster.envs.known_wrappers import is_known
+from muster.envs.known_classes import OBSERVERS, is_known
 from muster.introspection import type_name
 from muster.spec import Array, Space
 
@@ -48,8 +49,9 @@ _COLLECTIVE_REWARD = "COLLECTIVE_REWARD"
 # How often an env's wrappers are looked at that change all the time, before they are stepped as they are.
 _MOST_LOOKS = 100
 
-# Instances, names of their attributes, and the values that these have to keep: what `Unchanged` watches over.
-LookedAt = tuple[tuple[Any, str, Any], ...]
+# Instances, names of their attributes, and the values that these have to keep, or None and None: what `Unchanged`
+# watches over.
+LookedAt = tuple[tuple[Any, str | None, Any], ...]
 Way = TypeVar("Way")
 
 
@@ -117,12 +119,14 @@ class _Past(ABC, Generic[Way]):
 class _PastChecks(NamedTuple):
     inner: Any  # the turn-based env
     enforcing: Sequence[Any]  # the wrappers that are to know that there was a step
+    unseen_last: Callable[[], Any] | None  # its `last` without an observation, if that makes no difference to it
 
 
 class PastChecks(_Past[_PastChecks]):
     """To the turn-based env inside PettingZoo's wrappers that enforce order and bounds, if it is in any.
 
-    Every read of an env's attribute goes through each of them, in Python, dozens of times a step.
+    Every read of an env's attribute goes through each of them, in Python, dozens of times a step. And the converter
+    that makes a parallel env of it has each agent observe once more in every step, and drops what it is shown.
 
     action_spaces: by group.
     """
@@ -158,10 +162,14 @@ class PastChecks(_Past[_PastChecks]):
         wrapped, inner = env.aec_env, way.inner
         try:
             env.aec_env = inner
+            if way.unseen_last is not None:
+                inner.last = way.unseen_last
             return env.step(chosen)
         finally:
             if env.aec_env is inner:
                 env.aec_env = wrapped
+            if way.unseen_last is not None and vars(inner).get("last") is way.unseen_last:
+                del inner.last
 
     def _let_pass(self, way: _PastChecks, actions: Mapping[str, Any]) -> bool:
         """Whether the wrappers would leave these actions alone; if so, they have seen a step."""
@@ -174,8 +182,9 @@ class PastChecks(_Past[_PastChecks]):
         return True
 
     def _look(self, env: Any) -> tuple[LookedAt, _PastChecks | None]:
-        looked_at: list[tuple[Any, str, Any]] = []
-        if is_known(env, _AEC_TO_PARALLEL):
+        looked_at: list[tuple[Any, str | None, Any]] = []
+        converted = is_known(env, _AEC_TO_PARALLEL)
+        if converted:
             looked_at.append((env, "aec_env", env.aec_env))
             env = env.aec_env
         wrapped, enforcing = env, []
@@ -188,7 +197,23 @@ class PastChecks(_Past[_PastChecks]):
         same_last = getattr(type(env), "last", None) is getattr(type(wrapped), "last", None)
         if env is wrapped or not self._knows_bounds or not same_last or "last" in vars(env):
             return (), None
-        return tuple(looked_at), _PastChecks(env, enforcing)
+        observing = _observing(env) if converted else ()
+        unseen_last = partial(type(env).last, env, observe=False) if observing else None
+        return (*looked_at, *observing), _PastChecks(env, enforcing, unseen_last)
+
+
+def _observing(env: Any) -> LookedAt:
+    """What has to stay as it is for an `observe` of this turn-based env to change nothing; empty if it may do so."""
+    name = type_name(env)
+    if name not in OBSERVERS or not is_known(env, name):
+        return ()
+    observer = OBSERVERS[name]
+    if observer is None:
+        return ((env, None, None),)
+    attribute, its_class = observer
+    if not is_known(getattr(env, attribute), its_class):
+        return ()
+    return (env, attribute, getattr(env, attribute)), (getattr(env, attribute), None, None)
 
 
 class _PastSubstrate(NamedTuple):

@@ -1,7 +1,7 @@
-"""Wrappers of the field whose methods are known to the letter.
+"""Classes of the field whose methods are known to the letter.
 
-Whoever goes past a wrapper has to know what it does, not what it is called: a class that was patched, or comes from a
-release that does otherwise, is not known.
+Whoever goes past a wrapper, or leaves out what an env would do, has to know what it does, not what it is called: a
+class that was patched, or comes from a release that does otherwise, is not known.
 """
 
 from __future__ import annotations
@@ -21,9 +21,46 @@ _GYMNASIUM = "gymnasium.wrappers.common."
 _PETTINGZOO = "pettingzoo.utils."
 _MELTING_POT = "meltingpot.utils.substrates."
 _OF_AEC = ("__getattr__", "last", "observe", "step")
+_TO_OBSERVE = ("last", "observe")
 _OF_PLAYERS = ("_get_timestep", "_get_rewards", "_get_observations", "_get_action", "_player_observations")
+# All that an observation of mpe2 may call, in a scenario or its module.
+_OF_SCENARIO = (
+    "observation",
+    "is_collision",
+    "good_agents",
+    "treasures",
+    "_get_agent_encoding",
+    "padded_relative_positions",
+    "padded_velocities",
+    "padded_comms",
+)
+_SCENARIOS = {
+    "collect_treasure": {"2ada45292bfe27ee", "1477333fc3dd5463"},
+    "simple": {"b524e1ad4856a28b", "c21987c495f18ce8"},
+    "simple_adversary": {"8b26c32aaae2444e", "2fae766a9bf39ae7"},
+    "simple_crypto": {"ede26792749224ee", "6a0d75a133bc9f68"},
+    "simple_formation": {"d2f131771e89b37c", "a5f4cda472975d11"},
+    "simple_line": {"d2f131771e89b37c", "a5f4cda472975d11"},
+    "simple_push": {"2aa99e53b4f66a66", "c1280fcaae98d86f"},
+    "simple_reference": {"3e060071905149ad", "47499554b52a76c2"},
+    "simple_speaker_listener": {"09113a8196eb843f", "a0e65d2a901f9288"},
+    "simple_spread": {"c645ff61c0c2be90", "cd5adcb848416add"},
+    "simple_tag": {"0d9b3024e00cf9b2", "280068dbb492cd87"},
+    "simple_world_comm": {"ca0bb2eb3a4ffe36", "e2a789ff1d24d0db"},
+}
+_PISTONBALL = "pettingzoo.butterfly.pistonball.pistonball."
+_COOPERATIVE_PONG = "pettingzoo.butterfly.cooperative_pong.cooperative_pong."
+
+# PettingZoo's turn-based envs whose `observe` changes nothing, and those that they have make their observations: the
+# attribute, and its class.
+OBSERVERS: dict[str, tuple[str, str] | None] = {
+    **{f"mpe2.{name}.{name}.raw_env": ("scenario", f"mpe2.{name}.{name}.Scenario") for name in _SCENARIOS},
+    f"{_PISTONBALL}raw_env": None,
+    f"{_COOPERATIVE_PONG}raw_env": ("env", f"{_COOPERATIVE_PONG}CooperativePong"),
+}
+
 # What counts in each class, and digests of what its releases say there: Gymnasium 1.3 and 1.4, PettingZoo 1.25 to 1.27,
-# Melting Pot 2.4.
+# mpe2 1.0 and 1.1, Melting Pot 2.4.
 _KNOWN: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     f"{_GYMNASIUM}TimeLimit": (("step",), frozenset({"fdeffe6697da0f64"})),
     f"{_GYMNASIUM}OrderEnforcing": (("step",), frozenset({"56669f78131a5958"})),
@@ -44,6 +81,11 @@ _KNOWN: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
         _OF_AEC,
         frozenset({"c3c3092e65401038", "4f0a10181e888efd"}),
     ),
+    **{f"mpe2.{name}.{name}.raw_env": (_TO_OBSERVE, frozenset({"855092af1750bc46"})) for name in _SCENARIOS},
+    **{f"mpe2.{name}.{name}.Scenario": (_OF_SCENARIO, frozenset(digests)) for name, digests in _SCENARIOS.items()},
+    f"{_PISTONBALL}raw_env": (_TO_OBSERVE, frozenset({"0b3ebe740e580143"})),
+    f"{_COOPERATIVE_PONG}raw_env": (_TO_OBSERVE, frozenset({"715b6367c7320315"})),
+    f"{_COOPERATIVE_PONG}CooperativePong": (("observe",), frozenset({"2228117440f23359", "c053f25ca72f2a4f"})),
     f"{_MELTING_POT}substrate.Substrate": (("events", "step"), frozenset({"8b07115756c2bafc"})),
     f"{_MELTING_POT}wrappers.collective_reward_wrapper.CollectiveRewardWrapper": (
         ("events", "step", "_get_timestep"),
@@ -63,14 +105,14 @@ _KNOWN: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 }
 
 
-def is_known(wrapper: Any, name: str) -> bool:
-    """Whether `wrapper` is of the class `name`, ``module.Class``, itself, and works as one of its known releases."""
-    cls = type(wrapper)
+def is_known(instance: Any, name: str) -> bool:
+    """Whether `instance` is of the class `name`, ``module.Class``, itself, and works as one of its known releases."""
+    cls = type(instance)
     if class_name(cls) != name:
         return False
     methods, digests = _KNOWN[name]
     codes = _codes(cls, methods)
-    return bool(codes) and vars(wrapper).keys().isdisjoint(methods) and _digest(codes) in digests
+    return bool(codes) and vars(instance).keys().isdisjoint(methods) and _digest(codes) in digests
 
 
 def _codes(cls: type, names: tuple[str, ...]) -> tuple[CodeType, ...]:
