@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 import warnings
 from contextlib import closing
 
@@ -153,6 +154,21 @@ def test_spec_of_gymnasiums_vector_env_gives_its_envs():
 def test_unknown_ids_are_told_at_once(env, error, message):
     with pytest.raises(error, match=message):
         make_recipes(env, 2)
+
+
+def test_ids_of_other_libraries_are_suggested_in_full():
+    from muster.envs import resolve_foreign_id
+
+    for env_id, whole in (
+        ("sisl/multiwalker_v9", "pettingzoo/sisl/multiwalker_v9"),
+        ("mpe2/simple_spread_v3", "pettingzoo/mpe2/simple_spread_v3"),
+        ("clean_up", "meltingpot/clean_up"),
+        ("CartPol-v1", None),
+    ):
+        with pytest.raises(gym.error.UnregisteredEnv) as caught:
+            make_recipes(env_id, resolve_foreign_id=resolve_foreign_id)
+        notes = getattr(caught.value, "__notes__", [])
+        assert notes == ([f"Envs of other libraries have longer ids. Did you mean {whole!r}?"] if whole else [])
 
 
 def test_unversioned_id_means_the_latest():
@@ -331,6 +347,13 @@ def test_numpy_integers_count():
 def test_what_is_no_recipe_is_told(env):
     with pytest.raises(RecipeError, match=r"must be an env id, a gymnasium EnvSpec or a callable"):
         make_recipes(env, 2)
+
+
+def test_a_module_that_makes_envs_is_told_what_to_hand_over():
+    module = types.ModuleType("pettingzoo.sisl.walker_v1")
+    module.parallel_env = module.env = make_cartpole
+    with pytest.raises(RecipeError, match=r"got module.* walker_v1\.parallel_env or walker_v1\.env$"):
+        make_recipes(module)
 
 
 def test_env_kwargs_are_handed_over_as_they_are():

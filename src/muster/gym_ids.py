@@ -80,7 +80,15 @@ def factory_of_id(env_id: str, resolve_foreign_id: ForeignResolver | None = None
         return MakeGym(env_id)
     if env_id.startswith("ALE/") and env_id not in gym.registry:
         _register_atari(env_id)
-    return factory_of_spec(_find_spec(env_id))
+    try:
+        return factory_of_spec(_find_spec(env_id))
+    except gym.error.UnregisteredEnv as error:
+        if resolve_foreign_id is not None:
+            for whole in [prefix + env_id for prefix in FOREIGN_PREFIXES]:
+                with contextlib.suppress(Exception):
+                    resolve_foreign_id(whole)
+                    error.add_note(f"Envs of other libraries have longer ids. Did you mean {whole!r}?")
+        raise
 
 
 def factory_of_spec(spec: EnvSpec) -> MakeGym:

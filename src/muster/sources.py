@@ -62,7 +62,7 @@ def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | Non
     if not callable(form):
         raise RecipeError(
             f"{label or 'env'} must be an env id, a gymnasium EnvSpec or a callable that builds an env, or a list of "
-            f"these; got {type(form).__name__}: {reprlib.repr(form)}"
+            f"these; got {type(form).__name__}: {reprlib.repr(form)}{_makers_in(form)}"
         )
     existing = find_existing_env(form, label or "factory")
     if existing is not None:
@@ -73,6 +73,15 @@ def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | Non
             f"{factory_example(constructor_of(env))}{_why_it_stays(env, path)}"
         )
     return Source(form, callable_name(form), label or "factory")
+
+
+def _makers_in(form: Any) -> str:
+    """What to hand over in place of a module of PettingZoo's kind."""
+    if not inspect.ismodule(form):
+        return ""
+    names = [name for name in ("parallel_env", "env") if callable(getattr(form, name, None))]
+    module = form.__name__.rpartition(".")[2]
+    return f". Hand over what it builds envs with: {' or '.join(f'{module}.{name}' for name in names)}" if names else ""
 
 
 def _spec_of_instance(env: Any, label: str) -> EnvSpec:

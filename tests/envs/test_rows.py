@@ -15,7 +15,7 @@ from dm_env import specs
 from gymnasium import spaces
 
 import muster
-from muster.errors import EnvError
+from muster.errors import EnvError, SpecMismatch
 
 ACTIONS = {"player": np.ones((1, 2), np.int32)}
 
@@ -180,6 +180,29 @@ def test_an_env_of_turns_that_ends_with_its_reset_is_over_after_a_step() -> None
         assert not infos["acting"]["p"].any()
         over = [envs.step({"p": np.zeros((1, 3, 1), np.float32)})[2].item() for _ in range(3)]
         assert over == [True, False, True]
+
+
+class FromBefore(Turns):
+    def last(self, observe: bool = True) -> Any:
+        obs, reward, terminated, truncated, info = super().last(observe)
+        return obs, reward, terminated or truncated, info
+
+
+def test_a_last_of_four_values_is_told() -> None:
+    told = r"last\(\) must return \(observation, reward, .*got 4 values"
+    with muster.make_vec(FromBefore, 1, backend="serial") as envs, pytest.raises(SpecMismatch, match=told):
+        envs.reset(seed=0)
+
+
+class Twins(Turns):
+    def __init__(self) -> None:
+        super().__init__()
+        self.possible_agents = [*self.possible_agents, self.possible_agents[0]]
+
+
+def test_agents_of_one_name_are_refused() -> None:
+    with pytest.raises(SpecMismatch, match="more than once in possible_agents"):
+        muster.make_vec(Twins, 1, backend="serial")
 
 
 class Alike(Turns):

@@ -62,7 +62,7 @@ def _name_of(agent: Agent, override: Mapping[Agent, str], agents: Sequence[Agent
         reason = "is not in it" if agent not in override else f"is mapped to {name!r}"
         raise ValueError(
             f"groups must map every agent to the name of its group (not {RESERVED[0]!r}): agent {agent!r} {reason}. "
-            f"The env's agents are {list(agents)}"
+            f"The env's agents are {list(agents)}; write groups={{{agent!r}: 'a_name', ...}}"
         )
     return name
 

@@ -59,13 +59,15 @@ def is_turn_based(env: Any) -> bool:
 
 
 def specs_of(env: Any, state: bool | None) -> AgentSpecs:
-    """state: False leaves out the env's state. Raises SpecMismatch for an env that does not name its agents."""
+    """state: False leaves out the env's state. Raises SpecMismatch for an env that does not name each agent once."""
     agents = list(getattr(env, "possible_agents", ()))
     if not agents:
         raise SpecMismatch(
             f"{type(env).__name__} has no possible_agents: every agent has a fixed slot, so the env must name all that "
             "may appear"
         )
+    if twice := sorted({repr(agent) for agent in agents if agents.count(agent) > 1}):
+        raise SpecMismatch(f"{type(env).__name__} names {', '.join(twice)} more than once in possible_agents: {agents}")
     return AgentSpecs(
         agents,
         {agent: env.observation_space(agent) for agent in agents},

@@ -12,6 +12,8 @@ from muster.envs.pettingzoo import specs_of
 from muster.envs.shortcuts import PastChecks
 from muster.errors import SpecMismatch
 
+_NUM_TOLD = 5  # by `last`
+
 
 class TurnBasedAgents(AgentsEnv):
     """A PettingZoo AEC env: a step is one agent's turn, and `acting` names the one agent whose turn comes next.
@@ -49,7 +51,13 @@ class TurnBasedAgents(AgentsEnv):
             if not env.agents:
                 break
             agent = env.agent_selection
-            obs, reward, terminated, truncated, infos[agent] = env.last()
+            told = env.last()
+            if len(told) != _NUM_TOLD:
+                raise SpecMismatch(
+                    "last() must return (observation, reward, terminated, truncated, info), as PettingZoo's turn-based "
+                    f"API has it; got {len(told)} values"
+                )
+            obs, reward, terminated, truncated, infos[agent] = told
             ended = terminated or truncated
             if agent in last_rewards:
                 reward = last_rewards[agent] + reward
