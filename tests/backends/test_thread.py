@@ -289,6 +289,31 @@ def test_the_interpreter_ends_although_a_step_does_not(step):
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
+@pytest.mark.parametrize("step", ["None", "time.sleep(60)", "exec('while True: pass')"])
+def test_python_can_be_traced_once_the_threads_have_ended_or_were_left(step):
+    script = f"""
+        import faulthandler, sys, time
+        import numpy as np
+        import muster
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from test_thread import Meeting
+        envs = muster.make_vec(Meeting, 2, backend="thread", num_workers=2, env_kwargs={{"step": lambda: {step}}})
+        envs.reset()
+        envs.send(np.zeros(2, int))
+        time.sleep(0.2)
+        envs.close()
+        time.sleep(0.2)
+        faulthandler.dump_traceback_later(20, exit=True)
+        called = []
+        sys.settrace(lambda frame, event, arg: called.append(frame.f_code.co_name))
+        (lambda: None)()
+        sys.settrace(None)
+        print(called)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (0, "['<lambda>']\n"), done.stderr
+
+
 def test_a_call_can_be_waited_for_again():
     event = threading.Event()
     with muster.make_vec(Meeting, 2, backend="thread", num_workers=2) as envs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import logging
@@ -69,20 +70,21 @@ class ThreadWorker:
     def interrupt(self) -> None:
         """Raises SystemExit in the thread; that reaches Python code, not a native call."""
         with self._interrupting:
-            _raise_in_thread(self.thread.ident, SystemExit)
+            _raise_exit_in(self.thread.ident)
 
     def interrupt_unless_closing(self) -> None:
         """As `interrupt`, but spares ``env.close()``."""
         with self._interrupting:
             if not self.closes:
-                _raise_in_thread(self.thread.ident, SystemExit)
+                _raise_exit_in(self.thread.ident)
 
     def _shield(self) -> None:
         """From here on `interrupt_unless_closing` does nothing, nor does what it did a moment ago."""
         while not self.closes:
-            with contextlib.suppress(SystemExit), self._interrupting:
-                self.closes = True
-                _raise_in_thread(threading.get_ident(), None)
+            with contextlib.suppress(SystemExit):
+                with self._interrupting:
+                    self.closes = True
+                _let_exit_come_up()
 
     def _main(self) -> None:
         try:
@@ -161,15 +163,39 @@ def _interrupt(
 ) -> None:
     """Interrupts those of the threads that hang, until none does, or for `_INTERRUPT_S`."""
     deadline = time.monotonic() + _INTERRUPT_S
+    interrupted = False
     # Again and again: a thread's next env may be no better. A thread that still runs Python code when the interpreter
     # ends would crash the process.
-    while (hanging := [worker for worker in workers if hangs(worker)]) and time.monotonic() < deadline:
-        for worker in hanging:
-            interrupt(worker)
-        hanging[0].thread.join(0.02)
+    try:
+        while (hanging := [worker for worker in workers if hangs(worker)]) and time.monotonic() < deadline:
+            interrupted = True
+            for worker in hanging:
+                interrupt(worker)
+            hanging[0].thread.join(0.02)
+    finally:
+        if interrupted:
+            _forget_exits()
 
 
-def _raise_in_thread(ident: int | None, error: type[BaseException] | None) -> None:
-    """None: takes back what has been raised and has not come up yet."""
-    raised = None if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), raised)
+def _raise_exit_in(ident: int | None) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(SystemExit))
+
+
+def _let_exit_come_up() -> None:
+    """What has been raised in this thread comes up behind a call at the latest."""
+    time.sleep(0)
+
+
+def _forget_exits() -> None:
+    """Has Python forget that exceptions were raised in threads which ended, or hang, without having noticed.
+
+    It notes that once for all threads, until one does notice. Until then Python 3.11 hangs in the next function that is
+    profiled or traced, as by a debugger, and all releases look for the exception at every turn.
+    """
+
+    def notice() -> None:
+        with contextlib.suppress(SystemExit):
+            _raise_exit_in(threading.get_ident())
+            _let_exit_come_up()
+
+    _thread.start_new_thread(notice, ())
