@@ -162,6 +162,7 @@ def test_ids_of_other_libraries_are_suggested_in_full():
     for env_id, whole in (
         ("sisl/multiwalker_v9", "pettingzoo/sisl/multiwalker_v9"),
         ("mpe2/simple_spread_v3", "pettingzoo/mpe2/simple_spread_v3"),
+        ("multiwalker_v9", "pettingzoo/sisl/multiwalker_v9"),
         ("clean_up", "meltingpot/clean_up"),
         ("CartPol-v1", None),
     ):

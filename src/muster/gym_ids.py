@@ -22,6 +22,9 @@ from muster.pickling import is_plain
 FOREIGN_PREFIXES = ("pettingzoo/", "meltingpot/")
 """First parts of the ids that are resolved by the layer above instead of by Gymnasium."""
 
+# What stands before the names that other libraries' users write.
+_LIKELY_PREFIXES = (*FOREIGN_PREFIXES, *(f"pettingzoo/{family}/" for family in ("sisl", "butterfly", "classic", "mpe")))
+
 ForeignResolver = Callable[[str], Callable[..., Any]]
 """Gives the factory of an id that starts with one of FOREIGN_PREFIXES; raises RecipeError for an unknown one."""
 
@@ -84,11 +87,16 @@ def factory_of_id(env_id: str, resolve_foreign_id: ForeignResolver | None = None
         return factory_of_spec(_find_spec(env_id))
     except gym.error.UnregisteredEnv as error:
         if resolve_foreign_id is not None:
-            for whole in [prefix + env_id for prefix in FOREIGN_PREFIXES]:
-                with contextlib.suppress(Exception):
-                    resolve_foreign_id(whole)
-                    error.add_note(f"Envs of other libraries have longer ids. Did you mean {whole!r}?")
+            _suggest(error, env_id, resolve_foreign_id)
         raise
+
+
+def _suggest(error: Exception, env_id: str, resolve_foreign_id: ForeignResolver) -> None:
+    """Adds to the error which env of another library may be meant."""
+    for prefix in _LIKELY_PREFIXES:
+        with contextlib.suppress(RecipeError, ModuleNotFoundError):
+            resolve_foreign_id(prefix + env_id)
+            error.add_note(f"Envs of other libraries have longer ids. Did you mean {prefix + env_id!r}?")
 
 
 def factory_of_spec(spec: EnvSpec) -> MakeGym:

@@ -69,7 +69,9 @@ def without_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pettingzoo.classic.tictactoe_v3", "env"),
         ("pettingzoo.classic.leduc_holdem_v4", "env"),
         ("pettingzoo.classic.rps_v2", "env"),
+        ("pettingzoo.butterfly.cooperative_pong_v6", "parallel_env"),
         ("mpe2.simple_speaker_listener_v4", "parallel_env"),
+        ("mpe2.simple_world_comm_v3", "parallel_env"),
         ("mpe2.simple_world_comm_v3", "env"),
     ],
 )

@@ -23,7 +23,7 @@ _MELTING_POT = "meltingpot.utils.substrates."
 _OF_AEC = ("__getattr__", "last", "observe", "step")
 _TO_OBSERVE = ("last", "observe")
 _OF_PLAYERS = ("_get_timestep", "_get_rewards", "_get_observations", "_get_action", "_player_observations")
-# All that an observation of mpe2 may call, in a scenario or its module.
+# What an observation of mpe2 calls in its scenario, and of what that imports.
 _OF_SCENARIO = (
     "observation",
     "is_collision",
@@ -34,7 +34,7 @@ _OF_SCENARIO = (
     "padded_velocities",
     "padded_comms",
 )
-_SCENARIOS = {
+_DIGESTS_OF_SCENARIOS = {
     "collect_treasure": {"2ada45292bfe27ee", "1477333fc3dd5463"},
     "simple": {"b524e1ad4856a28b", "c21987c495f18ce8"},
     "simple_adversary": {"8b26c32aaae2444e", "2fae766a9bf39ae7"},
@@ -48,13 +48,14 @@ _SCENARIOS = {
     "simple_tag": {"0d9b3024e00cf9b2", "280068dbb492cd87"},
     "simple_world_comm": {"ca0bb2eb3a4ffe36", "e2a789ff1d24d0db"},
 }
+_MPE = {f"mpe2.{name}.{name}.": digests for name, digests in _DIGESTS_OF_SCENARIOS.items()}
 _PISTONBALL = "pettingzoo.butterfly.pistonball.pistonball."
 _COOPERATIVE_PONG = "pettingzoo.butterfly.cooperative_pong.cooperative_pong."
 
 # PettingZoo's turn-based envs whose `observe` changes nothing, and those that they have make their observations: the
 # attribute, and its class.
 OBSERVERS: dict[str, tuple[str, str] | None] = {
-    **{f"mpe2.{name}.{name}.raw_env": ("scenario", f"mpe2.{name}.{name}.Scenario") for name in _SCENARIOS},
+    **{f"{module}raw_env": ("scenario", f"{module}Scenario") for module in _MPE},
     f"{_PISTONBALL}raw_env": None,
     f"{_COOPERATIVE_PONG}raw_env": ("env", f"{_COOPERATIVE_PONG}CooperativePong"),
 }
@@ -81,8 +82,8 @@ _KNOWN: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
         _OF_AEC,
         frozenset({"c3c3092e65401038", "4f0a10181e888efd"}),
     ),
-    **{f"mpe2.{name}.{name}.raw_env": (_TO_OBSERVE, frozenset({"855092af1750bc46"})) for name in _SCENARIOS},
-    **{f"mpe2.{name}.{name}.Scenario": (_OF_SCENARIO, frozenset(digests)) for name, digests in _SCENARIOS.items()},
+    **{f"{module}raw_env": (_TO_OBSERVE, frozenset({"855092af1750bc46"})) for module in _MPE},
+    **{f"{module}Scenario": (_OF_SCENARIO, frozenset(digests)) for module, digests in _MPE.items()},
     f"{_PISTONBALL}raw_env": (_TO_OBSERVE, frozenset({"0b3ebe740e580143"})),
     f"{_COOPERATIVE_PONG}raw_env": (_TO_OBSERVE, frozenset({"715b6367c7320315"})),
     f"{_COOPERATIVE_PONG}CooperativePong": (("observe",), frozenset({"2228117440f23359", "c053f25ca72f2a4f"})),

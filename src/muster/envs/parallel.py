@@ -32,6 +32,7 @@ class ParallelAgents(AgentsEnv):
         # A copy: some envs hand out the very list that they change.
         agents = self._agents = list(self.env.agents)
         self._start_episode()
+        self._past.begin_episode()
         self._start_row()
         self._put_all(agents, agents, observations, {}, {}, {})
         info = self._infos(infos)

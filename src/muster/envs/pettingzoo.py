@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib
 import importlib.util
 from dataclasses import dataclass
@@ -66,8 +67,9 @@ def specs_of(env: Any, state: bool | None) -> AgentSpecs:
             f"{type(env).__name__} has no possible_agents: every agent has a fixed slot, so the env must name all that "
             "may appear"
         )
-    if twice := sorted({repr(agent) for agent in agents if agents.count(agent) > 1}):
-        raise SpecMismatch(f"{type(env).__name__} names {', '.join(twice)} more than once in possible_agents: {agents}")
+    if len(set(agents)) != len(agents):
+        twice, _ = collections.Counter(agents).most_common(1)[0]
+        raise SpecMismatch(f"{type(env).__name__} names {twice!r} more than once in its possible_agents {agents}")
     return AgentSpecs(
         agents,
         {agent: env.observation_space(agent) for agent in agents},

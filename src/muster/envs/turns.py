@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ class TurnBasedAgents(AgentsEnv):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)
         self._start_episode()
+        self._past.begin_episode()
         return self._next_turn()
 
     def step(self, actions: dict[str, Any]) -> Step:
@@ -52,10 +54,10 @@ class TurnBasedAgents(AgentsEnv):
                 break
             agent = env.agent_selection
             told = env.last()
-            if len(told) != _NUM_TOLD:
+            if not isinstance(told, (tuple, list)) or len(told) != _NUM_TOLD:
                 raise SpecMismatch(
                     "last() must return (observation, reward, terminated, truncated, info), as PettingZoo's turn-based "
-                    f"API has it; got {len(told)} values"
+                    f"API has it; got {reprlib.repr(told)}"
                 )
             obs, reward, terminated, truncated, infos[agent] = told
             ended = terminated or truncated
