@@ -189,8 +189,8 @@ def _let_exit_come_up() -> None:
 def _forget_exits() -> None:
     """Has Python forget that exceptions were raised in threads which ended, or hang, without having noticed.
 
-    It notes that once for all threads, until one does notice. Until then Python 3.11 hangs in the next function that is
-    profiled or traced, as by a debugger, and all releases look for the exception at every turn.
+    Before 3.13 it notes that once for all threads, until one does notice. Until then Python 3.11 hangs in the next
+    function that is profiled or traced, as by a debugger.
     """
 
     def notice() -> None:
