@@ -271,10 +271,10 @@ def test_close_is_bounded_when_a_native_call_does_not_return(caplog):
             thread.join(10)
 
 
-@pytest.mark.parametrize("step", ["time.sleep(60)", "exec('while True: pass')"])
-def test_the_interpreter_ends_although_a_step_does_not(step):
-    script = f"""
-        import sys, time
+def output_after_a_send(step: str, then: str) -> str:
+    """What a program prints that goes on with `then` while its `envs` are in a step. step: the code of that."""
+    begin = f"""
+        import faulthandler, sys, time
         import numpy as np
         import muster
         sys.path.insert(0, {os.path.dirname(__file__)!r})
@@ -283,24 +283,21 @@ def test_the_interpreter_ends_although_a_step_does_not(step):
         envs.reset()
         envs.send(np.zeros(4, int))
         time.sleep(0.2)
-        print("done")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=90)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    script = textwrap.dedent(begin) + textwrap.dedent(then)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("step", ["time.sleep(60)", "exec('while True: pass')"])
+def test_the_interpreter_ends_although_a_step_does_not(step):
+    assert output_after_a_send(step, "print('done')") == "done\n"
 
 
 @pytest.mark.parametrize("step", ["None", "time.sleep(60)", "exec('while True: pass')"])
 def test_python_can_be_traced_once_the_threads_have_ended_or_were_left(step):
-    script = f"""
-        import faulthandler, sys, time
-        import numpy as np
-        import muster
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
-        from test_thread import Meeting
-        envs = muster.make_vec(Meeting, 2, backend="thread", num_workers=2, env_kwargs={{"step": lambda: {step}}})
-        envs.reset()
-        envs.send(np.zeros(2, int))
-        time.sleep(0.2)
+    trace = """
         envs.close()
         time.sleep(0.2)
         faulthandler.dump_traceback_later(20, exit=True)
@@ -310,8 +307,7 @@ def test_python_can_be_traced_once_the_threads_have_ended_or_were_left(step):
         sys.settrace(None)
         print(called)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=90)
-    assert (done.returncode, done.stdout) == (0, "['<lambda>']\n"), done.stderr
+    assert output_after_a_send(step, trace) == "['<lambda>']\n"
 
 
 def test_a_call_can_be_waited_for_again():
