@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -35,7 +36,7 @@ def steps_in(run: Path) -> list[int]:
 
 
 def seen_by_tensorboard(run: Path, tag: str) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(run))
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})  # all of them
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
@@ -53,6 +54,27 @@ def test_tensorboard_shows_what_the_csv_holds(tmp_path: Path):
     assert [step for step, _ in shown] == [2048, 4096]
     assert [value for _, value in shown] == pytest.approx([float(row["mean_return"]) for row in rows])
     assert [step for step, _ in seen_by_tensorboard(run, "losses/policy_loss")] == [2048, 4096]
+
+
+@pytest.mark.timeout(60)
+def test_a_run_interrupted_while_it_is_written_can_be_written_on_and_closed(tmp_path: Path):
+    losses = [f"losses/{name}" for name in "abcdefghij"]
+    step = 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with RunFolder(tmp_path / "run") as folder:
+            folder.append_metrics({"steps": step}, dict.fromkeys(losses, 0.0))
+            for attempt in range(1000):
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_REAL, 0.0005 + attempt * 1e-6)
+                    while True:
+                        step += 1
+                        folder.append_metrics({"steps": step}, dict.fromkeys(losses, float(step)))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    shown = [at for at, _ in seen_by_tensorboard(tmp_path / "run", "losses/j")]
+    assert shown == sorted(set(shown))
+    assert step - 1000 <= len(shown) <= step + 1  # an interrupt may keep out the row that it meets
 
 
 def test_a_run_goes_on_without_a_gap_or_a_row_twice(tmp_path: Path):

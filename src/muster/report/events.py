@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 class EventWriter:
@@ -15,18 +17,29 @@ class EventWriter:
 
     def __init__(self, path: Path, *, after_step: int | None = None) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise ImportError("Event files need tensorboard. Install it with: pip install 'muster-rl[cli]'") from error
-        purge_step = None if after_step is None else after_step + 1
-        self._writer = SummaryWriter(str(path), purge_step=purge_step)
+        self._event, self._summary = Event, Summary
+        # TensorBoard reads a folder's files in the order of their names. Not by its own EventFileWriter: a Ctrl-C that
+        # meets the queue to its thread has `close` wait for ever. Each record is one write, straight to the file.
+        name = f"events.out.tfevents.{time.time():.6f}"
+        self._records = RecordWriter((path / name).open("xb", buffering=0))
+        self._write(file_version="brain.Event:2")
+        if after_step is not None:
+            self._write(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """scalars: by ``group/name``, the chart's; nan is left out."""
-        for tag, value in scalars.items():
-            if not math.isnan(value):
-                self._writer.add_scalar(tag, value, step)
+        known = {tag: value for tag, value in scalars.items() if not math.isnan(value)}
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
+        self._write(step=step, summary=self._summary(value=values))
 
     def close(self) -> None:
-        """Flushes what is left."""
-        self._writer.close()
+        """What has been added is in the file already."""
+        self._records.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
