@@ -27,7 +27,7 @@ from muster.recipe import Recipe, WorkerInfo, make_recipes
 from muster.vector import AUTORESET_MODES, VectorEnv
 
 BACKENDS = ("serial", "thread", "process")
-_YIELDS = 2000  # about 1 ms: most policies take less between two steps
+_YIELDS = 2000  # about 1 ms, 3 with pauses between them: most policies take less between two steps
 
 
 def make_vec(

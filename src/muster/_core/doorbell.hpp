@@ -7,6 +7,7 @@
 
 #include <linux/futex.h>
 #include <sched.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -82,11 +83,15 @@ class Burst {
       --sleeps_left_;
       return false;
     }
+    const bool has_core = patience_.pauses > 0;
+    const long given_way = has_core ? times_given_way() : 0;
     int64_t before = now_ns();
     for (int i = 0; i < patience_.yields && !done() && before < until_ns; ++i) {
+      for (int k = 0; has_core && k < kPausesPerYield && !done(); ++k) pause_core();
       sched_yield();
       const int64_t now = now_ns();
-      if (now - before > kSliceNs) {
+      // Where nothing else has run here, it was the host of this virtual machine that took the core.
+      if (now - before > kSliceNs && !(has_core && times_given_way() == given_way)) {
         lost_a_slice();
         return done();
       }
@@ -97,8 +102,16 @@ class Burst {
   }
 
  private:
+  // On a core of its own hardly any yield is of use: 1.2 us apart they keep it awake for 3 ms, and give way soon enough.
+  static constexpr int kPausesPerYield = 64;
   static constexpr uint32_t kFewest = 64, kMost = 8192;
   static constexpr uint32_t kChance = 8;  // beside what never yields not that many bursts go by without a loss
+
+  // How often this thread has given its core to another, ready as it was.
+  static long times_given_way() {
+    rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) ? -1 : usage.ru_nivcsw;
+  }
 
   void lost_a_slice() {
     sleeps_ = kept_ < kChance ? std::min(2 * sleeps_, kMost) : kFewest;
