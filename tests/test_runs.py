@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
+from tensorboard.util import tensor_util
 from typer.testing import CliRunner, Result
 
 from muster import cli
@@ -36,9 +38,15 @@ def steps_in(run: Path) -> list[int]:
 
 
 def seen_by_tensorboard(run: Path, tag: str) -> list[tuple[int, float]]:
+    """By its server, which converts scalars to tensors, and by the reader that scripts use."""
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})  # all of them
     events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
+    scalars = [(event.step, event.value) for event in events.Scalars(tag)]
+    served = PluginEventAccumulator(str(run), tensor_size_guidance={"scalars": 0})
+    served.Reload()
+    tensors = [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in served.Tensors(tag)]
+    assert tensors == scalars
+    return scalars
 
 
 def train(run: Path, *arguments: str, env: str = "CartPole-v1") -> Path:
@@ -56,9 +64,9 @@ def test_tensorboard_shows_what_the_csv_holds(tmp_path: Path):
     assert [step for step, _ in seen_by_tensorboard(run, "losses/policy_loss")] == [2048, 4096]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, method="thread")  # SIGALRM, which would be the other method's, interrupts the writing
 def test_a_run_interrupted_while_it_is_written_can_be_written_on_and_closed(tmp_path: Path):
-    losses = [f"losses/{name}" for name in "abcdefghij"]
+    losses = [f"losses/{name}" for name in "abc"]
     step = 0
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -71,10 +79,28 @@ def test_a_run_interrupted_while_it_is_written_can_be_written_on_and_closed(tmp_
                         step += 1
                         folder.append_metrics({"steps": step}, dict.fromkeys(losses, float(step)))
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    shown = [at for at, _ in seen_by_tensorboard(tmp_path / "run", "losses/j")]
+    shown = [at for at, _ in seen_by_tensorboard(tmp_path / "run", "losses/c")]
     assert shown == sorted(set(shown))
     assert step - 1000 <= len(shown) <= step + 1  # an interrupt may keep out the row that it meets
+
+
+def test_tensorboard_forgets_what_a_killed_run_wrote_beyond_its_checkpoint(tmp_path: Path):
+    run = tmp_path / "run"
+    with RunFolder(run) as folder:
+        folder.write_config({})
+        folder.save_checkpoint({})
+        for step in (10, 20, 30, 40):
+            folder.append_metrics({"steps": step}, {"losses/policy_loss": 1.0})
+    for reached, kept in ((20, [1.0, 1.0]), (30, [1.0, 1.0, 20.0])):
+        with RunFolder(run, resume=True) as folder:
+            folder.drop_metrics_after(reached)
+            for step in (reached + 10, reached + 20):
+                folder.append_metrics({"steps": step}, {"losses/policy_loss": float(reached)})
+        shown = seen_by_tensorboard(run, "losses/policy_loss")
+        assert [step for step, _ in shown] == list(range(10, reached + 21, 10))
+        assert [value for _, value in shown] == [*kept, float(reached), float(reached)]
 
 
 def test_a_run_goes_on_without_a_gap_or_a_row_twice(tmp_path: Path):

@@ -12,10 +12,11 @@ from typing import Any
 class EventWriter:
     """Writes scalars into a new event file in the folder ``path``. Raises ImportError without tensorboard.
 
-    after_step: the run goes on from there; TensorBoard then forgets what earlier files say of later steps.
+    after_step: the run goes on from there; TensorBoard then forgets what earlier files say of later steps. -1 where it
+    begins.
     """
 
-    def __init__(self, path: Path, *, after_step: int | None = None) -> None:
+    def __init__(self, path: Path, *, after_step: int = -1) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -23,13 +24,13 @@ class EventWriter:
         except ImportError as error:
             raise ImportError("Event files need tensorboard. Install it with: pip install 'muster-rl[cli]'") from error
         self._event, self._summary = Event, Summary
-        # TensorBoard reads a folder's files in the order of their names. Not by its own EventFileWriter: a Ctrl-C that
-        # meets the queue to its thread has `close` wait for ever. Each record is one write, straight to the file.
+        # TensorBoard reads a folder's files in the order of their names. Written without its EventFileWriter, whose
+        # `close` waits for ever after a Ctrl-C within its queue: each record is in the file before the next is made.
         name = f"events.out.tfevents.{time.time():.6f}"
-        self._records = RecordWriter((path / name).open("xb", buffering=0))
+        self._records = RecordWriter((path / name).open("xb"))
         self._write(file_version="brain.Event:2")
-        if after_step is not None:
-            self._write(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
+        # In the first file, too: TensorBoard takes only what follows another START for a run that goes on.
+        self._write(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """scalars: by ``group/name``, the chart's; nan is left out."""
@@ -43,3 +44,4 @@ class EventWriter:
 
     def _write(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.flush()

@@ -35,7 +35,7 @@ class RunFolder:
         self.config_path, self.metrics_path = path / "config.json", path / "metrics.csv"
         self.checkpoint_path, self.plot_path = path / "checkpoint.pt", path / "learning_curve.png"
         self._columns: list[str] = []
-        self._last_step: int | None = None
+        self._last_step = -1
         self._events: EventWriter | None = None
         if resume:
             require_run(path)
@@ -80,7 +80,7 @@ class RunFolder:
         The first row names the columns; nan becomes an empty field. A row that is there already is left out.
         """
         step = int(row["steps"])
-        if self._last_step is not None and step <= self._last_step:
+        if step <= self._last_step:
             return
         writer = csv.writer(self._metrics_file)
         if not self._columns:
