@@ -27,7 +27,6 @@ from muster.recipe import Recipe, WorkerInfo, make_recipes
 from muster.vector import AUTORESET_MODES, VectorEnv
 
 BACKENDS = ("serial", "thread", "process")
-_YIELDS = 2000  # about 1 ms, 3 with pauses between them: most policies take less between two steps
 
 
 def make_vec(
@@ -134,7 +133,7 @@ def make_vec(
             memory_check=memory_check,
         )
         chosen = ProcessBackend(recipes, options)
-    caller_patience, worker_patience = patience(cores, chosen.num_workers + 1)
+    caller_patience, worker_patience = patience(cores, chosen.num_workers + 1, caller_steps=caller_steps)
     vector_env = functools.partial(
         _vector_env,
         autoreset_mode=mode,
@@ -191,7 +190,7 @@ def serial_vec(
     )
 
 
-def patience(cores: int, processes: int) -> tuple[Patience, Patience]:
+def patience(cores: int, processes: int, *, caller_steps: bool = False) -> tuple[Patience, Patience]:
     """How long the caller and the workers wait awake; measured in docs/adr/0003-doorbell.md.
 
     Processes that share cores yield to each other, which costs half of a sleep and a wake-up; a caller that shares its
@@ -200,8 +199,11 @@ def patience(cores: int, processes: int) -> tuple[Patience, Patience]:
     """
     if cores < len(os.sched_getaffinity(0)):
         return Patience(0, 0, False), Patience(0, 100, False)
-    pauses = 0 if processes > cores else 1000
-    return Patience(pauses, _YIELDS, False), Patience(pauses, _YIELDS, processes <= cores + 1)
+    if processes > cores:
+        pauses, yields = 0, 2000  # about 1 ms: most policies take less between two steps
+    else:  # with pauses between them 3 ms; 10 where it is another's reset that a process with envs to step waits for
+        pauses, yields = 1000, 6000 if caller_steps else 2000
+    return Patience(pauses, yields, False), Patience(pauses, yields, processes <= cores + 1)
 
 
 def _check_numbers(

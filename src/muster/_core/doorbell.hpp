@@ -56,16 +56,16 @@ struct Patience {
   bool spreads;  // workers take care that no two of them share a core
 };
 
-// A yield that gives nothing away takes half a microsecond. One beside a process that steps costs as little and lasts until
-// that one yields, so that they are counted.
+// A yield that gives nothing away takes half a microsecond. One beside a process that steps costs as little and lasts
+// until that one yields, so that they are counted.
 inline constexpr int64_t kAwakeNs = 10'000'000;
 
-// One that lasts longer gave a time slice to something that never yields: another program, a learner's thread, a spinning
-// pool of threads. An env's step may last as long; then it hardly matters how it is waited for.
+// One that lasts longer gave a time slice to something that never yields: another program, a learner's thread, a
+// spinning pool of threads. An env's step may last as long; then it hardly matters how it is waited for.
 inline constexpr int64_t kSliceNs = 1'200'000;
 
-// The burst before a sleep, and whether it is worth it. Where a yield has cost a slice, the next waits sleep at once: few
-// for a slice lost now and then, more each time while every try loses one.
+// The burst before a sleep, and whether it is worth it. Where a yield has cost a slice, waits sleep at once for a while,
+// a short one where slices are lost now and then, a longer one each time while every try loses one.
 class Burst {
  public:
   explicit Burst(const Patience& patience) : patience_(patience) {}
@@ -79,20 +79,17 @@ class Burst {
       pause_core();
     }
     if (done()) return true;
-    if (sleeps_left_) {
-      --sleeps_left_;
-      return false;
-    }
+    int64_t before = now_ns();
+    if (before < rests_until_) return false;
     const bool has_core = patience_.pauses > 0;
     const long given_way = has_core ? times_given_way() : 0;
-    int64_t before = now_ns();
     for (int i = 0; i < patience_.yields && !done() && before < until_ns; ++i) {
       for (int k = 0; has_core && k < kPausesPerYield && !done(); ++k) pause_core();
       sched_yield();
       const int64_t now = now_ns();
-      // Where nothing else has run here, it was the host of this virtual machine that took the core.
-      if (now - before > kSliceNs && !(has_core && times_given_way() == given_way)) {
-        lost_a_slice();
+      // Where nothing else has run here since the burst began, the host of this virtual machine took the core.
+      if (now - before > kSliceNs && !(given_way > 0 && times_given_way() == given_way)) {
+        lost_a_slice(now);
         return done();
       }
       before = now;
@@ -102,26 +99,26 @@ class Burst {
   }
 
  private:
-  // On a core of its own hardly any yield is of use: 1.2 us apart they keep it awake for 3 ms, and give way soon enough.
+  // On a core of its own hardly any yield is of use. 64 pauses take about 1.2 us (x86): often enough to give way.
   static constexpr int kPausesPerYield = 64;
-  static constexpr uint32_t kFewest = 64, kMost = 8192;
+  static constexpr int64_t kShortestRestNs = 5'000'000, kLongestRestNs = 1'280'000'000;
   static constexpr uint32_t kChance = 8;  // beside what never yields not that many bursts go by without a loss
 
-  // How often this thread has given its core to another, ready as it was.
+  // How often this thread has given its core to another, ready as it was. 0 or less where the kernel does not tell.
   static long times_given_way() {
     rusage usage;
     return getrusage(RUSAGE_THREAD, &usage) ? -1 : usage.ru_nivcsw;
   }
 
-  void lost_a_slice() {
-    sleeps_ = kept_ < kChance ? std::min(2 * sleeps_, kMost) : kFewest;
-    sleeps_left_ = sleeps_;
+  void lost_a_slice(int64_t now) {
+    rest_ns_ = kept_ < kChance ? std::min(2 * rest_ns_, kLongestRestNs) : kShortestRestNs;
+    rests_until_ = now + rest_ns_;
     kept_ = 0;
   }
 
   Patience patience_;
-  uint32_t sleeps_ = kFewest / 2;
-  uint32_t sleeps_left_ = 0;
+  int64_t rest_ns_ = kShortestRestNs / 2;
+  int64_t rests_until_ = 0;
   uint32_t kept_ = 0;  // bursts since a slice was lost
 };
 
@@ -143,7 +140,8 @@ struct Bell {
   uint32_t callers_seat() const { return 1 + caller.core.load(std::memory_order_relaxed); }
 
   void wake_caller_if_done() const {
-    if (!caller.armed.load(std::memory_order_acquire) || !reached(caller.target.load(std::memory_order_relaxed))) return;
+    if (!caller.armed.load(std::memory_order_acquire)) return;
+    if (!reached(caller.target.load(std::memory_order_relaxed))) return;
     if (caller.armed.exchange(0, std::memory_order_relaxed)) futex_wake(caller.armed);
   }
 };
