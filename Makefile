@@ -6,7 +6,7 @@ CORE := CMakeLists.txt $(wildcard src/muster/_core/*)
 
 # What steps envs by way of the core, and what restarts them.
 SANITIZED := tests/test_vector.py tests/backends/test_recovery.py tests/backends/test_lending.py \
-  tests/envs/test_shortcuts.py tests/envs/test_observes_once.py
+  tests/envs/test_wrappers.py
 
 # One test on each core; most of a test's time is the start of its workers.
 IN_PARALLEL := --numprocesses logical --dist worksteal

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,12 +171,3 @@ def assert_obs_equal(row: Any, obs: Any, infos: Any, group: str, i: int, a: int)
             np.testing.assert_array_equal(row[key], obs[key])
     else:
         np.testing.assert_array_equal(row, np.asarray(obs).astype(row.dtype))
-
-
-def calling_files() -> set[str]:
-    """The names of the files above the function that asks."""
-    frame, names = sys._getframe(2), set()
-    while frame is not None:
-        names.add(frame.f_code.co_filename.rpartition("/")[2])
-        frame = frame.f_back  # type: ignore[assignment]
-    return names

@@ -82,18 +82,6 @@ nb::object map_bytes(int fd, size_t size) {
   });
 }
 
-// Wrappers hold envs, which may hold whatever holds this.
-PyType_Slot kUnchangedSlots[] = {
-    {Py_tp_traverse, reinterpret_cast<void*>(+[](PyObject* self, visitproc visit, void* arg) -> int {
-       Py_VISIT(Py_TYPE(self));
-       return nb::inst_ready(self) ? nb::inst_ptr<Unchanged>(self)->visit(visit, arg) : 0;
-     })},
-    {Py_tp_clear, reinterpret_cast<void*>(+[](PyObject* self) -> int {
-       if (nb::inst_ready(self)) nb::inst_ptr<Unchanged>(self)->clear();
-       return 0;
-     })},
-    {0, nullptr}};
-
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -124,7 +112,6 @@ NB_MODULE(_core, m) {
       .def("replace_env", [](Stepper& self, uint32_t i, nb::handle env, nb::handle seed) {
         guarded([&] { self.replace_env(i, env.ptr(), seed.ptr()); });
       }, nb::arg("i"), nb::arg("env"), nb::arg("seed").none())
-      .def("forget_envs", &Stepper::forget_envs)
       .def("acknowledge", [](Stepper& self, uint32_t i) { guarded([&] { self.acknowledge(i); }); })
       .def("refuse", [](Stepper& self, uint32_t i, nb::handle exception) {
         guarded([&] { self.refuse(i, exception.ptr()); });
@@ -191,12 +178,6 @@ NB_MODULE(_core, m) {
       .def_prop_ro("num_pending", &Caller::num_pending)
       .def_prop_ro("in_fork", &Caller::in_fork)
       .def("require_open", [](const Caller& self) { guarded([&] { self.require_open(); }); });
-
-  nb::class_<Unchanged>(m, "Unchanged", nb::type_slots(kUnchangedSlots))
-      .def("__init__", [](Unchanged* self, nb::tuple looked_at) {
-        guarded([&] { new (self) Unchanged(looked_at.ptr()); });
-      }, nb::arg("looked_at"))
-      .def("holds", [](const Unchanged& self) { return guarded([&] { return self.holds(); }); });
 
   nb::class_<AgentRow>(m, "AgentRow")
       .def("__init__",

@@ -6,7 +6,6 @@
 #include "doorbell.hpp"
 #include "infos.hpp"
 #include "leaves.hpp"
-#include "shortcuts.hpp"
 #include "slab.hpp"
 
 namespace muster {
@@ -17,7 +16,7 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 //
 // `host` is the Python object around it. It is called only for what is rare: on_error(env, exception) -> mail bytes,
 // post(env, objects, final_objects) -> mail bytes, own(objects) -> copies, take_actions(env) -> iterator,
-// on_new_schema(), shortcut(env) as in shortcuts.hpp.
+// on_new_schema().
 // lends_objects: the mail hands over the very objects, which the env may go on using.
 class Stepper {
  public:
@@ -39,7 +38,6 @@ class Stepper {
         infos_(slab_.info_bytes),
         hints_(2 * size_t(PyList_GET_SIZE(envs)), 0),
         next_seeds_(size_t(PyList_GET_SIZE(envs))),
-        shortcuts_(size_t(PyList_GET_SIZE(envs))),
         messages_read_(line_.messages.load()),
         step_name_(checked(PyUnicode_InternFromString("step"))),
         reset_name_(checked(PyUnicode_InternFromString("reset"))),
@@ -114,11 +112,7 @@ class Stepper {
     check(PyList_SetItem(envs_.get(), i, Py_NewRef(env)));
     next_seeds_[i] = Ref::borrow(seed);
     hints_[2 * i] = hints_[2 * i + 1] = 0;
-    shortcuts_.forget(i);
   }
-
-  // The envs are closed, and nothing is to keep them.
-  void forget_envs() { shortcuts_.forget_all(); }
 
   // Answers a request for env i without touching its rows.
   void acknowledge(uint32_t i) {
@@ -197,14 +191,12 @@ class Stepper {
     const bool given = record.command == Command::kStepGiven;
     Ref sent = actions_by_mail_ || given ? checked(PyObject_CallMethod(host_, "take_actions", "I", i)) : Ref();
     Ref action = given ? checked(PyIter_Next(sent.get())) : action_.read(slab_.base, first_env_ + i, sent.get());
-    const Shortcuts::Way way = shortcuts_.way(i, env(i), host_);
-    PyObject* args[] = {way.env.get(), action.get()};
+    PyObject* args[] = {env(i), action.get()};
     const uint64_t start = begin(Doing::kStepping, i);
     Ref result(PyObject_VectorcallMethod(step_name_.get(), args, 2, nullptr));
     end(start);
     bump<uint64_t>(line_.env_steps, 1);
     if (!result) throw PythonError{};
-    if (way.time_limit) result = shortcuts_.count_step(way.time_limit, result);
     result = as_tuple(std::move(result), 5, "step must return (obs, reward, terminated, truncated, info)");
     PyObject** items = &PyTuple_GET_ITEM(result.get(), 0);
     const double reward = as_reward(items[1]);
@@ -380,7 +372,6 @@ class Stepper {
   InfoTable infos_;
   std::vector<uint32_t> hints_;
   std::vector<Ref> next_seeds_;
-  Shortcuts shortcuts_;
   uint32_t messages_read_;
   size_t schemas_announced_ = 0;
   Ref step_name_;

@@ -21,7 +21,6 @@ from muster.backends.resources import own_memory_bytes
 from muster.envs.agents import AgentsEnv
 from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import AgentLayout, RowNode, layout_difference
-from muster.envs.shortcuts import Shortcut, gymnasium_shortcut
 from muster.errors import CannotTravel, EnvError, MusterError, OneEnvPerProcess, SpecMismatch, UsageError
 from muster.introspection import type_name
 from muster.pickling import find_culprits
@@ -165,7 +164,6 @@ class Share:
         self._misfits = {i: misfit for i, misfit in found if misfit is not None}
         for env in self.envs:
             self._show_wishes(env)
-            gymnasium_shortcut(env)  # reads what the wrappers say, which takes some ms the first time
         self.stepper = _core.Stepper(
             slab.description,
             line,
@@ -249,10 +247,6 @@ class Share:
         env = self.first_env + i
         length = int(self._slab.action_mail_bytes[env])
         return iter(self._mail.get(self._slab.plan.num_envs + env, length) or ())
-
-    def shortcut(self, i: int) -> Shortcut | None:
-        """A shorter way to env i's own `step`, if there is one."""
-        return gymnasium_shortcut(self.envs[i])
 
     def on_new_schema(self) -> None:
         """A new layout of infos: mails them all, in place of the last letter."""
@@ -340,8 +334,6 @@ class Share:
             if error is not None:
                 failures.append(self.failure(i, error))
         self.envs.clear()
-        if self._attached:
-            self.stepper.forget_envs()
         return failures
 
     def _close_one(self, i: int, built: BuiltEnv) -> BaseException | None:

@@ -19,7 +19,6 @@ from muster.envs.attributes import chain
 from muster.envs.dm_env import seed_generators
 from muster.envs.groups import Agent
 from muster.envs.light_melting_pot import load_substrates, melting_pot_package
-from muster.envs.shortcuts import PastSubstrate
 from muster.envs.specs import space_of
 from muster.errors import RecipeError
 
@@ -61,18 +60,16 @@ class Players(AgentsEnv):
         if is_substrate and all(isinstance(space, spaces.Discrete) for space in self.layout.action_spaces.values()):
             # Melting Pot looks actions up in tables, which takes longer with NumPy's numbers.
             self._splits = [(name, np.ndarray.tolist) for name in self.layout.action_spaces]
-        self._past = PastSubstrate(env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         if seed is not None and not _seed_rebuilds(self.env, seed):
             seed_generators(self.env, seed)
-        self._past.begin_episode()
         timestep = self.env.reset()
         self._start_episode()
         return self._row_of(timestep, [0.0] * len(self._players)), {}
 
     def step(self, actions: dict[str, Any]) -> Step:
-        timestep = self._past.step(self.env, list(self._chosen(actions, self._players).values()))
+        timestep = self.env.step(list(self._chosen(actions, self._players).values()))
         over = timestep.last()
         terminated = over and bool(np.all(np.equal(timestep.discount, 0.0)))  # one for all players, or one for each
         row = self._row_of(timestep, timestep.reward, over=over, terminated=terminated)

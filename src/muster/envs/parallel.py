@@ -9,7 +9,6 @@ from typing import Any
 from muster.envs.agents import AgentsEnv, Row, Step
 from muster.envs.groups import Agent
 from muster.envs.pettingzoo import specs_of
-from muster.envs.shortcuts import PastChecks
 from muster.errors import SpecMismatch
 
 _RESET = ("reset", ("observations", "infos"))
@@ -25,14 +24,12 @@ class ParallelAgents(AgentsEnv):
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
         super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
         self._agents: list[Agent] = []
-        self._past = PastChecks(env, self.layout.action_spaces)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         observations, infos = _by_agent(self.env.reset(seed=seed, options=options), _RESET)
         # A copy: some envs hand out the very list that they change.
         agents = self._agents = list(self.env.agents)
         self._start_episode()
-        self._past.begin_episode()
         self._start_row()
         self._put_all(agents, agents, observations, {}, {}, {})
         info = self._infos(infos)
@@ -41,8 +38,7 @@ class ParallelAgents(AgentsEnv):
     def step(self, actions: dict[str, Any]) -> Step:
         before = self._agents
         chosen = self._chosen(actions, before)
-        result = _by_agent(self._past.step_parallel(self.env, actions, chosen), _STEP)
-        observations, rewards, terminations, truncations, infos = result
+        observations, rewards, terminations, truncations, infos = _by_agent(self.env.step(chosen), _STEP)
         after = self._agents = list(self.env.agents)
         self._start_row()
         acting = self._put_all(before, after, observations, rewards, terminations, truncations)

@@ -10,7 +10,6 @@ from muster._core import copied
 from muster.envs.agents import AgentsEnv, Row, Step
 from muster.envs.groups import Agent
 from muster.envs.pettingzoo import specs_of
-from muster.envs.shortcuts import PastChecks
 from muster.errors import SpecMismatch
 
 _NUM_TOLD = 5  # by `last`
@@ -26,27 +25,23 @@ class TurnBasedAgents(AgentsEnv):
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
         super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
-        self._past = PastChecks(env, self.layout.action_spaces)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)
         self._start_episode()
-        self._past.begin_episode()
         return self._next_turn()
 
     def step(self, actions: dict[str, Any]) -> Step:
-        inner = self._past.reach(self.env)
-        if inner.agents:  # else all have ended with the reset
-            env = self._past.reach_with(self.env, actions)
-            agent = env.agent_selection
-            env.step(self._chosen(actions, [agent])[agent])
+        if self.env.agents:  # else all have ended with the reset
+            agent = self.env.agent_selection
+            self.env.step(self._chosen(actions, [agent])[agent])
         row, infos = self._next_turn()
-        return self._end_of_step(row, not inner.agents, infos)
+        return self._end_of_step(row, not self.env.agents, infos)
 
     def _next_turn(self) -> tuple[Row, dict[str, Any]]:
         """Takes leave of the agents that have ended, until it is a live agent's turn or nobody is left."""
         self._start_row()
-        env, infos = self._past.reach(self.env), {}
+        env, infos = self.env, {}
         acting: Agent | None = None
         last_rewards: dict[Agent, Any] = {}  # of those that have ended, and may be back in the same turn
         for _ in range(len(self._slots) + 1):

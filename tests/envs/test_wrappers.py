@@ -1,31 +1,27 @@
-"""Steps go past wrappers that only check, count or announce, and nobody can tell, but by the clock."""
+"""Wrappers are stepped through, whoever puts them there and whenever."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import weakref
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
-from bare_loops import calling_files, make
+from bare_loops import make
 from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from pettingzoo import AECEnv
 from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, OrderEnforcingWrapper
 
 import muster
-from muster.envs.shortcuts import PastChecks, gymnasium_shortcut
+from muster.envs import resolve_foreign_id
 from muster.errors import EnvError
 
 CARTPOLE = "CartPole-v1"
-
-
-class Passing(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A user's own."""
+SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
 
 
 class Halving(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -62,65 +58,7 @@ def limited(steps: int) -> Any:
     return TimeLimit(OrderEnforcing(PassiveEnvChecker(FailsOnce())), steps)
 
 
-def patched() -> Any:
-    env = gymnasium.make(CARTPOLE)
-    step = env.step
-    env.step = lambda action: (*step(action)[:4], {"patched": True})  # type: ignore[method-assign]
-    return env
-
-
-def stepped(env: Any, steps: int = 3) -> Any:
-    env.reset(seed=0)
-    for _ in range(steps):
-        env.step(env.action_space.sample())
-    return env
-
-
-def tell_callers(env: Any, callers: list[set[str]]) -> None:
-    """Has the env's own step say in which files it was called."""
-    step = env.step
-
-    def told(*args: Any) -> Any:
-        callers.append(calling_files())
-        return step(*args)
-
-    env.step = told
-
-
 # ---- Gymnasium
-
-
-@pytest.mark.parametrize("env_id", [CARTPOLE, "HalfCheetah-v5", "MountainCar-v0", "Pendulum-v1"])
-def test_the_wrappers_of_the_installed_gymnasium_are_known(env_id: str) -> None:
-    env = stepped(gymnasium.make(env_id))
-    shortcut = gymnasium_shortcut(env)
-    assert shortcut is not None
-    assert shortcut.env is env.unwrapped
-    assert shortcut.time_limit is env
-
-
-def test_gymnasium_envs_are_stepped_past_their_wrappers() -> None:
-    callers: list[set[str]] = []
-
-    def build() -> Any:
-        env = gymnasium.make(CARTPOLE)
-        tell_callers(env.unwrapped, callers)
-        return env
-
-    with muster.make_vec(build, 1, backend="serial") as envs:
-        envs.reset(seed=0)
-        rewards_of(envs, 4)
-    common = "common.py"  # of gymnasium.wrappers
-    assert [common in names for names in callers] == [True, True, False, False]
-
-
-def test_an_env_that_has_yet_to_be_checked_has_no_shortcut() -> None:
-    assert gymnasium_shortcut(stepped(gymnasium.make(CARTPOLE), steps=1)) is None
-
-
-@pytest.mark.parametrize("make_env", [lambda: Passing(gymnasium.make(CARTPOLE)), patched])
-def test_what_a_user_puts_on_top_is_stepped(make_env: Any) -> None:
-    assert gymnasium_shortcut(stepped(make_env())) is None
 
 
 @pytest.mark.parametrize("autoreset_mode", ["next_step", "same_step"])
@@ -252,18 +190,6 @@ def test_a_time_limit_makes_tuples_of_lists_and_overrules_truncated() -> None:
         assert [envs.step(np.zeros(1, np.int64))[3].tolist() for _ in range(5)] == [[True]] * 5
 
 
-def test_a_step_that_yields_without_end_is_refused() -> None:
-    class Yields(FailsOnce):
-        def step(self, action: Any) -> Any:
-            return itertools.count() if self.steps else super().step(action)
-
-    with muster.make_vec(lambda: TimeLimit(Yields(), 9), 1, backend="serial") as envs:
-        envs.reset(seed=0)
-        envs.step(np.zeros(1, np.int64))
-        with pytest.raises(EnvError, match="step must return 5 values"):
-            envs.step(np.zeros(1, np.int64))
-
-
 def test_envs_that_are_replaced_within_their_wrappers_are_let_go() -> None:
     built: list[Any] = []
 
@@ -297,36 +223,6 @@ def test_closed_envs_are_let_go() -> None:
 
 def without_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("module", ["pettingzoo.sisl.multiwalker_v9", "mpe2.simple_spread_v3"])
-def test_the_wrappers_of_the_installed_pettingzoo_are_known(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip(module)
-    without_a_display(monkeypatch)
-    env = make(module, "env")
-    spaces_of_agents = {"all": env.action_space(env.possible_agents[0])}
-    assert PastChecks(env, spaces_of_agents).reach(env) is env.unwrapped
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("api", ["parallel_env", "env"])
-@pytest.mark.parametrize("module", ["pettingzoo.sisl.multiwalker_v9", "mpe2.simple_spread_v3"])
-def test_envs_of_turns_are_stepped_past_their_checks(module: str, api: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip(module)
-    without_a_display(monkeypatch)
-    callers: list[set[str]] = []
-
-    def build() -> Any:
-        env = make(module, api)
-        tell_callers(env.unwrapped, callers)
-        return env
-
-    with muster.make_vec(build, 1, backend="serial") as envs:
-        envs.reset(seed=0)
-        for _ in range(4):
-            envs.step(envs.action_space.sample())
-    assert "order_enforcing.py" not in callers[-1]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -469,3 +365,64 @@ def test_an_env_of_turns_goes_on_after_an_error_that_left_nobody() -> None:
         with pytest.raises(EnvError, match="NaN"):
             envs.step(turn)
         assert [envs.step(turn)[2].item() for _ in range(3)] == [True, False, False]
+
+
+# ---- Melting Pot
+
+
+def lab2d_of(env: Any) -> Any:
+    """The one inside the wrappers of an env that a call is given."""
+    return env.env._env._env._env._env._env._env
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_of_a_substrate_are_what_lab2d_makes_when_asked_for_everything() -> None:
+    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+    with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        for _ in range(10):
+            obs, rewards, *_ = envs.step(envs.action_space.sample())
+            made: list[Any] = []
+            envs.call(lambda env, i, made=made: made.append(lab2d_of(env).observation()))
+            assert {"GLOBAL.TEXT", "1.LAYER", "2.LAYER"} <= made[0].keys()
+            for i in range(2):
+                assert rewards["player"][0, i] == made[0][f"{i + 1}.REWARD"]
+                for name, value in obs["player"].items():
+                    assert np.array_equal(value[0, i], made[0][f"{i + 1}.{name}"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_call_does_to_a_substrate_is_done() -> None:
+    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+
+    def stand_still(env: Any, env_index: int) -> None:
+        choosing = env.env._env._env
+        choosing._action_table = choosing._action_table[:1] * len(choosing._action_table)
+
+    with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        envs.step(envs.action_space.sample())
+        seen: list[Any] = []
+        envs.call(lambda env, i: seen.append(lab2d_of(env)))
+        envs.call(stand_still)
+        envs.step({"player": np.full((1, 2), 3)})
+        assert not seen[0]._act_discrete.any()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_who_listens_to_a_substrate_hears_of_every_step() -> None:
+    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+    heard: list[Any] = []
+
+    def build() -> Any:
+        env = resolve_foreign_id(f"meltingpot/{SUBSTRATE}")()
+        env.observables().timestep.subscribe(on_next=heard.append)
+        return env
+
+    with muster.make_vec(build, 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        for _ in range(4):
+            obs, *_ = envs.step(envs.action_space.sample())
+        assert len(heard) == 5
+        for i in range(2):
+            assert np.array_equal(obs["player"]["RGB"][0, i], heard[-1].observation[i]["RGB"])
