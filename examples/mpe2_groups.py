@@ -19,7 +19,10 @@ def main() -> None:
     args = parser.parse_args()
 
     with muster.make_vec(
-        "pettingzoo/mpe/simple_tag_v3", args.num_envs, env_kwargs={"num_adversaries": 3, "max_cycles": 50}
+        "pettingzoo/mpe/simple_tag_v3",
+        args.num_envs,
+        env_kwargs={"num_adversaries": 3, "max_cycles": 50},
+        state=True,
     ) as envs:
         envs.action_space.seed(0)
         obs, infos = envs.reset(seed=0)

@@ -202,11 +202,11 @@ def test_disabled_autoreset_waits_for_reset_masks() -> None:
 
 
 def test_masks_and_states_are_where_the_env_gives_them(backend: dict[str, Any]) -> None:
-    with muster.make_vec([Masked, Masked], **backend) as envs:
+    with muster.make_vec([Masked, Masked], state=True, **backend) as envs:
         _, infos = envs.reset(seed=0)
         assert infos["action_mask"]["b"].tolist() == [[[False, True, True]]] * 2
         assert infos["action_mask"]["a"].tolist() == [[[False, True, True], [True, True, True]]] * 2  # a_1 is not there
-        assert "state" not in infos
+        np.testing.assert_array_equal(infos["state"], [[0, 0.5]] * 2)
         *_, infos = envs.step(ones(2))
         assert infos["action_mask"]["a"].all(-1).tolist() == [[False, True]] * 2  # a mask is never all False
         np.testing.assert_array_equal(infos["state"], [[0.1, 0.5]] * 2)
@@ -386,8 +386,6 @@ def test_without_state_the_env_is_not_asked_for_it() -> None:
             return np.full(3, 0.5, np.float32)
 
     with muster.make_vec(Stating, 2, backend="serial") as envs:
-        assert envs.reset(seed=0)[1]["state"].tolist() == [[0.5] * 3] * 2
-    with muster.make_vec(Stating, 2, backend="serial", state=False) as envs:
         assert "state" not in envs.reset(seed=0)[1]
         assert "state" not in envs.step(ones(2))[4]
         assert envs.state_space is None

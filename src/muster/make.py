@@ -50,7 +50,7 @@ def make_vec(
     check_finite: bool = False,
     threads_per_worker: int = 1,
     groups: Mapping[Any, str] | None = None,
-    state: bool | None = None,
+    state: bool = False,
     memory_check: str = "error",
 ) -> VectorEnv | MultiAgentVectorEnv:
     """A vector env: N envs, stepped in parallel by worker processes, behind Gymnasium's `VectorEnv` API.
@@ -78,9 +78,8 @@ def make_vec(
     check_finite: raise on NaN or infinity in observations and rewards.
     threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker.
     groups: for multi-agent envs the group of every agent; None groups them by name and spaces.
-    state: whether multi-agent envs are asked for their ``state()``, which may cost a fifth of a step, after every step;
-        None asks them when ``infos["state"]`` is first looked at, and from then on after every step. Where they cannot
-        be asked then (they have been sent to, others owe an answer) it is missing until the next step.
+    state: multi-agent envs that have a state are asked for it after every step, which may cost a fifth of that;
+        ``infos["state"]`` holds it.
     memory_check: what to do if so many envs in worker processes will not fit into the memory that the cgroup or the
         machine has left, going by the first ones: "error", "warn" or "off".
 
@@ -99,11 +98,13 @@ def make_vec(
     if on_failure not in ("raise", "restart"):
         raise ValueError(f'on_failure must be "raise" or "restart", got {on_failure!r}')
     _check_numbers(start_timeout, step_timeout, max_restarts, threads_per_worker)
-    copy, check_finite, caller_steps, one_env_per_process = _flags(
-        copy=copy, check_finite=check_finite, caller_steps=caller_steps, one_env_per_process=one_env_per_process
+    copy, check_finite, caller_steps, one_env_per_process, state = _flags(
+        copy=copy,
+        check_finite=check_finite,
+        caller_steps=caller_steps,
+        one_env_per_process=one_env_per_process,
+        state=state,
     )
-    if state is not None:
-        (state,) = _flags(state=state)
     if groups is not None and not isinstance(groups, Mapping):
         raise ValueError(f"groups must be a dict of each agent's group, got {type(groups).__name__}: {groups!r}")
     if wrappers is None or isinstance(wrappers, (list, tuple)):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -17,17 +14,13 @@ from gymnasium import spaces
 from muster._core import split_agents
 from muster.backends.share import EnvFacts
 from muster.checks import env_ids_of
-from muster.envs.agents import state_now
-from muster.envs.asked_infos import AskedInfos
 from muster.envs.groups import Agent
 from muster.envs.layout import (
     ACTING,
     ALIVE,
     FLAG_NAMES,
     FLAGS,
-    GIVEN,
-    GIVES_MASKS,
-    GIVES_STATE,
+    HAS_MASKS,
     MASKS,
     OBS,
     REWARDS,
@@ -38,7 +31,7 @@ from muster.envs.layout import (
     AgentLayout,
     layout_difference,
 )
-from muster.errors import ActionError, CannotTravel, EnvError, MusterError, SpecMismatch
+from muster.errors import ActionError, CannotTravel, EnvError, SpecMismatch
 from muster.pending import drop_interrupted, interruptible
 from muster.results import Batch, Bools, any_true
 from muster.spec import Array, Node
@@ -53,7 +46,6 @@ StepResult = tuple[ByGroup, Rewards, Bools, Bools, Infos]
 
 # What a same_step batch holds of ended episodes, on its way to final_obs and final_info.
 _FINAL_ROWS = "final_rows"
-_TOO_LATE = -1  # the episodes in it are over
 
 
 class AgentBatch(NamedTuple):
@@ -83,8 +75,8 @@ class MultiAgentVectorEnv:
     infos: by group, bool ``[N, A]``: ``alive`` the agent's row holds something, ``acting`` its action counts in the
     next step, ``agent_terminated``, ``agent_truncated`` it ended in this step; ``action_mask`` ``[N, A, n]`` where
     the env gives masks, or announces them in its spaces, never all False; ``state`` ``[N, ...]`` and ``_state``
-    ``[N]`` where it has a state, of which the envs are asked only from the time on when that key is first looked at,
-    see ``state`` of `make_vec`; ``agent_infos`` by agent, whatever else the env tells.
+    ``[N]``, all True, where it has a state and `make_vec` was given ``state=True``; ``agent_infos`` by agent, whatever
+    else the env tells.
     With same_step autoreset `obs`, ``alive``, ``acting``, ``action_mask`` and ``state`` are the new episode's;
     ``final_obs`` and ``final_info`` hold the old one's in the rows where ``_final_obs`` is True.
 
@@ -94,8 +86,6 @@ class MultiAgentVectorEnv:
 
     def __init__(self, rows: RowVectorEnv) -> None:
         self._rows = rows
-        self._moves = 0  # how often envs were sent to
-        self._asks_until = math.inf  # that many: later steps have told what there is to tell
         self._layout = rows.layout
         self._slots = self._layout.slots()
         self._bounds = [(name, slot.start, slot.stop) for name, slot in self._slots.items()]
@@ -122,7 +112,7 @@ class MultiAgentVectorEnv:
 
     @property
     def state_space(self) -> spaces.Space[Any] | None:
-        """Of one env's ``infos["state"]``, None for envs without a state."""
+        """Of one env's ``infos["state"]``, None where there is none: without a state, or without ``state=True``."""
         return self._layout.state_space
 
     @property
@@ -155,7 +145,6 @@ class MultiAgentVectorEnv:
     ) -> None:
         """Starts `reset`; `reset_wait` or `recv` takes the result."""
         self._rows.reset_async(seed=seed, options=options)
-        self._moves += 1
 
     def reset_wait(self, timeout: float | None = None) -> tuple[ByGroup, Infos]:
         """What `reset_async` started. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
@@ -219,6 +208,11 @@ class MultiAgentVectorEnv:
         return self._rows.stats()
 
     @property
+    def copy(self) -> bool:
+        """Whether ``obs``, ``action_mask`` and ``state`` are the caller's own, see `VectorEnv.copy`."""
+        return self._rows.copy
+
+    @property
     def episode_returns(self) -> npt.NDArray[np.float64]:
         """float64 ``[N]``: each env's sum of all agents' rewards since its last reset, see `VectorEnv`."""
         return self._rows.episode_returns
@@ -253,7 +247,7 @@ class MultiAgentVectorEnv:
         return obs, rewards, terminated, truncated, infos
 
     def _batch(self, batch: Batch) -> AgentBatch:
-        obs, rewards, infos = self._by_group(batch.obs, batch.infos, batch.truncated, batch.env_ids)
+        obs, rewards, infos = self._by_group(batch.obs, batch.infos, batch.truncated)
         return AgentBatch(batch.env_ids, obs, rewards, batch.terminated, batch.truncated, infos)
 
     def _converting(self, take: Callable[[], Any]) -> Any:
@@ -265,11 +259,9 @@ class MultiAgentVectorEnv:
                 error.batch = self._batch(error.batch)
             raise
 
-    def _by_group(
-        self, rows: Any, infos: Infos, truncated: Bools | None, env_ids: Array | None = None
-    ) -> tuple[ByGroup, Rewards, Infos]:
+    def _by_group(self, rows: Any, infos: Infos, truncated: Bools | None) -> tuple[ByGroup, Rewards, Infos]:
         rewards, flags = rows[REWARDS], rows[FLAGS]
-        if self._rows.gives_views:  # of observations alone, as `VectorEnv` does
+        if not self._rows.copy:  # views of observations alone, as from `VectorEnv`
             rewards, flags = rewards.copy(), flags.copy()
         if infos:
             final = infos.pop(_FINAL_ROWS, None)
@@ -289,34 +281,7 @@ class MultiAgentVectorEnv:
                 infos["final_info"] |= self._about_agents(final, about)
         by_group, about = self._split(rewards, flags)
         infos |= self._about_agents(rows, about)
-        if self._layout.state_space is not None and self._moves <= self._asks_until and "state" not in infos:
-            infos = self._asking(infos, env_ids)
         return self._obs(rows), by_group, infos
-
-    def _asking(self, infos: Infos, env_ids: Array | None) -> Infos:
-        """`infos` that ask for the states. They do not keep the vector env alive."""
-        method, rebuilt = weakref.WeakMethod(self._ask_for_states), infos.get("_restarted")
-
-        def ask(moves: int) -> Infos:
-            ask_for_states = method()
-            return {} if ask_for_states is None else ask_for_states(moves, env_ids, rebuilt)
-
-        if "final_info" in infos:
-            infos["final_info"] = AskedInfos(infos["final_info"], functools.partial(ask, _TOO_LATE))
-        return AskedInfos(infos, functools.partial(ask, self._moves))
-
-    def _ask_for_states(self, moves: int, env_ids: Array | None, rebuilt: Bools | None) -> Infos:
-        """The states that belong to a batch, if no env has been sent to since. Every later step tells them.
-
-        rebuilt: which of its rows repeat what an env has shown that was lost.
-        """
-        rows = self._rows
-        rows.want_states()
-        self._asks_until = min(self._asks_until, self._moves)
-        if moves != self._moves or rows.is_busy:
-            return {}
-        ids = np.arange(self.num_envs) if env_ids is None else env_ids
-        return rows.ask_for_states(ids if rebuilt is None else ids[~rebuilt], ids)
 
     def _split(self, rewards: Array, flags: Array) -> tuple[Rewards, Infos]:
         """Rewards by group, and infos with the flags by group."""
@@ -330,32 +295,21 @@ class MultiAgentVectorEnv:
 
     def _about_agents(self, rows: Any, about: Infos) -> Infos:
         """`about` and what else of a row belongs into infos."""
-        given = rows[GIVEN]
-        if not any_true(given):
-            return about
-        if given[:, GIVES_MASKS].any():
+        if any_true(rows[HAS_MASKS]):
             about["action_mask"] = dict(zip(self._layout.mask_shapes, rows[MASKS], strict=True))
-        has_state = given[:, GIVES_STATE]
-        if has_state.any():
-            about["state"], about["_state"] = rows[STATE], has_state.copy()
-            if not has_state.all():
-                rows[STATE][~has_state] = 0
+        if self._layout.state_space is not None:
+            about["state"], about["_state"] = rows[STATE], np.ones(len(rows[REWARDS]), np.bool_)
         return about
 
     def _sending(self, send: Callable[[Any], Any], actions: Any, env_ids: Any) -> Any:
         """Sends; actions that are refused are tried again without those of agents that are not acting."""
-        self._moves += 1
         try:
-            try:
-                return send(actions)
-            except ActionError:
-                ignoring = self._ignoring_idle(actions, env_ids)
-                if ignoring is None:
-                    raise
-                return send(ignoring)
+            return send(actions)
         except ActionError:
-            self._moves -= 1  # nothing was sent
-            raise
+            ignoring = self._ignoring_idle(actions, env_ids)
+            if ignoring is None:
+                raise
+            return send(ignoring)
 
     def _ignoring_idle(self, actions: Any, env_ids: Any) -> ByGroup | None:
         """`actions` with allowed values for agents whose actions do not count; None where the actions are no batch."""
@@ -377,42 +331,6 @@ class RowVectorEnv(VectorEnv):
 
     layout: AgentLayout
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether nothing can be asked of the envs now: some owe an answer, or they are closed."""
-        caller = self._caller
-        return bool(caller.closed or caller.in_fork or caller.calling or caller.num_pending)
-
-    @property
-    def gives_views(self) -> bool:
-        """Whether rows are views of the slab."""
-        return not self._copy
-
-    def want_states(self) -> None:
-        """Rows hold the envs' states from the next step on."""
-        self._backend.slab.states_wanted[0] = True
-
-    def ask_for_states(self, asked: Array, ids: Array) -> Infos:
-        """The states of the envs `ids`; `asked`: those whose states as they are now become part of their rows."""
-        assert self._state is not None
-        arrays = self._backend.slab.obs.arrays
-        states, given = arrays[self._state.index], arrays[self._given]
-        try:
-            told = self.call(state_now)
-        except KeyboardInterrupt:
-            with contextlib.suppress(MusterError):
-                self.call_wait(timeout=1.0)  # nobody knows of this call, so nobody else would take its answer
-            raise
-        self._caller.bring_home()
-        for env in asked.tolist():
-            if told[env] is not None:
-                self._state.store(told[env], states[env])
-                given[env, GIVES_STATE] = True
-        has_state = given[ids, GIVES_STATE]
-        if not has_state.any():
-            return {}
-        return {"state": np.where(has_state.reshape(-1, *[1] * (states.ndim - 1)), states[ids], 0), "_state": has_state}
-
     def flags(self) -> Array:
         """bool ``[N, 4, agents]``, of the last rows."""
         self._caller.bring_home()
@@ -422,8 +340,7 @@ class RowVectorEnv(VectorEnv):
         assert facts.agents is not None
         self.layout = facts.agents
         rows = self.layout.row_tree()
-        self._flags_index, self._given = (next(rows.children[part].leaves()).index for part in (FLAGS, GIVEN))
-        self._state = next(rows.children[STATE].leaves(), None)
+        self._flags_index = next(rows.children[FLAGS].leaves()).index
         return rows, self.layout.action_tree()
 
     def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:

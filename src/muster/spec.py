@@ -115,7 +115,6 @@ class Leaf(Node):
         self.dtype = np.dtype(dtype).newbyteorder("=")  # what the core copies, it does not swap
         self.index = -1  # set by `tree`
         self.lenient = False  # likewise
-        self.optional = False  # None leaves the row as it is
         self.row_bytes = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
 
     def leaves(self) -> Iterator[Leaf]:
@@ -129,8 +128,8 @@ class Leaf(Node):
         offsets = rows.offsets[self.index], final.offsets[self.index]
         kind = "integer" if self.kind == "integer" else "array"
         stride = self.row_bytes if rows.strides is None else rows.strides[self.index]
-        flags = int(rows.lent[self.index]), int(self.optional)
-        return (kind, self.store, *offsets, self.row_bytes, self.dtype.num, self.shape, stride, *flags)
+        lent = int(rows.lent[self.index])
+        return (kind, self.store, *offsets, self.row_bytes, self.dtype.num, self.shape, stride, lent)
 
     def describe_action(self, rows: Rows) -> tuple[Any, ...]:
         if not self.shape:  # what iterating over an array gives, and so what Gymnasium's vector envs hand out

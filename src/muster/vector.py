@@ -42,7 +42,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     """Many envs, stepped by a backend. Made by `muster.make_vec`.
 
     `step` and `reset` are Gymnasium's. `send` and `recv` step some envs while others are still busy. Observations are
-    the caller's own (``copy=True``), or views of the slab that stay valid until that env's next send (``copy=False``).
+    the caller's own (`copy` is True), or views of the slab that stay valid until that env's next send.
     """
 
     interrupted = False  # a wait was, and nothing has been sent since: reset() drops what the envs owe
@@ -67,8 +67,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         try:
             self.num_envs = len(facts)
             self._set_spaces(facts, observation_mode)
-            self._copy = copy
-            self._copies_per_obs = 2 if copy else 1
+            self.copy = copy
             self.metadata = {**facts[0].metadata, "autoreset_mode": autoreset_mode}
             self.render_mode = facts[0].render_mode
             self.spec = facts[0].spec
@@ -260,15 +259,12 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """How the time went, and what is held.
 
         ``workers``: for each worker the share of its time spent in envs, waiting and copying (they add up to 1), its
-        env steps and resets, its private memory in bytes, and its open fds. ``env_steps`` is their sum,
-        ``copies_per_obs`` is the most copies that an observation has taken from the env's own array to the caller's:
-        with ``copy=False`` one, and another where `recv` has delivered envs that do not lie side by side.
+        env steps and resets, its private memory in bytes, and its open fds. ``env_steps`` is their sum.
         """
         self._require_open()
         workers = worker_stats(self._backend.slab, self._backend.process_ids())
         return {
             "env_steps": sum(worker["env_steps"] for worker in workers),
-            "copies_per_obs": self._copies_per_obs,
             "restarts": int(self._records["restarts"].sum()),
             "workers": workers,
         }
@@ -485,9 +481,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if len(ids) == 0:
             return self._obs.batch(rows, lambda array: array[:0].copy(), [])
         part = contiguous(ids)
-        if part is None:
-            self._copies_per_obs = 2
-        elif self._copy:
+        if part is not None and self.copy:
             return self._obs.batch(rows, lambda array: array[part].copy(), objects)
         return self._obs.batch(rows, lambda array: array[ids if part is None else part], objects)
 

@@ -142,7 +142,7 @@ def test_boards_of_boolean_masks_become_infos() -> None:
 
 
 def test_states_equal_the_envs_own() -> None:
-    with muster.make_vec("pettingzoo/mpe/simple_tag_v3", 2) as envs:
+    with muster.make_vec("pettingzoo/mpe/simple_tag_v3", 2, state=True) as envs:
         _, infos = envs.reset(seed=4)
         for own, told in zip(envs.call("state"), infos["state"], strict=True):
             np.testing.assert_array_equal(own, told)

@@ -1,19 +1,17 @@
-"""An env's ``state()`` is called only for those who look at it."""
+"""An env's ``state()`` is called after every step for those who say ``state=True``."""
 
 from __future__ import annotations
 
-import gc
-import pickle
-import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 from agent_envs import Script
 from gymnasium import spaces
+from tensordict.nn import TensorDictModule
 
 import muster
-from muster.errors import ClosedError
+from muster.errors import ConfigError, EnvError
 
 
 class Stating(Script):
@@ -59,120 +57,88 @@ BACKENDS = pytest.mark.parametrize(
 
 
 @BACKENDS
-def test_nobody_is_asked_before_somebody_looks(options: dict[str, Any]) -> None:
+def test_without_state_nobody_is_asked(options: dict[str, Any]) -> None:
     with muster.make_vec(Stating, 2, **options) as envs:
         _, infos = envs.reset(seed=0)
-        for _ in range(3):
-            *_, infos = envs.step(ACTIONS)
-            assert infos["alive"]["a"].any()
-            assert "action_mask" not in infos
-            assert infos.get("agent_infos") is None
-        assert envs.get_attr("asked") == (0, 0)
-        assert infos["state"].tolist() == [[3, 1], [3, 1]]
-        assert infos["_state"].tolist() == [True, True]
-        assert infos["state"] is infos["state"], "asked once"
-        for t in (4, 5):
-            *_, infos = envs.step(ACTIONS)
-            assert infos["state"][:, 0].tolist() == [t, t]
-        assert envs.get_attr("asked") == (3, 3)
-
-
-def test_a_look_after_the_reset_is_enough() -> None:
-    with muster.make_vec(Stating, 2, backend="serial", autoreset_mode="same_step") as envs:
-        assert "state" in envs.reset(seed=0)[1]
-        *_, infos = envs.step(ACTIONS)
-        assert infos["state"].dtype == np.float32
-        assert type(infos) is dict
-
-
-def test_a_look_at_final_infos_comes_too_late_but_helps_the_next() -> None:
-    with muster.make_vec(Short, 1, backend="serial", autoreset_mode="same_step") as envs:
-        envs.reset(seed=0)
-        *_, infos = envs.step(one_env(ACTIONS))
-        with pytest.raises(KeyError, match="From the next step on"):
-            infos["final_info"]["state"]
-        *_, infos = envs.step(one_env(ACTIONS))
-        assert infos["final_info"]["state"].tolist() == [[1, 1]]
-
-
-def test_a_partial_reset_after_a_look_keeps_the_other_envs_state() -> None:
-    with muster.make_vec(Stating, 2, num_workers=2, autoreset_mode="disabled") as envs:
-        envs.reset(seed=0)
-        for _ in range(3):
-            *_, infos = envs.step(ACTIONS)
-        assert infos["state"].tolist() == [[3, 1], [3, 1]]
-        _, infos = envs.reset(options={"reset_mask": np.array([True, False])})
-        assert infos["state"].tolist() == [[0, 2], [3, 1]]
-        assert infos["_state"].tolist() == [True, True]
-
-
-def test_infos_do_not_keep_the_envs_alive() -> None:
-    envs = muster.make_vec(Stating, 2, num_workers=1)
-    _, infos = envs.reset(seed=0)
-    alive = weakref.ref(envs)
-    del envs
-    gc.collect()
-    assert alive() is None
-    assert "state" not in infos
-
-
-def test_states_that_were_not_asked_for_in_time_say_so() -> None:
-    with muster.make_vec(Stating, 2, num_workers=2) as envs:
-        envs.reset(seed=0)
-        *_, old = envs.step(ACTIONS)
-        envs.step(ACTIONS)
-        with pytest.raises(KeyError, match=r"have moved on.*state=True"):
-            old["state"]
-        assert "state" not in old
-        with pytest.raises(KeyError, match="nonsense"):
-            old["nonsense"]
-        assert sorted(old) == ["acting", "agent_terminated", "agent_truncated", "alive"]
-        *_, last = envs.step(ACTIONS)
-        assert last["state"].tolist() == [[3, 1], [3, 1]], "asked too late before, told from then on"
-    with pytest.raises(ClosedError):
-        envs.step(ACTIONS)
-
-
-def test_reading_everything_asks_nobody() -> None:
-    with muster.make_vec(Stating, 2, backend="serial") as envs:
-        _, infos = envs.reset(seed=0)
-        for everything in (dict(infos), {**infos}, infos | {}, pickle.loads(pickle.dumps(infos)), list(infos.items())):
-            assert len(everything) == len(infos) == 4
-        assert envs.get_attr("asked") == (0, 0)
-        infos["state"] = "mine"
-        assert infos["state"] == infos.get("state") == "mine"
-
-
-def test_true_asks_from_the_start_and_false_never() -> None:
-    with muster.make_vec(Stating, 2, backend="serial", state=True) as envs:
-        _, infos = envs.reset(seed=0)
-        envs.step(ACTIONS)
-        assert envs.get_attr("asked") == (2, 2)
-        assert infos["state"].tolist() == [[0, 1], [0, 1]]
-    with muster.make_vec(Stating, 2, backend="serial", state=False) as envs:
-        assert "state" not in envs.reset(seed=0)[1]
-        assert envs.get_attr("asked") == (0, 0)
+        assert "state" not in infos
+        assert "state" not in envs.step(ACTIONS)[4]
         assert envs.state_space is None
+        assert envs.get_attr("asked") == (0, 0)
 
 
-def test_while_others_owe_an_answer_nobody_can_be_asked() -> None:
-    with muster.make_vec(Stating, 2, num_workers=2) as envs:
+@BACKENDS
+def test_with_state_every_step_tells_it(options: dict[str, Any]) -> None:
+    with muster.make_vec(Stating, 2, state=True, **options) as envs:
+        _, infos = envs.reset(seed=0)
+        assert infos["state"].tolist() == [[0, 1], [0, 1]]
+        for t in (1, 2):
+            *_, infos = envs.step(ACTIONS)
+            assert infos["state"].tolist() == [[t, t + 1]] * 2
+            assert infos["state"].dtype == np.float32
+            assert infos["_state"].tolist() == [True, True]
+
+
+def test_ended_episodes_keep_their_state() -> None:
+    with muster.make_vec(Short, 1, backend="serial", autoreset_mode="same_step", state=True) as envs:
         envs.reset(seed=0)
-        envs.send({name: actions[:1] for name, actions in ACTIONS.items()}, [0])
-        first = envs.recv(1)
+        *_, infos = envs.step(one_env(ACTIONS))
+        assert infos["final_info"]["state"][:, 0].tolist() == [1]
+        assert infos["state"][:, 0].tolist() == [0]
+
+
+def test_a_partial_reset_keeps_the_other_envs_state() -> None:
+    with muster.make_vec(Stating, 2, num_workers=2, autoreset_mode="disabled", state=True) as envs:
+        envs.reset(seed=0)
+        for _ in range(3):
+            envs.step(ACTIONS)
+        _, infos = envs.reset(options={"reset_mask": np.array([True, False])})
+        assert infos["state"][:, 0].tolist() == [0, 3]
+
+
+def test_states_come_with_the_envs_that_are_ready() -> None:
+    with muster.make_vec(Stating, 2, num_workers=2, state=True) as envs:
+        envs.reset(seed=0)
         envs.send({name: actions[1:] for name, actions in ACTIONS.items()}, [1])
-        assert "state" not in first.infos  # but wished for, from now on
-        second = envs.recv(1)
-        assert second.env_ids.tolist() == [1]
-        assert second.infos["state"][:, 0].tolist() == [1]
-        envs.send(ACTIONS)
-        assert envs.recv(2).infos["state"][:, 0].tolist() == [2, 2]
+        assert envs.recv(1).infos["state"][:, 0].tolist() == [1]
 
 
-@pytest.mark.parametrize("wish", [None, True])
-def test_states_and_observations_are_of_the_same_moment(wish: bool | None, tmp_path: Any) -> None:
+class Raising(Stating):
+    def state(self) -> Any:
+        raise ZeroDivisionError("there is none")
+
+
+class Misshapen(Stating):
+    def state(self) -> Any:
+        return np.zeros(3, np.float32)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(Raising, "there is none"), (Misshapen, r"state has shape \(3,\)")])
+def test_a_state_that_cannot_be_had_is_an_error(kind: type[Stating], message: str) -> None:
+    with muster.make_vec(kind, 1, backend="serial") as envs:
+        envs.reset(seed=0)
+    with muster.make_vec(kind, 1, backend="serial", state=True) as envs, pytest.raises(EnvError, match=message):
+        envs.reset(seed=0)
+
+
+def test_collectors_ask_for_the_state_of_what_they_make() -> None:
+    options = {"backend": "serial"}
+    with muster.Collector(Stating, None, frames_per_batch=4, num_envs=2, make_vec_options=options) as collector:
+        assert collector.rollout()["state"][..., 0].tolist() == [[0, 0], [1, 1]]
+
+
+def test_a_policy_that_reads_the_state_is_told_how_to_have_it() -> None:
+    reading = TensorDictModule(lambda state: state.long(), in_keys=["state"], out_keys=[("a", "action")])
+    options = {"backend": "serial", "state": False}
+    with (
+        muster.Collector(Stating, reading, frames_per_batch=4, make_vec_options=options) as collector,
+        pytest.raises(ConfigError, match="state=True"),
+    ):
+        collector.rollout()
+
+
+def test_states_and_observations_are_of_the_same_moment(tmp_path: Any) -> None:
     kwargs = [{"fails_at": 2, "marker": str(tmp_path / "failed")}, {}]
-    options = {"env_kwargs": kwargs, "on_failure": "restart", "num_workers": 2, "state": wish}
+    options = {"env_kwargs": kwargs, "on_failure": "restart", "num_workers": 2, "state": True}
     with muster.make_vec(Stating, 2, **options) as envs:
         obs, infos = envs.reset(seed=0)
         for _ in range(8):

@@ -44,7 +44,7 @@ class Team(Script):
 
 
 def make(env, mode="same_step", num_envs=2, **options):
-    return as_torchrl(muster.make_vec(env, num_envs, backend="serial", autoreset_mode=mode), **options)
+    return as_torchrl(muster.make_vec(env, num_envs, backend="serial", autoreset_mode=mode, state=True), **options)
 
 
 @MODES

@@ -149,8 +149,8 @@ def test_agents_of_envs_that_do_not_step_stay_as_they_are(mode):
 
 
 @MODES
-def test_states_are_asked_for_in_the_first_step_of_some(mode):
-    vector_env = muster.make_vec(Masked, 2, backend="serial", autoreset_mode=mode)
+def test_states_come_with_a_step_of_some(mode):
+    vector_env = muster.make_vec(Masked, 2, backend="serial", autoreset_mode=mode, state=True)
     vector_env.reset()
     envs = as_torchrl(vector_env)
     stepped = envs.step(envs.rand_action().set("_step", torch.tensor([True, False])))

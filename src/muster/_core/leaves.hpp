@@ -98,7 +98,6 @@ class ObsNode {
       // A member of a stack: its rows lie apart by as much as the whole stack takes.
       stride_ = size_t(fields.size());
       lent_ = fields.size();
-      optional_ = fields.size();
       return;
     }
     kind_ = kind == "dict" ? Kind::kDict : kind == "stack" ? Kind::kStack : Kind::kTuple;
@@ -109,7 +108,6 @@ class ObsNode {
 
   // What has no fixed layout is appended to `objects`.
   void write(PyObject* value, const ObsPlace& place, PyObject* objects) const {
-    if (optional_ && value == Py_None) return;
     switch (kind_) {
       case Kind::kArray: return write_array(value, row(place));
       case Kind::kInteger: return write_integer(value, row(place));
@@ -233,7 +231,6 @@ class ObsNode {
   size_t row_bytes_ = 0;
   size_t stride_ = 0;
   bool lent_ = false;
-  bool optional_ = false;
   int type_num_ = 0;
   std::vector<npy_intp> shape_;
   Ref keys_;

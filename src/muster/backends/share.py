@@ -162,8 +162,6 @@ class Share:
         self._line = line
         found = ((i, self._misfit(i, env)) for i, env in enumerate(self.envs))
         self._misfits = {i: misfit for i, misfit in found if misfit is not None}
-        for env in self.envs:
-            self._show_wishes(env)
         self.stepper = _core.Stepper(
             slab.description,
             line,
@@ -179,11 +177,6 @@ class Share:
             patience=options.patience,
         )
         self._attached = True
-
-    def _show_wishes(self, env: Any) -> None:
-        assert self._slab is not None
-        if isinstance(self._slab.plan.obs, RowNode):
-            env.heed(self._slab.states_wanted)
 
     def _misfit(self, i: int, env: Any) -> SpecMismatch | None:
         """Why a new env cannot use the rows that were laid out when the vector env was made."""
@@ -285,7 +278,6 @@ class Share:
                 self.stepper.refuse(i, error)
                 return
             self._misfits.pop(i, None)
-            self._show_wishes(self._built[i].env)
             if (misfit := self._misfit(i, self._built[i].env)) is not None:
                 self._misfits[i] = misfit
         if i in self._misfits:

@@ -18,9 +18,9 @@ from gymnasium import spaces
 from muster._core import AgentRow
 from muster.envs.attributes import get_through, set_through
 from muster.envs.groups import Agent, group_agents, sorted_space
-from muster.envs.layout import GIVES_MASKS, GIVES_STATE, AgentLayout, zeros_of
+from muster.envs.layout import AgentLayout
 from muster.errors import SpecMismatch
-from muster.spec import Array, Space
+from muster.spec import Space
 
 Row = tuple[Any, ...]
 Step = tuple[Row, float, bool, bool, dict[str, Any]]
@@ -62,11 +62,8 @@ class _Slots(dict[Agent, _Slot]):
 class AgentsEnv(ABC):
     """A multi-agent env as the stepping loop sees it: `reset` and `step` return rows of `layout`."""
 
-    def __init__(
-        self, env: Any, specs: AgentSpecs, groups: Mapping[Agent, str] | None, *, always_tells_state: bool = True
-    ) -> None:
+    def __init__(self, env: Any, specs: AgentSpecs, groups: Mapping[Agent, str] | None) -> None:
         self.env = env
-        self._state_wanted = np.array([always_tells_state])
         self.metadata = dict(getattr(env, "metadata", None) or {})
         self.render_mode = getattr(env, "render_mode", None)
         self.layout, unwraps = _layout_of(specs, groups)
@@ -80,10 +77,8 @@ class AgentsEnv(ABC):
         sizes = [len(agents) for agents in self.layout.groups.values()]
         self._agents_row = AgentRow(self._slots, sizes, self._rewards, self._flags)
         self._masks = self.layout.full_masks()
-        self._given = np.zeros(2, np.bool_)
-        self._gave = False  # whether any of it is
+        self._has_masks = np.zeros(1, np.bool_)
         self._last_masks: dict[Agent, Any] = {}
-        self._no_state: Any = () if self.layout.state_space is None else zeros_of(self.layout.state_space)
 
     # ---- what each API does in its own way
 
@@ -125,13 +120,10 @@ class AgentsEnv(ABC):
     def _start_row(self) -> None:
         """Nobody is there yet."""
         self._agents_row.start()
-        if self._gave:
-            self._gave = False
-            self._given.fill(False)
+        if self._has_masks[0]:
             for mask in self._masks:
                 mask.fill(True)
-        if self._masked:
-            self._give(GIVES_MASKS)  # announced by the spaces: also while no agent that has one is there
+        self._has_masks[0] = self._masked  # announced by the spaces: also while no agent that has one is there
 
     def _put(self, agent: Agent, obs: Any, reward: float, terminated: bool, truncated: bool, acts: bool) -> None:
         """One agent that is there. obs: None for zeros. acts: its action counts in the next step."""
@@ -182,43 +174,11 @@ class AgentsEnv(ABC):
         # No distribution can be made of no action at all: an agent that may do nothing is free to choose.
         if not row.any():
             row.fill(True)
-        self._give(GIVES_MASKS)
+        self._has_masks[0] = True
 
     def _row(self, shared: Mapping[str, Any] | None = None) -> Row:
-        places, state = self._agents_row.take_places(), self._state()
-        return (places, self._rewards, self._flags, self._masks, self._given, state, shared or {})
-
-    def heed(self, states_wanted: Array) -> None:
-        """Rows hold the env's state while the caller wants it, bool ``[1]``, unless they always do."""
-        if not self._state_wanted[0]:
-            self._state_wanted = states_wanted
-
-    def state_now(self) -> Any:
-        """The env's state as it is now, None if it has none."""
-        state = self._ask_for_state()
-        return None if state is self._no_state else state
-
-    def _state(self) -> Any:
-        if self.layout.state_space is None:
-            return ()
-        if not self._state_wanted[0]:
-            return None
-        state = self._ask_for_state()
-        if state is not self._no_state:
-            self._give(GIVES_STATE)
-        return state
-
-    def _ask_for_state(self) -> Any:
-        try:
-            state = np.asarray(self.env.state())
-        except Exception:  # envs that inherit the method without having a state raise whatever they like
-            return self._no_state
-        if state.shape != self._no_state.shape:
-            return self._no_state
-        return state
-
-    def _give(self, what: int) -> None:
-        self._given[what] = self._gave = True
+        places, state = self._agents_row.take_places(), () if self.layout.state_space is None else self.env.state()
+        return (places, self._rewards, self._flags, self._masks, self._has_masks, state, shared or {})
 
     def _infos(self, infos: Mapping[Agent, Any]) -> dict[str, Any]:
         """Agents' infos as one; their action masks become part of the row."""
@@ -238,11 +198,6 @@ class AgentsEnv(ABC):
 
     def _end_of_step(self, row: Row, over: bool, infos: dict[str, Any]) -> Step:
         return row, *self._agents_row.end_of_step(over), infos
-
-
-def state_now(env: AgentsEnv, env_index: int) -> Any:
-    """For `VectorEnv.call`: see `AgentsEnv.state_now`."""
-    return env.state_now()
 
 
 def _layout_of(

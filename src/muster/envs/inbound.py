@@ -24,11 +24,11 @@ class Inbound:
     """A wrapper for recipes, applied last: turns an env of any API into one that the stepping loop knows.
 
     groups: for multi-agent envs, each agent's group; None to go by their names.
-    state: whether multi-agent envs that have a state are asked for it after every step; None: once the caller wants it.
+    state: whether multi-agent envs that have a state are asked for it after every step.
     """
 
     groups: Mapping[Agent, str] | None = None
-    state: bool | None = True
+    state: bool = False
 
     def __call__(self, env: Any) -> Any:
         adapted = self._adapt(env)

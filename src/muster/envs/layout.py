@@ -14,12 +14,10 @@ from muster.errors import SpecMismatch
 from muster.spec import Array, BranchNode, Leaf, Node, Rows, Space, Take, tree
 
 # The parts of a row, in order: what `AgentsEnv` hands to the stepping loop as one env's observation.
-OBS, REWARDS, FLAGS, MASKS, GIVEN, STATE, SHARED = range(7)
+OBS, REWARDS, FLAGS, MASKS, HAS_MASKS, STATE, SHARED = range(7)
 # The flags, in order, and what they are called in infos.
 ALIVE, ACTING, TERMINATED, TRUNCATED = range(4)
 FLAG_NAMES = ("alive", "acting", "agent_terminated", "agent_truncated")
-# What an env may give or not, from step to step.
-GIVES_MASKS, GIVES_STATE = range(2)
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,10 @@ class AgentLayout:
             _leaf("rewards", (count,), np.float32),
             _leaf("flags", (4, count), np.bool_),
             _branch("action_mask", masks),
-            _leaf("given", (2,), np.bool_),
+            _leaf("has_masks", (1,), np.bool_),
             tree(self.state_space or spaces.Tuple(()), "state"),
             tree(self.shared_space, "observation"),
         )
-        for leaf in parts[STATE].leaves():
-            leaf.optional = True
         root = RowNode(self, parts)
         for index, leaf in enumerate(root.leaves()):
             leaf.index = index
@@ -202,8 +198,3 @@ def _leaf(path: str, shape: tuple[int, ...], dtype: Any) -> Leaf:
 
 def _branch(path: str, children: tuple[Node, ...]) -> BranchNode:
     return BranchNode(spaces.Tuple(()), path, (), children)
-
-
-def zeros_of(space: Space) -> Array:
-    """A value of a space with a fixed shape."""
-    return np.zeros(space.shape or (), space.dtype)

@@ -21,8 +21,8 @@ class ParallelAgents(AgentsEnv):
     An agent that is told a reward or its end, but shown nothing, keeps its last observation.
     """
 
-    def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
-        super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
+    def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
+        super().__init__(env, specs_of(env, state), groups)
         self._agents: list[Agent] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:

@@ -59,8 +59,11 @@ def is_turn_based(env: Any) -> bool:
     return callable(getattr(env, "last", None)) and callable(getattr(env, "observe", None))
 
 
-def specs_of(env: Any, state: bool | None) -> AgentSpecs:
-    """state: False leaves out the env's state. Raises SpecMismatch for an env that does not name each agent once."""
+def specs_of(env: Any, state: bool) -> AgentSpecs:
+    """What `env` says of its agents; state: and of its state, where it has one.
+
+    Raises SpecMismatch for an env that does not name each agent once.
+    """
     agents = list(getattr(env, "possible_agents", ()))
     if not agents:
         raise SpecMismatch(
@@ -74,7 +77,7 @@ def specs_of(env: Any, state: bool | None) -> AgentSpecs:
         agents,
         {agent: env.observation_space(agent) for agent in agents},
         {agent: env.action_space(agent) for agent in agents},
-        state_space=None if state is False else _state_space(env),
+        state_space=_state_space(env) if state else None,
     )
 
 

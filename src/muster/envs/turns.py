@@ -23,8 +23,8 @@ class TurnBasedAgents(AgentsEnv):
     which others act, so returns are sums over all of an agent's live rows, not over those alone in which it acts.
     """
 
-    def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool | None) -> None:
-        super().__init__(env, specs_of(env, state), groups, always_tells_state=state is True)
+    def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
+        super().__init__(env, specs_of(env, state), groups)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)

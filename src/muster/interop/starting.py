@@ -111,7 +111,7 @@ class RaisesOriginals:
 
 def require_copies(envs: VectorEnv | MultiAgentVectorEnv) -> None:
     """Raises ValueError for views: other libraries keep observations over the next step."""
-    if envs.stats()["copies_per_obs"] < 2:
+    if not envs.copy:
         raise ValueError("observations are views of memory that the next step overwrites; make_vec(..., copy=True)")
 
 

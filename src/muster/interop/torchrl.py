@@ -150,7 +150,6 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         actions = self._layout.actions(tensordict.select(*self.action_keys)[mask])
         self.vector_env.send(actions, np.flatnonzero(mask.cpu().numpy()))
         batch = self.vector_env.recv()
-        batch.infos.get("state")  # told to those who ask, which `spread` does not
         rows = tuple(spread(column, batch.env_ids, self.vector_env.num_envs) for column in batch[1:])
         stepped = self._stepped(rows, mask)
         self._arrived = chosen(mask, self._arrived, shown)

@@ -111,11 +111,6 @@ class AgentGroups:
             for name, space in about.items()
             if space is not None
         }
-        self._no_state = (
-            None
-            if envs.state_space is None
-            else np.zeros((envs.num_envs, *(envs.state_space.shape or ())), envs.state_space.dtype)
-        )
         self._masks = {group: (*self._leads[group], *shape) for group, shape in envs.mask_shapes.items()}
         self._make_specs()
 
@@ -151,7 +146,7 @@ class AgentGroups:
             if group in self._masks:
                 part["action_mask"] = self._tensor(masks.get(group, np.True_), self._masks[group])
         if "state" in self._about_all:
-            tensors["state"] = self._about_all["state"].encode(infos.get("state", self._no_state))
+            tensors["state"] = self._about_all["state"].encode(infos["state"])
         if "shared" in self._about_all:
             tensors["shared"] = self._about_all["shared"].encode(obs["shared"])
         return tensors

@@ -18,7 +18,7 @@ ENCODING = "torchrl_categorical_action_encoding"
 
 def inner_env_of(env: Any) -> Any:
     """The env inside one of TorchRL's wrappers, or `env` itself, as the stepping loop takes it. Raises RecipeError."""
-    groups, categorical = None, None
+    groups, categorical, state = None, None, True
     if _is_a(env, "gym", "GymWrapper"):
         if env.frame_skip != 1:
             raise RecipeError(
@@ -26,11 +26,11 @@ def inner_env_of(env: Any) -> Any:
             )
         inner, categorical = env._env, bool(env._categorical_action_encoding)
     elif _is_a(env, "pettingzoo", "PettingZooWrapper"):
-        inner, categorical = env._env, bool(env.categorical_actions)
+        inner, categorical, state = env._env, bool(env.categorical_actions), bool(env.return_state)
         groups = {agent: group for group, agents in env.group_map.items() for agent in agents}
     else:
         inner = env
-    adapted = None if is_torchrl(inner) else Inbound(groups)(inner)
+    adapted = None if is_torchrl(inner) else Inbound(groups, state)(inner)
     if not isinstance(adapted, (gymnasium.Env, AgentsEnv)):
         raise RecipeError(
             f"create_env_fn returned a {type_name(env)}; expected TorchRL's GymEnv or "

@@ -25,6 +25,8 @@ class MultiAgentEnvs(EnvSide):
     Earned: ``(g, "reward")``, ``(g, "terminated")``, ``(g, "truncated")``, ``(g, "done")``, ``[A]``.
     """
 
+    has_agents = True
+
     def __init__(self, envs: MultiAgentVectorEnv) -> None:
         super().__init__(envs)
         self._sizes = {group: len(agents) for group, agents in envs.groups.items()}
@@ -109,8 +111,7 @@ class MultiAgentEnvs(EnvSide):
         if self._shared is not None:
             leaves += self._shared.split(obs["shared"])
         if self._state is not None:
-            zeros = [np.zeros((count, *field.shape), field.dtype) for field in self._state.fields]
-            leaves += self._state.split(infos["state"]) if "state" in infos else zeros
+            leaves += self._state.split(infos["state"])
         masks = infos.get("action_mask", {})
         for group in self._sizes:
             leaves += [infos["alive"][group], infos["acting"][group]]

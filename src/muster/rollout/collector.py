@@ -234,15 +234,10 @@ class Collector(BatchSource):
                 load_weights(self.policy, given)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of frames and batches; ``copies_per_obs``: from an env's array to the batch; ``envs``: their stats."""
+        """Counts of frames and batches; ``envs``: their stats."""
         own = getattr(self._envs.envs, "stats", None)
         envs = own() if own is not None else {}
-        return {
-            "frames": self.frames,
-            "batches": self.batches,
-            "copies_per_obs": self._envs.copies_per_obs,
-            "envs": envs,
-        }
+        return {"frames": self.frames, "batches": self.batches, "envs": envs}
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, generators and the policy's weights. Envs have no state to save: they will start new episodes."""

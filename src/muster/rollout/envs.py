@@ -50,13 +50,13 @@ class EnvSide(ABC):
     actions: list[Field]
     action_spaces: list[spaces.Space[Any]]
     masks: list[int | None]
+    has_agents = False  # whether these are multi-agent envs
 
     def __init__(self, envs: Any) -> None:
         self.envs = envs
         self.num_envs: int = envs.num_envs
         self.autoreset_mode = autoreset_mode_of(envs)
         self.takes_turns = isinstance(envs, (VectorEnv, MultiAgentVectorEnv))  # has send and recv
-        self.copies_per_obs: int | None = 2 if self.takes_turns else None  # from an env's own array to the batch
 
     @abstractmethod
     def policy_input(self, rows: Sequence[Any]) -> Any:
@@ -109,16 +109,13 @@ class EnvSide(ABC):
             yield
             return
         rows = self.envs if isinstance(self.envs, VectorEnv) else self.envs._rows
-        before = rows._copy, rows._copies_per_obs
-        rows._copy, rows._copies_per_obs = False, 1
+        before, rows.copy = rows.copy, False
         rows._caller.set_copy(False)
         try:
             yield
         finally:
-            assert self.copies_per_obs is not None
-            self.copies_per_obs = max(self.copies_per_obs, rows._copies_per_obs + 1)
-            rows._copy, rows._copies_per_obs = before
-            rows._caller.set_copy(before[0])
+            rows.copy = before
+            rows._caller.set_copy(before)
 
     def settle(self) -> None:
         """Takes the answers that an error has left behind: nothing may be pending when envs are reset."""

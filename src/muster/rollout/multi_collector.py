@@ -288,7 +288,7 @@ def _understood(
         )
     if num_envs is None and not isinstance(envs, (list, tuple)):
         num_envs = num_collectors
-    wrappers = [*(options.get("wrappers") or ()), Inbound(options.get("groups"), options.get("state") is not False)]
+    wrappers = [*(options.get("wrappers") or ()), Inbound(options.get("groups"), options.get("state", True))]
     recipes = make_recipes(envs, num_envs, options.get("env_kwargs"), wrappers, resolve_foreign_id=resolve_foreign_id)
     if len(recipes) < num_collectors:
         raise ConfigError(f"num_collectors={num_collectors}, but there are only {len(recipes)} envs; each needs one")

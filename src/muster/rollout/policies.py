@@ -246,6 +246,11 @@ class TensorDictActor(PolicyActor):
                 f"the policy carries {names} from step to step and needs a first value: pass "
                 f"initial_state={{{describe(missing[0])}: torch.zeros(...)}}, the state of one env"
             )
+        if ("state",) in missing and self._envs.has_agents:
+            return ConfigError(
+                "the policy reads 'state', which these envs do not tell: make them with state=True, "
+                "muster.make_vec(..., state=True). Envs that have no state of their own cannot tell one"
+            )
         return SpecMismatch(
             f"the policy reads {names}, which the envs do not have; they have "
             f"{', '.join(describe(field.key) for field in self._envs.observed)}. "

@@ -67,7 +67,7 @@ def open_envs(envs: Any, num_envs: int | None, make_vec_options: Mapping[str, An
                 f"{type(envs).__name__} of {envs.num_envs} envs"
             )
         return _side_of(envs), False
-    options = {"autoreset_mode": "same_step", "copy": False, **(make_vec_options or {})}
+    options = {"autoreset_mode": "same_step", "copy": False, "state": True, **(make_vec_options or {})}
     made = make_vec(envs, num_envs, **options)
     try:
         return _side_of(made), True

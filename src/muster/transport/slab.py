@@ -70,7 +70,6 @@ class Slab:
     memory: uint8, the block itself.
     records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
     info_bytes: uint8 ``[N, 2, ...]``, the step's info and the final one.
-    states_wanted: bool ``[1]``, the caller's wish that rows of agents hold their env's state.
     action_mail_bytes ``[N]``, schema_mail_bytes ``[lines]``: lengths of letters in the mail, see mail.py.
     description: the same, as the core reads it.
     """
@@ -95,7 +94,6 @@ class Slab:
         spares = _SPARE_BLOCKS if any(lent) else 0
         self._reserve(spares * block_bytes)
         final = [self._reserve(n * leaf.row_bytes) for leaf in leaves]
-        states_wanted = self._reserve(_LINE)
         lengths = self._reserve((n + plan.num_lines) * 4)
         infos = self._reserve(n * 2 * _INFO_BYTES)
 
@@ -108,7 +106,6 @@ class Slab:
         self.records = self.array(records, (n,), RECORD)
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
         self.schema_mail_bytes = self.array(lengths + 4 * n, (plan.num_lines,), np.dtype(np.uint32))
-        self.states_wanted = self.array(states_wanted, (1,), np.dtype(np.bool_))
         self.info_bytes = self.array(infos, (n, 2, _INFO_BYTES), np.dtype(np.uint8))
         self.actions = self._rows(plan.action, actions)
         self.obs = self._rows(plan.obs, obs, lent)
