@@ -1,7 +1,7 @@
 """Spaces as trees of leaves: what lies in the slab, where, and how values get in and out.
 
 A `Node` mirrors a Gymnasium space. Its leaves have a fixed shape and dtype and lie in the slab as ``[N, *shape]``;
-values without a fixed layout (Graph, Sequence, custom spaces) are objects and travel through the mail.
+values without a fixed layout (Text, OneOf, Graph, Sequence, custom spaces) are objects and travel through the mail.
 """
 
 from __future__ import annotations
@@ -235,80 +235,6 @@ class IntegerLeaf(Leaf):
         return number.item() if self.lenient else number
 
 
-class CodedLeaf(Leaf):
-    """A value that lies in the slab as code numbers and is decoded to a Python object: batched as a tuple."""
-
-    kind = "coded"
-
-    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
-        return None
-
-    def encode(self, value: Any, row: Array) -> None:
-        raise NotImplementedError
-
-    def decode(self, row: Array) -> Any:
-        raise NotImplementedError
-
-    def store(self, value: Any, row: Array) -> None:
-        self.encode(value, row)
-
-    def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
-        return tuple(self.decode(row) for row in take(rows.arrays[self.index]))
-
-    def single(self, rows: Rows, env: int, objects: Iterator[Any]) -> Any:
-        return self.decode(rows.arrays[self.index][env])
-
-
-class TextLeaf(CodedLeaf):
-    """A Text space: uint32 ``[1 + max_length]``, the length and the code points."""
-
-    def __init__(self, space: spaces.Text, path: str) -> None:
-        super().__init__(space, path, (1 + space.max_length,), np.uint32)
-
-    def encode(self, value: Any, row: Array) -> None:
-        if not isinstance(value, str) or len(value) >= self.shape[0]:
-            raise SpecMismatch(f"{self.path} is {_brief(value)}, expected a str of length {self.shape[0] - 1} at most")
-        row[0] = len(value)
-        row[1 : 1 + len(value)] = np.frombuffer(value.encode("utf-32-le", "surrogatepass"), np.uint32)
-
-    def decode(self, row: Array) -> str:
-        return row[1 : 1 + int(row[0])].tobytes().decode("utf-32-le", "surrogatepass")
-
-
-class OneOfLeaf(CodedLeaf):
-    """A OneOf space: bytes, the choice's index and then the chosen value's leaves."""
-
-    def __init__(self, space: spaces.OneOf[Any], path: str) -> None:
-        self.choices = [tree(choice, f"{path}[{i}]") for i, choice in enumerate(space.spaces)]
-        sizes = [sum(_aligned(leaf.row_bytes) for leaf in choice.leaves()) for choice in self.choices]
-        super().__init__(space, path, (8 + max(sizes, default=0),), np.uint8)
-
-    @property
-    def has_objects(self) -> bool:
-        return any(choice.has_objects for choice in self.choices)
-
-    def encode(self, value: Any, row: Array) -> None:
-        fits = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (int, np.integer))
-        if not fits or not 0 <= value[0] < len(self.choices):
-            raise SpecMismatch(f"{self.path} is {_brief(value)}, expected (index below {len(self.choices)}, value)")
-        row[:8].view(np.int64)[0] = value[0]
-        choice = self.choices[int(value[0])]
-        _store_single(choice, value[1], self._rows(choice, row))
-
-    def decode(self, row: Array) -> tuple[Any, Any]:
-        row = np.array(row)  # aligned, and the value's own
-        index = row[:8].view(np.int64)[0]
-        choice = self.choices[int(index)]
-        return index, choice.single(self._rows(choice, row), 0, iter(()))
-
-    def _rows(self, choice: Node, row: Array) -> Rows:
-        arrays, at = [], 8
-        for leaf in choice.leaves():
-            arrays.append(row[at : at + leaf.row_bytes].view(leaf.dtype).reshape((1, *leaf.shape)))
-            at += _aligned(leaf.row_bytes)
-        return Rows(arrays, [])
-
-
 class ObjectLeaf(Node):
     """A value without a fixed layout: it travels through the mail, and is batched as a tuple."""
 
@@ -399,17 +325,17 @@ class BranchNode(Node):
         return dict(zip(self.keys, values, strict=True)) if self.kind == "dict" else tuple(values)
 
 
-def tree(space: Space, path: str, *, coded: bool = True, lenient: bool = False) -> Node:
-    """The tree of `space`, its leaves numbered from 0. `coded=False`: Text and OneOf travel as objects, too.
+def tree(space: Space, path: str, *, lenient: bool = False, of_actions: bool = False) -> Node:
+    """The tree of `space`, its leaves numbered from 0.
 
     lenient: observations are cast to the space's dtype whatever is lost, and axes of length 1 may be missing or too
     many; discrete actions may be out of range, and single discrete values are ints. As other libraries' vector envs.
     """
-    root = _node(space, path, coded)
+    root = _node(space, path)
     for index, leaf in enumerate(root.leaves()):
         leaf.index = index
         leaf.lenient = lenient
-        if lenient and not coded and not leaf.shape and leaf.dtype.kind == "f":
+        if lenient and of_actions and not leaf.shape and leaf.dtype.kind == "f":
             # Single numbers reach envs as the caller's own type elsewhere, and only float64 is a Python float.
             leaf.dtype, leaf.row_bytes = np.dtype(np.float64), 8
     return root
@@ -422,22 +348,17 @@ def _squeezed(array: Array, shape: tuple[int, ...]) -> Array:
     return array
 
 
-def _node(space: Space, path: str, coded: bool) -> Node:
+def _node(space: Space, path: str) -> Node:
     if isinstance(space, spaces.Discrete):
         return IntegerLeaf(space, path, (), space.dtype)
     if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
         return Leaf(space, path, tuple(space.shape), space.dtype)
     if isinstance(space, spaces.Dict):
         keys = tuple(space.spaces)
-        return BranchNode(space, path, keys, tuple(_node(space[key], f"{path}[{key!r}]", coded) for key in keys))
+        return BranchNode(space, path, keys, tuple(_node(space[key], f"{path}[{key!r}]") for key in keys))
     if isinstance(space, spaces.Tuple):
-        children = tuple(_node(child, f"{path}[{i}]", coded) for i, child in enumerate(space.spaces))
+        children = tuple(_node(child, f"{path}[{i}]") for i, child in enumerate(space.spaces))
         return BranchNode(space, path, (), children)
-    if coded and isinstance(space, spaces.Text):
-        return TextLeaf(space, path)
-    if coded and isinstance(space, spaces.OneOf):
-        leaf = OneOfLeaf(space, path)
-        return ObjectLeaf(space, path) if leaf.has_objects else leaf
     return ObjectLeaf(space, path)
 
 
@@ -498,18 +419,6 @@ def _fields(space: Space) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if isinstance(space, spaces.Text):
         return ("max_length",), ("min_length", "character_set")
     return (), ()
-
-
-def _store_single(node: Node, value: Any, rows: Rows) -> None:
-    if isinstance(node, BranchNode):
-        for child, item in zip(node.children, node.parts(value, SpecMismatch), strict=True):
-            _store_single(child, item, rows)
-    elif isinstance(node, Leaf):
-        node.store(value, rows.arrays[node.index][0, ...])
-
-
-def _aligned(size: int) -> int:
-    return (size + 15) & ~15
 
 
 def _brief(value: Any) -> str:

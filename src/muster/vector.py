@@ -331,7 +331,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def _trees(self, facts: EnvFacts, lenient: bool) -> tuple[Node, Node]:
         """The trees of observations and actions."""
         obs = tree(self.single_observation_space, "observation", lenient=lenient)
-        return obs, tree(self.single_action_space, "action", coded=False, lenient=lenient)
+        return obs, tree(self.single_action_space, "action", lenient=lenient, of_actions=True)
 
     def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
         first = facts[0]

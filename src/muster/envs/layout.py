@@ -95,7 +95,7 @@ class AgentLayout:
     def action_tree(self) -> Node:
         """The tree of one env's actions: ``[A, ...]`` by group."""
         batched = {name: stacked_space(space, (len(self.groups[name]),)) for name, space in self.action_spaces.items()}
-        root = tree(spaces.Dict(batched), "action", coded=False)
+        root = tree(spaces.Dict(batched), "action")
         if root.has_objects:
             raise SpecMismatch(f"agents' action spaces must have a fixed layout, got {self.action_spaces}")
         return root
@@ -149,7 +149,7 @@ class StackNode(Node):
         if isinstance(member, BranchNode):
             children = tuple(self._stack(child) for child in member.children)
             return BranchNode(member.space, member.path, member.keys, children)
-        if not isinstance(member, Leaf) or member.kind == "coded":
+        if not isinstance(member, Leaf):
             raise SpecMismatch(
                 f"{member.path} is {member.space}; what agents observe must have a fixed shape and dtype. Wrap the env "
                 "so that it is a Box, Discrete, MultiDiscrete or MultiBinary space, or a Dict or Tuple of these"

@@ -84,8 +84,7 @@ class Slab:
         actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves()]
         start = self._end
         leaves = list(plan.obs.leaves())
-        in_core = not plan.obs.has_objects and all(leaf.kind != "coded" for leaf in leaves)
-        lent = [in_core and n * leaf.row_bytes >= _LENT_FROM_BYTES for leaf in leaves]
+        lent = [not plan.obs.has_objects and n * leaf.row_bytes >= _LENT_FROM_BYTES for leaf in leaves]
         places = {i: self._reserve(n * leaves[i].row_bytes) for i, one in enumerate(lent) if one}
         lent_bytes = self._end - start
         places |= {i: self._reserve(n * leaves[i].row_bytes) for i, one in enumerate(lent) if not one}
