@@ -144,7 +144,7 @@ def test_networks_that_take_several_inputs_are_called_with_them(use_vmap):
     expected = torch.stack([module(obs[:, :, i], action[:, :, i]) for i, module in enumerate(modules)], 2)
     torch.testing.assert_close(net(obs, action), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(net.agent(1)(obs[:, :, 1], action[:, :, 1]), expected[:, :, 1], rtol=1e-5, atol=1e-6)
-    shared = MultiAgentNet([modules[0]], 3, share_params=True)
+    shared = MultiAgentNet(lambda: modules[0], 3, share_params=True)
     torch.testing.assert_close(shared(obs, action), modules[0](obs, action))
     with pytest.raises(SpecMismatch, match=r"\[2, 5, 2, 2\]; expected 3 agents"):
         net(obs, action[:, :, :2])
@@ -164,7 +164,7 @@ def test_centralised_networks_that_take_several_inputs():
     expected = torch.stack([module(obs.flatten(1), action.flatten(1)) for module in modules], 1)
     net = MultiAgentNet.from_modules(modules, centralised=True)
     torch.testing.assert_close(net(obs, action), expected, rtol=1e-5, atol=1e-6)
-    shared = MultiAgentNet(modules[:1], 3, centralised=True, share_params=True)
+    shared = MultiAgentNet(lambda: modules[0], 3, centralised=True, share_params=True)
     torch.testing.assert_close(shared(obs, action)[:, 2], expected[:, 0], rtol=1e-5, atol=1e-6)
 
 
@@ -298,48 +298,68 @@ def test_a_shared_network_is_clipped_as_torch_does():
         torch.testing.assert_close(mine.grad, other.grad)
 
 
-class Signed(nn.Module):
-    def __init__(self, sign: int = 1, function: object = torch.tanh) -> None:
-        super().__init__()
-        self.linear, self.sign, self.function = nn.Linear(4, 2), sign, function
+@pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)
+def test_a_function_builds_networks_that_are_alike_and_independent(build):
+    torch.manual_seed(3)
+    net = MultiAgentNet(build, 3).eval()
+    torch.manual_seed(3)
+    twins = [build().eval() for _ in range(3)]
+    x = torch.randn(5, 3, 4)
+    torch.testing.assert_close(net(x), loop(twins, x), rtol=1e-5, atol=1e-5)
+    before = [module.state_dict() for module in net.to_modules()]
+    assert not torch.equal(*[next(iter(state.values())) for state in before[:2]])
+    net(torch.randn(5, 3, 4))[:, 2].square().sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    after = [module.state_dict() for module in net.to_modules()]
+    for name, _ in net.net.named_parameters():
+        assert [torch.equal(a[name], b[name]) for a, b in zip(after, before, strict=True)] == [True, True, False]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.linear(x)) * self.sign
 
+@pytest.mark.parametrize("share_params", [False, True])
+@pytest.mark.parametrize("centralised", [False, True])
+def test_options_of_networks_that_a_function_builds(centralised, share_params):
+    built = []
 
-@pytest.mark.parametrize(
-    ("modules", "message"),
-    [
-        ([nn.Linear(4, 2), nn.Linear(4, 3)], "out_features: 2 and 3"),
-        ([nn.Sequential(nn.Linear(4, 2), a) for a in (nn.Tanh(), nn.ReLU())], "the class of 1: .*Tanh.* and .*ReLU"),
-        ([nn.Linear(4, 2), nn.Linear(4, 2, bias=False)], "tensor bias: .* and absent"),
-        ([nn.Linear(4, 2), nn.Linear(4, 2).double()], "tensor weight: .*float32.* and .*float64"),
-        ([nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)], "True.* and .*False"),
-        ([nn.Linear(4, 2), nn.Linear(4, 2).eval()], "training: True and False"),
-        ([Signed(1), Signed(-1)], "sign: 1 and -1"),
-        ([Signed(), Signed(function=torch.relu)], "function: .*tanh.* and .*relu"),
-    ],
-)
-def test_modules_that_differ_are_refused_with_the_first_difference(modules, message):
-    with pytest.raises(SpecMismatch, match=f"modules 0 and 1 differ in .*{message}"):
-        MultiAgentNet.from_modules(modules)
+    def make_net() -> nn.Module:
+        built.append(nn.Sequential(nn.Linear(12 if centralised else 4, 8), nn.LayerNorm(8)))
+        return built[-1]
+
+    net = MultiAgentNet(make_net, 3, centralised=centralised, share_params=share_params, use_vmap=False)
+    assert len(built) == (1 if share_params else 3)
+    x = torch.randn(5, 3, 4)
+    expected = loop(built * 3 if share_params else built, x, centralised)
+    torch.testing.assert_close(net(x), expected, rtol=1e-5, atol=1e-6)
+    assert (net.net is built[0]) is share_params
 
 
 def test_modules_that_share_tensors_are_refused():
     one = nn.Linear(4, 2)
     with pytest.raises(UsageError, match="modules 0 and 1 share the tensor 'weight'"):
         MultiAgentNet.from_modules([one, one])
-    shared = MultiAgentNet([one], 2, share_params=True)
+    with pytest.raises(UsageError, match=r"modules 0 and 1 share the tensor '1\.weight'.*make a new one at each call"):
+        MultiAgentNet(lambda: nn.Sequential(nn.Linear(4, 4), one), 2)
+    shared = MultiAgentNet(lambda: one, 2, share_params=True)
     assert shared.net is one
     x = torch.randn(5, 2, 4)
     torch.testing.assert_close(shared(x), one(x))
 
 
+def test_what_builds_no_network_is_refused():
+    with pytest.raises(TypeError, match=r"make_net is a Linear; .*from_modules takes networks that exist"):
+        MultiAgentNet(nn.Linear(4, 2), 3)
+    with pytest.raises(TypeError, match="make_net is a list; expected a function"):
+        MultiAgentNet([nn.Linear(4, 2)], 3, share_params=True)
+    with pytest.raises(TypeError, match=r"got a NoneType; does make_net return one\?"):
+        MultiAgentNet(lambda: None, 3)
+    with pytest.raises(UsageError, match="belongs to a lazy module"):
+        MultiAgentNet(lambda: nn.LazyLinear(2), 3)
+
+
 def test_wrong_numbers_of_modules_and_a_wrong_axis():
-    with pytest.raises(ValueError, match="got 0 modules"):
+    with pytest.raises(ValueError, match="n_agents=0; expected at least one agent"):
         MultiAgentNet.from_modules([])
-    with pytest.raises(ValueError, match="got 2 modules for n_agents=3"):
-        MultiAgentNet([nn.Linear(4, 2), nn.Linear(4, 2)], 3)
+    with pytest.raises(ValueError, match="got 2 modules; expected 3, as many as to_modules returns"):
+        MultiAgentNet(lambda: nn.Linear(4, 2), 3).load_modules([nn.Linear(4, 2), nn.Linear(4, 2)])
     with pytest.raises(ValueError, match="agent_dim=1"):
         MultiAgentNet.from_modules([nn.Linear(4, 2)], agent_dim=1)
     with pytest.raises(SpecMismatch, match="not a multiple"):

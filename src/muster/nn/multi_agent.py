@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from muster.errors import SpecMismatch
-from muster.nn.direct import call_layers, has_backward_hooks
+from muster.nn.direct import does_more, has_backward_hooks, run_layers
 from muster.nn.stacked import StackedSequential, stack_known
 from muster.nn.structure import require_alike
 from muster.nn.vmapped import call_each, call_one, call_one_by_one, copy_module, split_any, stack_any
@@ -23,7 +23,7 @@ class MultiAgentNet(nn.Module):
     Networks whose ``forward`` takes several tensors are called with several inputs, for others those are concatenated
     along their last axis.
 
-    modules: the networks, alike in all but their values; one if ``share_params``.
+    make_net: called without arguments for each agent's network, once if ``share_params``; builds a new one each time.
     centralised: every agent sees all agents' inputs, joined along the first axis of ``F``.
     share_params: one network for all agents, which is ``net`` itself; if centralised too, all agents' outputs are
         equal and computed once.
@@ -38,16 +38,17 @@ class MultiAgentNet(nn.Module):
     use and change, but not keep; with backward hooks the networks are called one after the other. Blocks inside them
     may not be under ``torch.utils.checkpoint``, which would recompute them with all agents' tensors; the whole may.
 
-    Raises ValueError for bad arguments, SpecMismatch where the modules differ or, in calls, the input's shape does not
-    fit, UsageError where they share tensors or keep references to their own, in a list say, CannotTravel where a
-    network of other layers cannot be copied.
+    Raises ValueError and TypeError for bad arguments, SpecMismatch where the networks differ in more than their values
+    (options count where their ``repr`` shows them, others are taken from the first) or, in calls, the input's shape
+    does not fit, UsageError where they share tensors or keep references to their own, in a list or function say,
+    CannotTravel where a network of other layers cannot be copied.
     """
 
     net: nn.Module
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        make_net: Callable[[], nn.Module],
         n_agents: int,
         *,
         centralised: bool = False,
@@ -56,12 +57,14 @@ class MultiAgentNet(nn.Module):
         use_vmap: bool = True,
     ) -> None:
         super().__init__()
-        expected = 1 if share_params else n_agents
-        if n_agents < 1 or len(modules) != expected:
-            raise ValueError(
-                f"got {len(modules)} modules for n_agents={n_agents} and share_params={share_params}; "
-                f"expected {max(expected, 1)} of them, and at least one agent"
+        if isinstance(make_net, nn.Module) or not callable(make_net):
+            raise TypeError(
+                f"make_net is a {type(make_net).__qualname__}; expected a function that builds one agent's network, "
+                "such as lambda: nn.Linear(4, 2). MultiAgentNet.from_modules takes networks that exist; for one that "
+                "all agents share give lambda: net and share_params=True"
             )
+        if n_agents < 1:
+            raise ValueError(f"n_agents={n_agents}; expected at least one agent")
         if agent_dim > -2:
             raise ValueError(f"agent_dim={agent_dim} is not the axis of the agents counted from the end: -2 or less")
         self.n_agents = n_agents
@@ -69,6 +72,11 @@ class MultiAgentNet(nn.Module):
         self.share_params = share_params
         self.agent_dim = agent_dim
         self.use_vmap = use_vmap
+        modules: list[Any] = [make_net() for _ in range(1 if share_params else n_agents)]
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                given = type(module).__qualname__
+                raise TypeError(f"expected a torch.nn.Module for each agent, got a {given}; does make_net return one?")
         self._takes_several = _takes_several(modules[0])
         self.n_agent_inputs = _input_size(modules[0], n_agents if centralised else 1)
         if share_params:
@@ -83,7 +91,8 @@ class MultiAgentNet(nn.Module):
     ) -> MultiAgentNet:
         """One network for each of the modules, in their order, starting from copies of their values."""
         modules = list(modules)
-        return MultiAgentNet(modules, len(modules), centralised=centralised, agent_dim=agent_dim, use_vmap=use_vmap)
+        take = iter(modules).__next__
+        return MultiAgentNet(take, len(modules), centralised=centralised, agent_dim=agent_dim, use_vmap=use_vmap)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """inputs: [*B, A, *F] each. Returns [*B, A, *G]."""
@@ -120,7 +129,9 @@ class MultiAgentNet(nn.Module):
 
     def _call_shared(self, net: nn.Module, *inputs: Tensor) -> Tensor:
         """inputs: what the one network takes, [batch, *F] each. Returns [batch, *G]."""
-        return call_layers(net, *inputs)
+        if type(net) is nn.Sequential and len(inputs) == 1 and not does_more(net):
+            return run_layers(net, inputs[0], net)
+        return cast(Tensor, net(*inputs))
 
     def agent(self, index: int) -> AgentView:
         """A view on one agent's network, callable on what that agent sees. Raises IndexError."""
@@ -136,8 +147,11 @@ class MultiAgentNet(nn.Module):
 
     def load_modules(self, modules: Sequence[nn.Module]) -> None:
         """Copies the values of as many modules as ``to_modules`` returns, in place. Raises as the constructor does."""
+        expected = 1 if self.share_params else self.n_agents
+        if len(modules) != expected:
+            raise ValueError(f"got {len(modules)} modules; expected {expected}, as many as to_modules returns")
         other = MultiAgentNet(
-            list(modules),
+            iter(modules).__next__,
             self.n_agents,
             centralised=self.centralised,
             share_params=self.share_params,
@@ -146,7 +160,7 @@ class MultiAgentNet(nn.Module):
         if type(other.net) is not type(self.net):  # with other layouts of the weights
             raise SpecMismatch(
                 f"the modules make a {type(other.net).__name__}, this network has a {type(self.net).__name__}: they "
-                "differ in layers or hooks; make a new MultiAgentNet of them"
+                "differ in layers or hooks; make a new one with MultiAgentNet.from_modules"
             )
         self.load_state_dict(other.state_dict())
 

@@ -58,12 +58,7 @@ class MultiAgentMLP(MultiAgentNet):
                 layers += [nn.Linear(n_in, n_out, device=device), activation()]
             return nn.Sequential(*layers[:-1])  # the last layer is linear
 
-        super().__init__(
-            [build() for _ in range(1 if share_params else n_agents)],
-            n_agents,
-            centralised=centralised,
-            share_params=share_params,
-        )
+        super().__init__(build, n_agents, centralised=centralised, share_params=share_params)
 
 
 class MultiAgentConvNet(MultiAgentNet):
@@ -118,13 +113,7 @@ class MultiAgentConvNet(MultiAgentNet):
                 layers += [nn.Conv2d(n_in, n_out, kernel, step, pad, device=device), activation()]
             return nn.Sequential(*layers, nn.Flatten())
 
-        super().__init__(
-            [build() for _ in range(1 if share_params else n_agents)],
-            n_agents,
-            centralised=centralised,
-            share_params=share_params,
-            agent_dim=-4,
-        )
+        super().__init__(build, n_agents, centralised=centralised, share_params=share_params, agent_dim=-4)
 
     def _call_shared(self, net: nn.Module, *inputs: Tensor) -> Tensor:
         x = inputs[0]

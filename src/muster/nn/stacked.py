@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from muster.nn.direct import all_modules_are_hooked, call_in_turn, does_more
+from muster.nn.direct import does_more, layers_do_more, run_layers
 
 # Layers without parameters that treat every element by itself, whatever the layout of the tensor.
 ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
@@ -152,12 +152,12 @@ class StackedSequential(nn.Sequential):
                 y = channels_last(y)
         else:
             y = x.expand(self.n_agents, *x.shape) if common else x.transpose(0, 1)
-        y = call_in_turn(self, y)
+        y = run_layers(self, y, super().forward)
         return y.transpose(0, 1) if y.ndim == 3 else _by_agent(y, self.n_agents).contiguous()
 
     def one(self, x: Tensor, agent: int) -> Tensor:
         """x: [B, ...], what one agent sees. Returns that agent's output, [B, ...]."""
-        if does_more(self) or self._layers_do_more():  # written for all agents: they see x as all agents' input
+        if does_more(self) or layers_do_more(self):  # written for all agents: they see x as all agents' input
             return cast(Tensor, self(x, True))[:, agent]
         return self._chain(x, self._slices(), agent)
 
@@ -175,11 +175,7 @@ class StackedSequential(nn.Sequential):
             is_large = x.numel() > LOOP_ABOVE_PIXELS
         else:
             is_large = self.n_agents * x.shape[0] * self.widest > LOOP_ABOVE_HIDDEN
-        return is_large and not self._layers_do_more()
-
-    def _layers_do_more(self) -> bool:
-        """Whether calls of the layers do anything that ``_chain`` would leave out."""
-        return all_modules_are_hooked() or any(map(does_more, self._modules.values()))
+        return is_large and not layers_do_more(self)
 
     def _one_by_one(self, x: Tensor, common: bool) -> Tensor:
         slices = self._slices()
