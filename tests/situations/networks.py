@@ -43,10 +43,10 @@ situations(
         "share_params left out": lambda: conv_net(share_params=None),
         "no layers": lambda: conv_net(num_cells=()),
         "kernels of the wrong number": lambda: conv_net(kernel_sizes=[3, 3]),
-        "too few modules": lambda: MultiAgentNet([nn.Linear(4, 2)], 3),
-        "an agent_dim from the front": lambda: MultiAgentNet([nn.Linear(4, 2)], 1, agent_dim=1),
+        "a module in the place of a function": lambda: MultiAgentNet(nn.Linear(4, 2), 3),
+        "an agent_dim from the front": lambda: MultiAgentNet(lambda: nn.Linear(4, 2), 1, agent_dim=1),
         "inputs that agents cannot give": lambda: MultiAgentNet(
-            [nn.Linear(5, 2)], 2, centralised=True, share_params=True
+            lambda: nn.Linear(5, 2), 2, centralised=True, share_params=True
         ),
         "an unknown agent": lambda: mlp().agent(7),
         "another number of agents": lambda: mlp()(torch.zeros(5, 2, 4)),
