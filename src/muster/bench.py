@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -60,9 +61,7 @@ def measure(
             try:
                 envs = make()
                 opened.callback(_close, envs)
-                run = functools.partial(_steps_per_s, envs, _actions(envs))
-                envs.reset(seed=0)
-                run(_WARM_UP_S)
+                run = warmed_up(envs)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             measured.append(Measured(way, options, problem=problem))
@@ -103,9 +102,13 @@ def _ways(
     ]
 
 
-def _actions(envs: Any) -> Sequence[Any]:
+def warmed_up(envs: Any) -> Callable[[float], float]:
+    """Steps `envs`, which this resets, by random actions for the seconds that it is given: env steps a second."""
     envs.action_space.seed(0)
-    return [envs.action_space.sample() for _ in range(_NUM_ACTIONS)]
+    run = functools.partial(_steps_per_s, envs, [envs.action_space.sample() for _ in range(_NUM_ACTIONS)])
+    envs.reset(seed=0)
+    run(_WARM_UP_S)
+    return run
 
 
 def _steps_per_s(envs: Any, actions: Sequence[Any], seconds: float) -> float:
@@ -122,3 +125,8 @@ def _steps_per_s(envs: Any, actions: Sequence[Any], seconds: float) -> float:
 def _close(envs: Any) -> None:
     with contextlib.suppress(Exception):  # it may have failed, and have been told of
         envs.close()
+
+
+def code_of_options(options: Mapping[str, Any]) -> list[str]:
+    """Keyword arguments as one writes them."""
+    return [f"{key}={json.dumps(value) if isinstance(value, str) else repr(value)}" for key, value in options.items()]

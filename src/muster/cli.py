@@ -78,7 +78,9 @@ def doctor(
         int | None, typer.Option(min=1, show_default="what suits the machine", help="Envs to recommend a line for.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a trial is taken to hang.")] = 60.0,
-    seconds: Annotated[float, typer.Option(min=0.01, help="How long the env's speed is measured.")] = 2.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, help="How long each line that could be recommended is run.")
+    ] = 1.0,
     policy: Annotated[
         str | None,
         typer.Option(metavar="MODULE:FACTORY", help="Also say whether this policy can go to collector processes."),

@@ -17,15 +17,15 @@ class Patient(gym.Env[Any, Any]):
 
     observation_space = gym.spaces.Box(0, 1, (3,), np.float64)
     action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-    instances = 0
+    instances = steps = 0
     shared = np.zeros(3)
 
     def __init__(self, trait: str = "") -> None:
         self.trait = trait
         self.buffer = np.zeros(3)
-        if trait == "alone":
+        if trait in ("alone", "three in a process"):
             Patient.instances += 1
-            if Patient.instances > 1:
+            if Patient.instances > (1 if trait == "alone" else 3):
                 raise RuntimeError("licence in use")
         if trait == "hangs at once":
             time.sleep(600)
@@ -42,8 +42,11 @@ class Patient(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.count += 1
+        Patient.steps += 1
         if self.count == 3:
             self._suffer()
+        if self.trait == "hangs in the end" and Patient.steps > 1000:
+            time.sleep(600)
         if self.trait == "slow":
             time.sleep(0.2)
         if "changes its action" in self.trait:
@@ -76,12 +79,16 @@ class Patient(gym.Env[Any, Any]):
         return drawn
 
 
-class Sleeper(Patient):
-    """Its step leaves the GIL to others."""
+class Sharing(Patient):
+    """Steps only while it has the lock that it shares with others."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__()
+        self.lock = lock
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        time.sleep(0.002)
-        return super().step(action)
+        with self.lock:
+            return super().step(action)
 
 
 def make_patient(trait: str = "") -> Patient:

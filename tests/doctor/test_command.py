@@ -57,6 +57,8 @@ def test_a_healthy_factory_gets_lines_that_run(doctor, tmp_path):
     assert told["blocks"] is False
     advice = told["recommendation"]
     assert advice["num_envs"] == 3
+    assert all(one["steps_per_s"] > 0 for one in told["tried"])
+    assert advice["line"] in [one["line"] for one in told["tried"]]
     code = f"{advice['factory']}\n{advice['line']}\nenvs.reset()\nenvs.close()"
     assert "from my_game import make_env" in code
     assert "env_kwargs={'gravity': 5.0}" in code

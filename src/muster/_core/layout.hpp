@@ -22,7 +22,6 @@ struct alignas(64) EnvRecord {
   uint8_t truncated;
   uint8_t needs_reset;    // the last row ended an episode and no reset followed
   uint8_t has_final;      // same_step: the final rows belong to this step
-  uint8_t was_reset;      // this row comes from a reset, not from a step
   uint8_t episode_over;   // the counts below are of a finished episode
   uint32_t info_schema;   // 0: no info
   uint32_t final_schema;  // same_step: schema of the final step's info

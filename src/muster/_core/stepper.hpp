@@ -217,7 +217,6 @@ class Stepper {
     record.truncated = truncated;
     record.needs_reset = over;
     record.episode_over = over;
-    record.was_reset = 0;
     if (!reset_now) return;
 
     // The env may reuse in its reset what it has just given.
@@ -248,7 +247,6 @@ class Stepper {
     record.reward = 0;
     record.terminated = record.truncated = 0;
     record.needs_reset = 0;
-    record.was_reset = 1;
     record.episode_over = 0;
     record.episode_return = 0;
     record.episode_length = 0;

@@ -161,7 +161,7 @@ class Recovery:
         record = self._records
         record["reward"][env] = 0.0
         record["terminated"][env], record["truncated"][env] = False, True
-        record["episode_over"][env], record["was_reset"][env] = True, False
+        record["episode_over"][env] = True
         same_step = self._mode is AutoresetMode.SAME_STEP
         record["needs_reset"][env], record["has_final"][env] = not same_step, same_step
         record["final_schema"][env] = 0

@@ -14,8 +14,8 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
 from muster.backends.resources import memory_left, usable_cores
+from muster.bench import code_of_options
 from muster.doctor.diagnosis import Measurements, Recommendation
-from muster.doctor.forecast import Trace, envs_per_worker, predict_serial, predict_steps_per_s, workers_pay
 from muster.envs.dm_env import is_dm_env
 from muster.envs.melting_pot import substrate_of
 from muster.existing_env import find_existing_env, is_env
@@ -25,6 +25,9 @@ from muster.sources import constructor_of
 
 _LONGEST_REPR = 200
 _SHARE_OF_MEMORY = 0.5
+# How much work should lie between two rounds of waking the workers and being woken by them, which take 0.06 ms.
+_ROUND_WORK_S = 500e-6
+_MOST_ENVS_PER_WORKER = 32
 
 
 @dataclass
@@ -44,29 +47,44 @@ class Verdict:
     fragile: bool = False
 
 
-def recommend(verdict: Verdict, measured: Measurements, trace: Trace | None) -> Recommendation | None:
-    """The way to run many of the env; None where nothing works."""
+@dataclass(frozen=True)
+class Candidate:
+    """A line that could be recommended. options: of its `make_vec`, but for num_envs and env_kwargs."""
+
+    advice: Recommendation
+    options: Mapping[str, Any]
+
+
+def candidates(verdict: Verdict, measured: Measurements) -> list[Candidate]:
+    """The ways to run many of the env, the safest first; empty where nothing works."""
     cores = usable_cores()
     context = next((name for name, error in verdict.tried.items() if error is None), None)
-    if context is None:
-        if verdict.travels:
-            return None
-        count = verdict.num_envs or 1
-        return _recommendation(verdict, "serial", None, count, 0, None, measured)
-    if verdict.alone:
-        count = verdict.num_envs or min(cores, _most_envs(cores, measured))
-        workers = count
-    else:
-        per_worker = 1 if trace is None else envs_per_worker(trace.row_s)
-        count = verdict.num_envs or min(cores * per_worker, _most_envs(cores, measured))
-        workers = min(cores, count)
-    if trace is None:
-        return _recommendation(verdict, "process", context, count, workers, None, measured)
-    obs_bytes = measured.obs_bytes or 0
-    if not verdict.alone and not workers_pay(trace.row_s, count, workers):
-        return _recommendation(verdict, "serial", None, count, 0, predict_serial(trace, obs_bytes), measured)
-    steps_per_s = predict_steps_per_s(trace, count, workers, obs_bytes)
-    return _recommendation(verdict, "process", context, count, workers, steps_per_s, measured)
+    if context is None and verdict.travels:
+        return []
+    per_worker = 1 if verdict.alone else _envs_per_worker(measured.step_median_s)
+    count = verdict.num_envs or min(cores * per_worker, _most_envs(cores, measured))
+    workers = count if verdict.alone else min(cores, count)
+    ways: list[tuple[str, int, dict[str, Any]]] = []
+    if context is not None:
+        options: dict[str, Any] = {"one_env_per_process": True} if verdict.alone else {"num_workers": workers}
+        if verdict.fragile:
+            options |= {"on_failure": "restart", "step_timeout": 60}
+        ways.append(("process", workers, options))
+    if not (verdict.alone or verdict.fragile):  # what shares a process with others is lost with them
+        if verdict.travels and workers > 1:
+            ways.append(("process", min(cores - 1, count - 1), {"caller_steps": True}))
+        ways.append(("serial", 0, {"backend": "serial"}))
+        if not verdict.travels:
+            ways.append(("thread", workers, {"backend": "thread", "num_workers": workers}))
+    return [_candidate(verdict, context, count, *way, measured) for way in ways]
+
+
+def _envs_per_worker(step_s: float | None) -> int:
+    """A power of two that makes the work between two rounds outweigh what a round costs."""
+    count = 1
+    while step_s is not None and count * step_s < _ROUND_WORK_S and count < _MOST_ENVS_PER_WORKER:
+        count *= 2
+    return count
 
 
 def _most_envs(num_workers: int, measured: Measurements) -> int:
@@ -156,41 +174,38 @@ def _missing_arguments(factory: Any, env_kwargs: Mapping[str, Any]) -> list[str]
     return [name for name in needed if name not in env_kwargs]
 
 
-def _recommendation(
+def _candidate(
     verdict: Verdict,
-    backend: str,
     context: str | None,
     num_envs: int,
+    backend: str,
     num_workers: int,
-    steps_per_s: float | None,
+    options: dict[str, Any],
     measured: Measurements,
-) -> Recommendation:
-    options = [verdict.source, f"num_envs={num_envs}"]
+) -> Candidate:
     if backend != "process":
-        options.append(f'backend="{backend}"')
-    elif verdict.alone:
-        options.append("one_env_per_process=True")
-    else:
-        options.append(f"num_workers={num_workers}")
-    if verdict.fragile:
-        options += ['on_failure="restart"', "step_timeout=60"]
-    if context not in (None, "forkserver"):
-        options.append(f'context="{context}"')
+        context = None
+    elif context != "forkserver":
+        options = {**options, "context": context}
+    code = [verdict.source, f"num_envs={num_envs}", *code_of_options(options)]
     if verdict.env_kwargs:
-        options.append(f"env_kwargs={_kwargs(verdict.env_kwargs)}")
+        code.append(f"env_kwargs={_kwargs(verdict.env_kwargs)}")
     memory = None
     if measured.env_bytes is not None and measured.worker_bytes is not None:
-        memory = num_workers * measured.worker_bytes + num_envs * measured.env_bytes
-    return Recommendation(
-        line=f"envs = muster.make_vec({', '.join(options)})",
+        processes = num_workers if backend == "process" else 0
+        memory = processes * measured.worker_bytes + num_envs * measured.env_bytes
+    advice = Recommendation(
+        line=f"envs = muster.make_vec({', '.join(code)})",
         factory=None,
         backend=backend,
         context=context,
         num_envs=num_envs,
         num_workers=num_workers,
-        steps_per_s=steps_per_s,
+        steps_per_s=None,
         memory_bytes=memory,
+        caller_steps="caller_steps" in options,
     )
+    return Candidate(advice, options)
 
 
 def _kwargs(env_kwargs: Mapping[str, Any]) -> str:

@@ -14,11 +14,9 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
-from muster.backends.resources import usable_cores
-from muster.doctor.advice import Verdict, name_of_spec, recommend, spec_of, unbuildable
+from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnosis import Diagnosis, Finding, Measurements
 from muster.doctor.findings import (
     FATAL,
@@ -29,22 +27,21 @@ from muster.doctor.findings import (
     about_start_methods,
     about_untried,
 )
-from muster.doctor.forecast import Trace, make_trace
 from muster.doctor.guarded import Outcome, run_guarded
+from muster.doctor.lines import is_fatal, pick, try_lines
+from muster.doctor.trials import make_envs
 from muster.envs import resolve_foreign_id
 from muster.errors import CannotTravel, RecipeError
 from muster.existing_env import is_env
 from muster.introspection import callable_name, type_name
-from muster.make import make_vec
 from muster.pickling import find_culprits, fork_hazards
 from muster.recipe import Recipe, make_recipes, pack
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 # What every worker and every trial does with an env, first what they do before it is stepped for the first time.
 _BEFORE_STEPS = ("unpacking the recipe", "building it", "resetting it")
-_ON_THE_WAY = (*_BEFORE_STEPS, "stepping it", "seeing whether its step releases the GIL", "closing it")
+_ON_THE_WAY = (*_BEFORE_STEPS, "stepping it", "closing it")
 _SHOWN_CULPRITS = 3
-_MOST_SPEED_TRIALS = 8
 
 
 def diagnose(
@@ -55,15 +52,16 @@ def diagnose(
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Callable[[Any], Any]] = (),
     timeout: float = 60.0,
-    seconds: float = 2.0,
+    seconds: float = 1.0,
     name: str | None = None,
 ) -> Diagnosis:
-    """What keeps an env from running in parallel, how fast it is, and the `make_vec` line that suits it.
+    """What keeps an env from running in parallel, and the fastest of the `make_vec` lines that suit it.
 
     env, env_kwargs, wrappers: as for `make_vec`; an env that exists already is a finding, not an error. Every trial
     runs in a process of its own: a crash, a hang or an exit in the env is a finding, too.
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
-    of a trial, and for each step.  seconds: how long the env's speed is measured.  name: how messages call the env.
+    of a trial, and for each step.  seconds: how long each line that could be recommended is run, after its start.
+    name: how messages call the env.
     policy: is looked at, too: whether `MultiCollector` could copy it to its processes. It is not called. Needs PyTorch.
 
     Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense.
@@ -107,10 +105,9 @@ def _diagnose_env(
     findings += about_start_methods(tried, known=behaviour.stage in FATAL)
     verdict = Verdict(_source(env, target), env_kwargs, num_envs, packed is not None, tried)
     if packed is None:
-        return Diagnosis(target, tuple(findings), Measurements(), recommend(verdict, Measurements(), None))
+        return _run_lines(target, findings, verdict, Measurements(), recipe, timeout, seconds)
     verdict.fragile = behaviour.stage in ("resetting it", "stepping it")
     verdict.alone = bool(behaviour.results.get("one_per_process"))
-    trace, measured = None, _measured(behaviour, Outcome(), None, None)
     if behaviour.hung and behaviour.stage in _ON_THE_WAY:
         findings.append(about_untried(behaviour))
     elif "rows" in behaviour.results:
@@ -120,16 +117,37 @@ def _diagnose_env(
             replayed = pool.submit(run, "replay", hash_seed=2, rows=rows)
             pair = run("pair", hash_seed=1, rows=rows)
         findings += about_replay(behaviour, replayed.result())
-        speeds = _time_one_per_core(packed, timeout, seconds)
         together = about_pair(behaviour, pair)
         verdict.alone = verdict.alone or together.severity == "warns"
         findings.append(together)
-        if early := [one for one in speeds if one.stage is not None]:
-            findings += about_early_end(early[0], "blocks")
-        timed = [one.results for one in speeds if "obs_bytes" in one.results]
-        trace = make_trace(timed) if timed else None
-        measured = _measured(behaviour, pair, timed[0]["obs_bytes"] if timed else None, trace)
-    return Diagnosis(target, tuple(findings), measured, recommend(verdict, measured, trace))
+        return _run_lines(target, findings, verdict, _measured(behaviour, pair), packed, timeout, seconds)
+    measured = _measured(behaviour, Outcome())
+    return Diagnosis(target, tuple(findings), measured, pick(candidates(verdict, measured), ()))
+
+
+def _run_lines(
+    target: str,
+    findings: list[Finding],
+    verdict: Verdict,
+    measured: Measurements,
+    recipe: bytes | Recipe,
+    timeout_s: float,
+    run_s: float,
+) -> Diagnosis:
+    """The diagnosis, after the lines that it could recommend have been run. recipe: as for `try_lines`."""
+    lines = candidates(verdict, measured)
+    tried, outcomes = try_lines(lines, recipe, measured.build_s, timeout_s, run_s)
+    if outcomes and outcomes[0].results.get("episodes"):
+        results = outcomes[0].results
+        measured = replace(measured, episode_rows=results["env_steps"] / results["episodes"])
+    if isinstance(recipe, bytes) and outcomes and is_fatal(outcomes[-1]):
+        ended = outcomes[-1]
+        if ended.hung:
+            ended.detail = ""  # the stack of what called the envs, not theirs
+        findings += about_early_end(ended, "blocks")
+        verdict.fragile = True
+        return Diagnosis(target, tuple(findings), measured, pick(candidates(verdict, measured), ()), tried=tuple(tried))
+    return Diagnosis(target, tuple(findings), measured, pick(lines, tried), tried=tuple(tried))
 
 
 def _name(env: Any) -> str:
@@ -202,16 +220,7 @@ def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) 
     with warnings.catch_warnings(), _noting_interrupts() as interrupts:
         warnings.simplefilter("ignore")
         try:
-            envs = make_vec(
-                recipe.factory,
-                1,
-                env_kwargs=dict(recipe.kwargs),
-                wrappers=recipe.wrappers,
-                context=context,
-                start_timeout=timeout_s,
-                step_timeout=timeout_s,
-            )
-            with envs:
+            with make_envs(recipe, 1, context=context, start_timeout=timeout_s, step_timeout=timeout_s) as envs:
                 envs.reset(seed=0)
                 envs.step(envs.action_space.sample())
         except BaseException as error:  # an env may raise a KeyboardInterrupt or a SystemExit, too
@@ -241,34 +250,17 @@ def _noting_interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, usual)
 
 
-def _time_one_per_core(packed: bytes, timeout_s: float, seconds: float) -> list[Outcome]:
-    """What the trial `speed` tells on every core at the same time: cores share caches, memory and heat."""
-    count = min(usable_cores(), _MOST_SPEED_TRIALS)
-
-    def run(i: int) -> Outcome:
-        options = {"seconds": seconds, "num_trials": count, "env_index": i}
-        return run_guarded("speed", packed, stage_timeout_s=timeout_s, options=options)
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(run, range(count)))
-
-
-def _measured(behaviour: Outcome, pair: Outcome, obs_bytes: int | None, trace: Trace | None) -> Measurements:
+def _measured(behaviour: Outcome, pair: Outcome) -> Measurements:
     first_bytes = behaviour.results.get("env_bytes")
     env_bytes = pair.results.get("env_bytes", first_bytes)
     base_bytes = behaviour.results.get("worker_bytes")
     libraries = None if first_bytes is None else max(0, first_bytes - env_bytes)
     return Measurements(
         build_s=behaviour.results.get("build_s"),
-        step_median_s=None if trace is None else float(np.median(trace.steps_s)),
-        step_p99_s=None if trace is None else float(np.percentile(trace.steps_s, 99)),
-        reset_median_s=None if trace is None else float(np.median(trace.resets_s)),
-        reset_p99_s=None if trace is None else float(np.percentile(trace.resets_s, 99)),
-        row_s=None if trace is None else trace.row_s,
-        episode_rows=trace.num_steps / trace.num_resets if trace is not None and trace.num_resets else None,
-        obs_bytes=obs_bytes,
+        step_median_s=behaviour.results.get("step_median_s"),
+        reset_median_s=behaviour.results.get("reset_median_s"),
+        obs_bytes=behaviour.results.get("obs_bytes"),
         env_bytes=env_bytes,
         worker_bytes=None if base_bytes is None or libraries is None else base_bytes + libraries,
-        gil_free=behaviour.results.get("gil_free"),
         threads_started=behaviour.results.get("threads"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,24 +30,16 @@ class Finding:
 class Measurements:
     """What one env did in a process of its own. Seconds and bytes; None where it could not be measured.
 
-    Times are taken on all cores at once, one env on each, since that is how many envs will run.
-
-    row_s: for each row of a vector env, that is a step or the reset after an episode's end, mean; with all that a
-    worker does for it, without what the caller does.  episode_rows: mean rows of an episode, None if none ended.
-    gil_free: share of a step's time for which it leaves the GIL to other threads.
+    episode_rows: mean steps of an episode of the first line that was run, None if none ended.
     """
 
     build_s: float | None = None
     step_median_s: float | None = None
-    step_p99_s: float | None = None
     reset_median_s: float | None = None
-    reset_p99_s: float | None = None
-    row_s: float | None = None
     episode_rows: float | None = None
     obs_bytes: int | None = None
     env_bytes: int | None = None
     worker_bytes: int | None = None
-    gil_free: float | None = None
     threads_started: int | None = None
 
 
@@ -54,7 +47,8 @@ class Measurements:
 class Recommendation:
     """How to run many of the env. line: ready to use.  factory: code to write first, or None.
 
-    steps_per_s, memory_bytes: predicted for the whole vector env, policy not counted; None where nothing was measured.
+    steps_per_s: env steps a second that the line made, without a policy; None where it was not run, or failed.
+    memory_bytes: of all envs and workers, predicted from one; None where nothing was measured.
     """
 
     line: str
@@ -65,6 +59,16 @@ class Recommendation:
     num_workers: int
     steps_per_s: float | None
     memory_bytes: int | None
+    caller_steps: bool = False
+
+
+@dataclass(frozen=True)
+class TriedLine:
+    """A line that could be recommended. steps_per_s: env steps a second that it made, None where there is a problem."""
+
+    line: str
+    steps_per_s: float | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,17 @@ class PolicyVerdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `muster.diagnose` returns. Printing it shows it all. policy: None where none was given."""
+    """What `muster.diagnose` returns. Printing it shows it all.
+
+    tried: the lines that could be recommended, and how fast each was.  policy: None where none was given.
+    """
 
     target: str
     findings: tuple[Finding, ...]
     measured: Measurements
     recommendation: Recommendation | None
     policy: PolicyVerdict | None = None
+    tried: tuple[TriedLine, ...] = ()
 
     @property
     def blocks(self) -> bool:
@@ -109,6 +117,9 @@ class Diagnosis:
             if finding.remedy:
                 lines.append(textwrap.indent(finding.remedy, " " * 8))
         lines += [f"  {name}: {value}" for name, value in measured_rows(self.measured)]
+        if self.tried:
+            lines.append("  tried, in env steps/s:")
+        lines += [f"  {speed:>12}  {text}" for speed, text in tried_rows(self.tried)]
         if self.recommendation is not None:
             lines += ["", *(f"  {name}: {value}" for name, value in recommended_rows(self.recommendation))]
             lines.append(textwrap.indent(code_of(self.recommendation), "    "))
@@ -125,26 +136,41 @@ def measured_rows(measured: Measurements) -> list[tuple[str, str]]:
     """The measurements in words, those there are."""
     rows = [
         ("build", seconds(measured.build_s)),
-        ("step", _median_and_p99(measured.step_median_s, measured.step_p99_s)),
-        ("reset", _median_and_p99(measured.reset_median_s, measured.reset_p99_s)),
-        ("episode", "" if measured.episode_rows is None else f"{measured.episode_rows:,.0f} rows by random actions"),
+        ("step", seconds(measured.step_median_s)),
+        ("reset", seconds(measured.reset_median_s)),
+        ("episode", "" if measured.episode_rows is None else f"{measured.episode_rows:,.0f} steps by random actions"),
         ("observation", size(measured.obs_bytes)),
         ("memory of an env", size(measured.env_bytes)),
         ("memory of a worker", size(measured.worker_bytes)),
-        ("step without the GIL", "" if measured.gil_free is None else f"{measured.gil_free:.0%} of its time"),
         ("threads it starts", "" if measured.threads_started is None else str(measured.threads_started)),
     ]
     return [(name, value) for name, value in rows if value]
 
 
+def tried_rows(tried: Sequence[TriedLine]) -> list[tuple[str, str]]:
+    """The lines that were run: env steps a second, and what made them; for a problem "-"."""
+    rows = []
+    for one in tried:
+        call = one.line.removeprefix("envs = ")
+        rows.append(("-" if one.steps_per_s is None else f"{one.steps_per_s:,.0f}", call))
+        if one.problem is not None:
+            rows.append(("", one.problem))
+    return rows
+
+
 def recommended_rows(advice: Recommendation) -> list[tuple[str, str]]:
     """The recommendation in words."""
-    each = advice.num_envs / max(1, advice.num_workers)
-    workers = f"{advice.num_workers} worker{'s' * (advice.num_workers > 1)}, {each:.3g} each"
+    each = advice.num_envs / max(1, advice.num_workers + advice.caller_steps)
+    workers = f"{advice.num_workers} worker{'s' * (advice.num_workers > 1)}{' and the caller' * advice.caller_steps}"
     rows = [
         ("backend", advice.backend if advice.context is None else f"{advice.backend}, started by {advice.context}"),
-        ("envs", f"{advice.num_envs} on {workers}" if advice.num_workers else f"{advice.num_envs}, in the caller"),
-        ("predicted speed", "" if advice.steps_per_s is None else f"{advice.steps_per_s:,.0f} env steps/s"),
+        (
+            "envs",
+            f"{advice.num_envs} on {workers}, {each:.3g} each"
+            if advice.num_workers
+            else f"{advice.num_envs}, in the caller",
+        ),
+        ("speed", "" if advice.steps_per_s is None else f"{advice.steps_per_s:,.0f} env steps/s"),
         ("predicted memory", size(advice.memory_bytes)),
     ]
     return [(name, value) for name, value in rows if value]
@@ -168,7 +194,3 @@ def size(value: int | None) -> str:
         if value / factor < 1000:
             return f"{value / factor:.3g} {unit}"
     return f"{value / 1e9:.3g} GB"
-
-
-def _median_and_p99(median_s: float | None, p99_s: float | None) -> str:
-    return "" if median_s is None else f"{seconds(median_s)}, p99 {seconds(p99_s)}"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any
@@ -19,9 +20,14 @@ from muster import _core
 from muster.backends.ending import kill_with_all
 from muster.backends.launch import worker_environment
 from muster.backends.launcher import python_command
+from muster.backends.worker import flush_streams
+from muster.recipe import Recipe
 
 STARTING = "starting Python"
 """The stage before the trial has the word."""
+
+STEPPING_MANY = "stepping many of it"
+"""The stage of the trial `line` in which its envs are stepped."""
 
 _STDERR_LINES = 12
 _ABORT_S = 2.0
@@ -43,10 +49,12 @@ class Outcome:
 
 
 def run_guarded(
-    trial: str, recipe: bytes, *, stage_timeout_s: float, options: dict[str, Any], hash_seed: int | None = None
+    trial: str, recipe: bytes | Recipe, *, stage_timeout_s: float, options: dict[str, Any], hash_seed: int | None = None
 ) -> Outcome:
-    """Runs `trial` of trials.py on a packed recipe, b"" for `importing`. stage_timeout_s: for each of its stages, and
-    for each row of an env that is played in it."""
+    """Runs `trial` of trials.py on a packed recipe, b"" for `importing`; in a fork of this process on one as it is.
+
+    stage_timeout_s: for each of its stages, and for each row of an env that is played in it.
+    """
     read, write = os.pipe()
     doctor = os.pidfd_open(os.getpid())
     environment = worker_environment(1)
@@ -57,18 +65,22 @@ def run_guarded(
         tempfile.TemporaryFile() as stderr,
         os.fdopen(read, "rb", 0) as told,
     ):
-        packed.write(recipe)
-        packed.seek(0)
         try:
-            process = subprocess.Popen(
-                python_command(sys.path, "muster.doctor.trials:main", trial, write, doctor, options),
-                env=environment,
-                pass_fds=(write, doctor),
-                stdin=packed,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,
-            )
+            process: _Process
+            if isinstance(recipe, Recipe):
+                process = _Fork(trial, write, doctor, options, recipe, stderr=stderr.fileno())
+            else:
+                packed.write(recipe)
+                packed.seek(0)
+                process = subprocess.Popen(
+                    python_command(sys.path, "muster.doctor.trials:main", trial, write, doctor, options),
+                    env=environment,
+                    pass_fds=(write, doctor),
+                    stdin=packed,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    start_new_session=True,
+                )
         finally:
             os.close(write)
             os.close(doctor)
@@ -78,7 +90,37 @@ def run_guarded(
             _end(process)
 
 
-def _listen(process: subprocess.Popen[bytes], told: IO[bytes], stderr: IO[bytes], stage_timeout_s: float) -> Outcome:
+class _Fork:
+    """A trial in a fork of this process; of `Popen` what is needed here."""
+
+    def __init__(self, *arguments: Any, stderr: int) -> None:
+        from muster.doctor.trials import main
+
+        flush_streams()
+        with warnings.catch_warnings():
+            # Of other threads, whose locks stay held in the fork: a trial that needs one hangs, and is ended.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid:
+            return
+        try:
+            os.setsid()
+            null = os.open(os.devnull, os.O_RDWR)
+            for fd, target in enumerate((null, null, stderr)):
+                os.dup2(target, fd)
+            main(*arguments)
+        finally:
+            os._exit(1)
+
+    def wait(self) -> None:
+        with contextlib.suppress(ChildProcessError):  # where the caller ignores SIGCHLD
+            os.waitpid(self.pid, 0)
+
+
+_Process = subprocess.Popen[bytes] | _Fork
+
+
+def _listen(process: _Process, told: IO[bytes], stderr: IO[bytes], stage_timeout_s: float) -> Outcome:
     outcome = Outcome(stage=STARTING)
     deadline = time.monotonic() + stage_timeout_s
     buffer = b""
@@ -98,6 +140,8 @@ def _listen(process: subprocess.Popen[bytes], told: IO[bytes], stderr: IO[bytes]
         for line in lines:
             if _take(outcome, json.loads(line)):
                 deadline = time.monotonic() + stage_timeout_s
+        if outcome.stage is None:
+            break  # not once the pipe is closed: what it has forked may hold it
     if outcome.stage is not None and not outcome.how:
         outcome.how = _how_ended(process)
     if outcome.stage is not None and not outcome.detail:
@@ -126,7 +170,7 @@ def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:
     return bool(poller.poll(max(0.0, timeout_s) * 1000))
 
 
-def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> os.waitid_result | None:
+def _wait(process: _Process, timeout_s: float) -> os.waitid_result | None:
     """How it has ended; None if it runs on. It stays a zombie: until then no other session can have its number.
 
     Raises ProcessLookupError or ChildProcessError where the caller ignores SIGCHLD: nobody knows then.
@@ -139,18 +183,18 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> os.waitid_resul
         os.close(pidfd)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: _Process) -> None:
     """Kills it, and all that is in its session."""
     kill_with_all(process.pid, process.pid, partial(_signal, process))
     process.wait()
 
 
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+def _signal(process: _Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)  # Popen's own would reap it
 
 
-def _how_ended(process: subprocess.Popen[bytes]) -> str:
+def _how_ended(process: _Process) -> str:
     try:
         ended = _wait(process, _ABORT_S)
     except (ProcessLookupError, ChildProcessError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import pickle
@@ -13,15 +14,15 @@ import numpy as np
 
 from muster.envs.agents import AgentsEnv
 from muster.envs.inbound import Inbound
+from muster.spec import tree
 
 _FEWEST_ROWS = 3
-_DRAWN = 16
 
 
 class Player:
     """Plays one env. After `play`: rows, infos, reuses_buffers and changes_action tell what was seen.
 
-    on_row: called after every row.
+    steps_s, resets_s: seconds of each step and reset.  on_row: called after every row.
     """
 
     def __init__(self, env: Any, on_row: Callable[[], None] = lambda: None) -> None:
@@ -29,20 +30,27 @@ class Player:
         self._on_row = on_row
         agents = isinstance(self._env, AgentsEnv)
         # The adapter of a multi-agent env takes [A, ...] for each group; its layout knows [N, A, ...].
-        self._actions = self._env.layout.action_space(1) if agents else self._env.action_space
+        # Copied, as a class may have one space for all its envs: what is drawn here changes nothing for another.
+        self._actions = self._env.layout.action_space(1) if agents else copy.deepcopy(self._env.action_space)
         self._act = (lambda: _first_row(self._actions.sample())) if agents else self._actions.sample
         self._over = True
-        self._drawn: list[Any] = []
         self.rows = 0
         self.infos: list[dict[str, Any]] = []
+        self.steps_s: list[float] = []
+        self.resets_s: list[float] = []
         self.reuses_buffers = False
         self.changes_action = False
 
     def reset(self, seed: int) -> Any:
         """Starts an episode, and seeds the actions."""
         self._actions.seed(seed)
-        self._over = False
-        return self._env.reset(seed=seed, options=None)[0]
+        return self._reset(seed=seed, options=None)
+
+    def obs_bytes(self) -> int:
+        """Bytes of an observation of fixed layout, by its space."""
+        agents = isinstance(self._env, AgentsEnv)
+        space = self._env.layout.observation_space(1) if agents else self._env.observation_space
+        return sum(leaf.row_bytes for leaf in tree(space, "observation").leaves())
 
     def play(
         self, seed: int, rows: int, meanwhile: Callable[[], None] | None = None, enough_s: float = math.inf
@@ -59,14 +67,13 @@ class Player:
             if meanwhile is not None:
                 meanwhile()
             if self._over:
-                obs, self._over = self._env.reset()[0], False
+                obs = self._reset()
                 _feed(digest, obs)
             else:
                 action = self._act()
                 before = pickle.dumps(action)
-                obs, reward, terminated, truncated, info = self._env.step(action)
+                obs, reward, terminated, truncated, info = self._step(action)
                 self.changes_action |= pickle.dumps(action) != before
-                self._over = bool(terminated or truncated)
                 _feed(digest, (obs, reward, bool(terminated), bool(truncated)))
                 if isinstance(info, dict):
                     self.infos.append(info)
@@ -79,17 +86,27 @@ class Player:
         return digest.hexdigest()
 
     def step_some(self, count: int) -> None:
-        """`count` rows, by actions drawn before: drawing them releases the GIL, which the env may not."""
-        if not self._drawn:
-            self._drawn = [self._act() for _ in range(_DRAWN)]
-        for i in range(count):
+        """`count` rows."""
+        for _ in range(count):
             if self._over:
-                self._env.reset()
-                self._over = False
+                self._reset()
             else:
-                _, _, terminated, truncated, _ = self._env.step(self._drawn[i % _DRAWN])
-                self._over = bool(terminated or truncated)
+                self._step(self._act())
             self._on_row()
+
+    def _reset(self, **arguments: Any) -> Any:
+        start = time.perf_counter()
+        obs = self._env.reset(**arguments)[0]
+        self.resets_s.append(time.perf_counter() - start)
+        self._over = False
+        return obs
+
+    def _step(self, action: Any) -> Any:
+        start = time.perf_counter()
+        stepped = self._env.step(action)
+        self.steps_s.append(time.perf_counter() - start)
+        self._over = bool(stepped[2] or stepped[3])
+        return stepped
 
 
 def _feed(digest: Any, value: Any) -> None:

@@ -7,7 +7,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from muster.doctor.diagnosis import MARKS, Diagnosis, Finding, Severity, code_of, measured_rows, recommended_rows
+from muster.doctor.diagnosis import (
+    MARKS,
+    Diagnosis,
+    Finding,
+    Severity,
+    code_of,
+    measured_rows,
+    recommended_rows,
+    tried_rows,
+)
 
 _STYLES: dict[Severity, str] = {"blocks": "bold red", "warns": "yellow", "good": "green", "note": "dim"}
 _WORST_FIRST: tuple[Severity, ...] = ("blocks", "warns", "good", "note")
@@ -26,6 +35,9 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     if rows := measured_rows(diagnosis.measured):
         console.print()
         console.print(_grid("One env alone", rows))
+    if diagnosis.tried:
+        console.print()
+        _show_tried(tried_rows(diagnosis.tried), console)
     console.print()
     if diagnosis.recommendation is None:
         console.print(Text("Nothing works yet: see what is in the way, above.", "bold red"))
@@ -34,6 +46,14 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     console.print()
     # Not broken at the terminal's edge: it is there to be copied.
     console.print(Text(code_of(diagnosis.recommendation), "cyan"), soft_wrap=True)
+
+
+def _show_tried(rows: list[tuple[str, str]], console: Console) -> None:
+    console.print(Text("Tried, in env steps/s without a policy", "bold"))
+    width = max(len(speed) for speed, _ in rows)
+    for speed, text in rows:
+        # Not broken at the terminal's edge either.
+        console.print(Text(f"  {speed:>{width}}  ").append(Text(text, "" if speed else "yellow")), soft_wrap=True)
 
 
 def _body(finding: Finding) -> RenderableType:

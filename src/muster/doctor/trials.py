@@ -9,31 +9,28 @@ import inspect
 import json
 import os
 import pickle
-import resource
+import statistics
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
-from gymnasium.vector import AutoresetMode
 
 from muster import _core
 from muster.backends.resources import own_memory_bytes
-from muster.backends.share import settle
+from muster.bench import warmed_up
 from muster.doctor.checks import check_api, name_api
-from muster.doctor.forecast import SPIN, spin
-from muster.doctor.gil import share_without_gil
+from muster.doctor.guarded import STEPPING_MANY
 from muster.doctor.player import Player
 from muster.doctor.targets import find_in
-from muster.envs.inbound import Inbound
 from muster.envs.light_melting_pot import import_without_bots
 from muster.errors import RecipeError
-from muster.make import serial_vec
+from muster.make import make_vec
+from muster.multi_agent import MultiAgentVectorEnv
 from muster.pickling import find_culprits
 from muster.recipe import Recipe, WorkerInfo, unpack, worker_info_context
 from muster.vector import VectorEnv
@@ -41,10 +38,7 @@ from muster.vector import VectorEnv
 _ROWS = 60
 _ENOUGH_S = 5.0
 _ALIVE_EVERY_S = 0.2
-_MAX_TIMES = 20_000
-_ENOUGH_ROWS = 10
 _BIG_INFO_BYTES = 10_000
-_SPIN_EVERY_S = 2e-3
 _OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, importlib.__file__, "<frozen importlib")
 
 
@@ -75,8 +69,8 @@ class Teller:
         self._pipe.write(json.dumps(message) + "\n")
 
 
-def main(trial: str, fd: int, doctor: int, options: dict[str, Any]) -> None:
-    """The process, from its command line; the packed recipe, of trials of an env, is on stdin.
+def main(trial: str, fd: int, doctor: int, options: dict[str, Any], recipe: Recipe | None = None) -> NoReturn:
+    """The process, from its command line; the packed recipe, of trials of an env that are given none, is on stdin.
 
     fd: where to tell.  doctor: a pidfd, with whose process this one ends.
     """
@@ -85,7 +79,7 @@ def main(trial: str, fd: int, doctor: int, options: dict[str, Any]) -> None:
     _core.continue_without_parent()
     _core.start_watchdog(doctor)
     import_without_bots()
-    faulthandler.enable(all_threads=True)
+    faulthandler.enable(2, all_threads=True)
     teller = Teller(fd)
     try:
         with warnings.catch_warnings():
@@ -94,7 +88,8 @@ def main(trial: str, fd: int, doctor: int, options: dict[str, Any]) -> None:
                 _WITHOUT_RECIPE[trial](teller, **options)
             else:
                 teller.stage("unpacking the recipe")
-                (recipe,) = unpack(sys.stdin.buffer.read())
+                if recipe is None:
+                    (recipe,) = unpack(sys.stdin.buffer.read())
                 _TRIALS[trial](recipe, teller, **options)
         teller.stage(None)
     except BaseException as error:
@@ -168,8 +163,9 @@ def behaviour(recipe: Recipe, teller: Teller) -> None:
         teller.result("costly_infos", _costly(player.infos))
         teller.result("digest_again", player.play(0, rows))
         teller.result("digest_other", player.play(1, rows))
-        teller.stage("seeing whether its step releases the GIL")
-        teller.result("gil_free", share_without_gil(player.step_some))
+        teller.result("step_median_s", statistics.median(player.steps_s))
+        teller.result("reset_median_s", statistics.median(player.resets_s))
+        teller.result("obs_bytes", player.obs_bytes())
         teller.stage("checking it by its API's own checker")
         refused, warned = check_api(env)
         teller.result("refused", refused)
@@ -202,79 +198,28 @@ def pair(recipe: Recipe, teller: Teller, rows: int) -> None:
             teller.stage("closing two of it in one process")
 
 
-def speed(recipe: Recipe, teller: Teller, seconds: float, num_trials: int, env_index: int) -> None:
-    """Times one env on the stepping loop that workers run. num_trials: how many such trials run at the same time."""
-    teller.stage("building it")
-    recipe = replace(recipe, env_index=env_index)
-    info = WorkerInfo(None, recipe.env_index, num_trials, num_trials, seed=0)
-    adapted = replace(recipe, wrappers=(*recipe.wrappers, Inbound()))
-    envs = serial_vec([adapted], info, autoreset_mode=AutoresetMode.NEXT_STEP)
-    settle(collects=True)
-    teller.stage("resetting it")
+def line(recipe: Recipe, teller: Teller, num_envs: int, options: dict[str, Any], seconds: float) -> None:
+    """Runs many envs as a line would that the doctor may recommend."""
+    teller.stage("building many of it")
     started = time.perf_counter()
-    envs.reset(seed=recipe.env_index)
-    first_reset_s = time.perf_counter() - started
-    envs.action_space.seed(recipe.env_index)
-    actions = [envs.action_space.sample() for _ in range(64)]
-    slab = (envs if isinstance(envs, VectorEnv) else envs._rows)._backend.slab
-    teller.stage("timing its steps")
-    for action in actions[:3]:  # what is set up once
-        envs.step(action)
-        teller.alive()
-    steps_s, resets_s, spins_s, whole = _time_rows(envs.step, actions, slab.records["was_reset"], seconds)
-    every = max(len(steps_s), len(resets_s)) // _MAX_TIMES + 1
-    teller.result("steps_s", _undisturbed(steps_s)[::every])
-    teller.result("resets_s", _undisturbed(resets_s)[::every] or [first_reset_s])
-    teller.result("num_steps", whole or len(steps_s))
-    teller.result("num_resets", len(resets_s))
-    teller.result("spin_s", float(np.median(spins_s)) / SPIN)
-    teller.result("obs_bytes", sum(leaf.row_bytes for leaf in slab.plan.obs.leaves()))
-    teller.stage("closing it")
-    envs.close()
+    with make_envs(recipe, num_envs, **options) as envs:
+        teller.result("start_s", time.perf_counter() - started)
+        teller.stage(STEPPING_MANY)
+        steps_per_s = warmed_up(envs)(seconds)
+        stats = envs.stats()
+        teller.result("episodes", sum(worker["resets"] for worker in stats["workers"]) - num_envs)
+        teller.result("env_steps", stats["env_steps"])
+        teller.result("steps_per_s", steps_per_s)
+        teller.stage("closing many of it")
 
 
-Row = tuple[float, bool]
-
-
-def _time_rows(
-    step: Callable[[Any], Any], actions: Sequence[Any], was_reset: npt.NDArray[np.bool_], seconds: float
-) -> tuple[list[Row], list[Row], list[float], int]:
-    """Seconds of each step and of each reset, and whether the kernel took the core away meanwhile.
-
-    Then seconds of spins: a core's speed changes, by clock and by what its siblings do, and they tell what it was. Last
-    the steps of whole episodes: those of one that was cut off would make resets look rare.
-    """
-    clock, usage, thread = time.perf_counter, resource.getrusage, resource.RUSAGE_THREAD
-    rows: tuple[list[Row], list[Row]] = ([], [])
-    spins_s: list[float] = []
-    now = clock()
-    end, spin_at = now + seconds, now
-    row = whole = 0
-    while not row or now < end:
-        if now >= spin_at:
-            spin(SPIN)
-            spins_s.append(clock() - now)
-            spin_at = clock() + _SPIN_EVERY_S
-        action = actions[row % len(actions)]
-        switches = usage(thread).ru_nivcsw
-        start = clock()
-        step(action)
-        now = clock()
-        rows[bool(was_reset[0])].append((now - start, usage(thread).ru_nivcsw != switches))
-        row += 1
-        if was_reset[0]:
-            whole = len(rows[False])
-    return *rows, spins_s, whole
-
-
-def _undisturbed(rows: list[Row]) -> list[float]:
-    """The rows that had the core to themselves; all of them where too few had: they are too long for that."""
-    quiet = [took for took, disturbed in rows if not disturbed]
-    return quiet if len(quiet) >= min(len(rows), _ENOUGH_ROWS) else [took for took, _ in rows]
+def make_envs(recipe: Recipe, num_envs: int, **options: Any) -> VectorEnv | MultiAgentVectorEnv:
+    """The vector env of envs of a recipe. options: of `make_vec`."""
+    return make_vec(recipe.factory, num_envs, env_kwargs=dict(recipe.kwargs), wrappers=recipe.wrappers, **options)
 
 
 _WITHOUT_RECIPE: dict[str, Callable[..., None]] = {"importing": importing, "judging": judging}
-_TRIALS: dict[str, Callable[..., None]] = {"behaviour": behaviour, "replay": replay, "pair": pair, "speed": speed}
+_TRIALS: dict[str, Callable[..., None]] = {"behaviour": behaviour, "replay": replay, "pair": pair, "line": line}
 
 
 @contextlib.contextmanager

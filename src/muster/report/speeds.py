@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muster.backends.resources import usable_cores
-from muster.bench import Measured
+from muster.bench import Measured, code_of_options
 
 
 def show_speeds(
@@ -40,11 +40,9 @@ def show_speeds(
     if ours:
         best = max(ours, key=lambda one: one.median)
         name = f'"{target}"' if how_to_import is None else target.rpartition(":")[2]
-        options = [
-            f'{key}="{value}"' if isinstance(value, str) else f"{key}={value!r}"
-            for key, value in (best.options or {}).items()
-        ]
         lines = [] if how_to_import is None else [how_to_import]
-        lines.append(f"envs = muster.make_vec({', '.join([name, str(num_envs), *options])})")
+        lines.append(
+            f"envs = muster.make_vec({', '.join([name, str(num_envs), *code_of_options(best.options or {})])})"
+        )
         console.print()
         console.print(Text("\n".join(lines), "cyan"), soft_wrap=True)

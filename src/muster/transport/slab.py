@@ -32,11 +32,11 @@ RECORD = np.dtype(
     {
         "names": [
             *("requested", "finished", "command", "status", "terminated", "truncated", "needs_reset", "has_final"),
-            *("was_reset", "episode_over", "info_schema", "final_schema", "mail_bytes", "restarts"),
+            *("episode_over", "info_schema", "final_schema", "mail_bytes", "restarts"),
             *("reward", "episode_return", "episode_length", "obs_block"),
         ],
-        "formats": ["u4"] * 2 + ["u1"] * 2 + ["?"] * 6 + ["u4"] * 4 + ["f8", "f8", "i8", "u4"],
-        "offsets": [0, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16, 20, 24, 28, 32, 40, 48, 56],
+        "formats": ["u4"] * 2 + ["u1"] * 2 + ["?"] * 5 + ["u4"] * 4 + ["f8", "f8", "i8", "u4"],
+        "offsets": [0, 4, 8, 9, 10, 11, 12, 13, 14, 16, 20, 24, 28, 32, 40, 48, 56],
         "itemsize": _core.RECORD_BYTES,
     }
 )

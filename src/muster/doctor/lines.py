@@ -1,0 +1,64 @@
+"""Runs the lines that the doctor could recommend, each for a moment in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from muster.doctor.advice import Candidate
+from muster.doctor.diagnosis import Recommendation, TriedLine, seconds
+from muster.doctor.guarded import STEPPING_MANY, Outcome, run_guarded
+from muster.pickling import fork_hazards
+from muster.recipe import Recipe
+
+_LONG_BUILD_S = 5.0
+
+
+def try_lines(
+    lines: Sequence[Candidate], recipe: bytes | Recipe, build_s: float | None, timeout_s: float, run_s: float
+) -> tuple[list[TriedLine], list[Outcome]]:
+    """Each line with the env steps a second that it made, or why there are none; and the trials of those that were run.
+
+    The first alone is run where building one env takes long, and where its envs die or hang as they are stepped, unless
+    the fork may be why.
+
+    recipe: packed, or as it is if it cannot be sent.  build_s: seconds to build one env, if known.
+    """
+    if isinstance(recipe, Recipe) and (hazards := fork_hazards(recipe.parts())):
+        why = f"not run: its process would inherit {hazards[0].path}, see above"
+        return [TriedLine(one.advice.line, problem=why) for one in lines], []
+    limit_s = max(timeout_s, 2 * run_s)
+    tried: list[TriedLine] = []
+    outcomes: list[Outcome] = []
+    for one in lines:
+        if outcomes and build_s is not None and build_s > _LONG_BUILD_S:
+            tried.append(TriedLine(one.advice.line, problem=f"not run: one env takes {seconds(build_s)} to build"))
+            continue
+        options = {"num_envs": one.advice.num_envs, "options": dict(one.options), "seconds": run_s}
+        outcome = run_guarded("line", recipe, stage_timeout_s=limit_s, options=options)
+        outcomes.append(outcome)
+        steps_per_s = outcome.results.get("steps_per_s")
+        tried.append(TriedLine(one.advice.line, steps_per_s, None if steps_per_s else _problem(outcome)))
+        if build_s is None and "start_s" in outcome.results:
+            build_s = outcome.results["start_s"] * max(1, one.advice.num_workers) / one.advice.num_envs
+        if isinstance(recipe, bytes) and is_fatal(outcome):
+            break
+    return tried, outcomes
+
+
+def is_fatal(outcome: Outcome) -> bool:
+    """Whether the envs of a line died or hung as they were stepped."""
+    return outcome.stage == STEPPING_MANY
+
+
+def pick(lines: Sequence[Candidate], tried: Sequence[TriedLine]) -> Recommendation | None:
+    """The fastest; the first where none was run to its end."""
+    if not lines:
+        return None
+    speeds = [one.steps_per_s or 0.0 for one in tried] or [0.0]
+    best = max(speeds)
+    return replace(lines[speeds.index(best)].advice, steps_per_s=best or None)
+
+
+def _problem(outcome: Outcome) -> str:
+    return f"{outcome.stage}, it {outcome.how}".partition("\n")[0]
