@@ -34,9 +34,7 @@ def test_the_doctor_says_so_too(substrate):
         diagnosis = muster.diagnose(handed_over)
         assert diagnosis.blocks
         assert "dmlab2d.dmlab2d_pybind.Lab2d" in diagnosis.findings[0].text
-        assert diagnosis.recommendation.factory is None
-        assert f'make_vec("{SUBSTRATE}", ' in diagnosis.recommendation.line
-    run(diagnosis.recommendation.line)
+        assert 'or give the id "meltingpot/<substrate>"' in diagnosis.recommendation.factory
 
 
 def make_with_its_own_import():

@@ -16,8 +16,6 @@ from gymnasium.envs.registration import EnvSpec
 from muster.backends.resources import memory_left, usable_cores
 from muster.bench import code_of_options
 from muster.doctor.diagnosis import Measurements, Recommendation
-from muster.envs.dm_env import is_dm_env
-from muster.envs.melting_pot import substrate_of
 from muster.existing_env import find_existing_env, is_env
 from muster.gym_ids import unrecorded_wrapper
 from muster.pickling import is_plain
@@ -103,8 +101,9 @@ def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recomme
     if existing is None and callable(env):
         found = find_existing_env(env)
         existing = found[1] if found is not None else None
-    if (known := _code_for_another(existing)) is not None:
-        line, factory = f"envs = muster.make_vec({known[0]}, num_envs={cores}{known[1]})", None
+    spec = spec_of(existing)
+    if spec is not None and (name := name_of_spec(spec)) is not None:
+        line, factory = f"envs = muster.make_vec({name}, num_envs={cores})", None
     elif existing is None and (missing := _missing_arguments(env, env_kwargs)):
         given = [f"{json.dumps(name)}: {value!r}" for name, value in env_kwargs.items()]
         listed = ", ".join([*given, *(f"{json.dumps(name)}: ..." for name in missing)])
@@ -123,19 +122,6 @@ def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recomme
         steps_per_s=None,
         memory_bytes=None,
     )
-
-
-def _code_for_another(existing: Any) -> tuple[str, str] | None:
-    """How code names what makes envs like an existing one, and options for it; None where that is not known."""
-    spec = spec_of(existing)
-    if spec is not None:
-        name = name_of_spec(spec)
-        return None if name is None else (name, "")
-    substrate = substrate_of(existing) if is_dm_env(existing) else None
-    if substrate is None:
-        return None
-    name, num_players = substrate
-    return json.dumps(f"meltingpot/{name}"), f', env_kwargs={{"num_players": {num_players}}}'
 
 
 def spec_of(existing: Any) -> EnvSpec | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -142,43 +140,6 @@ class MakeSubstrate:
             with chosen.unlocked():
                 chosen.update(config)
         return substrate.build_from_config(chosen, roles=tuple(roles))
-
-
-def substrate_of(env: Any) -> tuple[str, int] | None:
-    """Name and number of players of the substrate that `env` is, or wraps; None for others and for changed ones.
-
-    A substrate does not keep its name, but the settings that its level was started with.
-    """
-    for one in chain(env):
-        rebuild = getattr(one, "_rebuild_environment", None)
-        cells = dict(zip(rebuild.__code__.co_freevars, rebuild.__closure__ or (), strict=True)) if rebuild else {}
-        if "lab2d_settings_dict" not in cells:
-            continue
-        settings = cells["lab2d_settings_dict"].cell_contents
-        level = settings["levelName"].rpartition("/")[2]
-        known = _known_substrates()
-        names = [name for name in known if level in name] or known
-        names = [
-            name for name in names if _settings_of(name)["simulation"]["map"] == settings["simulation.map"]
-        ] or names
-        if len(names) > 1:
-            common = {name: len(_flat_settings_of(name).items() & settings.items()) for name in names}
-            names = [name for name in names if common[name] == max(common.values())]
-        return (names[0], int(settings["numPlayers"])) if len(names) == 1 else None
-    return None
-
-
-@functools.cache
-def _settings_of(name: str) -> Any:
-    config = load_substrates().get_config(name)
-    return config.lab2d_settings_builder(roles=config.default_player_roles, config=config)
-
-
-def _flat_settings_of(name: str) -> dict[str, str]:
-    """As the level gets them, but for what is made of them while the substrate is built."""
-    builder = importlib.import_module("meltingpot.utils.substrates.builder")
-    config_dict = importlib.import_module("ml_collections.config_dict")
-    return dict(builder.parse_python_settings_for_dmlab2d(config_dict.ConfigDict(_settings_of(name))))
 
 
 def _known_substrates() -> list[str]:
