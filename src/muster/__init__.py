@@ -9,16 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import MusterError
-from muster.make import make_vec
-from muster.multi_agent import MultiAgentVectorEnv
-from muster.recipe import get_worker_info, lazy
-from muster.vector import VectorEnv
+from muster.recipes.recipe import get_worker_info, lazy
+from muster.vector.make import make_vec
+from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.vector_env import VectorEnv
 
 if TYPE_CHECKING:
     from muster.doctor.diagnose import diagnose
     from muster.rollout.collector import Collector
     from muster.rollout.multi_collector import MultiCollector
-    from muster.rollout.travel import rebuild_with
+    from muster.rollout.processes.policy_travel import rebuild_with
 
     __version__: str
 
@@ -26,7 +26,7 @@ _LATER = {
     "Collector": "rollout.collector",
     "MultiCollector": "rollout.multi_collector",
     "diagnose": "doctor.diagnose",
-    "rebuild_with": "rollout.travel",
+    "rebuild_with": "rollout.processes.policy_travel",
 }
 _SUBMODULES = ("algorithms", "interop", "nn")
 

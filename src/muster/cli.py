@@ -33,7 +33,7 @@ else:
     ]
 
 if TYPE_CHECKING:
-    from muster.runs import Plan
+    from muster.training.runs import Plan
 
 INTERRUPTED = 130  # the shell's exit status for Ctrl-C
 
@@ -142,7 +142,7 @@ def bench(
 
     [dim]Example:[/] [bold]muster bench CartPole-v1 --num-envs 32[/]
     """
-    from muster.bench import measure
+    from muster.doctor.measure import measure
     from muster.doctor.targets import parse_kwargs, prints_to_stderr, resolve_target
 
     console = Console(highlight=False)
@@ -162,7 +162,7 @@ def bench(
     if as_json:
         typer.echo(json.dumps({one.way: one.problem or one.steps_per_s for one in measured}, indent=2))
     else:
-        from muster.report.speeds import show_speeds
+        from muster.doctor.speeds import show_speeds
 
         show_speeds(target, how_to_import, num_envs, measured, console)
 
@@ -202,8 +202,8 @@ def train(
     console = Console(highlight=False)
     _find_modules_here()
     with _told_plainly():
-        from muster import runs
         from muster.algorithms import PPOConfig
+        from muster.training import runs
 
         if resume is not None:
             plan = _resumed_plan(context, resume)
@@ -242,7 +242,7 @@ def evaluate(
     console = Console(highlight=False)
     _find_modules_here()
     with _told_plainly():
-        from muster import runs
+        from muster.training import runs
 
         plan = runs.read_plan(run)
         with _opened(plan, min(plan.config.num_envs, episodes)) as envs:
@@ -253,7 +253,7 @@ def evaluate(
 
 def _resumed_plan(context: typer.Context, run: Path) -> Plan:
     """The run's own plan, with what the command line says otherwise."""
-    from muster import runs
+    from muster.training import runs
 
     given = {
         name: value

@@ -8,6 +8,8 @@ import sys
 import types
 from typing import Any
 
+from muster.errors import RecipeError
+
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes of the instance itself, read without running a property."""
@@ -72,3 +74,12 @@ def caller_stacklevel() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         level, frame = level + 1, frame.f_back
     return level
+
+
+def find_in(module: types.ModuleType, name: str) -> Any:
+    """What `module` calls `name`. Raises RecipeError, which tells what else it has."""
+    found = getattr(module, name, None)
+    if found is None:
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise RecipeError(f"module {module.__name__} has no {name!r}. It has: {', '.join(callables) or 'no callable'}")
+    return found

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import muster
-from muster.backends import launch
 from muster.errors import CannotTravel
+from muster.workers import launcher_client
 from processes import kill_worker
 from sample_envs import Counter, Reporting
 
@@ -39,7 +39,7 @@ import sys
 import gymnasium as gym
 import numpy as np
 import muster
-from muster.backends import launch
+from muster.workers import launcher_client
 
 print("run as", __name__)
 
@@ -252,8 +252,8 @@ def test_close_leaves_nothing_behind(context: str) -> None:
 
 
 def test_a_launcher_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_ANSWER_S", 2.0)
-    client = launch.LauncherClient.acquire("forkserver", threads=1)
+    monkeypatch.setattr(launcher_client, "_ANSWER_S", 2.0)
+    client = launcher_client.LauncherClient.acquire("forkserver", threads=1)
     try:
         os.kill(client._process.pid, signal.SIGSTOP)
         with muster.make_vec([Counter] * 2, num_workers=2) as envs:

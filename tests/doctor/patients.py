@@ -52,7 +52,8 @@ class Patient(gym.Env[Any, Any]):
         if "changes its action" in self.trait:
             action *= 0.5
         info = {"state": object()} if "costly infos" in self.trait else {"count": self.count}
-        return self._obs(), 0.0, False, self.count >= 10, info
+        reward = float(action[0]) if self.trait == "rewards its action" else 0.0
+        return self._obs(), reward, False, self.count >= 10, info
 
     def _suffer(self) -> None:
         if self.trait == "segfault":

@@ -21,7 +21,6 @@ import pytest
 from patients import Patient, Sharing, Shelling, Starting, make_existing, make_patient
 
 import muster
-from muster.backends.resources import memory_left, usable_cores
 from muster.doctor import Diagnosis, Finding, Measurements
 from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnose import _source as source_of
@@ -31,7 +30,8 @@ from muster.doctor.findings import about_behaviour, about_early_end, about_pair,
 from muster.doctor.guarded import STARTING, Outcome, run_guarded
 from muster.doctor.lines import try_lines
 from muster.envs import resolve_foreign_id
-from muster.recipe import make_recipes, pack
+from muster.recipes.recipe import make_recipes, pack
+from muster.workers.resources import memory_left, usable_cores
 from processes import is_alive, is_exiting, left_of, wait_for, wait_for_end
 
 
@@ -236,6 +236,12 @@ def test_envs_that_disturb_each_other_are_found_by_trial():
     finding = about_pair(alone, try_out("pair", "disturbs", hash_seed=1, rows=alone.results["rows"]))
     assert finding.severity == "warns"
     assert "disturb each other" in finding.text
+
+
+def test_envs_of_one_action_space_do_not_disturb_each_other():
+    alone = try_out("behaviour", "rewards its action", hash_seed=1)
+    pair = try_out("pair", "rewards its action", hash_seed=1, rows=alone.results["rows"])
+    assert about_pair(alone, pair).severity == "good"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from gymnasium import spaces
 
 import muster
-from muster.envs.specs import space_of
+from muster.envs.dm_env_spaces import space_of
 from muster.errors import EnvError, SpecMismatch
 
 dm_env = pytest.importorskip("dm_env", reason="pip install dm-env")

@@ -23,7 +23,7 @@ import gymnasium as gym
 import numpy as np
 
 import muster
-from muster.results import Batch
+from muster.vector.results import Batch
 
 NUM_ENVS, NUM_WORKERS = 16, 4
 KILL_EVERY_S = 0.2

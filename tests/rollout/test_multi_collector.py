@@ -177,9 +177,9 @@ def test_rebuilt_component_travels_with_the_rest():
         with MultiCollector(CountingEnv, policy, num_collectors=1, frames_per_batch=2) as collector:
             assert (collector.rollout()["action"] == 7).all()
     finally:
-        from muster.rollout import travel
+        from muster.rollout.processes import policy_travel
 
-        travel._factories_of_types.clear()
+        policy_travel._factories_of_types.clear()
 
 
 class LockHolder:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import muster
-from muster.rollout import travel
-from muster.rollout.travel import obstacle_to, pack_policy
-from muster.rollout.weights import SharedWeights
+from muster.rollout.processes import policy_travel
+from muster.rollout.processes.policy_travel import obstacle_to, pack_policy
+from muster.rollout.processes.shared_weights import SharedWeights
 
 
 class Holding(nn.Module):
@@ -33,7 +33,7 @@ class OnlyOne:
 @pytest.fixture
 def registry():
     yield
-    travel._factories_of_types.clear()
+    policy_travel._factories_of_types.clear()
 
 
 def test_ordinary_policies_travel():

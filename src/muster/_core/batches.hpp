@@ -1,4 +1,4 @@
-// Batches of all envs at once, along a tree that spec.py describes: rows of the slab as arrays, arrays into rows.
+// Batches of all envs at once, along a tree that spaces/tree.py describes: rows of the slab as arrays, arrays into rows.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "leaves.hpp"
+#include "space_tree.hpp"
 #include "python.hpp"
 
 namespace muster {

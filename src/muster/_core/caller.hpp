@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "batches.hpp"
-#include "columns.hpp"
 #include "doorbell.hpp"
+#include "infos.hpp"
 #include "lending.hpp"
 #include "python.hpp"
 #include "slab.hpp"

@@ -18,7 +18,7 @@
 #include <cstdint>
 
 #include "clock.hpp"
-#include "layout.hpp"
+#include "records.hpp"
 
 namespace muster {
 

@@ -7,7 +7,7 @@
 
 #include "agents.hpp"
 #include "caller.hpp"
-#include "kin.hpp"
+#include "descendants.hpp"
 #include "stepper.hpp"
 #include "watchdog.hpp"
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "doorbell.hpp"
-#include "layout.hpp"
-#include "leaves.hpp"
+#include "records.hpp"
+#include "space_tree.hpp"
 
 namespace muster {
 

@@ -5,7 +5,7 @@
 
 #include "doorbell.hpp"
 #include "infos.hpp"
-#include "leaves.hpp"
+#include "space_tree.hpp"
 #include "slab.hpp"
 
 namespace muster {

@@ -14,7 +14,7 @@
 #include <cstdlib>
 #include <iterator>
 
-#include "kin.hpp"
+#include "descendants.hpp"
 
 namespace muster {
 

@@ -1,1 +1,1 @@
-"""Where envs are stepped: in the caller (serial) or in worker processes. One stepping loop serves them all."""
+"""Where envs are stepped: in the caller, in its threads, or in worker processes. One stepping loop serves them all."""

@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from muster import _core
-from muster.backends.share import EnvCall, EnvFacts, Failure, Patience, Share, ShareOptions
+from muster._core import Caller
 from muster.errors import UsageError
-from muster.spec import Array
+from muster.spaces.tree import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import STATUS_LOST, STATUS_RAISED, Plan, Slab
+from muster.workers.env_facts import EnvFacts
+from muster.workers.env_host import Share
+from muster.workers.failures import Failure
+from muster.workers.options import EnvCall, Patience, ShareOptions
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Backend(ABC):
 
     first_envs: tuple[int, ...]
     slab: Slab
-    caller: _core.Caller
+    caller: Caller
     on_worker_died: Callable[[int, range, str], None] | None = None  # set: dead workers are replaced, and this is told
 
     @property
@@ -154,10 +157,10 @@ class Backend(ABC):
         return self.mail_of(line).get(box, int(self.slab.schema_mail_bytes[line]))
 
 
-def make_caller(slab: Slab, options: CallerOptions) -> _core.Caller:
+def make_caller(slab: Slab, options: CallerOptions) -> Caller:
     """The caller's end of the core."""
     plan = slab.plan
-    return _core.Caller(
+    return Caller(
         slab.description,
         slab.memory,
         list(plan.first_envs),

@@ -13,20 +13,23 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from muster.backends.base import Backend, CallerOptions, local_share, make_caller, raise_local_interrupt
-from muster.backends.deaths import describe_doing, seconds_since
-from muster.backends.handle import WorkerHandle, name_workers
-from muster.backends.launch import readable
-from muster.backends.share import EnvCall, EnvFacts, Failure, Share, ShareOptions, message_of, to_exception
-from muster.backends.workers import PATIENT_S, SLICE_S, ProcessOptions, Workers
 from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitTimeout, WorkerError
 from muster.introspection import type_name
 from muster.pickling import dumps as dumps_carefully
 from muster.pickling import is_plain
-from muster.recipe import Recipe, WorkerInfo
-from muster.spec import Array
+from muster.recipes.recipe import Recipe, WorkerInfo
+from muster.spaces.tree import Array
 from muster.transport.channel import ChannelClosed
 from muster.transport.mail import LocalMail, Mail, SharedMail, dumps
 from muster.transport.slab import Plan, Slab, split_evenly
+from muster.workers.deaths import describe_doing, seconds_since
+from muster.workers.env_facts import EnvFacts
+from muster.workers.env_host import Share
+from muster.workers.failures import Failure, message_of, to_exception
+from muster.workers.handle import WorkerHandle, name_workers
+from muster.workers.launcher_client import readable
+from muster.workers.options import EnvCall, ShareOptions
+from muster.workers.worker_pool import PATIENT_S, SLICE_S, ProcessOptions, Workers
 
 __all__ = ["CONTEXTS", "ProcessBackend", "ProcessOptions"]
 

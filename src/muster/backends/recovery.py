@@ -18,12 +18,12 @@ from gymnasium.vector import AutoresetMode
 
 from muster.backends.base import Backend
 from muster.errors import WorkerError
-from muster.spec import Array
+from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader
 from muster.transport.slab import STATUS_LOST
 
 WINDOW_S = 60.0
-_RESET = 2  # Command::kReset of _core/layout.hpp
+_RESET = 2  # Command::kReset of _core/records.hpp
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from muster.backends.base import Backend, CallerOptions, local_share, make_caller
-from muster.backends.share import EnvCall, EnvFacts, Failure, Share, ShareOptions, to_exception
-from muster.recipe import Recipe, WorkerInfo
-from muster.spec import Array
+from muster.recipes.recipe import Recipe, WorkerInfo
+from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Plan, Slab
+from muster.workers.env_facts import EnvFacts
+from muster.workers.env_host import Share
+from muster.workers.failures import Failure, to_exception
+from muster.workers.options import EnvCall, ShareOptions
 
 
 class SerialBackend(Backend):

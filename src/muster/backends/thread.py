@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from muster.backends.base import Backend, CallerOptions, make_caller
-from muster.backends.deaths import describe_doing
-from muster.backends.share import EnvCall, EnvFacts, Failure, ShareOptions, check_one_per_process, to_exception
-from muster.backends.thread_worker import ThreadWorker, end_threads
 from muster.errors import ClosedError, WaitTimeout, WorkerDied, WorkerTimeout
-from muster.recipe import Recipe, WorkerInfo
-from muster.spec import Array
+from muster.recipes.recipe import Recipe, WorkerInfo
+from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Plan, Slab, split_evenly
+from muster.workers.deaths import describe_doing
+from muster.workers.env_facts import EnvFacts, check_one_per_process
+from muster.workers.failures import Failure, to_exception
+from muster.workers.options import EnvCall, ShareOptions
+from muster.workers.thread_worker import ThreadWorker, end_threads
 
 _SLICE_S = 0.05
 

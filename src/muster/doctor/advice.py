@@ -13,13 +13,13 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
-from muster.backends.resources import memory_left, usable_cores
-from muster.bench import code_of_options
 from muster.doctor.diagnosis import Measurements, Recommendation
-from muster.existing_env import find_existing_env, is_env
-from muster.gym_ids import unrecorded_wrapper
+from muster.doctor.measure import code_of_options
 from muster.pickling import is_plain
-from muster.sources import constructor_of
+from muster.recipes.existing_env import find_existing_env, is_env
+from muster.recipes.gymnasium_ids import unrecorded_wrapper
+from muster.recipes.sources import constructor_of
+from muster.workers.resources import memory_left, usable_cores
 
 _LONGEST_REPR = 200
 _SHARE_OF_MEMORY = 0.5

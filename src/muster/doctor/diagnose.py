@@ -32,10 +32,10 @@ from muster.doctor.lines import is_fatal, pick, try_lines
 from muster.doctor.trials import make_envs
 from muster.envs import resolve_foreign_id
 from muster.errors import CannotTravel, RecipeError
-from muster.existing_env import is_env
 from muster.introspection import callable_name, type_name
 from muster.pickling import find_culprits, fork_hazards
-from muster.recipe import Recipe, make_recipes, pack
+from muster.recipes.existing_env import is_env
+from muster.recipes.recipe import Recipe, make_recipes, pack
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 # What every worker and every trial does with an env, first what they do before it is stepped for the first time.

@@ -16,18 +16,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any
 
-from muster import _core
-from muster.backends.ending import kill_with_all
-from muster.backends.launch import worker_environment
-from muster.backends.launcher import python_command
-from muster.backends.worker import flush_streams
-from muster.recipe import Recipe
+from muster._core import EXIT_FDS_CLOSED
+from muster.doctor.trials import main
+from muster.recipes.recipe import Recipe
+from muster.workers.killing import kill_with_all
+from muster.workers.launcher import python_command
+from muster.workers.launcher_client import worker_environment
+from muster.workers.worker_main import flush_streams
 
 STARTING = "starting Python"
 """The stage before the trial has the word."""
-
-STEPPING_MANY = "stepping many of it"
-"""The stage of the trial `line` in which its envs are stepped."""
 
 _STDERR_LINES = 12
 _ABORT_S = 2.0
@@ -94,8 +92,6 @@ class _Fork:
     """A trial in a fork of this process; of `Popen` what is needed here."""
 
     def __init__(self, *arguments: Any, stderr: int) -> None:
-        from muster.doctor.trials import main
-
         flush_streams()
         with warnings.catch_warnings():
             # Of other threads, whose locks stay held in the fork: a trial that needs one hangs, and is ended.
@@ -206,6 +202,6 @@ def _how_ended(process: _Process) -> str:
             return f"was killed by {signal.Signals(ended.si_status).name}"
         except ValueError:
             return f"was killed by signal {ended.si_status}"
-    if ended.si_status == _core.EXIT_FDS_CLOSED:
+    if ended.si_status == EXIT_FDS_CLOSED:
         return "closed file descriptors that it had not opened (os.closerange and the like)"
     return f"ended the process (exit code {ended.si_status})"

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from muster.doctor.advice import Candidate
 from muster.doctor.diagnosis import Recommendation, TriedLine, seconds
-from muster.doctor.guarded import STEPPING_MANY, Outcome, run_guarded
+from muster.doctor.guarded import Outcome, run_guarded
+from muster.doctor.trials import STEPPING_MANY
 from muster.pickling import fork_hazards
-from muster.recipe import Recipe
+from muster.recipes.recipe import Recipe
 
 _LONG_BUILD_S = 5.0
 

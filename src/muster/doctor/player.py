@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from muster.envs.adapt import Inbound
 from muster.envs.agents import AgentsEnv
-from muster.envs.inbound import Inbound
-from muster.spec import tree
+from muster.spaces.tree import tree
 
 _FEWEST_ROWS = 3
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from muster.doctor.diagnosis import Finding, PolicyVerdict, size
 from muster.nn.marks import is_uncopyable
-from muster.rollout.travel import obstacle_to
+from muster.rollout.processes.policy_travel import obstacle_to
 from muster.rollout.weights import named_weights
 
 

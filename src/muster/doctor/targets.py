@@ -9,12 +9,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 from muster.doctor.diagnosis import Finding, PolicyVerdict
 from muster.doctor.guarded import STARTING, Outcome, run_guarded
 from muster.errors import RecipeError
+from muster.introspection import find_in
 
 
 def about_import(target: str, timeout_s: float) -> Finding | None:
@@ -78,15 +78,6 @@ def resolve_target(target: str) -> tuple[Any, str | None]:
     if module_name is None:
         return target, None
     return find_in(importlib.import_module(module_name), name), f"from {module_name} import {name}"
-
-
-def find_in(module: ModuleType, name: str) -> Any:
-    """What `module` calls `name`. Raises RecipeError, which tells what else it has."""
-    found = getattr(module, name, None)
-    if found is None:
-        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise RecipeError(f"module {module.__name__} has no {name!r}. It has: {', '.join(callables) or 'no callable'}")
-    return found
 
 
 def _module_of(target: str) -> str | None:

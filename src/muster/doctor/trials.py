@@ -20,25 +20,26 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from muster import _core
-from muster.backends.resources import own_memory_bytes
-from muster.bench import warmed_up
-from muster.doctor.checks import check_api, name_api
-from muster.doctor.guarded import STEPPING_MANY
+from muster._core import EXIT_FDS_CLOSED, continue_without_parent, start_watchdog
+from muster.doctor.api_checkers import check_api, name_api
+from muster.doctor.measure import warmed_up
 from muster.doctor.player import Player
-from muster.doctor.targets import find_in
 from muster.envs.light_melting_pot import import_without_bots
 from muster.errors import RecipeError
-from muster.make import make_vec
-from muster.multi_agent import MultiAgentVectorEnv
+from muster.introspection import find_in
 from muster.pickling import find_culprits
-from muster.recipe import Recipe, WorkerInfo, unpack, worker_info_context
-from muster.vector import VectorEnv
+from muster.recipes.recipe import Recipe, WorkerInfo, unpack, worker_info_context
+from muster.vector.make import make_vec
+from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.vector_env import VectorEnv
+from muster.workers.resources import own_memory_bytes
 
 _ROWS = 60
 _ENOUGH_S = 5.0
 _ALIVE_EVERY_S = 0.2
 _BIG_INFO_BYTES = 10_000
+# The stage of the trial `line` in which its envs are stepped.
+STEPPING_MANY = "stepping many of it"
 _OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, importlib.__file__, "<frozen importlib")
 
 
@@ -76,8 +77,8 @@ def main(trial: str, fd: int, doctor: int, options: dict[str, Any], recipe: Reci
     """
     os.set_inheritable(fd, False)  # what the env starts is not to keep the doctor waiting for the trial's end
     os.set_inheritable(doctor, False)
-    _core.continue_without_parent()
-    _core.start_watchdog(doctor)
+    continue_without_parent()
+    start_watchdog(doctor)
     import_without_bots()
     faulthandler.enable(2, all_threads=True)
     teller = Teller(fd)
@@ -96,7 +97,7 @@ def main(trial: str, fd: int, doctor: int, options: dict[str, Any], recipe: Reci
         try:
             teller.raised(error)
         except OSError:
-            os._exit(_core.EXIT_FDS_CLOSED)
+            os._exit(EXIT_FDS_CLOSED)
     # Not by way of the interpreter's own end, which threads of the env may keep from coming.
     os._exit(0)
 

@@ -20,7 +20,7 @@ from muster.envs.attributes import get_through, set_through
 from muster.envs.groups import Agent, group_agents, sorted_space
 from muster.envs.layout import AgentLayout
 from muster.errors import SpecMismatch
-from muster.spec import Space
+from muster.spaces.tree import Space
 
 Row = tuple[Any, ...]
 Step = tuple[Row, float, bool, bool, dict[str, Any]]

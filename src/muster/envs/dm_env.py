@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 
 from muster.envs.attributes import chain, get_through, set_through
-from muster.envs.specs import space_of
+from muster.envs.dm_env_spaces import space_of
 
 
 def is_dm_env(env: Any) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from gymnasium import spaces
 
 from muster.errors import SpecMismatch
-from muster.spec import Space
+from muster.spaces.tree import Space
 
 Agent = Hashable
 Groups = dict[str, tuple[Agent, ...]]

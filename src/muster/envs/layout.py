@@ -11,7 +11,8 @@ from gymnasium import spaces
 
 from muster.envs.groups import Groups
 from muster.errors import SpecMismatch
-from muster.spec import Array, BranchNode, Leaf, Node, Rows, Space, Take, tree
+from muster.spaces.stacking import stacked_space
+from muster.spaces.tree import Array, BranchNode, Leaf, Node, Rows, Space, Take, tree
 
 # The parts of a row, in order: what `AgentsEnv` hands to the stepping loop as one env's observation.
 OBS, REWARDS, FLAGS, MASKS, HAS_MASKS, STATE, SHARED = range(7)
@@ -167,29 +168,6 @@ def layout_difference(expected: AgentLayout | None, got: AgentLayout | None) -> 
         if getattr(expected, name) != getattr(got, name):
             return f"{name} is {getattr(got, name)}, expected {getattr(expected, name)}"
     return None
-
-
-def stacked_space(space: Space, lead: tuple[int, ...]) -> Space:
-    """`space` with the leading axes `lead`; discrete spaces stay discrete."""
-    if not lead:
-        return space
-    if isinstance(space, spaces.Discrete):
-        start = np.full(lead, space.start, space.dtype)
-        return spaces.MultiDiscrete(np.full(lead, space.n), dtype=space.dtype, start=start)
-    if isinstance(space, spaces.MultiDiscrete):
-        whole = lead + space.shape
-        start = np.broadcast_to(space.start, whole).copy()
-        return spaces.MultiDiscrete(np.broadcast_to(space.nvec, whole).copy(), dtype=space.dtype, start=start)
-    if isinstance(space, spaces.MultiBinary):
-        return spaces.MultiBinary(lead + space.shape)
-    if isinstance(space, spaces.Box):
-        low, high = (np.broadcast_to(bound, lead + space.shape) for bound in (space.low, space.high))
-        return spaces.Box(low, high, dtype=space.dtype.type)
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: stacked_space(one, lead) for key, one in space.items()})
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple(tuple(stacked_space(one, lead) for one in space.spaces))
-    raise SpecMismatch(f"agents' spaces must have a fixed layout, got {space}")
 
 
 def _leaf(path: str, shape: tuple[int, ...], dtype: Any) -> Leaf:

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from muster.envs.agents import AgentSpecs
 from muster.errors import RecipeError, SpecMismatch
-from muster.spec import Space
+from muster.spaces.tree import Space
 
 # Families that moved to a package of their own: pettingzoo/mpe/... is found there, too.
 _MOVED = {"mpe": "mpe2", "mpe2": "mpe2"}

@@ -8,8 +8,8 @@ from typing import Any
 
 import gymnasium
 
-from muster.backends.share import EnvCall
 from muster.envs.attributes import get_attribute
+from muster.workers.options import EnvCall
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,17 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from muster.backends.share import EnvCall, EnvFacts, Failure
 from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout
-from muster.interop.starting import (
-    RaisesOriginals,
-    original_error,
-    originals_raised,
-    recipes_of,
-    serial_backend,
-    with_processes,
-)
-from muster.results import Batch, StepResult
-from muster.spec import Array, first_difference
-from muster.vector import VectorEnv
+from muster.interop.starting import recipes_of, with_processes
+from muster.spaces.compare import first_difference
+from muster.spaces.tree import Array
+from muster.vector.assemble import serial_backend
+from muster.vector.raisers import RaisesOriginals, original_error, originals_raised
+from muster.vector.results import Batch, StepResult
+from muster.vector.vector_env import VectorEnv
+from muster.workers.env_facts import EnvFacts
+from muster.workers.failures import Failure
+from muster.workers.options import EnvCall
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv"]
 

@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
-from muster.backends.share import EnvCall, EnvFacts
-from muster.checks import require_agreement, seeds_of
 from muster.errors import ActionError
 from muster.interop.env_calls import (
     CallMethod,
@@ -26,20 +24,17 @@ from muster.interop.env_calls import (
     SetAttribute,
     of_gymnasium,
 )
-from muster.interop.infos import RowReader, finals_by_env, info_rows
-from muster.interop.starting import (
-    SAME_STEP,
-    RaisesOriginals,
-    originals_raised,
-    recipes_of,
-    require_copies,
-    serial_backend,
-    with_processes,
-)
-from muster.pending import settle
-from muster.results import StepResult
-from muster.spec import Array, BranchNode, Node, Rows
-from muster.vector import VectorEnv
+from muster.interop.info_rows import RowReader, finals_by_env, info_rows
+from muster.interop.starting import SAME_STEP, recipes_of, require_copies, with_processes
+from muster.spaces.tree import Array, BranchNode, Node, Rows
+from muster.vector.assemble import serial_backend
+from muster.vector.checks import require_agreement, seeds_of
+from muster.vector.interrupted import settle
+from muster.vector.raisers import RaisesOriginals, originals_raised
+from muster.vector.results import StepResult
+from muster.vector.vector_env import VectorEnv
+from muster.workers.env_facts import EnvFacts
+from muster.workers.options import EnvCall
 
 try:
     from stable_baselines3.common.monitor import Monitor

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any, TypeVar
@@ -13,16 +12,13 @@ from gymnasium.vector import AutoresetMode
 
 from muster.backends.base import Backend
 from muster.backends.process import ProcessBackend, ProcessOptions
-from muster.backends.resources import usable_cores
-from muster.backends.serial import SerialBackend
-from muster.backends.share import Failure, to_exception
 from muster.errors import EnvError, OneEnvPerProcess, RecipeError, SpecMismatch, WorkerError
 from muster.introspection import callable_name, caller_stacklevel
-from muster.make import patience
-from muster.multi_agent import MultiAgentVectorEnv
-from muster.recipe import Recipe
-from muster.results import Batch
-from muster.vector import VectorEnv
+from muster.recipes.recipe import Recipe
+from muster.vector.assemble import patience_options
+from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.vector_env import VectorEnv
+from muster.workers.resources import usable_cores
 
 Made = TypeVar("Made")
 
@@ -55,11 +51,6 @@ def recipes_of(
     return recipes
 
 
-def serial_backend(recipes: Sequence[Recipe]) -> tuple[SerialBackend, dict[str, Any]]:
-    """The backend that steps in the calling thread, and the waiting times to hand to VectorEnv with it."""
-    return SerialBackend(recipes), _patience(0)
-
-
 def with_processes(
     make: Callable[..., Made], recipes: Sequence[Recipe], *, context: str | None, num_workers: int | None
 ) -> Made:
@@ -86,7 +77,7 @@ def with_processes(
     )
     backend = ProcessBackend(recipes, options)
     try:
-        return make(backend, **_patience(backend.num_workers))
+        return make(backend, **patience_options(backend.num_workers))
     except OneEnvPerProcess:
         pass  # the env says so itself: nothing to warn of
     except (EnvError, RecipeError, WorkerError) as error:
@@ -98,51 +89,13 @@ def with_processes(
             PackingWarning,
             stacklevel=caller_stacklevel(),
         )
-    return make(ProcessBackend(recipes, replace(options, num_workers=most)), **_patience(most))
-
-
-class RaisesOriginals:
-    """For vector envs that raise the env's own exception, not an EnvError with it as its cause."""
-
-    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
-        if failures:
-            raise original_error(failures, 0)
+    return make(ProcessBackend(recipes, replace(options, num_workers=most)), **patience_options(most))
 
 
 def require_copies(envs: VectorEnv | MultiAgentVectorEnv) -> None:
     """Raises ValueError for views: other libraries keep observations over the next step."""
     if not envs.copy:
         raise ValueError("observations are views of memory that the next step overwrites; make_vec(..., copy=True)")
-
-
-def original_error(failures: Sequence[Failure], which: int) -> BaseException:
-    """The env's own exception of one of `failures` where it could be rebuilt in this process, else an EnvError.
-
-    The caller's own Ctrl-C comes first: another env's exception must not swallow it.
-    """
-    failure = next((one for one in failures if isinstance(one.exception, KeyboardInterrupt)), failures[which])
-    error = to_exception(failure)
-    original = error.__cause__
-    if original is None or type(error) is not EnvError:
-        return error
-    if isinstance(failure.exception, bytes):
-        where = f"env {failure.env_index} (worker {failure.worker_index})"
-        original.add_note(f"The traceback of {where}:\n{failure.worker_traceback.rstrip()}")
-    return original
-
-
-@contextmanager
-def originals_raised() -> Iterator[None]:
-    """Raises the exception of an env's constructor, where it could be rebuilt, in place of the EnvError about it."""
-    try:
-        yield
-    except EnvError as error:
-        raise (error.__cause__ if type(error) is EnvError and error.__cause__ is not None else error) from None
-
-
-def _patience(num_workers: int) -> dict[str, Any]:
-    caller, worker = patience(usable_cores(), num_workers + 1)
-    return {"caller_patience": caller, "worker_patience": worker, "check_finite": False, "max_restarts": None}
 
 
 def _was_alone(error: Exception, backend: Backend) -> bool:

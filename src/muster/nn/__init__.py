@@ -9,7 +9,7 @@ except ImportError as error:
 
 from muster.nn.functional import functionalize
 from muster.nn.marks import UncopyableMark, is_uncopyable, uncopyable, uncopyable_mark
-from muster.nn.multi_agent import AgentView, MultiAgentNet
+from muster.nn.multi_agent_net import AgentView, MultiAgentNet
 from muster.nn.networks import MultiAgentConvNet, MultiAgentMLP
 from muster.nn.target import TargetParams
 

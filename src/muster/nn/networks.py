@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muster.nn.multi_agent import MultiAgentNet
+from muster.nn.multi_agent_net import MultiAgentNet
 from muster.nn.stacked import channels_last
 
 Size = int | tuple[int, int]

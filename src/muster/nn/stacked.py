@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from muster.nn.direct import does_more, layers_do_more, run_layers
+from muster.nn.fast_call import does_more, layers_do_more, run_layers
 
 # Layers without parameters that treat every element by itself, whatever the layout of the tensor.
 ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from muster.errors import CannotTravel
+from muster.nn.alike import require_no_references
 from muster.nn.functional import call_with, named_tensors, sole_use, tensor_owners, ties
-from muster.nn.structure import require_no_references
 
 Output = TypeVar("Output")
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from muster.pickling import caches
+from muster.pickling import functools_pickling
 from muster.pickling.kinds import kind_of
 
 _POLL_S = 0.05
@@ -88,7 +88,7 @@ def takes(buffer: pickle.PickleBuffer, big: list[pickle.PickleBuffer]) -> bool:
     return is_big
 
 
-class _ReportingPickler(caches.Pickler):
+class _ReportingPickler(functools_pickling.Pickler):
     """Tells which object is being pickled. The pickler asks here for every object that is not a plain builtin."""
 
     def __init__(

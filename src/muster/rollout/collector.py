@@ -22,7 +22,7 @@ from tensordict.nn import InteractionType, set_interaction_type  # type: ignore[
 from torch import Tensor
 
 from muster.errors import ConfigError
-from muster.rollout.batches import BatchSource, warn_of_losses
+from muster.rollout.batch_source import BatchSource, warn_of_losses
 from muster.rollout.devices import Device, place
 from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
 from muster.rollout.fields import Array, Field, Key
@@ -35,7 +35,7 @@ from muster.rollout.policies import (
     is_tensordict_policy,
     numpy_dtype,
 )
-from muster.rollout.single_agent import open_envs
+from muster.rollout.single_agent_side import open_envs
 from muster.rollout.stepping import Stepping
 from muster.rollout.storage import Storage
 from muster.rollout.weights import is_same_memory, load_weights, module_of, named_weights, weights_for

@@ -13,16 +13,16 @@ from tensordict.nn import InteractionType  # type: ignore[import-untyped]  # shi
 from torch import Tensor
 
 from muster.envs import resolve_foreign_id
-from muster.envs.inbound import Inbound
+from muster.envs.adapt import Inbound
 from muster.errors import ConfigError, UsageError
 from muster.introspection import caller_stacklevel
-from muster.recipe import Recipe, make_recipes
-from muster.rollout.batches import BatchSource, check_numbers, warn_of_losses
+from muster.recipes.recipe import Recipe, make_recipes
+from muster.rollout.batch_source import BatchSource, check_numbers, warn_of_losses
 from muster.rollout.collector import Collector
-from muster.rollout.crew import Crew, CrewOptions
 from muster.rollout.devices import Device
 from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
-from muster.rollout.travel import Obstacle, obstacle_to
+from muster.rollout.processes.collector_pool import Crew, CrewOptions
+from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.weights import (
     load_weights,
     module_of,

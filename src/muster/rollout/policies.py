@@ -16,7 +16,7 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from torch import Tensor, nn
 
 from muster.errors import ConfigError, SpecMismatch
-from muster.rollout.envs import EnvSide
+from muster.rollout.env_side import EnvSide
 from muster.rollout.fields import Array, Key, describe
 from muster.rollout.plain_modules import PlainModules, as_key
 from muster.rollout.storage import Storage

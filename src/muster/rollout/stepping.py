@@ -8,11 +8,11 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from muster.errors import ConfigError
-from muster.results import any_true
-from muster.rollout.envs import EnvSide, StepRows
+from muster.rollout.env_side import EnvSide, StepRows
 from muster.rollout.fields import Array
 from muster.rollout.policies import Actor
 from muster.rollout.storage import Final, Loss, Storage
+from muster.vector.results import any_true
 
 
 class Stepping:

@@ -11,7 +11,7 @@ from tensordict import TensorDict, UnbatchedTensor  # type: ignore[import-untype
 from torch import Tensor
 
 from muster.errors import UsageError
-from muster.rollout.envs import StepRows
+from muster.rollout.env_side import StepRows
 from muster.rollout.fields import Array, Field, Key
 
 _NAMES = ["time", None]

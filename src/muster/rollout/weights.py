@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import inspect
-import mmap
-import os
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from muster.errors import SpecMismatch, UsageError
-from muster.transport.slab import memfd
-
-_ALIGN = 64
-
-WeightsLayout = dict[str, tuple[tuple[int, ...], str]]
 
 
 def named_weights(policy: object) -> dict[str, Tensor]:
@@ -35,11 +24,6 @@ def named_weights(policy: object) -> dict[str, Tensor]:
         return {}
     tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-
-
-def layout_of(weights: Mapping[str, Tensor]) -> WeightsLayout:
-    """Shape and dtype by name: equal for weights that can stand for one another."""
-    return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in weights.items()}
 
 
 def require_shapes(policy: object) -> None:
@@ -70,11 +54,11 @@ def weights_for(policy: object, weights: Any, own: Mapping[str, Tensor]) -> dict
     unknown = sorted(given.keys() - _all_names(policy))
     if unknown or missing:
         raise SpecMismatch(f"the weights are not this policy's: unknown {unknown[:5]}, missing {missing[:5]}")
-    _require_fitting(given, own)
+    require_fitting(given, own)
     return {name: given[name] for name in own}
 
 
-def _require_fitting(weights: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+def require_fitting(weights: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
     """Raises SpecMismatch where `copy_` would fail halfway, repeat rows, or leave out a part of the values."""
     for name, tensor in own.items():
         given = weights[name]
@@ -115,80 +99,6 @@ def _start(tensor: Tensor) -> object:
     """Where its numbers begin; itself, where they lie in no one place."""
     is_dense = not is_lazy(tensor) and tensor.layout is torch.strided
     return (tensor.device, tensor.data_ptr()) if is_dense else id(tensor)
-
-
-class SharedWeights:
-    """One learner's weights in shared memory, for replicas in other processes; a version counts the updates.
-
-    Readers and writers keep each other out by a lock of the kernel's, which ends with the process that holds it: nobody
-    ever sees half an update, and nobody who dies leaves the others locked out. Within a process, whose threads share
-    that lock, a second one does.
-
-    like: the tensors, by name; the same names, shapes and dtypes at both ends.  fd: the memory that the other end made.
-    """
-
-    def __init__(self, like: Mapping[str, Tensor], fd: int | None = None) -> None:
-        like = dict(sorted(like.items()))  # modules that register the same weights in another order fit, too
-        places: dict[str, int] = {}
-        size = _ALIGN
-        for name, tensor in like.items():
-            places[name] = size
-            size += (tensor.numel() * tensor.element_size() + _ALIGN - 1) // _ALIGN * _ALIGN
-        self.fd = memfd("weights") if fd is None else fd
-        self._threads = threading.Lock()
-        if os.fstat(self.fd).st_size < size:
-            os.ftruncate(self.fd, size)
-        block = mmap.mmap(self.fd, size)
-        self._version = np.frombuffer(block, np.int64, 1)
-        self._tensors: dict[str, Tensor] = {}
-        for name, tensor in like.items():
-            if tensor.numel():
-                flat = torch.frombuffer(block, dtype=tensor.dtype, count=tensor.numel(), offset=places[name])
-                self._tensors[name] = flat.view(tensor.shape)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of the tensors that have any element."""
-        return frozenset(self._tensors)
-
-    @property
-    def version(self) -> int:
-        """How often `write` was called."""
-        return int(self._version[0])
-
-    @torch.no_grad()
-    def write(self, weights: Mapping[str, Tensor]) -> int:
-        """Publishes `weights` as a whole; returns their version. Raises SpecMismatch where they differ in kind."""
-        _require_fitting(weights, self._tensors)
-        with self._locked(fcntl.LOCK_EX):
-            for name, shared in self._tensors.items():
-                shared.copy_(weights[name])
-            self._version[0] += 1
-            return self.version
-
-    def read(self) -> dict[str, Tensor]:
-        """Copies of the latest version, by name."""
-        with self._locked(fcntl.LOCK_SH):
-            return {name: shared.clone() for name, shared in self._tensors.items()}
-
-    @torch.no_grad()
-    def read_into(self, weights: Mapping[str, Tensor], known: int) -> int:
-        """Copies the latest version into `weights`, unless it is the `known` one; returns which it is."""
-        if self.version == known:
-            return known
-        with self._locked(fcntl.LOCK_SH):
-            for name, shared in self._tensors.items():
-                weights[name].copy_(shared)
-            return self.version
-
-    @contextmanager
-    def _locked(self, kind: int) -> Iterator[None]:
-        with self._threads:
-            fcntl.lockf(self.fd, kind)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
 def module_of(policy: object) -> nn.Module | None:

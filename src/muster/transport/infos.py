@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from muster import _core
-from muster.spec import Array
+from muster._core import Caller, gather_columns
+from muster.spaces.tree import Array
 from muster.transport.slab import Slab
 
 # InfoTable of _core/infos.hpp.
@@ -43,7 +43,7 @@ class InfoReader:
     What a step of all envs gave last is left to the core to read, as long as the layouts stay the same.
     """
 
-    def __init__(self, slab: Slab, caller: _core.Caller, fetch_schemas: Callable[[int], Any]) -> None:
+    def __init__(self, slab: Slab, caller: Caller, fetch_schemas: Callable[[int], Any]) -> None:
         self._slab = slab
         self._caller = caller
         self._line_of = np.array([caller.line_of(env) for env in range(slab.plan.num_envs)])
@@ -68,7 +68,7 @@ class InfoReader:
         everything = len(ids) == len(self._line_of)
         if everything:
             self._caller.expect_infos(self._last_schemas.tobytes(), plan.columns, plan.given)
-        return _core.gather_columns(plan.columns, None if everything else ids, plan.given)
+        return gather_columns(plan.columns, None if everything else ids, plan.given)
 
     def _plan_for(self, ids: Array) -> _Plan:
         everything = len(ids) == len(self._line_of)

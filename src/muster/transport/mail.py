@@ -11,7 +11,7 @@ import os
 import pickle
 from typing import Any, Protocol
 
-from muster.pickling.caches import dumps as by_value
+from muster.pickling.functools_pickling import dumps as by_value
 
 # Address space is free in a sparse file: each box may hold 4 GiB.
 _BOX_BYTES = 1 << 32

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from muster import _core
-from muster.spec import Array, Node, Rows
+from muster._core import LINE_BYTES, RECORD_BYTES, line_state, map_bytes
+from muster.spaces.tree import Array, Node, Rows
 
 _LINE = 64
 # Numbers that one env's info may fill before the rest goes through the mail. Untouched pages cost nothing. A line more
@@ -27,7 +27,7 @@ _INFO_BYTES = 16384 + _LINE
 _LENT_FROM_BYTES = 1 << 16
 _SPARE_BLOCKS = 3
 
-# EnvRecord of _core/layout.hpp.
+# EnvRecord of _core/records.hpp.
 RECORD = np.dtype(
     {
         "names": [
@@ -37,7 +37,7 @@ RECORD = np.dtype(
         ],
         "formats": ["u4"] * 2 + ["u1"] * 2 + ["?"] * 5 + ["u4"] * 4 + ["f8", "f8", "i8", "u4"],
         "offsets": [0, 4, 8, 9, 10, 11, 12, 13, 14, 16, 20, 24, 28, 32, 40, 48, 56],
-        "itemsize": _core.RECORD_BYTES,
+        "itemsize": RECORD_BYTES,
     }
 )
 
@@ -79,8 +79,8 @@ class Slab:
         n = plan.num_envs
         self._end = 0
         caller = self._reserve(_LINE)
-        lines = self._reserve(plan.num_lines * _core.LINE_BYTES)
-        records = self._reserve(n * _core.RECORD_BYTES)
+        lines = self._reserve(plan.num_lines * LINE_BYTES)
+        records = self._reserve(n * RECORD_BYTES)
         actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves()]
         start = self._end
         leaves = list(plan.obs.leaves())
@@ -98,7 +98,7 @@ class Slab:
 
         if fd is not None and os.fstat(fd).st_size < self._end:
             os.ftruncate(fd, self._end)
-        self.memory: npt.NDArray[np.uint8] = _core.map_bytes(-1 if fd is None else fd, self._end)
+        self.memory: npt.NDArray[np.uint8] = map_bytes(-1 if fd is None else fd, self._end)
         address = self.memory.ctypes.data
         offsets = (caller, lines, records, infos, _INFO_BYTES, start, block_bytes, lent_bytes, 1 + spares)
         self.description = (address, n, plan.num_lines, *offsets)
@@ -120,8 +120,8 @@ class Slab:
         return np.ndarray(shape, dtype, self.memory.data, offset)
 
     def line(self, index: int) -> dict[str, int]:
-        """What worker `index` is doing and has done, see WorkerLine in _core/layout.hpp."""
-        return _core.line_state(self.description, index)
+        """What worker `index` is doing and has done, see WorkerLine in _core/records.hpp."""
+        return line_state(self.description, index)
 
     def obs_places(self, *, lent_only: bool = False) -> list[int]:
         """Offset and bytes of a row, in turn, for each leaf of the observation: as the core reads it."""

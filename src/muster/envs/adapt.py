@@ -1,0 +1,66 @@
+"""Which API an env speaks, found by its methods in the worker that built it, and the adapter for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+
+from muster.envs.agents import AgentsEnv
+from muster.envs.dm_env import DmEnv, is_dm_env
+from muster.envs.groups import Agent
+from muster.envs.melting_pot import Players, is_list_shaped
+from muster.envs.pettingzoo import is_pettingzoo, is_turn_based
+from muster.envs.pettingzoo_aec import TurnBasedAgents
+from muster.envs.pettingzoo_parallel import ParallelAgents
+from muster.errors import RecipeError
+from muster.introspection import type_name
+
+
+@dataclass(frozen=True)
+class Inbound:
+    """A wrapper for recipes, applied last: turns an env of any API into one that the stepping loop knows.
+
+    groups: for multi-agent envs, each agent's group; None to go by their names.
+    state: whether multi-agent envs that have a state are asked for it after every step.
+    """
+
+    groups: Mapping[Agent, str] | None = None
+    state: bool = False
+
+    def __call__(self, env: Any) -> Any:
+        adapted = self._adapt(env)
+        if self.groups is not None and not isinstance(adapted, AgentsEnv):
+            raise ValueError(f"groups= is for multi-agent envs; {type(env).__name__} has one agent. Leave it out")
+        return adapted
+
+    def _adapt(self, env: Any) -> Any:
+        if isinstance(env, gymnasium.Env):
+            _require(env, ("observation_space", "action_space"))
+            return env
+        if is_pettingzoo(env):
+            return (TurnBasedAgents if is_turn_based(env) else ParallelAgents)(env, self.groups, self.state)
+        if is_dm_env(env):
+            return Players(env, self.groups) if is_list_shaped(env) else DmEnv(env)
+        if is_torchrl(env):
+            raise RecipeError(
+                f"the factory returned an env of TorchRL, a {type_name(env)}. Hand over what it is made of, an id or a "
+                "Gymnasium or PettingZoo env, and wrap the vector env: muster.interop.torchrl.as_torchrl(envs)"
+            )
+        _require(env, ("reset", "step", "observation_space", "action_space"))
+        return env
+
+
+def is_torchrl(env: Any) -> bool:
+    """Whether `env` is one of TorchRL's own. Told by its methods: TorchRL need not be there."""
+    return hasattr(env, "full_action_spec") and hasattr(env, "rand_step")
+
+
+def _require(env: Any, names: tuple[str, ...]) -> None:
+    if missing := [name for name in names if not hasattr(env, name)]:
+        raise RecipeError(
+            f"the factory returned an object of type {type_name(env)}, which has no {' and no '.join(missing)}. "
+            "Expected an env of Gymnasium, PettingZoo or dm_env"
+        )

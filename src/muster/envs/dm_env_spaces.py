@@ -1,0 +1,44 @@
+"""dm_env's specs as Gymnasium's spaces. Told by their attributes: dm_env itself is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from muster.errors import SpecMismatch
+from muster.spaces.tree import Space
+
+
+def space_of(spec: Any, path: str) -> Space:
+    """The space of a spec, or of a nested structure of specs; keys of dicts are sorted.
+
+    DiscreteArray -> Discrete; BoundedArray and Array -> Box of the spec's shape, dtype and bounds, the dtype's own
+    where it has none. Raises SpecMismatch for strings and for what is no spec.
+    """
+    if isinstance(spec, Mapping):
+        return spaces.Dict([(key, space_of(spec[key], f"{path}[{key!r}]")) for key in sorted(spec, key=str)])
+    if isinstance(spec, (list, tuple)):
+        return spaces.Tuple(tuple(space_of(one, f"{path}[{i}]") for i, one in enumerate(spec)))
+    shape, dtype = getattr(spec, "shape", None), getattr(spec, "dtype", None)
+    if shape is None or dtype is None or np.dtype(dtype).kind not in "biuf":
+        raise SpecMismatch(
+            f"{path} has the spec {spec!r}; expected a dm_env spec of numbers, or a dict or list of these"
+        )
+    dtype, shape = np.dtype(dtype), tuple(shape)
+    if hasattr(spec, "num_values") and shape == () and dtype.kind in "iu":
+        return spaces.Discrete(int(spec.num_values), dtype=dtype.type)
+    low, high = _limits(dtype)
+    minimum, maximum = getattr(spec, "minimum", low), getattr(spec, "maximum", high)
+    bounds = [np.broadcast_to(np.asarray(bound, dtype), shape) for bound in (minimum, maximum)]
+    return spaces.Box(bounds[0], bounds[1], shape, dtype=dtype.type)
+
+
+def _limits(dtype: np.dtype[Any]) -> tuple[float | int | bool, float | int | bool]:
+    if dtype.kind == "f":
+        return -np.inf, np.inf
+    if dtype.kind == "b":
+        return False, True
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)

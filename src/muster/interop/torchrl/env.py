@@ -1,0 +1,269 @@
+"""Vector envs as TorchRL's batched `EnvBase`, and a `ParallelEnv` that steps several envs in each worker process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from muster.backends.base import Backend
+from muster.envs.attributes import get_attribute
+from muster.errors import UsageError, WorkerError
+from muster.interop.starting import SAME_STEP, recipes_of, require_copies, with_processes
+from muster.interop.torchrl.env_worker import ENCODING, inner_env_of
+from muster.transport.infos import spread
+from muster.vector.agent_rows import RowVectorEnv
+from muster.vector.interrupted import settle
+from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.raisers import RaisesOriginals, originals_raised
+from muster.vector.vector_env import VectorEnv
+
+try:
+    import torch
+    from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
+    from torchrl._utils import seed_generator
+    from torchrl.envs import EnvBase
+
+    from muster.interop.torchrl.layouts import AgentGroups, Layout, SingleAgent
+    from muster.interop.torchrl.specs import chosen, ends, no_ends
+except ImportError as error:
+    raise ImportError('muster.interop.torchrl needs TorchRL: pip install "muster-rl[torchrl]"') from error
+
+__all__ = ["MusterEnv", "ParallelEnv", "as_torchrl"]
+
+EnvFn = Callable[..., Any]
+AnyVectorEnv = VectorEnv | MultiAgentVectorEnv
+
+
+class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type information here
+    """TorchRL's `EnvBase` of batch size ``[N]`` around a vector env of Muster's. Made by `as_torchrl`.
+
+    Keys of one agent: ``observation`` (or those of a Dict space), ``action``, and ``("next", "observation" | "reward" |
+    "terminated" | "truncated" | "done")``; the last four ``[N, 1]``, rewards float32.
+
+    Of several agents, for each group of `group_map`: ``(group, "observation" | "action" | "alive" | "acting" |
+    "action_mask")`` ``[N, A, ...]`` and ``("next", group, "reward" | "terminated" | "truncated" | "done")``
+    ``[N, A, 1]``; an agent's three flags tell of the step in which it ends. At the root the env's own ``done``,
+    ``terminated`` and ``truncated``, ``[N, 1]``, which decide about resets, and ``state`` and ``shared`` where the env
+    has them. Random actions keep to the masks.
+
+    ``reset(seed=, options=)`` are Gymnasium's: env i gets ``seed + i``, or the list's i-th; options go to every env.
+    """
+
+    def __init__(
+        self,
+        envs: AnyVectorEnv,
+        *,
+        categorical_action_encoding: bool | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(envs, AnyVectorEnv):
+            raise TypeError(f"as_torchrl takes what muster.make_vec returns, got {type(envs).__name__}")
+        mode = envs.metadata["autoreset_mode"]
+        if mode is AutoresetMode.NEXT_STEP:
+            raise ValueError(
+                "TorchRL resets the envs that ended between two steps; make the vector env with "
+                'autoreset_mode="same_step" (faster) or "disabled"'
+            )
+        require_copies(envs)
+        super().__init__(device=device, batch_size=torch.Size([envs.num_envs]))
+        self.is_closed = False  # to EnvBase every env is closed until it says otherwise
+        self.vector_env = envs
+        self.group_map: dict[str, list[Any]] = {}
+        self._resets_itself = mode is AutoresetMode.SAME_STEP
+        # Envs whose current observation is the first of a new episode already: their last step returned the final one.
+        self._fresh = np.zeros(envs.num_envs, np.bool_)
+        self._masked_groups: set[str] = set()
+        self._layout: Layout
+        if isinstance(envs, VectorEnv):
+            self._layout = SingleAgent(envs, categorical=bool(categorical_action_encoding), device=self.device)
+        else:
+            self.group_map = {group: list(agents) for group, agents in envs.groups.items()}
+            categorical = categorical_action_encoding is not False
+            self._layout = AgentGroups(envs, categorical=categorical, device=self.device)
+        self.observation_spec, self.action_spec = self._layout.observation, self._layout.action
+        self.reward_spec, self.done_spec = self._layout.reward, self._layout.done
+        # What is observed now, and in its place what the last step returned of those that are fresh.
+        self._current: Any = self.observation_spec.zero()
+        self._arrived = self._current
+
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
+        """Resets env 0 with `seed`, each further env with TorchRL's next seed (static_seed: with the same one).
+
+        Returns the seed that comes after the last env's.
+        """
+        seeds = []
+        for _ in range(self.vector_env.num_envs):
+            seeds.append(seed)
+            if seed is not None and not static_seed:
+                seed = seed_generator(seed)
+        # At once, not in the reset that follows, which goes on from there: so do TorchRL's envs.
+        self._reset(seed=seeds)
+        return seed
+
+    # ---- what EnvBase calls
+
+    def _reset(
+        self,
+        tensordict: TensorDictBase | None = None,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        asked = np.True_ if mask is None else mask.reshape(self.batch_size[0], -1).any(-1).cpu().numpy()
+        rows = asked
+        if mask is not None and seed is None and options is None:
+            rows = rows & ~self._fresh
+        if rows.any():
+            settle(self.vector_env)  # of a step that Ctrl-C has ended
+            given = dict(options or {}) if mask is None else {**(options or {}), "reset_mask": rows}
+            obs, infos = self.vector_env.reset(seed=seed, options=given or None)
+            self._now_observed(self._layout.observed(obs, infos), infos)
+        self._fresh = self._fresh & ~asked
+        return self._layout.joined(
+            self._current, self._layout.not_ended(), no_ends(tuple(self.batch_size), self.device)
+        )
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        mask = tensordict.get("_step", None)
+        if mask is None or mask.all():
+            return self._stepped(self.vector_env.step(self._layout.actions(tensordict)))
+        return self._step_some(tensordict, mask.reshape(self.batch_size).to(self.device))
+
+    def _step_some(self, tensordict: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
+        """Steps the envs in `mask`, bool ``[N]``. The others show what they last did, and earn nothing."""
+        shown = chosen(torch.from_numpy(~self._fresh).to(self.device), self._current, self._arrived)
+        skipped = self._layout.joined(shown).update(self.full_reward_spec.zero()).update(self.full_done_spec.zero())
+        # Who is done stays so. Observations may have been through transforms there, which these are yet to go through.
+        skipped.update(tensordict.select(*self.reward_keys, *self.done_keys, strict=False).clone())
+        if not mask.any():
+            return skipped
+        actions = self._layout.actions(tensordict.select(*self.action_keys)[mask])
+        self.vector_env.send(actions, np.flatnonzero(mask.cpu().numpy()))
+        batch = self.vector_env.recv()
+        rows = tuple(spread(column, batch.env_ids, self.vector_env.num_envs) for column in batch[1:])
+        stepped = self._stepped(rows, mask)
+        self._arrived = chosen(mask, self._arrived, shown)
+        return torch.where(mask, stepped, skipped)
+
+    def _stepped(self, result: tuple[Any, ...], mask: torch.Tensor | None = None) -> TensorDictBase:
+        """`result`, of the vector env's step, as a tensordict. mask: bool ``[N]``, who stepped; None for all."""
+        obs, rewards, terminated, truncated, infos = result
+        observed = self._layout.observed(obs, infos)
+        self._now_observed(observed if mask is None else chosen(mask, observed, self._current), infos)
+        self._arrived = self._current
+        over = terminated | truncated
+        if self._resets_itself:
+            self._fresh = over if mask is None else np.where(mask.cpu().numpy(), over, self._fresh)
+            if over.any():
+                self._arrived = self._layout.with_finals(self._current, infos, over)
+        return self._layout.joined(
+            self._arrived, self._layout.earned(rewards, infos), ends(terminated, truncated, self.device)
+        )
+
+    def _now_observed(self, observed: Any, infos: Mapping[str, Any]) -> None:
+        self._current = observed
+        # Also where no env gives a mask now: the spec would keep the last one.
+        self._masked_groups.update(infos.get("action_mask", ()))
+        for group in self._masked_groups:
+            spec = self.input_spec["full_action_spec", group, "action"]
+            spec.update_mask(self._current[group]["action_mask"].clone())
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.set_seed(seed)
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Closes envs and workers."""
+        self.vector_env.close()
+        super().close(raise_if_closed=raise_if_closed)
+
+    def __del__(self) -> None:
+        """Nothing: the vector env may have other users, and closes when it has none."""
+
+
+class ParallelEnv(MusterEnv):
+    """`num_workers` envs in worker processes, one per usable core, several envs in each where they bear that.
+
+    create_env_fn: returns TorchRL's `GymEnv`, `GymWrapper`, `PettingZooEnv` or `PettingZooWrapper`, or an env that
+        `muster.make_vec` takes; or a list of such functions.
+    create_env_kwargs: keyword arguments for it, one dict or a list of them; values may be `muster.lazy`.
+    mp_start_method: None starts fresh processes.  num_processes: None for one per usable core.
+
+    Transforms belong around the batch: ``TransformedEnv(ParallelEnv(...), ...)``. The other options of TorchRL's class
+    say how it moves its data; there is nothing here for them to do, so they are not taken.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: EnvFn | Sequence[EnvFn],
+        *,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        device: torch.device | str | None = None,
+        mp_start_method: str | None = None,
+        num_processes: int | None = None,
+    ) -> None:
+        fns = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
+        kwargs = list(create_env_kwargs) if isinstance(create_env_kwargs, Sequence) else [create_env_kwargs] * len(fns)
+        if len(fns) != num_workers or len(kwargs) != num_workers:
+            raise WrongCount(
+                f"num_workers={num_workers} envs need as many create_env_fn and create_env_kwargs, got {len(fns)} and "
+                f"{len(kwargs)}"
+            )
+        recipes = [
+            replace(recipe, kwargs=dict(given or {}))
+            for recipe, given in zip(recipes_of(fns, (inner_env_of,)), kwargs, strict=True)
+        ]
+        with originals_raised():
+            envs = with_processes(_vector_env, recipes, context=mp_start_method, num_workers=num_processes)
+        super().__init__(envs, categorical_action_encoding=envs.metadata.get(ENCODING), device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        """The list of an attribute's values in all envs, or a function that calls a method of all and lists results."""
+        if name.startswith("_") or hasattr(type(self), name) or "vector_env" not in self.__dict__ or self.is_closed:
+            return super().__getattr__(name)
+        envs: Any = self.vector_env
+        try:
+            if all(envs.call(lambda env, index: callable(get_attribute(env, name)))):
+                return lambda *args, **kwargs: list(envs.call(name, *args, **kwargs))
+            return list(envs.get_attr(name))
+        except (UsageError, WorkerError) as error:  # the envs cannot be asked; `hasattr` is to say so and no more
+            raise AttributeError(f"{name}: {error}", name=name, obj=self) from error
+
+
+class WrongCount(ValueError, RuntimeError):
+    """Not one function, or not one dict of arguments, for each env; TorchRL's own class raises RuntimeError."""
+
+
+class _Envs(RaisesOriginals, VectorEnv):
+    pass
+
+
+class _Rows(RaisesOriginals, RowVectorEnv):
+    pass
+
+
+def _vector_env(backend: Backend, **options: Any) -> AnyVectorEnv:
+    facts = backend.start()
+    if facts[0].agents is None:
+        return _Envs(backend, facts=facts, **SAME_STEP, **options)
+    return MultiAgentVectorEnv(_Rows(backend, facts=facts, **SAME_STEP, **options))
+
+
+def as_torchrl(
+    envs: AnyVectorEnv,
+    *,
+    categorical_action_encoding: bool | None = None,
+    device: torch.device | str | None = None,
+) -> MusterEnv:
+    """`envs` as a TorchRL env of batch size ``[N]``, with agents nested by group where there are several.
+
+    categorical_action_encoding: True for discrete actions as integers, False for one-hot vectors, None for TorchRL's
+    own default: one-hot for one agent, as its GymEnv, integers for several, as its PettingZooEnv.
+    Raises ValueError for ``autoreset_mode="next_step"``.
+    """
+    return MusterEnv(envs, categorical_action_encoding=categorical_action_encoding, device=device)

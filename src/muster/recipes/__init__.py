@@ -1,0 +1,1 @@
+"""Recipes: one instruction per env that can be carried out anywhere."""

@@ -1,0 +1,259 @@
+"""Recipes: what ``make_vec`` is given, turned into one instruction per env that can be carried out anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import pickle
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium as gym
+
+from muster.errors import CannotTravel, RecipeError
+from muster.introspection import callable_name, subscript
+from muster.lazy_values import Lazy, LazyValues, lazy
+from muster.pickling import check_inheritable, dumps, takes
+from muster.recipes.existing_env import LiveEnvs
+from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
+from muster.recipes.sources import Source, check_call, factory_example, sources_of
+from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
+
+__all__ = [
+    "BuiltEnv",
+    "Lazy",
+    "Recipe",
+    "WorkerInfo",
+    "check_forkable",
+    "get_worker_info",
+    "lazy",
+    "make_recipes",
+    "pack",
+    "unpack",
+    "worker_info_context",
+]
+
+_RELEASE_AFTER_ERROR_S = 5.0
+_live_envs = LiveEnvs()
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How to build one env. Immutable; it travels if its parts do.
+
+    name: for messages, ``"CartPole-v1"`` or ``"my_module.make_env"``.
+    factory: called with ``kwargs``, in which lazy values are built first; ``wrappers`` are applied in order.
+    labels: where factory and kwargs stand in the caller's ``make_vec(...)``, for messages.
+    may_reuse: the factory may return an env that is in use already, as some other libraries' vector envs allow.
+    """
+
+    env_index: int
+    name: str
+    factory: Callable[..., Any]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    wrappers: tuple[Callable[[Any], Any], ...] = ()
+    labels: tuple[str, str] = ("factory", "env_kwargs")
+    may_reuse: bool = False
+
+    def build(self) -> BuiltEnv:
+        """Build the env here and now.
+
+        Raises RecipeError if the result is no new env; whatever the factory, a wrapper or a lazy value raises passes
+        through, after the lazy values built so far are released.
+        """
+        values = LazyValues()
+        try:
+            factory, kwargs = self.factory, values.resolve_arguments(self.kwargs, self.labels[1])
+            if type(factory) is functools.partial:
+                factory = _with_values(factory, values, self.labels[0])
+            made = self._checked(factory(**kwargs), f"{self.labels[0]} {self.name}")
+            if not _live_envs.add(made) and not self.may_reuse:
+                raise RecipeError(
+                    f"{self.labels[0]} {self.name} returned the same {type(made).__name__} twice: for env "
+                    f"{self.env_index} it gave one that is in use already. It must build a new env whenever it is "
+                    f"called:\n{factory_example('MyEnv(...)')}"
+                )
+            return BuiltEnv(self._wrapped(made), made, values)
+        except BaseException:
+            values.release(_RELEASE_AFTER_ERROR_S)
+            raise
+
+    def parts(self) -> dict[str, Any]:
+        """What has to travel, by the name that messages call it by."""
+        named: dict[str, Any] = {self.labels[0]: self.factory}
+        if type(self.factory) is MakeGym:
+            named = {self.labels[0]: self.factory.target, f"{self.labels[0]}.wrappers": self.factory.late_wrappers}
+        named |= {self.labels[1] + subscript(key): value for key, value in self.kwargs.items()}
+        return named | {f"wrappers[{i}]": wrapper for i, wrapper in enumerate(self.wrappers)}
+
+    def _wrapped(self, made: Any) -> Any:
+        env = made
+        try:
+            for wrapper in self.wrappers:
+                env = self._checked(wrapper(env), f"wrapper {callable_name(wrapper)}")
+        except BaseException:
+            _live_envs.discard(made)
+            with contextlib.suppress(Exception):  # the wrapper's own error is the one to tell
+                made.close()
+            raise
+        return env
+
+    def _checked(self, env: Any, source: str) -> Any:
+        if env is None:
+            raise RecipeError(f"Env {self.env_index}: {source} returned None. Is a `return` missing?")
+        if isinstance(env, (type, gym.vector.VectorEnv)):
+            raise RecipeError(f"Env {self.env_index}: {source} returned {env!r}; expected one env.")
+        return env
+
+
+class BuiltEnv:
+    """An env and the lazy values that live as long as it does."""
+
+    def __init__(self, env: Any, made: Any, values: LazyValues) -> None:
+        self.env = env
+        self._made = made  # what the factory returned, before the wrappers
+        self._values = values
+
+    def release(self, timeout_s: float) -> None:
+        """Release the env's lazy values within ``timeout_s`` seconds, after the env was closed. Never raises."""
+        _live_envs.discard(self._made)
+        self._values.release(timeout_s)
+
+
+def make_recipes(
+    env: Any,
+    num_envs: int | None = None,
+    env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    wrappers: Sequence[Callable[[Any], Any]] | None = (),
+    *,
+    resolve_foreign_id: ForeignResolver | None = None,
+) -> list[Recipe]:
+    """One Recipe per env, for every form of ``make_vec``'s arguments. No env is built.
+
+    resolve_foreign_id: gives the factory of a ``pettingzoo/...`` or ``meltingpot/...`` id; without it they are refused.
+    Raises RecipeError for what says not how to build a new env, ValueError for numbers that do not fit together, and
+    Gymnasium's own errors for ids that it does not know.
+    """
+    several = isinstance(env, (list, tuple))
+    forms = list(env) if several else [env]
+    if several and not forms:
+        raise ValueError("env is an empty list: give one id, EnvSpec or factory per env.")
+    sources = sources_of(forms, several, resolve_foreign_id)
+    count = _count_envs(sources, several, num_envs)
+    kwargs_list = _kwargs_per_env(env_kwargs, count)
+    wrappers = () if wrappers is None else wrappers
+    if not isinstance(wrappers, (list, tuple)):
+        raise RecipeError(f"wrappers must be a list of callables that take an env and return one, got {wrappers!r}.")
+    for i, wrapper in enumerate(wrappers):
+        if not callable(wrapper):
+            raise RecipeError(f"wrappers[{i}] must be a callable that takes an env and returns one, got {wrapper!r}.")
+    kwargs_label = "env_kwargs[{}]" if isinstance(env_kwargs, (list, tuple)) else "env_kwargs"
+    recipes = []
+    for i in range(count):
+        source = sources[i] if several else sources[0]
+        check_call(source, kwargs_list[i])
+        recipes.append(
+            Recipe(
+                i,
+                source.name,
+                source.factory,
+                kwargs_list[i],
+                source.wrappers + tuple(wrappers),
+                (source.label, kwargs_label.format(i)),
+            )
+        )
+    return recipes
+
+
+def pack(recipes: Sequence[Recipe], *, start_method: str, big: list[pickle.PickleBuffer] | None = None) -> bytes:
+    """The recipes as bytes for another process; what lives in ``__main__`` goes by value.
+
+    With them go the ids that are registered here, for factories that call ``gymnasium.make``. Comes back in under 5 s
+    even if an object hangs while it is pickled. big: takes the memory of what is big, which `unpack` is to be given.
+    Warns about what arrives as something else than it was (an open file) or is huge. Raises CannotTravel.
+    """
+    parts: dict[str, Any] = {}
+    for recipe in recipes:
+        parts |= recipe.parts()
+    inner: list[pickle.PickleBuffer] | None = None if big is None else []
+    packed = dumps(list(recipes), parts, start_method=start_method, big=inner)
+    if big is None or inner is None:
+        return pickle.dumps((pack_registrations(), packed))
+    outer = pickle.PickleBuffer(packed)
+    whole = pickle.dumps(
+        (pack_registrations(), outer), protocol=5, buffer_callback=lambda buffer: not takes(buffer, big)
+    )
+    big += inner
+    return whole
+
+
+def unpack(data: bytes, big: Iterable[Any] = ()) -> list[Recipe]:
+    """The recipes that ``pack`` packed. big: the memory that it took, if any, in the same order.
+
+    Raises CannotTravel where something in them cannot be rebuilt here.
+    """
+    buffers = iter(big)
+    registrations, packed = pickle.loads(data, buffers=buffers)
+    register_packed(registrations)
+    try:
+        recipes: list[Recipe] = pickle.loads(packed, buffers=buffers)
+    except Exception as error:
+        raise CannotTravel(
+            f"the factory, a wrapper or a value of env_kwargs was sent to the worker, but cannot be rebuilt there: "
+            f"{type(error).__name__}: {error}\n"
+            "  What its __reduce__ or __getstate__ gave does not make it anew, or its module is not found there.\n"
+            "  Build it in the worker instead:\n"
+            '      muster.make_vec(..., env_kwargs={"name": muster.lazy(MyClass, ...)})'
+        ) from error
+    return recipes
+
+
+def check_forkable(recipes: Sequence[Recipe]) -> None:
+    """Raises CannotTravel if the recipes hold what a forked process must not inherit: ZeroMQ, held locks, threads, ...
+
+    Warns about what they may inherit, but not safely use: open files and sockets, ...
+    """
+    parts: dict[str, Any] = {}
+    for recipe in recipes:
+        parts |= recipe.parts()
+    check_inheritable(parts)
+
+
+def _count_envs(sources: Sequence[Source], several: bool, num_envs: int | None) -> int:
+    if num_envs is None:
+        return len(sources) if several else sources[0].num_envs or 1
+    if isinstance(num_envs, bool) or not hasattr(type(num_envs), "__index__"):
+        raise ValueError(f"num_envs must be a whole number of at least 1, got {num_envs!r}.")
+    count = operator.index(num_envs)
+    if count < 1:
+        raise ValueError(f"num_envs must be at least 1, got {count}.")
+    if several and count != len(sources):
+        raise ValueError(
+            f"num_envs={count}, but env is a list of {len(sources)}; leave num_envs out, or make them equal."
+        )
+    return count
+
+
+def _kwargs_per_env(env_kwargs: Any, count: int) -> list[Mapping[str, Any]]:
+    if env_kwargs is None:
+        return [{}] * count
+    per_env = list(env_kwargs) if isinstance(env_kwargs, (list, tuple)) else [env_kwargs] * count
+    if len(per_env) != count:
+        raise ValueError(
+            f"env_kwargs is a list of {len(per_env)} dicts for {count} envs; give one dict per env, or one dict."
+        )
+    for i, kwargs in enumerate(per_env):
+        if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+            raise ValueError(
+                f"env_kwargs must be a dict of keyword arguments (or a list of {count} of them), got "
+                f"{type(kwargs).__name__} for env {i}: {reprlib.repr(kwargs)}"
+            )
+    return [dict(kwargs) for kwargs in per_env]
+
+
+def _with_values(factory: functools.partial[Any], values: LazyValues, path: str) -> functools.partial[Any]:
+    args = [values.resolve(arg, f"{path}.args[{i}]") for i, arg in enumerate(factory.args)]
+    return functools.partial(factory.func, *args, **values.resolve_arguments(factory.keywords, f"{path}.keywords"))

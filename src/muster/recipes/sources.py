@@ -1,0 +1,174 @@
+"""The forms that ``make_vec``'s env argument may take, each understood as a factory; what is no recipe is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import reprlib
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
+
+from muster.errors import RecipeError
+from muster.introspection import callable_name, caller_stacklevel, module_name, type_name
+from muster.pickling import find_culprits
+from muster.recipes.existing_env import find_existing_env, is_env
+from muster.recipes.gymnasium_ids import (
+    ForeignResolver,
+    MakeGym,
+    factory_of_id,
+    factory_of_spec,
+    unrecorded_wrapper,
+    vector_num_envs,
+    vector_wrappers,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One element of ``make_vec``'s env argument, understood."""
+
+    factory: Callable[..., Any]
+    name: str
+    label: str
+    num_envs: int | None = None
+    wrappers: tuple[Callable[[Any], Any], ...] = ()
+
+
+def sources_of(forms: Sequence[Any], several: bool, resolve_foreign_id: ForeignResolver | None) -> list[Source]:
+    """The source of each form; one that stands in the list many times (``[make_env] * 64``) is looked at once."""
+    known: dict[int, Source] = {}
+    sources = []
+    for i, form in enumerate(forms):
+        if id(form) not in known:
+            known[id(form)] = _understand(form, f"env[{i}]" if several else "", resolve_foreign_id)
+        sources.append(known[id(form)])
+    return sources
+
+
+def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | None) -> Source:
+    if isinstance(form, str):
+        return Source(factory_of_id(form, resolve_foreign_id), form, label or "env")
+    if is_env(form):
+        form = _spec_of_instance(form, label or "env")
+    if isinstance(form, EnvSpec):
+        return Source(factory_of_spec(form), form.id, label or "env", vector_num_envs(form), vector_wrappers(form))
+    if not callable(form):
+        raise RecipeError(
+            f"{label or 'env'} must be an env id, a gymnasium EnvSpec or a callable that builds an env, or a list of "
+            f"these; got {type(form).__name__}: {reprlib.repr(form)}{_makers_in(form)}"
+        )
+    existing = find_existing_env(form, label or "factory")
+    if existing is not None:
+        path, env = existing
+        raise RecipeError(
+            f"{label or 'factory'} {callable_name(form)} holds an env that exists already: {path} is a "
+            f"{type_name(env)}. Every env must be built where it runs; build it in the factory:\n"
+            f"{factory_example(constructor_of(env))}{_why_it_stays(env, path)}"
+        )
+    return Source(form, callable_name(form), label or "factory")
+
+
+def _makers_in(form: Any) -> str:
+    """What to hand over in place of a module of PettingZoo's kind."""
+    if not inspect.ismodule(form):
+        return ""
+    names = [name for name in ("parallel_env", "env") if callable(getattr(form, name, None))]
+    module = form.__name__.rpartition(".")[2]
+    return f". Hand over what it builds envs with: {' or '.join(f'{module}.{name}' for name in names)}" if names else ""
+
+
+def _spec_of_instance(env: Any, label: str) -> EnvSpec:
+    """The spec of an env that was handed over itself, with a warning. RecipeError where that is not enough."""
+    spec = None
+    if isinstance(env, gym.Env):
+        with contextlib.suppress(Exception):  # a property, of any user's class
+            spec = env.spec
+    lost = unrecorded_wrapper(spec) if isinstance(spec, EnvSpec) else None
+    if not isinstance(spec, EnvSpec) or spec.entry_point is None or lost is not None:
+        reason = "carries no spec that it could be rebuilt from"
+        if lost is not None:
+            reason = f"its wrapper {lost.name} did not record its arguments (gymnasium.utils.RecordConstructorArgs)"
+        raise RecipeError(
+            f"{label} is an env that exists already ({type_name(env)}), and {reason}. Every env is built where it "
+            f"runs; hand over a factory instead:\n{factory_example(constructor_of(env))}{_why_it_stays(env, label)}"
+        )
+    warnings.warn(
+        f"{label} is an env that exists already ({type_name(env)}). New ones are made from its spec {spec.id!r}; "
+        f"the one given is not used. To be rid of this warning pass the id, the spec or a factory.",
+        UserWarning,
+        stacklevel=caller_stacklevel(),
+    )
+    return spec
+
+
+def check_call(source: Source, kwargs: Mapping[str, Any]) -> None:
+    """Raises RecipeError if the factory's signature cannot take ``kwargs``: before workers start, and in the caller."""
+    if type(source.factory) is MakeGym:
+        return
+    try:
+        # Not what it wraps: a decorator may well add the arguments that the decorated function asks for.
+        signature = inspect.signature(source.factory, follow_wrapped=False)
+    except (TypeError, ValueError):  # builtins without one
+        return
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        given = f"with env_kwargs {sorted(kwargs)}" if kwargs else "without arguments"
+        raise RecipeError(
+            f"{source.label} {source.name}{signature} cannot be called {given}: {error}. Pass what it needs in "
+            "env_kwargs (a dict, or a list with a dict per env); muster.get_worker_info().env_index tells envs apart."
+        ) from None
+
+
+def constructor_of(env: Any) -> str:
+    """The code that builds such an env, wrappers included but for those that ``gymnasium.make`` puts on."""
+    wrappers = []
+    while isinstance(env, gym.Wrapper):
+        if type(env).__module__ != "gymnasium.wrappers.common":
+            wrappers.append(type(env).__name__)
+        env = env.env
+    if (built := _built_by_a_module(env)) is not None:
+        return built
+    spec = vars(env).get("spec") if hasattr(env, "__dict__") else None
+    code = f'gymnasium.make("{spec.id}")' if isinstance(spec, EnvSpec) else f"{type(env).__name__}(...)"
+    for wrapper in reversed(wrappers):
+        code = f"{wrapper}({code}, ...)"
+    return code
+
+
+def _built_by_a_module(env: Any) -> str | None:
+    """The code for an env of PettingZoo or Melting Pot, whose classes nobody calls by themselves."""
+    with contextlib.suppress(Exception):  # of any user's class
+        package, *rest = module_name(type(getattr(env, "unwrapped", env))).split(".")
+        if package == "meltingpot":
+            return 'substrate.build(...)   # from meltingpot import substrate; or give the id "meltingpot/<substrate>"'
+        # A package of PettingZoo's kind: its envs' modules are named as they name themselves.
+        if isinstance(env, gym.Env) or not hasattr(env, "possible_agents"):
+            return None
+        name, make = env.metadata["name"], "env" if hasattr(env, "agent_iter") else "parallel_env"
+        for parent in (".".join([package, *rest[:1]]), package):
+            # PettingZoo's are not among sys.modules. To look for one in a package that is loaded runs none of its code.
+            is_package = hasattr(sys.modules.get(parent), "__path__")
+            module = f"{parent}.{name}"
+            if is_package and str(name).isidentifier() and find_spec(module) is not None:
+                lacks_it = module in sys.modules and not hasattr(sys.modules[module], make)
+                return None if lacks_it else f"{name}.{make}(...)   # from {parent} import {name}"
+    return None
+
+
+def factory_example(constructor: str) -> str:
+    return f"    def make_env():\n        return {constructor}\n    envs = muster.make_vec(make_env, num_envs=...)"
+
+
+def _why_it_stays(env: Any, path: str) -> str:
+    """A line per part of the env that could not have travelled anyway, to tell people what their env holds."""
+    blocking = [culprit for culprit in find_culprits(env, path, limit_s=1.0) if culprit.severity == "blocks"]
+    lines = [f"\n  {culprit.path}: {culprit.type}: {culprit.reason}" for culprit in blocking[:3]]
+    return "\nIt could not have been sent to a worker either:" + "".join(lines) if lines else ""

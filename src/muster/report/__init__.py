@@ -1,1 +1,0 @@
-"""What a run leaves behind: its folder, and the picture of its learning curve."""

@@ -1,0 +1,146 @@
+"""What a collector needs of a vector env: its fields, and each step's results as plain lists of arrays."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+from muster.errors import ConfigError, UsageError
+from muster.rollout.fields import Array, Field, Key
+from muster.vector.interrupted import settle
+from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.vector_env import VectorEnv
+
+
+class StepRows(NamedTuple):
+    """A step of n envs. observed, earned: an array ``[n, ...]`` for each field; terminated, truncated: bool ``[n]``."""
+
+    observed: list[Array]
+    earned: list[Array]
+    terminated: Array
+    truncated: Array
+    infos: dict[str, Any]
+
+    def select(self, keep: Array) -> StepRows:
+        """The rows where `keep`, bool ``[n]``, is True. infos, a dict of columns, are cut to them, too."""
+        return StepRows(
+            [array[keep] for array in self.observed],
+            [array[keep] for array in self.earned],
+            self.terminated[keep],
+            self.truncated[keep],
+            _select(self.infos, keep),
+        )
+
+
+class EnvSide(ABC):
+    """A vector env as collectors use it.
+
+    observed, earned, actions: the fields of what envs show, give and take.  action_spaces: one env's, by action field.
+    masks: for each action field the index of the observed field ``[A, n]`` that says which of n choices an agent has;
+        None where there is none.
+    """
+
+    observed: list[Field]
+    earned: list[Field]
+    actions: list[Field]
+    action_spaces: list[spaces.Space[Any]]
+    masks: list[int | None]
+    has_agents = False  # whether these are multi-agent envs
+
+    def __init__(self, envs: Any) -> None:
+        self.envs = envs
+        self.num_envs: int = envs.num_envs
+        self.autoreset_mode = autoreset_mode_of(envs)
+        self.takes_turns = isinstance(envs, (VectorEnv, MultiAgentVectorEnv))  # has send and recv
+
+    @abstractmethod
+    def policy_input(self, rows: Sequence[Any]) -> Any:
+        """What a plain policy is called with; rows: of each observed field."""
+
+    @abstractmethod
+    def output_keys(self, outputs: Any) -> dict[Key, Any]:
+        """What a plain policy returned, by key."""
+
+    @abstractmethod
+    def final(self, infos: dict[str, Any], row: int) -> list[Array] | None:
+        """The final observation of the episode that this row ended, None if the row itself holds it."""
+
+    @abstractmethod
+    def mark_cut(self, observed: Sequence[Array], earned: Sequence[Array], t: int, ids: Array) -> None:
+        """The collector has ended the episodes of envs `ids` with row t: so did their agents'."""
+
+    @abstractmethod
+    def _observed(self, obs: Any, infos: dict[str, Any]) -> list[Array]: ...
+
+    @abstractmethod
+    def _earned(self, rewards: Any, infos: dict[str, Any]) -> list[Array]: ...
+
+    @abstractmethod
+    def _joined(self, actions: Sequence[Array]) -> Any: ...
+
+    def reset(self, seeds: Sequence[int] | None, mask: Array | None = None) -> list[Array]:
+        """Resets all envs, or those in `mask`; returns what every env shows."""
+        options = None if mask is None else {"reset_mask": mask}
+        obs, infos = self.envs.reset(seed=None if seeds is None else list(seeds), options=options)
+        return self._observed(obs, infos)
+
+    def step(self, actions: Sequence[Array]) -> StepRows:
+        """Steps all envs; actions: an array ``[N, ...]`` for each action field."""
+        return self._rows(*self.envs.step(self._joined(actions)))
+
+    def send(self, actions: Sequence[Array], ids: Array) -> None:
+        """Starts a step of the envs `ids`; `recv` takes it."""
+        self.envs.send(self._joined(actions), ids)
+
+    def recv(self, min_envs: int) -> tuple[Array, StepRows]:
+        """The envs that are ready, int64 ``[n]``, at least `min_envs` of them, and the steps that `send` started."""
+        ids, *result = self.envs.recv(min_envs=min_envs)
+        return ids, self._rows(*result)
+
+    @contextmanager
+    def views(self) -> Iterator[None]:
+        """Within, the vector env gives views of observations: they are copied into the batch at once."""
+        if not isinstance(self.envs, (VectorEnv, MultiAgentVectorEnv)):
+            yield
+            return
+        rows = self.envs if isinstance(self.envs, VectorEnv) else self.envs._rows
+        before, rows.copy = rows.copy, False
+        rows._caller.set_copy(False)
+        try:
+            yield
+        finally:
+            rows.copy = before
+            rows._caller.set_copy(before)
+
+    def settle(self) -> None:
+        """Takes the answers that an error has left behind: nothing may be pending when envs are reset."""
+        if self.takes_turns:
+            settle(self.envs)
+
+    def _rows(self, obs: Any, rewards: Any, terminated: Array, truncated: Array, infos: dict[str, Any]) -> StepRows:
+        return StepRows(self._observed(obs, infos), self._earned(rewards, infos), terminated, truncated, infos)
+
+
+def autoreset_mode_of(envs: Any) -> AutoresetMode:
+    """Raises ConfigError for a vector env whose envs the caller has to reset, UsageError where it does not say."""
+    mode = envs.metadata.get("autoreset_mode")
+    if mode == AutoresetMode.DISABLED:
+        raise ConfigError(
+            'a collector needs envs that reset themselves, got autoreset_mode="disabled"; use "same_step", or hand the '
+            "recipe over instead of the vector env"
+        )
+    if mode is None:
+        raise UsageError(
+            f'{type(envs).__name__} does not say in metadata["autoreset_mode"] how its envs are reset; set it to a '
+            "gymnasium.vector.AutoresetMode"
+        )
+    return AutoresetMode(mode)
+
+
+def _select(infos: dict[str, Any], keep: Array) -> dict[str, Any]:
+    return {key: _select(value, keep) if isinstance(value, dict) else value[keep] for key, value in infos.items()}

@@ -1,0 +1,1 @@
+"""Collectors in processes of their own."""

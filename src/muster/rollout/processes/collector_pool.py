@@ -1,0 +1,449 @@
+"""The processes of a `MultiCollector`: started, told to collect, waited for, restarted and closed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from muster.errors import (
+    ClosedError,
+    CollectorError,
+    EnvError,
+    MusterError,
+    NotPendingError,
+    SpecMismatch,
+    WorkerError,
+)
+from muster.introspection import caller_stacklevel
+from muster.recipes.recipe import Recipe, check_forkable, pack
+from muster.rollout.fields import Array
+from muster.rollout.processes.batch_memory import Arena, stop_flag
+from muster.rollout.processes.policy_travel import pack_factory, pack_policy
+from muster.rollout.processes.replica import COUNTS, Replica, ReplicaFacts, ReplicaPlan
+from muster.rollout.processes.shared_weights import SharedWeights, WeightsLayout, layout_of
+from muster.rollout.storage import Final, Loss, Storage
+from muster.rollout.weights import named_weights
+from muster.transport.slab import memfd, split_evenly
+from muster.vector.make import make_vec
+from muster.vector.results import Batch
+from muster.vector.vector_env import VectorEnv
+from muster.workers.deaths import name_envs
+from muster.workers.launcher_client import standard_fds
+
+# The first word of the seeds that are for replicas; Collector uses those below it.
+_REPLICAS = 3
+
+
+@dataclass(frozen=True)
+class CrewOptions:
+    """How collector processes are started and watched, as `make_vec` names it."""
+
+    num_collectors: int
+    context: str
+    start_timeout: float
+    collect_timeout: float | None
+    on_failure: str
+    max_restarts: int
+    threads: int
+
+    def for_envs(self) -> dict[str, Any]:
+        """The same for `make_vec`, as many workers as collectors."""
+        return {
+            "num_workers": self.num_collectors,
+            "context": self.context,
+            "start_timeout": self.start_timeout,
+            "step_timeout": self.collect_timeout,
+            "on_failure": self.on_failure,
+            "max_restarts": self.max_restarts,
+            "threads_per_worker": self.threads,
+        }
+
+
+class Filled(NamedTuple):
+    """A complete storage. first_env: of its envs, among all.  versions: int64 ``[n]``, of the weights, by env."""
+
+    storage: Storage
+    first_env: int
+    versions: Array
+
+
+class Crew:
+    """Replicas of a policy and shares of envs, in processes of their own.
+
+    With ``on_failure="restart"`` an env that raises is replaced in its replica. A replica that dies, or whose policy
+    raises, is replaced with all its envs: of the batch that it was at nothing is left, and a warning says why.
+
+    sync: a batch is of all envs; once `threshold` (a share) of the collectors is done, the others stop. Otherwise a
+    batch is of one collector's envs, and each has begun the next one before its last one is handed out.
+    """
+
+    def __init__(
+        self,
+        recipes: Sequence[Recipe],
+        policy: Any,
+        policy_factory: Callable[[], Any] | None,
+        *,
+        sync: bool,
+        threshold: float,
+        seed: int | None,
+        collector_options: Mapping[str, Any],
+        options: CrewOptions,
+    ) -> None:
+        num_collectors = options.num_collectors
+        self._firsts = split_evenly(len(recipes), num_collectors)
+        self._sync = sync
+        self._seed = seed
+        self._threshold = threshold * num_collectors
+        with standard_fds():
+            self._arena = Arena()
+            self._weights_fd = memfd("weights")
+        self._finalizer = weakref.finalize(self, os.close, self._weights_fd)
+        self._regions: dict[int, mmap.mmap] = {}  # by collector, what it is filling
+        # By collector, handed out so far. Kept here, where they outlive a process that dies.
+        self._frames = [0] * num_collectors
+        # What their envs have counted: int64 [collectors, COUNTS], of their processes now, and of those before them.
+        self._counts, self._counts_before = np.zeros((2, num_collectors, len(COUNTS)), np.int64)
+        self._ready: deque[Filled] = deque()
+        self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
+        plans = self._plans(recipes, policy, policy_factory, collector_options, options)
+        try:
+            processes = make_vec(
+                Replica,
+                num_collectors,
+                env_kwargs=[{"plan": plan} for plan in plans],
+                autoreset_mode="same_step",
+                **options.for_envs(),
+            )
+        except MusterError as error:
+            raise self._translated(error) from None
+        assert isinstance(processes, VectorEnv)
+        self._processes = processes
+        try:
+            self._begin(plans, policy)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_envs(self) -> int:
+        return self._firsts[-1]
+
+    @property
+    def version(self) -> int:
+        """Of the weights that replicas take for their next batch."""
+        return self._weights.version
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What was published last, by name: copies."""
+        return self._weights.read()
+
+    def publish(self, weights: Mapping[str, Tensor]) -> int:
+        """Gives the replicas new weights, by name, for the batches that they begin from now on."""
+        own = self._weights.names
+        if missing := sorted(own - weights.keys()):
+            raise SpecMismatch(f"the weights are not the replicas': missing {missing[:5]}")
+        return self._weights.write(weights)
+
+    def reset(self, round_number: int, frames: int = 0) -> None:
+        """All collectors begin anew.
+
+        round_number: seeds differ from those of other rounds.  frames: collected before, by all.
+        """
+        self.give_up()
+        self._ready.clear()
+        self._afresh.clear()
+        seeds: list[int | None] = [None] * self._processes.num_envs
+        if self._seed is not None:
+            sequence = np.random.SeedSequence(self._seed, spawn_key=(_REPLICAS, round_number))
+            seeds = [int(word) for word in sequence.generate_state(len(seeds))]
+        self._frames = [frames // len(seeds)] * len(seeds)
+        _, infos = self._processes.reset(seed=seeds)
+        for k in np.flatnonzero(infos.get("_restarted", ())):
+            self._count_loss(int(k))
+
+    def collect(self) -> Filled:
+        """The next batch."""
+        return self._collect_all() if self._sync else self._collect_first()
+
+    def give_up(self) -> None:
+        """Ends what collectors do. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
+        for block in self._regions.values():
+            stop_flag(block)[0] = 1
+        while True:
+            try:
+                self._take_in(self._processes.recv())
+            except NotPendingError:
+                break
+            except EnvError:
+                continue
+            except MusterError as error:
+                raise self._translated(error) from None
+        self._regions.clear()
+        self._afresh.update(range(len(self._frames)))
+
+    def stats(self) -> dict[str, Any]:
+        """See `MultiCollector.stats`."""
+        counts = self._counts_before + self._counts
+        env_steps, _, restarts = counts.sum(axis=0).tolist()
+        workers = [
+            {
+                "collecting": 1.0 - process["waiting"],
+                **{name: process[name] for name in ("waiting", "pid", "memory_bytes", "fds")},
+                **dict(zip(COUNTS, of_envs, strict=True)),
+            }
+            for process, of_envs in zip(self._processes.stats()["workers"], counts.tolist(), strict=True)
+        ]
+        return {"env_steps": env_steps, "restarts": restarts, "workers": workers}
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._processes.close()
+
+    # ---- starting
+
+    def _plans(
+        self,
+        recipes: Sequence[Recipe],
+        policy: Any,
+        policy_factory: Callable[[], Any] | None,
+        collector_options: Mapping[str, Any],
+        crew_options: CrewOptions,
+    ) -> list[ReplicaPlan]:
+        context = crew_options.context
+        start_method = "forkserver" if context == "auto" else context
+        if policy_factory is not None:
+            sent: bytes | None = pack_factory(policy_factory, start_method)
+        else:
+            sent = None if policy is None else pack_policy(policy)
+        if context == "fork":
+            check_forkable(recipes)
+        count = len(self._firsts) - 1
+        files = f"/proc/{os.getpid()}/fd"
+        plans = []
+        for k in range(count):
+            first, last = self._firsts[k : k + 2]
+            share = recipes[first:last]
+            T = -(-collector_options["frames_per_batch"] // (self.num_envs if self._sync else last - first))
+            plans.append(
+                ReplicaPlan(
+                    index=k,
+                    # A forked process has them already, whatever they hold.
+                    recipes=list(share) if context == "fork" else pack(share, start_method=start_method),
+                    first_env=first,
+                    num_envs=self.num_envs,
+                    num_collectors=count,
+                    policy=sent,
+                    policy_is_factory=policy_factory is not None,
+                    columns=(first, last) if self._sync else (0, last - first),
+                    batch_envs=self.num_envs if self._sync else last - first,
+                    arena_path=f"{files}/{self._arena.fd}",
+                    weights_path=f"{files}/{self._weights_fd}",
+                    max_restarts=crew_options.max_restarts if crew_options.on_failure == "restart" else None,
+                    options={
+                        **collector_options,
+                        "frames_per_batch": T * (last - first),
+                        "init_random_frames": -(-collector_options["init_random_frames"] // count),
+                    },
+                )
+            )
+        return plans
+
+    def _begin(self, plans: Sequence[ReplicaPlan], policy: Any) -> None:
+        self.reset(0)
+        all_facts: tuple[ReplicaFacts, ...] = self._call("facts")
+        for k, facts in enumerate(all_facts[1:], 1):
+            if facts != all_facts[0]:
+                raise SpecMismatch(f"collector {k} has {facts}, but collector 0 {all_facts[0]}; all must be alike")
+        first = all_facts[0]
+        self._layouts = [plan.layout(first) for plan in plans]
+        weights = named_weights(policy)
+        if not weights:
+            # Factories may draw different weights in each process; one of them is to be followed.
+            weights = self._call("weights")[0]
+        expected = layout_of(weights)
+        for k, layout in enumerate(self._call("weights_layout")):
+            _require_same(k, expected, layout)
+        self._weights = SharedWeights(
+            {name: tensor.detach().cpu() for name, tensor in weights.items()}, self._weights_fd
+        )
+        self._weights.write(weights)
+
+    def _call(self, name: str) -> Any:
+        try:
+            return self._processes.call(name)
+        except MusterError as error:
+            raise self._translated(error) from None
+
+    # ---- collecting
+
+    def _send(self, collectors: Sequence[int], offsets: Sequence[int]) -> None:
+        try:
+            orders = [
+                (offset, self._frames[k], k in self._afresh) for k, offset in zip(collectors, offsets, strict=True)
+            ]
+            self._processes.send(np.array(orders, np.int64), list(collectors))
+        except MusterError as error:
+            raise self._translated(error) from None
+        self._afresh.difference_update(collectors)
+
+    def _collect_all(self) -> Filled:
+        count = len(self._firsts) - 1
+        layout = self._layouts[0]
+        offset, block = self._arena.region(layout.region_bytes)
+        stop = stop_flag(block)
+        stop[0] = 0
+        storage = layout.storage(block)
+        versions = np.zeros(self.num_envs, np.int64)
+        self._send(range(count), [offset] * count)
+        self._regions = dict.fromkeys(range(count), block)
+        while self._regions:
+            enough = max(1, min(len(self._regions), int(np.ceil(self._threshold)) - (count - len(self._regions))))
+            for k, version, infos in self._receive(enough):
+                part = slice(*self._firsts[k : k + 2])
+                versions[part] = version
+                self._finish(k, storage, part, infos)
+            if count - len(self._regions) >= self._threshold:
+                stop[0] = 1
+        return Filled(storage, 0, versions)
+
+    def _collect_first(self) -> Filled:
+        idle = [k for k in range(len(self._firsts) - 1) if k not in self._regions]
+        while not self._ready:
+            if idle:
+                self._fill(idle)
+            done = []
+            for k, version, infos in self._receive(1, keep=True):
+                block = self._regions.pop(k)
+                storage = self._layouts[k].storage(block)
+                self._finish(k, storage, slice(0, storage.N), infos)
+                self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, version)))
+                done.append(k)
+            # Each goes on at once, while its last batch is learnt from, and has at most one that waits.
+            self._fill(done)
+            idle = []
+        return self._ready.popleft()
+
+    def _fill(self, collectors: Sequence[int]) -> None:
+        regions = [self._arena.region(self._layouts[k].region_bytes) for k in collectors]
+        for _, block in regions:
+            stop_flag(block)[0] = 0
+        if collectors:
+            self._send(collectors, [offset for offset, _ in regions])
+            self._regions |= {k: block for k, (_, block) in zip(collectors, regions, strict=True)}
+
+    def _receive(self, min_collectors: int, *, keep: bool = False) -> list[tuple[int, int, dict[str, Any]]]:
+        """The collectors that are done: index, version of the weights, infos."""
+        try:
+            batch = self._processes.recv(min_envs=min_collectors)
+        except MusterError as error:
+            raise self._translated(error) from None
+        self._take_in(batch)
+        done: list[tuple[int, int, dict[str, Any]]] = []
+        for row, k in enumerate(batch.env_ids.tolist()):
+            if not keep:
+                self._regions.pop(k)
+            columns: dict[str, Any] = {
+                name: batch.infos[name] for name in ("finals", "losses", "restarted") if name in batch.infos
+            }
+            infos = {name: column[row] for name, column in columns.items() if column[row] is not None}
+            done.append((k, int(batch.obs[row, 0]), infos))
+        return done
+
+    def _take_in(self, batch: Batch) -> None:
+        """Counts what the envs have done. Raises WorkerError where restarting them did not help."""
+        for row, k in enumerate(batch.env_ids.tolist()):
+            if "restarted" in batch.infos and batch.infos["_restarted"][row]:
+                self._count_loss(k)
+            self._counts[k] = batch.obs[row, 1:]
+            if "exhausted" in batch.infos and batch.infos["_exhausted"][row]:
+                self.close()
+                raise WorkerError(batch.infos["exhausted"][row], worker_index=k, env_indices=tuple(self._envs_of(k)))
+
+    def _count_loss(self, collector: int) -> None:
+        """Its process, or what it had built there, is gone: the next counts start from zero."""
+        self._counts_before[collector] += self._counts[collector]
+        self._counts_before[collector, COUNTS.index("restarts")] += len(self._envs_of(collector))
+        self._counts[collector] = 0
+
+    def _envs_of(self, collector: int) -> range:
+        return range(self._firsts[collector], self._firsts[collector + 1])
+
+    def _finish(self, collector: int, storage: Storage, part: slice, infos: Mapping[str, Any]) -> None:
+        """Whatever the process could not write itself."""
+        if "restarted" in infos:
+            storage.blank(part)
+            envs, reason = self._envs_of(collector), self._renamed(collector, infos["restarted"])
+            warnings.warn(
+                f"collector {collector} ({name_envs(envs)}) was replaced, and its part of this batch is masked. "
+                f"What had happened: {reason}",
+                RuntimeWarning,
+                stacklevel=caller_stacklevel(),
+            )
+            return
+        self._frames[collector] += int(storage.mask[:, part].sum())
+        for time, env, leaves in infos.get("finals", ()):
+            storage.finals.append(Final(time, part.start + env, leaves))
+        for time, env, reason in infos.get("losses", ()):
+            storage.losses.append(Loss(time, part.start + env, reason))
+
+    def _translated(self, error: MusterError) -> MusterError:
+        """The same in a collector's terms, where the engine speaks of workers and their envs."""
+        if isinstance(error, WorkerError) and error.worker_index is not None:
+            return self._translated_death(error)
+        if isinstance(error, ClosedError):
+            return ClosedError("the collector processes have ended; make another MultiCollector")
+        if not isinstance(error, EnvError) or error.env_index is None:
+            return error
+        cause = error.__cause__
+        if isinstance(cause, MusterError):
+            told: MusterError = cause
+        else:
+            k = error.env_index
+            envs = self._envs_of(k)
+            told = CollectorError(
+                f"collector {k} ({name_envs(envs)}): {error.original_type}: "
+                f"{cause if cause is not None else str(error).split(': ', 2)[-1]}",
+                worker_index=k,
+                env_indices=tuple(envs),
+            )
+            told.__cause__ = cause
+        if error.worker_traceback:
+            told.add_note(f"In the collector's process:\n{error.worker_traceback.rstrip()}")
+        return told
+
+    def _translated_death(self, error: WorkerError) -> MusterError:
+        k = error.worker_index
+        assert k is not None
+        text = self._renamed(k, str(error))
+        return type(error)(text, worker_index=k, env_indices=tuple(self._envs_of(k)), exit_code=error.exit_code)
+
+    def _renamed(self, k: int, text: str) -> str:
+        collector = f"collector {k} ({name_envs(self._envs_of(k))})"
+        text = text.replace(f"worker {k} (env {k})", collector).replace(f"in step of env {k}", "collecting", 1)
+        text = text.replace(f"about to step envs {k}", "about to collect", 1)
+        text = text.replace(f"worker {k} failed", f"{collector} failed", 1)
+        last = "The last failure: "
+        text = text.replace(f"the vector env is closed. {last}env {k}: ", f"the vector env is closed. {last}", 1)
+        text = text.replace("the vector env is closed", "the collectors are closed", 1)
+        return text.replace("(step_timeout=", "(collect_timeout=", 1)
+
+
+def _require_same(collector: int, expected: WeightsLayout, built: WeightsLayout) -> None:
+    if built == expected:
+        return
+    differing = sorted(name for name in expected.keys() | built.keys() if expected.get(name) != built.get(name))[:5]
+    raise SpecMismatch(
+        f"the policy of collector {collector} has other weights than those it is to follow: {differing} are "
+        f"{[built.get(name) for name in differing]}, expected {[expected.get(name) for name in differing]}. "
+        "policy_factory, and what rebuild_with was given, must build what they stand for"
+    )

@@ -1,0 +1,186 @@
+"""How a policy gets to other processes: what keeps it where it is, and what can be rebuilt there."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muster.errors import CannotTravel
+from muster.introspection import module_name, type_name
+from muster.nn.marks import uncopyable_mark
+from muster.pickling.culprits import culprits_in
+from muster.pickling.functools_pickling import Pickler
+from muster.pickling.probe import attempt
+from muster.pickling.travel import dumps
+from muster.pickling.walk import Walk
+
+_WALK_S = 2.0
+_DIAGNOSIS_S = 1.2
+_SILENCE_S = 3.0
+
+# What `rebuild_with` was told: types, and single objects as long as they live.
+_factories_of_types: dict[type, Callable[[], Any]] = {}
+_factories_of_objects: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}
+
+
+class Obstacle(NamedTuple):
+    """Why a policy stays where it is: the object in the way, its path from the policy, its type, and the reason.
+
+    marked: it was asked to stay, by ``uncopyable``.
+    """
+
+    path: str
+    type_name: str
+    reason: str
+    marked: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.type_name}): {self.reason}"
+
+    def ways_out(self) -> tuple[str, ...]:
+        """What the policy's owner can do about it."""
+        if self.marked:
+            travels = f"take the mark off {self.path} (uncopyable = False), if it can be copied after all"
+        else:
+            travels = f"call muster.rebuild_with({self._rebuildable()}, a_factory), which rebuilds it there"
+        return (
+            "pass policy_factory=, which builds the policy in each collector",
+            travels,
+            "use muster.Collector, whose policy always stays here, if staying is what you want",
+        )
+
+    def _rebuildable(self) -> str:
+        """What `rebuild_with` could be told: the object's class if that is its owner's, else the part that holds it."""
+        module, _, name = self.type_name.rpartition(".")
+        if module.partition(".")[0] not in ("", "torch", "_thread", "_ctypes", "ctypes", "socket", "builtins", "_io"):
+            return name
+        holder = self.path.rpartition(".")[0]
+        return holder if "." in holder and "[" not in holder else "a_class_or_submodule"
+
+
+def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:
+    """From now on `target` is not copied to other processes with a policy, but built there by ``factory()``.
+
+    target: a class, for all its instances, or one object such as a submodule. The rest of the policy travels; weights
+    of what is rebuilt follow like all others, by name. Raises TypeError for a factory that is not callable, and for a
+    target that could not be told from others like it, such as a number.
+    """
+    if not callable(factory):
+        raise TypeError(f"factory must be callable without arguments, got {type(factory).__name__}")
+    if isinstance(target, type):
+        _factories_of_types[target] = factory
+        return
+    key = id(target)
+    try:
+        reference = weakref.ref(target, lambda _: _factories_of_objects.pop(key, None))
+    except TypeError:
+        raise TypeError(
+            f"target must be a class, or one object such as a submodule; got one of type {type_name(target)}, which no "
+            "weak reference can follow. Pass its class, or the object that holds it"
+        ) from None
+    _factories_of_objects[key] = (reference, factory)
+
+
+def obstacle_to(policy: Any) -> Obstacle | None:
+    """What keeps `policy` from being copied to another process; None where nothing does.
+
+    In this order: the mark ``uncopyable``, a ``__deepcopy__`` of its own that raises, a tensor inside a graph, whatever
+    cannot be pickled. What `rebuild_with` covers is left out.
+    """
+    mark = uncopyable_mark(policy)
+    if mark is not None:
+        return Obstacle(mark.path, mark.type_name, mark.reason or "marked as uncopyable", marked=True)
+    parts = {"policy": policy}
+    walk = Walk(parts, limit_s=_WALK_S)
+    rebuilt: set[int] = set()
+    for value in walk:
+        if factory_for(value) is not None:
+            rebuilt.add(id(value))
+            continue
+        reason = _reason_against(value)
+        if reason is not None:
+            trail = walk.trail(value)
+            if not any(id(holder) in rebuilt for _, holder in trail):
+                return Obstacle(_as_written(trail[-1][0]), type_name(value), reason)
+    outcome = attempt(policy, silence_s=_SILENCE_S, skip=rebuilt)
+    if outcome.data is not None:
+        return None
+    blocking = [c for c in culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome]) if c.severity == "blocks"]
+    if blocking:
+        return Obstacle(_as_written(blocking[0].path), blocking[0].type, blocking[0].reason)
+    return Obstacle("policy", type_name(policy), f"it cannot be pickled: {outcome.error}")
+
+
+def pack_policy(policy: Any) -> bytes:
+    """`policy` as bytes; what `rebuild_with` covers goes as its factory. It must have no `obstacle_to` it."""
+    file = io.BytesIO()
+    _Packer(file, protocol=5).dump(policy)
+    return file.getvalue()
+
+
+def pack_factory(factory: Callable[[], Any], start_method: str) -> bytes:
+    """`factory` as bytes. Raises CannotTravel, which says what in it is to be built by the factory itself."""
+    parts = {"policy_factory": factory}
+    try:
+        return dumps(factory, parts, start_method=start_method)
+    except CannotTravel as error:
+        found = [c for c in culprits_in(parts, limit_s=_DIAGNOSIS_S) if c.severity == "blocks"]
+        if not found:
+            raise
+        raise CannotTravel(
+            f"policy_factory cannot be sent to the collectors, because of {found[0].path} ({found[0].type}): "
+            f"{found[0].reason}. Let the factory build it: it is called in each collector's process"
+        ) from error.__cause__
+
+
+def factory_for(value: Any) -> Callable[[], Any] | None:
+    """What `rebuild_with` was given for `value`, if anything."""
+    if (entry := _factories_of_objects.get(id(value))) is not None and entry[0]() is value:
+        return entry[1]
+    if _factories_of_types:
+        for cls in type(value).__mro__:
+            if cls in _factories_of_types:
+                return _factories_of_types[cls]
+    return None
+
+
+class _Packer(Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        factory = factory_for(obj)
+        if factory is not None:
+            return factory, ()
+        return super().reducer_override(obj)
+
+
+def _as_written(path: str) -> str:
+    """The path as users write it: ``policy.encoder`` instead of ``policy._modules["encoder"]``."""
+    return re.sub(r"\._(?:modules|parameters|buffers)\[\"([^\"]+)\"\]", r".\1", path)
+
+
+def _reason_against(value: Any) -> str | None:
+    """Why `value` itself cannot be copied, as far as that shows without pickling."""
+    if isinstance(value, Tensor):
+        if value.requires_grad and not value.is_leaf:
+            return "a tensor inside an autograd graph, which cannot be copied; detach() it"
+        return None
+    if isinstance(value, type):
+        return None
+    hook = getattr(type(value), "__deepcopy__", None)
+    owner = next((cls for cls in type(value).__mro__ if "__deepcopy__" in vars(cls)), None)
+    if hook is None or owner is None:
+        return None
+    if module_name(owner).split(".")[0] in ("torch", "numpy", "builtins", "tensordict"):
+        return None
+    try:
+        with torch.no_grad():
+            copy.deepcopy(value)
+    except Exception as error:
+        return f"its __deepcopy__ raised {type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,233 @@
+"""One collector of a `MultiCollector`, in its process: its share of the envs, a replica of the policy, shared memory.
+
+To the engine it is an env whose step collects a batch. So whatever the engine does for envs holds for collectors, too:
+start methods, first-ready waits, deaths that are noticed and explained, timeouts, restarts, no orphans.
+"""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from muster.errors import EnvError, WorkerError
+from muster.recipes.recipe import Recipe, get_worker_info, unpack
+from muster.rollout.collector import Collector
+from muster.rollout.fields import Array, Field
+from muster.rollout.processes.batch_memory import BatchLayout, stop_flag
+from muster.rollout.processes.shared_weights import SharedWeights, WeightsLayout, layout_of
+from muster.rollout.storage import Storage
+from muster.rollout.weights import named_weights
+from muster.vector.assemble import serial_vec
+from muster.vector.vector_env import VectorEnv
+from muster.worker_info import WorkerInfo, worker_info_context
+from muster.workers.deaths import name_envs
+
+# What a replica counts of its envs, since it was built.
+COUNTS = ("env_steps", "resets", "restarts")
+
+
+@dataclass(frozen=True)
+class ReplicaFacts:
+    """What the caller has to know of a replica: the fields of its rollouts."""
+
+    observed: tuple[Field, ...]
+    earned: tuple[Field, ...]
+    outputs: tuple[Field, ...]
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """How one replica is built and where it writes.
+
+    recipes: its share, packed but where it is inherited.  first_env: their first index among all envs.
+    num_envs: of all of them.
+    policy: packed; None for random actions.  policy_is_factory: it is to be called for the policy.
+    columns: the part of a batch's envs that is its own.  batch_envs: how many envs a batch has.
+    arena_path, weights_path: the shared memory, as files of the caller's.
+    max_restarts: of envs that raise, see `serial_vec`.
+    options: for `Collector`.
+    """
+
+    index: int
+    recipes: bytes | list[Recipe]
+    first_env: int
+    num_envs: int
+    num_collectors: int
+    policy: bytes | None
+    policy_is_factory: bool
+    columns: tuple[int, int]
+    batch_envs: int
+    arena_path: str
+    weights_path: str
+    max_restarts: int | None
+    options: Mapping[str, Any]
+
+    def layout(self, facts: ReplicaFacts) -> BatchLayout:
+        """Of the regions that it writes into."""
+        first, last = self.columns
+        T = self.options["frames_per_batch"] // (last - first)
+        compact = bool(self.options["compact"])
+        return BatchLayout(T, self.batch_envs, facts.observed, facts.earned, facts.outputs, compact)
+
+
+class Replica(gymnasium.Env[Array, Array]):
+    """``step([offset, frames, afresh])`` collects a batch into the region there; returns [weights' version, *COUNTS].
+
+    frames: how many this collector has collected before, in whatever process.  afresh: 1 to begin new episodes.
+    An env that raises is replaced here, so that the others keep their episodes. Once `max_restarts` is used up, a step
+    tells so in ``infos["exhausted"]``: raised, it would only have this replica replaced.
+    """
+
+    observation_space = spaces.Box(0, 2**62, (1 + len(COUNTS),), np.int64)
+    action_space = spaces.Box(0, 2**62, (3,), np.int64)
+
+    def __init__(self, plan: ReplicaPlan) -> None:
+        # A forked process has none of the threads that torch's pool believes in, and would wait for them for ever. The
+        # worker sets the number asked for once all is built.
+        torch.set_num_threads(1)
+        self._plan = plan
+        recipes = unpack(plan.recipes) if isinstance(plan.recipes, bytes) else plan.recipes
+        told = get_worker_info()
+        seed = told.seed if told else None
+        self._info = WorkerInfo(None, plan.index, plan.num_envs, plan.num_collectors, seed)
+        self._envs = serial_vec(recipes, self._info, max_restarts=plan.max_restarts)
+        # Where a replica cannot replace its env, because that must be alone in its process, the engine replaces both.
+        self.metadata = {**self.metadata, "one_per_process": bool(self._envs.metadata.get("one_per_process"))}
+        self._rows = self._envs if isinstance(self._envs, VectorEnv) else self._envs._rows
+        try:
+            with worker_info_context(self._info):
+                self.policy = _unpacked_policy(plan)
+            self._arena = _opened(plan.arena_path)
+            self._weights_file = _opened(plan.weights_path)
+        except BaseException:
+            self._envs.close()
+            raise
+        self._weights: SharedWeights | None = None
+        self._version = 0
+        self._collector: Collector | None = None
+        self._known_layout: BatchLayout | None = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        """Begins anew, with this seed."""
+        super().reset(seed=seed)
+        self._collector = Collector(self._envs, self.policy, seed=seed, **self._plan.options)
+        return self._told(), {}
+
+    def facts(self) -> ReplicaFacts:
+        """After the first reset."""
+        collector = self._started()
+        outputs = tuple(self._guarded(collector.output_fields))
+        observed, earned = collector.fields
+        return ReplicaFacts(tuple(observed), tuple(earned), outputs)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's weights by name."""
+        return {name: tensor.detach().cpu() for name, tensor in named_weights(self.policy).items()}
+
+    def weights_layout(self) -> WeightsLayout:
+        """Which weights it takes."""
+        return layout_of(named_weights(self.policy))
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        offset, frames, afresh = map(int, action)
+        collector = self._started()
+        if afresh:
+            collector.reset()
+        collector.frames = frames
+        infos: dict[str, Any] = {}
+        try:
+            storage = self._collect(collector, self._layout(), offset)
+            for name, told in (("finals", storage.finals), ("losses", storage.losses)):
+                if told:
+                    infos[name] = [tuple(one) for one in told]
+        except WorkerError as error:
+            if not self._is_exhausted():
+                raise
+            infos["exhausted"] = str(error)
+        return self._told(), 0.0, False, False, infos
+
+    def close(self) -> None:
+        self._arena.close()
+        self._weights_file.close()
+        self._envs.close()
+
+    def _collect(self, collector: Collector, layout: BatchLayout, offset: int) -> Storage:
+        """Fills the region at `offset`."""
+        if self._weights is None:
+            self._weights = SharedWeights(named_weights(self.policy), self._weights_file.fileno())
+        self._version = self._weights.read_into(named_weights(self.policy), self._version)
+        block = mmap.mmap(self._arena.fileno(), layout.region_bytes, offset=offset)
+        storage = layout.storage(block, slice(*self._plan.columns))
+        storage.clear_flags()
+        self._guarded(lambda: collector.fill(storage, stop_flag(block)))
+        return storage
+
+    def _told(self) -> Array:
+        slab = self._rows._backend.slab
+        line = slab.line(0)
+        return np.array(
+            [self._version, line["env_steps"], line["resets"], slab.records["restarts"].sum()],
+            np.int64,
+        )
+
+    def _is_exhausted(self) -> bool:
+        """Whether the envs have been closed because restarting did not help."""
+        return self._envs.closed
+
+    def _started(self) -> Collector:
+        assert self._collector is not None
+        return self._collector
+
+    def _layout(self) -> BatchLayout:
+        if self._known_layout is None:
+            self._known_layout = self._plan.layout(self.facts())
+        return self._known_layout
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """Tells the policy where it is. Env indices in errors count all envs, not just this share."""
+        try:
+            with worker_info_context(self._info):
+                return work()
+        except WorkerError as error:
+            if self._is_exhausted():
+                error.worker_index = self._plan.index
+                error.args = (self._retold(str(error)),)
+            raise
+        except EnvError as error:
+            error.batch = None  # the other envs' rows are given up, too
+            k, env = self._plan.index, error.env_index
+            if env is not None:
+                error.env_index, error.worker_index = env + self._plan.first_env, k
+                text = str(error).replace(f"env {env} (worker {k}", f"env {error.env_index} (collector {k}", 1)
+                error.args = (text, *error.args[1:])
+            raise
+
+    def _retold(self, text: str) -> str:
+        """What `Recovery` says of its only line, with this collector's index and its env's among all."""
+        first = self._plan.first_env
+        envs = range(first, first + self._envs.num_envs)
+        text = text.replace("worker 0 failed", f"collector {self._plan.index} ({name_envs(envs)}) failed", 1)
+        text = text.replace("the vector env is closed", "the collectors are closed", 1)
+        return re.sub(r"(?<=The last failure: env )\d+", lambda found: str(first + int(found[0])), text, count=1)
+
+
+def _unpacked_policy(plan: ReplicaPlan) -> Any:
+    if plan.policy is None:
+        return None
+    policy = pickle.loads(plan.policy)
+    return policy() if plan.policy_is_factory else policy
+
+
+def _opened(path: str) -> FileIO:
+    return open(path, "r+b", buffering=0)

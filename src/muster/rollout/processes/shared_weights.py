@@ -1,0 +1,101 @@
+"""A learner's weights in shared memory."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from muster.rollout.weights import require_fitting
+from muster.transport.slab import memfd
+
+_ALIGN = 64
+
+
+WeightsLayout = dict[str, tuple[tuple[int, ...], str]]
+
+
+def layout_of(weights: Mapping[str, Tensor]) -> WeightsLayout:
+    """Shape and dtype by name: equal for weights that can stand for one another."""
+    return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in weights.items()}
+
+
+class SharedWeights:
+    """One learner's weights in shared memory, for replicas in other processes; a version counts the updates.
+
+    Readers and writers keep each other out by a lock of the kernel's, which ends with the process that holds it: nobody
+    ever sees half an update, and nobody who dies leaves the others locked out. Within a process, whose threads share
+    that lock, a second one does.
+
+    like: the tensors, by name; the same names, shapes and dtypes at both ends.  fd: the memory that the other end made.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], fd: int | None = None) -> None:
+        like = dict(sorted(like.items()))  # modules that register the same weights in another order fit, too
+        places: dict[str, int] = {}
+        size = _ALIGN
+        for name, tensor in like.items():
+            places[name] = size
+            size += (tensor.numel() * tensor.element_size() + _ALIGN - 1) // _ALIGN * _ALIGN
+        self.fd = memfd("weights") if fd is None else fd
+        self._threads = threading.Lock()
+        if os.fstat(self.fd).st_size < size:
+            os.ftruncate(self.fd, size)
+        block = mmap.mmap(self.fd, size)
+        self._version = np.frombuffer(block, np.int64, 1)
+        self._tensors: dict[str, Tensor] = {}
+        for name, tensor in like.items():
+            if tensor.numel():
+                flat = torch.frombuffer(block, dtype=tensor.dtype, count=tensor.numel(), offset=places[name])
+                self._tensors[name] = flat.view(tensor.shape)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tensors that have any element."""
+        return frozenset(self._tensors)
+
+    @property
+    def version(self) -> int:
+        """How often `write` was called."""
+        return int(self._version[0])
+
+    @torch.no_grad()
+    def write(self, weights: Mapping[str, Tensor]) -> int:
+        """Publishes `weights` as a whole; returns their version. Raises SpecMismatch where they differ in kind."""
+        require_fitting(weights, self._tensors)
+        with self._locked(fcntl.LOCK_EX):
+            for name, shared in self._tensors.items():
+                shared.copy_(weights[name])
+            self._version[0] += 1
+            return self.version
+
+    def read(self) -> dict[str, Tensor]:
+        """Copies of the latest version, by name."""
+        with self._locked(fcntl.LOCK_SH):
+            return {name: shared.clone() for name, shared in self._tensors.items()}
+
+    @torch.no_grad()
+    def read_into(self, weights: Mapping[str, Tensor], known: int) -> int:
+        """Copies the latest version into `weights`, unless it is the `known` one; returns which it is."""
+        if self.version == known:
+            return known
+        with self._locked(fcntl.LOCK_SH):
+            for name, shared in self._tensors.items():
+                weights[name].copy_(shared)
+            return self.version
+
+    @contextmanager
+    def _locked(self, kind: int) -> Iterator[None]:
+        with self._threads:
+            fcntl.lockf(self.fd, kind)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self.fd, fcntl.LOCK_UN)

@@ -1,0 +1,80 @@
+"""Vector envs of single agents, and how a collector opens what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
+
+from muster.errors import ConfigError
+from muster.rollout.env_side import EnvSide
+from muster.rollout.fields import Array, Field, Key, Layout, flat
+from muster.rollout.multi_agent_side import MultiAgentEnvs
+from muster.vector.make import make_vec
+from muster.vector.multi_agent import MultiAgentVectorEnv
+
+
+class SingleAgentEnvs(EnvSide):
+    """Gymnasium's vector API, Muster's or any other's."""
+
+    def __init__(self, envs: GymnasiumVectorEnv[Any, Any, Any]) -> None:
+        super().__init__(envs)
+        self._observation = Layout(envs.single_observation_space, ("observation",), at_root=True)
+        self._action = Layout(envs.single_action_space, ("action",))
+        self.observed = self._observation.fields
+        self.earned = [Field(("reward",), (), np.dtype(np.float32))]
+        self.actions = self._action.fields
+        self.action_spaces = self._action.spaces
+        self.masks = [None] * len(self.actions)
+
+    def policy_input(self, rows: Sequence[Any]) -> Any:
+        """The observation's tensor, or a dict of them."""
+        return self._observation.join(rows)
+
+    def output_keys(self, outputs: Any) -> dict[Key, Any]:
+        """outputs: an action, or a dict with ``"action"`` in it."""
+        return flat(outputs) if isinstance(outputs, dict) else {("action",): outputs}
+
+    def final(self, infos: dict[str, Any], row: int) -> list[Array] | None:
+        if "final_obs" not in infos or infos["final_obs"][row] is None:
+            return None
+        return self._observation.split(infos["final_obs"][row])
+
+    def mark_cut(self, observed: Sequence[Array], earned: Sequence[Array], t: int, ids: Array) -> None:
+        """The env's own flags say it all."""
+
+    def _observed(self, obs: Any, infos: dict[str, Any]) -> list[Array]:
+        return self._observation.split(obs)
+
+    def _earned(self, rewards: Any, infos: dict[str, Any]) -> list[Array]:
+        return [rewards]
+
+    def _joined(self, actions: Sequence[Array]) -> Any:
+        return self._action.join(actions)
+
+
+def open_envs(envs: Any, num_envs: int | None, make_vec_options: Mapping[str, Any] | None) -> tuple[EnvSide, bool]:
+    """The envs of a vector env or of a recipe, and whether they were made here.
+
+    Recipes get ``same_step`` autoreset and no copies of observations beside the collector's own.
+    """
+    if isinstance(envs, (GymnasiumVectorEnv, MultiAgentVectorEnv)):
+        if num_envs is not None or make_vec_options:
+            raise ConfigError(
+                "num_envs and make_vec_options are for recipes; this is a vector env, made already: "
+                f"{type(envs).__name__} of {envs.num_envs} envs"
+            )
+        return _side_of(envs), False
+    options = {"autoreset_mode": "same_step", "copy": False, "state": True, **(make_vec_options or {})}
+    made = make_vec(envs, num_envs, **options)
+    try:
+        return _side_of(made), True
+    except BaseException:
+        made.close()
+        raise
+
+
+def _side_of(envs: Any) -> EnvSide:
+    return MultiAgentEnvs(envs) if isinstance(envs, MultiAgentVectorEnv) else SingleAgentEnvs(envs)

@@ -1,0 +1,1 @@
+"""Gymnasium's spaces: as trees of leaves, compared, and stacked."""

@@ -1,0 +1,65 @@
+"""Where two spaces differ."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from gymnasium import spaces
+
+from muster.spaces.tree import Space
+
+
+class Difference(NamedTuple):
+    """Where two spaces disagree: `path` and `field`, and both values."""
+
+    path: str
+    field: str
+    expected: object
+    got: object
+
+
+def first_difference(expected: Space, got: Space, path: str, *, bounds: bool) -> Difference | None:
+    """Where two spaces differ in layout, or in bounds too. Dict keys are compared by value, whatever their order."""
+
+    def differ(field: str, a: object, b: object) -> Difference | None:
+        same = isinstance(b, np.ndarray) and np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+        return None if same else Difference(path, field, a, b)
+
+    if type(expected) is not type(got):
+        return Difference(path, "type", type(expected).__name__, type(got).__name__)
+    if isinstance(expected, spaces.Dict) and isinstance(got, spaces.Dict):
+        if set(expected.spaces) != set(got.spaces):
+            return Difference(path, "keys", list(expected.spaces), list(got.spaces))
+        pairs = [(f"{path}[{key!r}]", expected[key], got[key]) for key in expected.spaces]
+    elif isinstance(expected, (spaces.Tuple, spaces.OneOf)) and isinstance(got, (spaces.Tuple, spaces.OneOf)):
+        if len(expected.spaces) != len(got.spaces):
+            return Difference(path, "length", len(expected.spaces), len(got.spaces))
+        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(expected.spaces, got.spaces, strict=True))]
+    else:
+        layout, limits = _fields(expected)
+        for field in layout + (limits if bounds else ()):
+            if found := differ(field, getattr(expected, field), getattr(got, field)):
+                return found
+        if not layout and expected != got:
+            return Difference(path, "space", expected, got)
+        return None
+    for child_path, a, b in pairs:
+        if found := first_difference(a, b, child_path, bounds=bounds):
+            return found
+    return None
+
+
+def _fields(space: Space) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The attributes that make up a space's layout, and those that are its bounds."""
+    if isinstance(space, spaces.Box):
+        return ("shape", "dtype"), ("low", "high")
+    if isinstance(space, spaces.Discrete):
+        return ("dtype",), ("n", "start")
+    if isinstance(space, spaces.MultiDiscrete):
+        return ("shape", "dtype"), ("nvec", "start")
+    if isinstance(space, spaces.MultiBinary):
+        return ("shape", "dtype"), ()
+    if isinstance(space, spaces.Text):
+        return ("max_length",), ("min_length", "character_set")
+    return (), ()

@@ -1,0 +1,377 @@
+"""Spaces as trees of leaves: what lies in the slab, where, and how values get in and out.
+
+A `Node` mirrors a Gymnasium space. Its leaves have a fixed shape and dtype and lie in the slab as ``[N, *shape]``;
+values without a fixed layout (Text, OneOf, Graph, Sequence, custom spaces) are objects and travel through the mail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+
+from muster.errors import ActionError, SpecMismatch
+
+Array = npt.NDArray[Any]
+Space = spaces.Space[Any]
+
+# Casting may go right in this order, never left: nothing is lost in kind.
+_KINDS = "biufc"
+# Actions of discrete spaces up to this size are handed to envs as numpy scalars made once.
+_CACHED_SCALARS = 4096
+
+
+class Node:
+    """One space of the tree. `path` names it in messages, e.g. ``observation['camera'][0]``."""
+
+    def __init__(self, space: Space, path: str) -> None:
+        self.space = space
+        self.path = path
+
+    def leaves(self) -> Iterator[Leaf]:
+        """The leaves below, in the order in which the slab numbers them."""
+        raise NotImplementedError
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether some value below travels through the mail."""
+        raise NotImplementedError
+
+    def describe_obs(self, rows: Rows, final: Rows) -> tuple[Any, ...]:
+        """The node for the core's writer, see _core/space_tree.hpp."""
+        raise NotImplementedError
+
+    def describe_action(self, rows: Rows) -> tuple[Any, ...]:
+        """The node for the core's reader."""
+        raise NotImplementedError
+
+    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+        """The node for the core's batches of all envs, see _core/batches.hpp; None where they are made in Python.
+
+        checked: values are to lie within the space's bounds.
+        """
+        raise NotImplementedError
+
+    def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
+        """The values of several envs, batched as Gymnasium batches them."""
+        raise NotImplementedError
+
+    def single(self, rows: Rows, env: int, objects: Iterator[Any]) -> Any:
+        """One env's value, in memory of its own."""
+        raise NotImplementedError
+
+    def write_batch(self, value: Any, rows: Rows, ids: Array | slice, count: int, objects: list[list[Any]]) -> None:
+        """Checks a batch of actions and writes it. Raises ActionError before anything of this node is written."""
+        raise NotImplementedError
+
+    def mismatch(self, value: Any) -> None:
+        """Raises SpecMismatch for a value that is not of this node's structure."""
+        raise NotImplementedError
+
+
+class Rows:
+    """The leaves' arrays in one slab: ``arrays[leaf.index]`` is ``[N, *shape]`` at ``offsets[leaf.index]``.
+
+    strides: bytes from one env's row to the next, where a row is but a part of something longer.
+    lent: whether the leaf's rows may lie in another block than the first, see transport/slab.py.
+    """
+
+    def __init__(
+        self,
+        arrays: list[Array],
+        offsets: list[int],
+        strides: list[int] | None = None,
+        lent: Sequence[bool] | None = None,
+    ) -> None:
+        self.arrays = arrays
+        self.offsets = offsets
+        self.strides = strides
+        self.lent = [False] * len(offsets) if lent is None else lent
+
+
+Take = Callable[[Array], Array]
+
+
+class Leaf(Node):
+    """A value of fixed shape and dtype."""
+
+    kind = "array"
+
+    def __init__(self, space: Space, path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+        super().__init__(space, path)
+        self.shape = shape
+        self.dtype = np.dtype(dtype).newbyteorder("=")  # what the core copies, it does not swap
+        self.index = -1  # set by `tree`
+        self.lenient = False  # likewise
+        self.row_bytes = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield self
+
+    @property
+    def has_objects(self) -> bool:
+        return False
+
+    def describe_obs(self, rows: Rows, final: Rows) -> tuple[Any, ...]:
+        offsets = rows.offsets[self.index], final.offsets[self.index]
+        kind = "integer" if self.kind == "integer" else "array"
+        stride = self.row_bytes if rows.strides is None else rows.strides[self.index]
+        lent = int(rows.lent[self.index])
+        return (kind, self.store, *offsets, self.row_bytes, self.dtype.num, self.shape, stride, lent)
+
+    def describe_action(self, rows: Rows) -> tuple[Any, ...]:
+        if not self.shape:  # what iterating over an array gives, and so what Gymnasium's vector envs hand out
+            return ("scalar", rows.offsets[self.index], self.row_bytes, self.dtype.num, (), 0, ())
+        return ("array", rows.offsets[self.index], self.row_bytes, self.dtype.num, self.shape)
+
+    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+        bounds = self.bounds() if checked else None
+        if bounds is not None and self.dtype != np.int64:
+            return None  # the core compares int64 only
+        low, high = (None, None) if bounds is None else (np.ravel(bound).tolist() for bound in bounds)
+        lent = int(rows.lent[self.index])
+        return ("leaf", rows.offsets[self.index], self.row_bytes, self.dtype.num, self.shape, lent, low, high)
+
+    def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
+        return take(rows.arrays[self.index])
+
+    def single(self, rows: Rows, env: int, objects: Iterator[Any]) -> Any:
+        return np.array(rows.arrays[self.index][env])
+
+    def store(self, value: Any, row: Array) -> None:
+        """Writes what the core does not copy as it is: casts it, or says what is wrong with it."""
+        array = self._as_array(value)
+        if array is None:
+            raise SpecMismatch(f"{self.path} is {_brief(value)}, expected {self._expected()}")
+        if self.lenient:
+            array = _squeezed(array, self.shape).astype(self.dtype, copy=False)
+        if array.shape != self.shape:
+            raise SpecMismatch(f"{self.path} has shape {array.shape}, expected {self._expected()}")
+        if not keeps_kind(array, self.dtype):
+            raise SpecMismatch(f"{self.path} has dtype {array.dtype}, expected {self._expected()}; a cast would lose")
+        row[...] = array
+
+    def write_batch(self, value: Any, rows: Rows, ids: Array | slice, count: int, objects: list[list[Any]]) -> None:
+        array = self._as_array(value)
+        if array is None:
+            raise ActionError(f"{self.path}: expected an array of shape {(count, *self.shape)}, got {_brief(value)}")
+        if array.shape[:1] != (count,):
+            rows_given = f"{len(array)} row{'s' * (len(array) != 1)}" if array.ndim else "a single number"
+            raise ActionError(f"{self.path}: expected {count} actions, one for each env, got {rows_given}")
+        if array.shape[1:] != self.shape:
+            raise ActionError(f"{self.path}: expected shape {(count, *self.shape)}, got {array.shape}")
+        if not keeps_kind(array, self.dtype):
+            raise ActionError(
+                f"{self.path}: expected dtype {self.dtype}, got {array.dtype}; cast the actions if that is meant"
+            )
+        self._check_range(array)
+        rows.arrays[self.index][ids] = array
+
+    def mismatch(self, value: Any) -> None:
+        raise SpecMismatch(f"{self.path} is {_brief(value)}, expected {self._expected()}")
+
+    def bounds(self) -> tuple[Array, Array] | None:
+        """The lowest and highest allowed value of each element of a discrete space, else None."""
+        if self.lenient:
+            return None
+        if isinstance(self.space, spaces.Discrete):
+            return np.asarray(self.space.start), np.asarray(self.space.start + self.space.n - 1)
+        if isinstance(self.space, spaces.MultiDiscrete):
+            return self.space.start, self.space.start + self.space.nvec - 1
+        if isinstance(self.space, spaces.MultiBinary):
+            return np.zeros(self.shape, self.dtype), np.ones(self.shape, self.dtype)
+        return None
+
+    def _check_range(self, array: Array) -> None:
+        bounds = self.bounds()
+        if bounds is None:
+            return
+        wrong = (array < bounds[0]) | (array > bounds[1])
+        if wrong.any():
+            first = tuple(int(i) for i in np.argwhere(wrong)[0])
+            low, high = (np.broadcast_to(bound, self.shape)[first[1:]] for bound in bounds)
+            raise ActionError(
+                f"{self.path}: the action for env {first[0]} is {array[first]}, expected {low} to {high} ({self.space})"
+            )
+
+    def _as_array(self, value: Any) -> Array | None:
+        try:
+            array = np.asarray(value)
+        except (ValueError, TypeError, RuntimeError):
+            return None
+        return array if array.dtype.kind in _KINDS else None
+
+    def _expected(self) -> str:
+        return f"shape {self.shape} of {self.dtype}"
+
+
+class IntegerLeaf(Leaf):
+    """A Discrete space: one number."""
+
+    kind = "integer"
+
+    def describe_action(self, rows: Rows) -> tuple[Any, ...]:
+        space = self.space
+        assert isinstance(space, spaces.Discrete)
+        scalars: tuple[Any, ...] = ()
+        if self.dtype == np.int64 and space.n <= _CACHED_SCALARS:
+            scalars = tuple(np.arange(space.start, space.start + space.n, dtype=np.int64))
+        return ("scalar", rows.offsets[self.index], self.row_bytes, self.dtype.num, (), int(space.start), scalars)
+
+    def single(self, rows: Rows, env: int, objects: Iterator[Any]) -> Any:
+        number = rows.arrays[self.index][env]
+        return number.item() if self.lenient else number
+
+
+class ObjectLeaf(Node):
+    """A value without a fixed layout: it travels through the mail, and is batched as a tuple."""
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield from ()
+
+    @property
+    def has_objects(self) -> bool:
+        return True
+
+    def describe_obs(self, rows: Rows, final: Rows) -> tuple[Any, ...]:
+        return ("object",)
+
+    def describe_action(self, rows: Rows) -> tuple[Any, ...]:
+        return ("object",)
+
+    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+        return None
+
+    def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
+        return tuple(next(letter) for letter in objects)
+
+    def single(self, rows: Rows, env: int, objects: Iterator[Any]) -> Any:
+        return next(objects)
+
+    def write_batch(self, value: Any, rows: Rows, ids: Array | slice, count: int, objects: list[list[Any]]) -> None:
+        if not isinstance(value, (tuple, list, np.ndarray)) or len(value) != count:
+            raise ActionError(f"{self.path}: expected a tuple of {count} values of {self.space}, got {_brief(value)}")
+        for letter, item in zip(objects, value, strict=True):
+            letter.append(item)
+
+
+class BranchNode(Node):
+    """A Dict or Tuple space."""
+
+    def __init__(self, space: Space, path: str, keys: tuple[Any, ...], children: tuple[Node, ...]) -> None:
+        super().__init__(space, path)
+        self.keys = keys
+        self.children = children
+        self.kind = "dict" if isinstance(space, spaces.Dict) else "tuple"
+
+    def leaves(self) -> Iterator[Leaf]:
+        for child in self.children:
+            yield from child.leaves()
+
+    @property
+    def has_objects(self) -> bool:
+        return any(child.has_objects for child in self.children)
+
+    def describe_obs(self, rows: Rows, final: Rows) -> tuple[Any, ...]:
+        children = tuple(child.describe_obs(rows, final) for child in self.children)
+        return (self.kind, self.mismatch, self.keys, children)
+
+    def describe_action(self, rows: Rows) -> tuple[Any, ...]:
+        return (self.kind, self.keys, tuple(child.describe_action(rows) for child in self.children))
+
+    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+        children = tuple(child.describe_batch(rows, checked=checked) for child in self.children)
+        return None if None in children else (self.kind, self.keys, children)
+
+    def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
+        return self._gather(child.batch(rows, take, objects) for child in self.children)
+
+    def single(self, rows: Rows, env: int, objects: Iterator[Any]) -> Any:
+        return self._gather(child.single(rows, env, objects) for child in self.children)
+
+    def write_batch(self, value: Any, rows: Rows, ids: Array | slice, count: int, objects: list[list[Any]]) -> None:
+        for child, item in zip(self.children, self.parts(value, ActionError), strict=True):
+            child.write_batch(item, rows, ids, count, objects)
+
+    def mismatch(self, value: Any) -> None:
+        self.parts(value, SpecMismatch)
+        raise SpecMismatch(f"{self.path} is a {type(value).__name__}, expected a plain {self.kind}")
+
+    def parts(self, value: Any, error: type[ActionError | SpecMismatch]) -> list[Any]:
+        """The children's values, in the children's order."""
+        if self.kind == "dict":
+            if not isinstance(value, Mapping):
+                raise error(f"{self.path}: expected a dict with keys {list(self.keys)}, got {_brief(value)}")
+            if set(value) != set(self.keys):
+                raise error(f"{self.path}: expected keys {list(self.keys)}, got {list(value)}")
+            return [value[key] for key in self.keys]
+        if not isinstance(value, (tuple, list)) or len(value) != len(self.children):
+            raise error(f"{self.path}: expected a tuple of length {len(self.children)}, got {_brief(value)}")
+        return list(value)
+
+    def _gather(self, values: Iterator[Any]) -> Any:
+        return dict(zip(self.keys, values, strict=True)) if self.kind == "dict" else tuple(values)
+
+
+def tree(space: Space, path: str, *, lenient: bool = False, of_actions: bool = False) -> Node:
+    """The tree of `space`, its leaves numbered from 0.
+
+    lenient: observations are cast to the space's dtype whatever is lost, and axes of length 1 may be missing or too
+    many; discrete actions may be out of range, and single discrete values are ints. As other libraries' vector envs.
+    """
+    root = _node(space, path)
+    for index, leaf in enumerate(root.leaves()):
+        leaf.index = index
+        leaf.lenient = lenient
+        if lenient and of_actions and not leaf.shape and leaf.dtype.kind == "f":
+            # Single numbers reach envs as the caller's own type elsewhere, and only float64 is a Python float.
+            leaf.dtype, leaf.row_bytes = np.dtype(np.float64), 8
+    return root
+
+
+def _squeezed(array: Array, shape: tuple[int, ...]) -> Array:
+    """`array` in `shape`, if they differ in axes of length 1 only; else as it is."""
+    if [n for n in array.shape if n != 1] == [n for n in shape if n != 1]:
+        return array.reshape(shape)
+    return array
+
+
+def _node(space: Space, path: str) -> Node:
+    if isinstance(space, spaces.Discrete):
+        return IntegerLeaf(space, path, (), space.dtype)
+    if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
+        return Leaf(space, path, tuple(space.shape), space.dtype)
+    if isinstance(space, spaces.Dict):
+        keys = tuple(space.spaces)
+        return BranchNode(space, path, keys, tuple(_node(space[key], f"{path}[{key!r}]") for key in keys))
+    if isinstance(space, spaces.Tuple):
+        children = tuple(_node(child, f"{path}[{i}]") for i, child in enumerate(space.spaces))
+        return BranchNode(space, path, (), children)
+    return ObjectLeaf(space, path)
+
+
+def keeps_kind(array: Array, dtype: np.dtype[Any]) -> bool:
+    """Whether `array` may be cast to `dtype`: bool to int to float to complex, and ints only where they fit."""
+    if array.dtype == dtype:
+        return True
+    source, target = _KINDS.find(array.dtype.kind), _KINDS.find(dtype.kind)
+    if source < 0 or target < 0:
+        return False
+    if array.dtype.kind in "iu" and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return array.size == 0 or (int(array.min()) >= limits.min and int(array.max()) <= limits.max)
+    return source <= target
+
+
+def _brief(value: Any) -> str:
+    """Its type, itself, and what NumPy has against it: a tensor of a GPU or a graph says what it needs."""
+    text = repr(value)
+    text = f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    try:
+        np.asarray(value)
+    except Exception as error:
+        return f"{text} ({error})"
+    return text

@@ -1,0 +1,1 @@
+"""Training runs: what they do, and what they leave behind."""

@@ -1,0 +1,182 @@
+"""The folder that one training run fills: config.json, metrics.csv, TensorBoard's event files, checkpoint.pt.
+
+Each file is whole at any moment: the CSV grows by whole lines, config and checkpoint are written aside, then renamed.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, TextIO
+
+from muster.errors import UsageError
+from muster.training.events import EventWriter
+
+
+class RunFolder:
+    """Writes a run's files into ``path``, which is created, and keeps other processes from doing so meanwhile.
+
+    resume: goes on with the run that lies there; call ``drop_metrics_after`` before anything is appended.
+
+    Raises UsageError where a run lies there already, where with ``resume`` none does, and where another process is at
+    it.
+    """
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        self.path = path
+        self.config_path, self.metrics_path = path / "config.json", path / "metrics.csv"
+        self.checkpoint_path, self.plot_path = path / "checkpoint.pt", path / "learning_curve.png"
+        self._columns: list[str] = []
+        self._last_step = -1
+        self._events: EventWriter | None = None
+        if resume:
+            require_run(path)
+        else:
+            self._create()
+        self._lock = _lock(path)
+        self._metrics_file: TextIO = self.metrics_path.open("a", newline="", encoding="utf-8")
+
+    def _create(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # Created exclusively: of two runs that start here at once, only one gets it.
+            self.metrics_path.open("x").close()
+        except FileExistsError:
+            if not self.path.is_dir():
+                raise UsageError(f"{self.path} is a file, not a folder; choose another run folder.") from None
+            raise UsageError(
+                f"{self.path} already holds a run; choose another run folder, remove that one, or go on with it: "
+                f"muster train --resume {self.path}"
+            ) from None
+
+    @classmethod
+    def create(cls, parent: Path, name: str) -> RunFolder:
+        """A folder of its own for a run called ``name`` (any text, an env id for example), stamped with the time."""
+        plain = "".join(char if char.isalnum() or char in "-_." else "-" for char in name)
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        path = parent / f"{plain}-{stamp}"
+        number = 2
+        while path.exists():
+            path = parent / f"{plain}-{stamp}-{number}"
+            number += 1
+        return cls(path)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """``config`` as JSON."""
+        text = json.dumps(config, indent=2) + "\n"
+        _replace(self.config_path, lambda file: file.write(text.encode()))
+
+    def append_metrics(self, row: Mapping[str, float], scalars: Mapping[str, float] | None = None) -> None:
+        """One more line of metrics.csv, and ``scalars`` (by ``group/name``) for TensorBoard; ``row`` has "steps".
+
+        The first row names the columns; nan becomes an empty field. A row that is there already is left out.
+        """
+        step = int(row["steps"])
+        if step <= self._last_step:
+            return
+        writer = csv.writer(self._metrics_file)
+        if not self._columns:
+            self._columns = list(row)
+            writer.writerow(self._columns)
+        writer.writerow(["" if math.isnan(row[name]) else row[name] for name in self._columns])
+        after, self._last_step = self._last_step, step
+        self._metrics_file.flush()
+        if scalars is not None:
+            if self._events is None:
+                self._events = EventWriter(self.path, after_step=after)
+            self._events.add(scalars, step)
+
+    def drop_metrics_after(self, steps: int) -> dict[str, str]:
+        """Drops the rows of metrics.csv beyond ``steps``, which the checkpoint does not know. Returns the last one."""
+        text = self.metrics_path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # a process that was killed may leave half a line
+        reader = csv.DictReader(io.StringIO(whole, newline=""))
+        rows = [row for row in reader if int(row["steps"]) <= steps]
+        self._columns = list(reader.fieldnames or [])
+        kept = io.StringIO(newline="")
+        if self._columns:
+            writer = csv.DictWriter(kept, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        _replace(self.metrics_path, lambda file: file.write(kept.getvalue().encode()))
+        self._metrics_file.close()
+        self._metrics_file = self.metrics_path.open("a", newline="", encoding="utf-8")
+        self._last_step = steps
+        return rows[-1] if rows else {}
+
+    def save_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """``state`` (state dicts, tensors, plain values), for ``torch.load(path, weights_only=True)``."""
+        import torch
+
+        _replace(self.checkpoint_path, lambda file: torch.save(dict(state), file))
+
+    def close(self) -> None:
+        self._metrics_file.close()
+        if self._events is not None:
+            self._events.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def require_run(path: Path) -> None:
+    """Raises UsageError where ``path`` holds no run with a checkpoint."""
+    for name in ("config.json", "metrics.csv", "checkpoint.pt"):
+        if not (path / name).is_file():
+            raise UsageError(f"{path} holds no run to go on with: it has no {name}. Runs are made by muster train.")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config of the run in the folder ``path``. Raises UsageError where it is not JSON."""
+    require_run(path)
+    try:
+        config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path / 'config.json'} is not JSON: {error}") from None
+    return config
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The checkpoint of the run in the folder ``path``. No code in it is executed. Raises UsageError."""
+    import torch
+
+    require_run(path)
+    try:
+        state: dict[str, Any] = torch.load(path / "checkpoint.pt", weights_only=True)
+    except Exception as error:
+        raise UsageError(f"{path / 'checkpoint.pt'} is no checkpoint: {type(error).__name__}: {error}") from None
+    return state
+
+
+def _lock(path: Path) -> int:
+    """A lock on the folder that ends with the process, whichever way that ends."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise UsageError(f"{path} is in use: another process is training there. Wait for it, or stop it.") from None
+    return folder
+
+
+def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("wb") as file:
+        write(file)
+    os.replace(aside, path)

@@ -1,0 +1,200 @@
+"""Training runs in their folders: begun, gone on with, evaluated. The command line calls nothing else to train."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from muster.algorithms import PPO, PPOConfig
+from muster.errors import UsageError
+from muster.rollout.evaluation import evaluate
+from muster.training.console import TrainingDisplay, format_return, format_seconds
+from muster.training.learning_curve import plot_learning_curve
+from muster.training.run_folder import RunFolder, read_checkpoint, read_config
+from muster.vector.vector_env import VectorEnv
+
+CHECKPOINT_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run trains, and how. env: an id.  num_workers: processes for the envs, None for one per core."""
+
+    env: str
+    config: PPOConfig
+    num_workers: int | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.env}, PPO, seed {self.config.seed}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As config.json has it."""
+        config = dataclasses.asdict(self.config)
+        return {"env": self.env, "algorithm": "PPO", **config, "num_workers": self.num_workers, "with": _versions()}
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan of the run in the folder ``path``. Raises UsageError where it is none that this version knows."""
+    config = read_config(path)
+    names = [field.name for field in dataclasses.fields(PPOConfig)]
+    missing = [name for name in ("env", "num_workers", *names) if name not in config]
+    if config.get("algorithm") != "PPO" or missing:
+        raise UsageError(
+            f"{path / 'config.json'} is not that of a PPO run of this version of Muster"
+            + (f": it lacks {', '.join(missing)}." if missing else ".")
+        )
+    return Plan(config["env"], PPOConfig(**{name: config[name] for name in names}), config["num_workers"])
+
+
+def train(plan: Plan, envs: VectorEnv, console: Console, *, run_dir: Path | None, resume: bool = False) -> bool:
+    """Trains to the end, or until Ctrl-C and then returns False. Whatever happens, what was reached is saved.
+
+    run_dir: the run's folder, None for a new one in ``runs/``.  resume: goes on with the run that is in ``run_dir``.
+    """
+    ppo = PPO(envs, plan.config)
+    if run_dir is None:
+        folder = RunFolder.create(Path("runs"), f"{plan.env}-seed{plan.config.seed}")
+    else:
+        folder = RunFolder(run_dir, resume=resume)
+    with folder:
+        seconds_before = _load(ppo, folder) if resume else 0.0
+        folder.write_config(plan.to_dict())
+        workers = len(envs.stats()["workers"])
+        begun = f", from step {ppo.steps:,}" if resume else ""
+        console.print(
+            f"[bold]{escape(plan.env)}[/]  [dim]PPO, {plan.config.total_steps:,} steps{begun}, seed "
+            f"{plan.config.seed}, {envs.num_envs} envs on {workers} worker{'s' * (workers > 1)}[/]"
+        )
+        goal = envs.spec.reward_threshold if envs.spec else None
+        return _train(ppo, folder, console, title=plan.title, goal=goal, seconds_before=seconds_before)
+
+
+def evaluate_run(
+    run: Path,
+    plan: Plan,
+    envs: VectorEnv,
+    console: Console,
+    *,
+    episodes: int,
+    seed: int,
+    sample: bool,
+    max_steps: int | None = None,
+) -> None:
+    """Prints how well the run's policy plays, by whole episodes, with all statistics as the checkpoint has them.
+
+    max_steps: as for `evaluate`, which raises UsageError where they are not enough.
+    """
+    ppo = PPO(envs, dataclasses.replace(plan.config, num_envs=envs.num_envs))
+    ppo.load_state_dict(read_checkpoint(run))
+    with console.status(f"playing {episodes} episodes") as status:
+        played = evaluate(
+            envs,
+            lambda obs: ppo.act(obs, sample=sample),
+            episodes=episodes,
+            seed=seed,
+            max_steps=max_steps,
+            on_progress=lambda ended, steps: status.update(
+                f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken"
+            ),
+        )
+    returns = played.returns
+    table = Table(title=f"{escape(plan.env)}, PPO after {ppo.steps:,} steps", title_justify="left", show_header=False)
+    actions = "drawn from the policy" if sample else "the likeliest"
+    for name, text in {
+        "mean return": f"{returns.mean():,.1f} ± {returns.std():,.1f}",
+        "lowest, highest": f"{returns.min():,.1f}, {returns.max():,.1f}",
+        "mean length": f"{played.lengths.mean():,.1f} steps",
+        "episodes": f"{episodes}, seed {seed}, actions {actions}",
+    }.items():
+        table.add_row(f"[dim]{name}[/]", text)
+    console.print(table)
+
+
+def _load(ppo: PPO, folder: RunFolder) -> float:
+    """The state that the run in ``folder`` had reached; returns the seconds that it had taken for it."""
+    ppo.load_state_dict(read_checkpoint(folder.path))
+    total = ppo.config.total_steps
+    if ppo.steps >= total:
+        raise UsageError(
+            f"{folder.path} has made {ppo.steps:,} steps already; asked for were {total:,} in all. To train it longer, "
+            f"say how many there are to be: --total-steps {2 * ppo.steps}"
+        )
+    return float(folder.drop_metrics_after(ppo.steps).get("seconds", 0))
+
+
+def _train(
+    ppo: PPO, folder: RunFolder, console: Console, *, title: str, goal: float | None, seconds_before: float
+) -> bool:
+    started, saved = time.monotonic(), -math.inf
+    row: dict[str, float] = {}
+    scalars: Mapping[str, float] = {}
+    finished = False
+    try:
+        with TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps) as display:
+            for metrics in ppo.train():
+                now = time.monotonic()
+                seconds = seconds_before + now - started
+                speed = metrics.steps / seconds
+                row = {"seconds": seconds, "steps_per_second": speed, **metrics.as_row()}
+                scalars = {**metrics.as_scalars(), "time/steps_per_second": speed}
+                folder.append_metrics(row, scalars)
+                display.update(metrics.steps, metrics.episodes.mean_return)
+                if now - saved > CHECKPOINT_EVERY_S:
+                    folder.save_checkpoint(ppo.state_dict())
+                    saved = now
+        finished = True
+    except KeyboardInterrupt:
+        console.print("[yellow]Stopped by Ctrl-C.[/]")
+    finally:
+        seconds = seconds_before + time.monotonic() - started
+        if row:
+            folder.append_metrics(row, scalars)  # an interrupt may have kept it out: checkpoint and CSV must agree
+        folder.save_checkpoint(ppo.state_dict())
+        plotted = plot_learning_curve(folder.metrics_path, folder.plot_path, title=title, goal=goal)
+        if not finished:
+            name = escape(str(folder.path))
+            console.print(f"What was reached is saved in {name}", soft_wrap=True)
+            console.print(f"To go on: muster train --resume {name}", soft_wrap=True)
+    _print_result(ppo, folder, console, seconds=seconds, goal=goal, plotted=plotted)
+    return finished
+
+
+def _print_result(
+    ppo: PPO, folder: RunFolder, console: Console, *, seconds: float, goal: float | None, plotted: bool
+) -> None:
+    mean_return = ppo.episodes.summary().mean_return
+    result = f"[bold]{format_return(mean_return)}[/] over the last {min(ppo.episodes.ended, 100)} episodes"
+    if goal is not None:
+        result += f"  [green]solved (at {goal:,g})[/]" if mean_return >= goal else f"  [dim]solved at {goal:,g}[/]"
+    lines = {
+        "mean return": result,
+        "trained": f"{ppo.steps:,} steps in {format_seconds(seconds)}, {ppo.steps / seconds:,.0f} steps/s",
+        "learning curve": escape(str(folder.plot_path)) if plotted else "none: no episode has ended yet",
+        "checkpoint": escape(str(folder.checkpoint_path)),
+        "metrics": escape(str(folder.metrics_path)),
+    }
+    for name, text in lines.items():
+        console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
+
+
+def _versions() -> dict[str, Any]:
+    versions: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in ("muster-rl", "torch", "numpy", "gymnasium"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return {**versions, "cores": os.cpu_count()}

@@ -1,0 +1,117 @@
+"""What users hand to a vector env, checked before anything is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from muster.errors import ActionError, SpecMismatch, UsageError
+from muster.spaces.compare import first_difference
+from muster.spaces.tree import Space
+
+# What poll can still wait for.
+_LONGEST_S = 1e6
+
+
+def seeds_of(seed: Any, num_envs: int) -> list[int | None]:
+    """One seed for each env: `seed` + i, or the list's own. Raises UsageError, ValueError."""
+    if seed is None:
+        return [None] * num_envs
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+        seeds: list[int | None] = [int(seed) + i for i in range(num_envs)]
+    elif isinstance(seed, (list, tuple, np.ndarray)):
+        seeds = [None if one is None else _whole(one) for one in seed]
+    else:
+        raise UsageError(f"seed must be an int, a list of {num_envs} ints or None, got {seed!r}")
+    if len(seeds) != num_envs:
+        raise ValueError(f"expected {num_envs} seeds, one for each env (num_envs), got {len(seeds)}")
+    if any(one is not None and one < 0 for one in seeds):
+        raise ValueError(f"seeds must not be negative, got {seed!r}")
+    return seeds
+
+
+def reset_mask_of(mask: Any, num_envs: int) -> npt.NDArray[np.bool_]:
+    """`mask` if it is a bool array ``[N]`` that selects something. Raises TypeError, ValueError."""
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+        got = mask.dtype if isinstance(mask, np.ndarray) else type(mask).__name__
+        raise TypeError(f'options["reset_mask"] must be a bool array, got {got}')
+    if mask.shape != (num_envs,):
+        raise ValueError(f'options["reset_mask"] must have shape ({num_envs},), got {mask.shape}')
+    if not mask.any():
+        raise ValueError('options["reset_mask"] selects no env; leave it out to reset all')
+    return mask
+
+
+def env_ids_of(env_ids: Any, num_envs: int) -> npt.NDArray[np.int64]:
+    """int64 ``[n]``: distinct ids below `num_envs`. Raises ActionError."""
+    ids = np.asarray(env_ids)
+    if ids.ndim == 1 and ids.size == 0:
+        raise ActionError("env_ids is empty: name the envs that the actions are for, or leave it out for all of them")
+    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise ActionError(f"env_ids must be a list of distinct ints, got {env_ids!r}")
+    if ids.min() < 0 or ids.max() >= num_envs or len(np.unique(ids)) != len(ids):
+        raise ActionError(f"env_ids must be distinct and below num_envs={num_envs}, got {env_ids!r}")
+    return np.ascontiguousarray(ids, np.int64)
+
+
+def require_options(options: Any) -> None:
+    """Raises UsageError for options of a reset that are no dict."""
+    if options is not None and not isinstance(options, dict):
+        raise UsageError(f"reset(options=...) must be a dict or None, got {options!r}")
+
+
+def require_count(min_envs: Any) -> None:
+    """Raises UsageError for a `min_envs` that is no int."""
+    if min_envs is not None and (isinstance(min_envs, bool) or not isinstance(min_envs, (int, np.integer))):
+        raise UsageError(f"recv(min_envs=...) must be an int or None, got {min_envs!r}")
+
+
+def timeout_of(timeout: Any) -> float | None:
+    """Seconds from 0 to `_LONGEST_S`, which is as good as for ever, or None. Raises UsageError."""
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
+    if not is_number or timeout != timeout:
+        raise UsageError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    return min(max(0.0, float(timeout)), _LONGEST_S)
+
+
+def require_callable(name: Any) -> None:
+    """Raises UsageError for what can neither be looked up in an env nor be called with one."""
+    if not isinstance(name, str) and not callable(name):
+        raise UsageError(
+            f"call() takes the name of a method or attribute, or a function of (env, env_index); got {name!r}"
+        )
+
+
+def require_agreement(
+    observation_spaces: Sequence[Space], action_spaces: Sequence[Space], *, bounds: bool, action_bounds: bool = True
+) -> None:
+    """Raises SpecMismatch for the first env whose spaces differ from env 0's. bounds: observations' bounds count."""
+    for path, all_spaces, with_bounds in (
+        ("observation", observation_spaces, bounds),
+        ("action", action_spaces, action_bounds),
+    ):
+        for env, space in enumerate(all_spaces):
+            found = first_difference(all_spaces[0], space, path, bounds=with_bounds)
+            if found is None:
+                continue
+            hint = ""
+            if path == "action":
+                hint = "; make them alike with a wrapper, such as gymnasium.wrappers.RescaleAction for bounds"
+            elif first_difference(all_spaces[0], space, path, bounds=False) is None:
+                hint = '; if that is meant, use observation_mode="different"'
+            raise SpecMismatch(
+                f"env {env} differs from env 0 in {found.path}: {found.field} is {found.got}, "
+                f"expected {found.expected}{hint}",
+                env_index=env,
+            )
+
+
+def _whole(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise UsageError(f"seed must be an int, got {seed!r}")
+    return int(seed)

@@ -1,0 +1,220 @@
+"""`make_vec`: the one call that builds a vector env."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from muster.backends.base import Backend
+from muster.backends.process import CONTEXTS, ProcessBackend, ProcessOptions
+from muster.backends.serial import SerialBackend
+from muster.backends.thread import ThreadBackend
+from muster.envs import resolve_foreign_id
+from muster.envs.adapt import Inbound
+from muster.errors import OneEnvPerProcess
+from muster.recipes.recipe import make_recipes
+from muster.vector.assemble import patience, vector_env_of
+from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.vector_env import AUTORESET_MODES, VectorEnv
+from muster.workers.memory_plan import MEMORY_CHECKS
+from muster.workers.resources import usable_cores
+
+BACKENDS = ("serial", "thread", "process")
+
+
+def make_vec(
+    env: Any,
+    num_envs: int | None = None,
+    *,
+    backend: str = "process",
+    num_workers: int | None = None,
+    env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    wrappers: Sequence[Callable[[Any], Any]] = (),
+    context: str = "auto",
+    autoreset_mode: str | AutoresetMode = "next_step",
+    observation_mode: str = "same",
+    copy: bool = True,
+    one_env_per_process: bool = False,
+    caller_steps: bool = False,
+    start_timeout: float = 300.0,
+    step_timeout: float | None = None,
+    on_failure: str = "raise",
+    max_restarts: int = 10,
+    check_finite: bool = False,
+    threads_per_worker: int = 1,
+    groups: Mapping[Any, str] | None = None,
+    state: bool = False,
+    memory_check: str = "error",
+) -> VectorEnv | MultiAgentVectorEnv:
+    """A vector env: N envs, stepped in parallel by worker processes, behind Gymnasium's `VectorEnv` API.
+
+    Of envs with several agents a `MultiAgentVectorEnv`, which has the same verbs.
+
+    env: a Gymnasium id, an `EnvSpec`, a factory, or a list of factories; never an env that exists already.
+    num_envs: None for 1, or for the list's length.
+    backend: "process"; or "thread", for envs that release the GIL or must share one object; or "serial", to step all
+        envs in the calling thread.
+    num_workers: worker processes or threads; None for one per usable core, at most one per env.
+    env_kwargs: keyword arguments for each env, one dict or a list of dicts; values may be `muster.lazy`.
+    wrappers: callables ``env -> env``, applied in the worker, the first innermost.
+    context: how workers start. "auto" starts fresh processes and never forks the caller.
+    autoreset_mode: "next_step", "same_step" or "disabled", as Gymnasium defines them.
+    observation_mode: "different" lets the envs' bounds differ; shapes, dtypes and keys never may.
+    copy: False returns observations as views, valid until that env's next send.
+    one_env_per_process: for libraries that can be loaded only once per process; num_workers is then num_envs. An env
+        class can ask for it itself by ``metadata["one_per_process"] = True``.
+    caller_steps: the calling process steps a share of the envs instead of sleeping, and shares their crashes.
+    start_timeout, step_timeout: seconds for a worker to build its envs, and for one ``env.step``.
+    on_failure: "restart" replaces an env that raised, and a worker that died or timed out; their episodes end
+        truncated, with the reason in ``infos["restarted"]``.
+    max_restarts: how often within a minute one worker may fail before that is an error after all.
+    check_finite: raise on NaN or infinity in observations and rewards.
+    threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker.
+    groups: for multi-agent envs the group of every agent; None groups them by name and spaces.
+    state: multi-agent envs that have a state are asked for it after every step, which may cost a fifth of that;
+        ``infos["state"]`` holds it.
+    memory_check: what to do if so many envs in worker processes will not fit into the memory that the cgroup or the
+        machine has left, going by the first ones: "error", "warn" or "off".
+
+    Raises RecipeError, CannotTravel, EnvError (an env could not be built), SpecMismatch (the envs differ), WorkerDied,
+    WorkerTimeout, NotEnoughMemory, OneEnvPerProcess, ValueError.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    mode = _autoreset_mode(autoreset_mode)
+    if observation_mode not in ("same", "different"):
+        raise ValueError(f'observation_mode must be "same" or "different", got {observation_mode!r}')
+    if context not in CONTEXTS:
+        raise ValueError(f"context must be one of {', '.join(map(repr, CONTEXTS))}, got {context!r}")
+    if memory_check not in MEMORY_CHECKS:
+        raise ValueError(f"memory_check must be one of {', '.join(map(repr, MEMORY_CHECKS))}, got {memory_check!r}")
+    if on_failure not in ("raise", "restart"):
+        raise ValueError(f'on_failure must be "raise" or "restart", got {on_failure!r}')
+    _check_numbers(start_timeout, step_timeout, max_restarts, threads_per_worker)
+    copy, check_finite, caller_steps, one_env_per_process, state = _flags(
+        copy=copy,
+        check_finite=check_finite,
+        caller_steps=caller_steps,
+        one_env_per_process=one_env_per_process,
+        state=state,
+    )
+    if groups is not None and not isinstance(groups, Mapping):
+        raise ValueError(f"groups must be a dict of each agent's group, got {type(groups).__name__}: {groups!r}")
+    if wrappers is None or isinstance(wrappers, (list, tuple)):
+        wrappers = [*(wrappers or ()), Inbound(groups, state)]
+    recipes = make_recipes(env, num_envs, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
+    cores = usable_cores()
+    if backend != "process":
+        _refuse_without_processes(one_env_per_process, caller_steps, step_timeout)
+    if backend == "serial":
+        if num_workers is not None:
+            raise ValueError('num_workers needs workers; leave it out, or use backend="process" or "thread"')
+        chosen: Backend = SerialBackend(recipes)
+    elif backend == "thread":
+        chosen = ThreadBackend(recipes, _count_workers(len(recipes), num_workers, cores, False, False), start_timeout)
+    else:
+        workers = _count_workers(len(recipes), num_workers, cores, one_env_per_process, caller_steps)
+        if caller_steps:
+            _refuse_caller_steps(one_env_per_process, step_timeout, on_failure)
+        options = ProcessOptions(
+            context="forkserver" if context == "auto" else context,
+            num_workers=workers,
+            caller_steps=caller_steps,
+            start_timeout_s=start_timeout,
+            step_timeout_s=step_timeout,
+            threads_per_worker=threads_per_worker,
+            one_env_per_process=one_env_per_process,
+            memory_check=memory_check,
+        )
+        chosen = ProcessBackend(recipes, options)
+    caller_patience, worker_patience = patience(cores, chosen.num_workers + 1, caller_steps=caller_steps)
+    vector_env = functools.partial(
+        vector_env_of,
+        autoreset_mode=mode,
+        observation_mode=observation_mode,
+        copy=copy,
+        check_finite=check_finite,
+        caller_patience=caller_patience,
+        worker_patience=worker_patience,
+        max_restarts=max_restarts if on_failure == "restart" else None,
+    )
+    try:
+        return vector_env(chosen)
+    except OneEnvPerProcess:
+        if backend != "process" or num_workers is not None or caller_steps:
+            raise
+    return vector_env(ProcessBackend(recipes, replace(options, num_workers=len(recipes))))
+
+
+def _check_numbers(
+    start_timeout: float, step_timeout: float | None, max_restarts: int, threads_per_worker: int
+) -> None:
+    for name, seconds in (("start_timeout", start_timeout), ("step_timeout", step_timeout)):
+        if seconds is None and name == "step_timeout":
+            continue
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float, np.number)) or not seconds > 0:
+            raise ValueError(f"{name} must be a number of seconds greater than 0, got {seconds!r}")
+    for name, count, least in (("max_restarts", max_restarts, 0), ("threads_per_worker", threads_per_worker, 1)):
+        if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {count!r}")
+
+
+def _flags(**given: Any) -> list[bool]:
+    for name, flag in given.items():
+        if not isinstance(flag, (bool, np.bool_)):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
+    return [bool(flag) for flag in given.values()]
+
+
+def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
+    names = {one.name.lower(): one for one in AUTORESET_MODES}
+    names |= {one.value.lower(): one for one in AUTORESET_MODES}
+    if isinstance(mode, AutoresetMode):
+        return mode
+    if not isinstance(mode, str) or mode.lower() not in names:
+        raise ValueError(f'autoreset_mode must be "next_step", "same_step" or "disabled", got {mode!r}')
+    return names[mode.lower()]
+
+
+def _count_workers(num_envs: int, num_workers: int | None, cores: int, one_each: bool, caller_steps: bool) -> int:
+    if one_each:
+        if num_workers not in (None, num_envs):
+            raise ValueError(
+                f"one_env_per_process=True needs num_workers={num_envs} (num_envs), got num_workers={num_workers}"
+            )
+        return num_envs
+    most = num_envs - 1 if caller_steps else num_envs
+    if num_workers is None:
+        return max(min(cores - 1 if caller_steps else cores, most), 0 if caller_steps else 1)
+    if isinstance(num_workers, bool) or not hasattr(type(num_workers), "__index__") or not num_workers >= 1:
+        raise ValueError(f"num_workers must be an int of at least 1, got {num_workers!r}")
+    if num_workers > most:
+        reason = "the calling process steps one env itself" if caller_steps else "a worker needs an env"
+        raise ValueError(f"num_workers={num_workers} is too many for num_envs={num_envs}: {reason}; use at most {most}")
+    return operator.index(num_workers)
+
+
+def _refuse_without_processes(one_env_per_process: bool, caller_steps: bool, step_timeout: float | None) -> None:
+    given = {
+        "one_env_per_process": one_env_per_process,
+        "caller_steps": caller_steps,
+        "step_timeout": step_timeout is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f'{name} needs worker processes; leave it out, or use backend="process"')
+
+
+def _refuse_caller_steps(one_env_per_process: bool, step_timeout: float | None, on_failure: str) -> None:
+    if one_env_per_process:
+        raise ValueError("caller_steps=True would build an env in the calling process: not with one_env_per_process")
+    if step_timeout is not None:
+        raise ValueError("caller_steps=True: the calling process cannot kill itself, so step_timeout is not possible")
+    if on_failure == "restart":
+        raise ValueError('caller_steps=True: the calling process cannot restart itself; not with on_failure="restart"')

@@ -1,0 +1,496 @@
+"""`VectorEnv`: N envs behind Gymnasium's vector API, whatever backend steps them."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any, NoReturn, Self, cast
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
+
+from muster.backends.base import Backend, CallerOptions
+from muster.backends.recovery import Recovery
+from muster.errors import ActionError, CannotTravel, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.spaces.tree import Array, Node, tree
+from muster.transport.infos import InfoReader, Infos, spread
+from muster.transport.slab import Plan, contiguous
+from muster.vector import checks
+from muster.vector.interrupted import drop_interrupted, interruptible
+from muster.vector.results import Batch, Bools, Floats, StepResult
+from muster.workers.env_facts import EnvFacts
+from muster.workers.failures import Failure, to_one_exception
+from muster.workers.options import EnvCall, Patience, ShareOptions
+from muster.workers.resources import worker_stats
+
+__all__ = ["VectorEnv"]
+
+# In the order of _core/stepper.hpp.
+AUTORESET_MODES = (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED)
+
+_SLICE_NS = 20_000_000
+_WATCH_S = 0.05
+_CLOSE_S = 5.0
+# Bits of the core's `unusual`, see _core/caller.hpp.
+_INFOS, _NOT_OK, _FINALS = 1, 2, 4
+
+
+class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
+    """Many envs, stepped by a backend. Made by `muster.make_vec`.
+
+    `step` and `reset` are Gymnasium's. `send` and `recv` step some envs while others are still busy. Observations are
+    the caller's own (`copy` is True), or views of the slab that stay valid until that env's next send.
+    """
+
+    interrupted = False  # a wait was, and nothing has been sent since: reset() drops what the envs owe
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        autoreset_mode: AutoresetMode,
+        observation_mode: str,
+        copy: bool,
+        check_finite: bool,
+        caller_patience: Patience,
+        worker_patience: Patience,
+        max_restarts: int | None,
+        lenient: bool = False,
+        facts: Sequence[EnvFacts] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._lenient = lenient
+        facts = backend.start() if facts is None else facts
+        try:
+            self.num_envs = len(facts)
+            self._set_spaces(facts, observation_mode)
+            self.copy = copy
+            self.metadata = {**facts[0].metadata, "autoreset_mode": autoreset_mode}
+            self.render_mode = facts[0].render_mode
+            self.spec = facts[0].spec
+            self._obs, self._actions = self._trees(facts[0], lenient)
+            backend.attach(
+                Plan(self._obs, self._actions, backend.first_envs),
+                ShareOptions(AUTORESET_MODES.index(autoreset_mode), check_finite, worker_patience),
+                CallerOptions(copy, autoreset_mode is AutoresetMode.DISABLED, caller_patience),
+            )
+        except BaseException:
+            backend.close(0.0)
+            raise
+        self._caller = backend.caller
+        self._has_objects = self._obs.has_objects
+        if lenient:
+            self._caller.allow_unreset()
+        self._records = backend.slab.records
+        self._infos = InfoReader(backend.slab, self._caller, backend.fetch_schemas)
+        self._all = np.arange(self.num_envs)
+        self._watch_at = 0.0
+        self._recovery: Recovery | None = None
+        if max_restarts is not None:
+            self._recovery = Recovery(backend, autoreset_mode, max_restarts, self._infos)
+            backend.on_worker_died = self._recovery.worker_died
+        # On garbage collection and at the interpreter's exit; `close` itself is bounded.
+        self._finalizer = weakref.finalize(self, backend.close, 1.0)
+
+    # ---- reset
+
+    @interruptible
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, Infos]:
+        """Resets all envs, or those in ``options["reset_mask"]`` (bool ``[N]``); returns obs ``[N, ...]`` and infos.
+
+        seed: env i gets ``seed + i``, or the list's i-th. Other options are handed to every env. After a call that
+        Ctrl-C has ended all envs may be reset as ever: what they owe is dropped. Raises EnvError, UsageError.
+        """
+        drop_interrupted(self, options)
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    def reset_async(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        """Starts `reset`; `reset_wait` or `recv` takes the result."""
+        self._require_idle("reset")
+        seeds = checks.seeds_of(seed, self.num_envs)
+        ids = self._all
+        checks.require_options(options)
+        if options is not None and "reset_mask" in options:
+            options = dict(options)
+            ids = np.flatnonzero(checks.reset_mask_of(options.pop("reset_mask"), self.num_envs))
+        chosen = [seeds[i] for i in ids.tolist()]
+        if self._recovery is not None:
+            chosen = self._recovery.seeds_for_reset(ids, chosen, options)
+        self._backend.reset(ids, chosen, options)
+        self.interrupted = False
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, Infos]:
+        """What `reset_async` started. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
+        batch = self._take_all("reset", timeout)
+        if len(batch.env_ids) == self.num_envs:
+            return batch.obs, batch.infos
+        infos: Infos = {}
+        for key, column in batch.infos.items():
+            infos[key] = spread(column, batch.env_ids, self.num_envs)
+        # An env that has not been reset yet has none.
+        last = self._backend.last_objects
+        objects = [iter(last[env]) if env in last else repeat(None) for env in range(self.num_envs)]
+        return self._batch_obs(self._all, objects), infos
+
+    # ---- step
+
+    def step(self, actions: Any) -> StepResult:
+        """Steps every env: obs ``[N, ...]``, rewards float64 ``[N]``, terminated and truncated bool ``[N]``, infos.
+
+        actions: ``[N, ...]``, of `action_space`. Raises ActionError before anything is sent, EnvError, WorkerDied.
+        """
+        try:  # as @interruptible, whose call would take time
+            result = self._caller.step(actions)
+            return result if type(result) is tuple and len(result) == 5 else self._stepped(result, actions)
+        except Exception:
+            raise
+        except BaseException:
+            self.interrupted = True
+            raise
+
+    def step_async(self, actions: Any) -> None:
+        """Sends the actions; `step_wait` or `recv` takes the results."""
+        self._require_idle("step")
+        self.send(actions)
+
+    def step_wait(self, timeout: float | None = None) -> StepResult:
+        """What `step_async` started. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
+        return self._take_all("step", timeout)[1:]
+
+    def send(self, actions: Any, env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None) -> None:
+        """Sends actions ``[n, ...]`` to envs `env_ids`, or to all; none of them may owe an answer to an earlier call.
+
+        Raises ActionError, PendingError, UsageError, each before anything is sent.
+        """
+        self._require_open()
+        if env_ids is None:
+            if self._caller.num_pending:
+                self._require_idle("step")
+            as_given = False
+            if not self._caller.write_actions(actions):
+                as_given = self._write_actions(actions, self._all)
+            self._send(self._all, as_given)
+        else:
+            if self._caller.calling:
+                self._require_idle("send")
+            ids = checks.env_ids_of(env_ids, self.num_envs)
+            for env in ids.tolist():
+                if self._caller.is_pending(env):
+                    raise PendingError(f"env {env} still owes an answer to an earlier call; take it with recv()")
+            self._send(ids, self._write_actions(actions, ids))
+
+    def recv(self, min_envs: int | None = None, timeout: float | None = None) -> Batch:
+        """The results of the envs that are ready, once at least `min_envs` are (None: all that are pending).
+
+        Raises WaitTimeout after `timeout` seconds; the envs then stay pending, to be waited for again. Raises
+        NotPendingError if fewer than `min_envs` envs are pending.
+        """
+        self._require_open()
+        checks.require_count(min_envs)
+        pending = self._caller.num_pending
+        wanted = pending if min_envs is None else min_envs
+        if not 1 <= wanted <= pending:
+            remedy = f"wait for 1 to {pending} of the envs sent to" if pending else "send() actions first"
+            raise NotPendingError(f"recv(min_envs={min_envs}): {pending} envs are pending; {remedy}")
+        self._wait(wanted, timeout, "recv")
+        return self._collect()
+
+    # ---- everything else
+
+    @interruptible
+    def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """``env.name(*args, **kwargs)`` of every env, or the attribute's value, or ``name(env, env_index)``."""
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    def call_async(self, name: str | EnvCall, /, *args: Any, **kwargs: Any) -> None:
+        """Starts `call`; `call_wait` takes the results."""
+        self._require_idle("call")
+        checks.require_callable(name)
+        self.interrupted = False
+        self._caller.calling = True  # first, so that no other thread gets in between
+        try:
+            self._backend.call_async(name, args, kwargs)
+        except BaseException:
+            self._caller.calling = False
+            raise
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """What `call_async` started. Raises WaitTimeout after `timeout` seconds; the call then stays pending."""
+        self._require_open()
+        if not self._caller.calling:
+            raise NotPendingError("call_wait() without call_async() before it", "call")
+        results = self._backend.call_wait(checks.timeout_of(timeout))
+        self._caller.calling = False
+        self._raise_failures([result for result in results if isinstance(result, Failure)], None)
+        return tuple(results)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """The attribute `name` of every env, looked up through wrappers."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
+        self._require_idle("set_attr")
+        if not isinstance(values, (list, tuple)):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise ValueError(f"set_attr({name!r}): expected {self.num_envs} values, one an env, got {len(values)}")
+        self._caller.calling = True
+        try:
+            results = self._backend.set_attr(name, values)
+        finally:
+            self._caller.calling = False
+        self._raise_failures([result for result in results if result is not None], None)
+
+    def render(self) -> tuple[Any, ...]:
+        """Every env's ``render()``."""
+        return self.call("render")
+
+    def stats(self) -> dict[str, Any]:
+        """How the time went, and what is held.
+
+        ``workers``: for each worker the share of its time spent in envs, waiting and copying (they add up to 1), its
+        env steps and resets, its private memory in bytes, and its open fds. ``env_steps`` is their sum.
+        """
+        self._require_open()
+        workers = worker_stats(self._backend.slab, self._backend.process_ids())
+        return {
+            "env_steps": sum(worker["env_steps"] for worker in workers),
+            "restarts": int(self._records["restarts"].sum()),
+            "workers": workers,
+        }
+
+    @property
+    def episode_returns(self) -> Floats:
+        """float64 ``[N]``: each env's summed rewards since its last reset; of the whole episode where it has ended."""
+        return cast(Floats, self._records["episode_return"].copy())
+
+    @property
+    def episode_lengths(self) -> npt.NDArray[np.int64]:
+        """int64 ``[N]``: env steps behind `episode_returns`."""
+        return cast("npt.NDArray[np.int64]", self._records["episode_length"].copy())
+
+    @property
+    def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]  # as Gymnasium's own vector envs
+        """Each env's seed."""
+        return self.get_attr("np_random_seed")
+
+    @property  # type: ignore[misc]  # read-only, as Gymnasium's own
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]  # one for each env
+        """Each env's random generator; a copy, where the env lives in another process."""
+        return self.get_attr("np_random")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is beyond use: by `close`, or by an error that says so."""
+        return self._caller.closed
+
+    @closed.setter
+    def closed(self, closed: bool) -> None:  # as Gymnasium's `close` does
+        self._caller.closed = closed
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Closes envs and workers, within about `timeout` seconds (None: 5); `terminate` does not wait for env.close().
+
+        Raises EnvError if an ``env.close()`` did, after everything is closed. Dead workers are no error.
+        """
+        timeout = checks.timeout_of(timeout)
+        self._finalizer.detach()
+        self._caller.closed = True
+        failures = self._backend.close(0.0 if terminate else _CLOSE_S if timeout is None else timeout)
+        self._raise_failures(failures, None)
+
+    def __reduce__(self) -> NoReturn:
+        raise CannotTravel(
+            "a vector env cannot be pickled or copied: it holds workers and the memory that it shares with them. "
+            "Where another is needed, call muster.make_vec with the same arguments"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except EnvError as failure:
+            if error is None:
+                raise
+            error.add_note(f"Then an env failed to close: {failure}")  # not in its place: it may be a Ctrl-C
+
+    # ---- inside
+
+    def _trees(self, facts: EnvFacts, lenient: bool) -> tuple[Node, Node]:
+        """The trees of observations and actions."""
+        obs = tree(self.single_observation_space, "observation", lenient=lenient)
+        return obs, tree(self.single_action_space, "action", lenient=lenient, of_actions=True)
+
+    def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
+        first = facts[0]
+        observations = [one.observation_space for one in facts]
+        checks.require_agreement(observations, [one.action_space for one in facts], bounds=observation_mode == "same")
+        self.single_observation_space = first.observation_space
+        self.single_action_space = first.action_space
+        self.action_space = batch_space(first.action_space, len(facts))
+        if observation_mode == "same":
+            self.observation_space = batch_space(first.observation_space, len(facts))
+        else:
+            self.observation_space = batch_differing_spaces(observations)
+
+    def _require_open(self) -> None:
+        self._caller.require_open()
+
+    def _require_idle(self, doing: str) -> None:
+        self._require_open()
+        if self._caller.calling:
+            raise PendingError(f"{doing}: a call is pending; take it with call_wait()", "call")
+        if pending := self._caller.num_pending:
+            raise PendingError(
+                f"{doing}: {pending} envs still owe an answer to an earlier call; take it with step_wait(), "
+                "reset_wait() or recv()"
+            )
+
+    def _write_actions(self, actions: Any, ids: Array) -> bool:
+        """Writes or mails the actions. True: they fit no slab, and go to the envs as they were given (`lenient`)."""
+        objects: list[list[Any]] = [[] for _ in ids]
+        try:
+            self._actions.write_batch(actions, self._backend.slab.actions, ids, len(ids), objects)
+        except ActionError:
+            given = self._one_by_one(actions) if self._lenient else []
+            if len(given) != len(ids):
+                raise
+            self._backend.post_actions(ids, [[action] for action in given])
+            return True
+        if self._actions.has_objects:
+            self._backend.post_actions(ids, objects)
+        return False
+
+    def _one_by_one(self, actions: Any) -> list[Any]:
+        """The action of each env, as Gymnasium takes batches apart; none if it can not."""
+        try:
+            return list(iterate(self.action_space, actions))
+        except (TypeError, ValueError, KeyError, IndexError):
+            return []
+
+    def _send(self, ids: Array, as_given: bool) -> None:
+        self.interrupted = False
+        if self._recovery is None or not self._caller.detour:
+            self._caller.send(None if len(ids) == self.num_envs else ids, as_given)
+            return
+        alive, lost = self._recovery.split(ids)
+        if len(alive):
+            self._caller.send(alive, as_given)
+        if len(lost):
+            self._recovery.answer_for(lost)
+
+    def _stepped(self, result: Any, actions: Any) -> StepResult:
+        """What a step has come to that the core could not do alone: see _core/caller.hpp."""
+        if result is False and not self._caller.detour:
+            if self._write_actions(actions, self._all):
+                self._send(self._all, True)
+                result = None
+            else:
+                result = self._caller.step_written()
+                if type(result) is tuple and len(result) == 5:
+                    return result
+        if type(result) is tuple:
+            obs, rewards, terminated, truncated, infos, unusual = result
+            if infos is None and unusual == _INFOS and not self._has_objects:
+                infos = self._infos.read_plain(self._all)
+            if infos is not None and not self._has_objects:
+                obs = self._batch_obs(self._all, []) if obs is None else obs
+                return obs, rewards, terminated, truncated, infos
+            batch = self._batch(self._all, rewards, terminated, truncated, unusual, obs)
+        else:
+            if result is False:
+                self.step_async(actions)
+            batch = self._take_all("step", None)
+        return batch[1:]
+
+    def _take_all(self, doing: str, timeout: float | None) -> Batch:
+        self._require_open()
+        if not (pending := self._caller.num_pending):
+            raise NotPendingError(f"{doing}_wait() without {doing}_async() before it", doing)
+        self._wait(pending, timeout, f"{doing}_wait")
+        return self._collect()
+
+    def _wait(self, min_envs: int, timeout: float | None, doing: str) -> None:
+        timeout, start = checks.timeout_of(timeout), time.monotonic()
+        if start > self._watch_at:  # where some envs are always ready, nothing else would notice that others are dead
+            self._backend.watch(0.0)
+            self._watch_at = start + _WATCH_S
+        while True:
+            waited = time.monotonic() - start
+            left_ns = _SLICE_NS if timeout is None else int((timeout - waited) * 1e9)
+            if self._caller.wait(min_envs, max(0, min(_SLICE_NS, left_ns))):
+                if self._recovery is None or not self._recovery.retry_failed():
+                    return
+                continue
+            self._backend.watch(time.monotonic() - start)
+            if left_ns <= 0:
+                raise WaitTimeout(
+                    f"{doing}(timeout={timeout}): fewer than {min_envs} envs were ready; they stay pending, so the "
+                    "same call may be made again"
+                )
+
+    def _collect(self) -> Batch:
+        ids, rewards, terminated, truncated, unusual = self._caller.collect_ready()
+        reasons: dict[int, str] = {}
+        if self._recovery is not None and (reasons := self._recovery.finish_rows(ids, rewards, terminated, truncated)):
+            unusual |= _FINALS  # they may have ended an episode
+        batch = self._batch(ids, rewards, terminated, truncated, unusual, None)
+        for row, reason in reasons.items():
+            self._infos.add(batch.infos, {"restarted": reason}, row, len(ids))
+        return batch
+
+    def _batch(self, ids: Array, rewards: Floats, terminated: Bools, truncated: Bools, unusual: int, obs: Any) -> Batch:
+        failures = self._backend.failures(ids) if unusual & _NOT_OK else []
+        if failures:
+            failed = [failure.env_index for failure in failures]
+            keep = ~np.isin(ids, failed)
+            ids, rewards, terminated, truncated = ids[keep], rewards[keep], terminated[keep], truncated[keep]
+        letters = self._backend.letters(ids)
+        step_objects = [letter[0] for letter in letters]
+        if obs is None:
+            obs = self._batch_obs(ids, step_objects)
+        infos: Infos = {}
+        if unusual & _FINALS:
+            self._add_finals(infos, ids, [letter[1] for letter in letters])
+        if unusual & _INFOS:
+            infos = {**infos, **self._infos.read(ids, step_objects)}
+        batch = Batch(ids, obs, rewards, terminated, truncated, infos)
+        self._raise_failures(failures, batch)
+        return batch
+
+    def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any]) -> None:
+        for row in np.flatnonzero(self._records["has_final"][ids]).tolist():
+            env = int(ids[row])
+            final_obs = self._obs.single(self._backend.slab.final_obs, env, objects[row])
+            self._infos.add_final(infos, final_obs, self._infos.final(env, objects[row]), row, len(ids))
+
+    def _batch_obs(self, ids: Array, objects: Sequence[Any]) -> Any:
+        rows = self._backend.slab.obs
+        if len(ids) == 0:
+            return self._obs.batch(rows, lambda array: array[:0].copy(), [])
+        part = contiguous(ids)
+        if part is not None and self.copy:
+            return self._obs.batch(rows, lambda array: array[part].copy(), objects)
+        return self._obs.batch(rows, lambda array: array[ids if part is None else part], objects)
+
+    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
+        """Raises the first as EnvError; `batch` holds the rows of the envs that did not fail."""
+        if failures:
+            error = to_one_exception(failures)
+            if isinstance(error, (EnvError, CannotTravel)):
+                error.batch = batch
+            raise error

@@ -1,0 +1,67 @@
+"""What the caller has to know of an env that it never builds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gymnasium import spaces
+
+from muster.envs.agents import AgentsEnv
+from muster.envs.layout import AgentLayout
+from muster.errors import OneEnvPerProcess, SpecMismatch
+from muster.introspection import type_name
+from muster.spaces.compare import first_difference
+from muster.spaces.tree import Space
+
+
+@dataclass(frozen=True)
+class EnvFacts:
+    """What the caller has to know of an env that it never builds."""
+
+    observation_space: Space
+    action_space: Space
+    metadata: dict[str, Any]
+    render_mode: str | None
+    spec: Any
+    agents: AgentLayout | None = None
+
+
+def facts_of(env: Any) -> EnvFacts:
+    """Raises AttributeError where `env` is no env, SpecMismatch where its spaces are none."""
+    for name in ("observation_space", "action_space"):
+        space = getattr(env, name)
+        if not isinstance(space, spaces.Space):
+            hint = " It comes from the package gym: use gymnasium.spaces" if type_name(space).startswith("gym.") else ""
+            raise SpecMismatch(f"{type_name(env)}.{name} is {space!r:.200}, expected a gymnasium.spaces.Space.{hint}")
+    metadata = getattr(env, "metadata", None) or {}
+    return EnvFacts(
+        env.observation_space,
+        env.action_space,
+        dict(metadata),
+        getattr(env, "render_mode", None),
+        _spec_of(env),
+        env.layout if isinstance(env, AgentsEnv) else None,
+    )
+
+
+def _spec_of(env: Any) -> Any:
+    try:
+        return getattr(env, "spec", None)
+    except Exception:  # Gymnasium's wrappers copy the arguments that are in it, which may raise anything
+        return None
+
+
+def check_one_per_process(env: Any, num_envs: int) -> None:
+    """Raises OneEnvPerProcess if `env` says that it must be alone, and `num_envs` are to be built in its process."""
+    if num_envs > 1 and (getattr(env, "metadata", None) or {}).get("one_per_process"):
+        raise OneEnvPerProcess(
+            f'{type(getattr(env, "unwrapped", env)).__qualname__} declares metadata["one_per_process"] = True, but '
+            f'{num_envs} envs were to be built in one process. Use backend="process" and leave num_workers and '
+            "caller_steps out; each env then gets a process of its own."
+        )
+
+
+def same_facts(a: EnvFacts, b: EnvFacts) -> bool:
+    pairs = ((a.observation_space, b.observation_space), (a.action_space, b.action_space))
+    return a.agents == b.agents and not any(first_difference(x, y, "", bounds=True) for x, y in pairs)

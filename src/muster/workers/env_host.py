@@ -1,0 +1,323 @@
+"""The share of envs that one worker, or the caller itself, builds and steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from muster._core import Stepper, running
+from muster.envs.attributes import get_attribute, set_attribute
+from muster.envs.layout import RowNode, layout_difference
+from muster.errors import CannotTravel, SpecMismatch
+from muster.introspection import type_name
+from muster.pickling import find_culprits
+from muster.recipes.recipe import BuiltEnv, Recipe, WorkerInfo, worker_info_context
+from muster.spaces.compare import first_difference
+from muster.transport.infos import info_object_names
+from muster.transport.mail import Mail
+from muster.transport.slab import Slab
+from muster.worker_info import ask_for_running
+from muster.workers.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
+from muster.workers.failures import Failure, message_of, portable
+from muster.workers.options import EnvCall, ShareOptions
+from muster.workers.resources import own_memory_bytes
+
+_RELEASE_TIMEOUT_S = 2.0
+
+
+class Share:
+    """Builds the envs of `recipes` and steps them by way of `Stepper`, whose host it is.
+
+    dumps: pickles for the caller, where that is another process.
+    """
+
+    def __init__(
+        self,
+        recipes: Sequence[Recipe],
+        info: WorkerInfo,
+        first_env: int,
+        *,
+        dumps: Callable[[object], bytes] | None = None,
+    ) -> None:
+        self.recipes = list(recipes)
+        self.info = info
+        self.first_env = first_env
+        self.dumps = dumps
+        self.envs: list[Any] = []
+        self._built: list[BuiltEnv] = []
+        self._slab: Slab | None = None
+        self._attached = False
+
+    # ---- building
+
+    def build(self, on_built: Callable[[Sequence[int]], None] | None = None) -> Failure | None:
+        """Builds the envs, in order. Where one fails, releases the others and returns the failure.
+
+        on_built: told after each of the first two what memory this process held before the first, and after each.
+        """
+        memory_bytes = [own_memory_bytes()] if on_built is not None else []
+        for i, recipe in enumerate(self.recipes):
+            try:
+                built = self._build_one(i)
+                self._built.append(built)
+                self.envs.append(built.env)
+                check_one_per_process(built.env, len(self.recipes))
+                if on_built is not None and len(self.envs) <= 2:
+                    memory_bytes.append(own_memory_bytes())
+                    on_built(memory_bytes)
+            except BaseException as error:
+                failure = self.failure(recipe.env_index - self.first_env, error)
+                self.close()
+                return failure
+        return None
+
+    def info_of(self, i: int) -> WorkerInfo:
+        """What env i is told of where it is."""
+        return dataclasses.replace(self.info, env_index=self.recipes[i].env_index)
+
+    def _build_one(self, i: int) -> BuiltEnv:
+        with worker_info_context(self.info_of(i)):
+            built = self.recipes[i].build()
+            facts_of(built.env)
+        return built
+
+    def facts(self) -> list[EnvFacts | None]:
+        """Each env's facts; None for an env that equals the share's first, so that big spaces travel once."""
+        first = facts_of(self.envs[0])
+        rest = [facts_of(env) for env in self.envs[1:]]
+        return [first, *(None if same_facts(first, facts) else facts for facts in rest)]
+
+    def attach(self, slab: Slab, line: int, mail: Mail, options: ShareOptions) -> None:
+        """Makes the share ready to step into `slab`."""
+        self._slab = slab
+        self._mail = mail
+        self._line = line
+        found = ((i, self._misfit(i, env)) for i, env in enumerate(self.envs))
+        self._misfits = {i: misfit for i, misfit in found if misfit is not None}
+        self.stepper = Stepper(
+            slab.description,
+            line,
+            self.first_env,
+            self.envs,
+            slab.plan.obs.describe_obs(slab.obs, slab.final_obs),
+            slab.plan.action.describe_action(slab.actions),
+            autoreset=options.autoreset_mode,
+            check_finite=options.check_finite,
+            actions_by_mail=slab.plan.action.has_objects,
+            lends_objects=mail.lends_objects,
+            host=self,
+            patience=options.patience,
+        )
+        self._attached = True
+
+    def _misfit(self, i: int, env: Any) -> SpecMismatch | None:
+        """Why a new env cannot use the rows that were laid out when the vector env was made."""
+        assert self._slab is not None
+        plan, facts = self._slab.plan, facts_of(env)
+        layout = plan.obs.layout if isinstance(plan.obs, RowNode) else None
+        reason = layout_difference(layout, facts.agents)
+        for path, expected, got in (
+            ("observation", plan.obs.space if layout is None else layout.observation_space(), facts.observation_space),
+            ("action", plan.action.space if layout is None else layout.action_space(), facts.action_space),
+        ):
+            if reason is None and (found := first_difference(expected, got, path, bounds=False)) is not None:
+                reason = f"{found.path}: {found.field} is {found.got}, expected {found.expected}"
+        if reason is None:
+            return None
+        return SpecMismatch(
+            f"env {self.first_env + i}, built anew, is laid out otherwise than before: {reason}. Make the factory "
+            "build the same spaces and agents every time",
+            env_index=self.first_env + i,
+        )
+
+    # ---- what the stepper calls, rarely
+
+    def on_error(self, i: int, error: BaseException) -> int:
+        """Env i raised: mails the failure."""
+        return self._mail.put(self.first_env + i, self.failure(i, error))
+
+    def own(self, objects: list[Any]) -> list[Any]:
+        """Copies of what an env has given, which it may change before it is posted or read."""
+        return self._mail.own(objects)
+
+    def post(self, i: int, objects: list[Any], final_objects: list[Any]) -> int:
+        """Mails what env i's observation and infos hold beside numbers."""
+        try:
+            return self._mail.put(self.first_env + i, (objects, final_objects))
+        except Exception as error:
+            culprits = self._culprits(i, objects, final_objects)
+            if self.dumps is None or not culprits:
+                raise
+            raise CannotTravel(
+                f"env {self.first_env + i}: {culprits}. Leave it out, or put something plain in its place"
+            ) from error
+
+    def _culprits(self, i: int, objects: list[Any], final_objects: list[Any]) -> str:
+        """What env i has given that cannot be sent to the caller, by name."""
+        assert self._slab is not None
+        record, found = self._slab.records[self.first_env + i], []
+        for given, schema in ((objects, record["info_schema"]), (final_objects, record["final_schema"])):
+            if not given:
+                continue
+            names = info_object_names(self.stepper.describe_schemas(), int(schema))
+            # Behind the observation's objects come the info's.
+            names = ["the observation"] * (len(given) - len(names)) + names
+            for name, value in zip(names, given, strict=True):
+                found += [f"{one.path} ({one.type}) cannot be sent: {one.reason}" for one in find_culprits(value, name)]
+        return "; ".join(found)
+
+    def take_actions(self, i: int) -> Iterator[Any]:
+        """The objects among env i's actions."""
+        assert self._slab is not None
+        env = self.first_env + i
+        length = int(self._slab.action_mail_bytes[env])
+        return iter(self._mail.get(self._slab.plan.num_envs + env, length) or ())
+
+    def on_new_schema(self) -> None:
+        """A new layout of infos: mails them all, in place of the last letter."""
+        assert self._slab is not None
+        box = 2 * self._slab.plan.num_envs + self._line
+        self._slab.schema_mail_bytes[self._line] = self._mail.put(box, self.stepper.describe_schemas())
+
+    # ---- commands
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
+        """Resets some envs; each is published as soon as it is done."""
+        interrupt: BaseException | None = None
+        for env, seed in zip(env_ids, seeds, strict=True):
+            i = env - self.first_env
+            if (refusal := interrupt or self._misfits.get(i)) is not None:
+                self.stepper.refuse(i, refusal)
+                continue
+            error = self.stepper.reset_env(i, seed, options)
+            interrupt = error if self.dumps is None else None  # the caller's own Ctrl-C: the rest fail with it
+
+    def refuse(self, env_ids: Sequence[int], error: Exception) -> None:
+        """Answers the requests that are pending for some envs with an exception."""
+        for env in env_ids:
+            self.stepper.refuse(env - self.first_env, error)
+
+    def restart(self, env: int, seed: int | None, options: Any, resets_now: bool, rebuilds: bool) -> None:
+        """Answers the request that is pending for `env` with a new episode; in a new worker the env is new already."""
+        i = env - self.first_env
+        if rebuilds:
+            try:
+                error = self._close_one(i, self._built[i])
+                if isinstance(error, KeyboardInterrupt):
+                    raise error
+                self._built[i] = self._build_one(i)
+            except BaseException as error:
+                self.stepper.refuse(i, error)
+                return
+            self._misfits.pop(i, None)
+            if (misfit := self._misfit(i, self._built[i].env)) is not None:
+                self._misfits[i] = misfit
+        if i in self._misfits:
+            self.stepper.refuse(i, self._misfits[i])
+            return
+        self.stepper.replace_env(i, self._built[i].env, seed)
+        if resets_now:
+            self.stepper.reset_env(i, seed, options)
+        else:
+            self.stepper.acknowledge(i)
+
+    def call(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """``env.name(*args, **kwargs)``, or the attribute's value, of each env; a Failure where it raised."""
+        results: list[Any] = []
+        for i, env in enumerate(self.envs):
+            try:
+                with worker_info_context(self.info_of(i)):
+                    results.append(_call(env, self.first_env + i, name, args, kwargs))
+            except BaseException as error:
+                results.append(self._failed_call(i, error))
+        return results
+
+    def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
+        """Sets an attribute of each env to its own value."""
+        results: list[Failure | None] = []
+        for i, (env, value) in enumerate(zip(self.envs, values, strict=True)):
+            try:
+                with worker_info_context(self.info_of(i)):
+                    set_attribute(env, name, value)
+                results.append(None)
+            except BaseException as error:
+                results.append(self._failed_call(i, error))
+        return results
+
+    def _failed_call(self, i: int, error: BaseException) -> Failure:
+        if isinstance(error, KeyboardInterrupt) and self.dumps is None:
+            raise error  # the caller's own Ctrl-C
+        return self.failure(i, error)
+
+    def close(self) -> list[Failure]:
+        """Closes the envs and releases what was built for them. Raises nothing; returns what was raised."""
+        failures = []
+        all_built, self._built = self._built, []
+        for i, built in enumerate(all_built):
+            error = self._close_one(i, built)
+            if error is not None:
+                failures.append(self.failure(i, error))
+        self.envs.clear()
+        return failures
+
+    def _close_one(self, i: int, built: BuiltEnv) -> BaseException | None:
+        error: BaseException | None = None
+        with worker_info_context(self.info_of(i)):
+            try:
+                built.env.close()
+            except BaseException as raised:  # Ctrl-C, too: the others are to be closed
+                error = raised
+            built.release(_RELEASE_TIMEOUT_S)
+        return error
+
+    def failure(self, i: int, error: BaseException) -> Failure:
+        """What `error`, raised by env i, will tell the caller."""
+        env = self.first_env + i
+        step = None if self._slab is None else int(self._slab.records["episode_length"][env])
+        return Failure(
+            env_index=env,
+            worker_index=self.info.worker_index,
+            step=step,
+            type_name=type_name(error),
+            message=message_of(error),
+            worker_traceback="".join(traceback.format_exception(error)),
+            exception=error if self.dumps is None else portable(error, self.dumps),
+        )
+
+
+def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not isinstance(name, str):
+        return name(env, index)
+    value = get_attribute(env, name)
+    return value(*args, **kwargs) if callable(value) else value
+
+
+# The hosts that the core knows are shares: this is the first place that knows both them and `get_worker_info`.
+ask_for_running(running)
+
+
+def seed_globals(seed: int | Sequence[int]) -> None:
+    """Seeds the generators that envs share by mistake: `random`, `numpy.random`, and torch where it is loaded."""
+    words = np.random.SeedSequence(seed).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))  # noqa: NPY002  # the legacy generator is the one that envs share
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(int(words[2]))
+
+
+def settle(*, collects: bool) -> None:
+    """Takes what exists now out of the garbage collector's way.
+
+    collects: not in a fork of the caller, where a collection would copy every page of the caller's heap.
+    """
+    if collects:
+        gc.collect()
+    gc.freeze()

@@ -1,0 +1,169 @@
+"""The caller's handle of one worker process, and how one comes about."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.errors import WorkerDied, WorkerTimeout
+from muster.recipes.recipe import Recipe
+from muster.transport.channel import Channel
+from muster.transport.slab import memfd
+from muster.workers.deaths import explain_death, name_envs
+from muster.workers.launcher_client import WorkerProcess, close_own, disown, fork_worker, own
+from muster.workers.worker_main import STACK_SIGNAL, main
+
+# Its pid, its pidfd, and the pipe that will tell its exit code, where it is no child of this process.
+Started = tuple[int, int, int | None]
+
+_STACK_S = 0.5
+# As faulthandler writes it, for `recipe.unpack`.
+_UNPACKS = re.compile(r'muster/recipes/recipe\.py", line \d+ in unpack')
+_UNPACKS_HINT = (
+    "\nIt has not come further than to rebuild the factory, the wrappers and the values of env_kwargs that were sent "
+    "to it; the first line of the stack is in the object that hangs.\nBuild that in the worker instead:\n"
+    '    muster.make_vec(..., env_kwargs={"name": muster.lazy(MyClass, ...)})'
+)
+
+
+@dataclass
+class WorkerHandle:
+    """One worker as the caller sees it."""
+
+    index: int
+    envs: range
+    process: WorkerProcess
+    channel: Channel
+    seen: tuple[int, ...] = ()  # its state when it last changed, and when that was
+    seen_at: float = 0.0
+    # A replacement starts while the caller goes on: until when it may, for what reason, and what it is to be sent then.
+    starting_until: float | None = None
+    replaces: str = ""
+    outbox: list[bytes] = field(default_factory=list)
+    ready_at: float = 0.0  # when it had started, if it is a replacement
+    launched_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def building(self) -> str:
+        """What a worker that has not started yet is doing, in words."""
+        return f"building its envs for {time.monotonic() - self.launched_at:.3g} s"
+
+    def died(self, doing: str) -> WorkerDied:
+        """The error that tells of its death. doing: what it was doing, in words."""
+        self.process.wait(1.0)
+        exit_code = self.process.exit_code
+        message = explain_death(self.index, self.envs, exit_code, doing, self.process.tail())
+        return WorkerDied(message, worker_index=self.index, env_indices=tuple(self.envs), exit_code=exit_code)
+
+    def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
+        """The error that tells that it hangs, with its Python stack. It is the caller's to kill it."""
+        return WorkerTimeout(
+            f"worker {self.index} ({name_envs(self.envs)}) did not answer for {elapsed_s:.1f} s ({limit}) and was "
+            f"killed; it was {doing}.{self._stack()}",
+            worker_index=self.index,
+            env_indices=tuple(self.envs),
+        )
+
+    def slow_to_start(self, limit_s: float) -> str:
+        """Tells that it has not started yet, and where it is, while it may still go on. limit_s: until when."""
+        return (
+            f"worker {self.index} ({name_envs(self.envs)}) has been {self.building}, and may go on until "
+            f"start_timeout={limit_s}.{self._stack()}"
+        )
+
+    def _stack(self) -> str:
+        stack = python_stack(self.process)
+        return f"{_UNPACKS_HINT if _UNPACKS.search(stack) else ''}\nIts Python stack:\n{stack}"
+
+    def retire(self) -> None:
+        """Kills it, and closes what this end holds of it."""
+        self.process.kill()
+        self.process.wait(5.0)
+        if (fd := self.channel.fileno()) >= 0:
+            disown(fd)
+            self.channel.close()
+        self.process.release()
+
+
+def launch_worker(
+    line: int,
+    envs: range,
+    shared_fds: Mapping[str, int],
+    start: Callable[[Mapping[str, int]], Started],
+    *,
+    watch: Callable[[], None],
+    shares_main: bool,
+) -> WorkerHandle:
+    """Starts a worker by `start`, which is given the fds of `launcher.WORKER_FDS`.
+
+    watch, shares_main: see `Channel`, `mail.dumps`.
+    """
+    with contextlib.ExitStack() as theirs_only, contextlib.ExitStack() as ours_on_failure:
+        ours, theirs = Channel.pair()
+        own(ours.fileno())
+        ours_on_failure.callback(lambda: close_own(ours.detach()))
+        theirs_only.enter_context(theirs)
+        stderr_read, stderr_write = os.pipe()
+        ours_on_failure.callback(os.close, stderr_read)
+        theirs_only.callback(os.close, stderr_write)
+        tail = memfd(f"tail-{line}")
+        ours_on_failure.callback(os.close, tail)
+        caller = os.pidfd_open(os.getpid())
+        theirs_only.callback(os.close, caller)
+        pid, pidfd, status = start(
+            {
+                **shared_fds,
+                "channel": theirs.fileno(),
+                "tail": tail,
+                "stderr_read": stderr_read,
+                "stderr_write": stderr_write,
+                "stdout": _stream_fd(sys.__stdout__, 1),
+                "stderr": _stream_fd(sys.__stderr__, 2),
+                "caller": caller,
+            }
+        )
+        ours_on_failure.pop_all()
+    process = WorkerProcess(pid, pidfd, status, tail, stderr_read)
+    return WorkerHandle(line, envs, process, Channel(ours, watch, shares_main=shares_main))
+
+
+def fork_worker_for(recipes: Sequence[Recipe], fds: Mapping[str, int]) -> Started:
+    """Forks the caller into a worker for `recipes`, which are inherited."""
+    with contextlib.ExitStack() as theirs:
+        copies = {}
+        for name, fd in fds.items():
+            copies[name] = os.dup(fd)
+            theirs.callback(os.close, copies[name])
+        pid, pidfd = fork_worker(lambda fds: main(fds, recipes), copies)
+    return pid, pidfd, None
+
+
+def python_stack(process: WorkerProcess) -> str:
+    """What a worker that hangs is doing, as faulthandler tells it."""
+    before = process.tail_size()
+    process.send_signal(STACK_SIGNAL)
+    deadline = time.monotonic() + _STACK_S
+    while process.tail_size() == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)  # the report is written line by line
+    text = process.tail() if process.tail_size() != before else ""
+    return text or "(none: the process does not react to signals; it may be stopped or in the kernel)"
+
+
+def name_workers(workers: Sequence[WorkerHandle]) -> str:
+    """``worker 1 has`` or ``workers 0, 2 have``."""
+    names = ", ".join(str(worker.index) for worker in workers)
+    return f"worker {names} has" if len(workers) == 1 else f"workers {names} have"
+
+
+def _stream_fd(stream: Any, fallback: int) -> int:
+    try:
+        return int(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return fallback

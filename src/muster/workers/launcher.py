@@ -1,0 +1,205 @@
+"""The launcher: a small, single-threaded process that is the parent of a caller's fresh workers.
+
+Why not the caller itself? Forking it would copy its threads' locks and its memory; and a worker whose parent is a
+thread of the caller cannot be told apart from one whose parent has died. The launcher never runs user code, so its
+forks are clean; it outlives nothing: when the caller is gone, by whatever signal, it kills the workers and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from muster._core import die_with_parent
+from muster.workers.killing import kill_group, kill_left, kill_with_all
+
+# The fds that a worker gets, in the order in which they travel.
+WORKER_FDS = ("channel", "slab", "mail", "tail", "stderr_read", "stderr_write", "stdout", "stderr", "caller")
+HEADER = struct.Struct("<Q")
+
+
+class Launcher:
+    """The loop. Requests come from the caller over `control`; exit statuses go back over a pipe for each worker."""
+
+    def __init__(self, control: socket.socket, caller_pidfd: int) -> None:
+        self._control = control
+        self._caller_pidfd = caller_pidfd
+        self._workers: dict[int, tuple[int, int]] = {}  # by pidfd: pid and status pipe
+        self._poller = select.poll()
+        self._poller.register(control, select.POLLIN)
+        self._poller.register(caller_pidfd, select.POLLIN)
+
+    def run(self) -> NoReturn:
+        while True:
+            for fd, _ in self._poller.poll():
+                if fd in self._workers:
+                    self._reap(fd)
+                elif fd == self._caller_pidfd or not self._serve():
+                    self._end()
+
+    def _serve(self) -> bool:
+        """One request; False if there will be no more."""
+        try:
+            return self._serve_one()
+        except ConnectionError:  # the caller ended meanwhile
+            return False
+
+    def _serve_one(self) -> bool:
+        header, fds, _, _ = socket.recv_fds(self._control, HEADER.size, len(WORKER_FDS) + 1)
+        if len(header) < HEADER.size:
+            return False
+        (length,) = HEADER.unpack(header)
+        body = b""
+        while len(body) < length:
+            part = self._control.recv(length - len(body))
+            if not part:
+                return False
+            body += part
+        request = pickle.loads(body)
+        *worker_fds, status = fds
+        os.set_inheritable(status, False)
+        pid = self._start(request, dict(zip(WORKER_FDS, worker_fds, strict=True)), status)
+        pidfd = os.pidfd_open(pid)
+        self._workers[pidfd] = (pid, status)
+        self._poller.register(pidfd, select.POLLIN)
+        for fd in worker_fds:
+            os.close(fd)
+        socket.send_fds(self._control, [HEADER.pack(pid)], [pidfd])
+        return True
+
+    def _start(self, request: dict[str, Any], fds: dict[str, int], status: int) -> int:
+        if request["method"] == "spawn":
+            process = subprocess.Popen(
+                python_command(request["path"], f"{__name__}:spawned", fds),
+                env=request["environ"],
+                cwd=request["cwd"],
+                pass_fds=list(fds.values()),
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # not a session: see docs/adr/0001-launcher.md
+            )
+            process.returncode = 0  # `_reap` waits for it; Popen must not
+            return process.pid
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(request, fds, status)
+        return pid
+
+    def _become_worker(self, request: dict[str, Any], fds: dict[str, int], status: int) -> NoReturn:
+        try:
+            die_with_parent()
+            os.setpgid(0, 0)
+            for fd in (self._control.detach(), self._caller_pidfd, status, *self._workers):
+                os.close(fd)
+            for _, pipe in self._workers.values():
+                os.close(pipe)
+            os.environ.clear()
+            os.environ.update(request["environ"])
+            if request["cwd"] is not None:
+                os.chdir(request["cwd"])
+            sys.path[:] = request["path"]
+            from muster.workers.worker_main import main
+
+            main(fds)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(1)
+
+    def _reap(self, pidfd: int) -> None:
+        pid, status = self._workers.pop(pidfd)
+        self._poller.unregister(pidfd)
+        kill_left(pid, pidfd, os.getsid(0))
+        _, raw = os.waitpid(pid, 0)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(status, str(os.waitstatus_to_exitcode(raw)).encode())
+        os.close(status)
+        os.close(pidfd)
+
+    def _end(self) -> NoReturn:
+        for pid, _ in self._workers.values():
+            kill_with_all(pid, os.getsid(0), partial(os.kill, pid))
+            kill_group(pid)
+        os._exit(0)
+
+
+def python_command(path: Sequence[str], entry: str, *arguments: Any) -> list[str]:
+    """The command line of a fresh Python that calls `entry`, under this one's ``-O``, ``-X`` and ``-W``.
+
+    path: its ``sys.path``.  entry: ``"module:function"``.  arguments: the function's; what JSON can hold.
+
+    Not under those that decide what Python reads when it starts, such as ``-E`` and ``-S``: the environment and the
+    path are handed over as they are here. With -P, since a json.py in the working directory is not to stand for the
+    standard library's; and Python 3.13.0 cannot import NumPy without it where that directory is gone.
+    """
+    flags = ["-O"] * sys.flags.optimize
+    flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
+    flags += [f"-W{option}" for option in sys.warnoptions]
+    module, function = entry.split(":")
+    code = (
+        "import sys, json; path, *arguments = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
+        f"from {module} import {function}; {function}(*arguments)"
+    )
+    return [sys.executable, *flags, "-P", "-c", code, *map(json.dumps, (path, *arguments))]
+
+
+def leave_terminal() -> None:
+    """Gives up the caller's terminal: what is not in its foreground is stopped for using it."""
+    with contextlib.suppress(OSError):  # there is none
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            fcntl.ioctl(terminal, termios.TIOCNOTTY)
+        finally:
+            os.close(terminal)
+
+
+def fill_standard_fds() -> list[int]:
+    """Opens /dev/null in the places of stdin, stdout and stderr that are closed; returns those."""
+    filled = []
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+        filled.append(fd)
+    os.close(fd)
+    return filled
+
+
+def spawned(fds: dict[str, int]) -> NoReturn:
+    """A spawned worker, from its command line. It belongs to the launcher before it imports anything more."""
+    die_with_parent()
+    from muster.workers.worker_main import main
+
+    main(fds)
+
+
+def preload() -> None:
+    """Imports what every worker needs, once for all forks."""
+    importlib.import_module("muster.workers.worker_main")
+    gc.collect()
+    gc.freeze()
+
+
+def main(control_fd: int, caller_pidfd: int, preloads: bool) -> NoReturn:
+    """The launcher process, from its command line."""
+    # The caller's stdout and stderr may have ended here, as what Python's `open` has opened does. What comes by the
+    # socket is not to take their places.
+    fill_standard_fds()
+    leave_terminal()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it would have it ignored here, too
+    if preloads:
+        preload()
+    Launcher(socket.socket(fileno=control_fd), caller_pidfd).run()

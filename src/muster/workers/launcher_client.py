@@ -1,0 +1,331 @@
+"""Starting worker processes: by the launcher (forkserver, spawn) or by forking the caller (fork)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, NoReturn, TypeVar
+
+from muster._core import continue_without_parent, kill_started
+from muster.transport.channel import Channel
+from muster.workers.killing import kill_left, kill_with_all
+from muster.workers.launcher import HEADER, WORKER_FDS, fill_standard_fds, leave_terminal, python_command
+from muster.workers.worker_main import flush_streams
+
+# Variables that native libraries read when they are loaded.
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+_TAIL_LINES = 20
+# It has 0.3 s of imports to do at first, and then only to fork.
+_ANSWER_S = 60.0
+
+E = TypeVar("E", "Channel", "WorkerProcess")
+
+# The caller's ends of everything that belongs to workers: a forked worker closes what is not its own.
+_own_fds: set[int] = set()
+
+
+def own(*fds: int | None) -> None:
+    """Notes fds that only the caller is to have."""
+    _own_fds.update(fd for fd in fds if fd is not None)
+
+
+def disown(fd: int) -> None:
+    """Forgets an fd that is about to be closed."""
+    _own_fds.discard(fd)
+
+
+def close_own(*fds: int | None) -> None:
+    """Closes fds noted by `own`."""
+    for fd in fds:
+        if fd in _own_fds:
+            _own_fds.discard(fd)
+            os.close(fd)
+
+
+class WorkerProcess:
+    """The caller's handle of one worker. Its `fileno` becomes readable when the worker has ended."""
+
+    def __init__(self, pid: int, pidfd: int, status_fd: int | None, tail_fd: int, stderr_fd: int) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        self._status_fd = status_fd  # None: a child of this process, whose status the kernel tells
+        self._tail_fd = tail_fd
+        self._stderr_fd = stderr_fd
+        self._session = os.getsid(0)  # the worker's, too; the caller may leave it
+        self._exit_code: int | None = None
+        self._ended = False
+        self._released = False
+        own(pidfd, status_fd, tail_fd, stderr_fd)
+
+    def fileno(self) -> int:
+        return self._pidfd if self._status_fd is None else self._status_fd
+
+    def has_ended(self) -> bool:
+        """Whether it has; also reaps it and what it left running."""
+        if not self._ended and select_readable(self.fileno(), 0.0):
+            self._exit_code = self._reap()
+            self._ended = True
+        return self._ended
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for a signal; None while it runs, or where nobody knows: it has been reaped by somebody else."""
+        return self._exit_code
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until it has ended."""
+        select_readable(self.fileno(), timeout_s)
+        return self.has_ended()
+
+    def kill(self) -> None:
+        """SIGKILL. What it has started dies with it."""
+        if not self.has_ended():
+            kill_with_all(self.pid, self._session, self.send_signal)
+
+    def send_signal(self, number: int) -> None:
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def tail(self) -> str:
+        """The last lines that it wrote to stderr, and its crash report."""
+        rest = b""
+        os.set_blocking(self._stderr_fd, False)
+        with contextlib.suppress(BlockingIOError):
+            rest = os.read(self._stderr_fd, 1 << 16)
+        size = os.fstat(self._tail_fd).st_size
+        kept = os.pread(self._tail_fd, 1 << 14, max(0, size - (1 << 14)))
+        return "\n".join(_telling_lines((kept + rest).decode(errors="replace").splitlines()))
+
+    def tail_size(self) -> int:
+        return os.fstat(self._tail_fd).st_size
+
+    def release(self) -> None:
+        """Closes what this end holds. The process must have ended."""
+        if not self._released:
+            close_own(self._pidfd, self._status_fd, self._tail_fd, self._stderr_fd)
+            self._released = True
+
+    def _reap(self) -> int | None:
+        if self._status_fd is not None:
+            text = os.read(self._status_fd, 16)
+            if not text:  # the launcher is gone, and with it the worker, but not what the worker had started
+                self.send_signal(signal.SIGKILL)
+                self._kill_orphans()
+                return None
+            return int(text)
+        try:
+            kill_left(self.pid, self._pidfd, self._session)
+            _, raw = os.waitpid(self.pid, 0)
+        except ChildProcessError:  # the caller ignores SIGCHLD, or waits for any child itself
+            self._kill_orphans()
+            return None
+        return os.waitstatus_to_exitcode(raw)
+
+    def _kill_orphans(self) -> None:
+        """Kills what it has left running, where another process is to reap it, or has."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, 0)
+            is_reaped = False
+        except ProcessLookupError:
+            is_reaped = True
+        kill_started(self.pid, self._session, is_reaped)
+
+
+def _telling_lines(lines: list[str]) -> list[str]:
+    """The last lines; of a stack, whose most recent call comes first, the first ones."""
+    stacks = [at for at, line in enumerate(lines) if line.startswith("Current thread")]
+    if not stacks:
+        return lines[-_TAIL_LINES:]
+    first = max(0, stacks[-1] - 5)
+    end = first + _TAIL_LINES
+    return lines[first:end] + lines[max(end, len(lines) - 5) :]
+
+
+def select_readable(fd: int, timeout_s: float | None) -> bool:
+    """Whether `fd` becomes readable within the time."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
+
+
+def readable(ends: Sequence[E], timeout_s: float) -> list[E]:
+    """Those of `ends` that have a message within the time, or have been closed at the other end, or have ended."""
+    poller = select.poll()
+    by_fd = {end.fileno(): end for end in ends}
+    for fd in by_fd:
+        poller.register(fd, select.POLLIN)
+    return [by_fd[fd] for fd, _ in poller.poll(timeout_s * 1000)]
+
+
+class LauncherLost(Exception):
+    """The launcher process ended while it started a worker."""
+
+
+class LauncherClient:
+    """The caller's end of a launcher process. Shared by the vector envs of one caller, ended with the last of them."""
+
+    _running: ClassVar[dict[tuple[int, str, int], LauncherClient]] = {}
+    _lock = threading.Lock()
+
+    @classmethod
+    def acquire(cls, method: str, threads: int) -> LauncherClient:
+        """The running launcher for this process, start method and thread limit, or a new one."""
+        key = (os.getpid(), method, threads)
+        with cls._lock:
+            client = cls._running.get(key)
+            if client is None or not client.is_usable():
+                client = cls._running[key] = cls(key)
+            client._users += 1
+            return client
+
+    def __init__(self, key: tuple[int, str, int]) -> None:
+        self._key = key
+        _, method, threads = key
+        self._users = 0
+        self._in_step = True
+        self._request_lock = threading.Lock()
+        with contextlib.ExitStack() as theirs_only, contextlib.ExitStack() as ours_on_failure:
+            self._control, theirs = socket.socketpair()
+            ours_on_failure.enter_context(self._control)
+            theirs_only.enter_context(theirs)
+            caller = os.pidfd_open(os.getpid())
+            theirs_only.callback(os.close, caller)
+            fds = (theirs.fileno(), caller)
+            self._process = subprocess.Popen(
+                python_command(sys.path, "muster.workers.launcher:main", *fds, method == "forkserver"),
+                env=worker_environment(threads),
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+            )
+            ours_on_failure.pop_all()
+        own(self._control.fileno())
+
+    def is_usable(self) -> bool:
+        """Whether workers can be started by it."""
+        return self._in_step and self._process.poll() is None
+
+    def release(self) -> None:
+        """One user less; with the last the launcher ends."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            if self._running.get(self._key) is self:
+                del self._running[self._key]
+        disown(self._control.fileno())
+        # Not merely closed: a forked child of the caller may hold the socket open.
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def start(self, fds: Mapping[str, int]) -> tuple[int, int, int]:
+        """Starts a worker on `fds`; returns its pid, pidfd and the pipe that will tell its exit code."""
+        _, method, threads = self._key
+        request = {
+            "method": method,
+            "path": sys.path,
+            "cwd": _working_directory(),
+            "environ": worker_environment(threads),
+        }
+        body = pickle.dumps(request)
+        with contextlib.ExitStack() as ours_on_failure:
+            status_read, status_write = os.pipe()
+            ours_on_failure.callback(os.close, status_read)
+            try:
+                pid, pidfd = self._request(body, [*(fds[name] for name in WORKER_FDS), status_write])
+            except ConnectionError as error:
+                raise LauncherLost from error
+            finally:
+                os.close(status_write)
+            ours_on_failure.pop_all()
+        return pid, pidfd, status_read
+
+    def _request(self, body: bytes, fds: Sequence[int]) -> tuple[int, int]:
+        """Has a worker started on `fds`; returns its pid and pidfd."""
+        with self._request_lock:
+            # Until the answer is here: an interrupt in between leaves one that nobody waits for.
+            self._in_step = False
+            socket.send_fds(self._control, [HEADER.pack(len(body))], fds)
+            self._control.sendall(body)
+            if not select_readable(self._control.fileno(), _ANSWER_S):
+                self._process.kill()  # stopped, or stuck: it must not start the worker later, beside another one
+            answer, pidfds, _, _ = socket.recv_fds(self._control, HEADER.size, 1)
+            if len(answer) < HEADER.size:
+                raise LauncherLost
+            self._in_step = True
+        if not pidfds:  # the kernel leaves out what this process may not open; the worker ends with its channel
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return HEADER.unpack(answer)[0], pidfds[0]
+
+
+@contextlib.contextmanager
+def standard_fds() -> Iterator[None]:
+    """Holds the places of stdin, stdout and stderr where they are closed: nothing that is opened is to take them."""
+    held = fill_standard_fds()
+    try:
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def _working_directory() -> str | None:
+    """None where it has been deleted; a worker then stays where the launcher is."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """The caller's environment, with the limits of native thread pools that the caller did not set itself."""
+    return {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), **os.environ}
+
+
+def fork_worker(run: Callable[[Mapping[str, int]], NoReturn], fds: Mapping[str, int]) -> tuple[int, int]:
+    """Forks the caller; the child runs `run(fds)`, which ends it. Returns pid and pidfd."""
+    flush_streams()
+    pid = os.fork()
+    if pid:
+        try:
+            return pid, os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+    try:
+        os.setpgid(0, 0)
+        leave_terminal()
+        # Not killed with the parent: that would be with the thread that forked it, and spare the worker's children.
+        continue_without_parent()
+        for fd in _own_fds - set(fds.values()):
+            os.close(fd)
+        _own_fds.clear()
+        run(fds)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)

@@ -1,0 +1,202 @@
+"""A worker of the thread backend: the thread, and how it is ended."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import ctypes
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from muster.recipes.recipe import Recipe, WorkerInfo, worker_info_context
+from muster.workers.deaths import name_envs
+from muster.workers.env_host import Share
+from muster.workers.failures import Failure
+
+_log = logging.getLogger("muster")
+# How long a thread may take to finish what it is at when the vector env closes, and then to end by an interrupt.
+# Together under 2 s: after Ctrl-C nobody waits longer.
+_GRACE_S = 1.0
+_INTERRUPT_S = 0.5
+
+
+class _Share(Share):
+    """A share that tells before it closes its envs."""
+
+    before_close: Callable[[], None]
+
+    def close(self) -> list[Failure]:
+        self.before_close()
+        return super().close()
+
+
+class ThreadWorker:
+    """One thread and its share of the envs. What it is told goes into `inbox`.
+
+    It holds no reference to the vector env, so that a vector env nobody uses any more is collected and closed.
+    last_answer: the number of the message that was answered last, and the answer. It is only looked at, never taken
+    away, so that a wait that Ctrl-C ends loses nothing; `answered` holds something after each, to wait for.
+    closes: whether it closes its envs, or has ended.  failures: what that raised.
+
+    No Event, nor anything else of `threading` that is written in Python: Ctrl-C in a wait may leave it broken.
+    """
+
+    BUILDING = 0
+
+    def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo, first_env: int) -> None:
+        self.share = _Share(recipes, info, first_env)
+        self.share.before_close = self._shield
+        self.inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.last_answer: tuple[int, Any] = (-1, None)
+        self.answered: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.failures: list[Failure] = []
+        self.crash: BaseException | None = None
+        self.closes = False
+        self._interrupting = threading.Lock()
+        # A daemon: a step that never ends must not keep the interpreter from ending.
+        name = f"muster-worker-{info.worker_index}"
+        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    @property
+    def envs(self) -> range:
+        return range(self.share.first_env, self.share.first_env + len(self.share.recipes))
+
+    def __str__(self) -> str:
+        return f"worker {self.share.info.worker_index} ({name_envs(self.envs)})"
+
+    def interrupt(self) -> None:
+        """Raises SystemExit in the thread; that reaches Python code, not a native call."""
+        with self._interrupting:
+            _raise_exit_in(self.thread.ident)
+
+    def interrupt_unless_closing(self) -> None:
+        """As `interrupt`, but spares ``env.close()``."""
+        with self._interrupting:
+            if not self.closes:
+                _raise_exit_in(self.thread.ident)
+
+    def _shield(self) -> None:
+        """From here on `interrupt_unless_closing` does nothing, nor does what it did a moment ago."""
+        while not self.closes:
+            with contextlib.suppress(SystemExit):
+                with self._interrupting:
+                    self.closes = True
+                _let_exit_come_up()
+
+    def _main(self) -> None:
+        try:
+            with worker_info_context(self.share.info):
+                try:
+                    self._run()
+                except SystemExit:  # an interrupt that came between two envs
+                    self.failures += self.share.close()
+        except BaseException as error:  # told by the caller's watch: nobody reads a thread's traceback
+            self.crash = error
+        finally:
+            self.closes = True
+
+    def _run(self) -> None:
+        failure = self.share.build()
+        self._reply(self.BUILDING, failure or self.share.facts())
+        if failure:
+            return
+        # The core returns from stepping when a message has come.
+        while self._answer(*self.inbox.get()):
+            self.share.stepper.run()
+
+    def _answer(self, kind: str, number: int, *arguments: Any) -> bool:
+        """False once the thread is to end."""
+        if kind == "attach":
+            self.share.attach(*arguments)
+            self._reply(number, None)
+        elif kind == "reset":
+            self.share.reset(*arguments)
+        elif kind == "restart":
+            self.share.restart(*arguments)
+        elif kind == "call":
+            self._reply(number, self.share.call(*arguments))
+        elif kind == "set_attr":
+            self._reply(number, self.share.set_attr(*arguments))
+        else:
+            self.failures += self.share.close()
+        return kind != "close"
+
+    def _reply(self, number: int, answer: Any) -> None:
+        self.last_answer = number, answer
+        self.answered.put(None)
+
+
+def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failure]:
+    """What ``env.close()`` raised, of threads that have been told to close; those that hang are interrupted.
+
+    A thread that goes on with something else is given `_GRACE_S`, one that closes its envs `timeout_s`.
+    """
+    # What lives in the caller's own process is closed with care, also after an error and without a timeout.
+    busy_until, deadline = time.monotonic() + _GRACE_S, time.monotonic() + timeout_s
+    try:
+        while not all(worker.closes for worker in workers) and time.monotonic() < busy_until:
+            time.sleep(0.002)
+    finally:  # also where another Ctrl-C ends the wait
+        _interrupt(workers, ThreadWorker.interrupt_unless_closing, lambda worker: not worker.closes)
+    deadline = max(deadline, time.monotonic() + _INTERRUPT_S)
+    try:
+        for worker in workers:
+            if worker.closes:
+                worker.thread.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        closing = [worker for worker in workers if worker.closes]
+        _interrupt(closing, ThreadWorker.interrupt, lambda worker: worker.thread.is_alive())
+    failures: list[Failure] = []
+    for worker in workers:
+        if worker.thread.is_alive():
+            _log.warning("%s is left behind: it is in a native call that does not return.", worker)
+        else:
+            failures += worker.failures
+    return failures
+
+
+def _interrupt(
+    workers: Sequence[ThreadWorker], interrupt: Callable[[ThreadWorker], None], hangs: Callable[[ThreadWorker], bool]
+) -> None:
+    """Interrupts those of the threads that hang, until none does, or for `_INTERRUPT_S`."""
+    deadline = time.monotonic() + _INTERRUPT_S
+    interrupted = False
+    # Again and again: a thread's next env may be no better. A thread that still runs Python code when the interpreter
+    # ends would crash the process.
+    try:
+        while (hanging := [worker for worker in workers if hangs(worker)]) and time.monotonic() < deadline:
+            interrupted = True
+            for worker in hanging:
+                interrupt(worker)
+            hanging[0].thread.join(0.02)
+    finally:
+        if interrupted:
+            _forget_exits()
+
+
+def _raise_exit_in(ident: int | None) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(SystemExit))
+
+
+def _let_exit_come_up() -> None:
+    """What has been raised in this thread comes up behind a call at the latest."""
+    time.sleep(0)
+
+
+def _forget_exits() -> None:
+    """Has Python forget that exceptions were raised in threads which ended, or hang, without having noticed.
+
+    Before 3.13 it notes that once for all threads, until one does notice. Until then Python 3.11 hangs in the next
+    function that is profiled or traced, as by a debugger.
+    """
+
+    def notice() -> None:
+        with contextlib.suppress(SystemExit):
+            _raise_exit_in(threading.get_ident())
+            _let_exit_come_up()
+
+    _thread.start_new_thread(notice, ())

@@ -1,0 +1,290 @@
+"""The worker processes of one vector env: how they are started, readied to step, and replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import pickle
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from muster.recipes.recipe import Recipe, WorkerInfo, check_forkable, pack
+from muster.transport.big_arrays import Freight
+from muster.transport.channel import ChannelClosed
+from muster.transport.slab import Plan, memfd
+from muster.workers.env_facts import EnvFacts
+from muster.workers.failures import Failure, to_exception
+from muster.workers.handle import Started, WorkerHandle, fork_worker_for, launch_worker
+from muster.workers.launcher_client import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
+from muster.workers.memory_plan import Built, MemoryPlan
+from muster.workers.messages import BUILD, StartOrder
+from muster.workers.options import ShareOptions
+
+SLICE_S = 0.05
+PATIENT_S = 60.0  # a wait that lasts longer is told of
+_BUILDING, _MAPPING = "building its envs", "mapping the slab"
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """How worker processes are started and watched. context: "fork", "forkserver" or "spawn"."""
+
+    context: str
+    num_workers: int
+    caller_steps: bool
+    start_timeout_s: float
+    step_timeout_s: float | None
+    threads_per_worker: int
+    one_env_per_process: bool = False  # an env that has raised is built again in a fresh process
+    packs_carefully: bool = False  # the other workers build once the first has built two envs in one process
+    memory_check: str = "error"  # one of memory_plan.MEMORY_CHECKS
+
+
+class Workers:
+    """Worker i steps the envs from ``first_envs[i]`` to ``first_envs[i + 1] - 1``.
+
+    watch(line): called every 50 ms while a message to worker `line` has to wait, and may raise to end the wait.
+    """
+
+    def __init__(
+        self,
+        recipes: Sequence[Recipe],
+        first_envs: Sequence[int],
+        options: ProcessOptions,
+        watch: Callable[[int], None],
+    ) -> None:
+        self._recipes = recipes
+        self._first_envs = first_envs
+        self._options = options
+        self._watch = watch
+        self._launcher: LauncherClient | None = None
+        self._freight: Freight | None = None
+        self.handles: list[WorkerHandle] = []
+        self.fds: dict[str, int] = {}  # "slab" and "mail"
+        self._warned = False
+
+    # ---- starting
+
+    def start(self) -> None:
+        """Starts them all; `build` goes on. Raises CannotTravel before anything is started."""
+        if self._options.context == "fork":
+            check_forkable(self._recipes)
+        lines = range(self._options.num_workers)
+        loads: list[list[pickle.PickleBuffer]] = [[] for _ in lines]
+        orders = [self._order(line, loads[line]) for line in lines]
+        self._deadline = time.monotonic() + self._options.start_timeout_s
+        with standard_fds():
+            for name in ("slab", "mail"):
+                self.fds[name] = memfd(name)
+                own(self.fds[name])
+        self._freight = Freight(self.fds["mail"], loads)
+        self._orders = [
+            dataclasses.replace(order, freight=places)
+            for order, places in zip(orders, self._freight.places, strict=True)
+        ]
+        if self._options.context != "fork" and self._orders:
+            with standard_fds():
+                self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
+        for line in lines:
+            self.handles.append(self._launch(line))
+
+    def tell(self) -> None:
+        """Tells them to build their envs; the others once the first has shown that they may. All import at once."""
+        for worker, order in zip(self.handles, self._orders, strict=True):
+            self._send(worker, order, _BUILDING)
+        if self._orders and self._orders[0].tells_building:
+            self._await_first_envs(self.handles[0])
+        for worker, order in zip(self.handles, self._orders, strict=True):
+            if order.awaits_build:
+                self._send(worker, BUILD, _BUILDING)
+
+    def facts(self) -> list[list[EnvFacts | None]]:
+        """What each of them tells of its envs, see `Share.facts`. Raises what building raised, by the first env."""
+        answers = self._answers(self.handles, self._deadline, _BUILDING)
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise to_exception(answer)
+        return answers
+
+    def attach(self, plan: Plan, shares: ShareOptions) -> None:
+        """Readies them all to step into the slab."""
+        self._attachment = plan, shares
+        self._deadline = time.monotonic() + self._options.start_timeout_s
+        for worker in self.handles:
+            self._send(worker, ("attach", plan, worker.index, shares), _MAPPING)
+        self._answers(self.handles, self._deadline, _MAPPING)
+
+    def _await_first_envs(self, worker: WorkerHandle) -> None:
+        """Waits until the first worker has built enough to tell that the others may build, too."""
+        plan = MemoryPlan(len(self._recipes), len(self._orders), self._options.memory_check)
+        enough = not self._options.packs_carefully
+        for env in worker.envs[:2]:
+            (built,) = self._answers([worker], self._deadline, f"building env {env}", skips=())
+            if isinstance(built, Failure):
+                raise to_exception(built)
+            if enough and plan.fits(built):
+                break
+        else:
+            plan.require(built)
+
+    def _answers(
+        self, workers: Sequence[WorkerHandle], deadline: float, doing: str, *, skips: tuple[type, ...] = (Built,)
+    ) -> list[Any]:
+        """One answer of each of `workers`, whoever answers first. skips: what is no answer.
+
+        Raises WorkerDied as soon as any worker has died, WorkerTimeout.
+        """
+        answers: dict[int, Any] = {}
+        while owed := [worker for worker in workers if worker.index not in answers]:
+            left_s = max(0.0, deadline - time.monotonic())
+            ready = readable([worker.channel for worker in owed], min(SLICE_S, left_s))
+            for worker in owed:
+                if worker.channel not in ready:
+                    continue
+                with contextlib.suppress(TimeoutError):  # the rest of it comes later
+                    answer = self._recv(worker)
+                    if not isinstance(answer, skips):
+                        answers[worker.index] = answer
+            if ready:
+                continue
+            for worker in self.handles:
+                if worker.process.has_ended():
+                    raise worker.died(worker.building)
+            if left_s == 0.0:
+                raise self._too_slow(owed[0], doing)
+            self._warn_once(owed[0])
+        return [answers[worker.index] for worker in workers]
+
+    def _warn_once(self, worker: WorkerHandle) -> None:
+        if not self._warned and time.monotonic() - worker.launched_at > PATIENT_S:
+            self._warned = True
+            warnings.warn(worker.slow_to_start(self._options.start_timeout_s), RuntimeWarning, stacklevel=7)
+
+    def _recv(self, worker: WorkerHandle) -> Any:
+        try:
+            return worker.channel.recv(0.0)
+        except ChannelClosed:
+            raise worker.died(worker.building) from None
+
+    def _send(self, worker: WorkerHandle, message: object, doing: str) -> None:
+        with contextlib.suppress(ChannelClosed):  # it has died; the wait for its answer says so
+            try:
+                worker.channel.send(message, max(0.0, self._deadline - time.monotonic()))
+            except TimeoutError:
+                raise self._too_slow(worker, doing) from None
+
+    def _too_slow(self, worker: WorkerHandle, doing: str) -> Exception:
+        limit_s = self._options.start_timeout_s
+        return worker.timed_out(doing, f"start_timeout={limit_s}, {doing}", limit_s)
+
+    def _order(self, line: int, big: list[pickle.PickleBuffer]) -> StartOrder:
+        """big: takes what is too big for a message."""
+        first, last = self._first_envs[line : line + 2]
+        info = WorkerInfo(
+            env_index=None,
+            worker_index=line,
+            num_envs=len(self._recipes),
+            num_workers=self._options.num_workers,
+            seed=int(np.random.SeedSequence().generate_state(1)[0]),
+        )
+        recipes = self._recipes[first:last]
+        context = self._options.context
+        data = b"" if context == "fork" else pack(recipes, start_method=context, big=big)
+        tells_building = line == 0 and len(self._recipes) > 1
+        threads = self._options.threads_per_worker
+        return StartOrder(data, info, first, sys.argv, threads, tells_building, awaits_build=line > 0)
+
+    def _launch(self, line: int) -> WorkerHandle:
+        envs = range(*self._first_envs[line : line + 2])
+        start: Callable[[Mapping[str, int]], Started] = self._start_by_launcher
+        if self._launcher is None:
+            start = functools.partial(fork_worker_for, self._recipes[envs.start : envs.stop])
+        watch = functools.partial(self._watch, line)
+        try:
+            with standard_fds():
+                return launch_worker(line, envs, self.fds, start, watch=watch, shares_main=self._launcher is None)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                error.add_note(
+                    f"worker {line} of {self._options.num_workers} could not start: each needs 5 file descriptors in "
+                    "this process; allow it more (`ulimit -n`), or ask for fewer workers (num_workers=...)"
+                )
+            raise
+
+    def _start_by_launcher(self, fds: Mapping[str, int]) -> Started:
+        assert self._launcher is not None
+        try:
+            return self._launcher.start(fds)
+        except LauncherLost:
+            self._launcher.release()
+            self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
+            return self._launcher.start(fds)
+
+    # ---- replacing
+
+    def replace(self, line: int, reason: str) -> None:
+        """Starts another process in the place of one that has been retired; `settle` goes on."""
+        worker = self.handles[line] = self._launch(line)
+        worker.replaces = reason
+        worker.starting_until = time.monotonic() + self._options.start_timeout_s
+        order = dataclasses.replace(self._orders[line], tells_building=False, awaits_build=False, replaces=True)
+        with contextlib.suppress(ChannelClosed, TimeoutError):  # `settle` says so
+            worker.channel.send(order, self._options.start_timeout_s)
+
+    def settle(self, worker: WorkerHandle) -> bool:
+        """Takes what a replacement says while it starts; True once it is ready to step.
+
+        Raises WorkerDied, WorkerTimeout, and what building its envs raised.
+        """
+        assert worker.starting_until is not None
+        try:
+            while (answer := worker.channel.recv(0.0)) != "attached":
+                if isinstance(answer, Failure):
+                    raise to_exception(answer)
+                plan, shares = self._attachment
+                left_s = max(0.0, worker.starting_until - time.monotonic())
+                worker.channel.send(("attach", plan, worker.index, shares), left_s)
+        except ChannelClosed:
+            raise worker.died(worker.building) from None
+        except TimeoutError:
+            if worker.process.has_ended():
+                raise worker.died(worker.building) from None
+            if time.monotonic() >= worker.starting_until:
+                raise self._too_slow(worker, _BUILDING) from None
+            return False
+        worker.starting_until, worker.ready_at = None, time.monotonic()
+        return True
+
+    # ---- ending
+
+    def end(self) -> None:
+        """Kills those that still run, and lets go of everything."""
+        kills = [worker.process.kill for worker in self.handles]
+        retires = [worker.retire for worker in self.handles]
+        interrupt: KeyboardInterrupt | None = None
+        for step in (*kills, *retires, self._let_go):
+            for _ in range(2):
+                try:
+                    step()
+                    break
+                except KeyboardInterrupt as error:  # told once all is done
+                    interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _let_go(self) -> None:
+        launcher, self._launcher = self._launcher, None
+        if launcher is not None:
+            launcher.release()
+        if self._freight is not None:
+            self._freight.close()
+        fds, self.fds = self.fds, {}
+        close_own(*fds.values())

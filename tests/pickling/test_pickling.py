@@ -1,0 +1,515 @@
+"""Why an object cannot travel: real objects, and what is said about each."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import ctypes
+import functools
+import mmap
+import multiprocessing
+import random
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+import weakref
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import zmq
+
+from muster.errors import CannotTravel
+from muster.pickling import Culprit, explain, find_culprits
+from muster.recipes.recipe import check_forkable, make_recipes, pack
+
+LIMIT_S = 5.0
+
+
+def make_env(**kwargs):
+    return gym.make("CartPole-v1")
+
+
+class Server:
+    """A user's object: plain Python, with something inside that cannot travel."""
+
+    def __init__(self, context):
+        self._context = context
+
+
+class Slotted:
+    __slots__ = ("lock", "never_set")
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+class RaisesInReduce:
+    def __reduce__(self):
+        raise ValueError("I am bound to this machine")
+
+
+class ExitsInReduce:
+    def __reduce__(self):
+        sys.exit(3)
+
+
+class HangsInGetstate:
+    def __getstate__(self):
+        time.sleep(600)
+
+
+def refusal(value, start_method="spawn") -> str:
+    """What pack says about ``value`` in env_kwargs; checks that it says so in time."""
+    started = time.monotonic()
+    with pytest.raises(CannotTravel) as raised:
+        pack(make_recipes(make_env, 2, {"x": value}), start_method=start_method)
+    assert time.monotonic() - started < LIMIT_S
+    return str(raised.value)
+
+
+def only(culprits: list[Culprit]) -> Culprit:
+    assert len(culprits) == 1, culprits
+    return culprits[0]
+
+
+def generate():
+    yield from range(3)
+
+
+def closed_file():
+    with tempfile.TemporaryFile("w+") as file:
+        return file
+
+
+def held_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def held_rlock():
+    lock = threading.RLock()
+    lock.acquire()
+    return lock
+
+
+FORK_SAFE = 'context="fork" would be safe here'
+FORK_UNSAFE = 'context="fork" is no way out here'
+FORK_UNKNOWN = 'Whether context="fork" would be safe'
+
+
+@pytest.mark.parametrize(
+    ("make", "type_name", "fix", "fork"),
+    [
+        (zmq.Context, "zmq.sugar.context.Context", "muster.lazy(zmq.Context)", FORK_UNSAFE),
+        (threading.Lock, "_thread.lock", "muster.lazy(threading.Lock)", FORK_SAFE),
+        (held_lock, "_thread.lock", "muster.lazy(threading.Lock)", FORK_UNSAFE),
+        (threading.RLock, "_thread.RLock", "muster.lazy(threading.RLock)", FORK_SAFE),
+        (held_rlock, "_thread.RLock", "muster.lazy(threading.RLock)", FORK_UNSAFE),
+        (generate, "generator", "muster.lazy(generate, ...)", FORK_SAFE),
+        (lambda: ctypes.pointer(ctypes.c_int(3)), "LP_c_int", "muster.lazy(LP_c_int, ...)", FORK_SAFE),
+        (lambda: ctypes.CDLL(None), "ctypes.CDLL", "muster.lazy(ctypes.CDLL,", FORK_SAFE),
+        (multiprocessing.get_context("fork").Lock, "multiprocessing.synchronize.Lock", "muster.lazy(", FORK_SAFE),
+        (RaisesInReduce, "RaisesInReduce", "muster.lazy(test_pickling.RaisesInReduce, ...)", FORK_SAFE),
+        (ExitsInReduce, "ExitsInReduce", "SystemExit: 3", FORK_SAFE),
+        (threading.Thread, "threading.Thread", "muster.lazy(", FORK_UNSAFE),
+        (closed_file, "_io.TextIOWrapper", "muster.lazy(open, ", FORK_UNSAFE),
+        (lambda: mmap.mmap(-1, 10), "mmap.mmap", "muster.lazy(mmap.mmap", FORK_SAFE),
+        (lambda: weakref.ref(Server), "weakref", "muster.lazy(", FORK_UNKNOWN),
+    ],
+)
+def test_a_clear_answer_for(make, type_name, fix, fork):
+    value = make()
+    message = refusal(value)
+    if isinstance(value, zmq.Context):
+        value.term()
+    assert message.startswith('env_kwargs["x"] cannot be sent to a worker (context="spawn").\n  env_kwargs["x"]: ')
+    assert type_name in message.splitlines()[1]
+    assert fix in message
+    assert fork in message
+
+
+@pytest.mark.parametrize(
+    ("open_resource", "type_name", "fix"),
+    [
+        (functools.partial(open, mode="w"), "_io.TextIOWrapper", "muster.lazy(open, '{}', 'w')"),
+        (functools.partial(open, mode="ab"), "_io.BufferedWriter", "muster.lazy(open, '{}', 'ab')"),
+        (functools.partial(open, mode="rb"), "_io.BufferedReader", "muster.lazy(open, '{}', 'rb')"),
+        (functools.partial(open, mode="rb", buffering=0), "_io.FileIO", "muster.lazy(open, '{}', 'rb')"),
+        (lambda path: socket.socket(), "socket.socket", "muster.lazy(socket.create_connection, (host, port))"),
+        (lambda path: sqlite3.connect(path), "sqlite3.Connection", "muster.lazy(sqlite3.connect, path)"),
+        (lambda path: zmq.Context.instance().socket(zmq.REQ), "Socket", ".socket(zmq.REQ))"),
+    ],
+)
+def test_what_is_open_is_never_offered_to_fork(tmp_path, open_resource, type_name, fix):
+    path = tmp_path / "file"
+    path.touch()
+    resource = open_resource(path)
+    try:
+        message = refusal({"deep": [Server(resource)]})
+        assert f'env_kwargs["x"]["deep"][0]._context: {type_name}' in message or type_name in message.splitlines()[1]
+        assert """env_kwargs["x"]["deep"][0] = muster.lazy(test_pickling.Server, ...)""" in message
+        assert FORK_UNSAFE in message
+        assert fix.format(path) in refusal(resource)
+    finally:
+        resource.close()
+
+
+@pytest.mark.parametrize("wrap", [lambda lock: lambda: lock, lambda lock: (lock,), lambda lock: {Server: lock}])
+def test_where_no_assignment_reaches_a_function_to_build_it_is_shown(wrap):
+    remedy = only(find_culprits(wrap(threading.Lock()), 'env_kwargs["x"]')).remedy
+    assert remedy.startswith("def make_x():\n    ...")
+    assert remedy.endswith('muster.make_vec(..., env_kwargs={"x": muster.lazy(make_x)})')
+    compile(remedy, "remedy", "exec")
+
+
+def test_a_class_is_named_with_its_module():
+    (culprit, *_) = find_culprits(threading.Condition(), 'env_kwargs["x"]')
+    assert "muster.lazy(threading.Condition, ...)" in culprit.remedy
+
+
+def test_a_file_without_a_name_is_not_opened_by_its_number():
+    with tempfile.TemporaryFile() as file:
+        assert "muster.lazy(open, path, 'rb+')" in only(find_culprits(file, 'env_kwargs["x"]')).remedy
+
+
+def test_processes_and_executors_are_refused():
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        assert FORK_UNSAFE in refusal(executor)
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        assert "belongs to the process that started it" in refusal(process)
+    ours, theirs = multiprocessing.Pipe()
+    assert "another file in a worker" in refusal(ours)
+    ours.close()
+    theirs.close()
+
+
+def test_an_object_that_hangs_is_named_in_time():
+    message = refusal({"deep": [1, HangsInGetstate()]})
+    assert 'env_kwargs["x"]["deep"][1]' in message
+    assert "HangsInGetstate: pickling it hangs" in message
+
+
+def test_an_object_that_hangs_behind_many_others_is_still_answered_in_time():
+    message = refusal({"many": [Server(i) for i in range(5_000)], "last": HangsInGetstate()})
+    assert 'env_kwargs["x"]["last"]' in message
+
+
+def test_find_culprits_is_bounded_and_finds_what_stands_behind_a_hanging_object():
+    started = time.monotonic()
+    culprits = find_culprits([HangsInGetstate(), threading.Lock()], "env")
+    assert time.monotonic() - started < 3.0
+    assert [culprit.path for culprit in culprits] == ["env[0]", "env[1]"]
+
+
+def test_what_travels_has_no_culprits():
+    assert find_culprits(make_env) == []
+    assert find_culprits({"a": [1, (2, {3})], "b": np.zeros(3), "space": gym.spaces.Discrete(3)}) == []
+    assert find_culprits(np) == []
+    assert "can be sent" in explain([])
+
+
+# Paths
+
+
+def test_path_through_a_closure():
+    server = Server(zmq.Context())
+    culprit = only(find_culprits(lambda: make_env(server=server)))
+    assert culprit.path == "factory.<closure>.server._context"
+    assert culprit.type == "zmq.sugar.context.Context"
+    assert culprit.severity == "blocks"
+    assert "muster.lazy(test_pickling.Server, ...)" in culprit.remedy
+    assert "def make_env(server):" in culprit.remedy
+    server._context.term()
+
+
+class Trainer:
+    """Has a method as its factory; a property that must not run."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.asked = 0
+
+    @property
+    def expensive(self):
+        self.asked += 1
+        raise AssertionError
+
+    def make(self):
+        return make_env()
+
+
+class Proxy:
+    """Says that it is something else, as proxies do; isinstance would run this."""
+
+    asked = 0
+
+    @property
+    def __class__(self):
+        type(self).asked += 1
+        return Server
+
+    def __getattr__(self, name):
+        type(self).asked += 1
+        raise AttributeError(name)
+
+    def make(self):
+        return make_env()
+
+
+def test_path_through_a_bound_method_runs_no_property():
+    trainer = Trainer()
+    culprit = only(find_culprits(trainer.make))
+    assert culprit.path == "factory.__self__.lock"
+    assert trainer.asked == 0
+
+
+def test_looking_for_fork_hazards_and_existing_envs_runs_nothing():
+    proxy = Proxy()
+    check_forkable(make_recipes(proxy.make, 2, {}, [lambda env: proxy]))
+    assert Proxy.asked == 0
+
+
+def decorate(function):
+    @functools.wraps(function)
+    def wrapper():
+        return function()
+
+    return wrapper
+
+
+def class_with_lock():
+    class Local(gym.Env):
+        lock = threading.Lock()
+
+    return Local
+
+
+def with_default(lock=threading.Lock()):  # noqa: B008  # the point of the test
+    return lock
+
+
+with_default.__module__ = "__main__"
+
+
+def lock_in_an_array():
+    return np.array([None, threading.Lock()], dtype=object)
+
+
+class Attributed(dict):
+    pass
+
+
+def attributed():
+    value = Attributed(a=1)
+    value.lock = threading.Lock()
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: functools.partial(make_env, lock=threading.Lock()), 'factory.keywords["lock"]'),
+        (lambda: functools.partial(make_env, threading.Lock()), "factory.args[0]"),
+        (lambda: decorate(decorate((lambda lock: lambda: lock)(threading.Lock()))), ".<closure>.lock"),
+        (lambda: [{"a": (1, threading.Lock())}], 'factory[0]["a"][1]'),
+        (lambda: {(1, 2): threading.Lock()}, "factory[<tuple>]"),
+        (lambda: {threading.Lock()}, "factory<element 0>"),
+        (lambda: {threading.Lock(): 1}, "factory<key>"),
+        (lambda: collections.deque([threading.Lock()]), "factory[0]"),
+        (lambda: collections.OrderedDict(a=threading.Lock()), 'factory["a"]'),
+        (Slotted, "factory.lock"),
+        (lock_in_an_array, "factory.flat[1]"),
+        (attributed, "factory.lock"),
+        (class_with_lock, "factory.lock"),
+        (lambda: class_with_lock()(), "factory.__class__.lock"),
+        (lambda: with_default, "factory.<default>[0]"),
+        (lambda: types.SimpleNamespace(a=types.SimpleNamespace(lock=threading.Lock())), "factory.a.lock"),
+        (threading.Condition, "factory._lock"),
+    ],
+)
+def test_path(make, path):
+    blocking = [culprit for culprit in find_culprits(make()) if culprit.severity == "blocks"]
+    assert blocking[0].path.endswith(path), blocking[0].path
+
+
+def test_an_env_in_a_closure_is_walked_through():
+    env = gym.make("CartPole-v1")
+    env.unwrapped.lock = threading.Lock()
+    assert only(find_culprits(lambda: env)).path.startswith("factory.<closure>.env.env")
+
+
+def test_cycles_end_and_the_shortest_path_is_given():
+    first, second = Server(None), Server(threading.Lock())
+    first.other, second.other = second, first
+    first.all = [first, second, first]
+    assert only(find_culprits(first)).path == "factory.other._context"
+
+
+def test_all_culprits_are_found():
+    paths = [c.path for c in find_culprits([threading.Lock(), 1, RaisesInReduce(), (x for x in [])], "env")]
+    assert paths == ["env[0]", "env[2]", "env[3]"]
+
+
+def test_one_culprit_among_a_hundred_thousand():
+    values = [Server(i) for i in range(50_000)] + list(range(50_000)) + [threading.Lock()]
+    started = time.monotonic()
+    assert only(find_culprits(values)).path == "factory[100000]"
+    assert time.monotonic() - started < LIMIT_S
+
+
+def nested_lists(levels):
+    nested = []
+    for _ in range(levels):
+        nested = [nested]
+    return nested
+
+
+def linked_servers(count):
+    """Each holds the one after it."""
+    servers = [Server(None)]
+    for _ in range(count - 1):
+        servers.insert(0, Server(servers[0]))
+    return servers
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: {"deep": nested_lists(20_000)}, 'env_kwargs["x"]["deep"][0][0]...: dict'),
+        (lambda: (lambda tree: lambda: tree)(nested_lists(20_000)), 'env_kwargs["x"].<closure>.tree[0][0][0]...: list'),
+        (lambda: linked_servers(20_000)[0], 'env_kwargs["x"]._context._context._context...: test_pickling.Server'),
+        # Each is near to the root, but pickling comes to the last by way of all others.
+        (lambda: linked_servers(20_000), 'env_kwargs["x"][0]._context._context...: list'),
+        (lambda: nested_lists(100_000), 'env_kwargs["x"][0][0][0]...: list'),
+    ],
+)
+def test_nesting_beyond_the_recursion_limit_is_told_with_the_way_into_it(make, path):
+    message = refusal(make())
+    assert path in message.splitlines()[1]
+    assert "nested too deeply to be pickled: at least" in message
+
+
+def test_a_reduce_that_never_ends_is_told():
+    class Endless:
+        def __reduce__(self):
+            return Endless, (Endless(),)
+
+    message = refusal(Endless())
+    assert 'env_kwargs["x"]: test_pickling.' in message
+    assert "pickling it never ends" in message
+
+
+def test_what_only_a_getstate_returns_is_told_by_its_type():
+    class Hidden:
+        def __getstate__(self):
+            return {"lock": threading.Lock()}
+
+    culprit = only(find_culprits(Hidden()))
+    assert culprit.type == "_thread.lock"
+    assert "__getstate__" in culprit.path
+
+
+def test_the_message_of_the_object_is_quoted():
+    assert "ValueError: I am bound to this machine" in refusal(RaisesInReduce())
+
+
+def test_the_original_error_is_the_cause():
+    with pytest.raises(CannotTravel) as raised:
+        pack(make_recipes(make_env, 1, {"x": RaisesInReduce()}), start_method="spawn")
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_fork_is_not_offered_for_one_thing_if_another_would_hang():
+    context = zmq.Context()
+    message = refusal({"generator": (x for x in []), "context": context})
+    assert "a ZeroMQ context inherited by fork hangs" in message
+    assert FORK_SAFE not in message
+    context.term()
+
+
+def test_spec_kwargs_are_named():
+    gym.register("Locked-v0", entry_point=make_env, kwargs={"lock": threading.Lock()})
+    with pytest.raises(CannotTravel, match=r'env\.kwargs\["lock"\]') as raised:
+        pack(make_recipes("Locked-v0", 1), start_method="spawn")
+    assert 'muster.make_vec("Locked-v0", env_kwargs={"lock": muster.lazy(threading.Lock)})' in str(raised.value)
+    gym.registry.pop("Locked-v0")
+
+
+# What travels, but not as it was
+
+
+def test_a_file_that_is_read_is_warned_about(tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    with open(tmp_path / "a.txt") as file:
+        culprit = only(find_culprits(lambda: file))
+        assert culprit.severity == "silently_wrong"
+        assert culprit.path == "factory.<closure>.file"
+        assert "StringIO" in culprit.reason
+        with pytest.warns(UserWarning, match=r'env_kwargs\["x"\].*StringIO') as caught:
+            pack(make_recipes(make_env, 1, {"x": file}), start_method="spawn")
+        assert "muster.lazy(open, " in str(caught[0].message)
+        assert caught[0].filename == __file__
+
+
+def test_a_huge_array_is_warned_about_with_its_size():
+    array = np.zeros(200_000_000, np.uint8)
+    with pytest.warns(UserWarning, match="200 MB"):
+        pack(make_recipes(make_env, 1, {"x": [array]}), start_method="spawn")
+    culprit = only(find_culprits(functools.partial(make_env, array)))
+    assert (culprit.severity, culprit.fork_is_safe) == ("silently_wrong", True)
+
+
+def test_a_memory_map_arrives_as_a_copy(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros(10))
+    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
+    assert "copy of its contents" in only(find_culprits(mapped)).reason
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random])
+def test_a_random_generator_repeats_itself_in_every_worker(make):
+    assert "repeat" in only(find_culprits(make())).reason
+
+
+def test_a_space_that_was_sampled_is_no_culprit():
+    space = gym.spaces.Dict(a=gym.spaces.Discrete(3))
+    space.sample()
+    assert find_culprits(space) == []
+
+
+def test_a_module_made_by_hand_travels_by_value():
+    assert "module of its own" in only(find_culprits(types.ModuleType("made_by_hand"))).reason
+
+
+def test_explain_without_blocking_culprits(tmp_path):
+    with open(__file__) as file:
+        text = explain(find_culprits(file, 'env_kwargs["x"]'))
+    assert text.startswith("What would not arrive as it is:\n  env_kwargs")
+
+
+def test_nothing_is_left_running_after_an_answer():
+    before = threading.active_count()
+    refusal(threading.Lock())
+    refusal(RaisesInReduce())
+    assert threading.active_count() <= before
+
+
+def test_cuda_tensors_are_refused_under_fork(monkeypatch):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    with pytest.raises(CannotTravel, match="CUDA cannot be used in a forked child"):
+        check_forkable(make_recipes(make_env, 1, {"x": torch.zeros(1, device="cuda")}))
+
+
+def test_tensors_of_the_cpu_travel():
+    torch = pytest.importorskip("torch")
+    recipes = make_recipes(make_env, 1, {"x": torch.zeros(1)})
+    check_forkable(recipes)
+    assert pack(recipes, start_method="spawn")

@@ -1,0 +1,80 @@
+"""What is printed while a policy trains."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from muster.training import console as console_module
+from muster.training.console import TrainingDisplay, format_return, format_seconds
+
+
+class Clock:
+    """Stands in for ``time``; moves only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(console_module, "time", clock)
+    return clock
+
+
+def test_a_file_gets_a_plain_line_every_10_seconds(clock: Clock):
+    output = io.StringIO()
+    with TrainingDisplay(Console(file=output, width=80), total_steps=100_000) as display:
+        for second in range(1, 26):
+            clock.now = second
+            display.update(second * 1000, mean_return=20.25)
+    lines = [" ".join(line.split()) for line in output.getvalue().splitlines()]
+    assert lines == [
+        "10,000/100,000 steps 1,000 steps/s return 20.2 1 min 30 s left",
+        "20,000/100,000 steps 1,000 steps/s return 20.2 1 min 20 s left",
+    ]
+
+
+def test_a_terminal_sees_every_update_within_its_width(clock: Clock):
+    output = io.StringIO()
+    terminal = Console(file=output, width=80, force_terminal=True, color_system=None)
+    with TrainingDisplay(terminal, total_steps=10_000_000) as display:
+        clock.now = 1
+        display.update(2048, mean_return=math.nan)
+        clock.now = 2
+        display.update(9_999_000, mean_return=-12345.6)
+    drawn = output.getvalue()
+    assert "2,048/10,000,000 steps" in drawn
+    assert "none yet" in drawn
+    assert "-12,345.6" in drawn
+    assert "…" not in drawn
+
+
+def test_speed_and_time_left_are_those_of_the_last_10_seconds(clock: Clock):
+    output = io.StringIO()
+    with TrainingDisplay(Console(file=output, width=80), total_steps=20_000) as display:
+        for second in range(1, 31):
+            clock.now = second
+            display.update(second * 100 if second < 15 else 1400 + (second - 14) * 1000, mean_return=1.0)
+    last = output.getvalue().splitlines()[-1]
+    assert "17,400/20,000 steps" in last
+    assert "1,000 steps/s" in last
+    assert "3 s left" in last
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
+def test_seconds_in_words(seconds: float, text: str):
+    assert format_seconds(seconds) == text
+
+
+def test_returns_have_one_decimal():
+    assert [format_return(value) for value in (1234.56, -1, math.nan)] == ["1,234.6", "-1.0", "none yet"]

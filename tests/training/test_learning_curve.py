@@ -1,0 +1,59 @@
+"""The picture exists, and shows what the CSV says."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from muster.training.learning_curve import plot_learning_curve, short_number
+from muster.training.run_folder import RunFolder
+
+
+def metrics_of(path: Path, returns: list[float]) -> Path:
+    with RunFolder(path) as folder:
+        for i, value in enumerate(returns):
+            folder.append_metrics(
+                {"steps": 1000 * (i + 1), "mean_return": value, "low_return": value, "high_return": value}
+            )
+    return folder.metrics_path
+
+
+@pytest.mark.parametrize("goal", [None, 475.0])
+@pytest.mark.parametrize("returns", [[1.0], [math.nan, 2.0, -3.5e6], [float(i) for i in range(500)]], ids=len)
+def test_a_picture_is_drawn(tmp_path: Path, returns: list[float], goal: float | None):
+    png = tmp_path / "curve.png"
+    assert plot_learning_curve(metrics_of(tmp_path / "run", returns), png, title="CartPole-v1 $x_1", goal=goal)
+    height, width, _ = matplotlib.image.imread(png).shape
+    assert width > height > 600
+
+
+@pytest.mark.parametrize("returns", [[], [math.nan, math.nan]], ids=["no rows", "no episode"])
+def test_nothing_is_drawn_before_the_first_episode_ends(tmp_path: Path, returns: list[float]):
+    png = tmp_path / "curve.png"
+    assert not plot_learning_curve(metrics_of(tmp_path / "run", returns), png, title="CartPole-v1")
+    assert not png.exists()
+
+
+def test_pyplot_and_its_global_state_stay_out_of_it(tmp_path: Path):
+    metrics = metrics_of(tmp_path / "run", [1.0, 2.0])
+    code = f"""
+import sys
+from pathlib import Path
+from muster.training.learning_curve import plot_learning_curve
+plot_learning_curve(Path({str(metrics)!r}), Path({str(tmp_path / "curve.png")!r}), title="t")
+sys.exit("matplotlib.pyplot" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (250_000, "250k"), (1_234_567, "1.23M"), (999_999, "1000k"), (-2e9, "-2G")],
+)
+def test_numbers_are_short(value: float, text: str):
+    assert short_number(value) == text

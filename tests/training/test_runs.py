@@ -1,0 +1,241 @@
+"""Runs that go on, runs that are evaluated, and what TensorBoard sees of them: by the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
+from tensorboard.util import tensor_util
+from typer.testing import CliRunner, Result
+
+from muster import cli
+from muster.training.run_folder import RunFolder
+
+
+def muster(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(cli.make_app(), arguments)
+
+
+def read_metrics(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def steps_in(run: Path) -> list[int]:
+    return [int(row["steps"]) for row in read_metrics(run)]
+
+
+def seen_by_tensorboard(run: Path, tag: str) -> list[tuple[int, float]]:
+    """By its server, which converts scalars to tensors, and by the reader that scripts use."""
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})  # all of them
+    events.Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars(tag)]
+    served = PluginEventAccumulator(str(run), tensor_size_guidance={"scalars": 0})
+    served.Reload()
+    tensors = [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in served.Tensors(tag)]
+    assert tensors == scalars
+    return scalars
+
+
+def train(run: Path, *arguments: str, env: str = "CartPole-v1") -> Path:
+    result = muster("train", env, "--num-workers", "1", "--run-dir", str(run), *arguments)
+    assert result.exit_code == 0, result.output
+    return run
+
+
+def test_tensorboard_shows_what_the_csv_holds(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "4096")
+    rows = read_metrics(run)
+    shown = seen_by_tensorboard(run, "episodes/mean_return")
+    assert [step for step, _ in shown] == [2048, 4096]
+    assert [value for _, value in shown] == pytest.approx([float(row["mean_return"]) for row in rows])
+    assert [step for step, _ in seen_by_tensorboard(run, "losses/policy_loss")] == [2048, 4096]
+
+
+@pytest.mark.timeout(60, method="thread")  # SIGALRM, which would be the other method's, interrupts the writing
+def test_a_run_interrupted_while_it_is_written_can_be_written_on_and_closed(tmp_path: Path):
+    losses = [f"losses/{name}" for name in "abc"]
+    step = 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with RunFolder(tmp_path / "run") as folder:
+            folder.append_metrics({"steps": step}, dict.fromkeys(losses, 0.0))
+            for attempt in range(1000):
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_REAL, 0.0005 + attempt * 1e-6)
+                    while True:
+                        step += 1
+                        folder.append_metrics({"steps": step}, dict.fromkeys(losses, float(step)))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    shown = [at for at, _ in seen_by_tensorboard(tmp_path / "run", "losses/c")]
+    assert shown == sorted(set(shown))
+    assert step - 1000 <= len(shown) <= step + 1  # an interrupt may keep out the row that it meets
+
+
+def test_tensorboard_forgets_what_a_killed_run_wrote_beyond_its_checkpoint(tmp_path: Path):
+    run = tmp_path / "run"
+    with RunFolder(run) as folder:
+        folder.write_config({})
+        folder.save_checkpoint({})
+        for step in (10, 20, 30, 40):
+            folder.append_metrics({"steps": step}, {"losses/policy_loss": 1.0})
+    for reached, kept in ((20, [1.0, 1.0]), (30, [1.0, 1.0, 20.0])):
+        with RunFolder(run, resume=True) as folder:
+            folder.drop_metrics_after(reached)
+            for step in (reached + 10, reached + 20):
+                folder.append_metrics({"steps": step}, {"losses/policy_loss": float(reached)})
+        shown = seen_by_tensorboard(run, "losses/policy_loss")
+        assert [step for step, _ in shown] == list(range(10, reached + 21, 10))
+        assert [value for _, value in shown] == [*kept, float(reached), float(reached)]
+
+
+def test_a_run_goes_on_without_a_gap_or_a_row_twice(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "4096", "--normalize-observations", "--normalize-rewards")
+    first = read_metrics(run)
+    # As a run that was killed leaves it: rows that no checkpoint knows, the last one torn.
+    with (run / "metrics.csv").open("a", newline="") as file:
+        file.write(",".join({**first[-1], "steps": "6144"}.values()) + "\r\n" + "1.5,2000.0,81")
+    result = muster("train", "--resume", str(run), "--total-steps", "10000", "--num-workers", "1")
+    assert result.exit_code == 0, result.output
+    assert "from step 4,096" in result.output
+    rows = read_metrics(run)
+    assert [int(row["steps"]) for row in rows] == [2048, 4096, 6144, 8192, 10240]
+    assert rows[:2] == first
+    seconds = [float(row["seconds"]) for row in rows]
+    assert seconds == sorted(seconds)
+    episodes = [int(row["episodes"]) for row in rows]
+    assert episodes == sorted(episodes)
+    assert [step for step, _ in seen_by_tensorboard(run, "episodes/mean_return")] == [2048, 4096, 6144, 8192, 10240]
+    assert json.loads((run / "config.json").read_text())["total_steps"] == 10000
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    assert state["steps"] == 10240
+    assert state["normalizers"]["observations"]["count"] == 10240
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path):
+    run = tmp_path / "run"
+    command = "from muster.cli import main; main()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", command, "train", "CartPole-v1", "--total-steps", "100000000", "--run-dir", str(run)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    while not ((run / "metrics.csv").exists() and len(read_metrics(run)) > 1):
+        assert time.monotonic() < deadline
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.05)
+    refused = muster("train", "--resume", str(run))
+    assert refused.exit_code == 1
+    assert "another process is training there" in refused.output
+    os.killpg(child.pid, signal.SIGINT)
+    output, _ = child.communicate(timeout=60)
+    assert f"To go on: muster train --resume {run}" in output
+    reached = steps_in(run)[-1]
+    result = muster("train", "--resume", str(run), "--total-steps", str(reached + 2048), "--num-workers", "1")
+    assert result.exit_code == 0, result.output
+    assert steps_in(run) == list(range(2048, reached + 2049, 2048))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (("--resume", "{run}"), 1, "has made 2,048 steps already; asked for were 2,048 in all."),
+        (("--resume", "{run}", "--total-steps", "1000"), 1, "2,048 steps already; asked for were 1,000 in all."),
+        (("--resume", "{run}", "--total-steps", "1000"), 1, "--total-steps 4096"),
+        (("--resume", "{run}", "--seed", "3"), 2, "the run has settled seed"),
+        (("CartPole-v1", "--resume", "{run}"), 2, "the run has settled env"),
+        (("--resume", "{run}/absent"), 1, "holds no run to go on with"),
+        (("--seed", "1"), 2, "name an ENV to train on"),
+    ],
+)
+def test_what_cannot_go_on_says_why(tmp_path: Path, arguments: tuple[str, ...], exit_code: int, message: str):
+    run = train(tmp_path / "run", "--total-steps", "2048")
+    before = (run / "metrics.csv").read_text(), (run / "checkpoint.pt").read_bytes()
+    result = muster("train", *(argument.format(run=run) for argument in arguments))
+    assert result.exit_code == exit_code
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert "Traceback" not in result.output
+    assert ((run / "metrics.csv").read_text(), (run / "checkpoint.pt").read_bytes()) == before
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "2048")
+    torch.save({"steps": Trap(str(tmp_path / "sprung"))}, run / "checkpoint.pt")
+    result = muster("eval", str(run))
+    assert result.exit_code == 1
+    assert "is no checkpoint" in result.output
+    assert not (tmp_path / "sprung").exists()
+
+
+class Trap:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("options", [(), ("--normalize-observations", "--normalize-rewards")])
+def test_eval_tells_mean_and_deviation_and_changes_nothing(tmp_path: Path, options: tuple[str, ...]):
+    run = train(tmp_path / "run", "--total-steps", "2048", *options)
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    said = [muster("eval", str(run), "--episodes", "5", "--seed", "3").output for _ in range(2)]
+    assert said[0] == said[1]
+    mean, deviation = re.search(r"mean return\s+│ ([\d.]+) ± ([\d.]+)", said[0]).groups()
+    assert 8 <= float(mean) <= 500
+    assert float(deviation) < 250
+    assert "CartPole-v1, PPO after 2,048 steps" in said[0]
+    assert "5, seed 3, actions the likeliest" in said[0]
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_eval_may_draw_actions(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "1", "--num-envs", "2", env="Pendulum-v1")
+    likeliest, drawn = (muster("eval", str(run), "--episodes", "2", *more) for more in ((), ("--sample",)))
+    assert likeliest.exit_code == drawn.exit_code == 0
+    assert "actions drawn from the policy" in drawn.output
+    assert drawn.output.splitlines()[2] != likeliest.output.splitlines()[2]
+
+
+def test_eval_gives_up_on_episodes_that_take_too_many_steps(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "1", "--num-envs", "2", env="Pendulum-v1")
+    result = muster("eval", str(run), "--episodes", "2", "--max-steps", "100")
+    assert result.exit_code == 1
+    assert "0 of 2 episodes had ended after 128 steps" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_eval_of_what_is_no_run(tmp_path: Path):
+    result = muster("eval", str(tmp_path))
+    assert result.exit_code == 1
+    assert "it has no config.json" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pendulum_is_learnt_with_normalisation(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "130000", "--normalize-observations", "--normalize-rewards",
+                env="Pendulum-v1")  # fmt: skip
+    assert float(read_metrics(run)[-1]["mean_return"]) > -400  # untrained: about -1,200
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "1", "--num-envs", "2")
+    with RunFolder(run, resume=True):
+        result = muster("train", "--resume", str(run), "--total-steps", "5000")
+        assert result.exit_code == 1
+        assert "another process is training there" in result.output

@@ -1,0 +1,91 @@
+"""Big arrays in recipes: all workers read the same memory, and what one writes stays its own."""
+
+from __future__ import annotations
+
+import os
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import muster
+from muster.recipes.recipe import make_recipes, pack, unpack
+from muster.transport.big_arrays import Freight, unload
+from muster.transport.slab import memfd
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+MEGABYTE = 1 << 20
+
+
+class Keeper(gym.Env):
+    """Keeps arrays of its own."""
+
+    observation_space = action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, big, text=b"", other=None):
+        self.big, self.text, self.other = big, text, other
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        return 0, 0.0, False, False, {}
+
+    def sums(self):
+        return int(self.big.sum()), len(self.text), None if self.other is None else int(self.other.sum())
+
+    def spoil(self):
+        self.big[:] = 7
+
+    def shared_bytes(self):
+        """How much of the process's memory others have, too."""
+        with open("/proc/self/smaps_rollup") as file:
+            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Shared_"))
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_workers_read_the_same_memory_and_write_to_their_own(context):
+    big = np.ones(16 * MEGABYTE, np.uint8)
+    # Reversed it is not in one piece, and travels as a copy.
+    kwargs = {"big": big, "text": bytes(2 * MEGABYTE), "other": big[::-8]}
+    with muster.make_vec(Keeper, 4, num_workers=2, env_kwargs=kwargs, context=context) as envs:
+        big[:] = 3  # too late to be seen by workers
+        assert envs.call("sums") == ((16 * MEGABYTE, 2 * MEGABYTE, 2 * MEGABYTE),) * 4
+        assert all(shared > 16 * MEGABYTE for shared in envs.call("shared_bytes"))
+        envs.set_attr("text", [b"", b"", b"", b""])
+        envs.call(lambda env, index: env.unwrapped.spoil() if index == 0 else None)
+        # The two envs of a worker have one array, as they would have in the caller's process.
+        assert [total for total, *_ in envs.call("sums")] == [112 * MEGABYTE, 112 * MEGABYTE, *[16 * MEGABYTE] * 2]
+
+
+def test_a_replaced_worker_gets_them_as_they_were_at_first():
+    with muster.make_vec(
+        Keeper, 2, num_workers=2, env_kwargs={"big": np.ones(2 * MEGABYTE, np.uint8)}, on_failure="restart"
+    ) as envs:
+        envs.reset()
+        envs.call("spoil")
+        with pytest.raises(muster.errors.MusterError):
+            envs.call(lambda env, index: os._exit(1) if index == 0 else None)
+        envs.reset()
+        assert [total for total, *_ in envs.call("sums")] == [2 * MEGABYTE, 14 * MEGABYTE]
+
+
+def test_each_array_is_stored_once_and_stays_read_only():
+    big, fixed = np.arange(MEGABYTE, dtype=np.int32), np.zeros((MEGABYTE, 2), np.uint8, order="F")
+    fixed.flags.writeable = False
+    loads, packed = [[], []], []
+    for load in loads:
+        packed.append(
+            pack(make_recipes(Keeper, 1, {"big": big, "other": [fixed, big]}), start_method="spawn", big=load)
+        )
+    fd = memfd("test")
+    freight = Freight(fd, loads)
+    assert freight.places[0] == freight.places[1]
+    assert len(set(freight.places[0])) == 2
+    (recipe,) = unpack(packed[0], unload(fd, freight.places[0]))
+    freight.close()
+    again = recipe.kwargs["other"][0]
+    assert (again.shape, again.flags.f_contiguous, again.flags.writeable) == (fixed.shape, True, False)
+    assert recipe.kwargs["big"].flags.writeable
+    np.testing.assert_array_equal(recipe.kwargs["big"], big)
+    os.close(fd)

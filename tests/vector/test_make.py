@@ -1,0 +1,68 @@
+"""make_vec's options: what is accepted, what is refused, and with which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import muster
+from muster.vector.make import make_vec
+from sample_envs import Counter
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "ray"}, "backend must be one of 'serial'"),
+        ({"context": "thread"}, "context must be one of 'auto', 'fork', 'forkserver', 'spawn'"),
+        ({"autoreset_mode": "never"}, "autoreset_mode must be"),
+        ({"observation_mode": "any"}, "observation_mode must be"),
+        ({"on_failure": "ignore"}, "on_failure must be"),
+        ({"num_envs": 3}, "2"),
+        ({"num_workers": 0}, "num_workers must be an int of at least 1"),
+        ({"num_workers": 3}, "num_workers=3 is too many for num_envs=2"),
+        ({"num_workers": 1, "one_env_per_process": True}, r"needs num_workers=2 \(num_envs\), got num_workers=1"),
+        ({"caller_steps": True, "one_env_per_process": True}, "not with one_env_per_process"),
+        ({"caller_steps": True, "step_timeout": 1.0}, "step_timeout is not possible"),
+        ({"caller_steps": True, "on_failure": "restart"}, 'not with on_failure="restart"'),
+        ({"backend": "serial", "num_workers": 2}, "num_workers needs worker"),
+        ({"copy": 0}, "copy must be True or False, got 0"),
+        ({"check_finite": "no"}, "check_finite must be True or False, got 'no'"),
+        ({"caller_steps": 1}, "caller_steps must be True or False, got 1"),
+        ({"groups": "all"}, "groups must be a dict of each agent's group, got str: 'all'"),
+        ({"wrappers": [3]}, r"wrappers\[0\] must be a callable that takes an env and returns one, got 3"),
+        ({"backend": "serial", "one_env_per_process": True}, "one_env_per_process needs worker processes"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_vec([Counter] * 2, **options)
+
+
+def test_the_caller_steps_a_share_where_asked_to() -> None:
+    with muster.make_vec([Counter] * 5, num_workers=2, caller_steps=True, context="fork") as envs:
+        import os
+
+        pids = [worker["pid"] for worker in envs.stats()["workers"]]
+        assert len(set(pids)) == 3
+        assert pids[-1] == os.getpid()
+
+
+def test_numpys_flags_are_flags() -> None:
+    with make_vec("CartPole-v1", 2, copy=np.False_, check_finite=np.True_, caller_steps=np.True_) as envs:
+        assert envs.reset(seed=0)[0].base is not None
+
+
+def test_one_env_per_process() -> None:
+    with muster.make_vec([Counter] * 3, one_env_per_process=True, context="fork") as envs:
+        assert len({worker["pid"] for worker in envs.stats()["workers"]}) == 3
+
+
+def test_gymnasiums_names_of_the_autoreset_modes_are_known() -> None:
+    from gymnasium.vector import AutoresetMode
+
+    for mode in (AutoresetMode.SAME_STEP, "SameStep", "same_step"):
+        with muster.make_vec([Counter], backend="serial", autoreset_mode=mode) as envs:
+            assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP

@@ -1,0 +1,143 @@
+"""A vector env that will not fit into memory is an error before the machine is filled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+
+import muster
+from muster.errors import NotEnoughMemory
+from muster.workers import memory_plan, resources
+
+ENV_BYTES = 30_000_000
+LIBRARY_BYTES = 60_000_000
+library = None
+
+
+class Big(gym.Env):
+    """Holds 30 MB; the first in a process also loads 60 MB that all share. Notes that it was built."""
+
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, notes: str):
+        global library
+        if library is None:
+            library = np.ones(LIBRARY_BYTES, np.uint8)
+        self.data = np.ones(ENV_BYTES, np.uint8)
+        (Path(notes) / str(muster.get_worker_info().env_index)).touch()
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Pretends that this many bytes are left."""
+
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(memory_plan, "memory_left", lambda: (count, "of a limit made up by the test"))
+
+    return pretend
+
+
+def built(folder: Path) -> set[int]:
+    return {int(path.name) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_too_many_envs_are_refused_after_the_first_two(tmp_path, left, context):
+    left(200_000_000)
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(NotEnoughMemory) as raised:
+        muster.make_vec(Big, 40, num_workers=2, env_kwargs={"notes": str(tmp_path)}, context=context)
+    said = str(raised.value)
+    assert "num_envs=40 on num_workers=2 will not fit into memory" in said
+    assert "200 MB are left (of a limit made up by the test)" in said
+    assert 'memory_check="warn"' in said
+    assert max(built(tmp_path)) < 20  # the other worker had not begun
+    assert psutil.Process().children(recursive=True) == before
+
+
+def test_the_number_that_would_fit_fits(tmp_path, left):
+    left(200_000_000)
+    kwargs = {"notes": str(tmp_path)}
+    with pytest.raises(NotEnoughMemory, match=r"About num_envs=\d+ would fit") as raised:
+        muster.make_vec(Big, 40, num_workers=2, env_kwargs=kwargs, context="fork")
+    fits = int(str(raised.value).partition("About num_envs=")[2].split()[0])
+    assert 3 <= fits <= 8
+    muster.make_vec(Big, fits, num_workers=2, env_kwargs=kwargs, context="fork").close()
+
+
+def test_libraries_count_once_for_each_worker(tmp_path, left):
+    # 6 more envs of 30 MB and one more worker with 60 MB of libraries fit; 7 envs of 90 MB would not.
+    left(400_000_000)
+    muster.make_vec(Big, 8, num_workers=2, env_kwargs={"notes": str(tmp_path)}, context="fork").close()
+    assert built(tmp_path) == set(range(8))
+
+
+def test_a_warning_where_that_is_asked_for(tmp_path, left):
+    left(50_000_000)
+    with (
+        pytest.warns(ResourceWarning, match="num_envs=4 on num_workers=2 will not fit"),
+        muster.make_vec(
+            Big, 4, num_workers=2, env_kwargs={"notes": str(tmp_path)}, context="fork", memory_check="warn"
+        ) as envs,
+    ):
+        envs.reset()
+
+
+def test_off_means_off(tmp_path, left):
+    left(0)
+    kwargs = {"notes": str(tmp_path)}
+    muster.make_vec(Big, 2, num_workers=2, env_kwargs=kwargs, context="fork", memory_check="off").close()
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ValueError, match="memory_check must be one of 'error', 'warn', 'off'"):
+        muster.make_vec("CartPole-v1", 2, memory_check="maybe")
+
+
+def write_cgroup(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def test_the_tightest_cgroup_counts_and_idle_page_cache_does_not(tmp_path, monkeypatch):
+    own = tmp_path / "job" / "step"
+    write_cgroup(tmp_path / "job", {"memory.max": "1000000", "memory.current": "900000", "memory.stat": "anon 5\n"})
+    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    monkeypatch.setattr(resources, "_own_cgroup", lambda: own)
+    assert resources.memory_left() == (100_000, "of the cgroup's memory.max=1000000")
+    write_cgroup(tmp_path / "job", {"memory.stat": "anon 5\ninactive_file 300000\n"})
+    assert resources.memory_left()[0] == 400_000
+    write_cgroup(own, {"memory.max": "max\n", "memory.current": "900000"})
+    assert resources.memory_left()[0] == 400_000
+    write_cgroup(own, {"memory.max": "500000", "memory.current": "600000"})
+    assert resources.memory_left()[0] == 0
+
+
+def test_version_1_of_cgroups_counts_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    monkeypatch.setattr(resources, "_own_cgroup", lambda: tmp_path)
+    write_cgroup(tmp_path / "memory", {"memory.limit_in_bytes": "700000", "memory.usage_in_bytes": "500000"})
+    read = resources._read
+    monkeypatch.setattr(
+        resources, "_read", lambda path: "4:memory:/box\n" if path == Path("/proc/self/cgroup") else read(path)
+    )
+    assert resources.memory_left() == (200_000, "of the cgroup's memory.limit_in_bytes=700000")
+
+
+def test_without_cgroups_the_machine_is_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    left, name = resources.memory_left()
+    assert 0 < left <= psutil.virtual_memory().total
+    assert name == "free in this machine"
