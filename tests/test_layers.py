@@ -17,39 +17,35 @@ import muster
 
 PACKAGE = Path(__file__).parent.parent / "src" / "muster"
 
-# A module or package of src/muster, and its layer. A new one needs a place here.
-LAYERS = {
-    "errors": 0,
-    "checks": 1,
-    "spec": 1,
-    "recipe": 1,
-    "sources": 1,
-    "existing_env": 1,
-    "gym_ids": 1,
-    "introspection": 1,
-    "lazy_values": 1,
-    "worker_info": 1,
-    "pickling": 1,
-    "envs": 2,
-    "transport": 2,
-    "_core": 2,
-    "backends": 3,
-    "results": 4,
-    "pending": 4,
-    "vector": 4,
-    "multi_agent": 4,
-    "make": 4,
-    "nn": 5,
-    "rollout": 5,
-    "algorithms": 6,
-    "interop": 6,
-    "doctor": 7,
-    "report": 7,
-    "bench": 5,
-    "runs": 7,
-    "cli": 8,
-}
-TORCH_FROM_LAYER = 5
+# From the top to the ground: a module or a folder of src/muster imports what stands below it, and nothing beside it.
+# Of two that hold a module the longer one counts. A new one needs a line here.
+ORDER = (
+    "cli",
+    "training",
+    "doctor",
+    "algorithms",
+    "interop.torchrl",
+    "interop",
+    "rollout.multi_collector",
+    "rollout.processes",
+    "rollout",
+    "nn",
+    "vector",
+    "backends",
+    "workers",
+    "envs",
+    "transport",
+    "recipes",
+    "pickling",
+    "spaces",
+    "lazy_values",
+    "worker_info",
+    "introspection",
+    "errors",
+    "_core",
+)
+LEVELS = {unit: level for level, unit in enumerate(reversed(ORDER))}
+TORCH_FROM = "nn"
 OPTIONAL = {
     "torch",
     "tensordict",
@@ -86,28 +82,34 @@ def imported_names(source: str, package: str) -> Iterator[str]:
                 yield name.value
 
 
-def unit_of(path: Path) -> str:
-    """The entry of LAYERS that the file ``path`` belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def unit_of(name: str) -> str | None:
+    """The entry of ORDER that the dotted name, without ``muster.``, belongs to; None for the package's face."""
+    parts = name.split(".")
+    held = (".".join(parts[:length]) for length in (2, 1))
+    return next((unit for unit in held if unit in LEVELS), None)
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of the module at ``path``, without ``muster.``."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def complaints(unit: str, names: Iterator[str]) -> list[str]:
     """What is wrong with a module of ``unit`` that imports ``names``."""
-    layer = LAYERS[unit]
     found = []
     for name in names:
-        root, *inner = name.split(".")
-        if root == "torch" and layer < TORCH_FROM_LAYER:
-            found.append(f"layer {layer} imports {name}; torch is for layer {TORCH_FROM_LAYER} and above")
+        root, _, inner = name.partition(".")
+        if root == "torch" and LEVELS[unit] < LEVELS[TORCH_FROM]:
+            found.append(f"{unit} imports {name}; torch is for {TORCH_FROM} and what stands above it")
         if root != "muster":
             continue
-        target = inner[0] if inner else ""
-        if target not in LAYERS and layer == max(LAYERS.values()):
+        target = unit_of(inner)
+        if target is None and unit == ORDER[0]:
             continue  # nothing is above it, so it may use the public names like anyone
-        if target not in LAYERS:
+        if target is None:
             found.append(f"imports {name} by way of muster/__init__.py; import it from the module that defines it")
-        elif LAYERS[target] > layer:
-            found.append(f"layer {layer} imports {name} of layer {LAYERS[target]}")
+        elif LEVELS[target] > LEVELS[unit]:
+            found.append(f"{unit} imports {name}, of {target}, which stands above it")
     return found
 
 
@@ -120,35 +122,39 @@ def names_imported_by(path: Path) -> Iterator[str]:
     return imported_names(path.read_text(encoding="utf-8"), package)
 
 
-def test_every_module_has_a_layer() -> None:
-    assert {unit_of(path) for path in modules()} <= LAYERS.keys()
+def test_every_module_has_its_place() -> None:
+    assert [name_of(path) for path in modules() if unit_of(name_of(path)) is None] == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+@pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_imports_go_down_only(path: Path) -> None:
-    assert complaints(unit_of(path), names_imported_by(path)) == []
+    unit = unit_of(name_of(path))
+    assert unit is not None
+    assert complaints(unit, names_imported_by(path)) == []
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
+    known = {name_of(path).removesuffix(".__init__"): path for path in modules()}
     graph: dict[str, set[str]] = {}
-    for path in modules():
-        targets = {name.split(".")[1] for name in names_imported_by(path) if name.startswith("muster.")}
-        graph.setdefault(unit_of(path), set()).update(targets - {unit_of(path)})
+    for module, path in known.items():
+        inner = [name.removeprefix("muster.") for name in names_imported_by(path) if name.startswith("muster.")]
+        targets = {name if name in known else name.rpartition(".")[0] for name in inner}
+        graph[module] = targets & known.keys() - {module}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "import muster.vector",
+        "import muster.vector.vector_env",
         "from muster import vector",
-        "from muster.vector import VectorEnv",
+        "from muster.vector.vector_env import VectorEnv",
         "from muster import VectorEnv",
         "from .. import vector",
-        "from ..vector import VectorEnv",
-        "def f():\n    from muster.vector import VectorEnv",
-        "if TYPE_CHECKING:\n    from muster.vector import VectorEnv",
-        "importlib.import_module('muster.vector')",
+        "from ..vector.vector_env import VectorEnv",
+        "def f():\n    from muster.vector.vector_env import VectorEnv",
+        "if TYPE_CHECKING:\n    from muster.vector.vector_env import VectorEnv",
+        "importlib.import_module('muster.vector.vector_env')",
         "def f():\n    import torch.nn",
     ],
 )
@@ -157,7 +163,21 @@ def test_an_import_that_goes_up_is_noticed(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["from muster import _core", "from muster.errors import EnvError", "from . import base", "import numpy"]
+    ("unit", "source"),
+    [
+        ("rollout", "from muster.rollout.multi_collector import MultiCollector"),
+        ("rollout", "from muster.rollout.processes.replica import Replica"),
+        ("interop", "from muster.interop.torchrl.specs import Codec"),
+        ("transport", "from muster.envs.layout import AgentLayout"),
+    ],
+)
+def test_folders_beside_each_other_are_ordered(unit: str, source: str) -> None:
+    assert len(complaints(unit, imported_names(source, "muster"))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from muster._core import Caller", "from muster.errors import EnvError", "from . import base", "import numpy"],
 )
 def test_an_import_that_goes_down_is_allowed(source: str) -> None:
     assert complaints("backends", imported_names(source, "muster.backends")) == []
