@@ -1,4 +1,4 @@
-// The caller's end: actions into the slab, ring, wait, rows out. One call of `step` does all four.
+// The caller's end of the one road of a step: write, send, wait, collect.
 #pragma once
 
 #include <pthread.h>
@@ -32,12 +32,11 @@ class Caller {
   // memory: what keeps the slab mapped.  obs, action: descriptions of batches, see batches.hpp; None where Python has to
   // make them, or to take them apart.  lent_rows: (offset, row_bytes, ...) for each leaf that is lent.
   Caller(PyObject* slab, PyObject* memory, PyObject* first_envs, PyObject* obs, PyObject* action, PyObject* lent_rows,
-         bool copy, bool must_reset, Patience patience)
+         bool must_reset, Patience patience)
       : slab_(slab),
         memory_(Ref::borrow(memory)),
         lending_(memory, slab_.num_obs_blocks),
         lent_rows_(rows_of(lent_rows)),
-        copy_(copy),
         must_reset_(must_reset),
         burst_(patience),
         forks_(g_forks.load()) {
@@ -56,8 +55,6 @@ class Caller {
   // Envs may then be stepped before their first reset.
   void allow_unreset() { std::fill(started_.begin(), started_.end(), 1); }
 
-  void set_copy(bool copy) { copy_ = copy; }
-
   void set_local(Stepper* local, PyObject* owner) {
     local_ = local;
     local_owner_ = Ref::borrow(owner);
@@ -65,7 +62,7 @@ class Caller {
 
   bool closed = false;   // set by Python's close
   bool calling = false;  // set by Python while a call is pending
-  bool detour = false;   // set by Python while `step` must take its slow path
+  bool lost = false;     // set by Python while envs are lost that nobody waited for, see recovery.py
 
   uint32_t num_pending() const { return num_pending_; }
   bool is_pending(uint32_t env) const { return pending_[env]; }
@@ -94,18 +91,14 @@ class Caller {
     Caller& caller_;
   };
 
-  // The whole step where nothing unusual happens: (obs, rewards, terminated, truncated, infos). Else the same with what is
-  // unusual at the end, where obs and infos are None if they need Python; or None after sending if a slice of waiting was
-  // not enough; or False before sending if the actions need Python. written: they lie in the slab already.
-  Ref step(PyObject* actions, bool written) {
+  // Actions of all envs (env_ids None) or of some into the slab. False, with nothing written, where Python has to: it
+  // casts them, or says what is wrong. Raises where one of the envs cannot be sent to now.
+  bool write(PyObject* actions, PyObject* env_ids) {
     Entry entry(*this);
-    require_idle();
-    require_started();
-    if (detour || !(written || write_batch(actions))) return Ref::borrow(Py_False);
-    send_all(Command::kStep, true, lends() ? lending_.free_block() : 0);
-    if (!wait_slice(slab_.num_envs, kSliceNs)) return Ref::borrow(Py_None);
-    if (recovers_ && !failed().empty()) return Ref::borrow(Py_None);
-    return collect_all();
+    require_sendable(env_ids);
+    if (env_ids != Py_None || !action_ || !action_->fits(actions)) return false;
+    action_->write(actions, slab_.base);
+    return true;
   }
 
   // How to read the infos of a step of all envs if their layouts are these. schemas: bytes, uint32 for each env.  columns,
@@ -118,22 +111,15 @@ class Caller {
 
   void forget_infos() { columns_expected_ = Ref(); }
 
-  bool write_actions(PyObject* actions) {
+  // Sends to all envs (env_ids None) or to some. objects: the actions lie in the mail, one for each env, not in the slab.
+  // as_whole: what is sent is waited for as a whole; with `copies`, for which big leaves are lent then.
+  void send(PyObject* env_ids, bool objects, bool as_whole, bool copies) {
+    const Command command = objects ? Command::kStepGiven : Command::kStep;
     Entry entry(*this);
-    return write_batch(actions);
-  }
-
-  // as_given: the actions do not lie in the slab but in the mail, one object for each env.
-  void send(PyObject* env_ids, bool as_given) {
-    const Command command = as_given ? Command::kStepGiven : Command::kStep;
-    Entry entry(*this);
-    if (env_ids == Py_None) {
-      require_idle();
-      require_started();
-      return send_all(command, false);
-    }
+    require_sendable(env_ids);
+    if (env_ids == Py_None)
+      return send_all(command, as_whole, as_whole && copies && lends() ? lending_.free_block() : 0);
     const auto [ids, count] = ids_of(env_ids);
-    for (size_t k = 0; k < count; ++k) require_ready(uint32_t(ids[k]));
     std::vector<uint8_t> ring_line(slab_.num_lines, 0);
     bring_home();
     tell_workers(false);  // before the requests: a worker that is looking sees them at once
@@ -170,23 +156,30 @@ class Caller {
     return wait_slice(min_envs, slice_ns);
   }
 
-  // (env_ids, rewards, terminated, truncated, unusual) of what is ready, in the order of env ids.
-  Ref collect_ready() {
+  // (env_ids, obs, rewards, terminated, truncated, infos, unusual) of what is ready, n rows in the order of env ids. obs and
+  // infos are None where Python has to read them. copies: observations are the caller's own.  columns: infos as columns.
+  Ref collect(bool copies, bool columns) {
     Entry entry(*this);
-    std::vector<uint32_t> ready;
+    ready_.clear();
     for (uint32_t i = 0; i < slab_.num_envs; ++i)
-      if (pending_[i] && finished(i) && !(recovers_ && slab_.records[i].status != Status::kOk)) ready.push_back(i);
-    npy_intp count = npy_intp(ready.size());
+      if (pending_[i] && finished(i) && !(recovers_ && slab_.records[i].status != Status::kOk)) ready_.push_back(i);
+    npy_intp count = npy_intp(ready_.size());
     Ref ids = checked(PyArray_SimpleNew(1, &count, NPY_INT64));
     auto* id = static_cast<int64_t*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(ids.get())));
     Scalars scalars(count);
     for (npy_intp k = 0; k < count; ++k) {
-      id[k] = ready[k];
-      bring_home(ready[k]);
-      deliver(ready[k], k, scalars);
+      id[k] = ready_[k];
+      deliver(ready_[k], k, scalars);
     }
-    return checked(Py_BuildValue("(OOOOi)", ids.get(), scalars.rewards.get(), scalars.terminated.get(),
-                                 scalars.truncated.get(), scalars.unusual));
+    Ref obs = Ref::borrow(Py_None);
+    if (obs_ && count == slab_.num_envs && !(scalars.unusual & kNotOk))
+      obs = whole_obs(copies);
+    else
+      for (const uint32_t env : ready_) bring_home(env);
+    Ref infos = whole_infos(scalars.unusual, columns && count == slab_.num_envs);
+    const Ref unusual = checked(PyLong_FromLong(scalars.unusual));
+    return checked(PyTuple_Pack(7, ids.get(), obs.get(), scalars.rewards.get(), scalars.terminated.get(),
+                                scalars.truncated.get(), infos.get(), unusual.get()));
   }
 
   // Rows of envs that have answered go where they are looked for by all but `step`.
@@ -267,9 +260,6 @@ class Caller {
   uint32_t line_of(uint32_t env) const { return line_of_.at(env); }
 
  private:
-  // How long a wait lasts before Python looks after signals and workers: a death is noticed within this.
-  static constexpr int64_t kSliceNs = 20'000'000;
-
   enum Unusual { kInfos = 1, kNotOk = 2, kFinals = 4 };
 
   struct Rows {
@@ -310,6 +300,15 @@ class Caller {
     return {static_cast<const int64_t*>(PyArray_DATA(array)), size_t(PyArray_SIZE(array))};
   }
 
+  void require_sendable(PyObject* env_ids) {
+    if (env_ids == Py_None) {
+      require_idle();
+      return require_started();
+    }
+    const auto [ids, count] = ids_of(env_ids);
+    for (size_t k = 0; k < count; ++k) require_ready(uint32_t(ids[k]));
+  }
+
   void require_idle() const {
     if (calling) raise("PendingError", "a call is pending; take it with call_wait()");
     if (num_pending_)
@@ -332,13 +331,6 @@ class Caller {
                                  "reset(options={\"reset_mask\": terminated | truncated}) before stepping it");
   }
 
-  // False, with nothing written: Python casts the actions, or says what is wrong.
-  bool write_batch(PyObject* actions) {
-    if (!action_ || !action_->fits(actions)) return false;
-    action_->write(actions, slab_.base);
-    return true;
-  }
-
   // What workers go by when they announce and when they choose a core.
   void tell_workers(bool awaits_all) {
     slab_.caller->awaits_all.store(awaits_all, std::memory_order_relaxed);
@@ -346,7 +338,7 @@ class Caller {
   }
 
   // Envs that are reset one by one leave the other rows as they were, which an array's owner may have changed.
-  bool lends() const { return copy_ && !must_reset_ && !recovers_; }
+  bool lends() const { return !must_reset_ && !recovers_; }
 
   // An env that has failed keeps the row that it gave before.
   void bring_home(uint32_t env) {
@@ -426,25 +418,9 @@ class Caller {
     ++delivered_;
   }
 
-  Ref collect_all() {
-    npy_intp count = slab_.num_envs;
-    Scalars scalars(count);
-    for (npy_intp i = 0; i < count; ++i) deliver(uint32_t(i), i, scalars);
-    Ref obs = Ref::borrow(Py_None);
-    if (scalars.unusual & kNotOk)
-      bring_home();
-    else if (obs_)
-      obs = whole_obs(slab_.records[0].obs_block);
-    Ref infos = whole_infos(scalars.unusual);
-    const Py_ssize_t size = obs.get() == Py_None || infos.get() == Py_None ? 6 : 5;
-    const Ref unusual = checked(PyLong_FromLong(scalars.unusual));
-    return checked(PyTuple_Pack(size, obs.get(), scalars.rewards.get(), scalars.terminated.get(),
-                                scalars.truncated.get(), infos.get(), unusual.get()));
-  }
-
-  Ref whole_infos(int unusual) const {
+  Ref whole_infos(int unusual, bool columns) const {
     if (!unusual) return checked(PyDict_New());
-    if (unusual != kInfos || !columns_expected_) return Ref::borrow(Py_None);
+    if (unusual != kInfos || !columns || !columns_expected_) return Ref::borrow(Py_None);
     const char* expected = PyBytes_AS_STRING(schemas_expected_.get());
     for (uint32_t i = 0; i < slab_.num_envs; ++i)
       if (std::memcmp(expected + i * sizeof(uint32_t), &slab_.records[i].info_schema, sizeof(uint32_t)))
@@ -452,13 +428,17 @@ class Caller {
     return gather_columns(columns_expected_.get(), Py_None, given_expected_.get());
   }
 
-  // The observations of all envs, of which those that are lent lie in `block`, if it is one.
-  Ref whole_obs(uint32_t block) {
+  // The observations of all envs. Those that are lent lie in the block that all were sent with, where it was one.
+  Ref whole_obs(bool copies) {
+    uint32_t block = copies ? slab_.records[0].obs_block : 0;
+    for (uint32_t i = 0; i < slab_.num_envs; ++i)
+      if (slab_.records[i].obs_block != block) block = 0;
+    if (!block) bring_home();
     const size_t first = slab_.obs_offset, shift = slab_.obs_block_shift(block);
     if (block && obs_->is_leaf())
       return lending_.lend(block, slab_.base + obs_->offset() + shift, obs_->type_num(), obs_->shape());
     const RowMemory rows{slab_.base, 0, memory_.get()};
-    if (!block) return obs_->batch(rows, copy_);
+    if (!block) return obs_->batch(rows, copies);
     Ref owner = lending_.lend(block, slab_.base + first + shift, NPY_UINT8, {npy_intp(slab_.obs_lent_bytes)});
     const RowMemory lent{slab_.base + first + shift, first, owner.get()};
     return obs_->batch(rows, true, &lent);
@@ -472,7 +452,6 @@ class Caller {
   std::optional<BatchNode> obs_;
   std::optional<BatchNode> action_;
   Ref schemas_expected_, columns_expected_, given_expected_;
-  bool copy_;
   bool must_reset_;
   Burst burst_;
   bool waits_long_ = false;
@@ -480,6 +459,7 @@ class Caller {
   std::vector<uint32_t> first_envs_;
   std::vector<uint32_t> line_of_;
   std::vector<uint8_t> pending_;
+  std::vector<uint32_t> ready_;  // while they are collected
   std::vector<uint8_t> started_;
   bool all_started_ = false;
   uint32_t num_pending_ = 0;

@@ -123,35 +123,30 @@ NB_MODULE(_core, m) {
   nb::class_<Caller>(m, "Caller")
       .def("__init__",
            [](Caller* self, nb::tuple slab, nb::object memory, nb::list first_envs, nb::object obs, nb::object action,
-              nb::list lent_rows, bool copy, bool must_reset, nb::tuple patience) {
+              nb::list lent_rows, bool must_reset, nb::tuple patience) {
              import_numpy();
              guarded([&] {
                new (self) Caller(slab.ptr(), memory.ptr(), first_envs.ptr(), obs.ptr(), action.ptr(), lent_rows.ptr(),
-                                 copy, must_reset, patience_of(patience));
+                                 must_reset, patience_of(patience));
              });
            },
            nb::arg("slab"), nb::arg("memory"), nb::arg("first_envs"), nb::arg("obs").none(), nb::arg("action").none(),
-           nb::arg("lent_rows"), nb::kw_only(), nb::arg("copy"), nb::arg("must_reset"), nb::arg("patience"))
+           nb::arg("lent_rows"), nb::kw_only(), nb::arg("must_reset"), nb::arg("patience"))
       .def("allow_unreset", &Caller::allow_unreset)
-      .def("set_copy", &Caller::set_copy)
       .def("set_local", [](Caller& self, nb::handle stepper) {
         self.set_local(nb::cast<Stepper*>(stepper), stepper.ptr());
       })
-      .def("step", [](Caller& self, nb::handle actions) {
-        return guarded([&] { return handed_over(self.step(actions.ptr(), false)); });
-      }, nb::arg("actions").none())
-      .def("step_written", [](Caller& self) { return guarded([&] { return handed_over(self.step(nullptr, true)); }); })
       .def("bring_home", [](Caller& self) { self.bring_home(); })
       .def("expect_infos", [](Caller& self, nb::bytes schemas, nb::list columns, nb::handle given) {
         self.expect_infos(schemas.ptr(), columns.ptr(), given.ptr());
       })
       .def("forget_infos", &Caller::forget_infos)
-      .def("write_actions", [](Caller& self, nb::handle actions) {
-        return guarded([&] { return self.write_actions(actions.ptr()); });
-      }, nb::arg("actions").none())
-      .def("send", [](Caller& self, nb::handle env_ids, bool as_given) {
-        guarded([&] { self.send(env_ids.ptr(), as_given); });
-      }, nb::arg("env_ids").none(), nb::arg("as_given"))
+      .def("write", [](Caller& self, nb::handle actions, nb::handle env_ids) {
+        return guarded([&] { return self.write(actions.ptr(), env_ids.ptr()); });
+      }, nb::arg("actions").none(), nb::arg("env_ids").none())
+      .def("send", [](Caller& self, nb::handle env_ids, bool objects, bool as_whole, bool copies) {
+        guarded([&] { self.send(env_ids.ptr(), objects, as_whole, copies); });
+      }, nb::arg("env_ids").none(), nb::arg("objects"), nb::arg("as_whole"), nb::arg("copies"))
       .def("request_resets", [](Caller& self, nb::handle env_ids) {
         guarded([&] { self.request_resets(env_ids.ptr()); });
       })
@@ -159,9 +154,9 @@ NB_MODULE(_core, m) {
       .def("wait", [](Caller& self, uint32_t min_envs, int64_t slice_ns) {
         return guarded([&] { return self.wait(min_envs, slice_ns); });
       }, nb::arg("min_envs"), nb::arg("slice_ns"))
-      .def("collect_ready", [](Caller& self) {
-        return guarded([&] { return handed_over(self.collect_ready()); });
-      })
+      .def("collect", [](Caller& self, bool copies, bool columns) {
+        return guarded([&] { return handed_over(self.collect(copies, columns)); });
+      }, nb::arg("copies"), nb::arg("columns"))
       .def("keep_rows", [](Caller& self, nb::list offsets_and_bytes) {
         guarded([&] { self.keep_rows(offsets_and_bytes.ptr()); });
       })
@@ -174,7 +169,7 @@ NB_MODULE(_core, m) {
       .def("line_of", &Caller::line_of)
       .def_rw("closed", &Caller::closed)
       .def_rw("calling", &Caller::calling)
-      .def_rw("detour", &Caller::detour)
+      .def_rw("lost", &Caller::lost)
       .def_prop_ro("num_pending", &Caller::num_pending)
       .def_prop_ro("in_fork", &Caller::in_fork)
       .def("require_open", [](const Caller& self) { guarded([&] { self.require_open(); }); });

@@ -25,10 +25,15 @@ from muster.workers.options import EnvCall, Patience, ShareOptions
 
 @dataclass(frozen=True)
 class CallerOptions:
-    """How the caller takes results. copy: hand out copies.  must_reset: ended episodes are the caller's to reset."""
+    """How the caller sends and waits.
 
-    copy: bool
+    must_reset: ended episodes are the caller's to reset.  steps_unreset: envs may be stepped before their first reset.
+    writes_actions: the core writes batches of actions that fit.
+    """
+
     must_reset: bool
+    steps_unreset: bool
+    writes_actions: bool
     patience: Patience
 
 
@@ -160,17 +165,19 @@ class Backend(ABC):
 def make_caller(slab: Slab, options: CallerOptions) -> Caller:
     """The caller's end of the core."""
     plan = slab.plan
-    return Caller(
+    caller = Caller(
         slab.description,
         slab.memory,
         list(plan.first_envs),
         plan.obs.describe_batch(slab.obs),
-        plan.action.describe_batch(slab.actions, checked=True),
+        plan.action.describe_batch(slab.actions, checked=True) if options.writes_actions else None,
         slab.obs_places(lent_only=True),
-        copy=options.copy,
         must_reset=options.must_reset,
         patience=options.patience,
     )
+    if options.steps_unreset:
+        caller.allow_unreset()
+    return caller
 
 
 def local_share(backend: Backend, share: Share, line: int, mail: Mail, options: ShareOptions) -> None:

@@ -64,7 +64,7 @@ class Recovery:
             if seed is not None:
                 self._seeds[env] = seed
             chosen.append(self._new_seed(env) if lost and seed is None else seed)
-        self._caller.detour = bool(self._lost)
+        self._caller.lost = bool(self._lost)
         return chosen
 
     def worker_died(self, line: int, envs: range, reason: str) -> None:
@@ -75,7 +75,7 @@ class Recovery:
         for env in envs:
             self._records["restarts"][env] += 1
             (self._reasons if env in pending else self._lost)[env] = reason
-        self._caller.detour = True
+        self._caller.lost = True
 
     def split(self, ids: Array) -> tuple[Array, Array]:
         """Of envs about to be stepped: those that can be, and those whose worker died since their last row."""
@@ -89,7 +89,7 @@ class Recovery:
             # An episode that had ended is no loss: its env resets next anyway.
             truncates = not self._records["needs_reset"][env]
             self._restart(env, _Restart(self._lost.pop(env), truncates, None), rebuilds=False)
-        self._caller.detour = bool(self._lost)
+        self._caller.lost = bool(self._lost)
 
     def retry_failed(self) -> bool:
         """Restarts pending envs that have failed. False if none has.

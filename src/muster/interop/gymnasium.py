@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
@@ -15,12 +16,16 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
+from muster.backends.base import Backend
+from muster.backends.serial import SerialBackend
 from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout
 from muster.interop.starting import recipes_of, with_processes
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Array
-from muster.vector.assemble import serial_backend
-from muster.vector.raisers import RaisesOriginals, original_error, originals_raised
+from muster.vector.action_writers import LenientWriter
+from muster.vector.assemble import LENIENT, assemble, drop_in_options
+from muster.vector.batched_spaces import BatchedSpaces
+from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
 from muster.vector.results import Batch, StepResult
 from muster.vector.vector_env import VectorEnv
 from muster.workers.env_facts import EnvFacts
@@ -49,7 +54,19 @@ class TimedOut(WaitTimeout, multiprocessing.TimeoutError):
     """A ``timeout`` ran out; also the class that Gymnasium raises. The call stays pending."""
 
 
-class _DropIn(RaisesOriginals, VectorEnv):
+class _Writer(LenientWriter):
+    """Says of actions that are no batch at all what Gymnasium says."""
+
+    def write(self, actions: Any, ids: Array) -> bool:
+        try:
+            return super().write(actions, ids)
+        except ActionError as error:
+            if not isinstance(actions, Iterable):
+                raise TypeError(str(error)) from error
+            raise
+
+
+class _DropIn(VectorEnv):
     """What both have in common: how spaces and arguments are checked, and whose exceptions are raised."""
 
     observation_mode: ObservationMode
@@ -61,46 +78,44 @@ class _DropIn(RaisesOriginals, VectorEnv):
         self.observation_mode = observation_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)
 
-    def _start(self, backend: Any, **options: Any) -> None:
-        super().__init__(backend, autoreset_mode=self.autoreset_mode, observation_mode="same", lenient=True, **options)
+    def _start(self, backend: Backend, copy: bool, raiser: Raiser) -> None:
+        parts = replace(LENIENT, spaces=self._agreed, writer=_Writer, raiser=raiser)
+        super().__init__(assemble(backend, parts, drop_in_options(backend, self.autoreset_mode, copy=copy)))
         self.spec = None  # make_vec sets it; the first env's says nothing about the others
 
-    def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
+    def _agreed(self, facts: Sequence[EnvFacts]) -> BatchedSpaces:
         first, mode = facts[0], self.observation_mode
         if isinstance(mode, tuple) and len(mode) == 2:
             if not all(isinstance(space, spaces.Space) for space in mode):
                 raise TypeError(
                     f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
                 )
-            self.observation_space, self.single_observation_space = mode
+            observations, single = mode
         elif mode == "same":
-            self.single_observation_space = first.observation_space
-            self.observation_space = batch_space(first.observation_space, len(facts))
+            single = first.observation_space
+            observations = batch_space(single, len(facts))
         elif mode == "different":
-            self.single_observation_space = first.observation_space
-            self.observation_space = batch_differing_spaces([one.observation_space for one in facts])
+            single = first.observation_space
+            observations = batch_differing_spaces([one.observation_space for one in facts])
         else:
             raise ValueError(
                 "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
                 f"space, actual got {mode}"
             )
-        self.single_action_space = first.action_space
-        self.action_space = batch_space(first.action_space, len(facts))
         for env, one in enumerate(facts):
-            self._check_spaces(env, one)
+            self._check_spaces(env, one, single, first.action_space)
+        return BatchedSpaces(single, first.action_space, observations, batch_space(first.action_space, len(facts)))
 
-    def _check_spaces(self, env: int, facts: EnvFacts) -> None:
+    def _check_spaces(self, env: int, facts: EnvFacts, expected: spaces.Space[Any], action: spaces.Space[Any]) -> None:
         same, fitting, actions = self._complaints
-        expected, got = self.single_observation_space, facts.observation_space
+        got = facts.observation_space
         suffix = f" Sub-environment {env} has {got}, expected {expected}."
         if self.observation_mode == "same" and got != expected:
             raise RuntimeError(same + suffix)
         if first_difference(expected, got, "observation", bounds=False):
             raise RuntimeError(fitting + suffix)
-        if facts.action_space != self.single_action_space:
-            raise RuntimeError(
-                f"{actions} Sub-environment {env} has {facts.action_space}, expected {self.single_action_space}."
-            )
+        if facts.action_space != action:
+            raise RuntimeError(f"{actions} Sub-environment {env} has {facts.action_space}, expected {action}.")
 
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
         """Starts `reset`; `reset_wait` takes the result. Raises ValueError, TypeError."""
@@ -135,26 +150,18 @@ class _DropIn(RaisesOriginals, VectorEnv):
             )
         super().set_attr(name, values)
 
-    def _write_actions(self, actions: Any, ids: Array) -> bool:
-        try:
-            return super()._write_actions(actions, ids)
-        except ActionError as error:
-            if not isinstance(actions, Iterable):
-                raise TypeError(str(error)) from error
-            raise
-
     def step(self, actions: Any) -> StepResult:
         """Steps every env. Raises what an env raises; the others have then been stepped, too."""
         try:
             return super().step(actions)
         except ClosedError:
-            self._require_open()
+            self.require_open()
             raise
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
         if not self._finalizer.alive:  # else it was not `close` that closed it
             raise ClosedError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
-        super()._require_open()
+        super().require_open()
 
 
 class SyncVectorEnv(_DropIn):
@@ -178,9 +185,9 @@ class SyncVectorEnv(_DropIn):
         self.env_fns = tuple(env_fns)
         self.copy = copy
         self._set_up(observation_mode, autoreset_mode)
-        backend, options = serial_backend(recipes_of(self.env_fns, may_reuse=True))
+        backend = SerialBackend(recipes_of(self.env_fns, may_reuse=True))
         with originals_raised():
-            self._start(backend, copy=copy, **options)
+            self._start(backend, copy, raise_original)
         self.envs = backend.envs
 
     def step(self, actions: Any) -> StepResult:
@@ -257,17 +264,18 @@ class AsyncVectorEnv(_DropIn):
             num_workers = min(max_concurrency, num_workers or max_concurrency)
         self.max_concurrency = max_concurrency
         self._kind = "default"
-        start = partial(self._start, copy=copy)
+        start = partial(self._start, copy=copy, raiser=_raise_last)
         with originals_raised():
             with_processes(start, recipes_of(self.env_fns), context=context, num_workers=num_workers)
 
-    def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
-        super()._set_spaces(facts, observation_mode)
-        if self.shared_memory and _is_custom(self.single_observation_space):
+    def _agreed(self, facts: Sequence[EnvFacts]) -> BatchedSpaces:
+        agreed = super()._agreed(facts)
+        if self.shared_memory and _is_custom(agreed.single_observation):
             raise ValueError(
-                f"the observation space {self.single_observation_space} is none of Gymnasium's: pass "
+                f"the observation space {agreed.single_observation} is none of Gymnasium's: pass "
                 "`shared_memory=False` to have observations pickled"
             )
+        return agreed
 
     # ---- the calls, each refused while another is pending
 
@@ -339,24 +347,24 @@ class AsyncVectorEnv(_DropIn):
         return self._kind if self._caller.num_pending else "default"
 
     def _require_default(self, doing: str) -> None:
-        self._require_open()
+        self.require_open()
         if (pending := self._pending()) != "default":
             raise AlreadyPendingCallError(
                 f"Calling `{doing}` while waiting for a pending call to `{pending}` to complete.", pending
             )
 
     def _require_pending(self, kind: str) -> None:
-        self._require_open()
+        self.require_open()
         if self._pending() != kind:
             raise NoAsyncCallError(f"Calling `{kind}_wait` without any prior call to `{kind}_async`.", kind)
 
-    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
-        for failure in failures:
-            logger.error(f"Received the following error from Worker-{failure.env_index} - Shutting it down")
-            logger.error(failure.worker_traceback)
-        if failures:
-            logger.error("Raising the last exception back to the main process.")
-            raise original_error(failures, -1)
+
+def _raise_last(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
+    for failure in failures:
+        logger.error(f"Received the following error from Worker-{failure.env_index} - Shutting it down")
+        logger.error(failure.worker_traceback)
+    logger.error("Raising the last exception back to the main process.")
+    raise original_error(failures, -1)
 
 
 def _timed_out(kind: str, timeout: float | None) -> TimedOut:

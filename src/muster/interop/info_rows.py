@@ -21,6 +21,8 @@ class RowReader(InfoReader):
     Take them out with `info_rows` and `finals_by_env`. NumPy scalars of int64, float64 and bool become Python's, too.
     """
 
+    in_core = False
+
     def __init__(self, reader: InfoReader) -> None:
         vars(self).update(vars(reader))  # one memory of layouts: what the one forgets, both have forgotten
 

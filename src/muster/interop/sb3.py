@@ -7,6 +7,8 @@ import os
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import gymnasium
@@ -14,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
-from muster.errors import ActionError
+from muster.backends.base import Backend
+from muster.backends.serial import SerialBackend
 from muster.interop.env_calls import (
     CallMethod,
     GetAttribute,
@@ -25,15 +28,15 @@ from muster.interop.env_calls import (
     of_gymnasium,
 )
 from muster.interop.info_rows import RowReader, finals_by_env, info_rows
-from muster.interop.starting import SAME_STEP, recipes_of, require_copies, with_processes
-from muster.spaces.tree import Array, BranchNode, Node, Rows
-from muster.vector.assemble import serial_backend
-from muster.vector.checks import require_agreement, seeds_of
+from muster.interop.starting import recipes_of, require_copies, with_processes
+from muster.vector.action_writers import OneByOneWriter
+from muster.vector.assemble import LENIENT, assemble, drop_in_options
+from muster.vector.batched_spaces import first_envs_spaces
+from muster.vector.checks import seeds_of
 from muster.vector.interrupted import settle
-from muster.vector.raisers import RaisesOriginals, originals_raised
+from muster.vector.raisers import originals_raised
 from muster.vector.results import StepResult
 from muster.vector.vector_env import VectorEnv
-from muster.workers.env_facts import EnvFacts
 from muster.workers.options import EnvCall
 
 try:
@@ -68,7 +71,7 @@ class MusterVecEnv(VecEnv):
             )
         require_copies(envs)
         self.vector_env = envs
-        self._infos = RowReader(envs._infos)
+        self._rows = RowReader(envs.info_reader)
         check_for_nested_spaces(envs.single_observation_space)
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
 
@@ -86,7 +89,7 @@ class MusterVecEnv(VecEnv):
         self._reset_options()
         settle(self.vector_env)  # of a step that Ctrl-C has ended
         _start_resets(self.vector_env, seeds, options)
-        obs, infos = self._with_rows(self.vector_env.reset_wait)
+        obs, infos = self.vector_env.reset_wait_with(None, True, self._rows)
         self.reset_infos = info_rows(infos, self.num_envs)
         return obs
 
@@ -96,24 +99,15 @@ class MusterVecEnv(VecEnv):
 
     def step_wait(self) -> VecStep:
         """obs ``[N, ...]``, rewards ``[N]``, dones bool ``[N]``, and N infos."""
-        return self._as_rows(self._with_rows(self.vector_env.step_wait))
+        return self._as_rows(self.vector_env.step_wait_with(None, True, self._rows))
 
     def step(self, actions: Any) -> VecStep:
         """`step_async` and `step_wait` in one."""
-        return self._as_rows(self._with_rows(self.vector_env.step, actions))
+        return self._as_rows(self.vector_env.step_with(actions, True, self._rows))
 
     def close(self) -> None:
         """Closes envs and workers."""
         self.vector_env.close()
-
-    def _with_rows(self, act: Callable[..., Made], *args: Any) -> Made:
-        """``act(*args)``, with infos as `RowReader` reads them; to others the vector env tells its own."""
-        merged, self.vector_env._infos = self.vector_env._infos, self._infos
-        self.vector_env._caller.forget_infos()  # the core makes no rows
-        try:
-            return act(*args)
-        finally:
-            self.vector_env._infos = merged
 
     def _as_rows(self, result: StepResult) -> VecStep:
         obs, rewards, terminated, truncated, infos = result
@@ -172,69 +166,40 @@ def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[s
     if not any(options):
         envs.reset_async(seed=seeds)
         return
-    envs._require_idle("reset")
-    if envs._recovery is not None:
-        seeds = envs._recovery.seeds_for_reset(envs._all, seeds, None)
+    envs.require_idle("reset")
     for env, given in enumerate(options):
-        envs._backend.reset(envs._all[env : env + 1], seeds[env : env + 1], given or ...)
+        envs.reset_some(np.array([env]), seeds[env : env + 1], given or ...)
 
 
-class _OneByOne(BranchNode):
-    """Actions that come as a list, one for each env."""
-
-    def describe_batch(self, rows: Rows, *, checked: bool = False) -> None:
-        return None
+# SB3 takes env 0's spaces for all, and actions as a list where they are structures.
+_PARTS = replace(LENIENT, spaces=first_envs_spaces, writer=OneByOneWriter)
 
 
-class _Envs(RaisesOriginals, VectorEnv):
-    """As lenient as SB3's own, and raising what envs raise. ignores_surplus: more actions than envs are no error."""
+class _Envs(VectorEnv):
+    """What SB3's own vector envs do otherwise than Muster's: a reset that knows no options will do."""
 
-    def __init__(self, backend: Any, *, ignores_surplus: bool = False, **options: Any) -> None:
-        self._ignores_surplus = ignores_surplus
-        super().__init__(backend, **SAME_STEP, **options)
+    def __init__(self, backend: Backend, *, ignores_surplus: bool = False) -> None:
+        parts = replace(_PARTS, writer=partial(OneByOneWriter, ignores_surplus=ignores_surplus))
+        super().__init__(assemble(backend, parts, drop_in_options(backend, AutoresetMode.SAME_STEP)))
 
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
+        """Starts `reset`, without options where there are none."""
         if options:
             super().reset_async(seed=seed, options=options)
             return
-        self._require_idle("reset")
-        self._backend.reset(self._all, seeds_of(seed, self.num_envs), ...)  # a reset that knows no options will do
-
-    def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
-        # SB3 takes env 0's spaces for all. Bounds may differ; a different layout could not be stored.
-        observations, actions = [one.observation_space for one in facts], [one.action_space for one in facts]
-        require_agreement(observations, actions, bounds=False, action_bounds=False)
-        super()._set_spaces([facts[0]] * len(facts), observation_mode)
-
-    def _trees(self, facts: EnvFacts, lenient: bool) -> tuple[Node, Node]:
-        obs, actions = super()._trees(facts, lenient)
-        if isinstance(actions, BranchNode):
-            actions = _OneByOne(actions.space, actions.path, actions.keys, actions.children)
-        return obs, actions
-
-    def _write_actions(self, actions: Any, ids: Array) -> bool:
-        if not isinstance(self.single_action_space, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple)):
-            return super()._write_actions(actions, ids)
-        given = self._one_by_one(actions)
-        if len(given) != len(ids):
-            raise ActionError(f"expected {len(ids)} actions, one for each env, got {len(given)}")
-        self._backend.post_actions(ids, [[action] for action in given])
-        return True
-
-    def _one_by_one(self, actions: Any) -> list[Any]:
-        given = list(actions)  # SB3 knows no batches of Dict or Tuple actions
-        return given[: self.num_envs] if self._ignores_surplus else given
+        self.require_idle("reset")
+        self.reset_some(np.arange(self.num_envs), seeds_of(seed, self.num_envs), ...)
 
 
 class DummyVecEnv(MusterVecEnv):
     """Steps all envs in the calling thread, one after the other."""
 
     def __init__(self, env_fns: EnvFns) -> None:
-        backend, options = serial_backend(recipes_of(env_fns, (of_gymnasium,), may_reuse=True))
+        backend = SerialBackend(recipes_of(env_fns, (of_gymnasium,), may_reuse=True))
         with originals_raised():
-            envs = _Envs(backend, ignores_surplus=True, **options)
+            envs = _Envs(backend, ignores_surplus=True)
         self.envs = backend.envs
         if len({id(env.unwrapped) for env in self.envs}) != len(self.envs):
             raise ValueError(

@@ -8,27 +8,17 @@ from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from gymnasium.vector import AutoresetMode
-
 from muster.backends.base import Backend
 from muster.backends.process import ProcessBackend, ProcessOptions
 from muster.errors import EnvError, OneEnvPerProcess, RecipeError, SpecMismatch, WorkerError
 from muster.introspection import callable_name, caller_stacklevel
 from muster.recipes.recipe import Recipe
-from muster.vector.assemble import patience_options
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
 from muster.workers.resources import usable_cores
 
 Made = TypeVar("Made")
 
-# How SB3 and TorchRL want their envs, in VectorEnv's words.
-SAME_STEP: dict[str, Any] = {
-    "autoreset_mode": AutoresetMode.SAME_STEP,
-    "observation_mode": "same",
-    "copy": True,
-    "lenient": True,
-}
 _START_TIMEOUT_S = 300.0
 
 
@@ -54,7 +44,7 @@ def recipes_of(
 def with_processes(
     make: Callable[..., Made], recipes: Sequence[Recipe], *, context: str | None, num_workers: int | None
 ) -> Made:
-    """``make(backend, **options)`` with worker processes that step several envs each, where envs bear that.
+    """``make(backend)`` with worker processes that step several envs each, where envs bear that.
 
     Other workers start only after the first has built a second env. If that raises, or the worker dies, all is built
     again with one env per process. context: as for `multiprocessing`; None never forks the caller.
@@ -77,7 +67,7 @@ def with_processes(
     )
     backend = ProcessBackend(recipes, options)
     try:
-        return make(backend, **patience_options(backend.num_workers))
+        return make(backend)
     except OneEnvPerProcess:
         pass  # the env says so itself: nothing to warn of
     except (EnvError, RecipeError, WorkerError) as error:
@@ -89,7 +79,7 @@ def with_processes(
             PackingWarning,
             stacklevel=caller_stacklevel(),
         )
-    return make(ProcessBackend(recipes, replace(options, num_workers=most)), **patience_options(most))
+    return make(ProcessBackend(recipes, replace(options, num_workers=most)))
 
 
 def require_copies(envs: VectorEnv | MultiAgentVectorEnv) -> None:

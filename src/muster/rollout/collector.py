@@ -310,7 +310,7 @@ class Collector(BatchSource):
 
     @contextmanager
     def _acting(self) -> Iterator[None]:
-        with self._envs.views(), self._generators(), torch.no_grad(), set_interaction_type(self._exploration):
+        with self._generators(), torch.no_grad(), set_interaction_type(self._exploration):
             yield
 
     @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gymnasium import spaces
@@ -90,8 +89,13 @@ class EnvSide(ABC):
         return self._observed(obs, infos)
 
     def step(self, actions: Sequence[Array]) -> StepRows:
-        """Steps all envs; actions: an array ``[N, ...]`` for each action field."""
-        return self._rows(*self.envs.step(self._joined(actions)))
+        """Steps all envs; actions: an array ``[N, ...]`` for each action field.
+
+        Observations are views, valid until the next step: they are copied into the batch at once.
+        """
+        if not self.takes_turns:
+            return self._rows(*self.envs.step(self._joined(actions)))
+        return self._rows(*self.envs.step_with(self._joined(actions), False))
 
     def send(self, actions: Sequence[Array], ids: Array) -> None:
         """Starts a step of the envs `ids`; `recv` takes it."""
@@ -99,23 +103,8 @@ class EnvSide(ABC):
 
     def recv(self, min_envs: int) -> tuple[Array, StepRows]:
         """The envs that are ready, int64 ``[n]``, at least `min_envs` of them, and the steps that `send` started."""
-        ids, *result = self.envs.recv(min_envs=min_envs)
+        ids, *result = self.envs.recv_with(min_envs, None, False)
         return ids, self._rows(*result)
-
-    @contextmanager
-    def views(self) -> Iterator[None]:
-        """Within, the vector env gives views of observations: they are copied into the batch at once."""
-        if not isinstance(self.envs, (VectorEnv, MultiAgentVectorEnv)):
-            yield
-            return
-        rows = self.envs if isinstance(self.envs, VectorEnv) else self.envs._rows
-        before, rows.copy = rows.copy, False
-        rows._caller.set_copy(False)
-        try:
-            yield
-        finally:
-            rows.copy = before
-            rows._caller.set_copy(before)
 
     def settle(self) -> None:
         """Takes the answers that an error has left behind: nothing may be pending when envs are reset."""

@@ -43,6 +43,8 @@ class InfoReader:
     What a step of all envs gave last is left to the core to read, as long as the layouts stay the same.
     """
 
+    in_core = True  # whether the core may read infos in this reader's place
+
     def __init__(self, slab: Slab, caller: Caller, fetch_schemas: Callable[[int], Any]) -> None:
         self._slab = slab
         self._caller = caller

@@ -3,30 +3,131 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
-from muster.backends.base import Backend
+from muster.backends.base import Backend, CallerOptions
+from muster.backends.recovery import Recovery
 from muster.backends.serial import SerialBackend
 from muster.recipes.recipe import Recipe, WorkerInfo
+from muster.spaces.tree import Node, tree
+from muster.transport.infos import InfoReader
+from muster.transport.slab import Plan
+from muster.vector.action_writers import ActionWriter, LenientWriter
 from muster.vector.agent_rows import RowVectorEnv
+from muster.vector.batched_spaces import BatchedSpaces, agents_spaces, equal_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
-from muster.vector.vector_env import VectorEnv
+from muster.vector.raisers import Raiser, raise_env_error, raise_original
+from muster.vector.vector_env import AUTORESET_MODES, Assembled, VectorEnv
 from muster.workers.env_facts import EnvFacts
-from muster.workers.options import Patience
+from muster.workers.options import Patience, ShareOptions
 from muster.workers.resources import usable_cores
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What tells one kind of vector env from another.
+
+    spaces: makes the vector env's spaces of its envs', or says which env does not agree.
+    trees: the trees of one env's observations and actions.
+    writer: makes what writes the actions that the core does not.
+    raiser: raises what is to be raised where envs failed.
+    steps_unreset: whether envs may be stepped before their first reset.
+    """
+
+    spaces: Callable[[Sequence[EnvFacts]], BatchedSpaces]
+    trees: Callable[[EnvFacts, BatchedSpaces], tuple[Node, Node]]
+    writer: Callable[..., ActionWriter]
+    raiser: Raiser
+    steps_unreset: bool
+
+
+@dataclass(frozen=True)
+class AssemblyOptions:
+    """How one vector env steps. max_restarts: None where a failure is an error at once."""
+
+    autoreset_mode: AutoresetMode
+    caller_patience: Patience
+    worker_patience: Patience
+    copy: bool = True
+    check_finite: bool = False
+    max_restarts: int | None = None
+
+
+def strict_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
+    """Trees that cast where nothing is lost in kind."""
+    return tree(spaces.single_observation, "observation"), tree(spaces.single_action, "action")
+
+
+def lenient_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
+    """Trees that cast whatever is lost, as other libraries' vector envs do."""
+    obs = tree(spaces.single_observation, "observation", lenient=True)
+    return obs, tree(spaces.single_action, "action", lenient=True, of_actions=True)
+
+
+def agents_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
+    """The trees of a multi-agent env's rows and of its agents' actions."""
+    assert facts.agents is not None
+    return facts.agents.row_tree(), facts.agents.action_tree()
+
+
+STRICT = Parts(equal_spaces, strict_trees, ActionWriter, raise_env_error, steps_unreset=False)
+LENIENT = Parts(equal_spaces, lenient_trees, LenientWriter, raise_original, steps_unreset=True)
+
+
+def assemble(
+    backend: Backend, parts: Parts, options: AssemblyOptions, facts: Sequence[EnvFacts] | None = None
+) -> Assembled:
+    """Starts `backend`, unless `facts` tell that it has been, and puts it together with `parts`.
+
+    After an error nothing of it is left behind.
+    """
+    facts = backend.start() if facts is None else facts
+    try:
+        spaces = parts.spaces(facts)
+        obs, actions = parts.trees(facts[0], spaces)
+        writer = parts.writer(actions, spaces.action, backend)
+        must_reset = options.autoreset_mode is AutoresetMode.DISABLED
+        backend.attach(
+            Plan(obs, actions, backend.first_envs),
+            ShareOptions(AUTORESET_MODES.index(options.autoreset_mode), options.check_finite, options.worker_patience),
+            CallerOptions(must_reset, parts.steps_unreset, writer.in_core, options.caller_patience),
+        )
+    except BaseException:
+        backend.close(0.0)
+        raise
+    info_reader = InfoReader(backend.slab, backend.caller, backend.fetch_schemas)
+    recovery: Recovery | None = None
+    if options.max_restarts is not None:
+        recovery = Recovery(backend, options.autoreset_mode, options.max_restarts, info_reader)
+        backend.on_worker_died = recovery.worker_died
+    return Assembled(
+        backend=backend,
+        facts=facts[0],
+        spaces=spaces,
+        obs=obs,
+        autoreset_mode=options.autoreset_mode,
+        copy=options.copy,
+        info_reader=info_reader,
+        recovery=recovery,
+        writer=writer,
+        raiser=parts.raiser,
+    )
+
+
 def vector_env_of(
-    backend: Backend, facts: Sequence[EnvFacts] | None = None, **options: Any
+    backend: Backend, parts: Parts, options: AssemblyOptions, facts: Sequence[EnvFacts] | None = None
 ) -> VectorEnv | MultiAgentVectorEnv:
     """The vector env for what kind of envs `backend` turns out to build. facts: of them, if it has started."""
     facts = backend.start() if facts is None else facts
     if facts[0].agents is None:
-        return VectorEnv(backend, facts=facts, **options)
-    return MultiAgentVectorEnv(RowVectorEnv(backend, facts=facts, **options))
+        return VectorEnv(assemble(backend, parts, options, facts))
+    parts = replace(parts, spaces=partial(agents_spaces, parts.spaces), trees=agents_trees)
+    return MultiAgentVectorEnv(RowVectorEnv(assemble(backend, parts, options, facts)))
 
 
 def serial_vec(
@@ -44,17 +145,10 @@ def serial_vec(
     """
     backend = SerialBackend(recipes, info)
     facts = backend.start()
-    return vector_env_of(
-        backend,
-        facts,
-        autoreset_mode=autoreset_mode,
-        observation_mode="same",
-        copy=False,
-        check_finite=False,
-        caller_patience=Patience(0, 0, False),
-        worker_patience=Patience(0, 0, False),
-        max_restarts=None if facts[0].metadata.get("one_per_process") else max_restarts,
-    )
+    never = Patience(0, 0, False)
+    max_restarts = None if facts[0].metadata.get("one_per_process") else max_restarts
+    options = AssemblyOptions(autoreset_mode, never, never, copy=False, max_restarts=max_restarts)
+    return vector_env_of(backend, STRICT, options, facts)
 
 
 def patience(cores: int, processes: int, *, caller_steps: bool = False) -> tuple[Patience, Patience]:
@@ -73,11 +167,6 @@ def patience(cores: int, processes: int, *, caller_steps: bool = False) -> tuple
     return Patience(pauses, yields, False), Patience(pauses, yields, processes <= cores + 1)
 
 
-def serial_backend(recipes: Sequence[Recipe]) -> tuple[SerialBackend, dict[str, Any]]:
-    """The backend that steps in the calling thread, and the waiting times to hand to VectorEnv with it."""
-    return SerialBackend(recipes), patience_options(0)
-
-
-def patience_options(num_workers: int) -> dict[str, Any]:
-    caller, worker = patience(usable_cores(), num_workers + 1)
-    return {"caller_patience": caller, "worker_patience": worker, "check_finite": False, "max_restarts": None}
+def drop_in_options(backend: Backend, autoreset_mode: AutoresetMode, **options: Any) -> AssemblyOptions:
+    """The options of a drop-in's vector env, which leaves waiting to Muster. options: others of AssemblyOptions."""
+    return AssemblyOptions(autoreset_mode, *patience(usable_cores(), backend.num_workers + 1), **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,8 @@ from muster.envs import resolve_foreign_id
 from muster.envs.adapt import Inbound
 from muster.errors import OneEnvPerProcess
 from muster.recipes.recipe import make_recipes
-from muster.vector.assemble import patience, vector_env_of
+from muster.vector.assemble import STRICT, AssemblyOptions, patience, vector_env_of
+from muster.vector.batched_spaces import alike_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import AUTORESET_MODES, VectorEnv
 from muster.workers.memory_plan import MEMORY_CHECKS
@@ -134,22 +134,21 @@ def make_vec(
         )
         chosen = ProcessBackend(recipes, options)
     caller_patience, worker_patience = patience(cores, chosen.num_workers + 1, caller_steps=caller_steps)
-    vector_env = functools.partial(
-        vector_env_of,
+    assembly = AssemblyOptions(
         autoreset_mode=mode,
-        observation_mode=observation_mode,
-        copy=copy,
-        check_finite=check_finite,
         caller_patience=caller_patience,
         worker_patience=worker_patience,
+        copy=copy,
+        check_finite=check_finite,
         max_restarts=max_restarts if on_failure == "restart" else None,
     )
+    parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=alike_spaces)
     try:
-        return vector_env(chosen)
+        return vector_env_of(chosen, parts, assembly)
     except OneEnvPerProcess:
         if backend != "process" or num_workers is not None or caller_steps:
             raise
-    return vector_env(ProcessBackend(recipes, replace(options, num_workers=len(recipes))))
+    return vector_env_of(ProcessBackend(recipes, replace(options, num_workers=len(recipes))), parts, assembly)
 
 
 def _check_numbers(

@@ -142,8 +142,8 @@ class MultiAgentVectorEnv:
 
     def reset_wait(self, timeout: float | None = None) -> tuple[ByGroup, Infos]:
         """What `reset_async` started. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
-        rows, infos = self._converting(lambda: self._rows.reset_wait(timeout))
-        obs, _, infos = self._by_group(rows, infos, None)
+        rows, infos = self._converting(lambda: self._rows.reset_wait(timeout), self.copy)
+        obs, _, infos = self._by_group(rows, infos, None, self.copy)
         return obs, infos
 
     def step(self, actions: Mapping[str, Any]) -> StepResult:
@@ -151,7 +151,13 @@ class MultiAgentVectorEnv:
 
         actions: ``[N, A, ...]`` by group. Raises ActionError before anything is sent, EnvError, WorkerDied.
         """
-        return self._step_result(self._converting(lambda: self._sending(self._rows.step, actions, None)))
+        return self.step_with(actions, self.copy)
+
+    def step_with(self, actions: Mapping[str, Any], copies: bool) -> StepResult:
+        """`step`, with copies or views of observations, whatever the owner of the vector env has asked for."""
+        return self._step_result(
+            lambda: self._sending(lambda acts: self._rows.step_with(acts, copies), actions, None), copies
+        )
 
     def step_async(self, actions: Mapping[str, Any]) -> None:
         """Sends the actions; `step_wait` or `recv` takes the results."""
@@ -159,7 +165,7 @@ class MultiAgentVectorEnv:
 
     def step_wait(self, timeout: float | None = None) -> StepResult:
         """What `step_async` started. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
-        return self._step_result(self._converting(lambda: self._rows.step_wait(timeout)))
+        return self._step_result(lambda: self._rows.step_wait(timeout), self.copy)
 
     def send(
         self, actions: Mapping[str, Any], env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None
@@ -169,7 +175,12 @@ class MultiAgentVectorEnv:
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> AgentBatch:
         """The results of the envs that are ready, once at least `min_envs` are. As `VectorEnv.recv`."""
-        return self._batch(self._converting(lambda: self._rows.recv(min_envs, timeout)))
+        return self.recv_with(min_envs, timeout, self.copy)
+
+    def recv_with(self, min_envs: int | None, timeout: float | None, copies: bool) -> AgentBatch:
+        """`recv`, with copies or views of observations, whatever the owner of the vector env has asked for."""
+        batch = self._converting(lambda: self._rows.recv_with(min_envs, timeout, copies), copies)
+        return self._batch(batch, copies)
 
     # ---- everything else, as VectorEnv
 
@@ -235,27 +246,29 @@ class MultiAgentVectorEnv:
 
     # ---- inside
 
-    def _step_result(self, result: tuple[Any, ...]) -> StepResult:
-        rows, _, terminated, truncated, infos = result
-        obs, rewards, infos = self._by_group(rows, infos, truncated)
+    def _step_result(self, take: Callable[[], Any], copies: bool) -> StepResult:
+        rows, _, terminated, truncated, infos = self._converting(take, copies)
+        obs, rewards, infos = self._by_group(rows, infos, truncated, copies)
         return obs, rewards, terminated, truncated, infos
 
-    def _batch(self, batch: Batch) -> AgentBatch:
-        obs, rewards, infos = self._by_group(batch.obs, batch.infos, batch.truncated)
+    def _batch(self, batch: Batch, copies: bool) -> AgentBatch:
+        obs, rewards, infos = self._by_group(batch.obs, batch.infos, batch.truncated, copies)
         return AgentBatch(batch.env_ids, obs, rewards, batch.terminated, batch.truncated, infos)
 
-    def _converting(self, take: Callable[[], Any]) -> Any:
+    def _converting(self, take: Callable[[], Any], copies: bool) -> Any:
         """What `take` returns; the rows of envs that did not fail are converted in its error, too."""
         try:
             return take()
         except (EnvError, CannotTravel) as error:
             if isinstance(error.batch, Batch):
-                error.batch = self._batch(error.batch)
+                error.batch = self._batch(error.batch, copies)
             raise
 
-    def _by_group(self, rows: Any, infos: Infos, truncated: Bools | None) -> tuple[ByGroup, Rewards, Infos]:
+    def _by_group(
+        self, rows: Any, infos: Infos, truncated: Bools | None, copies: bool
+    ) -> tuple[ByGroup, Rewards, Infos]:
         rewards, flags = rows[REWARDS], rows[FLAGS]
-        if not self._rows.copy:  # views of observations alone, as from `VectorEnv`
+        if not copies:  # views of observations alone, as from `VectorEnv`
             rewards, flags = rewards.copy(), flags.copy()
         if infos:
             final = infos.pop(FINAL_ROWS, None)

@@ -1,21 +1,30 @@
-"""Which exception a vector env raises where an env failed."""
+"""Which exception a vector env raises where envs failed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
-from muster.errors import EnvError
+from muster.errors import CannotTravel, EnvError
 from muster.vector.results import Batch
-from muster.workers.failures import Failure, to_exception
+from muster.workers.failures import Failure, to_exception, to_one_exception
+
+# Called with at least one failure, and the rows of the envs that did not fail.
+Raiser = Callable[[Sequence[Failure], Batch | None], NoReturn]
 
 
-class RaisesOriginals:
-    """For vector envs that raise the env's own exception, not an EnvError with it as its cause."""
+def raise_env_error(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
+    """Raises the first as EnvError; its `batch` holds the rows of the envs that did not fail."""
+    error = to_one_exception(failures)
+    if isinstance(error, (EnvError, CannotTravel)):
+        error.batch = batch
+    raise error
 
-    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
-        if failures:
-            raise original_error(failures, 0)
+
+def raise_original(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
+    """Raises the first env's own exception."""
+    raise original_error(failures, 0)
 
 
 def original_error(failures: Sequence[Failure], which: int) -> BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NoReturn, Self, cast
 
@@ -12,20 +13,22 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
 
-from muster.backends.base import Backend, CallerOptions
+from muster.backends.base import Backend
 from muster.backends.recovery import Recovery
-from muster.errors import ActionError, CannotTravel, EnvError, NotPendingError, PendingError, WaitTimeout
-from muster.spaces.tree import Array, Node, tree
+from muster.errors import CannotTravel, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.spaces.tree import Array, Node
 from muster.transport.infos import InfoReader, Infos, spread
-from muster.transport.slab import Plan, contiguous
+from muster.transport.slab import contiguous
 from muster.vector import checks
+from muster.vector.action_writers import ActionWriter
+from muster.vector.batched_spaces import BatchedSpaces
 from muster.vector.interrupted import drop_interrupted, interruptible
+from muster.vector.raisers import Raiser
 from muster.vector.results import Batch, Bools, Floats, StepResult
 from muster.workers.env_facts import EnvFacts
-from muster.workers.failures import Failure, to_one_exception
-from muster.workers.options import EnvCall, Patience, ShareOptions
+from muster.workers.failures import Failure
+from muster.workers.options import EnvCall
 from muster.workers.resources import worker_stats
 
 __all__ = ["VectorEnv"]
@@ -37,7 +40,26 @@ _SLICE_NS = 20_000_000
 _WATCH_S = 0.05
 _CLOSE_S = 5.0
 # Bits of the core's `unusual`, see _core/caller.hpp.
-_INFOS, _NOT_OK, _FINALS = 1, 2, 4
+UNUSUAL_INFOS, UNUSUAL_NOT_OK, UNUSUAL_FINALS = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What `assemble` hands to a vector env.
+
+    facts: env 0's.  obs: the tree of one env's observations.
+    """
+
+    backend: Backend
+    facts: EnvFacts
+    spaces: BatchedSpaces
+    obs: Node
+    autoreset_mode: AutoresetMode
+    copy: bool
+    info_reader: InfoReader
+    recovery: Recovery | None
+    writer: ActionWriter
+    raiser: Raiser
 
 
 class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
@@ -49,53 +71,28 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     interrupted = False  # a wait was, and nothing has been sent since: reset() drops what the envs owe
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        autoreset_mode: AutoresetMode,
-        observation_mode: str,
-        copy: bool,
-        check_finite: bool,
-        caller_patience: Patience,
-        worker_patience: Patience,
-        max_restarts: int | None,
-        lenient: bool = False,
-        facts: Sequence[EnvFacts] | None = None,
-    ) -> None:
-        self._backend = backend
-        self._lenient = lenient
-        facts = backend.start() if facts is None else facts
-        try:
-            self.num_envs = len(facts)
-            self._set_spaces(facts, observation_mode)
-            self.copy = copy
-            self.metadata = {**facts[0].metadata, "autoreset_mode": autoreset_mode}
-            self.render_mode = facts[0].render_mode
-            self.spec = facts[0].spec
-            self._obs, self._actions = self._trees(facts[0], lenient)
-            backend.attach(
-                Plan(self._obs, self._actions, backend.first_envs),
-                ShareOptions(AUTORESET_MODES.index(autoreset_mode), check_finite, worker_patience),
-                CallerOptions(copy, autoreset_mode is AutoresetMode.DISABLED, caller_patience),
-            )
-        except BaseException:
-            backend.close(0.0)
-            raise
-        self._caller = backend.caller
-        self._has_objects = self._obs.has_objects
-        if lenient:
-            self._caller.allow_unreset()
-        self._records = backend.slab.records
-        self._infos = InfoReader(backend.slab, self._caller, backend.fetch_schemas)
+    def __init__(self, assembled: Assembled) -> None:
+        self._backend = assembled.backend
+        self._caller = assembled.backend.caller
+        self._records = assembled.backend.slab.records
+        spaces, facts = assembled.spaces, assembled.facts
+        self.num_envs = assembled.backend.slab.plan.num_envs
+        self.single_observation_space, self.single_action_space = spaces.single_observation, spaces.single_action
+        self.observation_space, self.action_space = spaces.observation, spaces.action
+        self.metadata = {**facts.metadata, "autoreset_mode": assembled.autoreset_mode}
+        self.render_mode = facts.render_mode
+        self.spec = facts.spec
+        self.copy = assembled.copy
+        self.info_reader = assembled.info_reader
+        self._obs = assembled.obs
+        self._has_objects = assembled.obs.has_objects
+        self._writer = assembled.writer
+        self._raise = assembled.raiser
+        self._recovery = assembled.recovery
         self._all = np.arange(self.num_envs)
         self._watch_at = 0.0
-        self._recovery: Recovery | None = None
-        if max_restarts is not None:
-            self._recovery = Recovery(backend, autoreset_mode, max_restarts, self._infos)
-            backend.on_worker_died = self._recovery.worker_died
         # On garbage collection and at the interpreter's exit; `close` itself is bounded.
-        self._finalizer = weakref.finalize(self, backend.close, 1.0)
+        self._finalizer = weakref.finalize(self, assembled.backend.close, 1.0)
 
     # ---- reset
 
@@ -116,22 +113,31 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
         """Starts `reset`; `reset_wait` or `recv` takes the result."""
-        self._require_idle("reset")
+        self.require_idle("reset")
         seeds = checks.seeds_of(seed, self.num_envs)
         ids = self._all
         checks.require_options(options)
         if options is not None and "reset_mask" in options:
             options = dict(options)
             ids = np.flatnonzero(checks.reset_mask_of(options.pop("reset_mask"), self.num_envs))
-        chosen = [seeds[i] for i in ids.tolist()]
+        self.reset_some(ids, [seeds[i] for i in ids.tolist()], options)
+
+    def reset_some(self, ids: Array, seeds: Sequence[int | None], options: Any) -> None:
+        """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked what they hand over."""
         if self._recovery is not None:
-            chosen = self._recovery.seeds_for_reset(ids, chosen, options)
-        self._backend.reset(ids, chosen, options)
+            seeds = self._recovery.seeds_for_reset(ids, seeds, options)
+        self._backend.reset(ids, seeds, options)
         self.interrupted = False
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Infos]:
         """What `reset_async` started. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
-        batch = self._take_all("reset", timeout)
+        return self.reset_wait_with(timeout, self.copy)
+
+    def reset_wait_with(
+        self, timeout: float | None, copies: bool, reader: InfoReader | None = None
+    ) -> tuple[Any, Infos]:
+        """`reset_wait`, read as `step_with` reads a step."""
+        batch = self._take_all("reset", timeout, copies, reader)
         if len(batch.env_ids) == self.num_envs:
             return batch.obs, batch.infos
         infos: Infos = {}
@@ -140,7 +146,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         # An env that has not been reset yet has none.
         last = self._backend.last_objects
         objects = [iter(last[env]) if env in last else repeat(None) for env in range(self.num_envs)]
-        return self._batch_obs(self._all, objects), infos
+        return self._batch_obs(self._all, objects, copies), infos
 
     # ---- step
 
@@ -149,9 +155,17 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
         actions: ``[N, ...]``, of `action_space`. Raises ActionError before anything is sent, EnvError, WorkerDied.
         """
+        return self.step_with(actions, self.copy, self.info_reader)
+
+    def step_with(self, actions: Any, copies: bool, reader: InfoReader | None = None) -> StepResult:
+        """`step`, for those to whom a vector env was handed that stands already.
+
+        copies: of observations, or views.  reader: reads the infos; None for the vector env's own `info_reader`.
+        """
         try:  # as @interruptible, whose call would take time
-            result = self._caller.step(actions)
-            return result if type(result) is tuple and len(result) == 5 else self._stepped(result, actions)
+            self._send(actions, None, True, copies)
+            self._wait(self.num_envs, None, "step_wait")
+            return self._read(copies, reader or self.info_reader)[1:]
         except Exception:
             raise
         except BaseException:
@@ -160,34 +174,34 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Sends the actions; `step_wait` or `recv` takes the results."""
-        self._require_idle("step")
-        self.send(actions)
+        self.require_idle("step")
+        self._send(actions, None, True, self.copy)
 
     def step_wait(self, timeout: float | None = None) -> StepResult:
         """What `step_async` started. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
-        return self._take_all("step", timeout)[1:]
+        return self.step_wait_with(timeout, self.copy)
+
+    def step_wait_with(self, timeout: float | None, copies: bool, reader: InfoReader | None = None) -> StepResult:
+        """`step_wait`, read as `step_with` reads a step."""
+        return self._take_all("step", timeout, copies, reader)[1:]
 
     def send(self, actions: Any, env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None) -> None:
         """Sends actions ``[n, ...]`` to envs `env_ids`, or to all; none of them may owe an answer to an earlier call.
 
         Raises ActionError, PendingError, UsageError, each before anything is sent.
         """
-        self._require_open()
+        self.require_open()
         if env_ids is None:
             if self._caller.num_pending:
-                self._require_idle("step")
-            as_given = False
-            if not self._caller.write_actions(actions):
-                as_given = self._write_actions(actions, self._all)
-            self._send(self._all, as_given)
-        else:
-            if self._caller.calling:
-                self._require_idle("send")
-            ids = checks.env_ids_of(env_ids, self.num_envs)
-            for env in ids.tolist():
-                if self._caller.is_pending(env):
-                    raise PendingError(f"env {env} still owes an answer to an earlier call; take it with recv()")
-            self._send(ids, self._write_actions(actions, ids))
+                self.require_idle("step")
+            return self._send(actions, None, False, self.copy)
+        if self._caller.calling:
+            self.require_idle("send")
+        ids = checks.env_ids_of(env_ids, self.num_envs)
+        for env in ids.tolist():
+            if self._caller.is_pending(env):
+                raise PendingError(f"env {env} still owes an answer to an earlier call; take it with recv()")
+        return self._send(actions, ids, False, self.copy)
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> Batch:
         """The results of the envs that are ready, once at least `min_envs` are (None: all that are pending).
@@ -195,7 +209,13 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         Raises WaitTimeout after `timeout` seconds; the envs then stay pending, to be waited for again. Raises
         NotPendingError if fewer than `min_envs` envs are pending.
         """
-        self._require_open()
+        return self.recv_with(min_envs, timeout, self.copy)
+
+    def recv_with(
+        self, min_envs: int | None, timeout: float | None, copies: bool, reader: InfoReader | None = None
+    ) -> Batch:
+        """`recv`, read as `step_with` reads a step."""
+        self.require_open()
         checks.require_count(min_envs)
         pending = self._caller.num_pending
         wanted = pending if min_envs is None else min_envs
@@ -203,7 +223,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             remedy = f"wait for 1 to {pending} of the envs sent to" if pending else "send() actions first"
             raise NotPendingError(f"recv(min_envs={min_envs}): {pending} envs are pending; {remedy}")
         self._wait(wanted, timeout, "recv")
-        return self._collect()
+        return self._read(copies, reader or self.info_reader)
 
     # ---- everything else
 
@@ -215,7 +235,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def call_async(self, name: str | EnvCall, /, *args: Any, **kwargs: Any) -> None:
         """Starts `call`; `call_wait` takes the results."""
-        self._require_idle("call")
+        self.require_idle("call")
         checks.require_callable(name)
         self.interrupted = False
         self._caller.calling = True  # first, so that no other thread gets in between
@@ -227,12 +247,13 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """What `call_async` started. Raises WaitTimeout after `timeout` seconds; the call then stays pending."""
-        self._require_open()
+        self.require_open()
         if not self._caller.calling:
             raise NotPendingError("call_wait() without call_async() before it", "call")
         results = self._backend.call_wait(checks.timeout_of(timeout))
         self._caller.calling = False
-        self._raise_failures([result for result in results if isinstance(result, Failure)], None)
+        if failures := [result for result in results if isinstance(result, Failure)]:
+            self._raise(failures, None)
         return tuple(results)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -241,7 +262,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def set_attr(self, name: str, values: Any) -> None:
         """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
-        self._require_idle("set_attr")
+        self.require_idle("set_attr")
         if not isinstance(values, (list, tuple)):
             values = [values] * self.num_envs
         if len(values) != self.num_envs:
@@ -251,7 +272,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             results = self._backend.set_attr(name, values)
         finally:
             self._caller.calling = False
-        self._raise_failures([result for result in results if result is not None], None)
+        if failures := [result for result in results if result is not None]:
+            self._raise(failures, None)
 
     def render(self) -> tuple[Any, ...]:
         """Every env's ``render()``."""
@@ -263,7 +285,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         ``workers``: for each worker the share of its time spent in envs, waiting and copying (they add up to 1), its
         env steps and resets, its private memory in bytes, and its open fds. ``env_steps`` is their sum.
         """
-        self._require_open()
+        self.require_open()
         workers = worker_stats(self._backend.slab, self._backend.process_ids())
         return {
             "env_steps": sum(worker["env_steps"] for worker in workers),
@@ -309,7 +331,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._finalizer.detach()
         self._caller.closed = True
         failures = self._backend.close(0.0 if terminate else _CLOSE_S if timeout is None else timeout)
-        self._raise_failures(failures, None)
+        if failures:
+            self._raise(failures, None)
 
     def __reduce__(self) -> NoReturn:
         raise CannotTravel(
@@ -330,28 +353,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     # ---- inside
 
-    def _trees(self, facts: EnvFacts, lenient: bool) -> tuple[Node, Node]:
-        """The trees of observations and actions."""
-        obs = tree(self.single_observation_space, "observation", lenient=lenient)
-        return obs, tree(self.single_action_space, "action", lenient=lenient, of_actions=True)
-
-    def _set_spaces(self, facts: Sequence[EnvFacts], observation_mode: str) -> None:
-        first = facts[0]
-        observations = [one.observation_space for one in facts]
-        checks.require_agreement(observations, [one.action_space for one in facts], bounds=observation_mode == "same")
-        self.single_observation_space = first.observation_space
-        self.single_action_space = first.action_space
-        self.action_space = batch_space(first.action_space, len(facts))
-        if observation_mode == "same":
-            self.observation_space = batch_space(first.observation_space, len(facts))
-        else:
-            self.observation_space = batch_differing_spaces(observations)
-
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
         self._caller.require_open()
 
-    def _require_idle(self, doing: str) -> None:
-        self._require_open()
+    def require_idle(self, doing: str) -> None:
+        self.require_open()
         if self._caller.calling:
             raise PendingError(f"{doing}: a call is pending; take it with call_wait()", "call")
         if pending := self._caller.num_pending:
@@ -360,69 +366,26 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
                 "reset_wait() or recv()"
             )
 
-    def _write_actions(self, actions: Any, ids: Array) -> bool:
-        """Writes or mails the actions. True: they fit no slab, and go to the envs as they were given (`lenient`)."""
-        objects: list[list[Any]] = [[] for _ in ids]
-        try:
-            self._actions.write_batch(actions, self._backend.slab.actions, ids, len(ids), objects)
-        except ActionError:
-            given = self._one_by_one(actions) if self._lenient else []
-            if len(given) != len(ids):
-                raise
-            self._backend.post_actions(ids, [[action] for action in given])
-            return True
-        if self._actions.has_objects:
-            self._backend.post_actions(ids, objects)
-        return False
-
-    def _one_by_one(self, actions: Any) -> list[Any]:
-        """The action of each env, as Gymnasium takes batches apart; none if it can not."""
-        try:
-            return list(iterate(self.action_space, actions))
-        except (TypeError, ValueError, KeyError, IndexError):
-            return []
-
-    def _send(self, ids: Array, as_given: bool) -> None:
+    def _send(self, actions: Any, ids: Array | None, as_whole: bool, copies: bool) -> None:
+        """Sends to the envs `ids`, or to all. as_whole: they are waited for as a whole, for `copies` or views."""
+        objects = not self._caller.write(actions, ids) and self._writer.write(
+            actions, self._all if ids is None else ids
+        )
         self.interrupted = False
-        if self._recovery is None or not self._caller.detour:
-            self._caller.send(None if len(ids) == self.num_envs else ids, as_given)
-            return
-        alive, lost = self._recovery.split(ids)
-        if len(alive):
-            self._caller.send(alive, as_given)
-        if len(lost):
+        lost: Array | None = None
+        if self._caller.lost and self._recovery is not None:
+            ids, lost = self._recovery.split(self._all if ids is None else ids)
+        if ids is None or len(ids):
+            self._caller.send(ids, objects, as_whole, copies)
+        if self._recovery is not None and lost is not None:
             self._recovery.answer_for(lost)
 
-    def _stepped(self, result: Any, actions: Any) -> StepResult:
-        """What a step has come to that the core could not do alone: see _core/caller.hpp."""
-        if result is False and not self._caller.detour:
-            if self._write_actions(actions, self._all):
-                self._send(self._all, True)
-                result = None
-            else:
-                result = self._caller.step_written()
-                if type(result) is tuple and len(result) == 5:
-                    return result
-        if type(result) is tuple:
-            obs, rewards, terminated, truncated, infos, unusual = result
-            if infos is None and unusual == _INFOS and not self._has_objects:
-                infos = self._infos.read_plain(self._all)
-            if infos is not None and not self._has_objects:
-                obs = self._batch_obs(self._all, []) if obs is None else obs
-                return obs, rewards, terminated, truncated, infos
-            batch = self._batch(self._all, rewards, terminated, truncated, unusual, obs)
-        else:
-            if result is False:
-                self.step_async(actions)
-            batch = self._take_all("step", None)
-        return batch[1:]
-
-    def _take_all(self, doing: str, timeout: float | None) -> Batch:
-        self._require_open()
+    def _take_all(self, doing: str, timeout: float | None, copies: bool, reader: InfoReader | None) -> Batch:
+        self.require_open()
         if not (pending := self._caller.num_pending):
             raise NotPendingError(f"{doing}_wait() without {doing}_async() before it", doing)
         self._wait(pending, timeout, f"{doing}_wait")
-        return self._collect()
+        return self._read(copies, reader or self.info_reader)
 
     def _wait(self, min_envs: int, timeout: float | None, doing: str) -> None:
         timeout, start = checks.timeout_of(timeout), time.monotonic()
@@ -443,18 +406,37 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
                     "same call may be made again"
                 )
 
-    def _collect(self) -> Batch:
-        ids, rewards, terminated, truncated, unusual = self._caller.collect_ready()
+    def _read(self, copies: bool, reader: InfoReader) -> Batch:
+        """The rows of the envs that are ready, as the core has read them; what it could not read is read here."""
+        ids, obs, rewards, terminated, truncated, infos, unusual = self._caller.collect(copies, reader.in_core)
         reasons: dict[int, str] = {}
-        if self._recovery is not None and (reasons := self._recovery.finish_rows(ids, rewards, terminated, truncated)):
-            unusual |= _FINALS  # they may have ended an episode
-        batch = self._batch(ids, rewards, terminated, truncated, unusual, None)
+        if self._recovery is not None:
+            reasons = self._recovery.finish_rows(ids, rewards, terminated, truncated)
+        if not self._has_objects and not reasons:
+            if infos is None and unusual == UNUSUAL_INFOS:
+                infos = reader.read_plain(ids)
+            if infos is not None:
+                obs = self._batch_obs(ids, [], copies) if obs is None else obs
+                return Batch(ids, obs, rewards, terminated, truncated, infos)
+        if reasons:
+            unusual |= UNUSUAL_FINALS  # they may have ended an episode
+        batch = self._read_by_row(ids, obs, rewards, terminated, truncated, unusual, copies, reader)
         for row, reason in reasons.items():
-            self._infos.add(batch.infos, {"restarted": reason}, row, len(ids))
+            reader.add(batch.infos, {"restarted": reason}, row, len(ids))
         return batch
 
-    def _batch(self, ids: Array, rewards: Floats, terminated: Bools, truncated: Bools, unusual: int, obs: Any) -> Batch:
-        failures = self._backend.failures(ids) if unusual & _NOT_OK else []
+    def _read_by_row(
+        self,
+        ids: Array,
+        obs: Any,
+        rewards: Floats,
+        terminated: Bools,
+        truncated: Bools,
+        unusual: int,
+        copies: bool,
+        reader: InfoReader,
+    ) -> Batch:
+        failures = self._backend.failures(ids) if unusual & UNUSUAL_NOT_OK else []
         if failures:
             failed = [failure.env_index for failure in failures]
             keep = ~np.isin(ids, failed)
@@ -462,35 +444,28 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         letters = self._backend.letters(ids)
         step_objects = [letter[0] for letter in letters]
         if obs is None:
-            obs = self._batch_obs(ids, step_objects)
+            obs = self._batch_obs(ids, step_objects, copies)
         infos: Infos = {}
-        if unusual & _FINALS:
-            self._add_finals(infos, ids, [letter[1] for letter in letters])
-        if unusual & _INFOS:
-            infos = {**infos, **self._infos.read(ids, step_objects)}
+        if unusual & UNUSUAL_FINALS:
+            self._add_finals(infos, ids, [letter[1] for letter in letters], reader)
+        if unusual & UNUSUAL_INFOS:
+            infos = {**infos, **reader.read(ids, step_objects)}
         batch = Batch(ids, obs, rewards, terminated, truncated, infos)
-        self._raise_failures(failures, batch)
+        if failures:
+            self._raise(failures, batch)
         return batch
 
-    def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any]) -> None:
+    def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any], reader: InfoReader) -> None:
         for row in np.flatnonzero(self._records["has_final"][ids]).tolist():
             env = int(ids[row])
             final_obs = self._obs.single(self._backend.slab.final_obs, env, objects[row])
-            self._infos.add_final(infos, final_obs, self._infos.final(env, objects[row]), row, len(ids))
+            reader.add_final(infos, final_obs, reader.final(env, objects[row]), row, len(ids))
 
-    def _batch_obs(self, ids: Array, objects: Sequence[Any]) -> Any:
+    def _batch_obs(self, ids: Array, objects: Sequence[Any], copies: bool) -> Any:
         rows = self._backend.slab.obs
         if len(ids) == 0:
             return self._obs.batch(rows, lambda array: array[:0].copy(), [])
         part = contiguous(ids)
-        if part is not None and self.copy:
+        if part is not None and copies:
             return self._obs.batch(rows, lambda array: array[part].copy(), objects)
         return self._obs.batch(rows, lambda array: array[ids if part is None else part], objects)
-
-    def _raise_failures(self, failures: Sequence[Failure], batch: Batch | None) -> None:
-        """Raises the first as EnvError; `batch` holds the rows of the envs that did not fail."""
-        if failures:
-            error = to_one_exception(failures)
-            if isinstance(error, (EnvError, CannotTravel)):
-                error.batch = batch
-            raise error

@@ -12,13 +12,13 @@ from gymnasium.vector import AutoresetMode
 from muster.backends.base import Backend
 from muster.envs.attributes import get_attribute
 from muster.errors import UsageError, WorkerError
-from muster.interop.starting import SAME_STEP, recipes_of, require_copies, with_processes
+from muster.interop.starting import recipes_of, require_copies, with_processes
 from muster.interop.torchrl.env_worker import ENCODING, inner_env_of
 from muster.transport.infos import spread
-from muster.vector.agent_rows import RowVectorEnv
+from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
 from muster.vector.interrupted import settle
 from muster.vector.multi_agent import MultiAgentVectorEnv
-from muster.vector.raisers import RaisesOriginals, originals_raised
+from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
 
 try:
@@ -239,19 +239,8 @@ class WrongCount(ValueError, RuntimeError):
     """Not one function, or not one dict of arguments, for each env; TorchRL's own class raises RuntimeError."""
 
 
-class _Envs(RaisesOriginals, VectorEnv):
-    pass
-
-
-class _Rows(RaisesOriginals, RowVectorEnv):
-    pass
-
-
-def _vector_env(backend: Backend, **options: Any) -> AnyVectorEnv:
-    facts = backend.start()
-    if facts[0].agents is None:
-        return _Envs(backend, facts=facts, **SAME_STEP, **options)
-    return MultiAgentVectorEnv(_Rows(backend, facts=facts, **SAME_STEP, **options))
+def _vector_env(backend: Backend) -> AnyVectorEnv:
+    return vector_env_of(backend, LENIENT, drop_in_options(backend, AutoresetMode.SAME_STEP))
 
 
 def as_torchrl(

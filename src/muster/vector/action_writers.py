@@ -1,0 +1,87 @@
+"""How actions that the core does not write by itself get to the envs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gymnasium import spaces
+from gymnasium.vector.utils import iterate
+
+from muster.backends.base import Backend
+from muster.errors import ActionError
+from muster.spaces.tree import Array, Node, Space
+
+
+class ActionWriter:
+    """Casts actions where nothing is lost in kind, and says what is wrong with others.
+
+    actions: the tree of one env's actions.  batched: the space of all envs' actions.
+    """
+
+    in_core = True  # whether the core may write batches that fit
+
+    def __init__(self, actions: Node, batched: Space, backend: Backend) -> None:
+        self._actions = actions
+        self._batched = batched
+        self._backend = backend
+
+    def write(self, actions: Any, ids: Array) -> bool:
+        """Writes the actions of envs `ids`, and mails what has no place in the slab.
+
+        True where they are mailed as they were given, one object for each env. Raises ActionError before anything is
+        written.
+        """
+        objects: list[list[Any]] = [[] for _ in ids]
+        self._actions.write_batch(actions, self._backend.slab.actions, ids, len(ids), objects)
+        if self._actions.has_objects:
+            self._backend.post_actions(ids, objects)
+        return False
+
+
+class LenientWriter(ActionWriter):
+    """Has envs decide about actions that fit no slab: each gets its own as it was given, as Gymnasium's envs do."""
+
+    def write(self, actions: Any, ids: Array) -> bool:
+        try:
+            return super().write(actions, ids)
+        except ActionError:
+            given = self._taken_apart(actions)
+            if len(given) != len(ids):
+                raise
+            return self._mail(given, ids)
+
+    def _taken_apart(self, actions: Any) -> Sequence[Any]:
+        """The action of each env, as Gymnasium takes batches apart; none if it can not."""
+        try:
+            return list(iterate(self._batched, actions))
+        except (TypeError, ValueError, KeyError, IndexError):
+            return []
+
+    def _mail(self, given: Sequence[Any], ids: Array) -> bool:
+        self._backend.post_actions(ids, [[action] for action in given])
+        return True
+
+
+class OneByOneWriter(LenientWriter):
+    """Takes actions as a sequence with one for each env, as Stable-Baselines3 does; it knows no batches of structures.
+
+    ignores_surplus: more actions than envs are no error.
+    """
+
+    def __init__(self, actions: Node, batched: Space, backend: Backend, *, ignores_surplus: bool = False) -> None:
+        super().__init__(actions, batched, backend)
+        self.in_core = not isinstance(actions.space, (spaces.Dict, spaces.Tuple))
+        self._ignores_surplus = ignores_surplus
+
+    def write(self, actions: Any, ids: Array) -> bool:
+        if self.in_core:
+            return super().write(actions, ids)
+        given = self._taken_apart(actions)
+        if len(given) != len(ids):
+            raise ActionError(f"expected {len(ids)} actions, one for each env, got {len(given)}")
+        return self._mail(given, ids)
+
+    def _taken_apart(self, actions: Any) -> Sequence[Any]:
+        given = list(actions)
+        return given[: self._backend.slab.plan.num_envs] if self._ignores_surplus else given
