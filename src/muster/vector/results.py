@@ -9,11 +9,13 @@ import numpy.typing as npt
 
 from muster.transport.infos import Infos
 
-__all__ = ["Batch", "Bools", "Floats", "StepResult", "any_true"]
+__all__ = ["Batch", "Bools", "Floats", "Rows", "StepResult", "any_true"]
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 StepResult = tuple[Any, Floats, Bools, Bools, Infos]
+# A Batch's six, and what was unusual in it.
+Rows = tuple[npt.NDArray[np.int64], Any, Floats, Bools, Bools, Infos, int]
 
 
 class Batch(NamedTuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NoReturn, Self, cast
@@ -25,7 +26,7 @@ from muster.vector.action_writers import ActionWriter
 from muster.vector.batched_spaces import BatchedSpaces
 from muster.vector.interrupted import drop_interrupted, interruptible
 from muster.vector.raisers import Raiser
-from muster.vector.results import Batch, Bools, Floats, StepResult
+from muster.vector.results import Batch, Floats, Rows, StepResult
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
 from muster.workers.options import EnvCall
@@ -137,12 +138,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self, timeout: float | None, copies: bool, reader: InfoReader | None = None
     ) -> tuple[Any, Infos]:
         """`reset_wait`, read as `step_with` reads a step."""
-        batch = self._take_all("reset", timeout, copies, reader)
-        if len(batch.env_ids) == self.num_envs:
-            return batch.obs, batch.infos
-        infos: Infos = {}
-        for key, column in batch.infos.items():
-            infos[key] = spread(column, batch.env_ids, self.num_envs)
+        ids, obs, *_, infos, _ = self._take_all("reset", timeout, copies, reader)
+        if len(ids) == self.num_envs:
+            return obs, infos
+        infos = {key: spread(column, ids, self.num_envs) for key, column in infos.items()}
         # An env that has not been reset yet has none.
         last = self._backend.last_objects
         objects = [iter(last[env]) if env in last else repeat(None) for env in range(self.num_envs)]
@@ -165,7 +164,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         try:  # as @interruptible, whose call would take time
             self._send(actions, None, True, copies)
             self._wait(self.num_envs, None, "step_wait")
-            return self._read(copies, reader or self.info_reader)[1:]
+            return self._read(copies, reader or self.info_reader)[1:6]
         except Exception:
             raise
         except BaseException:
@@ -183,7 +182,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def step_wait_with(self, timeout: float | None, copies: bool, reader: InfoReader | None = None) -> StepResult:
         """`step_wait`, read as `step_with` reads a step."""
-        return self._take_all("step", timeout, copies, reader)[1:]
+        return self._take_all("step", timeout, copies, reader)[1:6]
 
     def send(self, actions: Any, env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None) -> None:
         """Sends actions ``[n, ...]`` to envs `env_ids`, or to all; none of them may owe an answer to an earlier call.
@@ -222,8 +221,12 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if not 1 <= wanted <= pending:
             remedy = f"wait for 1 to {pending} of the envs sent to" if pending else "send() actions first"
             raise NotPendingError(f"recv(min_envs={min_envs}): {pending} envs are pending; {remedy}")
+        # Where some envs are always ready, nothing else would notice that others are dead.
+        if (now := time.monotonic()) > self._watch_at:
+            self._backend.watch(0.0)
+            self._watch_at = now + _WATCH_S
         self._wait(wanted, timeout, "recv")
-        return self._read(copies, reader or self.info_reader)
+        return Batch._make(self._read(copies, reader or self.info_reader)[:6])
 
     # ---- everything else
 
@@ -368,19 +371,17 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _send(self, actions: Any, ids: Array | None, as_whole: bool, copies: bool) -> None:
         """Sends to the envs `ids`, or to all. as_whole: they are waited for as a whole, for `copies` or views."""
-        objects = not self._caller.write(actions, ids) and self._writer.write(
-            actions, self._all if ids is None else ids
-        )
+        caller, recovery = self._caller, self._recovery
+        objects = not caller.write(actions, ids) and self._writer.write(actions, self._all if ids is None else ids)
         self.interrupted = False
-        lost: Array | None = None
-        if self._caller.lost and self._recovery is not None:
-            ids, lost = self._recovery.split(self._all if ids is None else ids)
-        if ids is None or len(ids):
-            self._caller.send(ids, objects, as_whole, copies)
-        if self._recovery is not None and lost is not None:
-            self._recovery.answer_for(lost)
+        if recovery is None or not caller.lost:
+            return caller.send(ids, objects, as_whole, copies)
+        alive, lost = recovery.split(self._all if ids is None else ids)
+        if len(alive):
+            caller.send(alive, objects, as_whole, copies)
+        return recovery.answer_for(lost)
 
-    def _take_all(self, doing: str, timeout: float | None, copies: bool, reader: InfoReader | None) -> Batch:
+    def _take_all(self, doing: str, timeout: float | None, copies: bool, reader: InfoReader | None) -> Rows:
         self.require_open()
         if not (pending := self._caller.num_pending):
             raise NotPendingError(f"{doing}_wait() without {doing}_async() before it", doing)
@@ -388,72 +389,63 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return self._read(copies, reader or self.info_reader)
 
     def _wait(self, min_envs: int, timeout: float | None, doing: str) -> None:
-        timeout, start = checks.timeout_of(timeout), time.monotonic()
-        if start > self._watch_at:  # where some envs are always ready, nothing else would notice that others are dead
-            self._backend.watch(0.0)
-            self._watch_at = start + _WATCH_S
-        while True:
-            waited = time.monotonic() - start
-            left_ns = _SLICE_NS if timeout is None else int((timeout - waited) * 1e9)
-            if self._caller.wait(min_envs, max(0, min(_SLICE_NS, left_ns))):
-                if self._recovery is None or not self._recovery.retry_failed():
-                    return
-                continue
-            self._backend.watch(time.monotonic() - start)
-            if left_ns <= 0:
+        """Waits in slices until so many pending envs are ready, and looks after the workers between two of them."""
+        ends, slice_ns = math.inf, _SLICE_NS
+        if timeout is not None:
+            timeout = checks.timeout_of(timeout) or 0.0
+            ends = time.monotonic() + timeout
+            slice_ns = min(_SLICE_NS, int(timeout * 1e9))
+        began: float | None = None
+        while not self._caller.wait(min_envs, slice_ns) or (
+            self._recovery is not None and self._recovery.retry_failed()
+        ):
+            now = time.monotonic()
+            began = now if began is None else began
+            self._backend.watch(now - began)
+            if now >= ends:
                 raise WaitTimeout(
                     f"{doing}(timeout={timeout}): fewer than {min_envs} envs were ready; they stay pending, so the "
                     "same call may be made again"
                 )
+            slice_ns = int(min(_SLICE_NS, (ends - now) * 1e9))
 
-    def _read(self, copies: bool, reader: InfoReader) -> Batch:
+    def _read(self, copies: bool, reader: InfoReader) -> Rows:
         """The rows of the envs that are ready, as the core has read them; what it could not read is read here."""
-        ids, obs, rewards, terminated, truncated, infos, unusual = self._caller.collect(copies, reader.in_core)
+        rows = self._caller.collect(copies, reader.in_core)
+        ids, obs, rewards, terminated, truncated, infos, unusual = rows
+        if not unusual and obs is not None and self._recovery is None:
+            return rows
         reasons: dict[int, str] = {}
         if self._recovery is not None:
             reasons = self._recovery.finish_rows(ids, rewards, terminated, truncated)
-        if not self._has_objects and not reasons:
-            if infos is None and unusual == UNUSUAL_INFOS:
-                infos = reader.read_plain(ids)
-            if infos is not None:
-                obs = self._batch_obs(ids, [], copies) if obs is None else obs
-                return Batch(ids, obs, rewards, terminated, truncated, infos)
-        if reasons:
-            unusual |= UNUSUAL_FINALS  # they may have ended an episode
-        batch = self._read_by_row(ids, obs, rewards, terminated, truncated, unusual, copies, reader)
-        for row, reason in reasons.items():
-            reader.add(batch.infos, {"restarted": reason}, row, len(ids))
-        return batch
+        if infos is None and unusual == UNUSUAL_INFOS and not self._has_objects:
+            infos = reader.read_plain(ids)
+        if self._has_objects or reasons or infos is None:
+            return self._read_by_row(rows, reasons, copies, reader)
+        obs = self._batch_obs(ids, [], copies) if obs is None else obs
+        return ids, obs, rewards, terminated, truncated, infos, unusual
 
-    def _read_by_row(
-        self,
-        ids: Array,
-        obs: Any,
-        rewards: Floats,
-        terminated: Bools,
-        truncated: Bools,
-        unusual: int,
-        copies: bool,
-        reader: InfoReader,
-    ) -> Batch:
+    def _read_by_row(self, rows: Rows, reasons: Mapping[int, str], copies: bool, reader: InfoReader) -> Rows:
+        """The rows, with failures, objects, final observations and the reasons of restarts."""
+        ids, obs, rewards, terminated, truncated, _, unusual = rows
         failures = self._backend.failures(ids) if unusual & UNUSUAL_NOT_OK else []
         if failures:
-            failed = [failure.env_index for failure in failures]
-            keep = ~np.isin(ids, failed)
+            keep = ~np.isin(ids, [failure.env_index for failure in failures])
             ids, rewards, terminated, truncated = ids[keep], rewards[keep], terminated[keep], truncated[keep]
         letters = self._backend.letters(ids)
         step_objects = [letter[0] for letter in letters]
         if obs is None:
             obs = self._batch_obs(ids, step_objects, copies)
         infos: Infos = {}
-        if unusual & UNUSUAL_FINALS:
+        if unusual & UNUSUAL_FINALS or reasons:  # a restart may have ended an episode
             self._add_finals(infos, ids, [letter[1] for letter in letters], reader)
         if unusual & UNUSUAL_INFOS:
             infos = {**infos, **reader.read(ids, step_objects)}
-        batch = Batch(ids, obs, rewards, terminated, truncated, infos)
         if failures:
-            self._raise(failures, batch)
-        return batch
+            self._raise(failures, Batch(ids, obs, rewards, terminated, truncated, infos))
+        for row, reason in reasons.items():
+            reader.add(infos, {"restarted": reason}, row, len(ids))
+        return ids, obs, rewards, terminated, truncated, infos, unusual
 
     def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any], reader: InfoReader) -> None:
         for row in np.flatnonzero(self._records["has_final"][ids]).tolist():
