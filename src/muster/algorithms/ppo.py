@@ -198,7 +198,7 @@ class PPO:
         """The next ``num_steps`` steps of every env, going on where the last rollout ended."""
         batch = self.collector.rollout()
         self.episodes.add(self.collector.last_episodes)
-        observed = batch["observation" if self.observations is None else "normalized"]
+        observations = batch["observation" if self.observations is None else "normalized"]
         last, finals = (self._normalized(batch["collector", name, "observation"]) for name in ("last", "final"))
         terminated, truncated, rewards = (
             batch["next", name].squeeze(-1) for name in ("terminated", "truncated", "reward")
@@ -208,8 +208,8 @@ class PPO:
             rewards = self.rewards.update(rewards, terminated | truncated, mask)
 
         # While collecting only the actor ran: values and log-probabilities come from one pass over all rows.
-        params, values = self._evaluate(torch.cat([observed.flatten(0, 1), last]))
-        values = values.view(len(observed) + 1, -1)
+        params, values = self._evaluate(torch.cat([observations.flatten(0, 1), last]))
+        values = values.view(len(observations) + 1, -1)
         next_values = values[1:].clone()
         if len(finals):
             next_values[batch["collector", "final_at"].unbind(-1)] = self._evaluate(finals)[1]
@@ -223,11 +223,11 @@ class PPO:
             gae_lambda=self.config.gae_lambda,
             mask=mask,
         )
-        observed, chosen, *rest = (
-            x.flatten(0, 1) for x in (observed, batch["chosen"], values[:-1], advantages, targets)
+        observations, chosen, *rest = (
+            x.flatten(0, 1) for x in (observations, batch["chosen"], values[:-1], advantages, targets)
         )
         log_probs, _ = self.policy.head.log_prob_and_entropy(params[: len(chosen)], chosen)
-        rows = (observed, chosen, log_probs, *rest)
+        rows = (observations, chosen, log_probs, *rest)
         return Rollout(*(rows if mask.all() else (row[mask.flatten()] for row in rows)))
 
     def act(self, obs: Tensor, *, sample: bool = False) -> Tensor:

@@ -140,17 +140,11 @@ class Collector(BatchSource):
         self._stepping.start_afresh()
 
     def _collect(self) -> TensorDict:
-        storage = Storage(
-            self.steps_per_batch,
-            self._envs.num_envs,
-            self._envs.observed,
-            self._envs.earned,
-            compact=self._compact,
-        )
+        storage = self._new_storage(self.steps_per_batch)
         with self._same_weights():
             self.fill(storage)
         done = storage.terminated | storage.truncated
-        self.last_episodes = self._episodes.count(storage.rewards(), storage.begins, done, storage.mask)
+        self.last_episodes = self._episodes.count(storage.episode_rewards(), storage.begins, done, storage.mask)
         warn_of_losses(storage.losses)
         return storage.to_batch(self._trajectories.count(storage.begins))
 
@@ -174,6 +168,9 @@ class Collector(BatchSource):
         self.batches += 1
         return steps
 
+    def _new_storage(self, T: int) -> Storage:
+        return Storage(T, self._envs.num_envs, *self.fields, compact=self._compact)
+
     def _blank_outputs(self, storage: Storage) -> None:
         """Zeros for all that the policy would give."""
         for rows in storage.outputs.values():
@@ -184,9 +181,9 @@ class Collector(BatchSource):
                 storage.outputs[key] = rows.new_zeros((storage.T, *rows.shape[1:]))
 
     @property
-    def fields(self) -> tuple[list[Field], list[Field]]:
-        """What the envs show, and what steps earn."""
-        return self._envs.observed, self._envs.earned
+    def fields(self) -> tuple[tuple[Field, ...], tuple[Field, ...]]:
+        """The observation fields and the reward fields."""
+        return tuple(self._envs.observation_fields), tuple(self._envs.reward_fields)
 
     def output_fields(self) -> list[Field]:
         """What the policy gives at each step."""
@@ -197,8 +194,8 @@ class Collector(BatchSource):
         cuda = [self._policy_device] if self._policy_device.type == "cuda" else []
         with torch.random.fork_rng(cuda), self._acting():
             rows = self._stepping.start(self._actors, self._env_seeds())
-            trial = Storage(1, self._envs.num_envs, self._envs.observed, self._envs.earned, compact=self._compact)
-            for array, row in zip(trial.observed, rows, strict=True):
+            trial = self._new_storage(1)
+            for array, row in zip(trial.observations, rows, strict=True):
                 array[0] = row
             actor, kept = self._actor(slice(0, self._envs.num_envs)), self._torch_state
             actor.begin(trial)
@@ -218,20 +215,20 @@ class Collector(BatchSource):
         given.
         """
         with self._updating:
-            given = {}
+            provided = {}
             if weights is not None:
                 own = self._own if self._acts else named_weights(self.policy)
-                given = weights_for(self.policy, own if weights is self.policy else weights, own)
+                provided = weights_for(self.policy, own if weights is self.policy else weights, own)
             self.policy_version += 1
             if weights is None:
                 return
             if self._acts:
                 # Not the policy's own memory: what a learner writes there meanwhile is newer.
-                others = {name: tensor for name, tensor in given.items() if not is_same_memory(tensor, own[name])}
+                others = {name: tensor for name, tensor in provided.items() if not is_same_memory(tensor, own[name])}
                 self._staged = {name: tensor.detach().clone() for name, tensor in others.items()}
             else:
                 self._staged = {}
-                load_weights(self.policy, given)
+                load_weights(self.policy, provided)
 
     def stats(self) -> dict[str, Any]:
         """Counts of frames and batches; ``envs``: their stats."""

@@ -17,10 +17,13 @@ from muster.vector.vector_env import VectorEnv
 
 
 class StepRows(NamedTuple):
-    """A step of n envs. observed, earned: an array ``[n, ...]`` for each field; terminated, truncated: bool ``[n]``."""
+    """A step of n envs.
 
-    observed: list[Array]
-    earned: list[Array]
+    observations, rewards: an array ``[n, ...]`` for each field.  terminated, truncated: bool ``[n]``.
+    """
+
+    observations: list[Array]
+    rewards: list[Array]
     terminated: Array
     truncated: Array
     infos: dict[str, Any]
@@ -28,8 +31,8 @@ class StepRows(NamedTuple):
     def select(self, keep: Array) -> StepRows:
         """The rows where `keep`, bool ``[n]``, is True. infos, a dict of columns, are cut to them, too."""
         return StepRows(
-            [array[keep] for array in self.observed],
-            [array[keep] for array in self.earned],
+            [array[keep] for array in self.observations],
+            [array[keep] for array in self.rewards],
             self.terminated[keep],
             self.truncated[keep],
             _select(self.infos, keep),
@@ -39,14 +42,15 @@ class StepRows(NamedTuple):
 class EnvSide(ABC):
     """A vector env as collectors use it.
 
-    observed, earned, actions: the fields of what envs show, give and take.  action_spaces: one env's, by action field.
-    masks: for each action field the index of the observed field ``[A, n]`` that says which of n choices an agent has;
-        None where there is none.
+    observation_fields, reward_fields, action_fields: what envs show, give and take.  action_spaces: one env's, by
+        action field.
+    masks: for each action field the index of the observation field ``[A, n]`` that says which of n choices an agent
+        has; None where there is none.
     """
 
-    observed: list[Field]
-    earned: list[Field]
-    actions: list[Field]
+    observation_fields: list[Field]
+    reward_fields: list[Field]
+    action_fields: list[Field]
     action_spaces: list[spaces.Space[Any]]
     masks: list[int | None]
     has_agents = False  # whether these are multi-agent envs
@@ -59,7 +63,7 @@ class EnvSide(ABC):
 
     @abstractmethod
     def policy_input(self, rows: Sequence[Any]) -> Any:
-        """What a plain policy is called with; rows: of each observed field."""
+        """What a plain policy is called with; rows: of each observation field."""
 
     @abstractmethod
     def output_keys(self, outputs: Any) -> dict[Key, Any]:
@@ -70,14 +74,14 @@ class EnvSide(ABC):
         """The final observation of the episode that this row ended, None if the row itself holds it."""
 
     @abstractmethod
-    def mark_cut(self, observed: Sequence[Array], earned: Sequence[Array], t: int, ids: Array) -> None:
+    def mark_cut(self, observations: Sequence[Array], rewards: Sequence[Array], t: int, ids: Array) -> None:
         """The collector has ended the episodes of envs `ids` with row t: so did their agents'."""
 
     @abstractmethod
-    def _observed(self, obs: Any, infos: dict[str, Any]) -> list[Array]: ...
+    def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]: ...
 
     @abstractmethod
-    def _earned(self, rewards: Any, infos: dict[str, Any]) -> list[Array]: ...
+    def _rewards(self, rewards: Any, infos: dict[str, Any]) -> list[Array]: ...
 
     @abstractmethod
     def _joined(self, actions: Sequence[Array]) -> Any: ...
@@ -86,7 +90,7 @@ class EnvSide(ABC):
         """Resets all envs, or those in `mask`; returns what every env shows."""
         options = None if mask is None else {"reset_mask": mask}
         obs, infos = self.envs.reset(seed=None if seeds is None else list(seeds), options=options)
-        return self._observed(obs, infos)
+        return self._observations(obs, infos)
 
     def step(self, actions: Sequence[Array]) -> StepRows:
         """Steps all envs; actions: an array ``[N, ...]`` for each action field.
@@ -112,7 +116,7 @@ class EnvSide(ABC):
             settle(self.envs)
 
     def _rows(self, obs: Any, rewards: Any, terminated: Array, truncated: Array, infos: dict[str, Any]) -> StepRows:
-        return StepRows(self._observed(obs, infos), self._earned(rewards, infos), terminated, truncated, infos)
+        return StepRows(self._observations(obs, infos), self._rewards(rewards, infos), terminated, truncated, infos)
 
 
 def autoreset_mode_of(envs: Any) -> AutoresetMode:

@@ -28,7 +28,7 @@ class Field(NamedTuple):
     dtype: np.dtype[Any]
 
 
-class Layout:
+class FieldTree:
     """A space's leaves, and how a batch of its values is taken apart and put together.
 
     fields, spaces: the leaves, in the order of `split` and `join`.  A Dict's keys and a Tuple's positions become parts

@@ -21,7 +21,7 @@ from muster.rollout.batch_source import BatchSource, check_numbers, warn_of_loss
 from muster.rollout.collector import Collector
 from muster.rollout.devices import Device
 from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
-from muster.rollout.processes.collector_pool import Crew, CrewOptions
+from muster.rollout.processes.collector_pool import CollectorPool, ProcessOptions
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.weights import (
     load_weights,
@@ -105,7 +105,7 @@ class MultiCollector(BatchSource):
             replay_buffer=replay_buffer,
         )
         self._threshold = _share(preemptive_threshold, sync)
-        options = CrewOptions(
+        options = ProcessOptions(
             num_collectors, context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector
         )
         for_each = {
@@ -125,7 +125,7 @@ class MultiCollector(BatchSource):
         policy: Callable[..., Any] | None,
         policy_factory: Callable[[], Callable[..., Any]] | None,
         sync: bool,
-        options: CrewOptions,
+        options: ProcessOptions,
         for_each: dict[str, Any],
     ) -> None:
         """Starts the collectors, or, where the policy stays, the one that acts for all; for_each: their options."""
@@ -136,10 +136,10 @@ class MultiCollector(BatchSource):
         self._next_traj_id = 0
         self._staying: Collector | None = None
         self._updating = threading.Lock()
-        self._crew: Crew | None = None
+        self._pool: CollectorPool | None = None
         require_shapes(policy)
         if policy is None or policy_factory is not None or (obstacle := obstacle_to(policy)) is None:
-            self._crew = Crew(
+            self._pool = CollectorPool(
                 recipes,
                 policy,
                 policy_factory,
@@ -168,7 +168,7 @@ class MultiCollector(BatchSource):
         if self._staying is not None:
             self._staying.update_policy_weights_(weights)
             return
-        assert self._crew is not None
+        assert self._pool is not None
         with self._updating:
             if weights is not None and self.policy is not None:
                 load_weights(self.policy, weights_for(self.policy, weights, named_weights(self.policy)))
@@ -180,19 +180,19 @@ class MultiCollector(BatchSource):
                     "there are no weights to send: give `weights`, or for a policy that module, or method of one, that "
                     "has them"
                 )
-            self._crew.publish(own)
+            self._pool.publish(own)
 
     @property
     def policy_version(self) -> int:
         """Of the weights that collectors take for their next batch; 1 for those they started with."""
-        return self._crew.version if self._crew is not None else self._staying.policy_version  # type: ignore[union-attr]  # one of both
+        return self._pool.version if self._pool is not None else self._staying.policy_version  # type: ignore[union-attr]  # one of both
 
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
         if self._staying is not None:
             self._staying.reset()
-        elif self._crew is not None:
-            self._crew.reset(self.batches + 1, self.frames)
+        elif self._pool is not None:
+            self._pool.reset(self.batches + 1, self.frames)
 
     def stats(self) -> dict[str, Any]:
         """Counts of frames and batches; ``collectors``: what their envs have done and how their time went.
@@ -202,7 +202,7 @@ class MultiCollector(BatchSource):
         restarts, and what its process holds. Counts are of the batches that have arrived. With a policy that stays
         here it is `VectorEnv.stats`.
         """
-        inner = self._crew.stats() if self._crew is not None else self._staying.stats()["envs"]  # type: ignore[union-attr]  # one of both
+        inner = self._pool.stats() if self._pool is not None else self._staying.stats()["envs"]  # type: ignore[union-attr]  # one of both
         return {"frames": self.frames, "batches": self.batches, "collectors": inner}
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class MultiCollector(BatchSource):
             state["staying"] = self._staying.state_dict()
         elif (module := module_of(self.policy)) is not None:
             state["policy"] = module.state_dict()
-        elif self._crew is not None and (published := self._crew.weights):
+        elif self._pool is not None and (published := self._pool.weights):
             state["policy"] = published
         return state
 
@@ -223,14 +223,14 @@ class MultiCollector(BatchSource):
         if self._staying is not None:
             self._staying.load_state_dict(state["staying"])
             return
-        if self._crew is not None and "policy" in state:
+        if self._pool is not None and "policy" in state:
             weights = state["policy"]
             with self._updating:
                 if (module := module_of(self.policy)) is not None:
                     module.load_state_dict(weights)
                     weights = named_weights(module)
                 if weights:
-                    self._crew.publish(weights)
+                    self._pool.publish(weights)
         self.reset()
 
     def shutdown(self) -> None:
@@ -238,28 +238,28 @@ class MultiCollector(BatchSource):
         self._closed = True
         if self._staying is not None:
             self._staying.shutdown()
-        elif self._crew is not None:
-            self._crew.close()
+        elif self._pool is not None:
+            self._pool.close()
 
     def _give_up(self) -> None:
-        if self._crew is not None:
-            self._crew.give_up()
+        if self._pool is not None:
+            self._pool.give_up()
         elif self._staying is not None:
             self._staying.reset()
 
     def _collect(self) -> TensorDict:
-        batch = self._from_crew(self._crew) if self._crew is not None else self._from_staying()
+        batch = self._from_pool(self._pool) if self._pool is not None else self._from_staying()
         self.batches += 1
         return batch
 
-    def _from_crew(self, crew: Crew) -> TensorDict:
-        storage, first_env, versions = crew.collect()
+    def _from_pool(self, pool: CollectorPool) -> TensorDict:
+        storage, first_env, versions = pool.collect()
         counter = self._trajectories.setdefault(first_env, TrajectoryCounter(storage.N))
         counter.next_id = self._next_traj_id
         traj_ids = counter.count(storage.begins)
         self._next_traj_id = counter.next_id
         episodes = self._episodes.setdefault(first_env, EpisodeCounter(storage.N)).count(
-            storage.rewards(), storage.begins, storage.terminated | storage.truncated, storage.mask
+            storage.episode_rewards(), storage.begins, storage.terminated | storage.truncated, storage.mask
         )
         self.last_episodes = episodes._replace(env_ids=episodes.env_ids + first_env)
         self.frames += int(storage.mask.sum())

@@ -32,7 +32,7 @@ class Actor(Protocol):
         ...
 
     def act(self, t: int) -> list[Array]:
-        """The actions of step t, one array ``[n, ...]`` for each action field. All that it gave is in the storage."""
+        """The actions of step t, one array ``[n, ...]`` for each action field. All outputs are in the storage."""
         ...
 
     def forget(self, done: Array) -> None:
@@ -50,7 +50,7 @@ class RandomActor:
     def begin(self, storage: Storage) -> None:
         self._storage = storage
         self._rows: list[Array] = []
-        for field, space in zip(self._envs.actions, self._envs.action_spaces, strict=True):
+        for field, space in zip(self._envs.action_fields, self._envs.action_spaces, strict=True):
             drawn = _draw(space, (storage.T, storage.N), self._rng).astype(field.dtype, copy=False)
             if field.key in storage.outputs:
                 recorded = storage.outputs[field.key]
@@ -63,7 +63,7 @@ class RandomActor:
     def act(self, t: int) -> list[Array]:
         for i, masked_by in enumerate(self._envs.masks):
             if masked_by is not None:
-                self._obey(self._rows[i][t], self._envs.action_spaces[i], self._storage.observed[masked_by][t])
+                self._obey(self._rows[i][t], self._envs.action_spaces[i], self._storage.observations[masked_by][t])
         return [rows[t] for rows in self._rows]
 
     def _obey(self, actions: Array, space: spaces.Space[Any], masks: Array) -> None:
@@ -109,7 +109,7 @@ class PolicyActor:
 
     def begin(self, storage: Storage) -> None:
         self._storage = storage
-        self._inputs = [torch.from_numpy(array)[:, self._part] for array in storage.observed]
+        self._inputs = [torch.from_numpy(array)[:, self._part] for array in storage.observations]
         self._outputs: list[tuple[Key, Tensor, torch.Size, torch.dtype]] = []  # rows, and what fits into one
         self._actions: list[Array] = []
 
@@ -154,11 +154,11 @@ class PolicyActor:
 
     def _lay_out(self, outputs: dict[Key, Tensor]) -> None:
         """Memory for what the policy gives, as the first step shows it."""
-        action_keys = [field.key for field in self._envs.actions]
+        action_keys = [field.key for field in self._envs.action_fields]
         for key in action_keys:
             if key not in outputs:
-                given = ", ".join(map(describe, outputs)) or "nothing"
-                raise SpecMismatch(f"the policy gave {given}; the envs need {describe(key)}")
+                provided = ", ".join(map(describe, outputs)) or "nothing"
+                raise SpecMismatch(f"the policy gave {provided}; the envs need {describe(key)}")
         for key, value in outputs.items():
             if not isinstance(value, Tensor) or value.shape[:1] != (self._count,):
                 got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -185,7 +185,7 @@ class TensorDictActor(PolicyActor):
         self._td = TensorDict({}, batch_size=[self._count])
         self._wants_is_init = IS_INIT in self._in_keys or _reads_is_init(policy)
         self._is_init = torch.ones(self._count, 1, dtype=torch.bool, device=self._device)
-        self._given = {field.key for field in self._envs.observed} | {IS_INIT, *self._carried}
+        self._provided = {field.key for field in self._envs.observation_fields} | {IS_INIT, *self._carried}
         self._keys: list[Key] | None = None
         self._plain = PlainModules(policy)
         self._values: dict[Key, Tensor] = {}  # stands for the TensorDict: what is written stays for the next step
@@ -203,7 +203,7 @@ class TensorDictActor(PolicyActor):
 
     def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
         values = self._values
-        for field, row in zip(self._envs.observed, inputs, strict=True):
+        for field, row in zip(self._envs.observation_fields, inputs, strict=True):
             values[field.key] = row
         values.update(self._state)
         if self._wants_is_init:
@@ -224,8 +224,8 @@ class TensorDictActor(PolicyActor):
         """The policy's own way, by a TensorDict."""
         td = self._td
         for key, value in values.items():
-            # It holds what it was given before, but not what the modules have written without it.
-            if self._plain.able or key in self._given or key in self._state:
+            # It holds what was provided before, but not what the modules have written without it.
+            if self._plain.able or key in self._provided or key in self._state:
                 td.set(key, value)
         try:
             td = self._policy(td)
@@ -235,8 +235,8 @@ class TensorDictActor(PolicyActor):
                 raise self._explained(missing, error) from error
             raise
         if self._keys is None:
-            given = [as_key(key) for key in td.keys(include_nested=True, leaves_only=True)]
-            self._keys = [key for key in given if key not in self._given]
+            provided = [as_key(key) for key in td.keys(include_nested=True, leaves_only=True)]
+            self._keys = [key for key in provided if key not in self._provided]
         values.update({key: td.get(key) for key in self._keys})
 
     def _explained(self, missing: list[Key], error: Exception) -> Exception:
@@ -253,7 +253,7 @@ class TensorDictActor(PolicyActor):
             )
         return SpecMismatch(
             f"the policy reads {names}, which the envs do not have; they have "
-            f"{', '.join(describe(field.key) for field in self._envs.observed)}. "
+            f"{', '.join(describe(field.key) for field in self._envs.observation_fields)}. "
             f"It raised {type(error).__name__}: {error}"
         )
 
@@ -269,14 +269,14 @@ class PlainActor(PolicyActor):
         if not self._initial:
             return self._envs.output_keys(self._policy(value))
         state = {key[0] if len(key) == 1 else key: tensor for key, tensor in self._state.items()}
-        given = self._policy(value, state)
-        if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[1], dict):
+        result = self._policy(value, state)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
             raise SpecMismatch(
-                f"with initial_state the policy must return (outputs, state), state a dict; got {type(given).__name__}"
+                f"with initial_state the policy must return (outputs, state), state a dict; got {type(result).__name__}"
             )
-        outputs = self._envs.output_keys(given[0])
+        outputs = self._envs.output_keys(result[0])
         for key in self._initial:
-            if key not in (next_state := {as_key(name): tensor for name, tensor in given[1].items()}):
+            if key not in (next_state := {as_key(name): tensor for name, tensor in result[1].items()}):
                 raise SpecMismatch(f"the policy's next state lacks {describe(key)}, which initial_state has")
             self._carry(key, next_state[key], outputs)
         return outputs
@@ -294,7 +294,7 @@ def _reads_is_init(policy: Any) -> bool:
 
 
 def numpy_dtype(key: Key, tensor: Tensor) -> np.dtype[Any]:
-    """NumPy's for what the policy gave under `key`. Raises SpecMismatch where it has none."""
+    """NumPy's for what the policy provided under `key`. Raises SpecMismatch where it has none."""
     try:
         return tensor.new_empty(0).numpy().dtype
     except TypeError as error:

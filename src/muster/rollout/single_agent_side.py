@@ -10,7 +10,7 @@ from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 
 from muster.errors import ConfigError
 from muster.rollout.env_side import EnvSide
-from muster.rollout.fields import Array, Field, Key, Layout, flat
+from muster.rollout.fields import Array, Field, FieldTree, Key, flat
 from muster.rollout.multi_agent_side import MultiAgentEnvs
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -21,13 +21,13 @@ class SingleAgentEnvs(EnvSide):
 
     def __init__(self, envs: GymnasiumVectorEnv[Any, Any, Any]) -> None:
         super().__init__(envs)
-        self._observation = Layout(envs.single_observation_space, ("observation",), at_root=True)
-        self._action = Layout(envs.single_action_space, ("action",))
-        self.observed = self._observation.fields
-        self.earned = [Field(("reward",), (), np.dtype(np.float32))]
-        self.actions = self._action.fields
+        self._observation = FieldTree(envs.single_observation_space, ("observation",), at_root=True)
+        self._action = FieldTree(envs.single_action_space, ("action",))
+        self.observation_fields = self._observation.fields
+        self.reward_fields = [Field(("reward",), (), np.dtype(np.float32))]
+        self.action_fields = self._action.fields
         self.action_spaces = self._action.spaces
-        self.masks = [None] * len(self.actions)
+        self.masks = [None] * len(self.action_fields)
 
     def policy_input(self, rows: Sequence[Any]) -> Any:
         """The observation's tensor, or a dict of them."""
@@ -42,13 +42,13 @@ class SingleAgentEnvs(EnvSide):
             return None
         return self._observation.split(infos["final_obs"][row])
 
-    def mark_cut(self, observed: Sequence[Array], earned: Sequence[Array], t: int, ids: Array) -> None:
+    def mark_cut(self, observations: Sequence[Array], rewards: Sequence[Array], t: int, ids: Array) -> None:
         """The env's own flags say it all."""
 
-    def _observed(self, obs: Any, infos: dict[str, Any]) -> list[Array]:
+    def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]:
         return self._observation.split(obs)
 
-    def _earned(self, rewards: Any, infos: dict[str, Any]) -> list[Array]:
+    def _rewards(self, rewards: Any, infos: dict[str, Any]) -> list[Array]:
         return [rewards]
 
     def _joined(self, actions: Sequence[Array]) -> Any:

@@ -63,7 +63,7 @@ class Stepping:
         """
         rows = self.start(actors, seeds)
         self._rows = None  # after an error the envs' state is unknown
-        for array, row in zip(storage.observed, rows, strict=True):
+        for array, row in zip(storage.observations, rows, strict=True):
             array[0] = row
         for actor in actors:
             actor.begin(storage)
@@ -72,7 +72,7 @@ class Stepping:
             steps = self._step_all(storage, actors[0], stop)
         else:
             self._take_turns(storage, actors)
-        self._rows = [array[steps].copy() for array in storage.observed]
+        self._rows = [array[steps].copy() for array in storage.observations]
         return steps
 
     def _start(self, actors: Sequence[Actor], seeds: Sequence[int] | None) -> list[Array]:
@@ -172,12 +172,12 @@ class Stepping:
         ids = self._ids[part][cut]
         for env in ids.tolist():
             if storage.compact:
-                storage.write_final(Final(t, env, [array[t + 1, env].copy() for array in storage.observed]))
+                storage.write_final(Final(t, env, [array[t + 1, env].copy() for array in storage.observations]))
         storage.truncated[t, ids] = True
-        self._envs.mark_cut(storage.observed, storage.earned, t, ids)
+        self._envs.mark_cut(storage.observations, storage.rewards, t, ids)
         mask = np.zeros(storage.N, np.bool_)
         mask[ids] = True
-        for array, rows in zip(storage.observed, self._envs.reset(None, mask), strict=True):
+        for array, rows in zip(storage.observations, self._envs.reset(None, mask), strict=True):
             array[t + 1, ids] = rows[ids]
         begins[cut] = True
         frames[cut] = 0

@@ -19,7 +19,7 @@ Allocate = Callable[[int, Field], Array]
 
 
 class Final(NamedTuple):
-    """The observation that ended an episode of env `env` with step `time`; one array for each observed field."""
+    """The observation that ended an episode of env `env` with step `time`; one array for each observation field."""
 
     time: int
     env: int
@@ -37,9 +37,9 @@ class Loss(NamedTuple):
 class Storage:
     """The arrays of one rollout of T steps of N envs.
 
-    observed: for each observed field ``[T+1, N, ...]``; row T is what follows the last action.
-    next_observed: the same ``[T, N, ...]``, the final observation where an episode ended; empty with ``compact``.
-    earned: for each earned field ``[T, N, ...]``: rewards, and what else a step gives.
+    observations: for each observation field ``[T+1, N, ...]``; row T is what follows the last action.
+    next_observations: the same ``[T, N, ...]``, the final observation where an episode ended; empty with ``compact``.
+    rewards: for each reward field ``[T, N, ...]``: rewards, and the ends of single agents.
     outputs: by key what the policy gave, ``[T, N, ...]`` tensors.
     terminated, truncated, mask, begins: bool ``[T, N]``; begins: the row is the first of a trajectory.
 
@@ -52,8 +52,8 @@ class Storage:
         self,
         T: int,
         N: int,
-        observed: Sequence[Field],
-        earned: Sequence[Field],
+        observation_fields: Sequence[Field],
+        reward_fields: Sequence[Field],
         *,
         compact: bool,
         allocate: Allocate | None = None,
@@ -61,11 +61,11 @@ class Storage:
         new = allocate or (lambda rows, field: np.empty((rows, N, *field.shape), field.dtype))
         self.T, self.N = T, N
         self.compact = compact
-        self._observed_fields = observed
-        self._earned_fields = earned
-        self.observed = [new(T + 1, field) for field in observed]
-        self.next_observed = [] if compact else [new(T, field) for field in observed]
-        self.earned = [new(T, field) for field in earned]
+        self._observation_fields = observation_fields
+        self._reward_fields = reward_fields
+        self.observations = [new(T + 1, field) for field in observation_fields]
+        self.next_observations = [] if compact else [new(T, field) for field in observation_fields]
+        self.rewards = [new(T, field) for field in reward_fields]
         self.terminated, self.truncated, self.mask, self.begins = (new(T, field) for field in self.FLAGS)
         if allocate is None:
             self.clear_flags()
@@ -93,37 +93,37 @@ class Storage:
         """The envs `part` were lost: zeros, and masked. Their episodes, and their agents', end truncated with row 0."""
         for flags in (self.terminated, self.truncated, self.begins, self.mask):
             flags[:, part] = False
-        for array in (*self.observed, *self.next_observed, *self.earned):
+        for array in (*self.observations, *self.next_observations, *self.rewards):
             array[:, part] = 0
         self.truncated[0, part] = True
-        for array, field in zip(self.earned, self._earned_fields, strict=True):
+        for array, field in zip(self.rewards, self._reward_fields, strict=True):
             if field.key[-1] in ("truncated", "done"):
                 array[0, part] = True
         for tensor in self.outputs.values():
             tensor[:, part] = 0
 
-    def rewards(self) -> Array:
-        """``[T, N]``; of groups of agents side by side, ``[T, N, agents]``."""
-        rewards = [
-            array for array, field in zip(self.earned, self._earned_fields, strict=True) if field.key[-1] == "reward"
+    def episode_rewards(self) -> Array:
+        """What returns add up: ``[T, N]``; of groups of agents side by side, ``[T, N, agents]``."""
+        parts = [
+            array for array, field in zip(self.rewards, self._reward_fields, strict=True) if field.key[-1] == "reward"
         ]
-        return rewards[0] if len(rewards) == 1 else np.concatenate(rewards, axis=-1)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
     def leave_out(self, since: int) -> None:
         """Rows from `since` on were never stepped: zeros, and masked."""
         self.mask[since:] = False
-        for array in (*(rows[1:] for rows in self.observed), *self.next_observed, *self.earned):
+        for array in (*(rows[1:] for rows in self.observations), *self.next_observations, *self.rewards):
             array[since:] = 0
         for tensor in self.outputs.values():
             tensor[since:] = 0
 
     def write(self, t: int, part: slice | Array, rows: StepRows) -> None:
         """Step t of the envs `part`, a slice or their ids."""
-        for array, value in zip(self.observed, rows.observed, strict=True):
+        for array, value in zip(self.observations, rows.observations, strict=True):
             array[t + 1, part] = value
-        for array, value in zip(self.next_observed, rows.observed, strict=False):
+        for array, value in zip(self.next_observations, rows.observations, strict=False):
             array[t, part] = value
-        for array, value in zip(self.earned, rows.earned, strict=True):
+        for array, value in zip(self.rewards, rows.rewards, strict=True):
             array[t, part] = value
         self.terminated[t, part] = rows.terminated
         self.truncated[t, part] = rows.truncated
@@ -132,7 +132,7 @@ class Storage:
         """The final observation of an episode whose env has been reset already."""
         if self.compact:
             self.finals.append(final)
-        for array, leaf in zip(self.next_observed, final.leaves, strict=False):
+        for array, leaf in zip(self.next_observations, final.leaves, strict=False):
             array[final.time, final.env] = leaf
 
     def write_loss(self, loss: Loss) -> None:
@@ -146,11 +146,11 @@ class Storage:
         done = self.terminated | self.truncated
         after: dict[str, Any] = {}
         root: dict[str, Any] = {}
-        for i, field in enumerate(self._observed_fields):
-            _put(root, field.key, torch.from_numpy(self.observed[i][: self.T]))
+        for i, field in enumerate(self._observation_fields):
+            _put(root, field.key, torch.from_numpy(self.observations[i][: self.T]))
             if not self.compact:
-                _put(after, field.key, torch.from_numpy(self.next_observed[i]))
-        for field, array in zip(self._earned_fields, self.earned, strict=True):
+                _put(after, field.key, torch.from_numpy(self.next_observations[i]))
+        for field, array in zip(self._reward_fields, self.rewards, strict=True):
             _put(after, field.key, torch.from_numpy(array).unsqueeze(-1))
         for key, tensor in self.outputs.items():
             _put(root, key, tensor)
@@ -167,11 +167,11 @@ class Storage:
     def _sparse(self) -> dict[str, Any]:
         final: dict[str, Any] = {}
         last: dict[str, Any] = {}
-        for i, field in enumerate(self._observed_fields):
+        for i, field in enumerate(self._observation_fields):
             leaves = [np.asarray(one.leaves[i]) for one in self.finals]
             rows = np.stack(leaves) if leaves else np.empty((0, *field.shape), field.dtype)
             _put(final, field.key, UnbatchedTensor(torch.from_numpy(rows)))
-            _put(last, field.key, UnbatchedTensor(torch.from_numpy(self.observed[i][self.T])))
+            _put(last, field.key, UnbatchedTensor(torch.from_numpy(self.observations[i][self.T])))
         where = np.array([(one.time, one.env) for one in self.finals], np.int64).reshape(-1, 2)
         return {"final": final, "last": last, "final_at": UnbatchedTensor(torch.from_numpy(where))}
 

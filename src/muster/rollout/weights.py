@@ -49,34 +49,34 @@ def weights_for(policy: object, weights: Any, own: Mapping[str, Tensor]) -> dict
             f"the policy is a {type(policy).__name__} without weights; there is nothing to update. If it calls a "
             "module, hand over that module, or a method of it"
         )
-    given = weights_by_name(weights)
-    missing = sorted(own.keys() - given.keys())
-    unknown = sorted(given.keys() - _all_names(policy))
+    provided = weights_by_name(weights)
+    missing = sorted(own.keys() - provided.keys())
+    unknown = sorted(provided.keys() - _all_names(policy))
     if unknown or missing:
         raise SpecMismatch(f"the weights are not this policy's: unknown {unknown[:5]}, missing {missing[:5]}")
-    require_fitting(given, own)
-    return {name: given[name] for name in own}
+    require_fitting(provided, own)
+    return {name: provided[name] for name in own}
 
 
 def require_fitting(weights: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
     """Raises SpecMismatch where `copy_` would fail halfway, repeat rows, or leave out a part of the values."""
     for name, tensor in own.items():
-        given = weights[name]
-        if not isinstance(given, Tensor):
-            raise SpecMismatch(f"weights[{name!r}] is a {type(given).__name__}; expected a tensor")
-        if is_lazy(given) or given.is_meta:
+        value = weights[name]
+        if not isinstance(value, Tensor):
+            raise SpecMismatch(f"weights[{name!r}] is a {type(value).__name__}; expected a tensor")
+        if is_lazy(value) or value.is_meta:
             raise SpecMismatch(f"weights[{name!r}] has no values: it is lazy, or on the meta device")
-        if given.layout != tensor.layout:
-            raise SpecMismatch(f"weights[{name!r}] has layout {given.layout}, the policy's {tensor.layout}")
-        if given.shape != tensor.shape:
-            raise SpecMismatch(f"weights[{name!r}] has shape {tuple(given.shape)}, the policy's {tuple(tensor.shape)}")
-        if given.is_complex() and not tensor.is_complex():
-            raise SpecMismatch(f"weights[{name!r}] has dtype {given.dtype}, the policy's {tensor.dtype}")
+        if value.layout != tensor.layout:
+            raise SpecMismatch(f"weights[{name!r}] has layout {value.layout}, the policy's {tensor.layout}")
+        if value.shape != tensor.shape:
+            raise SpecMismatch(f"weights[{name!r}] has shape {tuple(value.shape)}, the policy's {tuple(tensor.shape)}")
+        if value.is_complex() and not tensor.is_complex():
+            raise SpecMismatch(f"weights[{name!r}] has dtype {value.dtype}, the policy's {tensor.dtype}")
 
 
 @torch.no_grad()
 def load_weights(policy: object, weights: Mapping[str, Tensor]) -> None:
-    """Copies what `weights_for` gave into the policy's own tensors."""
+    """Copies what `weights_for` returned into the policy's own tensors."""
     if not weights:
         return
     own = named_weights(policy)

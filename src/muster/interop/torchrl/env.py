@@ -27,7 +27,7 @@ try:
     from torchrl._utils import seed_generator
     from torchrl.envs import EnvBase
 
-    from muster.interop.torchrl.layouts import AgentGroups, Layout, SingleAgent
+    from muster.interop.torchrl.layouts import AgentGroups, SingleAgent, TensorDictShape
     from muster.interop.torchrl.specs import chosen, ends, no_ends
 except ImportError as error:
     raise ImportError('muster.interop.torchrl needs TorchRL: pip install "muster-rl[torchrl]"') from error
@@ -77,15 +77,15 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         # Envs whose current observation is the first of a new episode already: their last step returned the final one.
         self._fresh = np.zeros(envs.num_envs, np.bool_)
         self._masked_groups: set[str] = set()
-        self._layout: Layout
+        self._td_shape: TensorDictShape
         if isinstance(envs, VectorEnv):
-            self._layout = SingleAgent(envs, categorical=bool(categorical_action_encoding), device=self.device)
+            self._td_shape = SingleAgent(envs, categorical=bool(categorical_action_encoding), device=self.device)
         else:
             self.group_map = {group: list(agents) for group, agents in envs.groups.items()}
             categorical = categorical_action_encoding is not False
-            self._layout = AgentGroups(envs, categorical=categorical, device=self.device)
-        self.observation_spec, self.action_spec = self._layout.observation, self._layout.action
-        self.reward_spec, self.done_spec = self._layout.reward, self._layout.done
+            self._td_shape = AgentGroups(envs, categorical=categorical, device=self.device)
+        self.observation_spec, self.action_spec = self._td_shape.observation, self._td_shape.action
+        self.reward_spec, self.done_spec = self._td_shape.reward, self._td_shape.done
         # What is observed now, and in its place what the last step returned of those that are fresh.
         self._current: Any = self.observation_spec.zero()
         self._arrived = self._current
@@ -120,29 +120,29 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
             rows = rows & ~self._fresh
         if rows.any():
             settle(self.vector_env)  # of a step that Ctrl-C has ended
-            given = dict(options or {}) if mask is None else {**(options or {}), "reset_mask": rows}
-            obs, infos = self.vector_env.reset(seed=seed, options=given or None)
-            self._now_observed(self._layout.observed(obs, infos), infos)
+            provided = dict(options or {}) if mask is None else {**(options or {}), "reset_mask": rows}
+            obs, infos = self.vector_env.reset(seed=seed, options=provided or None)
+            self._now_observed(self._td_shape.observation_fields(obs, infos), infos)
         self._fresh = self._fresh & ~asked
-        return self._layout.joined(
-            self._current, self._layout.not_ended(), no_ends(tuple(self.batch_size), self.device)
+        return self._td_shape.joined(
+            self._current, self._td_shape.not_ended(), no_ends(tuple(self.batch_size), self.device)
         )
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         mask = tensordict.get("_step", None)
         if mask is None or mask.all():
-            return self._stepped(self.vector_env.step(self._layout.actions(tensordict)))
+            return self._stepped(self.vector_env.step(self._td_shape.actions(tensordict)))
         return self._step_some(tensordict, mask.reshape(self.batch_size).to(self.device))
 
     def _step_some(self, tensordict: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
         """Steps the envs in `mask`, bool ``[N]``. The others show what they last did, and earn nothing."""
         shown = chosen(torch.from_numpy(~self._fresh).to(self.device), self._current, self._arrived)
-        skipped = self._layout.joined(shown).update(self.full_reward_spec.zero()).update(self.full_done_spec.zero())
+        skipped = self._td_shape.joined(shown).update(self.full_reward_spec.zero()).update(self.full_done_spec.zero())
         # Who is done stays so. Observations may have been through transforms there, which these are yet to go through.
         skipped.update(tensordict.select(*self.reward_keys, *self.done_keys, strict=False).clone())
         if not mask.any():
             return skipped
-        actions = self._layout.actions(tensordict.select(*self.action_keys)[mask])
+        actions = self._td_shape.actions(tensordict.select(*self.action_keys)[mask])
         self.vector_env.send(actions, np.flatnonzero(mask.cpu().numpy()))
         batch = self.vector_env.recv()
         rows = tuple(spread(column, batch.env_ids, self.vector_env.num_envs) for column in batch[1:])
@@ -153,20 +153,20 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
     def _stepped(self, result: tuple[Any, ...], mask: torch.Tensor | None = None) -> TensorDictBase:
         """`result`, of the vector env's step, as a tensordict. mask: bool ``[N]``, who stepped; None for all."""
         obs, rewards, terminated, truncated, infos = result
-        observed = self._layout.observed(obs, infos)
-        self._now_observed(observed if mask is None else chosen(mask, observed, self._current), infos)
+        observations = self._td_shape.observation_fields(obs, infos)
+        self._now_observed(observations if mask is None else chosen(mask, observations, self._current), infos)
         self._arrived = self._current
         over = terminated | truncated
         if self._resets_itself:
             self._fresh = over if mask is None else np.where(mask.cpu().numpy(), over, self._fresh)
             if over.any():
-                self._arrived = self._layout.with_finals(self._current, infos, over)
-        return self._layout.joined(
-            self._arrived, self._layout.earned(rewards, infos), ends(terminated, truncated, self.device)
+                self._arrived = self._td_shape.with_finals(self._current, infos, over)
+        return self._td_shape.joined(
+            self._arrived, self._td_shape.reward_fields(rewards, infos), ends(terminated, truncated, self.device)
         )
 
-    def _now_observed(self, observed: Any, infos: Mapping[str, Any]) -> None:
-        self._current = observed
+    def _now_observed(self, observations: Any, infos: Mapping[str, Any]) -> None:
+        self._current = observations
         # Also where no env gives a mask now: the spec would keep the last one.
         self._masked_groups.update(infos.get("action_mask", ()))
         for group in self._masked_groups:
@@ -215,8 +215,8 @@ class ParallelEnv(MusterEnv):
                 f"{len(kwargs)}"
             )
         recipes = [
-            replace(recipe, kwargs=dict(given or {}))
-            for recipe, given in zip(recipes_of(fns, (inner_env_of,)), kwargs, strict=True)
+            replace(recipe, kwargs=dict(provided or {}))
+            for recipe, provided in zip(recipes_of(fns, (inner_env_of,)), kwargs, strict=True)
         ]
         with originals_raised():
             envs = with_processes(_vector_env, recipes, context=mp_start_method, num_workers=num_processes)

@@ -20,7 +20,7 @@ Bools = npt.NDArray[np.bool_]
 Tensors = dict[str, Any]
 
 
-class Layout(Protocol):
+class TensorDictShape(Protocol):
     """Turns what a vector env returns into tensors, and actions back."""
 
     observation: Composite
@@ -28,13 +28,13 @@ class Layout(Protocol):
     reward: Composite
     done: Composite
 
-    def observed(self, obs: Any, infos: Mapping[str, Any]) -> Tensors:
-        """What is observed, as tensors by key."""
+    def observation_fields(self, obs: Any, infos: Mapping[str, Any]) -> Tensors:
+        """Observations, as tensors by key."""
 
-    def with_finals(self, observed: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
-        """`observed`, in the rows `over` as it was at the end of the episode (same_step)."""
+    def with_finals(self, observations: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
+        """`observations`, in the rows `over` as it was at the end of the episode (same_step)."""
 
-    def earned(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
+    def reward_fields(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
         """Rewards and who of a group has ended."""
 
     def not_ended(self) -> Tensors:
@@ -63,17 +63,17 @@ class SingleAgent:
         self.reward = Composite(reward=Unbounded(shape=(*lead, 1), device=device), shape=lead, device=device)
         self.done = ends_spec(lead, device)
 
-    def observed(self, obs: Any, infos: Mapping[str, Any]) -> Tensors:
+    def observation_fields(self, obs: Any, infos: Mapping[str, Any]) -> Tensors:
         tensors: Tensors = self._obs.encode(obs if self._is_named else {"observation": obs})
         return tensors
 
-    def with_finals(self, observed: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
-        arrived: Tensors = _map(torch.clone, observed)
+    def with_finals(self, observations: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
+        arrived: Tensors = _map(torch.clone, observations)
         for row in np.flatnonzero(over).tolist():
-            _put(arrived, self.observed(infos["final_obs"][row], {}), row)
+            _put(arrived, self.observation_fields(infos["final_obs"][row], {}), row)
         return arrived
 
-    def earned(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
+    def reward_fields(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
         return {"reward": torch.from_numpy(rewards.astype(np.float32)).unsqueeze(-1).to(self._device)}
 
     def not_ended(self) -> Tensors:
@@ -123,21 +123,21 @@ class AgentGroups:
             }
             return Composite({**groups, **at_root}, shape=(self._count,), device=device)
 
-        def observed(group: str, lead: tuple[int, int]) -> dict[str, Any]:
+        def observation_specs(group: str, lead: tuple[int, int]) -> dict[str, Any]:
             specs = {"observation": self._obs[group].spec}
             specs |= {name: flag_spec(lead, device) for name in ("alive", "acting")}
             if group in self._masks:
                 specs["action_mask"] = flag_spec(self._masks[group], device)
             return specs
 
-        self.observation = by_group(observed, **{name: codec.spec for name, codec in self._about_all.items()})
+        self.observation = by_group(observation_specs, **{name: codec.spec for name, codec in self._about_all.items()})
         self.action = by_group(lambda group, lead: {"action": self._actions[group].spec})
         self.reward = by_group(lambda group, lead: {"reward": Unbounded(shape=(*lead, 1), device=device)})
         self.done = by_group(
             lambda group, lead: dict(ends_spec(lead, device).items()), **dict(ends_spec((self._count,), device).items())
         )
 
-    def observed(self, obs: Any, infos: Mapping[str, Any]) -> Tensors:
+    def observation_fields(self, obs: Any, infos: Mapping[str, Any]) -> Tensors:
         tensors: Tensors = {}
         masks = infos.get("action_mask", {})
         for group, codec in self._obs.items():
@@ -151,12 +151,12 @@ class AgentGroups:
             tensors["shared"] = self._about_all["shared"].encode(obs["shared"])
         return tensors
 
-    def with_finals(self, observed: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
-        finals = self.observed(infos["final_obs"], infos["final_info"])
-        arrived: Tensors = chosen(torch.from_numpy(over).to(self._device), finals, observed)
+    def with_finals(self, observations: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
+        finals = self.observation_fields(infos["final_obs"], infos["final_info"])
+        arrived: Tensors = chosen(torch.from_numpy(over).to(self._device), finals, observations)
         return arrived
 
-    def earned(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
+    def reward_fields(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
         assert infos is not None
         return {
             group: {

@@ -1,4 +1,4 @@
-"""Shared memory for the batches of several processes: each batch a region, written by replicas, handed out as it is."""
+"""Shared memory for the batches of several processes: each batch a block, written by replicas, handed out as it is."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from muster.rollout.fields import Array, Field
 from muster.rollout.storage import Storage
 from muster.transport.slab import memfd
 
-# A region starts with the flag that ends a batch early.
+# A block starts with the flag that ends a batch early.
 _HEADER = 64
 _ALIGN = 64
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """What the regions hold: T steps of N envs. outputs: what the policy gives."""
+    """What a block of batch memory holds: T steps of N envs. output_fields: what the policy provides."""
 
     T: int
     N: int
-    observed: tuple[Field, ...]
-    earned: tuple[Field, ...]
-    outputs: tuple[Field, ...]
+    observation_fields: tuple[Field, ...]
+    reward_fields: tuple[Field, ...]
+    output_fields: tuple[Field, ...]
     compact: bool
 
     def storage(self, block: mmap.mmap, columns: slice = slice(None)) -> Storage:
-        """A storage over the envs `columns` of a region; every process that maps it finds the arrays at one place."""
+        """A storage over the envs `columns` of a block; every process that maps it finds the arrays at one place."""
         place = _HEADER
 
         def allocate(rows: int, field: Field) -> Array:
@@ -43,22 +43,24 @@ class BatchLayout:
             return whole[:, columns]
 
         width = len(range(*columns.indices(self.N)))
-        storage = Storage(self.T, width, self.observed, self.earned, compact=self.compact, allocate=allocate)
-        storage.use_outputs(self.outputs, allocate)
+        storage = Storage(
+            self.T, width, self.observation_fields, self.reward_fields, compact=self.compact, allocate=allocate
+        )
+        storage.use_outputs(self.output_fields, allocate)
         return storage
 
     @property
-    def region_bytes(self) -> int:
-        """Whole pages, so that each region can be mapped by itself."""
-        observed = [(self.T + 1, field) for field in self.observed]
-        after = [] if self.compact else [(self.T, field) for field in self.observed]
-        rest = [(self.T, field) for field in (*self.earned, *Storage.FLAGS, *self.outputs)]
-        size = sum(_size((rows, self.N, *field.shape), field) for rows, field in [*observed, *after, *rest])
+    def block_bytes(self) -> int:
+        """Whole pages, so that each block can be mapped by itself."""
+        observations = [(self.T + 1, field) for field in self.observation_fields]
+        after = [] if self.compact else [(self.T, field) for field in self.observation_fields]
+        rest = [(self.T, field) for field in (*self.reward_fields, *Storage.FLAGS, *self.output_fields)]
+        size = sum(_size((rows, self.N, *field.shape), field) for rows, field in [*observations, *after, *rest])
         return -(-(_HEADER + size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class Arena:
-    """One file in memory, cut into regions of one size. A region is used again once nothing refers to its arrays."""
+class BatchMemory:
+    """One file in memory, cut into blocks of one size. A block is used again once nothing refers to its arrays."""
 
     def __init__(self) -> None:
         self.fd = memfd("batches")
@@ -66,8 +68,8 @@ class Arena:
         self._end = 0
         self._finalizer = weakref.finalize(self, os.close, self.fd)
 
-    def region(self, size: int) -> tuple[int, mmap.mmap]:
-        """The offset of a region that nobody uses, and its memory."""
+    def take_block(self, size: int) -> tuple[int, mmap.mmap]:
+        """The offset of a block that nobody uses, and its memory."""
         if not self._free:
             self._free.append(self._end)
             self._end += size

@@ -1,4 +1,4 @@
-"""The processes of a `MultiCollector`: started, told to collect, waited for, restarted and closed."""
+"""The processes of a `MultiCollector`: started, ordered to collect, waited for, restarted and closed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from muster.errors import (
 from muster.introspection import caller_stacklevel
 from muster.recipes.recipe import Recipe, check_forkable, pack
 from muster.rollout.fields import Array
-from muster.rollout.processes.batch_memory import Arena, stop_flag
+from muster.rollout.processes.batch_memory import BatchMemory, stop_flag
 from muster.rollout.processes.policy_travel import pack_factory, pack_policy
 from muster.rollout.processes.replica import COUNTS, Replica, ReplicaFacts, ReplicaPlan
-from muster.rollout.processes.shared_weights import SharedWeights, WeightsLayout, layout_of
+from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes, shapes_of
 from muster.rollout.storage import Final, Loss, Storage
 from muster.rollout.weights import named_weights
 from muster.transport.slab import memfd, split_evenly
@@ -44,7 +44,7 @@ _REPLICAS = 3
 
 
 @dataclass(frozen=True)
-class CrewOptions:
+class ProcessOptions:
     """How collector processes are started and watched, as `make_vec` names it."""
 
     num_collectors: int
@@ -76,7 +76,7 @@ class Filled(NamedTuple):
     versions: Array
 
 
-class Crew:
+class CollectorPool:
     """Replicas of a policy and shares of envs, in processes of their own.
 
     With ``on_failure="restart"`` an env that raises is replaced in its replica. A replica that dies, or whose policy
@@ -96,7 +96,7 @@ class Crew:
         threshold: float,
         seed: int | None,
         collector_options: Mapping[str, Any],
-        options: CrewOptions,
+        options: ProcessOptions,
     ) -> None:
         num_collectors = options.num_collectors
         self._firsts = split_evenly(len(recipes), num_collectors)
@@ -104,10 +104,10 @@ class Crew:
         self._seed = seed
         self._threshold = threshold * num_collectors
         with standard_fds():
-            self._arena = Arena()
+            self._batch_memory = BatchMemory()
             self._weights_fd = memfd("weights")
         self._finalizer = weakref.finalize(self, os.close, self._weights_fd)
-        self._regions: dict[int, mmap.mmap] = {}  # by collector, what it is filling
+        self._filling: dict[int, mmap.mmap] = {}  # by collector, what it is filling
         # By collector, handed out so far. Kept here, where they outlive a process that dies.
         self._frames = [0] * num_collectors
         # What their envs have counted: int64 [collectors, COUNTS], of their processes now, and of those before them.
@@ -177,7 +177,7 @@ class Crew:
 
     def give_up(self) -> None:
         """Ends what collectors do. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
-        for block in self._regions.values():
+        for block in self._filling.values():
             stop_flag(block)[0] = 1
         while True:
             try:
@@ -188,7 +188,7 @@ class Crew:
                 continue
             except MusterError as error:
                 raise self._translated(error) from None
-        self._regions.clear()
+        self._filling.clear()
         self._afresh.update(range(len(self._frames)))
 
     def stats(self) -> dict[str, Any]:
@@ -217,9 +217,9 @@ class Crew:
         policy: Any,
         policy_factory: Callable[[], Any] | None,
         collector_options: Mapping[str, Any],
-        crew_options: CrewOptions,
+        options: ProcessOptions,
     ) -> list[ReplicaPlan]:
-        context = crew_options.context
+        context = options.context
         start_method = "forkserver" if context == "auto" else context
         if policy_factory is not None:
             sent: bytes | None = pack_factory(policy_factory, start_method)
@@ -246,9 +246,9 @@ class Crew:
                     policy_is_factory=policy_factory is not None,
                     columns=(first, last) if self._sync else (0, last - first),
                     batch_envs=self.num_envs if self._sync else last - first,
-                    arena_path=f"{files}/{self._arena.fd}",
+                    batch_memory_path=f"{files}/{self._batch_memory.fd}",
                     weights_path=f"{files}/{self._weights_fd}",
-                    max_restarts=crew_options.max_restarts if crew_options.on_failure == "restart" else None,
+                    max_restarts=options.max_restarts if options.on_failure == "restart" else None,
                     options={
                         **collector_options,
                         "frames_per_batch": T * (last - first),
@@ -270,9 +270,9 @@ class Crew:
         if not weights:
             # Factories may draw different weights in each process; one of them is to be followed.
             weights = self._call("weights")[0]
-        expected = layout_of(weights)
-        for k, layout in enumerate(self._call("weights_layout")):
-            _require_same(k, expected, layout)
+        expected = shapes_of(weights)
+        for k, built in enumerate(self._call("weight_shapes")):
+            _require_same(k, expected, built)
         self._weights = SharedWeights(
             {name: tensor.detach().cpu() for name, tensor in weights.items()}, self._weights_fd
         )
@@ -299,31 +299,31 @@ class Crew:
     def _collect_all(self) -> Filled:
         count = len(self._firsts) - 1
         layout = self._layouts[0]
-        offset, block = self._arena.region(layout.region_bytes)
+        offset, block = self._batch_memory.take_block(layout.block_bytes)
         stop = stop_flag(block)
         stop[0] = 0
         storage = layout.storage(block)
         versions = np.zeros(self.num_envs, np.int64)
         self._send(range(count), [offset] * count)
-        self._regions = dict.fromkeys(range(count), block)
-        while self._regions:
-            enough = max(1, min(len(self._regions), int(np.ceil(self._threshold)) - (count - len(self._regions))))
+        self._filling = dict.fromkeys(range(count), block)
+        while self._filling:
+            enough = max(1, min(len(self._filling), int(np.ceil(self._threshold)) - (count - len(self._filling))))
             for k, version, infos in self._receive(enough):
                 part = slice(*self._firsts[k : k + 2])
                 versions[part] = version
                 self._finish(k, storage, part, infos)
-            if count - len(self._regions) >= self._threshold:
+            if count - len(self._filling) >= self._threshold:
                 stop[0] = 1
         return Filled(storage, 0, versions)
 
     def _collect_first(self) -> Filled:
-        idle = [k for k in range(len(self._firsts) - 1) if k not in self._regions]
+        idle = [k for k in range(len(self._firsts) - 1) if k not in self._filling]
         while not self._ready:
             if idle:
                 self._fill(idle)
             done = []
             for k, version, infos in self._receive(1, keep=True):
-                block = self._regions.pop(k)
+                block = self._filling.pop(k)
                 storage = self._layouts[k].storage(block)
                 self._finish(k, storage, slice(0, storage.N), infos)
                 self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, version)))
@@ -334,12 +334,12 @@ class Crew:
         return self._ready.popleft()
 
     def _fill(self, collectors: Sequence[int]) -> None:
-        regions = [self._arena.region(self._layouts[k].region_bytes) for k in collectors]
-        for _, block in regions:
+        blocks = [self._batch_memory.take_block(self._layouts[k].block_bytes) for k in collectors]
+        for _, block in blocks:
             stop_flag(block)[0] = 0
         if collectors:
-            self._send(collectors, [offset for offset, _ in regions])
-            self._regions |= {k: block for k, (_, block) in zip(collectors, regions, strict=True)}
+            self._send(collectors, [offset for offset, _ in blocks])
+            self._filling |= {k: block for k, (_, block) in zip(collectors, blocks, strict=True)}
 
     def _receive(self, min_collectors: int, *, keep: bool = False) -> list[tuple[int, int, dict[str, Any]]]:
         """The collectors that are done: index, version of the weights, infos."""
@@ -351,7 +351,7 @@ class Crew:
         done: list[tuple[int, int, dict[str, Any]]] = []
         for row, k in enumerate(batch.env_ids.tolist()):
             if not keep:
-                self._regions.pop(k)
+                self._filling.pop(k)
             columns: dict[str, Any] = {
                 name: batch.infos[name] for name in ("finals", "losses", "restarted") if name in batch.infos
             }
@@ -438,7 +438,7 @@ class Crew:
         return text.replace("(step_timeout=", "(collect_timeout=", 1)
 
 
-def _require_same(collector: int, expected: WeightsLayout, built: WeightsLayout) -> None:
+def _require_same(collector: int, expected: WeightShapes, built: WeightShapes) -> None:
     if built == expected:
         return
     differing = sorted(name for name in expected.keys() | built.keys() if expected.get(name) != built.get(name))[:5]

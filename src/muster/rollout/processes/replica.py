@@ -25,7 +25,7 @@ from muster.recipes.recipe import Recipe, get_worker_info, unpack
 from muster.rollout.collector import Collector
 from muster.rollout.fields import Array, Field
 from muster.rollout.processes.batch_memory import BatchLayout, stop_flag
-from muster.rollout.processes.shared_weights import SharedWeights, WeightsLayout, layout_of
+from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes, shapes_of
 from muster.rollout.storage import Storage
 from muster.rollout.weights import named_weights
 from muster.vector.assemble import serial_vec
@@ -41,9 +41,9 @@ COUNTS = ("env_steps", "resets", "restarts")
 class ReplicaFacts:
     """What the caller has to know of a replica: the fields of its rollouts."""
 
-    observed: tuple[Field, ...]
-    earned: tuple[Field, ...]
-    outputs: tuple[Field, ...]
+    observation_fields: tuple[Field, ...]
+    reward_fields: tuple[Field, ...]
+    output_fields: tuple[Field, ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ReplicaPlan:
     num_envs: of all of them.
     policy: packed; None for random actions.  policy_is_factory: it is to be called for the policy.
     columns: the part of a batch's envs that is its own.  batch_envs: how many envs a batch has.
-    arena_path, weights_path: the shared memory, as files of the caller's.
+    batch_memory_path, weights_path: the shared memory, as files of the caller's.
     max_restarts: of envs that raise, see `serial_vec`.
     options: for `Collector`.
     """
@@ -68,21 +68,23 @@ class ReplicaPlan:
     policy_is_factory: bool
     columns: tuple[int, int]
     batch_envs: int
-    arena_path: str
+    batch_memory_path: str
     weights_path: str
     max_restarts: int | None
     options: Mapping[str, Any]
 
     def layout(self, facts: ReplicaFacts) -> BatchLayout:
-        """Of the regions that it writes into."""
+        """Of the blocks of batch memory that it writes into."""
         first, last = self.columns
         T = self.options["frames_per_batch"] // (last - first)
         compact = bool(self.options["compact"])
-        return BatchLayout(T, self.batch_envs, facts.observed, facts.earned, facts.outputs, compact)
+        return BatchLayout(
+            T, self.batch_envs, facts.observation_fields, facts.reward_fields, facts.output_fields, compact
+        )
 
 
 class Replica(gymnasium.Env[Array, Array]):
-    """``step([offset, frames, afresh])`` collects a batch into the region there; returns [weights' version, *COUNTS].
+    """``step([offset, frames, afresh])`` collects a batch into the block there; returns [weights' version, *COUNTS].
 
     frames: how many this collector has collected before, in whatever process.  afresh: 1 to begin new episodes.
     An env that raises is replaced here, so that the others keep their episodes. Once `max_restarts` is used up, a step
@@ -98,8 +100,8 @@ class Replica(gymnasium.Env[Array, Array]):
         torch.set_num_threads(1)
         self._plan = plan
         recipes = unpack(plan.recipes) if isinstance(plan.recipes, bytes) else plan.recipes
-        told = get_worker_info()
-        seed = told.seed if told else None
+        info = get_worker_info()
+        seed = info.seed if info else None
         self._info = WorkerInfo(None, plan.index, plan.num_envs, plan.num_collectors, seed)
         self._envs = serial_vec(recipes, self._info, max_restarts=plan.max_restarts)
         # Where a replica cannot replace its env, because that must be alone in its process, the engine replaces both.
@@ -108,7 +110,7 @@ class Replica(gymnasium.Env[Array, Array]):
         try:
             with worker_info_context(self._info):
                 self.policy = _unpacked_policy(plan)
-            self._arena = _opened(plan.arena_path)
+            self._batch_memory = _opened(plan.batch_memory_path)
             self._weights_file = _opened(plan.weights_path)
         except BaseException:
             self._envs.close()
@@ -122,22 +124,21 @@ class Replica(gymnasium.Env[Array, Array]):
         """Begins anew, with this seed."""
         super().reset(seed=seed)
         self._collector = Collector(self._envs, self.policy, seed=seed, **self._plan.options)
-        return self._told(), {}
+        return self._report(), {}
 
     def facts(self) -> ReplicaFacts:
         """After the first reset."""
         collector = self._started()
         outputs = tuple(self._guarded(collector.output_fields))
-        observed, earned = collector.fields
-        return ReplicaFacts(tuple(observed), tuple(earned), outputs)
+        return ReplicaFacts(*collector.fields, outputs)
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's weights by name."""
         return {name: tensor.detach().cpu() for name, tensor in named_weights(self.policy).items()}
 
-    def weights_layout(self) -> WeightsLayout:
+    def weight_shapes(self) -> WeightShapes:
         """Which weights it takes."""
-        return layout_of(named_weights(self.policy))
+        return shapes_of(named_weights(self.policy))
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         offset, frames, afresh = map(int, action)
@@ -148,32 +149,32 @@ class Replica(gymnasium.Env[Array, Array]):
         infos: dict[str, Any] = {}
         try:
             storage = self._collect(collector, self._layout(), offset)
-            for name, told in (("finals", storage.finals), ("losses", storage.losses)):
-                if told:
-                    infos[name] = [tuple(one) for one in told]
+            for name, entries in (("finals", storage.finals), ("losses", storage.losses)):
+                if entries:
+                    infos[name] = [tuple(one) for one in entries]
         except WorkerError as error:
             if not self._is_exhausted():
                 raise
             infos["exhausted"] = str(error)
-        return self._told(), 0.0, False, False, infos
+        return self._report(), 0.0, False, False, infos
 
     def close(self) -> None:
-        self._arena.close()
+        self._batch_memory.close()
         self._weights_file.close()
         self._envs.close()
 
     def _collect(self, collector: Collector, layout: BatchLayout, offset: int) -> Storage:
-        """Fills the region at `offset`."""
+        """Fills the block at `offset`."""
         if self._weights is None:
             self._weights = SharedWeights(named_weights(self.policy), self._weights_file.fileno())
         self._version = self._weights.read_into(named_weights(self.policy), self._version)
-        block = mmap.mmap(self._arena.fileno(), layout.region_bytes, offset=offset)
+        block = mmap.mmap(self._batch_memory.fileno(), layout.block_bytes, offset=offset)
         storage = layout.storage(block, slice(*self._plan.columns))
         storage.clear_flags()
         self._guarded(lambda: collector.fill(storage, stop_flag(block)))
         return storage
 
-    def _told(self) -> Array:
+    def _report(self) -> Array:
         slab = self._rows._backend.slab
         line = slab.line(0)
         return np.array(

@@ -19,10 +19,10 @@ from muster.transport.slab import memfd
 _ALIGN = 64
 
 
-WeightsLayout = dict[str, tuple[tuple[int, ...], str]]
+WeightShapes = dict[str, tuple[tuple[int, ...], str]]
 
 
-def layout_of(weights: Mapping[str, Tensor]) -> WeightsLayout:
+def shapes_of(weights: Mapping[str, Tensor]) -> WeightShapes:
     """Shape and dtype by name: equal for weights that can stand for one another."""
     return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in weights.items()}
 
