@@ -340,17 +340,14 @@ def test_state_dict_has_the_weights_of_a_policy_that_only_replicas_have():
         assert (collector.rollout()["action"] == 7).all()
 
 
-def test_updates_of_a_policy_that_stays_are_counted_and_the_threshold_is_said_to_be_ignored():
-    with pytest.warns(UserWarning, match="preemptive_threshold=0.5 is ignored"):
-        collector = MultiCollector(
-            CountingEnv, Locked(5), num_collectors=2, frames_per_batch=4, preemptive_threshold=0.5
-        )
-    with collector:
-        first = collector.rollout()
-        collector.update_policy_weights_()
-        second = collector.rollout()
-    assert collector.policy_version == 2
-    assert [int(batch["collector", "policy_version"].unique()) for batch in (first, second)] == [1, 2]
+def test_episodes_of_first_come_batches_bear_the_indices_of_their_collectors_envs():
+    makers = [functools.partial(CountingEnv, length=length) for length in (1, 1, 2, 2)]
+    with MultiCollector(makers, Constant(), num_collectors=2, frames_per_batch=8, sync=False) as collector:
+        for _ in range(6):
+            collector.rollout()
+            lengths, envs = collector.last_episodes.lengths, collector.last_episodes.env_ids
+            assert set(envs.tolist()) in ({0, 1}, {2, 3})
+            assert (lengths == envs // 2 + 1).all()
 
 
 def test_stragglers_are_stopped_at_the_threshold():

@@ -1,11 +1,11 @@
-"""What all collectors have in common: counts, and what becomes of a batch once it is collected."""
+"""An iterator of batches, as all collectors are one: counts, and what becomes of a storage once it is full."""
 
 from __future__ import annotations
 
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -14,9 +14,9 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from muster.errors import ClosedError, ConfigError, UsageError
 from muster.introspection import caller_stacklevel
 from muster.rollout.devices import Device, to_device
-from muster.rollout.episodes import Episodes
+from muster.rollout.episodes import EpisodeCounter, Episodes, TrajectoryCounter
 from muster.rollout.returns import split_trajectories
-from muster.rollout.storage import Loss
+from muster.rollout.storage import Loss, Storage
 
 
 class BatchSource(ABC):
@@ -24,6 +24,9 @@ class BatchSource(ABC):
 
     frames, batches: collected so far.  last_episodes: those that ended in the last batch.
     """
+
+    _trajectories: TrajectoryCounter  # of all envs, once their number is known
+    _episodes: EpisodeCounter
 
     def __init__(
         self,
@@ -100,11 +103,27 @@ class BatchSource(ABC):
 
     @abstractmethod
     def _give_up(self) -> None:
-        """What is under way is lost: the next batch starts new episodes in all envs."""
+        """Drops what is under way: the next batch starts new episodes in all envs."""
 
     @abstractmethod
     def _collect(self) -> TensorDict:
         """The next batch ``[T, N]``, counted."""
+
+    def _count_envs(self, num_envs: int) -> None:
+        self._trajectories, self._episodes = TrajectoryCounter(num_envs), EpisodeCounter(num_envs)
+
+    def _batch_over(self, storage: Storage, first_env: int = 0) -> TensorDict:
+        """The batch of a full storage, with trajectories numbered and episodes added up; warns of envs that failed."""
+        self.last_episodes = self._episodes.count(storage, first_env)
+        warn_of_losses(storage.losses, first_env)
+        return storage.to_batch(self._trajectories.count(storage.begins, first_env))
+
+    def _counters(self) -> dict[str, Any]:
+        return {"frames": self.frames, "batches": self.batches, "next_traj_id": self._trajectories.next_id}
+
+    def _load_counters(self, state: Mapping[str, Any]) -> None:
+        self.frames, self.batches = int(state["frames"]), int(state["batches"])
+        self._trajectories.next_id = int(state["next_traj_id"])
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -118,7 +137,7 @@ class BatchSource(ABC):
 
 
 def warn_of_losses(losses: Sequence[Loss], first_env: int = 0) -> None:
-    """Tells of the envs that failed. Python's default filter shows each env's failures once for each reason."""
+    """Warns of the envs that failed. Python's default filter shows each env's failures once for each reason."""
     for loss in losses:
         warnings.warn(
             f"env {first_env + loss.env} failed and was replaced; its episode ends truncated with a masked row. "
@@ -129,7 +148,7 @@ def warn_of_losses(losses: Sequence[Loss], first_env: int = 0) -> None:
 
 
 def check_numbers(**least: tuple[int | None, int]) -> None:
-    """Each option's value and the least that makes sense; None where there may be none. Raises ConfigError."""
+    """Raises ConfigError unless each value is at least what stands with it, or None where there may be none."""
     for name, (value, low) in least.items():
         if value is None and name in ("max_frames_per_traj", "seed"):
             continue

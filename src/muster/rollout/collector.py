@@ -22,9 +22,8 @@ from tensordict.nn import InteractionType, set_interaction_type  # type: ignore[
 from torch import Tensor
 
 from muster.errors import ConfigError
-from muster.rollout.batch_source import BatchSource, warn_of_losses
+from muster.rollout.batch_source import BatchSource
 from muster.rollout.devices import Device, place
-from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
 from muster.rollout.fields import Array, Field, Key
 from muster.rollout.policies import (
     IS_INIT,
@@ -133,20 +132,20 @@ class Collector(BatchSource):
         self._stepping = Stepping(self._envs, overlap=overlap, max_frames_per_traj=max_frames_per_traj)
         self._random = RandomActor(self._envs, self._rng)
         self._actors = [self._actor(part) for part in self._stepping.parts]
-        self._trajectories = TrajectoryCounter(self._envs.num_envs)
-        self._episodes = EpisodeCounter(self._envs.num_envs)
+        self._count_envs(self._envs.num_envs)
 
     def _give_up(self) -> None:
         self._stepping.start_afresh()
 
     def _collect(self) -> TensorDict:
+        return self._batch_over(self.collect_storage())
+
+    def collect_storage(self) -> Storage:
+        """The next storage, full and counted. One set of weights acts: others wait until it is full."""
         storage = self._new_storage(self.steps_per_batch)
         with self._same_weights():
             self.fill(storage)
-        done = storage.terminated | storage.truncated
-        self.last_episodes = self._episodes.count(storage.episode_rewards(), storage.begins, done, storage.mask)
-        warn_of_losses(storage.losses)
-        return storage.to_batch(self._trajectories.count(storage.begins))
+        return storage
 
     def fill(self, storage: Storage, stop: Array | None = None) -> int:
         """The next steps of all envs, into `storage`; `stop`: see `Stepping.fill`. Returns how many."""
@@ -156,7 +155,7 @@ class Collector(BatchSource):
         if random and self.policy is not None:
             self._blank_outputs(storage)
         with self._acting():
-            steps = self._stepping.fill(storage, self._actors_for(random), self._env_seeds(), stop)
+            steps = self._stepping.fill(storage, [self._random] if random else self._actors, self._env_seeds(), stop)
         if random:
             for actor, part in zip(self._actors, self._stepping.parts, strict=True):
                 actor.forget(np.ones(part.stop - part.start, np.bool_))
@@ -215,19 +214,18 @@ class Collector(BatchSource):
         given.
         """
         with self._updating:
-            provided = {}
-            if weights is not None:
-                own = self._own if self._acts else named_weights(self.policy)
-                provided = weights_for(self.policy, own if weights is self.policy else weights, own)
-            self.policy_version += 1
             if weights is None:
+                self.policy_version += 1
                 return
+            own = self._own if self._acts else named_weights(self.policy)
+            provided = weights_for(self.policy, own if weights is self.policy else weights, own)
+            self.policy_version += 1
+            self._staged = {}
             if self._acts:
                 # Not the policy's own memory: what a learner writes there meanwhile is newer.
                 others = {name: tensor for name, tensor in provided.items() if not is_same_memory(tensor, own[name])}
                 self._staged = {name: tensor.detach().clone() for name, tensor in others.items()}
             else:
-                self._staged = {}
                 load_weights(self.policy, provided)
 
     def stats(self) -> dict[str, Any]:
@@ -238,12 +236,7 @@ class Collector(BatchSource):
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, generators and the policy's weights. Envs have no state to save: they will start new episodes."""
-        state: dict[str, Any] = {
-            "frames": self.frames,
-            "batches": self.batches,
-            "next_traj_id": self._trajectories.next_id,
-            "action_rng": self._rng.bit_generator.state,
-        }
+        state = {**self._counters(), "action_rng": self._rng.bit_generator.state}
         if self._torch_state is not None:
             state["torch_rng"] = list(self._torch_state)
         if (module := module_of(self.policy)) is not None:
@@ -252,8 +245,7 @@ class Collector(BatchSource):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state_dict`, in new episodes with seeds of their own."""
-        self.frames, self.batches = int(state["frames"]), int(state["batches"])
-        self._trajectories.next_id = int(state["next_traj_id"])
+        self._load_counters(state)
         self._rng.bit_generator.state = state["action_rng"]
         if self._torch_state is not None and "torch_rng" in state:
             self._torch_state = list(state["torch_rng"])
@@ -275,9 +267,6 @@ class Collector(BatchSource):
             return self._random
         kind = TensorDictActor if is_tensordict_policy(self.policy) else PlainActor
         return kind(self.policy, self._envs, part, self._policy_device, self._initial_state)
-
-    def _actors_for(self, random: bool) -> list[Actor]:
-        return [self._random] if random else self._actors
 
     def _env_seeds(self) -> list[int] | None:
         """For the envs' first reset, and for the first one after `load_state_dict`."""

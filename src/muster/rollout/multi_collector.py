@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,23 +14,17 @@ from torch import Tensor
 
 from muster.envs import resolve_foreign_id
 from muster.envs.adapt import Inbound
-from muster.errors import ConfigError, UsageError
+from muster.errors import ConfigError
 from muster.introspection import caller_stacklevel
 from muster.recipes.recipe import Recipe, make_recipes
-from muster.rollout.batch_source import BatchSource, check_numbers, warn_of_losses
+from muster.rollout.batch_source import BatchSource, check_numbers
 from muster.rollout.collector import Collector
+from muster.rollout.collector_set import CollectorSet, ProcessOptions
 from muster.rollout.devices import Device
-from muster.rollout.episodes import EpisodeCounter, TrajectoryCounter
-from muster.rollout.processes.collector_pool import CollectorPool, ProcessOptions
+from muster.rollout.processes.collector_pool import CollectorPool
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
-from muster.rollout.weights import (
-    load_weights,
-    module_of,
-    named_weights,
-    require_shapes,
-    weights_by_name,
-    weights_for,
-)
+from muster.rollout.staying_collector import StayingCollector
+from muster.rollout.weights import require_shapes
 
 _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state")
 
@@ -109,39 +103,34 @@ class MultiCollector(BatchSource):
             num_collectors, context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector
         )
         for_each = {
+            **self._limits,
             "policy_device": device if policy_device is None else policy_device,
             "reset_at_each_iter": reset_at_each_iter,
             "initial_state": dict(initial_state or {}),
             "exploration": exploration,
         }
         recipes = _understood(envs, num_envs, num_collectors, make_vec_options)
-        self._begin(envs, recipes, make_vec_options, policy, policy_factory, sync, options, for_each)
+        self.policy = policy
+        self._count_envs(len(recipes))
+        self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, sync, options, for_each)
 
     def _begin(
         self,
         envs: Any,
         recipes: list[Recipe],
         make_vec_options: Mapping[str, Any] | None,
-        policy: Callable[..., Any] | None,
         policy_factory: Callable[[], Callable[..., Any]] | None,
         sync: bool,
         options: ProcessOptions,
         for_each: dict[str, Any],
-    ) -> None:
+    ) -> CollectorSet:
         """Starts the collectors, or, where the policy stays, the one that acts for all; for_each: their options."""
-        for_each |= self._limits
-        self.policy = policy
-        self._trajectories: dict[int, TrajectoryCounter] = {}  # by the first env of a batch
-        self._episodes: dict[int, EpisodeCounter] = {}
-        self._next_traj_id = 0
-        self._staying: Collector | None = None
-        self._updating = threading.Lock()
-        self._pool: CollectorPool | None = None
-        require_shapes(policy)
-        if policy is None or policy_factory is not None or (obstacle := obstacle_to(policy)) is None:
-            self._pool = CollectorPool(
+        require_shapes(self.policy)
+        obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
+        if obstacle is None:
+            return CollectorPool(
                 recipes,
-                policy,
+                self.policy,
                 policy_factory,
                 sync=sync,
                 threshold=self._threshold,
@@ -149,50 +138,31 @@ class MultiCollector(BatchSource):
                 collector_options=for_each,
                 options=options,
             )
-            return
         warnings.warn(_explained(obstacle, self._threshold), UserWarning, stacklevel=caller_stacklevel())
         for_each |= {
             "num_envs": len(recipes),
-            "make_vec_options": {**(make_vec_options or {}), **options.for_envs()},
+            "make_vec_options": {**(make_vec_options or {}), **asdict(options)},
             "seed": self._seed,
             "overlap": not sync and len(recipes) > 1,
         }
-        self._staying = Collector(envs, policy, **for_each)
+        return StayingCollector(Collector(envs, self.policy, **for_each))
 
     def update_policy_weights_(self, weights: Any = None) -> None:
-        """From the next batch that each collector begins, it acts with these weights, whole.
+        """Has each collector act with these weights, whole, from the next batch that it begins.
 
         weights: None for the current ones of `policy`, else a module, a state dict or a TensorDict of parameters, which
         `policy`, if there is one, takes, too. Raises SpecMismatch, UsageError.
         """
-        if self._staying is not None:
-            self._staying.update_policy_weights_(weights)
-            return
-        assert self._pool is not None
-        with self._updating:
-            if weights is not None and self.policy is not None:
-                load_weights(self.policy, weights_for(self.policy, weights, named_weights(self.policy)))
-            own = named_weights(self.policy)
-            if self.policy is None and weights is not None:
-                own = weights_by_name(weights)
-            if not own:
-                raise UsageError(
-                    "there are no weights to send: give `weights`, or for a policy that module, or method of one, that "
-                    "has them"
-                )
-            self._pool.publish(own)
+        self._collectors.update_weights(weights)
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that collectors take for their next batch; 1 for those they started with."""
-        return self._pool.version if self._pool is not None else self._staying.policy_version  # type: ignore[union-attr]  # one of both
+        """Version of the weights that collectors take for their next batch; 1 for those they started with."""
+        return self._collectors.version
 
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
-        if self._staying is not None:
-            self._staying.reset()
-        elif self._pool is not None:
-            self._pool.reset(self.batches + 1, self.frames)
+        self._collectors.reset(self.batches + 1, self.frames)
 
     def stats(self) -> dict[str, Any]:
         """Counts of frames and batches; ``collectors``: what their envs have done and how their time went.
@@ -202,77 +172,32 @@ class MultiCollector(BatchSource):
         restarts, and what its process holds. Counts are of the batches that have arrived. With a policy that stays
         here it is `VectorEnv.stats`.
         """
-        inner = self._pool.stats() if self._pool is not None else self._staying.stats()["envs"]  # type: ignore[union-attr]  # one of both
-        return {"frames": self.frames, "batches": self.batches, "collectors": inner}
+        return {"frames": self.frames, "batches": self.batches, "collectors": self._collectors.stats()}
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the policy's weights. Envs have no state to save: they will start new episodes."""
-        state: dict[str, Any] = {"frames": self.frames, "batches": self.batches, "next_traj_id": self._next_traj_id}
-        if self._staying is not None:
-            state["staying"] = self._staying.state_dict()
-        elif (module := module_of(self.policy)) is not None:
-            state["policy"] = module.state_dict()
-        elif self._pool is not None and (published := self._pool.weights):
-            state["policy"] = published
-        return state
+        return self._counters() | self._collectors.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state_dict`, in new episodes with seeds of their own."""
-        self.frames, self.batches = int(state["frames"]), int(state["batches"])
-        self._next_traj_id = int(state["next_traj_id"])
-        if self._staying is not None:
-            self._staying.load_state_dict(state["staying"])
-            return
-        if self._pool is not None and "policy" in state:
-            weights = state["policy"]
-            with self._updating:
-                if (module := module_of(self.policy)) is not None:
-                    module.load_state_dict(weights)
-                    weights = named_weights(module)
-                if weights:
-                    self._pool.publish(weights)
+        self._load_counters(state)
+        self._collectors.load_state_dict(state)
         self.reset()
 
     def shutdown(self) -> None:
         """Ends the processes."""
         self._closed = True
-        if self._staying is not None:
-            self._staying.shutdown()
-        elif self._pool is not None:
-            self._pool.close()
+        self._collectors.close()
 
     def _give_up(self) -> None:
-        if self._pool is not None:
-            self._pool.give_up()
-        elif self._staying is not None:
-            self._staying.reset()
+        self._collectors.give_up()
 
     def _collect(self) -> TensorDict:
-        batch = self._from_pool(self._pool) if self._pool is not None else self._from_staying()
-        self.batches += 1
-        return batch
-
-    def _from_pool(self, pool: CollectorPool) -> TensorDict:
-        storage, first_env, versions = pool.collect()
-        counter = self._trajectories.setdefault(first_env, TrajectoryCounter(storage.N))
-        counter.next_id = self._next_traj_id
-        traj_ids = counter.count(storage.begins)
-        self._next_traj_id = counter.next_id
-        episodes = self._episodes.setdefault(first_env, EpisodeCounter(storage.N)).count(
-            storage.episode_rewards(), storage.begins, storage.terminated | storage.truncated, storage.mask
-        )
-        self.last_episodes = episodes._replace(env_ids=episodes.env_ids + first_env)
+        storage, first_env, versions = self._collectors.collect()
         self.frames += int(storage.mask.sum())
-        warn_of_losses(storage.losses, first_env)
-        batch = storage.to_batch(traj_ids)
+        batch = self._batch_over(storage, first_env)
         batch["collector", "policy_version"] = torch.from_numpy(versions).expand(storage.T, -1)
-        return batch
-
-    def _from_staying(self) -> TensorDict:
-        assert self._staying is not None
-        batch = self._staying.rollout()
-        self.frames, self.last_episodes = self._staying.frames, self._staying.last_episodes
-        batch["collector", "policy_version"] = torch.full(batch.batch_size, self._staying.acting_version)
+        self.batches += 1
         return batch
 
 

@@ -73,11 +73,6 @@ class Storage:
         self.finals: list[Final] = []
         self.losses: list[Loss] = []
 
-    def use_outputs(self, fields: Sequence[Field], allocate: Allocate) -> None:
-        """Memory for what the policy will give, known beforehand."""
-        for field in fields:
-            self.outputs[field.key] = torch.from_numpy(allocate(self.T, field))
-
     def add_output(self, key: Key, like: Tensor) -> Tensor:
         """Memory ``[T, N, ...]`` for what the policy gives under `key`; `like`: one step of some envs."""
         self.outputs[key] = torch.empty((self.T, self.N, *like.shape[1:]), dtype=like.dtype)

@@ -58,6 +58,21 @@ def weights_for(policy: object, weights: Any, own: Mapping[str, Tensor]) -> dict
     return {name: provided[name] for name in own}
 
 
+def weights_to_send(policy: object, weights: Any) -> dict[str, Tensor]:
+    """The policy's weights by name, once it has taken `weights`; `weights` themselves where `policy` is None.
+
+    weights: as for `weights_for`; None for those that the policy has. Raises SpecMismatch, UsageError.
+    """
+    if weights is not None and policy is not None:
+        load_weights(policy, weights_for(policy, weights, named_weights(policy)))
+    own = named_weights(policy) if weights is None or policy is not None else weights_by_name(weights)
+    if not own:
+        raise UsageError(
+            "there are no weights to send: give `weights`, or for a policy that module, or method of one, that has them"
+        )
+    return own
+
+
 def require_fitting(weights: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
     """Raises SpecMismatch where `copy_` would fail halfway, repeat rows, or leave out a part of the values."""
     for name, tensor in own.items():

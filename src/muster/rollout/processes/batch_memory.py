@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from muster.rollout.fields import Array, Field
 from muster.rollout.storage import Storage
@@ -46,7 +47,7 @@ class BatchLayout:
         storage = Storage(
             self.T, width, self.observation_fields, self.reward_fields, compact=self.compact, allocate=allocate
         )
-        storage.use_outputs(self.output_fields, allocate)
+        storage.outputs = {field.key: torch.from_numpy(allocate(self.T, field)) for field in self.output_fields}
         return storage
 
     @property

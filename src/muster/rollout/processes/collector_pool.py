@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -24,14 +25,14 @@ from muster.errors import (
     WorkerError,
 )
 from muster.introspection import caller_stacklevel
-from muster.recipes.recipe import Recipe, check_forkable, pack
-from muster.rollout.fields import Array
+from muster.recipes.recipe import Recipe
+from muster.rollout.collector_set import Filled, ProcessOptions
 from muster.rollout.processes.batch_memory import BatchMemory, stop_flag
-from muster.rollout.processes.policy_travel import pack_factory, pack_policy
-from muster.rollout.processes.replica import COUNTS, Replica, ReplicaFacts, ReplicaPlan
+from muster.rollout.processes.replica import COUNTS, Replica
+from muster.rollout.processes.replica_plans import ReplicaPlan, plans_for
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes, shapes_of
 from muster.rollout.storage import Final, Loss, Storage
-from muster.rollout.weights import named_weights
+from muster.rollout.weights import module_of, named_weights, weights_to_send
 from muster.transport.slab import memfd, split_evenly
 from muster.vector.make import make_vec
 from muster.vector.results import Batch
@@ -43,41 +44,8 @@ from muster.workers.launcher_client import standard_fds
 _REPLICAS = 3
 
 
-@dataclass(frozen=True)
-class ProcessOptions:
-    """How collector processes are started and watched, as `make_vec` names it."""
-
-    num_collectors: int
-    context: str
-    start_timeout: float
-    collect_timeout: float | None
-    on_failure: str
-    max_restarts: int
-    threads: int
-
-    def for_envs(self) -> dict[str, Any]:
-        """The same for `make_vec`, as many workers as collectors."""
-        return {
-            "num_workers": self.num_collectors,
-            "context": self.context,
-            "start_timeout": self.start_timeout,
-            "step_timeout": self.collect_timeout,
-            "on_failure": self.on_failure,
-            "max_restarts": self.max_restarts,
-            "threads_per_worker": self.threads,
-        }
-
-
-class Filled(NamedTuple):
-    """A complete storage. first_env: of its envs, among all.  versions: int64 ``[n]``, of the weights, by env."""
-
-    storage: Storage
-    first_env: int
-    versions: Array
-
-
 class CollectorPool:
-    """Replicas of a policy and shares of envs, in processes of their own.
+    """A `CollectorSet` of replicas of a policy with shares of envs, in processes of their own.
 
     With ``on_failure="restart"`` an env that raises is replaced in its replica. A replica that dies, or whose policy
     raises, is replaced with all its envs: of the batch that it was at nothing is left, and a warning says why.
@@ -98,8 +66,10 @@ class CollectorPool:
         collector_options: Mapping[str, Any],
         options: ProcessOptions,
     ) -> None:
-        num_collectors = options.num_collectors
+        num_collectors = options.num_workers
         self._firsts = split_evenly(len(recipes), num_collectors)
+        self._policy = policy
+        self._updating = threading.Lock()
         self._sync = sync
         self._seed = seed
         self._threshold = threshold * num_collectors
@@ -114,51 +84,66 @@ class CollectorPool:
         self._counts, self._counts_before = np.zeros((2, num_collectors, len(COUNTS)), np.int64)
         self._ready: deque[Filled] = deque()
         self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
-        plans = self._plans(recipes, policy, policy_factory, collector_options, options)
+        plans = plans_for(
+            recipes,
+            self._firsts,
+            policy,
+            policy_factory,
+            sync=sync,
+            batch_memory_fd=self._batch_memory.fd,
+            weights_fd=self._weights_fd,
+            collector_options=collector_options,
+            options=options,
+        )
         try:
             processes = make_vec(
                 Replica,
                 num_collectors,
                 env_kwargs=[{"plan": plan} for plan in plans],
                 autoreset_mode="same_step",
-                **options.for_envs(),
+                **asdict(options),
             )
         except MusterError as error:
             raise self._translated(error) from None
         assert isinstance(processes, VectorEnv)
         self._processes = processes
         try:
-            self._begin(plans, policy)
+            self._begin(plans)
         except BaseException:
             self.close()
             raise
 
     @property
-    def num_envs(self) -> int:
-        return self._firsts[-1]
-
-    @property
     def version(self) -> int:
-        """Of the weights that replicas take for their next batch."""
         return self._weights.version
 
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """What was published last, by name: copies."""
-        return self._weights.read()
+    def update_weights(self, weights: Any) -> None:
+        with self._updating:
+            self._publish(weights_to_send(self._policy, weights))
 
-    def publish(self, weights: Mapping[str, Tensor]) -> int:
-        """Gives the replicas new weights, by name, for the batches that they begin from now on."""
-        own = self._weights.names
-        if missing := sorted(own - weights.keys()):
+    def state_dict(self) -> dict[str, Any]:
+        """``policy``: the module's state, or copies of the weights that were published last, if there are any."""
+        module = module_of(self._policy)
+        weights = self._weights.read() if module is None else module.state_dict()
+        return {} if module is None and not weights else {"policy": weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "policy" not in state:
+            return
+        weights = state["policy"]
+        with self._updating:
+            if (module := module_of(self._policy)) is not None:
+                module.load_state_dict(weights)
+                weights = named_weights(module)
+            if weights:
+                self._publish(weights)
+
+    def _publish(self, weights: Mapping[str, Tensor]) -> None:
+        if missing := sorted(self._weights.names - weights.keys()):
             raise SpecMismatch(f"the weights are not the replicas': missing {missing[:5]}")
-        return self._weights.write(weights)
+        self._weights.write(weights)
 
     def reset(self, round_number: int, frames: int = 0) -> None:
-        """All collectors begin anew.
-
-        round_number: seeds differ from those of other rounds.  frames: collected before, by all.
-        """
         self.give_up()
         self._ready.clear()
         self._afresh.clear()
@@ -172,11 +157,10 @@ class CollectorPool:
             self._count_loss(int(k))
 
     def collect(self) -> Filled:
-        """The next batch."""
         return self._collect_all() if self._sync else self._collect_first()
 
     def give_up(self) -> None:
-        """Ends what collectors do. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
+        """Stops all collectors. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
         for block in self._filling.values():
             stop_flag(block)[0] = 1
         while True:
@@ -192,7 +176,6 @@ class CollectorPool:
         self._afresh.update(range(len(self._frames)))
 
     def stats(self) -> dict[str, Any]:
-        """See `MultiCollector.stats`."""
         counts = self._counts_before + self._counts
         env_steps, _, restarts = counts.sum(axis=0).tolist()
         workers = [
@@ -206,76 +189,25 @@ class CollectorPool:
         return {"env_steps": env_steps, "restarts": restarts, "workers": workers}
 
     def close(self) -> None:
-        """Ends the processes."""
         self._processes.close()
 
     # ---- starting
 
-    def _plans(
-        self,
-        recipes: Sequence[Recipe],
-        policy: Any,
-        policy_factory: Callable[[], Any] | None,
-        collector_options: Mapping[str, Any],
-        options: ProcessOptions,
-    ) -> list[ReplicaPlan]:
-        context = options.context
-        start_method = "forkserver" if context == "auto" else context
-        if policy_factory is not None:
-            sent: bytes | None = pack_factory(policy_factory, start_method)
-        else:
-            sent = None if policy is None else pack_policy(policy)
-        if context == "fork":
-            check_forkable(recipes)
-        count = len(self._firsts) - 1
-        files = f"/proc/{os.getpid()}/fd"
-        plans = []
-        for k in range(count):
-            first, last = self._firsts[k : k + 2]
-            share = recipes[first:last]
-            T = -(-collector_options["frames_per_batch"] // (self.num_envs if self._sync else last - first))
-            plans.append(
-                ReplicaPlan(
-                    index=k,
-                    # A forked process has them already, whatever they hold.
-                    recipes=list(share) if context == "fork" else pack(share, start_method=start_method),
-                    first_env=first,
-                    num_envs=self.num_envs,
-                    num_collectors=count,
-                    policy=sent,
-                    policy_is_factory=policy_factory is not None,
-                    columns=(first, last) if self._sync else (0, last - first),
-                    batch_envs=self.num_envs if self._sync else last - first,
-                    batch_memory_path=f"{files}/{self._batch_memory.fd}",
-                    weights_path=f"{files}/{self._weights_fd}",
-                    max_restarts=options.max_restarts if options.on_failure == "restart" else None,
-                    options={
-                        **collector_options,
-                        "frames_per_batch": T * (last - first),
-                        "init_random_frames": -(-collector_options["init_random_frames"] // count),
-                    },
-                )
-            )
-        return plans
-
-    def _begin(self, plans: Sequence[ReplicaPlan], policy: Any) -> None:
+    def _begin(self, plans: Sequence[ReplicaPlan]) -> None:
         self.reset(0)
-        all_facts: tuple[ReplicaFacts, ...] = self._call("facts")
-        for k, facts in enumerate(all_facts[1:], 1):
-            if facts != all_facts[0]:
-                raise SpecMismatch(f"collector {k} has {facts}, but collector 0 {all_facts[0]}; all must be alike")
-        first = all_facts[0]
+        first, *others = self._call("facts")
+        for k, facts in enumerate(others, 1):
+            if facts != first:
+                raise SpecMismatch(f"collector {k} has {facts}, but collector 0 {first}; all must be alike")
         self._layouts = [plan.layout(first) for plan in plans]
-        weights = named_weights(policy)
+        weights = named_weights(self._policy)
         if not weights:
             # Factories may draw different weights in each process; one of them is to be followed.
             weights = self._call("weights")[0]
         expected = shapes_of(weights)
         for k, built in enumerate(self._call("weight_shapes")):
             _require_same(k, expected, built)
-        self._weights = SharedWeights(
-            {name: tensor.detach().cpu() for name, tensor in weights.items()}, self._weights_fd
-        )
+        self._weights = SharedWeights(weights, self._weights_fd)
         self._weights.write(weights)
 
     def _call(self, name: str) -> Any:
@@ -286,77 +218,63 @@ class CollectorPool:
 
     # ---- collecting
 
-    def _send(self, collectors: Sequence[int], offsets: Sequence[int]) -> None:
-        try:
-            orders = [
-                (offset, self._frames[k], k in self._afresh) for k, offset in zip(collectors, offsets, strict=True)
-            ]
-            self._processes.send(np.array(orders, np.int64), list(collectors))
-        except MusterError as error:
-            raise self._translated(error) from None
-        self._afresh.difference_update(collectors)
-
     def _collect_all(self) -> Filled:
-        count = len(self._firsts) - 1
-        layout = self._layouts[0]
-        offset, block = self._batch_memory.take_block(layout.block_bytes)
-        stop = stop_flag(block)
-        stop[0] = 0
-        storage = layout.storage(block)
-        versions = np.zeros(self.num_envs, np.int64)
-        self._send(range(count), [offset] * count)
-        self._filling = dict.fromkeys(range(count), block)
+        count = len(self._frames)
+        offset, block = self._batch_memory.take_block(self._layouts[0].block_bytes)
+        storage = self._layouts[0].storage(block)
+        versions = np.zeros(storage.N, np.int64)
+        self._send(dict.fromkeys(range(count), (offset, block)))
         while self._filling:
             enough = max(1, min(len(self._filling), int(np.ceil(self._threshold)) - (count - len(self._filling))))
-            for k, version, infos in self._receive(enough):
+            for k, _, version, infos in self._receive(enough):
                 part = slice(*self._firsts[k : k + 2])
                 versions[part] = version
                 self._finish(k, storage, part, infos)
             if count - len(self._filling) >= self._threshold:
-                stop[0] = 1
+                stop_flag(block)[0] = 1
         return Filled(storage, 0, versions)
 
     def _collect_first(self) -> Filled:
-        idle = [k for k in range(len(self._firsts) - 1) if k not in self._filling]
         while not self._ready:
-            if idle:
-                self._fill(idle)
-            done = []
-            for k, version, infos in self._receive(1, keep=True):
-                block = self._filling.pop(k)
+            self._send_idle()
+            for k, block, version, infos in self._receive(1):
                 storage = self._layouts[k].storage(block)
                 self._finish(k, storage, slice(0, storage.N), infos)
                 self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, version)))
-                done.append(k)
             # Each goes on at once, while its last batch is learnt from, and has at most one that waits.
-            self._fill(done)
-            idle = []
+            self._send_idle()
         return self._ready.popleft()
 
-    def _fill(self, collectors: Sequence[int]) -> None:
-        blocks = [self._batch_memory.take_block(self._layouts[k].block_bytes) for k in collectors]
-        for _, block in blocks:
-            stop_flag(block)[0] = 0
-        if collectors:
-            self._send(collectors, [offset for offset, _ in blocks])
-            self._filling |= {k: block for k, (_, block) in zip(collectors, blocks, strict=True)}
+    def _send_idle(self) -> None:
+        if idle := [k for k in range(len(self._frames)) if k not in self._filling]:
+            self._send({k: self._batch_memory.take_block(self._layouts[k].block_bytes) for k in idle})
 
-    def _receive(self, min_collectors: int, *, keep: bool = False) -> list[tuple[int, int, dict[str, Any]]]:
-        """The collectors that are done: index, version of the weights, infos."""
+    def _send(self, blocks: Mapping[int, tuple[int, mmap.mmap]]) -> None:
+        """Has collectors fill blocks of batch memory. blocks: by collector the offset, and the memory there."""
+        for _, block in blocks.values():
+            stop_flag(block)[0] = 0
+        orders = [(offset, self._frames[k], k in self._afresh) for k, (offset, _) in blocks.items()]
+        try:
+            self._processes.send(np.array(orders, np.int64), list(blocks))
+        except MusterError as error:
+            raise self._translated(error) from None
+        self._afresh.difference_update(blocks)
+        self._filling |= {k: block for k, (_, block) in blocks.items()}
+
+    def _receive(self, min_collectors: int) -> list[tuple[int, mmap.mmap, int, dict[str, Any]]]:
+        """The collectors that are done: index, the block that is filled, version of the weights, infos."""
         try:
             batch = self._processes.recv(min_envs=min_collectors)
         except MusterError as error:
             raise self._translated(error) from None
         self._take_in(batch)
-        done: list[tuple[int, int, dict[str, Any]]] = []
+        columns: dict[str, Any] = {
+            name: batch.infos[name] for name in ("finals", "losses", "restarted") if name in batch.infos
+        }
+        done: list[tuple[int, mmap.mmap, int, dict[str, Any]]] = []
         for row, k in enumerate(batch.env_ids.tolist()):
-            if not keep:
-                self._filling.pop(k)
-            columns: dict[str, Any] = {
-                name: batch.infos[name] for name in ("finals", "losses", "restarted") if name in batch.infos
-            }
             infos = {name: column[row] for name, column in columns.items() if column[row] is not None}
-            done.append((k, int(batch.obs[row, 0]), infos))
+            done.append((k, self._filling.pop(k), int(batch.obs[row, 0]), infos))
         return done
 
     def _take_in(self, batch: Batch) -> None:
@@ -370,7 +288,7 @@ class CollectorPool:
                 raise WorkerError(batch.infos["exhausted"][row], worker_index=k, env_indices=tuple(self._envs_of(k)))
 
     def _count_loss(self, collector: int) -> None:
-        """Its process, or what it had built there, is gone: the next counts start from zero."""
+        """Counts a process, or what it had built there, as gone: its next counts start from zero."""
         self._counts_before[collector] += self._counts[collector]
         self._counts_before[collector, COUNTS.index("restarts")] += len(self._envs_of(collector))
         self._counts[collector] = 0
@@ -379,7 +297,7 @@ class CollectorPool:
         return range(self._firsts[collector], self._firsts[collector + 1])
 
     def _finish(self, collector: int, storage: Storage, part: slice, infos: Mapping[str, Any]) -> None:
-        """Whatever the process could not write itself."""
+        """Adds what the process could not write itself."""
         if "restarted" in infos:
             storage.blank(part)
             envs, reason = self._envs_of(collector), self._renamed(collector, infos["restarted"])

@@ -9,8 +9,8 @@ from __future__ import annotations
 import mmap
 import pickle
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cached_property
 from io import FileIO
 from typing import Any
 
@@ -21,10 +21,11 @@ from gymnasium import spaces
 from torch import Tensor
 
 from muster.errors import EnvError, WorkerError
-from muster.recipes.recipe import Recipe, get_worker_info, unpack
+from muster.recipes.recipe import get_worker_info, unpack
 from muster.rollout.collector import Collector
-from muster.rollout.fields import Array, Field
+from muster.rollout.fields import Array
 from muster.rollout.processes.batch_memory import BatchLayout, stop_flag
+from muster.rollout.processes.replica_plans import ReplicaFacts, ReplicaPlan
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes, shapes_of
 from muster.rollout.storage import Storage
 from muster.rollout.weights import named_weights
@@ -35,52 +36,6 @@ from muster.workers.deaths import name_envs
 
 # What a replica counts of its envs, since it was built.
 COUNTS = ("env_steps", "resets", "restarts")
-
-
-@dataclass(frozen=True)
-class ReplicaFacts:
-    """What the caller has to know of a replica: the fields of its rollouts."""
-
-    observation_fields: tuple[Field, ...]
-    reward_fields: tuple[Field, ...]
-    output_fields: tuple[Field, ...]
-
-
-@dataclass(frozen=True)
-class ReplicaPlan:
-    """How one replica is built and where it writes.
-
-    recipes: its share, packed but where it is inherited.  first_env: their first index among all envs.
-    num_envs: of all of them.
-    policy: packed; None for random actions.  policy_is_factory: it is to be called for the policy.
-    columns: the part of a batch's envs that is its own.  batch_envs: how many envs a batch has.
-    batch_memory_path, weights_path: the shared memory, as files of the caller's.
-    max_restarts: of envs that raise, see `serial_vec`.
-    options: for `Collector`.
-    """
-
-    index: int
-    recipes: bytes | list[Recipe]
-    first_env: int
-    num_envs: int
-    num_collectors: int
-    policy: bytes | None
-    policy_is_factory: bool
-    columns: tuple[int, int]
-    batch_envs: int
-    batch_memory_path: str
-    weights_path: str
-    max_restarts: int | None
-    options: Mapping[str, Any]
-
-    def layout(self, facts: ReplicaFacts) -> BatchLayout:
-        """Of the blocks of batch memory that it writes into."""
-        first, last = self.columns
-        T = self.options["frames_per_batch"] // (last - first)
-        compact = bool(self.options["compact"])
-        return BatchLayout(
-            T, self.batch_envs, facts.observation_fields, facts.reward_fields, facts.output_fields, compact
-        )
 
 
 class Replica(gymnasium.Env[Array, Array]):
@@ -118,7 +73,6 @@ class Replica(gymnasium.Env[Array, Array]):
         self._weights: SharedWeights | None = None
         self._version = 0
         self._collector: Collector | None = None
-        self._known_layout: BatchLayout | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         """Begins anew, with this seed."""
@@ -148,7 +102,7 @@ class Replica(gymnasium.Env[Array, Array]):
         collector.frames = frames
         infos: dict[str, Any] = {}
         try:
-            storage = self._collect(collector, self._layout(), offset)
+            storage = self._collect(collector, self._layout, offset)
             for name, entries in (("finals", storage.finals), ("losses", storage.losses)):
                 if entries:
                     infos[name] = [tuple(one) for one in entries]
@@ -190,10 +144,9 @@ class Replica(gymnasium.Env[Array, Array]):
         assert self._collector is not None
         return self._collector
 
+    @cached_property
     def _layout(self) -> BatchLayout:
-        if self._known_layout is None:
-            self._known_layout = self._plan.layout(self.facts())
-        return self._known_layout
+        return self._plan.layout(self.facts())
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Tells the policy where it is. Env indices in errors count all envs, not just this share."""

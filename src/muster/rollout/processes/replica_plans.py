@@ -1,0 +1,118 @@
+"""Plans of a pool's replicas: which envs and which policy each builds, and where it writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from muster.recipes.recipe import Recipe, check_forkable, pack
+from muster.rollout.collector_set import ProcessOptions
+from muster.rollout.fields import Field
+from muster.rollout.processes.batch_memory import BatchLayout
+from muster.rollout.processes.policy_travel import pack_factory, pack_policy
+
+
+@dataclass(frozen=True)
+class ReplicaFacts:
+    """What the caller has to know of a replica: the fields of its rollouts."""
+
+    observation_fields: tuple[Field, ...]
+    reward_fields: tuple[Field, ...]
+    output_fields: tuple[Field, ...]
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """How one replica is built and where it writes.
+
+    recipes: its share, packed but where it is inherited.  first_env: their first index among all envs.
+    num_envs: of all of them.
+    policy: packed; None for random actions.  policy_is_factory: it is to be called for the policy.
+    columns: the part of a batch's envs that is its own.  batch_envs: how many envs a batch has.
+    batch_memory_path, weights_path: the shared memory, as files of the caller's.
+    max_restarts: of envs that raise, see `serial_vec`.
+    options: for `Collector`.
+    """
+
+    index: int
+    recipes: bytes | list[Recipe]
+    first_env: int
+    num_envs: int
+    num_collectors: int
+    policy: bytes | None
+    policy_is_factory: bool
+    columns: tuple[int, int]
+    batch_envs: int
+    batch_memory_path: str
+    weights_path: str
+    max_restarts: int | None
+    options: Mapping[str, Any]
+
+    def layout(self, facts: ReplicaFacts) -> BatchLayout:
+        """Of the blocks of batch memory that it writes into."""
+        first, last = self.columns
+        T = self.options["frames_per_batch"] // (last - first)
+        compact = bool(self.options["compact"])
+        return BatchLayout(
+            T, self.batch_envs, facts.observation_fields, facts.reward_fields, facts.output_fields, compact
+        )
+
+
+def plans_for(
+    recipes: Sequence[Recipe],
+    firsts: Sequence[int],
+    policy: Any,
+    policy_factory: Callable[[], Any] | None,
+    *,
+    sync: bool,
+    batch_memory_fd: int,
+    weights_fd: int,
+    collector_options: Mapping[str, Any],
+    options: ProcessOptions,
+) -> list[ReplicaPlan]:
+    """One plan for each share of the recipes, which begins at one of `firsts`; their end is the last of them.
+
+    Raises CannotTravel, and what `check_forkable` raises.
+    """
+    is_forked = options.context == "fork"
+    start_method = "forkserver" if options.context == "auto" else options.context
+    if policy_factory is not None:
+        sent: bytes | None = pack_factory(policy_factory, start_method)
+    else:
+        sent = None if policy is None else pack_policy(policy)
+    if is_forked:
+        check_forkable(recipes)
+    files = f"/proc/{os.getpid()}/fd"
+    count, num_envs = len(firsts) - 1, len(recipes)
+    plans = []
+    for k, (first, last) in enumerate(pairwise(firsts)):
+        share = recipes[first:last]
+        columns = (first, last) if sync else (0, last - first)
+        batch_envs = num_envs if sync else last - first
+        T = -(-collector_options["frames_per_batch"] // batch_envs)
+        plans.append(
+            ReplicaPlan(
+                index=k,
+                # A forked process has them already, whatever they hold.
+                recipes=list(share) if is_forked else pack(share, start_method=start_method),
+                first_env=first,
+                num_envs=num_envs,
+                num_collectors=count,
+                policy=sent,
+                policy_is_factory=policy_factory is not None,
+                columns=columns,
+                batch_envs=batch_envs,
+                batch_memory_path=f"{files}/{batch_memory_fd}",
+                weights_path=f"{files}/{weights_fd}",
+                max_restarts=options.max_restarts if options.on_failure == "restart" else None,
+                options={
+                    **collector_options,
+                    "frames_per_batch": T * (last - first),
+                    "init_random_frames": -(-collector_options["init_random_frames"] // count),
+                },
+            )
+        )
+    return plans
