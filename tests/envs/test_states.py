@@ -120,6 +120,19 @@ def test_a_state_that_cannot_be_had_is_an_error(kind: type[Stating], message: st
         envs.reset(seed=0)
 
 
+def test_an_env_that_is_taken_apart_with_its_last_agent_keeps_its_last_state() -> None:
+    pytest.importorskip("pettingzoo.sisl")
+    with muster.make_vec("pettingzoo/sisl/multiwalker_v9", 1, state=True) as envs:
+        _, infos = envs.reset(seed=0)
+        envs.action_space.seed(0)
+        over = np.zeros(1, np.bool_)
+        while not over.any():
+            before = infos["state"]
+            *_, terminated, truncated, infos = envs.step(envs.action_space.sample())
+            over = terminated | truncated
+        assert np.array_equal(infos["state"], before)
+
+
 def test_collectors_ask_for_the_state_of_what_they_make() -> None:
     options = {"backend": "serial"}
     with muster.Collector(Stating, None, frames_per_batch=4, num_envs=2, make_vec_options=options) as collector:

@@ -79,6 +79,7 @@ class AgentsEnv(ABC):
         self._masks = self.layout.full_masks()
         self._has_masks = np.zeros(1, np.bool_)
         self._last_masks: dict[Agent, Any] = {}
+        self._last_state: Any = None
 
     # ---- what each API does in its own way
 
@@ -116,6 +117,7 @@ class AgentsEnv(ABC):
     def _start_episode(self) -> None:
         self._agents_row.start_episode()
         self._last_masks.clear()
+        self._last_state = None
 
     def _start_row(self) -> None:
         """Nobody is there yet."""
@@ -177,8 +179,19 @@ class AgentsEnv(ABC):
         self._has_masks[0] = True
 
     def _row(self, shared: Mapping[str, Any] | None = None) -> Row:
-        places, state = self._agents_row.take_places(), () if self.layout.state_space is None else self.env.state()
+        places, state = self._agents_row.take_places(), self._state()
         return (places, self._rewards, self._flags, self._masks, self._has_masks, state, shared or {})
+
+    def _state(self) -> Any:
+        if self.layout.state_space is None:
+            return ()
+        try:
+            self._last_state = np.array(self.env.state())
+        except Exception:
+            # Some envs take themselves apart with their last agent, as multiwalker does. They keep their last state.
+            if self.env.agents or self._last_state is None:
+                raise
+        return self._last_state
 
     def _infos(self, infos: Mapping[Agent, Any]) -> dict[str, Any]:
         """Agents' infos as one; their action masks become part of the row."""
