@@ -131,6 +131,10 @@ class NotEnoughMemory(MusterError, MemoryError):
     """The envs asked for would need more memory than there is, going by the first ones that were built."""
 
 
+class UnknownMessage(MusterError, TypeError):
+    """A worker, or its caller, was sent what it has no answer for. A worker process or thread ends by it."""
+
+
 class CollectorError(WorkerError):
     """A collector process could not collect, though its envs could: most often its policy raised. ``__cause__`` is the
     original exception where it could be rebuilt here."""

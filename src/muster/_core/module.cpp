@@ -106,9 +106,9 @@ NB_MODULE(_core, m) {
            nb::kw_only(), nb::arg("autoreset"), nb::arg("check_finite"), nb::arg("actions_by_mail"),
            nb::arg("lends_objects"), nb::arg("host"), nb::arg("patience"))
       .def("run", [](Stepper& self) { guarded([&] { self.run(); }); })
-      .def("reset_env", [](Stepper& self, uint32_t i, nb::handle seed, nb::handle options) {
-        return guarded([&] { return handed_over(self.reset_env(i, seed.ptr(), options.ptr())); });
-      }, nb::arg("i"), nb::arg("seed").none(), nb::arg("options").none())
+      .def("reset_env", [](Stepper& self, uint32_t i, nb::handle seed, nb::handle options, bool passes_options) {
+        return guarded([&] { return handed_over(self.reset_env(i, seed.ptr(), options.ptr(), passes_options)); });
+      }, nb::arg("i"), nb::arg("seed").none(), nb::arg("options").none(), nb::arg("passes_options") = true)
       .def("replace_env", [](Stepper& self, uint32_t i, nb::handle env, nb::handle seed) {
         guarded([&] { self.replace_env(i, env.ptr(), seed.ptr()); });
       }, nb::arg("i"), nb::arg("env"), nb::arg("seed").none())

@@ -96,12 +96,12 @@ class Stepper {
   }
 
   // The answer to the caller's reset command for one env. Returns the KeyboardInterrupt that it was, or None.
-  Ref reset_env(uint32_t i, PyObject* seed, PyObject* options) {
+  Ref reset_env(uint32_t i, PyObject* seed, PyObject* options, bool passes_options) {
     EnvRecord& record = slab_.records[first_env_ + i];
     interrupt_ = Ref();
     serve(i, [&] {
       record.has_final = 0;
-      store_reset(call_reset(i, seed, options), i, record);
+      store_reset(call_reset(i, seed, options, passes_options), i, record);
     });
     Ref interrupt = std::exchange(interrupt_, Ref());
     return interrupt ? std::move(interrupt) : Ref::borrow(Py_None);
@@ -228,15 +228,13 @@ class Stepper {
 
   void autoreset(uint32_t i, EnvRecord& record) { store_reset(call_reset(i), i, record); }
 
-  Ref call_reset(uint32_t i, PyObject* seed = nullptr, PyObject* options = Py_None) {
+  Ref call_reset(uint32_t i, PyObject* seed = nullptr, PyObject* options = Py_None, bool passes_options = true) {
     Ref next_seed = std::move(next_seeds_[i]);
     if (next_seed && (!seed || seed == Py_None)) seed = next_seed.get();
     PyObject* args[] = {env(i), seed, options};
     const uint64_t start = begin(Doing::kResetting, i);
     // Autoresets call reset() without arguments, as Gymnasium's do.
-    PyObject* keywords = seed ? reset_keywords_.get() : nullptr;
-    // Ellipsis: options are not to be passed at all.
-    if (seed && options == Py_Ellipsis) keywords = seed_keyword_.get();
+    PyObject* keywords = seed ? (passes_options ? reset_keywords_ : seed_keyword_).get() : nullptr;
     Ref result(PyObject_VectorcallMethod(reset_name_.get(), args, 1, keywords));
     end(start);
     return result;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from muster.transport.slab import STATUS_LOST, STATUS_RAISED, Plan, Slab
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import Share
 from muster.workers.failures import Failure
+from muster.workers.messages import Reset, ResetArguments, Restart
 from muster.workers.options import EnvCall, Patience, ShareOptions
 
 
@@ -67,7 +69,7 @@ class Backend(ABC):
         """The mail to and from the envs of `line`."""
 
     @abstractmethod
-    def reset(self, env_ids: Array, seeds: Sequence[int | None], options: Any) -> None:
+    def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
         """Starts resetting; the envs are pending until waited for."""
 
     @abstractmethod
@@ -83,11 +85,8 @@ class Backend(ABC):
         """Sets an attribute of every env, each to its own value."""
 
     @abstractmethod
-    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
-        """Has a failed env answer anew: built again or, in a new worker, as it is; after a reset or without one.
-
-        seed: for its first reset.  options: for that which it answers with.  True if its worker has been replaced.
-        """
+    def restart(self, restart: Restart) -> bool:
+        """Has a failed env answer anew; True if its worker has been replaced for that."""
 
     @abstractmethod
     def watch(self, waited_s: float) -> None:
@@ -100,6 +99,15 @@ class Backend(ABC):
     @abstractmethod
     def close(self, timeout_s: float) -> list[Failure]:
         """Closes envs and workers within about `timeout_s`; returns what ``env.close()`` raised."""
+
+    def resets_by_line(self, env_ids: Array, arguments: ResetArguments) -> dict[int, Reset]:
+        """For each line that steps some of `env_ids`, the reset of those."""
+        seeds = dict(zip(env_ids.tolist(), arguments.seeds, strict=True))
+        resets = {}
+        for line, (first, last) in enumerate(itertools.pairwise(self.first_envs)):
+            if mine := [env for env in seeds if first <= env < last]:
+                resets[line] = Reset(mine, dataclasses.replace(arguments, seeds=[seeds[env] for env in mine]))
+        return resets
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -118,7 +126,7 @@ class Backend(ABC):
         """By env the objects of its last step, where observations have parts that are mailed."""
         return {}
 
-    def letters(self, ids: Array) -> list[tuple[Iterator[Any], Iterator[Any]]]:
+    def take_mail(self, ids: Array) -> list[tuple[Iterator[Any], Iterator[Any]]]:
         """What envs `ids` have mailed with their last step: objects of the step, and of the final step.
 
         A step without an observation of its own, as a restarted env answers with, repeats the last one's objects.
@@ -150,7 +158,7 @@ class Backend(ABC):
         lost: Array = ids[self.slab.records["status"][ids] == STATUS_LOST]
         return lost
 
-    def post_actions(self, ids: Array, objects: Sequence[list[Any]]) -> None:
+    def put_actions(self, ids: Array, objects: Sequence[list[Any]]) -> None:
         """Mails the parts of actions that have no place in the slab."""
         for env, letter in zip(ids.tolist(), objects, strict=True):
             box = self.slab.plan.num_envs + env

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import os
@@ -28,6 +29,7 @@ from muster.workers.env_host import Share
 from muster.workers.failures import Failure, message_of, to_exception
 from muster.workers.handle import WorkerHandle, name_workers
 from muster.workers.launcher_client import readable
+from muster.workers.messages import Answer, Call, Close, Closed, ResetArguments, Restart, SetAttr, expect
 from muster.workers.options import EnvCall, ShareOptions
 from muster.workers.worker_pool import PATIENT_S, SLICE_S, ProcessOptions, Workers
 
@@ -68,15 +70,15 @@ class ProcessBackend(Backend):
         try:
             self._workers.start()
             self._mail = SharedMail(self._workers.fds["mail"], shares_main=self._options.context == "fork")
-            self._workers.tell()
+            self._workers.send_orders()
             local = self._build_local()
-            answers = [*self._workers.facts(), local]
+            by_line = [*self._workers.facts(), local]
         except BaseException:
             self.close(0.0)
             raise
         facts: list[EnvFacts] = []
-        for answer in answers:
-            facts += [one or answer[0] for one in answer]  # type: ignore[misc]  # the first is never None
+        for of_line in by_line:
+            facts += [one or of_line[0] for one in of_line]  # type: ignore[misc]  # the first is never None
         declared = any(one.metadata.get("one_per_process") for one in facts)
         self._one_per_process = declared or self._options.one_env_per_process
         return facts
@@ -103,39 +105,35 @@ class ProcessBackend(Backend):
     def mail_of(self, line: int) -> Mail:
         return self._mail if line < self.num_workers else self._local_mail
 
-    def reset(self, env_ids: Array, seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
-        orders = []
-        for first, last in itertools.pairwise(self.first_envs):
-            mine = [(env, seed) for env, seed in zip(env_ids.tolist(), seeds, strict=True) if first <= env < last]
-            orders.append(([env for env, _ in mine], [seed for _, seed in mine], options))
-        remote = orders[: self.num_workers]
+    def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
         # Before anything is asked for: what cannot travel leaves the vector env as it was.
-        packed = self._packed(options, {"options": options})
-        messages = [dumps(("reset", *order[:2], packed)) if order[0] else None for order in remote]
+        packed = self._packed(arguments.options, {"options": arguments.options})
+        resets = self.resets_by_line(env_ids, dataclasses.replace(arguments, options=packed))
+        local = resets.pop(self.num_workers, None)
+        messages = {line: dumps(reset) for line, reset in resets.items()}
         with self.whole():
             self.caller.request_resets(env_ids)
-            for line, message in enumerate(messages):
-                if message is not None:
-                    self._tell(line, message)
-            if self._local is not None:
-                self._local.reset(*orders[self.num_workers])
+            for line, message in messages.items():
+                self._send_or_replace(line, message)
+            if self._local is not None and local is not None:
+                self._local.reset(local.env_ids, dataclasses.replace(arguments, seeds=local.arguments.seeds))
 
-    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
-        line = self.caller.line_of(env)
-        replaces = rebuilds and self._one_per_process
+    def restart(self, restart: Restart) -> bool:
+        line = self.caller.line_of(restart.env)
+        replaces = restart.rebuilds and self._one_per_process
         with self.whole():
             if replaces:
                 self._end_gently(self._workers.handles[line])
-                self._workers.replace(line, f"env {env} raised")
-                rebuilds = False
-            packed = self._packed(options, {"options": options})
-            self._tell(line, dumps(("restart", env, seed, packed, resets_now, rebuilds)))
+                self._workers.replace(line, f"env {restart.env} raised")
+            packed = self._packed(restart.options, {"options": restart.options})
+            rebuilds = restart.rebuilds and not replaces
+            self._send_or_replace(line, dumps(dataclasses.replace(restart, options=packed, rebuilds=rebuilds)))
         return replaces
 
     def _end_gently(self, worker: WorkerHandle) -> None:
         """Lets a worker close its envs before it is ended."""
         with contextlib.suppress(ChannelClosed, TimeoutError):
-            self._send(worker, dumps(("close", self._number)), _BUSY_GRACE_S)
+            self._send(worker, dumps(Close()), _BUSY_GRACE_S)
             worker.process.wait(_BUSY_GRACE_S)
         worker.retire()
 
@@ -143,7 +141,7 @@ class ProcessBackend(Backend):
         self._number += 1
         parts: dict[str, Any] = {"the function": name} | {f"args[{i}]": one for i, one in enumerate(args)}
         parts |= {f'kwargs["{key}"]': one for key, one in kwargs.items()}
-        message = dumps(("call", self._number, self._packed((name, args, kwargs), parts)))
+        message = dumps(Call(self._number, self._packed((name, args, kwargs), parts)))
         self._call([message] * self.num_workers, f"call({name!r})" if isinstance(name, str) else "call()")
         if self._local is not None:
             self._results[self.num_workers] = self._local.call(name, args, kwargs)
@@ -154,7 +152,7 @@ class ProcessBackend(Backend):
         remote = parts[: self.num_workers]
         labels = [f"values[{i}]" for i in range(len(values))]
         packed = [self._packed((name, part), dict(zip(labels[first:], part, strict=False))) for first, part in remote]
-        messages = [dumps(("set_attr", self._number, one)) for one in packed]
+        messages = [dumps(SetAttr(self._number, one)) for one in packed]
         try:
             self._call(messages, f"set_attr({name!r})")
             if self._local is not None:
@@ -169,7 +167,7 @@ class ProcessBackend(Backend):
         self._calling, self._called_at = calling, time.monotonic()
         with self.whole():
             for line, message in enumerate(messages):
-                self._tell(line, message)
+                self._send_or_replace(line, message)
 
     def call_wait(self, timeout_s: float | None) -> list[Any]:
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
@@ -189,11 +187,11 @@ class ProcessBackend(Backend):
 
     def _take_results(self, worker: WorkerHandle) -> None:
         if worker.starting_until is not None:
-            return self._settle(worker)
+            return self._continue_start(worker)
         try:
-            number, answer = worker.channel.recv(0.0)
-            if number == self._number:  # else it answers a call that was interrupted
-                self._results[worker.index] = [_unpacked(worker, i, one) for i, one in enumerate(answer)]
+            answer = expect(Answer, worker.channel.recv(0.0))
+            if answer.number == self._number:  # else it answers a call that was interrupted
+                self._results[worker.index] = [_unpacked(worker, i, one) for i, one in enumerate(answer.results)]
         except ChannelClosed:
             self._replace_or_lose(worker, worker.died(self._doing(worker)))
         except TimeoutError:
@@ -222,7 +220,7 @@ class ProcessBackend(Backend):
                 continue  # nothing is begun here that Ctrl-C could end halfway
             with self.whole():
                 if worker.starting_until is not None:
-                    self._settle(worker)
+                    self._continue_start(worker)
                 elif worker.process.has_ended():
                     self._replace_or_lose(worker, worker.died(self._doing(worker)))
         self._watch_step_time()
@@ -289,10 +287,10 @@ class ProcessBackend(Backend):
 
     # ---- replacing
 
-    def _settle(self, worker: WorkerHandle) -> None:
+    def _continue_start(self, worker: WorkerHandle) -> None:
         """Goes on with starting a replacement, and sends it what has waited for that."""
         try:
-            if not self._workers.settle(worker):
+            if not self._workers.continue_start(worker):
                 return
         except (WorkerError, EnvError) as error:
             self._replace_or_lose(worker, error, worker.replaces)
@@ -300,12 +298,12 @@ class ProcessBackend(Backend):
         outbox, worker.outbox = worker.outbox, []
         for message in outbox:
             if self._workers.handles[worker.index] is worker:  # else it has died meanwhile, and all are pending again
-                self._tell(worker.index, message)
+                self._send_or_replace(worker.index, message)
 
     def _replace_or_lose(self, worker: WorkerHandle, error: Exception, replaces: str = "") -> None:
         """Starts another worker in the place of one that is of no more use, or else closes the vector env and raises.
 
-        Goes on at once: what the replacement is to do waits until it has started, see `_settle`.
+        Goes on at once: what the replacement is to do waits until it has started, see `_continue_start`.
         replaces: why `worker` was being started in the place of another one, if it was.
         """
         if self.on_worker_died is None:
@@ -339,7 +337,7 @@ class ProcessBackend(Backend):
         packed = dumps_carefully(value, parts, start_method=context, inheritable=False)
         return dumps(value, shares_main=True) if context == "fork" else packed
 
-    def _tell(self, line: int, message: bytes) -> None:
+    def _send_or_replace(self, line: int, message: bytes) -> None:
         """Sends a message for pending envs or a call: if the worker is of no use any more, its replacement answers."""
         worker = self._workers.handles[line]
         if worker.starting_until is not None:
@@ -389,10 +387,9 @@ class ProcessBackend(Backend):
 
     def _last_results(self, worker: WorkerHandle, deadline: float) -> list[Failure]:
         """What ``env.close()`` raised. An answer that nobody waited for may come before it."""
-        while True:
-            number, answer = worker.channel.recv(max(0.0, deadline - time.monotonic()))
-            if number == self._number:
-                return [pickle.loads(one) for one in answer]
+        while not isinstance(reply := worker.channel.recv(max(0.0, deadline - time.monotonic())), Closed):
+            pass
+        return reply.failures
 
     def _ask_to_close(self, deadline: float) -> list[WorkerHandle]:
         """Tells the workers that can listen to close; those that hang in a step are not waited for."""
@@ -402,8 +399,7 @@ class ProcessBackend(Backend):
         while any(self._holds_up(worker) for worker in self._workers.handles) and time.monotonic() < grace_end:
             time.sleep(0.002)
         asked = []
-        self._number += 1
-        closing = dumps(("close", self._number))
+        closing = dumps(Close())
         for worker in self._workers.handles:
             if worker.process.has_ended() or self._holds_up(worker):
                 continue
@@ -420,7 +416,7 @@ class ProcessBackend(Backend):
             answers = self._calling is not None and worker.index not in self._results
             return bool(self._busy(worker)) or (answers and not readable([worker.channel], 0.0))
         with contextlib.suppress(WorkerError, EnvError):
-            return not self._workers.settle(worker)
+            return not self._workers.continue_start(worker)
         return True
 
 

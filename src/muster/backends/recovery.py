@@ -21,6 +21,7 @@ from muster.errors import WorkerError
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader
 from muster.transport.slab import STATUS_LOST
+from muster.workers.messages import Restart
 
 WINDOW_S = 60.0
 _RESET = 2  # Command::kReset of _core/records.hpp
@@ -147,7 +148,7 @@ class Recovery:
                 final[env] = obs[env]
         resets_now = not restart.truncates or self._mode is AutoresetMode.SAME_STEP
         seed = self._new_seed(env)
-        if self._backend.restart(env, seed, restart.options, resets_now=resets_now, rebuilds=rebuilds):
+        if self._backend.restart(Restart(env, seed, restart.options, resets_now, rebuilds)):
             self._info_reader.forget(self._caller.line_of(env))
 
     def _new_seed(self, env: int) -> int | None:

@@ -14,6 +14,7 @@ from muster.transport.slab import Plan, Slab
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import Share
 from muster.workers.failures import Failure, to_exception
+from muster.workers.messages import ResetArguments, Restart
 from muster.workers.options import EnvCall, ShareOptions
 
 
@@ -49,10 +50,10 @@ class SerialBackend(Backend):
     def mail_of(self, line: int) -> Mail:
         return self._mail
 
-    def reset(self, env_ids: Array, seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
+    def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
         with self.whole():
             self.caller.request_resets(env_ids)
-            self._share.reset(env_ids.tolist(), seeds, options)
+            self._share.reset(env_ids.tolist(), arguments)
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._results = self._share.call(name, args, kwargs)
@@ -63,9 +64,9 @@ class SerialBackend(Backend):
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
         return self._share.set_attr(name, values)
 
-    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
+    def restart(self, restart: Restart) -> bool:
         with self.whole():
-            self._share.restart(env, seed, options, resets_now, rebuilds)
+            self._share.restart(restart)
         return False
 
     def watch(self, waited_s: float) -> None:

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from muster.backends.base import Backend, CallerOptions, make_caller
 from muster.errors import ClosedError, WaitTimeout, WorkerDied, WorkerTimeout
@@ -18,9 +18,23 @@ from muster.transport.slab import Plan, Slab, split_evenly
 from muster.workers.deaths import describe_doing
 from muster.workers.env_facts import EnvFacts, check_one_per_process
 from muster.workers.failures import Failure, to_exception
+from muster.workers.messages import (
+    Answer,
+    Attach,
+    Attached,
+    Call,
+    Close,
+    EnvsBuilt,
+    Message,
+    ResetArguments,
+    Restart,
+    SetAttr,
+    StartFailed,
+)
 from muster.workers.options import EnvCall, ShareOptions
 from muster.workers.thread_worker import ThreadWorker, end_threads
 
+T = TypeVar("T")
 _SLICE_S = 0.05
 
 
@@ -33,11 +47,11 @@ class ThreadBackend(Backend):
         self._mail = LocalMail()
         self._owner = os.getpid()
         self._closed = False
-        self._number = ThreadWorker.BUILDING  # of what is asked, so that an answer is told from an earlier one
+        self._number = 0  # of calls, so that an answer is told from that to an interrupted call
         self._workers = []
         for line, (first, last) in enumerate(zip(self.first_envs, self.first_envs[1:], strict=False)):
             info = WorkerInfo(None, line, len(recipes), num_workers, seed=None)
-            self._workers.append(ThreadWorker(recipes[first:last], info, first))
+            self._workers.append(ThreadWorker(recipes[first:last], info, first, self._mail))
 
     @property
     def num_workers(self) -> int:
@@ -52,10 +66,8 @@ class ThreadBackend(Backend):
             # One after the other: constructors are rarely written for threads, and warning filters are not either.
             for worker in self._workers:
                 worker.thread.start()
-                answer = self._take(worker, ThreadWorker.BUILDING, deadline, "building its envs")
-                if isinstance(answer, Failure):
-                    raise to_exception(answer)
-                facts += [one or answer[0] for one in answer]
+                built = self._take(EnvsBuilt, worker, deadline, "building its envs")
+                facts += [one or built.facts[0] for one in built.facts]  # type: ignore[misc]  # the first is never None
                 check_one_per_process(worker.share.envs[0], self.first_envs[-1])
         except BaseException:
             self.close(1.0)
@@ -66,48 +78,45 @@ class ThreadBackend(Backend):
         self.slab = Slab(plan)
         self.caller = make_caller(self.slab, caller)
         deadline = time.monotonic() + self._start_timeout_s
-        for line, worker in enumerate(self._workers):
-            self._number += 1
-            worker.inbox.put(("attach", self._number, self.slab, line, self._mail, shares))
-            self._take(worker, self._number, deadline, "mapping the slab")
+        for worker in self._workers:
+            worker.inbox.put(Attach(self.slab, shares))
+            self._take(Attached, worker, deadline, "mapping the slab")
 
     # ---- commands
 
     def mail_of(self, line: int) -> Mail:
         return self._mail
 
-    def reset(self, env_ids: Array, seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
+    def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
         with self.whole():
             self.caller.request_resets(env_ids)
-            for line, worker in enumerate(self._workers):
-                mine = [(env, seed) for env, seed in zip(env_ids.tolist(), seeds, strict=True) if env in worker.envs]
-                if mine:
-                    self._tell(line, "reset", [env for env, _ in mine], [seed for _, seed in mine], options)
+            for line, reset in self.resets_by_line(env_ids, arguments).items():
+                self._send(line, reset)
 
-    def restart(self, env: int, seed: int | None, options: Any, *, resets_now: bool, rebuilds: bool) -> bool:
+    def restart(self, restart: Restart) -> bool:
         with self.whole():
-            self._tell(self.caller.line_of(env), "restart", env, seed, options, resets_now, rebuilds)
+            self._send(self.caller.line_of(restart.env), restart)
         return False
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call("call", [(name, args, kwargs)] * self.num_workers)
+        self._call(Call, [(name, args, kwargs)] * self.num_workers)
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        self._call("set_attr", [(name, [values[env] for env in worker.envs]) for worker in self._workers])
+        self._call(SetAttr, [(name, [values[env] for env in worker.envs]) for worker in self._workers])
         return self.call_wait(None)
 
-    def _call(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> None:
+    def _call(self, kind: type[Call] | type[SetAttr], arguments: Sequence[tuple[Any, ...]]) -> None:
         with self.whole():
             self._number += 1
             for line, of_worker in enumerate(arguments):
-                self._tell(line, kind, *of_worker)
+                self._send(line, kind(self._number, of_worker))
 
     def call_wait(self, timeout_s: float | None) -> list[Any]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         results: list[Any] = []
         for line, worker in enumerate(self._workers):
             try:
-                results += self._wait_for(worker, self._number, deadline)
+                results += self._wait_for(Answer, worker, deadline).results
             except TimeoutError:
                 raise WaitTimeout(
                     f"call_wait(timeout={timeout_s}): worker {line} has not answered; the call stays pending"
@@ -132,25 +141,23 @@ class ThreadBackend(Backend):
         self._closed = True
         if hasattr(self, "caller"):
             self.caller.closed = True
-            for line in range(self.num_workers):
-                self._tell(line, "close")
-        else:
-            for worker in self._workers:
-                worker.inbox.put(("close", self._number))
+        for line in range(self.num_workers):
+            self._send(line, Close())
         # The garbage collector may run this in any thread, a worker's own among them.
         started = [worker for worker in self._workers if worker.thread.ident not in (None, threading.get_ident())]
         return end_threads(started, timeout_s)
 
     # ---- messages
 
-    def _tell(self, line: int, kind: str, *arguments: Any) -> None:
-        """Sends a message to a thread that may be asleep in the core."""
-        self._workers[line].inbox.put((kind, self._number, *arguments))
-        self.caller.announce_message(line)
+    def _send(self, line: int, message: Message) -> None:
+        """Sends a message to a thread that may be asleep in the core, where it steps already."""
+        self._workers[line].inbox.put(message)
+        if hasattr(self, "caller"):
+            self.caller.announce_message(line)
 
-    def _take(self, worker: ThreadWorker, number: int, deadline: float, doing: str) -> Any:
+    def _take(self, kind: type[T], worker: ThreadWorker, deadline: float, doing: str) -> T:
         try:
-            return self._wait_for(worker, number, deadline)
+            return self._wait_for(kind, worker, deadline)
         except TimeoutError:
             raise WorkerTimeout(
                 f"{worker} did not answer within start_timeout={self._start_timeout_s} s while {doing}. "
@@ -159,15 +166,20 @@ class ThreadBackend(Backend):
                 env_indices=tuple(worker.envs),
             ) from None
 
-    def _wait_for(self, worker: ThreadWorker, number: int, deadline: float | None) -> Any:
-        """The thread's answer to message `number`. Raises TimeoutError at the deadline, ClosedError, WorkerDied."""
+    def _wait_for(self, kind: type[T], worker: ThreadWorker, deadline: float | None) -> T:
+        """The thread's reply of this kind, to the last call if it is an Answer.
+
+        Raises TimeoutError at the deadline, ClosedError, WorkerDied, and what building its envs raised.
+        """
         while True:
-            answered, answer = worker.last_answer
-            if answered == number:
-                return answer
+            reply = worker.last_reply
+            if isinstance(reply, StartFailed):
+                raise to_exception(reply.failure)
+            if isinstance(reply, kind) and (not isinstance(reply, Answer) or reply.number == self._number):
+                return reply
             left_s = _SLICE_S if deadline is None else min(_SLICE_S, max(0.0, deadline - time.monotonic()))
             try:
-                worker.answered.get(timeout=left_s)
+                worker.replied.get(timeout=left_s)
             except queue.Empty:
                 self.watch(0.0)
                 if deadline is not None and time.monotonic() >= deadline:

@@ -37,6 +37,7 @@ from muster.vector.interrupted import settle
 from muster.vector.raisers import originals_raised
 from muster.vector.results import StepResult
 from muster.vector.vector_env import VectorEnv
+from muster.workers.messages import ResetArguments
 from muster.workers.options import EnvCall
 
 try:
@@ -168,7 +169,7 @@ def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[s
         return
     envs.require_idle("reset")
     for env, given in enumerate(options):
-        envs.reset_some(np.array([env]), seeds[env : env + 1], given or ...)
+        envs.reset_some(np.array([env]), ResetArguments(seeds[env : env + 1], given, passes_options=bool(given)))
 
 
 # SB3 takes env 0's spaces for all, and actions as a list where they are structures.
@@ -190,7 +191,8 @@ class _Envs(VectorEnv):
             super().reset_async(seed=seed, options=options)
             return
         self.require_idle("reset")
-        self.reset_some(np.arange(self.num_envs), seeds_of(seed, self.num_envs), ...)
+        arguments = ResetArguments(seeds_of(seed, self.num_envs), None, passes_options=False)
+        self.reset_some(np.arange(self.num_envs), arguments)
 
 
 class DummyVecEnv(MusterVecEnv):

@@ -35,7 +35,7 @@ class ActionWriter:
         objects: list[list[Any]] = [[] for _ in ids]
         self._actions.write_batch(actions, self._backend.slab.actions, ids, len(ids), objects)
         if self._actions.has_objects:
-            self._backend.post_actions(ids, objects)
+            self._backend.put_actions(ids, objects)
         return False
 
 
@@ -59,7 +59,7 @@ class LenientWriter(ActionWriter):
             return []
 
     def _mail(self, given: Sequence[Any], ids: Array) -> bool:
-        self._backend.post_actions(ids, [[action] for action in given])
+        self._backend.put_actions(ids, [[action] for action in given])
         return True
 
 

@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, NoReturn, Self, cast
 
@@ -29,6 +29,7 @@ from muster.vector.raisers import Raiser
 from muster.vector.results import Batch, Floats, Rows, StepResult
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
+from muster.workers.messages import ResetArguments
 from muster.workers.options import EnvCall
 from muster.workers.resources import worker_stats
 
@@ -121,13 +122,14 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if options is not None and "reset_mask" in options:
             options = dict(options)
             ids = np.flatnonzero(checks.reset_mask_of(options.pop("reset_mask"), self.num_envs))
-        self.reset_some(ids, [seeds[i] for i in ids.tolist()], options)
+        self.reset_some(ids, ResetArguments([seeds[i] for i in ids.tolist()], options))
 
-    def reset_some(self, ids: Array, seeds: Sequence[int | None], options: Any) -> None:
+    def reset_some(self, ids: Array, arguments: ResetArguments) -> None:
         """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked what they hand over."""
         if self._recovery is not None:
-            seeds = self._recovery.seeds_for_reset(ids, seeds, options)
-        self._backend.reset(ids, seeds, options)
+            seeds = self._recovery.seeds_for_reset(ids, arguments.seeds, arguments.options)
+            arguments = replace(arguments, seeds=seeds)
+        self._backend.reset(ids, arguments)
         self.interrupted = False
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Infos]:
@@ -432,13 +434,13 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if failures:
             keep = ~np.isin(ids, [failure.env_index for failure in failures])
             ids, rewards, terminated, truncated = ids[keep], rewards[keep], terminated[keep], truncated[keep]
-        letters = self._backend.letters(ids)
-        step_objects = [letter[0] for letter in letters]
+        mail = self._backend.take_mail(ids)
+        step_objects = [step for step, _ in mail]
         if obs is None:
             obs = self._batch_obs(ids, step_objects, copies)
         infos: Infos = {}
         if unusual & UNUSUAL_FINALS or reasons:  # a restart may have ended an episode
-            self._add_finals(infos, ids, [letter[1] for letter in letters], reader)
+            self._add_finals(infos, ids, [final for _, final in mail], reader)
         if unusual & UNUSUAL_INFOS:
             infos = {**infos, **reader.read(ids, step_objects)}
         if failures:

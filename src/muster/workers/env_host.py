@@ -26,6 +26,7 @@ from muster.transport.slab import Slab
 from muster.worker_info import ask_for_running
 from muster.workers.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
 from muster.workers.failures import Failure, message_of, portable
+from muster.workers.messages import ResetArguments, Restart
 from muster.workers.options import EnvCall, ShareOptions
 from muster.workers.resources import own_memory_bytes
 
@@ -188,15 +189,19 @@ class Share:
 
     # ---- commands
 
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None) -> None:
+    def reset(self, env_ids: Sequence[int], arguments: ResetArguments) -> None:
         """Resets some envs; each is published as soon as it is done."""
+        known = [seed for seed in arguments.seeds if seed is not None]
+        if known and self.dumps is not None:  # in the caller's own process the generators are the user's
+            # Neighbouring seeds, and neighbouring workers, must share nothing.
+            seed_globals([*known, self.info.worker_index])
         interrupt: BaseException | None = None
-        for env, seed in zip(env_ids, seeds, strict=True):
+        for env, seed in zip(env_ids, arguments.seeds, strict=True):
             i = env - self.first_env
             if (refusal := interrupt or self._misfits.get(i)) is not None:
                 self.stepper.refuse(i, refusal)
                 continue
-            error = self.stepper.reset_env(i, seed, options)
+            error = self.stepper.reset_env(i, seed, arguments.options, arguments.passes_options)
             interrupt = error if self.dumps is None else None  # the caller's own Ctrl-C: the rest fail with it
 
     def refuse(self, env_ids: Sequence[int], error: Exception) -> None:
@@ -204,10 +209,10 @@ class Share:
         for env in env_ids:
             self.stepper.refuse(env - self.first_env, error)
 
-    def restart(self, env: int, seed: int | None, options: Any, resets_now: bool, rebuilds: bool) -> None:
-        """Answers the request that is pending for `env` with a new episode; in a new worker the env is new already."""
-        i = env - self.first_env
-        if rebuilds:
+    def restart(self, restart: Restart) -> None:
+        """Answers the request that is pending for an env with a new episode."""
+        i = restart.env - self.first_env
+        if restart.rebuilds:
             try:
                 error = self._close_one(i, self._built[i])
                 if isinstance(error, KeyboardInterrupt):
@@ -222,9 +227,9 @@ class Share:
         if i in self._misfits:
             self.stepper.refuse(i, self._misfits[i])
             return
-        self.stepper.replace_env(i, self._built[i].env, seed)
-        if resets_now:
-            self.stepper.reset_env(i, seed, options)
+        self.stepper.replace_env(i, self._built[i].env, restart.seed)
+        if restart.resets_now:
+            self.stepper.reset_env(i, restart.seed, restart.options)
         else:
             self.stepper.acknowledge(i)
 
@@ -313,7 +318,7 @@ def seed_globals(seed: int | Sequence[int]) -> None:
         torch.manual_seed(int(words[2]))
 
 
-def settle(*, collects: bool) -> None:
+def freeze_heap(*, collects: bool) -> None:
     """Takes what exists now out of the garbage collector's way.
 
     collects: not in a fork of the caller, where a collection would copy every page of the caller's heap.

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 
 from muster.errors import NotEnoughMemory
 from muster.introspection import caller_stacklevel
+from muster.workers.messages import BuildProgress
 from muster.workers.resources import memory_left
 
 MEMORY_CHECKS = ("error", "warn", "off")
-
-
-@dataclass(frozen=True)
-class Built:
-    """What the first worker tells after each of its first two envs: the memory it held before the first, and after."""
-
-    before_bytes: int
-    first_bytes: int
-    second_bytes: int | None = None
-
-    @property
-    def count(self) -> int:
-        """Envs built so far."""
-        return 1 if self.second_bytes is None else 2
 
 
 class MemoryPlan:
@@ -34,14 +20,14 @@ class MemoryPlan:
         self._num_workers = num_workers
         self._check = check
 
-    def fits(self, built: Built) -> bool:
+    def fits(self, built: BuildProgress) -> bool:
         """Whether there is no doubt about it. After one env that may be too strict: it counts libraries, too."""
         if self._check == "off":
             return True
         left_bytes, _ = memory_left()
         return self._needed(self._num_envs, self._num_workers, *_costs(built), built.count) <= left_bytes
 
-    def require(self, built: Built) -> None:
+    def require(self, built: BuildProgress) -> None:
         """Raises NotEnoughMemory, or warns, if it does not fit."""
         if self.fits(built):
             return
@@ -67,7 +53,7 @@ class MemoryPlan:
         return (num_workers - 1) * worker_bytes + (num_envs - built) * env_bytes
 
 
-def _costs(built: Built) -> tuple[int, int]:
+def _costs(built: BuildProgress) -> tuple[int, int]:
     """Bytes of one worker without envs, and of one env. What the first env costs more than the second is libraries."""
     first = max(0, built.first_bytes - built.before_bytes)
     if built.second_bytes is None:

@@ -1,25 +1,167 @@
-"""The messages between the caller and a worker."""
+"""The messages between the caller and a worker, be it a process or a thread. `MessageLoop` answers them.
+
+What a user hands over (options, arguments, values) is in them as it is for a thread, and for a process packed apart:
+once for all workers, and so that a worker which cannot rebuild it can still tell what it was for. Without slots: frozen
+classes with slots are pickled by Python code.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
 
+from muster.errors import UnknownMessage
 from muster.recipes.recipe import WorkerInfo
 from muster.transport.big_arrays import Place
+from muster.transport.slab import Plan, Slab
+from muster.workers.env_facts import EnvFacts
+from muster.workers.failures import Failure
+from muster.workers.options import ShareOptions
 
-BUILD = "build"
+T = TypeVar("T")
+
+# ---- to a worker
 
 
 @dataclass(frozen=True)
 class StartOrder:
-    """The first message to a worker."""
+    """The first message to a worker process."""
 
     recipes: bytes  # pickled; empty under fork
     info: WorkerInfo
     first_env: int
     argv: list[str]
     threads: int
-    tells_building: bool  # whether it tells, before all else, of each of its first two envs
-    awaits_build: bool = False  # whether it imports what its recipes need, but builds only when told BUILD
+    tells_building: bool  # whether it reports, before all else, each of its first two envs
+    awaits_build: bool = False  # whether it imports what its recipes need, but builds only after `Build`
     replaces: bool = False  # it is a replacement: the facts of its envs are known
     freight: tuple[Place, ...] = ()  # where the big parts of the recipes lie
+
+
+@dataclass(frozen=True)
+class Build:
+    """Lets a worker that awaits it build its envs."""
+
+
+@dataclass(frozen=True)
+class Attach:
+    """Readies a host to step into the slab. slab: for another process its plan."""
+
+    slab: Slab | Plan
+    options: ShareOptions
+
+
+@dataclass(frozen=True)
+class ResetArguments:
+    """What a reset hands over. passes_options: whether envs' `reset` is given the keyword at all."""
+
+    seeds: Sequence[int | None]
+    options: Any
+    passes_options: bool = True
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Resets some envs; the slab says when each is done."""
+
+    env_ids: Sequence[int]
+    arguments: ResetArguments
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Has a failed env answer anew: built again or, in a new worker, as it is; after a reset or without one.
+
+    seed: for its first reset.  options: for that which it answers with.
+    """
+
+    env: int
+    seed: int | None
+    options: Any
+    resets_now: bool
+    rebuilds: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """Calls a method, or reads an attribute, of every env. arguments: of `Share.call`."""
+
+    number: int
+    arguments: Any
+
+
+@dataclass(frozen=True)
+class SetAttr:
+    """Sets an attribute of every env. arguments: of `Share.set_attr`."""
+
+    number: int
+    arguments: Any
+
+
+@dataclass(frozen=True)
+class Close:
+    """Closes the envs and ends the worker."""
+
+
+Message: TypeAlias = Attach | Reset | Restart | Call | SetAttr | Close
+
+# ---- from a worker
+
+
+@dataclass(frozen=True)
+class BuildProgress:
+    """The memory that a process held before its first env, and after each of its first two."""
+
+    before_bytes: int
+    first_bytes: int
+    second_bytes: int | None = None
+
+    @property
+    def count(self) -> int:
+        """Envs built so far."""
+        return 1 if self.second_bytes is None else 2
+
+
+@dataclass(frozen=True)
+class EnvsBuilt:
+    """All envs stand. facts: see `Share.facts`; none of a replacement."""
+
+    facts: Sequence[EnvFacts | None]
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    """What building the envs raised; none is left."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Attached:
+    """The host is ready to step."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The results of the `Call` or `SetAttr` of this number, for each env; an earlier number is of no more use."""
+
+    number: int
+    results: list[Any]
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What closing the envs raised."""
+
+    failures: list[Failure]
+
+
+Reply: TypeAlias = EnvsBuilt | StartFailed | Attached | Answer | Closed
+
+
+def expect(kind: type[T], message: object) -> T:
+    """Returns `message`, which is to be of this kind. Raises UnknownMessage."""
+    if not isinstance(message, kind):
+        raise UnknownMessage(f"expected {kind.__name__}, got {message!r:.200}")
+    return message

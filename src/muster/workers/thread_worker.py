@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from muster.recipes.recipe import Recipe, WorkerInfo, worker_info_context
+from muster.transport.mail import Mail
 from muster.workers.deaths import name_envs
 from muster.workers.env_host import Share
 from muster.workers.failures import Failure
+from muster.workers.message_loop import MessageLoop
+from muster.workers.messages import Closed, EnvsBuilt, Message, Reply, StartFailed
 
 _log = logging.getLogger("muster")
 # How long a thread may take to finish what it is at when the vector env closes, and then to end by an interrupt.
@@ -35,24 +38,23 @@ class _Share(Share):
 
 
 class ThreadWorker:
-    """One thread and its share of the envs. What it is told goes into `inbox`.
+    """One thread and its share of the envs. Messages to it go into `inbox`.
 
     It holds no reference to the vector env, so that a vector env nobody uses any more is collected and closed.
-    last_answer: the number of the message that was answered last, and the answer. It is only looked at, never taken
-    away, so that a wait that Ctrl-C ends loses nothing; `answered` holds something after each, to wait for.
+    last_reply: it is only looked at, never taken away, so that a wait that Ctrl-C ends loses nothing; `replied` holds
+    something after each, to wait for.
     closes: whether it closes its envs, or has ended.  failures: what that raised.
 
     No Event, nor anything else of `threading` that is written in Python: Ctrl-C in a wait may leave it broken.
     """
 
-    BUILDING = 0
-
-    def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo, first_env: int) -> None:
+    def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo, first_env: int, mail: Mail) -> None:
         self.share = _Share(recipes, info, first_env)
         self.share.before_close = self._shield
-        self.inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self.last_answer: tuple[int, Any] = (-1, None)
-        self.answered: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._mail = mail
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.last_reply: Reply | None = None
+        self.replied: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.failures: list[Failure] = []
         self.crash: BaseException | None = None
         self.closes = False
@@ -100,34 +102,22 @@ class ThreadWorker:
             self.closes = True
 
     def _run(self) -> None:
-        failure = self.share.build()
-        self._reply(self.BUILDING, failure or self.share.facts())
-        if failure:
+        if failure := self.share.build():
+            self._reply(StartFailed(failure))
             return
-        # The core returns from stepping when a message has come.
-        while self._answer(*self.inbox.get()):
-            self.share.stepper.run()
+        self._reply(EnvsBuilt(self.share.facts()))
+        MessageLoop(self.share, self._mail, self.inbox.get, self._reply, open_slab=_as_it_is, rebuild=_as_it_is).run()
 
-    def _answer(self, kind: str, number: int, *arguments: Any) -> bool:
-        """False once the thread is to end."""
-        if kind == "attach":
-            self.share.attach(*arguments)
-            self._reply(number, None)
-        elif kind == "reset":
-            self.share.reset(*arguments)
-        elif kind == "restart":
-            self.share.restart(*arguments)
-        elif kind == "call":
-            self._reply(number, self.share.call(*arguments))
-        elif kind == "set_attr":
-            self._reply(number, self.share.set_attr(*arguments))
-        else:
-            self.failures += self.share.close()
-        return kind != "close"
+    def _reply(self, reply: Reply) -> None:
+        if isinstance(reply, Closed):
+            self.failures += reply.failures
+            return
+        self.last_reply = reply
+        self.replied.put(None)
 
-    def _reply(self, number: int, answer: Any) -> None:
-        self.last_answer = number, answer
-        self.answered.put(None)
+
+def _as_it_is(handed_over: Any) -> Any:
+    return handed_over
 
 
 def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failure]:

@@ -12,7 +12,7 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from muster._core import EXIT_FDS_CLOSED, MARK, kill_started, start_watchdog
@@ -23,13 +23,21 @@ from muster.recipes.recipe import Recipe, unpack, worker_info_context
 from muster.transport.big_arrays import unload
 from muster.transport.channel import Channel, ChannelClosed
 from muster.transport.mail import SharedMail, dumps
-from muster.transport.slab import Plan, Slab
-from muster.workers.env_host import Share, seed_globals, settle
+from muster.transport.slab import Slab
+from muster.workers.env_host import Share, freeze_heap, seed_globals
 from muster.workers.failures import Failure
 from muster.workers.killing import kill_group
-from muster.workers.memory_plan import Built
-from muster.workers.messages import BUILD, StartOrder
-from muster.workers.options import ShareOptions
+from muster.workers.message_loop import MessageLoop
+from muster.workers.messages import (
+    Answer,
+    Build,
+    BuildProgress,
+    EnvsBuilt,
+    Reply,
+    StartFailed,
+    StartOrder,
+    expect,
+)
 
 # Asks for the Python stack, also while native code holds the GIL. Not SIGUSR1: envs may use that.
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -43,7 +51,7 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoR
     import_without_bots()
     forked = recipes is not None
     channel = Channel(socket.socket(fileno=fds["channel"]), shares_main=forked)
-    exit_code, forsaken = 0, False
+    exit_code, caller_gone = 0, False
     try:
         Worker(channel, fds["slab"], fds["mail"], forked=forked).run(recipes)
     except (ChannelClosed, OSError) as error:
@@ -53,11 +61,11 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoR
         elif not isinstance(error, ChannelClosed):
             raise
         else:
-            forsaken = True
+            caller_gone = True
     flush_streams()
     # The caller has closed, or is gone: this may end before the watchdog has looked.
     kill_started(os.getpid(), os.getsid(0))
-    if forsaken:
+    if caller_gone:
         kill_group(os.getpid())  # in one go with what threads of the env start now: there may be none to reap that
     os._exit(exit_code)  # an env's threads must not keep it alive
 
@@ -90,35 +98,41 @@ def _take_over(fds: Mapping[str, int]) -> None:
 
 
 class Worker:
-    """Answers the caller's messages; between them, the core steps."""
+    """Builds the envs, then answers the caller's messages; between them, the core steps."""
 
     def __init__(self, channel: Channel, slab_fd: int, mail_fd: int, *, forked: bool) -> None:
         self._channel = channel
         self._slab_fd = slab_fd
         self._mail_fd = mail_fd
-        self._mail = SharedMail(mail_fd, shares_main=forked)
         self._dumps = functools.partial(dumps, shares_main=forked)
         self._forked = forked
         self._share: Share
 
     def run(self, recipes: Sequence[Recipe] | None) -> None:
         if self._forked:
-            settle(collects=False)
-        order: StartOrder = self._channel.recv()
+            freeze_heap(collects=False)
+        order = expect(StartOrder, self._channel.recv())
         sys.argv = order.argv
         assert order.info.seed is not None
         seed_globals(order.info.seed)
         with worker_info_context(order.info):
             self._share = Share((), order.info, order.first_env, dumps=self._dumps)
             failure = self._build(order, recipes)
-            self._channel.send(failure or (None if order.replaces else self._share.facts()))
+            if failure:
+                self._channel.send(StartFailed(failure))
             while failure:  # until the caller closes it: one that has ended would be taken for dead
                 self._channel.recv()
+            self._channel.send(EnvsBuilt(() if order.replaces else self._share.facts()))
             limit_threads(order.threads)
-            settle(collects=not self._forked)
-            # The core returns from stepping when a message has come.
-            while self._answer(self._channel.recv()):
-                self._share.stepper.run()
+            freeze_heap(collects=not self._forked)
+            MessageLoop(
+                self._share,
+                SharedMail(self._mail_fd, shares_main=self._forked),
+                self._channel.recv,
+                self._reply,
+                open_slab=lambda plan: Slab(plan, self._slab_fd),
+                rebuild=_rebuilt,
+            ).run()
 
     def _build(self, order: StartOrder, recipes: Sequence[Recipe] | None) -> Failure | None:
         try:
@@ -127,67 +141,19 @@ class Worker:
             self._share.recipes = list(recipes)
         except BaseException as error:
             return self._share.failure(0, error)
-        if order.awaits_build and self._channel.recv() != BUILD:
-            raise ChannelClosed("closed before anything was built")
-        return self._share.build(self._tell_built if order.tells_building else None)
+        if order.awaits_build:
+            expect(Build, self._channel.recv())
+        return self._share.build(self._report_built if order.tells_building else None)
 
-    def _tell_built(self, memory_bytes: Sequence[int]) -> None:
+    def _report_built(self, memory_bytes: Sequence[int]) -> None:
         """memory_bytes: of this process, before the first env and after each."""
-        self._channel.send(Built(*memory_bytes))
+        self._channel.send(BuildProgress(*memory_bytes))
 
-    def _answer(self, message: tuple[Any, ...]) -> bool:
-        """False once the worker is to end."""
-        kind, *arguments = message
-        if kind == "attach":
-            self._attach(*arguments)
-        elif kind == "reset":
-            self._reset(*arguments)
-        elif kind == "restart":
-            self._restart(*arguments)
-        elif kind == "call":
-            self._reply(arguments[0], self._with_rebuilt(arguments[1], self._share.call))
-        elif kind == "set_attr":
-            self._reply(arguments[0], self._with_rebuilt(arguments[1], self._share.set_attr))
-        else:
-            self._reply(arguments[0], self._share.close())
-        return bool(kind != "close")
-
-    def _attach(self, plan: Plan, line: int, options: ShareOptions) -> None:
-        self._share.attach(Slab(plan, self._slab_fd), line, self._mail, options)
-        self._channel.send("attached")
-
-    def _with_rebuilt(self, packed: bytes, act: Callable[..., list[Any]]) -> list[Any]:
-        """What `act` returns for the arguments that the caller has packed; Failures where they cannot be rebuilt."""
-        try:
-            arguments = pickle.loads(packed)
-        except Exception as error:
-            refusal = _cannot_be_rebuilt(error)
-            return [self._share.failure(i, refusal) for i in range(len(self._share.envs))]
-        return act(*arguments)
-
-    def _restart(self, env: int, seed: int | None, packed: bytes, resets_now: bool, rebuilds: bool) -> None:
-        try:
-            options = pickle.loads(packed)
-        except Exception as error:
-            self._share.refuse([env], _cannot_be_rebuilt(error))
-            return
-        self._share.restart(env, seed, options, resets_now, rebuilds)
-
-    def _reset(self, env_ids: Sequence[int], seeds: Sequence[int | None], packed: bytes) -> None:
-        try:
-            options = pickle.loads(packed)
-        except Exception as error:
-            self._share.refuse(env_ids, _cannot_be_rebuilt(error))
-            return
-        known = [seed for seed in seeds if seed is not None]
-        if known:
-            # Neighbouring seeds, and neighbouring workers, must share nothing.
-            seed_globals([*known, self._share.info.worker_index])
-        self._share.reset(env_ids, seeds, options)
-
-    def _reply(self, number: int, results: Sequence[Any]) -> None:
+    def _reply(self, reply: Reply) -> None:
         """Sends results one by one pickled, so that one that cannot travel costs only itself."""
-        self._channel.send((number, [self._packed(i, result) for i, result in enumerate(results)]))
+        if isinstance(reply, Answer):
+            reply = Answer(reply.number, [self._packed(i, result) for i, result in enumerate(reply.results)])
+        self._channel.send(reply)
 
     def _packed(self, i: int, result: Any) -> bytes:
         try:
@@ -200,14 +166,18 @@ class Worker:
             return self._dumps(self._share.failure(i, refusal))
 
 
-def _cannot_be_rebuilt(error: Exception) -> CannotTravel:
-    refusal = CannotTravel(
-        f"what was sent to the worker cannot be rebuilt there: {type(error).__name__}: {error}\n"
-        "  What its __reduce__ or __getstate__ gave does not make it anew, or its module is not found there.\n"
-        "  Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
-    )
-    refusal.__cause__ = error
-    return refusal
+def _rebuilt(packed: bytes) -> Any:
+    """What the caller has packed, or a CannotTravel."""
+    try:
+        return pickle.loads(packed)
+    except Exception as error:
+        refusal = CannotTravel(
+            f"what was sent to the worker cannot be rebuilt there: {type(error).__name__}: {error}\n"
+            "  What its __reduce__ or __getstate__ gave does not make it anew, or its module is not found there.\n"
+            "  Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
+        )
+        refusal.__cause__ = error
+        return refusal
 
 
 def limit_threads(count: int) -> None:

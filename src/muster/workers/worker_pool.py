@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,13 +21,23 @@ from muster.transport.big_arrays import Freight
 from muster.transport.channel import ChannelClosed
 from muster.transport.slab import Plan, memfd
 from muster.workers.env_facts import EnvFacts
-from muster.workers.failures import Failure, to_exception
+from muster.workers.failures import to_exception
 from muster.workers.handle import Started, WorkerHandle, fork_worker_for, launch_worker
 from muster.workers.launcher_client import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
-from muster.workers.memory_plan import Built, MemoryPlan
-from muster.workers.messages import BUILD, StartOrder
+from muster.workers.memory_plan import MemoryPlan
+from muster.workers.messages import (
+    Attach,
+    Attached,
+    Build,
+    BuildProgress,
+    EnvsBuilt,
+    StartFailed,
+    StartOrder,
+    expect,
+)
 from muster.workers.options import ShareOptions
 
+T = TypeVar("T")
 SLICE_S = 0.05
 PATIENT_S = 60.0  # a wait that lasts longer is told of
 _BUILDING, _MAPPING = "building its envs", "mapping the slab"
@@ -96,62 +106,54 @@ class Workers:
         for line in lines:
             self.handles.append(self._launch(line))
 
-    def tell(self) -> None:
-        """Tells them to build their envs; the others once the first has shown that they may. All import at once."""
+    def send_orders(self) -> None:
+        """Has them build their envs; the others once the first has shown that they may. All import at once."""
         for worker, order in zip(self.handles, self._orders, strict=True):
             self._send(worker, order, _BUILDING)
         if self._orders and self._orders[0].tells_building:
             self._await_first_envs(self.handles[0])
         for worker, order in zip(self.handles, self._orders, strict=True):
             if order.awaits_build:
-                self._send(worker, BUILD, _BUILDING)
+                self._send(worker, Build(), _BUILDING)
 
-    def facts(self) -> list[list[EnvFacts | None]]:
-        """What each of them tells of its envs, see `Share.facts`. Raises what building raised, by the first env."""
-        answers = self._answers(self.handles, self._deadline, _BUILDING)
-        for answer in answers:
-            if isinstance(answer, Failure):
-                raise to_exception(answer)
-        return answers
+    def facts(self) -> list[Sequence[EnvFacts | None]]:
+        """The facts of each worker's envs, see `Share.facts`. Raises what building raised, by the first env."""
+        return [built.facts for built in self._answers(EnvsBuilt, self.handles, _BUILDING)]
 
     def attach(self, plan: Plan, shares: ShareOptions) -> None:
         """Readies them all to step into the slab."""
-        self._attachment = plan, shares
+        self._attach = Attach(plan, shares)
         self._deadline = time.monotonic() + self._options.start_timeout_s
         for worker in self.handles:
-            self._send(worker, ("attach", plan, worker.index, shares), _MAPPING)
-        self._answers(self.handles, self._deadline, _MAPPING)
+            self._send(worker, self._attach, _MAPPING)
+        self._answers(Attached, self.handles, _MAPPING)
 
     def _await_first_envs(self, worker: WorkerHandle) -> None:
         """Waits until the first worker has built enough to tell that the others may build, too."""
         plan = MemoryPlan(len(self._recipes), len(self._orders), self._options.memory_check)
         enough = not self._options.packs_carefully
         for env in worker.envs[:2]:
-            (built,) = self._answers([worker], self._deadline, f"building env {env}", skips=())
-            if isinstance(built, Failure):
-                raise to_exception(built)
+            (built,) = self._answers(BuildProgress, [worker], f"building env {env}")
             if enough and plan.fits(built):
                 break
         else:
             plan.require(built)
 
-    def _answers(
-        self, workers: Sequence[WorkerHandle], deadline: float, doing: str, *, skips: tuple[type, ...] = (Built,)
-    ) -> list[Any]:
-        """One answer of each of `workers`, whoever answers first. skips: what is no answer.
+    def _answers(self, kind: type[T], workers: Sequence[WorkerHandle], doing: str) -> list[T]:
+        """One answer of each of `workers`, whoever answers first; progress that nobody waits for is skipped.
 
-        Raises WorkerDied as soon as any worker has died, WorkerTimeout.
+        Raises WorkerDied as soon as any worker has died, WorkerTimeout, and what building raised, by the first env.
         """
-        answers: dict[int, Any] = {}
+        answers: dict[int, object] = {}
         while owed := [worker for worker in workers if worker.index not in answers]:
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = max(0.0, self._deadline - time.monotonic())
             ready = readable([worker.channel for worker in owed], min(SLICE_S, left_s))
             for worker in owed:
                 if worker.channel not in ready:
                     continue
                 with contextlib.suppress(TimeoutError):  # the rest of it comes later
                     answer = self._recv(worker)
-                    if not isinstance(answer, skips):
+                    if kind is BuildProgress or not isinstance(answer, BuildProgress):
                         answers[worker.index] = answer
             if ready:
                 continue
@@ -161,14 +163,18 @@ class Workers:
             if left_s == 0.0:
                 raise self._too_slow(owed[0], doing)
             self._warn_once(owed[0])
-        return [answers[worker.index] for worker in workers]
+        in_order = [answers[worker.index] for worker in workers]
+        for answer in in_order:
+            if isinstance(answer, StartFailed):
+                raise to_exception(answer.failure)
+        return [expect(kind, answer) for answer in in_order]
 
     def _warn_once(self, worker: WorkerHandle) -> None:
         if not self._warned and time.monotonic() - worker.launched_at > PATIENT_S:
             self._warned = True
             warnings.warn(worker.slow_to_start(self._options.start_timeout_s), RuntimeWarning, stacklevel=7)
 
-    def _recv(self, worker: WorkerHandle) -> Any:
+    def _recv(self, worker: WorkerHandle) -> object:
         try:
             return worker.channel.recv(0.0)
         except ChannelClosed:
@@ -231,27 +237,26 @@ class Workers:
     # ---- replacing
 
     def replace(self, line: int, reason: str) -> None:
-        """Starts another process in the place of one that has been retired; `settle` goes on."""
+        """Starts another process in the place of one that has been retired; `continue_start` goes on."""
         worker = self.handles[line] = self._launch(line)
         worker.replaces = reason
         worker.starting_until = time.monotonic() + self._options.start_timeout_s
         order = dataclasses.replace(self._orders[line], tells_building=False, awaits_build=False, replaces=True)
-        with contextlib.suppress(ChannelClosed, TimeoutError):  # `settle` says so
+        with contextlib.suppress(ChannelClosed, TimeoutError):  # `continue_start` says so
             worker.channel.send(order, self._options.start_timeout_s)
 
-    def settle(self, worker: WorkerHandle) -> bool:
-        """Takes what a replacement says while it starts; True once it is ready to step.
+    def continue_start(self, worker: WorkerHandle) -> bool:
+        """Answers what a replacement sends while it starts; True once it is ready to step.
 
         Raises WorkerDied, WorkerTimeout, and what building its envs raised.
         """
         assert worker.starting_until is not None
         try:
-            while (answer := worker.channel.recv(0.0)) != "attached":
-                if isinstance(answer, Failure):
-                    raise to_exception(answer)
-                plan, shares = self._attachment
-                left_s = max(0.0, worker.starting_until - time.monotonic())
-                worker.channel.send(("attach", plan, worker.index, shares), left_s)
+            while not isinstance(answer := worker.channel.recv(0.0), Attached):
+                if isinstance(answer, StartFailed):
+                    raise to_exception(answer.failure)
+                expect(EnvsBuilt, answer)
+                worker.channel.send(self._attach, max(0.0, worker.starting_until - time.monotonic()))
         except ChannelClosed:
             raise worker.died(worker.building) from None
         except TimeoutError:
