@@ -100,14 +100,12 @@ class Backend(ABC):
     def close(self, timeout_s: float) -> list[Failure]:
         """Closes envs and workers within about `timeout_s`; returns what ``env.close()`` raised."""
 
-    def resets_by_line(self, env_ids: Array, arguments: ResetArguments) -> dict[int, Reset]:
-        """For each line that steps some of `env_ids`, the reset of those."""
+    def resets_by_line(self, env_ids: Array, arguments: ResetArguments) -> Iterator[tuple[int, Reset]]:
+        """Yields, for each line that steps some of `env_ids`, the reset of those."""
         seeds = dict(zip(env_ids.tolist(), arguments.seeds, strict=True))
-        resets = {}
         for line, (first, last) in enumerate(itertools.pairwise(self.first_envs)):
             if mine := [env for env in seeds if first <= env < last]:
-                resets[line] = Reset(mine, dataclasses.replace(arguments, seeds=[seeds[env] for env in mine]))
-        return resets
+                yield line, Reset(mine, dataclasses.replace(arguments, seeds=[seeds[env] for env in mine]))
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:

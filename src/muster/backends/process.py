@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import os
 import pickle
@@ -29,7 +28,7 @@ from muster.workers.env_host import Share
 from muster.workers.failures import Failure, message_of, to_exception
 from muster.workers.handle import WorkerHandle, name_workers
 from muster.workers.launcher_client import readable
-from muster.workers.messages import Answer, Call, Close, Closed, ResetArguments, Restart, SetAttr, expect
+from muster.workers.messages import Answer, Call, Close, Closed, Packed, ResetArguments, Restart, SetAttr, expect
 from muster.workers.options import EnvCall, ShareOptions
 from muster.workers.worker_pool import PATIENT_S, SLICE_S, ProcessOptions, Workers
 
@@ -72,18 +71,15 @@ class ProcessBackend(Backend):
             self._mail = SharedMail(self._workers.fds["mail"], shares_main=self._options.context == "fork")
             self._workers.send_orders()
             local = self._build_local()
-            by_line = [*self._workers.facts(), local]
+            facts = [*self._workers.facts(), *local]
         except BaseException:
             self.close(0.0)
             raise
-        facts: list[EnvFacts] = []
-        for of_line in by_line:
-            facts += [one or of_line[0] for one in of_line]  # type: ignore[misc]  # the first is never None
         declared = any(one.metadata.get("one_per_process") for one in facts)
         self._one_per_process = declared or self._options.one_env_per_process
         return facts
 
-    def _build_local(self) -> list[EnvFacts | None]:
+    def _build_local(self) -> list[EnvFacts]:
         if not self._options.caller_steps:
             return []
         line, first = self.num_workers, self.first_envs[self.num_workers]
@@ -108,7 +104,7 @@ class ProcessBackend(Backend):
     def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
         # Before anything is asked for: what cannot travel leaves the vector env as it was.
         packed = self._packed(arguments.options, {"options": arguments.options})
-        resets = self.resets_by_line(env_ids, dataclasses.replace(arguments, options=packed))
+        resets = dict(self.resets_by_line(env_ids, dataclasses.replace(arguments, options=packed)))
         local = resets.pop(self.num_workers, None)
         messages = {line: dumps(reset) for line, reset in resets.items()}
         with self.whole():
@@ -148,15 +144,14 @@ class ProcessBackend(Backend):
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
         self._number += 1
-        parts = [(first, list(values[first:last])) for first, last in itertools.pairwise(self.first_envs)]
-        remote = parts[: self.num_workers]
-        labels = [f"values[{i}]" for i in range(len(values))]
-        packed = [self._packed((name, part), dict(zip(labels[first:], part, strict=False))) for first, part in remote]
-        messages = [dumps(SetAttr(self._number, one)) for one in packed]
+        messages = []
+        for worker in self._workers.handles:
+            parts = {f"values[{env}]": values[env] for env in worker.envs}
+            messages.append(dumps(SetAttr(self._number, self._packed((name, list(parts.values())), parts))))
         try:
             self._call(messages, f"set_attr({name!r})")
             if self._local is not None:
-                self._results[self.num_workers] = self._local.set_attr(name, parts[self.num_workers][1])
+                self._results[self.num_workers] = self._local.set_attr(name, values[self._local.first_env :])
             return self.call_wait(None)
         except UsageError:  # raised before anything was sent
             self._calling = None
@@ -329,13 +324,13 @@ class ProcessBackend(Backend):
 
     # ---- messages
 
-    def _packed(self, value: Any, parts: dict[str, Any]) -> bytes:
-        """What the user hands over, as bytes. parts: what it is made of, by name. Raises CannotTravel, in under 5 s."""
+    def _packed(self, value: Any, parts: dict[str, Any]) -> Packed:
+        """What the user hands over, packed. parts: what it is made of, by name. Raises CannotTravel, in under 5 s."""
         if is_plain(value):
-            return dumps(value)
+            return Packed(dumps(value))
         context = self._options.context
         packed = dumps_carefully(value, parts, start_method=context, inheritable=False)
-        return dumps(value, shares_main=True) if context == "fork" else packed
+        return Packed(dumps(value, shares_main=True) if context == "fork" else packed)
 
     def _send_or_replace(self, line: int, message: bytes) -> None:
         """Sends a message for pending envs or a call: if the worker is of no use any more, its replacement answers."""
@@ -399,12 +394,11 @@ class ProcessBackend(Backend):
         while any(self._holds_up(worker) for worker in self._workers.handles) and time.monotonic() < grace_end:
             time.sleep(0.002)
         asked = []
-        closing = dumps(Close())
         for worker in self._workers.handles:
             if worker.process.has_ended() or self._holds_up(worker):
                 continue
             with contextlib.suppress(ChannelClosed, TimeoutError):
-                self._send(worker, closing, max(0.0, deadline - time.monotonic()))
+                self._send(worker, dumps(Close()), max(0.0, deadline - time.monotonic()))
                 asked.append(worker)
         return asked
 

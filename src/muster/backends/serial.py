@@ -39,8 +39,7 @@ class SerialBackend(Backend):
     def start(self) -> list[EnvFacts]:
         if failure := self._share.build():
             raise to_exception(failure)
-        facts = self._share.facts()
-        return [one or facts[0] for one in facts]  # type: ignore[misc]  # the first is never None
+        return self._share.facts()
 
     def attach(self, plan: Plan, shares: ShareOptions, caller: CallerOptions) -> None:
         self.slab = Slab(plan)

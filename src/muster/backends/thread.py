@@ -15,22 +15,10 @@ from muster.recipes.recipe import Recipe, WorkerInfo
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Plan, Slab, split_evenly
+from muster.workers import messages
 from muster.workers.deaths import describe_doing
 from muster.workers.env_facts import EnvFacts, check_one_per_process
 from muster.workers.failures import Failure, to_exception
-from muster.workers.messages import (
-    Answer,
-    Attach,
-    Attached,
-    Call,
-    Close,
-    EnvsBuilt,
-    Message,
-    ResetArguments,
-    Restart,
-    SetAttr,
-    StartFailed,
-)
 from muster.workers.options import EnvCall, ShareOptions
 from muster.workers.thread_worker import ThreadWorker, end_threads
 
@@ -66,8 +54,7 @@ class ThreadBackend(Backend):
             # One after the other: constructors are rarely written for threads, and warning filters are not either.
             for worker in self._workers:
                 worker.thread.start()
-                built = self._take(EnvsBuilt, worker, deadline, "building its envs")
-                facts += [one or built.facts[0] for one in built.facts]  # type: ignore[misc]  # the first is never None
+                facts += self._take(messages.EnvsBuilt, worker, deadline, "building its envs").facts
                 check_one_per_process(worker.share.envs[0], self.first_envs[-1])
         except BaseException:
             self.close(1.0)
@@ -79,33 +66,33 @@ class ThreadBackend(Backend):
         self.caller = make_caller(self.slab, caller)
         deadline = time.monotonic() + self._start_timeout_s
         for worker in self._workers:
-            worker.inbox.put(Attach(self.slab, shares))
-            self._take(Attached, worker, deadline, "mapping the slab")
+            worker.inbox.put(messages.Attach(self.slab, shares))
+            self._take(messages.Attached, worker, deadline, "mapping the slab")
 
     # ---- commands
 
     def mail_of(self, line: int) -> Mail:
         return self._mail
 
-    def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
+    def reset(self, env_ids: Array, arguments: messages.ResetArguments) -> None:
         with self.whole():
             self.caller.request_resets(env_ids)
-            for line, reset in self.resets_by_line(env_ids, arguments).items():
+            for line, reset in self.resets_by_line(env_ids, arguments):
                 self._send(line, reset)
 
-    def restart(self, restart: Restart) -> bool:
+    def restart(self, restart: messages.Restart) -> bool:
         with self.whole():
             self._send(self.caller.line_of(restart.env), restart)
         return False
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call(Call, [(name, args, kwargs)] * self.num_workers)
+        self._call(messages.Call, [(name, args, kwargs)] * self.num_workers)
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        self._call(SetAttr, [(name, [values[env] for env in worker.envs]) for worker in self._workers])
+        self._call(messages.SetAttr, [(name, [values[env] for env in worker.envs]) for worker in self._workers])
         return self.call_wait(None)
 
-    def _call(self, kind: type[Call] | type[SetAttr], arguments: Sequence[tuple[Any, ...]]) -> None:
+    def _call(self, kind: type[messages.Call] | type[messages.SetAttr], arguments: Sequence[tuple[Any, ...]]) -> None:
         with self.whole():
             self._number += 1
             for line, of_worker in enumerate(arguments):
@@ -116,7 +103,7 @@ class ThreadBackend(Backend):
         results: list[Any] = []
         for line, worker in enumerate(self._workers):
             try:
-                results += self._wait_for(Answer, worker, deadline).results
+                results += self._wait_for(messages.Answer, worker, deadline).results
             except TimeoutError:
                 raise WaitTimeout(
                     f"call_wait(timeout={timeout_s}): worker {line} has not answered; the call stays pending"
@@ -142,14 +129,14 @@ class ThreadBackend(Backend):
         if hasattr(self, "caller"):
             self.caller.closed = True
         for line in range(self.num_workers):
-            self._send(line, Close())
+            self._send(line, messages.Close())
         # The garbage collector may run this in any thread, a worker's own among them.
         started = [worker for worker in self._workers if worker.thread.ident not in (None, threading.get_ident())]
         return end_threads(started, timeout_s)
 
     # ---- messages
 
-    def _send(self, line: int, message: Message) -> None:
+    def _send(self, line: int, message: messages.Message) -> None:
         """Sends a message to a thread that may be asleep in the core, where it steps already."""
         self._workers[line].inbox.put(message)
         if hasattr(self, "caller"):
@@ -173,9 +160,9 @@ class ThreadBackend(Backend):
         """
         while True:
             reply = worker.last_reply
-            if isinstance(reply, StartFailed):
-                raise to_exception(reply.failure)
-            if isinstance(reply, kind) and (not isinstance(reply, Answer) or reply.number == self._number):
+            if isinstance(reply, Failure):
+                raise to_exception(reply)
+            if isinstance(reply, kind) and (not isinstance(reply, messages.Answer) or reply.number == self._number):
                 return reply
             left_s = _SLICE_S if deadline is None else min(_SLICE_S, max(0.0, deadline - time.monotonic()))
             try:

@@ -49,15 +49,13 @@ class Freight:
         if sources:
             os.ftruncate(fd, end)
             self._memory = _map(fd, _START, end, mmap.MAP_SHARED)
-        for offset, raw in sources:
-            assert self._memory is not None
-            self._memory[offset - _START : offset - _START + raw.nbytes] = raw
+            for offset, raw in sources:
+                self._memory[offset - _START : offset - _START + raw.nbytes] = raw
 
     def close(self) -> None:
         """Lets go of it; workers keep what they have mapped."""
         if self._memory is not None:
             self._memory.close()
-            self._memory = None
 
 
 def unload(fd: int, places: Sequence[Place]) -> list[memoryview]:

@@ -25,15 +25,12 @@ class Mail(Protocol):
 
     def own(self, objects: list[Any]) -> list[Any]:
         """Copies of `objects`, as `get` would give them."""
-        ...
 
     def put(self, box: int, letter: object) -> int:
         """Stores `letter` and returns a length to hand to `get`, more than 0."""
-        ...
 
     def get(self, box: int, length: int) -> Any:
         """The letter, or for length 0 None."""
-        ...
 
 
 class SharedMail:

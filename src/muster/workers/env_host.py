@@ -54,14 +54,14 @@ class Share:
         self.envs: list[Any] = []
         self._built: list[BuiltEnv] = []
         self._slab: Slab | None = None
-        self._attached = False
 
     # ---- building
 
-    def build(self, on_built: Callable[[Sequence[int]], None] | None = None) -> Failure | None:
+    def build(self, on_built: Callable[[tuple[int, ...]], None] | None = None) -> Failure | None:
         """Builds the envs, in order. Where one fails, releases the others and returns the failure.
 
-        on_built: told after each of the first two what memory this process held before the first, and after each.
+        on_built: called after each of the first two with the memory that this process held before the first, and after
+        each.
         """
         memory_bytes = [own_memory_bytes()] if on_built is not None else []
         for i, recipe in enumerate(self.recipes):
@@ -72,7 +72,7 @@ class Share:
                 check_one_per_process(built.env, len(self.recipes))
                 if on_built is not None and len(self.envs) <= 2:
                     memory_bytes.append(own_memory_bytes())
-                    on_built(memory_bytes)
+                    on_built(tuple(memory_bytes))
             except BaseException as error:
                 failure = self.failure(recipe.env_index - self.first_env, error)
                 self.close()
@@ -89,19 +89,18 @@ class Share:
             facts_of(built.env)
         return built
 
-    def facts(self) -> list[EnvFacts | None]:
-        """Each env's facts; None for an env that equals the share's first, so that big spaces travel once."""
+    def facts(self) -> list[EnvFacts]:
+        """Each env's facts; the very first ones where they are equal to those, so that big spaces travel once."""
         first = facts_of(self.envs[0])
         rest = [facts_of(env) for env in self.envs[1:]]
-        return [first, *(None if same_facts(first, facts) else facts for facts in rest)]
+        return [first, *(first if same_facts(first, facts) else facts for facts in rest)]
 
     def attach(self, slab: Slab, line: int, mail: Mail, options: ShareOptions) -> None:
         """Makes the share ready to step into `slab`."""
         self._slab = slab
         self._mail = mail
         self._line = line
-        found = ((i, self._misfit(i, env)) for i, env in enumerate(self.envs))
-        self._misfits = {i: misfit for i, misfit in found if misfit is not None}
+        self._misfits = [self._misfit(i, env) for i, env in enumerate(self.envs)]
         self.stepper = Stepper(
             slab.description,
             line,
@@ -116,7 +115,6 @@ class Share:
             host=self,
             patience=options.patience,
         )
-        self._attached = True
 
     def _misfit(self, i: int, env: Any) -> SpecMismatch | None:
         """Why a new env cannot use the rows that were laid out when the vector env was made."""
@@ -198,7 +196,7 @@ class Share:
         interrupt: BaseException | None = None
         for env, seed in zip(env_ids, arguments.seeds, strict=True):
             i = env - self.first_env
-            if (refusal := interrupt or self._misfits.get(i)) is not None:
+            if (refusal := interrupt or self._misfits[i]) is not None:
                 self.stepper.refuse(i, refusal)
                 continue
             error = self.stepper.reset_env(i, seed, arguments.options, arguments.passes_options)
@@ -221,11 +219,9 @@ class Share:
             except BaseException as error:
                 self.stepper.refuse(i, error)
                 return
-            self._misfits.pop(i, None)
-            if (misfit := self._misfit(i, self._built[i].env)) is not None:
-                self._misfits[i] = misfit
-        if i in self._misfits:
-            self.stepper.refuse(i, self._misfits[i])
+            self._misfits[i] = self._misfit(i, self._built[i].env)
+        if (misfit := self._misfits[i]) is not None:
+            self.stepper.refuse(i, misfit)
             return
         self.stepper.replace_env(i, self._built[i].env, restart.seed)
         if restart.resets_now:
@@ -235,42 +231,30 @@ class Share:
 
     def call(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """``env.name(*args, **kwargs)``, or the attribute's value, of each env; a Failure where it raised."""
-        results: list[Any] = []
-        for i, env in enumerate(self.envs):
-            try:
-                with worker_info_context(self.info_of(i)):
-                    results.append(_call(env, self.first_env + i, name, args, kwargs))
-            except BaseException as error:
-                results.append(self._failed_call(i, error))
-        return results
+        return self._for_each(lambda i, env: _call(env, self.first_env + i, name, args, kwargs))
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
         """Sets an attribute of each env to its own value."""
-        results: list[Failure | None] = []
-        for i, (env, value) in enumerate(zip(self.envs, values, strict=True)):
+        return self._for_each(lambda i, env: set_attribute(env, name, values[i]))
+
+    def _for_each(self, act: Callable[[int, Any], Any]) -> list[Any]:
+        results = []
+        for i, env in enumerate(self.envs):
             try:
                 with worker_info_context(self.info_of(i)):
-                    set_attribute(env, name, value)
-                results.append(None)
+                    results.append(act(i, env))
             except BaseException as error:
-                results.append(self._failed_call(i, error))
+                if isinstance(error, KeyboardInterrupt) and self.dumps is None:
+                    raise  # the caller's own Ctrl-C
+                results.append(self.failure(i, error))
         return results
-
-    def _failed_call(self, i: int, error: BaseException) -> Failure:
-        if isinstance(error, KeyboardInterrupt) and self.dumps is None:
-            raise error  # the caller's own Ctrl-C
-        return self.failure(i, error)
 
     def close(self) -> list[Failure]:
         """Closes the envs and releases what was built for them. Raises nothing; returns what was raised."""
-        failures = []
         all_built, self._built = self._built, []
-        for i, built in enumerate(all_built):
-            error = self._close_one(i, built)
-            if error is not None:
-                failures.append(self.failure(i, error))
+        errors = [self._close_one(i, built) for i, built in enumerate(all_built)]
         self.envs.clear()
-        return failures
+        return [self.failure(i, error) for i, error in enumerate(errors) if error is not None]
 
     def _close_one(self, i: int, built: BuiltEnv) -> BaseException | None:
         error: BaseException | None = None
@@ -313,8 +297,7 @@ def seed_globals(seed: int | Sequence[int]) -> None:
     words = np.random.SeedSequence(seed).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))  # noqa: NPY002  # the legacy generator is the one that envs share
-    torch = sys.modules.get("torch")
-    if torch is not None:
+    if torch := sys.modules.get("torch"):
         torch.manual_seed(int(words[2]))
 
 

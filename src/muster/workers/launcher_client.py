@@ -68,7 +68,7 @@ class WorkerProcess:
         self._tail_fd = tail_fd
         self._stderr_fd = stderr_fd
         self._session = os.getsid(0)  # the worker's, too; the caller may leave it
-        self._exit_code: int | None = None
+        self.exit_code: int | None = None  # below 0 for a signal; stays None where somebody else has reaped it
         self._ended = False
         self._released = False
         own(pidfd, status_fd, tail_fd, stderr_fd)
@@ -79,14 +79,9 @@ class WorkerProcess:
     def has_ended(self) -> bool:
         """Whether it has; also reaps it and what it left running."""
         if not self._ended and select_readable(self.fileno(), 0.0):
-            self._exit_code = self._reap()
+            self.exit_code = self._reap()
             self._ended = True
         return self._ended
-
-    @property
-    def exit_code(self) -> int | None:
-        """Negative for a signal; None while it runs, or where nobody knows: it has been reaped by somebody else."""
-        return self._exit_code
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until it has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 from muster.errors import NotEnoughMemory
@@ -22,10 +23,7 @@ class MemoryPlan:
 
     def fits(self, built: BuildProgress) -> bool:
         """Whether there is no doubt about it. After one env that may be too strict: it counts libraries, too."""
-        if self._check == "off":
-            return True
-        left_bytes, _ = memory_left()
-        return self._needed(self._num_envs, self._num_workers, *_costs(built), built.count) <= left_bytes
+        return self._check == "off" or self._needed(self._num_envs, built) <= memory_left()[0]
 
     def require(self, built: BuildProgress) -> None:
         """Raises NotEnoughMemory, or warns, if it does not fit."""
@@ -33,11 +31,8 @@ class MemoryPlan:
             return
         left_bytes, limit = memory_left()
         worker_bytes, env_bytes = _costs(built)
-        needed = self._needed(self._num_envs, self._num_workers, worker_bytes, env_bytes, built.count)
-        most = built.count
-        while (
-            self._needed(most + 1, min(self._num_workers, most + 1), worker_bytes, env_bytes, built.count) <= left_bytes
-        ):
+        needed, most = self._needed(self._num_envs, built), built.count
+        while self._needed(most + 1, built) <= left_bytes:
             most += 1
         message = (
             f"num_envs={self._num_envs} on num_workers={self._num_workers} will not fit into memory: beside the first "
@@ -49,17 +44,17 @@ class MemoryPlan:
             raise NotEnoughMemory(f'{message} To try all the same: memory_check="warn".')
         warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
 
-    def _needed(self, num_envs: int, num_workers: int, worker_bytes: int, env_bytes: int, built: int) -> int:
-        return (num_workers - 1) * worker_bytes + (num_envs - built) * env_bytes
+    def _needed(self, num_envs: int, built: BuildProgress) -> int:
+        """Bytes for `num_envs` envs, besides those that are built."""
+        worker_bytes, env_bytes = _costs(built)
+        return (min(self._num_workers, num_envs) - 1) * worker_bytes + (num_envs - built.count) * env_bytes
 
 
 def _costs(built: BuildProgress) -> tuple[int, int]:
     """Bytes of one worker without envs, and of one env. What the first env costs more than the second is libraries."""
-    first = max(0, built.first_bytes - built.before_bytes)
-    if built.second_bytes is None:
-        return built.before_bytes, first
-    second = max(0, built.second_bytes - built.first_bytes)
-    return built.before_bytes + max(0, first - second), second
+    before_bytes, *_ = built.memory_bytes
+    first, *second = (max(0, after - before) for before, after in itertools.pairwise(built.memory_bytes))
+    return (before_bytes + max(0, first - second[0]), second[0]) if second else (before_bytes, first)
 
 
 def _size(count: int) -> str:

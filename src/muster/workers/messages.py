@@ -1,17 +1,16 @@
 """The messages between the caller and a worker, be it a process or a thread. `MessageLoop` answers them.
 
-What a user hands over (options, arguments, values) is in them as it is for a thread, and for a process packed apart:
-once for all workers, and so that a worker which cannot rebuild it can still tell what it was for. Without slots: frozen
-classes with slots are pickled by Python code.
+Without slots: frozen classes with slots are pickled by Python code, slowly.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from muster.errors import UnknownMessage
+from muster.errors import CannotTravel, UnknownMessage
 from muster.recipes.recipe import WorkerInfo
 from muster.transport.big_arrays import Place
 from muster.transport.slab import Plan, Slab
@@ -20,6 +19,33 @@ from muster.workers.failures import Failure
 from muster.workers.options import ShareOptions
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a user hands over to another process, pickled apart: once for all workers.
+
+    It arrives as what it was made of or, so that a worker can still say for what it came, as a CannotTravel.
+    """
+
+    data: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (self.data,)
+
+
+def _rebuilt(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        refusal = CannotTravel(
+            f"what was sent to the worker cannot be rebuilt there: {type(error).__name__}: {error}\n"
+            "  What its __reduce__ or __getstate__ gave does not make it anew, or its module is not found there.\n"
+            "  Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
+        )
+        refusal.__cause__ = error
+        return refusal
+
 
 # ---- to a worker
 
@@ -111,30 +137,21 @@ Message: TypeAlias = Attach | Reset | Restart | Call | SetAttr | Close
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """The memory that a process held before its first env, and after each of its first two."""
+    """Of a process that has built one env, or two: the memory that it held before the first, and after each."""
 
-    before_bytes: int
-    first_bytes: int
-    second_bytes: int | None = None
+    memory_bytes: tuple[int, ...]
 
     @property
     def count(self) -> int:
         """Envs built so far."""
-        return 1 if self.second_bytes is None else 2
+        return len(self.memory_bytes) - 1
 
 
 @dataclass(frozen=True)
 class EnvsBuilt:
     """All envs stand. facts: see `Share.facts`; none of a replacement."""
 
-    facts: Sequence[EnvFacts | None]
-
-
-@dataclass(frozen=True)
-class StartFailed:
-    """What building the envs raised; none is left."""
-
-    failure: Failure
+    facts: Sequence[EnvFacts]
 
 
 @dataclass(frozen=True)
@@ -157,7 +174,8 @@ class Closed:
     failures: list[Failure]
 
 
-Reply: TypeAlias = EnvsBuilt | StartFailed | Attached | Answer | Closed
+# A Failure: of building the envs, none of which is left.
+Reply: TypeAlias = Failure | EnvsBuilt | Attached | Answer | Closed
 
 
 def expect(kind: type[T], message: object) -> T:

@@ -21,11 +21,8 @@ def usable_cores() -> int:
 
 
 def _quota_v2() -> float | None:
-    own = _own_cgroup()
     limits = []
-    for folder in (own, *own.parents):
-        if _CGROUP not in (folder, *folder.parents):
-            break
+    for folder in _up_to(_CGROUP, _own_cgroup()):
         fields = _read(folder / "cpu.max").split()
         if len(fields) == 2 and fields[0] != "max":
             limits.append(int(fields[0]) / int(fields[1]))
@@ -56,18 +53,19 @@ def memory_left() -> tuple[int, str]:
 
 def _memory_cgroups() -> Iterator[tuple[Path, str, str, str]]:
     """Every cgroup whose memory limit counts here: folder, and the names of its limit, usage and idle page cache."""
-    own = _own_cgroup()
-    for folder in (own, *own.parents):
-        if _CGROUP in (folder, *folder.parents):
-            yield folder, "memory.max", "memory.current", "inactive_file"
+    for folder in _up_to(_CGROUP, _own_cgroup()):
+        yield folder, "memory.max", "memory.current", "inactive_file"
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             top = _CGROUP / "memory"
-            own = top / path.lstrip("/")
-            for folder in (own, *own.parents):
-                if top in (folder, *folder.parents):
-                    yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            for folder in _up_to(top, top / path.lstrip("/")):
+                yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+
+
+def _up_to(top: Path, folder: Path) -> list[Path]:
+    """The folder and those above it, as far as `top`."""
+    return [one for one in (folder, *folder.parents) if top in (one, *one.parents)]
 
 
 def _own_cgroup() -> Path:

@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from muster.recipes.recipe import Recipe, WorkerInfo, worker_info_context
 from muster.transport.mail import Mail
@@ -18,7 +17,7 @@ from muster.workers.deaths import name_envs
 from muster.workers.env_host import Share
 from muster.workers.failures import Failure
 from muster.workers.message_loop import MessageLoop
-from muster.workers.messages import Closed, EnvsBuilt, Message, Reply, StartFailed
+from muster.workers.messages import Closed, EnvsBuilt, Message, Reply
 
 _log = logging.getLogger("muster")
 # How long a thread may take to finish what it is at when the vector env closes, and then to end by an interrupt.
@@ -70,19 +69,14 @@ class ThreadWorker:
     def __str__(self) -> str:
         return f"worker {self.share.info.worker_index} ({name_envs(self.envs)})"
 
-    def interrupt(self) -> None:
+    def interrupt_if(self, hangs: Callable[[ThreadWorker], bool]) -> None:
         """Raises SystemExit in the thread; that reaches Python code, not a native call."""
         with self._interrupting:
-            _raise_exit_in(self.thread.ident)
-
-    def interrupt_unless_closing(self) -> None:
-        """As `interrupt`, but spares ``env.close()``."""
-        with self._interrupting:
-            if not self.closes:
+            if hangs(self):
                 _raise_exit_in(self.thread.ident)
 
     def _shield(self) -> None:
-        """From here on `interrupt_unless_closing` does nothing, nor does what it did a moment ago."""
+        """From here on the thread is interrupted only where its closing hangs; what came a moment ago is dropped."""
         while not self.closes:
             with contextlib.suppress(SystemExit):
                 with self._interrupting:
@@ -102,22 +96,17 @@ class ThreadWorker:
             self.closes = True
 
     def _run(self) -> None:
-        if failure := self.share.build():
-            self._reply(StartFailed(failure))
-            return
-        self._reply(EnvsBuilt(self.share.facts()))
-        MessageLoop(self.share, self._mail, self.inbox.get, self._reply, open_slab=_as_it_is, rebuild=_as_it_is).run()
+        failure = self.share.build()
+        self._reply(failure or EnvsBuilt(self.share.facts()))
+        if not failure:
+            MessageLoop(self.share, self._mail, self._reply, lambda slab: slab).run(self.inbox.get)
 
     def _reply(self, reply: Reply) -> None:
         if isinstance(reply, Closed):
             self.failures += reply.failures
-            return
-        self.last_reply = reply
-        self.replied.put(None)
-
-
-def _as_it_is(handed_over: Any) -> Any:
-    return handed_over
+        else:
+            self.last_reply = reply
+            self.replied.put(None)
 
 
 def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failure]:
@@ -131,15 +120,14 @@ def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failu
         while not all(worker.closes for worker in workers) and time.monotonic() < busy_until:
             time.sleep(0.002)
     finally:  # also where another Ctrl-C ends the wait
-        _interrupt(workers, ThreadWorker.interrupt_unless_closing, lambda worker: not worker.closes)
+        _interrupt(workers, lambda worker: not worker.closes)
     deadline = max(deadline, time.monotonic() + _INTERRUPT_S)
     try:
         for worker in workers:
             if worker.closes:
                 worker.thread.join(max(0.0, deadline - time.monotonic()))
     finally:
-        closing = [worker for worker in workers if worker.closes]
-        _interrupt(closing, ThreadWorker.interrupt, lambda worker: worker.thread.is_alive())
+        _interrupt(workers, lambda worker: worker.closes and worker.thread.is_alive())
     failures: list[Failure] = []
     for worker in workers:
         if worker.thread.is_alive():
@@ -149,9 +137,7 @@ def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failu
     return failures
 
 
-def _interrupt(
-    workers: Sequence[ThreadWorker], interrupt: Callable[[ThreadWorker], None], hangs: Callable[[ThreadWorker], bool]
-) -> None:
+def _interrupt(workers: Sequence[ThreadWorker], hangs: Callable[[ThreadWorker], bool]) -> None:
     """Interrupts those of the threads that hang, until none does, or for `_INTERRUPT_S`."""
     deadline = time.monotonic() + _INTERRUPT_S
     interrupted = False
@@ -161,7 +147,7 @@ def _interrupt(
         while (hanging := [worker for worker in workers if hangs(worker)]) and time.monotonic() < deadline:
             interrupted = True
             for worker in hanging:
-                interrupt(worker)
+                worker.interrupt_if(hangs)
             hanging[0].thread.join(0.02)
     finally:
         if interrupted:

@@ -8,7 +8,6 @@ import faulthandler
 import fcntl
 import functools
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -28,16 +27,7 @@ from muster.workers.env_host import Share, freeze_heap, seed_globals
 from muster.workers.failures import Failure
 from muster.workers.killing import kill_group
 from muster.workers.message_loop import MessageLoop
-from muster.workers.messages import (
-    Answer,
-    Build,
-    BuildProgress,
-    EnvsBuilt,
-    Reply,
-    StartFailed,
-    StartOrder,
-    expect,
-)
+from muster.workers.messages import Answer, Build, BuildProgress, EnvsBuilt, Reply, StartOrder, expect
 
 # Asks for the Python stack, also while native code holds the GIL. Not SIGUSR1: envs may use that.
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -53,7 +43,7 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoR
     channel = Channel(socket.socket(fileno=fds["channel"]), shares_main=forked)
     exit_code, caller_gone = 0, False
     try:
-        Worker(channel, fds["slab"], fds["mail"], forked=forked).run(recipes)
+        Worker(channel, fds, forked=forked).run(recipes)
     except (ChannelClosed, OSError) as error:
         cause = error.__cause__ if isinstance(error, ChannelClosed) else error
         if isinstance(cause, OSError) and cause.errno in (errno.EBADF, errno.ENOTSOCK):
@@ -100,10 +90,9 @@ def _take_over(fds: Mapping[str, int]) -> None:
 class Worker:
     """Builds the envs, then answers the caller's messages; between them, the core steps."""
 
-    def __init__(self, channel: Channel, slab_fd: int, mail_fd: int, *, forked: bool) -> None:
+    def __init__(self, channel: Channel, fds: Mapping[str, int], *, forked: bool) -> None:
         self._channel = channel
-        self._slab_fd = slab_fd
-        self._mail_fd = mail_fd
+        self._fds = fds
         self._dumps = functools.partial(dumps, shares_main=forked)
         self._forked = forked
         self._share: Share
@@ -118,26 +107,19 @@ class Worker:
         with worker_info_context(order.info):
             self._share = Share((), order.info, order.first_env, dumps=self._dumps)
             failure = self._build(order, recipes)
-            if failure:
-                self._channel.send(StartFailed(failure))
+            self._channel.send(failure or EnvsBuilt(() if order.replaces else self._share.facts()))
             while failure:  # until the caller closes it: one that has ended would be taken for dead
                 self._channel.recv()
-            self._channel.send(EnvsBuilt(() if order.replaces else self._share.facts()))
             limit_threads(order.threads)
             freeze_heap(collects=not self._forked)
-            MessageLoop(
-                self._share,
-                SharedMail(self._mail_fd, shares_main=self._forked),
-                self._channel.recv,
-                self._reply,
-                open_slab=lambda plan: Slab(plan, self._slab_fd),
-                rebuild=_rebuilt,
-            ).run()
+            mail = SharedMail(self._fds["mail"], shares_main=self._forked)
+            loop = MessageLoop(self._share, mail, self._reply, lambda plan: Slab(plan, self._fds["slab"]))
+            loop.run(self._channel.recv)
 
     def _build(self, order: StartOrder, recipes: Sequence[Recipe] | None) -> Failure | None:
         try:
             if recipes is None:
-                recipes = unpack(order.recipes, unload(self._mail_fd, order.freight))
+                recipes = unpack(order.recipes, unload(self._fds["mail"], order.freight))
             self._share.recipes = list(recipes)
         except BaseException as error:
             return self._share.failure(0, error)
@@ -145,9 +127,8 @@ class Worker:
             expect(Build, self._channel.recv())
         return self._share.build(self._report_built if order.tells_building else None)
 
-    def _report_built(self, memory_bytes: Sequence[int]) -> None:
-        """memory_bytes: of this process, before the first env and after each."""
-        self._channel.send(BuildProgress(*memory_bytes))
+    def _report_built(self, memory_bytes: tuple[int, ...]) -> None:
+        self._channel.send(BuildProgress(memory_bytes))
 
     def _reply(self, reply: Reply) -> None:
         """Sends results one by one pickled, so that one that cannot travel costs only itself."""
@@ -166,22 +147,7 @@ class Worker:
             return self._dumps(self._share.failure(i, refusal))
 
 
-def _rebuilt(packed: bytes) -> Any:
-    """What the caller has packed, or a CannotTravel."""
-    try:
-        return pickle.loads(packed)
-    except Exception as error:
-        refusal = CannotTravel(
-            f"what was sent to the worker cannot be rebuilt there: {type(error).__name__}: {error}\n"
-            "  What its __reduce__ or __getstate__ gave does not make it anew, or its module is not found there.\n"
-            "  Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
-        )
-        refusal.__cause__ = error
-        return refusal
-
-
 def limit_threads(count: int) -> None:
     """Tells torch, where the env has loaded it; OpenMP and BLAS read their limit from the environment."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
+    if torch := sys.modules.get("torch"):
         torch.set_num_threads(count)

@@ -21,20 +21,11 @@ from muster.transport.big_arrays import Freight
 from muster.transport.channel import ChannelClosed
 from muster.transport.slab import Plan, memfd
 from muster.workers.env_facts import EnvFacts
-from muster.workers.failures import to_exception
+from muster.workers.failures import Failure, to_exception
 from muster.workers.handle import Started, WorkerHandle, fork_worker_for, launch_worker
 from muster.workers.launcher_client import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
 from muster.workers.memory_plan import MemoryPlan
-from muster.workers.messages import (
-    Attach,
-    Attached,
-    Build,
-    BuildProgress,
-    EnvsBuilt,
-    StartFailed,
-    StartOrder,
-    expect,
-)
+from muster.workers.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, expect
 from muster.workers.options import ShareOptions
 
 T = TypeVar("T")
@@ -96,10 +87,8 @@ class Workers:
                 self.fds[name] = memfd(name)
                 own(self.fds[name])
         self._freight = Freight(self.fds["mail"], loads)
-        self._orders = [
-            dataclasses.replace(order, freight=places)
-            for order, places in zip(orders, self._freight.places, strict=True)
-        ]
+        placed = zip(orders, self._freight.places, strict=True)
+        self._orders = [dataclasses.replace(order, freight=places) for order, places in placed]
         if self._options.context != "fork" and self._orders:
             with standard_fds():
                 self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
@@ -116,9 +105,9 @@ class Workers:
             if order.awaits_build:
                 self._send(worker, Build(), _BUILDING)
 
-    def facts(self) -> list[Sequence[EnvFacts | None]]:
-        """The facts of each worker's envs, see `Share.facts`. Raises what building raised, by the first env."""
-        return [built.facts for built in self._answers(EnvsBuilt, self.handles, _BUILDING)]
+    def facts(self) -> list[EnvFacts]:
+        """The facts of all their envs. Raises what building raised, by the first env."""
+        return [one for built in self._answers(EnvsBuilt, self.handles, _BUILDING) for one in built.facts]
 
     def attach(self, plan: Plan, shares: ShareOptions) -> None:
         """Readies them all to step into the slab."""
@@ -148,13 +137,15 @@ class Workers:
         while owed := [worker for worker in workers if worker.index not in answers]:
             left_s = max(0.0, self._deadline - time.monotonic())
             ready = readable([worker.channel for worker in owed], min(SLICE_S, left_s))
-            for worker in owed:
-                if worker.channel not in ready:
+            for worker in (one for one in owed if one.channel in ready):
+                try:
+                    answer = worker.channel.recv(0.0)
+                except TimeoutError:  # the rest of it comes later
                     continue
-                with contextlib.suppress(TimeoutError):  # the rest of it comes later
-                    answer = self._recv(worker)
-                    if kind is BuildProgress or not isinstance(answer, BuildProgress):
-                        answers[worker.index] = answer
+                except ChannelClosed:
+                    raise worker.died(worker.building) from None
+                if kind is BuildProgress or not isinstance(answer, BuildProgress):
+                    answers[worker.index] = answer
             if ready:
                 continue
             for worker in self.handles:
@@ -165,20 +156,14 @@ class Workers:
             self._warn_once(owed[0])
         in_order = [answers[worker.index] for worker in workers]
         for answer in in_order:
-            if isinstance(answer, StartFailed):
-                raise to_exception(answer.failure)
+            if isinstance(answer, Failure):
+                raise to_exception(answer)
         return [expect(kind, answer) for answer in in_order]
 
     def _warn_once(self, worker: WorkerHandle) -> None:
         if not self._warned and time.monotonic() - worker.launched_at > PATIENT_S:
             self._warned = True
             warnings.warn(worker.slow_to_start(self._options.start_timeout_s), RuntimeWarning, stacklevel=7)
-
-    def _recv(self, worker: WorkerHandle) -> object:
-        try:
-            return worker.channel.recv(0.0)
-        except ChannelClosed:
-            raise worker.died(worker.building) from None
 
     def _send(self, worker: WorkerHandle, message: object, doing: str) -> None:
         with contextlib.suppress(ChannelClosed):  # it has died; the wait for its answer says so
@@ -253,8 +238,8 @@ class Workers:
         assert worker.starting_until is not None
         try:
             while not isinstance(answer := worker.channel.recv(0.0), Attached):
-                if isinstance(answer, StartFailed):
-                    raise to_exception(answer.failure)
+                if isinstance(answer, Failure):
+                    raise to_exception(answer)
                 expect(EnvsBuilt, answer)
                 worker.channel.send(self._attach, max(0.0, worker.starting_until - time.monotonic()))
         except ChannelClosed:
