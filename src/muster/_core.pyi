@@ -1,29 +1,68 @@
 """The doorbell, the stepping loop and the watchdog of Muster's workers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-_Description = tuple[Any, ...]
+_Check = Callable[..., None]
+
+class _Enum:
+    def __getattr__(self, name: str) -> int: ...
+
+Command: _Enum  # STEP, RESET, STEP_GIVEN
+Status: _Enum  # OK, RAISED, LOST
+Doing: _Enum  # NOTHING, STEPPING, RESETTING, TALKING
+Autoreset: _Enum  # NEXT_STEP, SAME_STEP, DISABLED
+Unusual: _Enum  # bits INFOS, NOT_OK, FINALS
+InfoSchema: _Enum  # EMPTY, PICKLED, FIRST
+InfoKind: _Enum  # ARRAY, DICT, OBJECT; others are numbers
+Branch: _Enum  # DICT, TUPLE, STACK
+AgentFlag: _Enum  # ALIVE, ACTING, TERMINATED, TRUNCATED
+
+class SlabLayout:
+    def __init__(self, **fields: int) -> None: ...
+    def line_state(self, line: int, /) -> dict[str, int]: ...
+
+class ObsNode:
+    """A node of the writer's tree. Like the others it moves into what it is handed to; ``ObsNode()`` is an object's."""
+
+    @staticmethod
+    def leaf(
+        *, is_integer: bool, store: _Check, rows: npt.NDArray[Any], offset: int, final_offset: int, lent: bool
+    ) -> ObsNode: ...
+    @staticmethod
+    def branch(*, kind: int, keys: tuple[Any, ...], children: list[ObsNode], mismatch: _Check) -> ObsNode: ...
+
+class ActionNode:
+    @staticmethod
+    def leaf(*, rows: npt.NDArray[Any], offset: int, first: int, scalars: tuple[Any, ...]) -> ActionNode: ...
+    @staticmethod
+    def branch(*, kind: int, keys: tuple[Any, ...], children: list[ActionNode]) -> ActionNode: ...
+
+class BatchNode:
+    @staticmethod
+    def leaf(*, rows: npt.NDArray[Any], offset: int, lent: bool, low: list[int], high: list[int]) -> BatchNode: ...
+    @staticmethod
+    def branch(*, kind: int, keys: tuple[Any, ...], children: list[BatchNode]) -> BatchNode: ...
 
 class Stepper:
     def __init__(
         self,
-        slab: _Description,
+        *,
+        slab: SlabLayout,
         line: int,
         first_env: int,
         envs: list[Any],
-        obs: _Description,
-        action: _Description,
-        *,
+        obs: ObsNode,
+        action: ActionNode,
         autoreset: int,
         check_finite: bool,
         actions_by_mail: bool,
         lends_objects: bool,
         host: object,
-        patience: tuple[int, int, int],
+        patience: Any,
     ) -> None: ...
     def run(self) -> None: ...
     def reset_env(self, i: int, seed: object, options: object, passes_options: bool = True) -> BaseException | None: ...
@@ -65,15 +104,15 @@ class AgentRow:
 class Caller:
     def __init__(
         self,
-        slab: _Description,
-        memory: npt.NDArray[np.uint8],
-        first_envs: list[int],
-        obs: _Description | None,
-        action: _Description | None,
-        lent_rows: list[int],
         *,
+        slab: SlabLayout,
+        memory: npt.NDArray[np.uint8],
+        first_envs: Sequence[int],
+        obs: BatchNode | None,
+        action: BatchNode | None,
+        lent: list[npt.NDArray[Any]],
         must_reset: bool,
-        patience: tuple[int, int, int],
+        patience: Any,
     ) -> None: ...
     closed: bool
     calling: bool
@@ -96,7 +135,7 @@ class Caller:
     def announce_message(self, line: int, /) -> None: ...
     def wait(self, min_envs: int, slice_ns: int) -> bool: ...
     def collect(self, copies: bool, columns: bool) -> tuple[Any, ...]: ...
-    def keep_rows(self, offsets_and_bytes: list[int], /) -> None: ...
+    def keep_rows(self, arrays: list[npt.NDArray[Any]], /) -> None: ...
     def failed(self) -> list[int]: ...
     def restore(self, env: int, /) -> None: ...
     def ask_again(self, env: int, /) -> None: ...
@@ -119,15 +158,18 @@ def gather_columns(
 def running() -> tuple[Any, int] | None:
     """(host, i) where this thread steps or resets the env that is the i-th of the `Stepper` with that host."""
 
-def line_state(slab: _Description, line: int, /) -> dict[str, int]: ...
-def map_bytes(fd: int, size: int) -> npt.NDArray[np.uint8]: ...
+def map_bytes(*, fd: int, size: int) -> npt.NDArray[np.uint8]: ...
 def ticks() -> int: ...
-def start_watchdog(caller_pidfd: int, stderr_pipe: int = -1, stderr_to: int = -1, tail: int = -1) -> None: ...
+def start_watchdog(caller_pidfd: int, *, stderr_pipe: int = -1, stderr_to: int = -1, tail: int = -1) -> None: ...
 def die_with_parent() -> None: ...
 def continue_without_parent() -> None: ...
-def kill_started(root: int, session: int, is_reaped: bool = False) -> None: ...
+def kill_started(*, root: int, session: int, is_reaped: bool = False) -> None: ...
 
-MARK: str
-EXIT_FDS_CLOSED: int
+RECORD_FIELDS: tuple[tuple[str, str, int], ...]  # name, NumPy's format, offset
 RECORD_BYTES: int
 LINE_BYTES: int
+CALLER_BYTES: int
+CACHE_LINE: int
+SLICE_NS: int
+MARK: str
+EXIT_FDS_CLOSED: int

@@ -207,7 +207,7 @@ def test_strangers_live_on_where_one_has_the_number_of_a_worker_that_was_reaped(
     try:
         wait_for(f"-f\0{file}")
         before = running(file)
-        _core.kill_started(stranger.pid, os.getsid(0), is_reaped=True)
+        _core.kill_started(root=stranger.pid, session=os.getsid(0), is_reaped=True)
         assert running(file) == before
         assert orphan.wait(10) == -signal.SIGKILL
     finally:

@@ -52,9 +52,11 @@ inline void keep(Ref& kept, PyObject* obs) {
 
 class AgentRow {
  public:
+  enum Flag { kAlive, kActing, kTerminated, kTruncated, kNumFlags };
+
   // slots: a dict that has for each agent (column, group, member, keys, ...): where it stands among all agents, in which
   // group and where there, and which entries of the dict that it is shown are its own; None: all of it is.
-  // sizes: of the groups.  rewards: float32 [agents].  flags: bool [4, agents]: alive, acting, terminated, truncated.
+  // sizes: of the groups.  rewards: float32 [agents].  flags: bool [Flag, agents].
   AgentRow(PyObject* slots, const std::vector<Py_ssize_t>& sizes, PyObject* rewards, PyObject* flags)
       : slots_(Ref::borrow(slots)),
         sizes_(sizes),
@@ -179,8 +181,6 @@ class AgentRow {
   }
 
  private:
-  enum Flag { kAlive, kActing, kTerminated, kTruncated, kNumFlags };
-
   static PyArrayObject* array(const Ref& ref) { return reinterpret_cast<PyArrayObject*>(ref.get()); }
 
   uint8_t& flag(Flag which, size_t column) {

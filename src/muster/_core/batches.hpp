@@ -1,10 +1,9 @@
-// Batches of all envs at once, along a tree that spaces/tree.py describes: rows of the slab as arrays, arrays into rows.
+// Batches of all envs at once, along a tree that spaces/tree.py makes: rows of the slab as arrays, arrays into rows.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "space_tree.hpp"
@@ -21,33 +20,24 @@ struct RowMemory {
 
 class BatchNode {
  public:
-  // ("leaf", offset, row_bytes, type_num, shape of a row, lent, low, high) or ("dict" | "tuple", keys, children).
-  // low, high: None, or lists of int64, one pair for each element of a row.
-  BatchNode(PyObject* description, npy_intp num_envs) {
-    Fields fields(description);
-    const std::string kind = fields.text();
-    if (kind == "leaf") {
-      offset_ = size_t(fields.size());
-      bytes_ = size_t(fields.size()) * size_t(num_envs);
-      type_num_ = int(fields.size());
-      shape_ = fields.shape();
-      shape_.insert(shape_.begin(), num_envs);
-      lent_ = fields.size();
-      low_ = numbers(fields.next());
-      high_ = numbers(fields.next());
-      return;
-    }
-    kind_ = kind == "dict" ? Kind::kDict : Kind::kTuple;
-    keys_ = Ref::borrow(fields.next());
-    PyObject* children = fields.next();
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(children); ++i)
-      children_.emplace_back(PyTuple_GET_ITEM(children, i), num_envs);
-  }
+  // low, high: empty, or one each for each element of a row.
+  BatchNode(const LeafRows& rows, size_t offset, bool lent, std::vector<int64_t> low, std::vector<int64_t> high)
+      : offset_(offset),
+        bytes_(rows.row_bytes * size_t(PyArray_DIM(rows.array, 0))),
+        type_num_(rows.type_num),
+        shape_(PyArray_DIMS(rows.array), PyArray_DIMS(rows.array) + PyArray_NDIM(rows.array)),
+        lent_(lent),
+        low_(std::move(low)),
+        high_(std::move(high)) {}
+  BatchNode(Branch kind, PyObject* keys, std::vector<BatchNode> children)
+      : kind_(kind == Branch::kDict ? Kind::kDict : Kind::kTuple),
+        keys_(Ref::borrow(keys)),
+        children_(std::move(children)) {}
 
   bool is_leaf() const { return kind_ == Kind::kLeaf; }
   size_t offset() const { return offset_; }
   int type_num() const { return type_num_; }
-  const std::vector<npy_intp>& shape() const { return shape_; }
+  const Shape& shape() const { return shape_; }
 
   // Whether a batch is what is expected to the letter. Others are cast, or complained of, in Python.
   bool fits(PyObject* batch) const {
@@ -128,7 +118,7 @@ class BatchNode {
   size_t offset_ = 0;
   size_t bytes_ = 0;  // of all rows
   int type_num_ = 0;
-  std::vector<npy_intp> shape_;  // with the leading N
+  Shape shape_;  // with the leading N
   bool lent_ = false;
   std::vector<int64_t> low_, high_;
   Ref keys_;

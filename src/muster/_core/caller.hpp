@@ -29,21 +29,26 @@ inline std::atomic<uint32_t> g_forks{0};
 
 class Caller {
  public:
-  // memory: what keeps the slab mapped.  obs, action: descriptions of batches, see batches.hpp; None where Python has to
-  // make them, or to take them apart.  lent_rows: (offset, row_bytes, ...) for each leaf that is lent.
-  Caller(PyObject* slab, PyObject* memory, PyObject* first_envs, PyObject* obs, PyObject* action, PyObject* lent_rows,
-         bool must_reset, Patience patience)
+  // Bits of what a step has come to besides numbers.
+  enum Unusual { kInfos = 1, kNotOk = 2, kFinals = 4 };
+
+  // How long a wait lasts before Python looks after signals and workers: a death is noticed within this.
+  static constexpr int64_t kSliceNs = 20'000'000;
+
+  // memory: what keeps the slab mapped.  first_envs: for each line the first of its envs, and num_envs at the end.  obs,
+  // action: null where Python has to make batches, or to take them apart.  lent: the arrays of leaves that are lent.
+  Caller(const SlabLayout& slab, PyObject* memory, std::vector<uint32_t> first_envs, BatchNode* obs, BatchNode* action,
+         PyObject* lent, bool must_reset, Patience patience)
       : slab_(slab),
         memory_(Ref::borrow(memory)),
         lending_(memory, slab_.num_obs_blocks),
-        lent_rows_(rows_of(lent_rows)),
+        lent_rows_(rows_of(lent)),
         must_reset_(must_reset),
         burst_(patience),
-        forks_(g_forks.load()) {
-    if (obs != Py_None) obs_.emplace(obs, slab_.num_envs);
-    if (action != Py_None) action_.emplace(action, slab_.num_envs);
-    // first_envs: for each line the first of its envs, and num_envs at the end.
-    for (int64_t first : numbers(first_envs)) first_envs_.push_back(uint32_t(first));
+        forks_(g_forks.load()),
+        first_envs_(std::move(first_envs)) {
+    if (obs) obs_ = std::move(*obs);
+    if (action) action_ = std::move(*action);
     line_of_.resize(slab_.num_envs);
     for (uint32_t w = 0; w < slab_.num_lines; ++w)
       for (uint32_t i = first_envs_[w]; i < first_envs_[w + 1]; ++i) line_of_[i] = w;
@@ -190,9 +195,9 @@ class Caller {
 
   // ---- recovery: envs that raised, or whose worker died, are asked again instead of being delivered
 
-  // Keeps every env's last delivered rows from now on: (offset, row_bytes, ...) for each leaf.
-  void keep_rows(PyObject* offsets_and_bytes) {
-    for (const Rows& rows : rows_of(offsets_and_bytes))
+  // Keeps every env's last delivered rows from now on, those in the leaves' arrays.
+  void keep_rows(PyObject* arrays) {
+    for (const Rows& rows : rows_of(arrays))
       kept_.push_back({rows, std::vector<char>(rows.row_bytes * slab_.num_envs)});
     kept_records_.resize(slab_.num_envs * sizeof(EnvRecord));
     recovers_ = true;
@@ -260,8 +265,6 @@ class Caller {
   uint32_t line_of(uint32_t env) const { return line_of_.at(env); }
 
  private:
-  enum Unusual { kInfos = 1, kNotOk = 2, kFinals = 4 };
-
   struct Rows {
     size_t offset;
     size_t row_bytes;
@@ -287,10 +290,12 @@ class Caller {
     int unusual = 0;
   };
 
-  static std::vector<Rows> rows_of(PyObject* offsets_and_bytes) {
-    const std::vector<int64_t> given = numbers(offsets_and_bytes);
+  std::vector<Rows> rows_of(PyObject* arrays) const {
     std::vector<Rows> rows;
-    for (size_t k = 0; k + 1 < given.size(); k += 2) rows.push_back({size_t(given[k]), size_t(given[k + 1])});
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(arrays); ++k) {
+      const LeafRows leaf(PyList_GET_ITEM(arrays, k));
+      rows.push_back({size_t(PyArray_BYTES(leaf.array) - slab_.base), leaf.row_bytes});
+    }
     return rows;
   }
 
@@ -444,7 +449,7 @@ class Caller {
     return obs_->batch(rows, true, &lent);
   }
 
-  Slab slab_;
+  SlabLayout slab_;
   Ref memory_;
   Lending lending_;
   std::vector<Rows> lent_rows_;

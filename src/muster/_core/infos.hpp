@@ -28,9 +28,8 @@ struct InfoColumn {
 
 class InfoTable {
  public:
-  static constexpr uint32_t kEmpty = 0;
-  static constexpr uint32_t kPickled = 1;  // the whole dict is one object in the mail
-  static constexpr uint32_t kFirst = 2;
+  // kPickled: the whole dict is one object in the mail.  From kFirst on: that of a layout.
+  enum Schema : uint32_t { kEmpty, kPickled, kFirst };
   static constexpr size_t kMaxSchemas = 64;
   static constexpr int kDeepest = 32;
 
@@ -197,7 +196,6 @@ class InfoTable {
   }
 
   static Ref describe(const Columns& columns) {
-    static const char* const kNames[] = {"number", "number", "number", "number", "array", "dict", "object"};
     Ref all = checked(PyTuple_New(Py_ssize_t(columns.size())));
     for (size_t i = 0; i < columns.size(); ++i) {
       const InfoColumn& column = columns[i];
@@ -205,7 +203,7 @@ class InfoTable {
       for (size_t d = 0; d < column.shape.size(); ++d)
         PyTuple_SET_ITEM(shape.get(), Py_ssize_t(d), PyLong_FromSsize_t(column.shape[d]));
       Ref children = describe(column.children);
-      PyObject* one = Py_BuildValue("(OsiOnO)", column.key.get(), kNames[int(column.kind)], column.type_num,
+      PyObject* one = Py_BuildValue("(OiiOnO)", column.key.get(), int(column.kind), column.type_num,
                                     shape.get(), Py_ssize_t(column.offset), children.get());
       PyTuple_SET_ITEM(all.get(), Py_ssize_t(i), checked(one).release());
     }

@@ -13,58 +13,78 @@
 
 namespace nb = nanobind;
 
+using namespace nanobind::literals;
+
+namespace nanobind::detail {
+
+// Objects come in as borrowed pointers and go out as owned references.
+template <>
+struct type_caster<PyObject> {
+  static constexpr auto Name = const_name("object");
+  template <class> using Cast = PyObject*;
+  template <class> static constexpr bool can_cast() { return true; }
+  bool from_python(handle source, uint32_t, cleanup_list*) noexcept { return (object = source.ptr()); }
+  operator PyObject*() { return object; }
+  PyObject* object;
+};
+
+template <>
+struct type_caster<muster::Ref> {
+  static constexpr auto Name = const_name("object");
+  static handle from_cpp(muster::Ref&& ref, rv_policy, cleanup_list*) noexcept { return ref.release(); }
+};
+
+}  // namespace nanobind::detail
+
 namespace {
 
 using namespace muster;
 
-template <class Call>
-auto guarded(Call call) {
-  try {
-    return call();
-  } catch (const PythonError&) {
-    throw nb::python_error();
-  }
+// Of workers/options.py.
+Patience patience_of(nb::handle patience) {
+  return {nb::cast<int>(patience.attr("pauses")), nb::cast<int>(patience.attr("yields")),
+          nb::cast<bool>(patience.attr("spreads"))};
 }
 
-Patience patience_of(nb::tuple numbers) {
-  return {nb::cast<int>(numbers[0]), nb::cast<int>(numbers[1]), nb::cast<bool>(numbers[2])};
+[[noreturn]] void raise_os_error() {
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw PythonError{};
 }
 
-nb::object handed_over(Ref ref) { return nb::steal(ref.release()); }
-
-// NumPy's C API, imported with the first object that needs it: the launcher and the watchdog don't.
-void import_numpy() {
-  if (PyArray_ImportNumPyAPI() < 0) throw nb::python_error();
+template <class Node, class... Fields>
+Node made(Fields... fields) {
+  return Node(std::move(fields)...);
 }
 
-nb::dict line_state(nb::tuple slab_description, uint32_t index) {
-  return guarded([&] {
-    const Slab slab(slab_description.ptr());
-    const WorkerLine& line = slab.lines[index];
-    auto read = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
-    nb::dict state;
-    state["doing"] = uint32_t(read(line.doing));
-    state["env_index"] = read(line.doing_env);
-    state["since"] = read(line.since);
-    state["env_steps"] = read(line.env_steps);
-    state["resets"] = read(line.resets);
-    state["ticks_in_env"] = read(line.ticks_in_env);
-    state["ticks_copying"] = read(line.ticks_copying);
-    state["ticks_waiting"] = read(line.ticks_waiting);
-    return state;
-  });
+// nodes: the children, which move out of their Python objects.
+template <class Node, class... Mismatch>
+Node branch(int kind, PyObject* keys, nb::list nodes, Mismatch... mismatch) {
+  std::vector<Node> children;
+  for (nb::handle node : nodes) children.push_back(std::move(nb::cast<Node&>(node)));
+  return Node(Branch(kind), keys, std::move(children), mismatch...);
+}
+
+nb::dict line_state(const SlabLayout& slab, uint32_t index) {
+  const WorkerLine& line = slab.lines[index];
+  auto read = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
+  nb::dict state;
+  state["doing"] = uint32_t(read(line.doing));
+  state["env_index"] = read(line.doing_env);
+  state["since"] = read(line.since);
+  state["env_steps"] = read(line.env_steps);
+  state["resets"] = read(line.resets);
+  state["ticks_in_env"] = read(line.ticks_in_env);
+  state["ticks_copying"] = read(line.ticks_copying);
+  state["ticks_waiting"] = read(line.ticks_waiting);
+  return state;
 }
 
 // uint8 [size]: memory of the file, shared, or of this process alone for fd -1. Python's mmap would keep a copy of the fd
 // open for as long as any view lives.
-nb::object map_bytes(int fd, size_t size) {
-  import_numpy();
+Ref map_bytes(int fd, size_t size) {
   const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
   void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, fd, 0);
-  if (base == MAP_FAILED) {
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw nb::python_error();
-  }
+  if (base == MAP_FAILED) raise_os_error();
   struct Mapping {
     void* base;
     size_t size;
@@ -74,92 +94,139 @@ nb::object map_bytes(int fd, size_t size) {
     munmap(mapping->base, mapping->size);
     delete mapping;
   });
-  return guarded([&] {
-    npy_intp length = npy_intp(size);
-    Ref array = checked(PyArray_SimpleNewFromData(1, &length, NPY_UINT8, base));
-    check(PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()), owner.release().ptr()));
-    return handed_over(std::move(array));
-  });
+  npy_intp length = npy_intp(size);
+  Ref array = checked(PyArray_SimpleNewFromData(1, &length, NPY_UINT8, base));
+  check(PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()), owner.release().ptr()));
+  return array;
 }
 
-}  // namespace
+// A class of ints: Python's own enums take longer to make than all else in this module.
+template <class Enum>
+void bind_enum(nb::module_& m, const char* name, std::initializer_list<std::pair<const char*, Enum>> members) {
+  nb::dict values;
+  for (const auto& [member, value] : members) values[member] = uint32_t(value);
+  m.attr(name) = nb::handle(reinterpret_cast<PyObject*>(&PyType_Type))(name, nb::tuple(), values);
+}
 
-NB_MODULE(_core, m) {
-  m.doc() = "The doorbell, the stepping loop and the watchdog of Muster's workers.";
-  // The objects live as long as the interpreter's module; a report of them at exit would only confuse.
-  nb::set_leak_warnings(false);
-  pthread_atfork([] { g_forks_begun.fetch_add(1); }, nullptr, [] { g_forks.fetch_add(1); });
+void bind_numbers(nb::module_& m) {
+  bind_enum<Command>(
+      m, "Command", {{"STEP", Command::kStep}, {"RESET", Command::kReset}, {"STEP_GIVEN", Command::kStepGiven}});
+  bind_enum<Status>(m, "Status", {{"OK", Status::kOk}, {"RAISED", Status::kRaised}, {"LOST", Status::kLost}});
+  bind_enum<Doing>(m, "Doing", {{"NOTHING", Doing::kNothing}, {"STEPPING", Doing::kStepping},
+                                {"RESETTING", Doing::kResetting}, {"TALKING", Doing::kTalking}});
+  bind_enum<Autoreset>(m, "Autoreset", {{"NEXT_STEP", Autoreset::kNextStep}, {"SAME_STEP", Autoreset::kSameStep},
+                                        {"DISABLED", Autoreset::kDisabled}});
+  bind_enum<Caller::Unusual>(
+      m, "Unusual", {{"INFOS", Caller::kInfos}, {"NOT_OK", Caller::kNotOk}, {"FINALS", Caller::kFinals}});
+  bind_enum<InfoTable::Schema>(m, "InfoSchema", {{"EMPTY", InfoTable::kEmpty}, {"PICKLED", InfoTable::kPickled},
+                                                 {"FIRST", InfoTable::kFirst}});
+  bind_enum<InfoColumn::Kind>(m, "InfoKind", {{"ARRAY", InfoColumn::Kind::kArray}, {"DICT", InfoColumn::Kind::kDict},
+                                              {"OBJECT", InfoColumn::Kind::kObject}});
+  bind_enum<Branch>(m, "Branch", {{"DICT", Branch::kDict}, {"TUPLE", Branch::kTuple}, {"STACK", Branch::kStack}});
+  bind_enum<AgentRow::Flag>(m, "AgentFlag", {{"ALIVE", AgentRow::kAlive}, {"ACTING", AgentRow::kActing},
+                                             {"TERMINATED", AgentRow::kTerminated},
+                                             {"TRUNCATED", AgentRow::kTruncated}});
+#define FIELD(name) nb::make_tuple(#name, kFormat<decltype(EnvRecord::name)>, offsetof(EnvRecord, name))
+  m.attr("RECORD_FIELDS") = nb::make_tuple(
+      FIELD(requested), FIELD(finished), FIELD(command), FIELD(status), FIELD(terminated), FIELD(truncated),
+      FIELD(needs_reset), FIELD(has_final), FIELD(episode_over), FIELD(info_schema), FIELD(final_schema),
+      FIELD(mail_bytes), FIELD(restarts), FIELD(reward), FIELD(episode_return), FIELD(episode_length),
+      FIELD(obs_block));
+#undef FIELD
+  m.attr("RECORD_BYTES") = sizeof(EnvRecord);
+  m.attr("LINE_BYTES") = sizeof(WorkerLine);
+  m.attr("CALLER_BYTES") = sizeof(CallerLine);
+  m.attr("CACHE_LINE") = kCacheLine;
+  m.attr("SLICE_NS") = Caller::kSliceNs;
+  m.attr("MARK") = kMark;
+  m.attr("EXIT_FDS_CLOSED") = kExitFdsClosed;
+}
 
+void bind_slab_layout(nb::module_& m) {
+  nb::class_<SlabLayout>(m, "SlabLayout")
+      .def("__init__", [](SlabLayout* self, nb::kwargs fields) {
+        auto number = [&](const char* name) { return nb::cast<size_t>(fields[name]); };
+        char* base = reinterpret_cast<char*>(number("address"));
+        new (self) SlabLayout{
+            .base = base, .num_envs = uint32_t(number("num_envs")), .num_lines = uint32_t(number("num_lines")),
+            .caller = reinterpret_cast<CallerLine*>(base + number("caller_offset")),
+            .lines = reinterpret_cast<WorkerLine*>(base + number("lines_offset")),
+            .records = reinterpret_cast<EnvRecord*>(base + number("records_offset")),
+            .info_offset = number("info_offset"), .info_bytes = number("info_bytes"),
+            .obs_offset = number("obs_offset"), .obs_block_bytes = number("obs_block_bytes"),
+            .obs_lent_bytes = number("obs_lent_bytes"), .num_obs_blocks = uint32_t(number("num_obs_blocks"))};
+      })
+      .def("line_state", &line_state);
+}
+
+void bind_obs_node(nb::module_& m) {
+  nb::class_<ObsNode>(m, "ObsNode")
+      .def(nb::init<>())
+      .def_static("leaf", &made<ObsNode, bool, PyObject*, PyObject*, size_t, size_t, bool>, nb::kw_only(),
+                  "is_integer"_a, "store"_a, "rows"_a, "offset"_a, "final_offset"_a, "lent"_a)
+      .def_static("branch", &branch<ObsNode, PyObject*>, nb::kw_only(), "kind"_a, "keys"_a, "children"_a, "mismatch"_a);
+}
+
+void bind_action_node(nb::module_& m) {
+  nb::class_<ActionNode>(m, "ActionNode")
+      .def(nb::init<>())
+      .def_static("leaf", &made<ActionNode, PyObject*, size_t, int64_t, PyObject*>, nb::kw_only(), "rows"_a,
+                  "offset"_a, "first"_a, "scalars"_a)
+      .def_static("branch", &branch<ActionNode>, nb::kw_only(), "kind"_a, "keys"_a, "children"_a);
+}
+
+void bind_batch_node(nb::module_& m) {
+  using Numbers = std::vector<int64_t>;
+  nb::class_<BatchNode>(m, "BatchNode")
+      .def_static("leaf", &made<BatchNode, PyObject*, size_t, bool, Numbers, Numbers>, nb::kw_only(), "rows"_a,
+                  "offset"_a, "lent"_a, "low"_a, "high"_a)
+      .def_static("branch", &branch<BatchNode>, nb::kw_only(), "kind"_a, "keys"_a, "children"_a);
+}
+
+void bind_stepper(nb::module_& m) {
   nb::class_<Stepper>(m, "Stepper")
       .def("__init__",
-           [](Stepper* self, nb::tuple slab, uint32_t line, uint32_t first_env, nb::list envs, nb::tuple obs,
-              nb::tuple action, int autoreset, bool check_finite, bool actions_by_mail, bool lends_objects,
-              nb::object host, nb::tuple patience) {
-             import_numpy();
-             guarded([&] {
-               new (self) Stepper(slab.ptr(), line, first_env, envs.ptr(), obs.ptr(), action.ptr(), autoreset,
-                                  check_finite, actions_by_mail, lends_objects, host.ptr(),
-                                  patience_of(patience));
-             });
+           [](Stepper* self, const SlabLayout& slab, uint32_t line, uint32_t first_env, nb::list envs, ObsNode& obs,
+              ActionNode& action, int autoreset, bool check_finite, bool actions_by_mail, bool lends_objects,
+              PyObject* host, nb::handle patience) {
+             new (self) Stepper(slab, line, first_env, envs.ptr(), std::move(obs), std::move(action),
+                                Autoreset(autoreset), check_finite, actions_by_mail, lends_objects, host,
+                                patience_of(patience));
            },
-           nb::arg("slab"), nb::arg("line"), nb::arg("first_env"), nb::arg("envs"), nb::arg("obs"), nb::arg("action"),
-           nb::kw_only(), nb::arg("autoreset"), nb::arg("check_finite"), nb::arg("actions_by_mail"),
-           nb::arg("lends_objects"), nb::arg("host"), nb::arg("patience"))
-      .def("run", [](Stepper& self) { guarded([&] { self.run(); }); })
-      .def("reset_env", [](Stepper& self, uint32_t i, nb::handle seed, nb::handle options, bool passes_options) {
-        return guarded([&] { return handed_over(self.reset_env(i, seed.ptr(), options.ptr(), passes_options)); });
-      }, nb::arg("i"), nb::arg("seed").none(), nb::arg("options").none(), nb::arg("passes_options") = true)
-      .def("replace_env", [](Stepper& self, uint32_t i, nb::handle env, nb::handle seed) {
-        guarded([&] { self.replace_env(i, env.ptr(), seed.ptr()); });
-      }, nb::arg("i"), nb::arg("env"), nb::arg("seed").none())
-      .def("acknowledge", [](Stepper& self, uint32_t i) { guarded([&] { self.acknowledge(i); }); })
-      .def("refuse", [](Stepper& self, uint32_t i, nb::handle exception) {
-        guarded([&] { self.refuse(i, exception.ptr()); });
-      })
-      .def("describe_schemas", [](Stepper& self) {
-        return guarded([&] { return handed_over(self.describe_schemas()); });
-      });
+           nb::kw_only(), "slab"_a, "line"_a, "first_env"_a, "envs"_a, "obs"_a, "action"_a, "autoreset"_a,
+           "check_finite"_a, "actions_by_mail"_a, "lends_objects"_a, "host"_a, "patience"_a)
+      .def("run", &Stepper::run)
+      .def("reset_env", &Stepper::reset_env, "i"_a, "seed"_a.none(), "options"_a.none(), "passes_options"_a = true)
+      .def("replace_env", &Stepper::replace_env, "i"_a, "env"_a, "seed"_a.none())
+      .def("acknowledge", &Stepper::acknowledge)
+      .def("refuse", &Stepper::refuse)
+      .def("describe_schemas", &Stepper::describe_schemas);
+}
 
+void bind_caller(nb::module_& m) {
   nb::class_<Caller>(m, "Caller")
       .def("__init__",
-           [](Caller* self, nb::tuple slab, nb::object memory, nb::list first_envs, nb::object obs, nb::object action,
-              nb::list lent_rows, bool must_reset, nb::tuple patience) {
-             import_numpy();
-             guarded([&] {
-               new (self) Caller(slab.ptr(), memory.ptr(), first_envs.ptr(), obs.ptr(), action.ptr(), lent_rows.ptr(),
-                                 must_reset, patience_of(patience));
-             });
+           [](Caller* self, const SlabLayout& slab, PyObject* memory, std::vector<uint32_t> first_envs,
+              BatchNode* obs, BatchNode* action, nb::list lent, bool must_reset, nb::handle patience) {
+             new (self) Caller(slab, memory, std::move(first_envs), obs, action, lent.ptr(), must_reset,
+                               patience_of(patience));
            },
-           nb::arg("slab"), nb::arg("memory"), nb::arg("first_envs"), nb::arg("obs").none(), nb::arg("action").none(),
-           nb::arg("lent_rows"), nb::kw_only(), nb::arg("must_reset"), nb::arg("patience"))
+           nb::kw_only(), "slab"_a, "memory"_a, "first_envs"_a, "obs"_a.none(), "action"_a.none(), "lent"_a,
+           "must_reset"_a, "patience"_a)
       .def("allow_unreset", &Caller::allow_unreset)
       .def("set_local", [](Caller& self, nb::handle stepper) {
         self.set_local(nb::cast<Stepper*>(stepper), stepper.ptr());
       })
       .def("bring_home", [](Caller& self) { self.bring_home(); })
-      .def("expect_infos", [](Caller& self, nb::bytes schemas, nb::list columns, nb::handle given) {
-        self.expect_infos(schemas.ptr(), columns.ptr(), given.ptr());
-      })
+      .def("expect_infos", &Caller::expect_infos)
       .def("forget_infos", &Caller::forget_infos)
-      .def("write", [](Caller& self, nb::handle actions, nb::handle env_ids) {
-        return guarded([&] { return self.write(actions.ptr(), env_ids.ptr()); });
-      }, nb::arg("actions").none(), nb::arg("env_ids").none())
-      .def("send", [](Caller& self, nb::handle env_ids, bool objects, bool as_whole, bool copies) {
-        guarded([&] { self.send(env_ids.ptr(), objects, as_whole, copies); });
-      }, nb::arg("env_ids").none(), nb::arg("objects"), nb::arg("as_whole"), nb::arg("copies"))
-      .def("request_resets", [](Caller& self, nb::handle env_ids) {
-        guarded([&] { self.request_resets(env_ids.ptr()); });
-      })
+      .def("write", &Caller::write, "actions"_a.none(), "env_ids"_a.none())
+      .def("send", &Caller::send, "env_ids"_a.none(), "objects"_a, "as_whole"_a, "copies"_a)
+      .def("request_resets", &Caller::request_resets)
       .def("announce_message", &Caller::announce_message)
-      .def("wait", [](Caller& self, uint32_t min_envs, int64_t slice_ns) {
-        return guarded([&] { return self.wait(min_envs, slice_ns); });
-      }, nb::arg("min_envs"), nb::arg("slice_ns"))
-      .def("collect", [](Caller& self, bool copies, bool columns) {
-        return guarded([&] { return handed_over(self.collect(copies, columns)); });
-      }, nb::arg("copies"), nb::arg("columns"))
-      .def("keep_rows", [](Caller& self, nb::list offsets_and_bytes) {
-        guarded([&] { self.keep_rows(offsets_and_bytes.ptr()); });
-      })
+      .def("wait", &Caller::wait, "min_envs"_a, "slice_ns"_a)
+      .def("collect", &Caller::collect, "copies"_a, "columns"_a)
+      .def("keep_rows", &Caller::keep_rows)
       .def("failed", &Caller::failed)
       .def("restore", &Caller::restore)
       .def("ask_again", &Caller::ask_again)
@@ -172,77 +239,68 @@ NB_MODULE(_core, m) {
       .def_rw("lost", &Caller::lost)
       .def_prop_ro("num_pending", &Caller::num_pending)
       .def_prop_ro("in_fork", &Caller::in_fork)
-      .def("require_open", [](const Caller& self) { guarded([&] { self.require_open(); }); });
+      .def("require_open", &Caller::require_open);
+}
 
+void bind_agent_row(nb::module_& m) {
   nb::class_<AgentRow>(m, "AgentRow")
-      .def("__init__",
-           [](AgentRow* self, nb::dict slots, const std::vector<Py_ssize_t>& sizes, nb::object rewards,
-              nb::object flags) {
-             import_numpy();
-             new (self) AgentRow(slots.ptr(), sizes, rewards.ptr(), flags.ptr());
-           },
-           nb::arg("slots"), nb::arg("sizes"), nb::arg("rewards"), nb::arg("flags"))
+      .def(nb::init<PyObject*, const std::vector<Py_ssize_t>&, PyObject*, PyObject*>(), "slots"_a, "sizes"_a,
+           "rewards"_a, "flags"_a)
       .def("start_episode", &AgentRow::start_episode)
-      .def("start", [](AgentRow& self) { guarded([&] { self.start(); }); })
-      .def("put", [](AgentRow& self, nb::handle agent, nb::handle obs, nb::handle reward, bool terminated,
-                     bool truncated, bool acts) {
-        guarded([&] { self.put(agent.ptr(), obs.ptr(), reward.ptr(), terminated, truncated, acts); });
-      }, nb::arg("agent"), nb::arg("obs").none(), nb::arg("reward").none(), nb::arg("terminated"), nb::arg("truncated"),
-         nb::arg("acts"))
+      .def("start", &AgentRow::start)
+      .def("put", &AgentRow::put, "agent"_a, "obs"_a.none(), "reward"_a.none(), "terminated"_a, "truncated"_a, "acts"_a)
       .def("choose", [](AgentRow& self, nb::list by_group, nb::list agents) {
-        return guarded([&] { return handed_over(self.choose(by_group.ptr(), agents.ptr())); });
+        return self.choose(by_group.ptr(), agents.ptr());
       })
       .def("put_alike", [](AgentRow& self, nb::list agents, nb::list observations, nb::list rewards, bool terminated,
                            bool truncated) {
-        guarded([&] { self.put_alike(agents.ptr(), observations.ptr(), rewards.ptr(), terminated, truncated); });
+        self.put_alike(agents.ptr(), observations.ptr(), rewards.ptr(), terminated, truncated);
       })
-      .def("put_all", [](AgentRow& self, nb::list before, nb::list after, nb::handle observations, nb::handle rewards,
-                         nb::handle terminations, nb::handle truncations) {
-        return guarded([&] {
-          return self.put_all(before.ptr(), after.ptr(), observations.ptr(), rewards.ptr(), terminations.ptr(),
-                              truncations.ptr());
-        });
+      .def("put_all", [](AgentRow& self, nb::list before, nb::list after, PyObject* observations, PyObject* rewards,
+                         PyObject* terminations, PyObject* truncations) {
+        return self.put_all(before.ptr(), after.ptr(), observations, rewards, terminations, truncations);
       })
-      .def("take_places", [](AgentRow& self) { return guarded([&] { return handed_over(self.take_places()); }); })
-      .def("end_of_step", [](AgentRow& self, bool over) {
-        return guarded([&] { return handed_over(self.end_of_step(over)); });
-      });
+      .def("take_places", &AgentRow::take_places)
+      .def("end_of_step", &AgentRow::end_of_step);
+}
 
-  m.def("copied", [](nb::handle obs) {
-    import_numpy();
-    return guarded([&] { return handed_over(copied(obs.ptr())); });
-  }, nb::arg("obs").none());
-  m.def("split_agents", [](nb::handle rewards, nb::handle flags, nb::list slots, nb::tuple names) {
-    import_numpy();
-    return guarded([&] { return handed_over(split_agents(rewards.ptr(), flags.ptr(), slots.ptr(), names.ptr())); });
-  });
-  m.def("gather_columns", [](nb::list columns, nb::handle ids, nb::handle given) {
-    import_numpy();
-    return guarded([&] { return handed_over(gather_columns(columns.ptr(), ids.ptr(), given.ptr())); });
-  }, nb::arg("columns"), nb::arg("ids").none(), nb::arg("given"));
-  m.def("running", [] { return guarded([] { return handed_over(Stepper::running()); }); });
-  m.def("line_state", &line_state);
-  m.def("map_bytes", &map_bytes, nb::arg("fd"), nb::arg("size"));
+void bind_functions(nb::module_& m) {
+  m.def("copied", &copied, "obs"_a.none());
+  m.def("split_agents", &split_agents);
+  m.def("gather_columns", &gather_columns, "columns"_a, "ids"_a.none(), "given"_a);
+  m.def("running", &Stepper::running);
+  m.def("map_bytes", &map_bytes, nb::kw_only(), "fd"_a, "size"_a);
   m.def("ticks", &ticks, "The clock of line_state's since and ticks, in units of its own.");
-  m.def(
-      "start_watchdog",
-      [](int caller_pidfd, int stderr_pipe, int stderr_to, int tail) {
-        errno = start_watchdog(caller_pidfd, stderr_pipe, stderr_to, tail);
-        if (!errno) return;
-        PyErr_SetFromErrno(PyExc_OSError);
-        throw nb::python_error();
-      },
-      nb::arg("caller_pidfd"), nb::arg("stderr_pipe") = -1, nb::arg("stderr_to") = -1, nb::arg("tail") = -1,
-      "Raises OSError where no thread can be started.");
+  m.def("start_watchdog", [](int caller_pidfd, int stderr_pipe, int stderr_to, int tail) {
+    errno = start_watchdog(caller_pidfd, stderr_pipe, stderr_to, tail);
+    if (errno) raise_os_error();
+  }, "caller_pidfd"_a, nb::kw_only(), "stderr_pipe"_a = -1, "stderr_to"_a = -1, "tail"_a = -1,
+        "Raises OSError where no thread can be started.");
   m.def("die_with_parent", [] { prctl(PR_SET_PDEATHSIG, SIGKILL); },
         "SIGKILL for this process when the thread that started it ends; reaches it while it is stopped, too.");
   m.def("continue_without_parent", [] { prctl(PR_SET_PDEATHSIG, SIGCONT); },
         "SIGCONT for this process when the thread that started it ends: the watchdog cannot run while it is stopped.");
-  m.def("kill_started", &kill_started, nb::arg("root"), nb::arg("session"), nb::arg("is_reaped") = false,
+  m.def("kill_started", &kill_started, nb::kw_only(), "root"_a, "session"_a, "is_reaped"_a = false,
         "Kills what a process has started in its session; if it leads that, all that is in it.",
         nb::call_guard<nb::gil_scoped_release>());
-  m.attr("MARK") = kMark;
-  m.attr("EXIT_FDS_CLOSED") = kExitFdsClosed;
-  m.attr("RECORD_BYTES") = sizeof(EnvRecord);
-  m.attr("LINE_BYTES") = sizeof(WorkerLine);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The doorbell, the stepping loop and the watchdog of Muster's workers.";
+  // The objects live as long as the interpreter's module; a report of them at exit would only confuse.
+  nb::set_leak_warnings(false);
+  // The Python exception of a PythonError is set already.
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const PythonError&) {
+    }
+  });
+  if (PyArray_ImportNumPyAPI() < 0) throw nb::python_error();
+  pthread_atfork([] { g_forks_begun.fetch_add(1); }, nullptr, [] { g_forks.fetch_add(1); });
+  for (auto bind : {bind_numbers, bind_slab_layout, bind_obs_node, bind_action_node, bind_batch_node, bind_stepper,
+                    bind_caller, bind_agent_row, bind_functions})
+    bind(m);
 }

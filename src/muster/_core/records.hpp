@@ -1,11 +1,15 @@
-// The shared block as both sides see it: plain structs at offsets that transport/slab.py computes.
+// The shared block as both sides see it: plain structs at offsets that transport/slab.py computes. Python has the names,
+// offsets and sizes from module.cpp.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace muster {
+
+inline constexpr size_t kCacheLine = 64;
 
 enum class Command : uint8_t { kStep = 1, kReset = 2, kStepGiven = 3 };
 enum class Status : uint8_t { kOk = 0, kRaised = 1, kLost = 2 };
@@ -13,16 +17,16 @@ enum class Doing : uint32_t { kNothing = 0, kStepping = 1, kResetting = 2, kTalk
 
 // All that an env says about one step, on one cache line. The caller writes it before it rings the worker, the worker
 // from then until `finished` equals `requested`; so neither ever sees a half-written record.
-struct alignas(64) EnvRecord {
+struct alignas(kCacheLine) EnvRecord {
   std::atomic<uint32_t> requested;
   std::atomic<uint32_t> finished;
   Command command;
   Status status;
-  uint8_t terminated;
-  uint8_t truncated;
-  uint8_t needs_reset;    // the last row ended an episode and no reset followed
-  uint8_t has_final;      // same_step: the final rows belong to this step
-  uint8_t episode_over;   // the counts below are of a finished episode
+  bool terminated;
+  bool truncated;
+  bool needs_reset;       // the last row ended an episode and no reset followed
+  bool has_final;         // same_step: the final rows belong to this step
+  bool episode_over;      // the counts below are of a finished episode
   uint32_t info_schema;   // 0: no info
   uint32_t final_schema;  // same_step: schema of the final step's info
   uint32_t mail_bytes;    // pickled objects in this env's part of the mail
@@ -32,19 +36,25 @@ struct alignas(64) EnvRecord {
   int64_t episode_length;
   uint32_t obs_block;  // of the slab's blocks of observation rows, the one that this env's lent rows go to
 };
-static_assert(sizeof(EnvRecord) == 64);
+static_assert(sizeof(EnvRecord) == kCacheLine);
+
+// What NumPy calls a field's type; null for one that it has not been told of.
+template <class Field>
+inline constexpr const char* kFormat =
+    std::is_same_v<Field, bool> ? "?" : std::is_same_v<Field, double> ? "f8" : std::is_same_v<Field, int64_t> ? "i8"
+    : sizeof(Field) == 4 ? "u4" : sizeof(Field) == 1 ? "u1" : nullptr;
 
 // One writer for each line: ringing, finishing and diagnosis never share one.
-struct alignas(64) WorkerLine {
+struct alignas(kCacheLine) WorkerLine {
   std::atomic<uint32_t> rung;    // futex word; the caller adds 1
   std::atomic<uint32_t> asleep;  // the worker is, or is about to be, in futex_wait
   std::atomic<uint32_t> messages;  // control messages the caller has sent
   std::atomic<uint32_t> asked;     // env steps the caller has asked for
 
-  alignas(64) std::atomic<uint32_t> finished;  // env steps finished; also the worker's to write
+  alignas(kCacheLine) std::atomic<uint32_t> finished;  // env steps finished; also the worker's to write
   std::atomic<uint32_t> seat;  // 1 + the core on which the worker last began to wait; 0: not known
 
-  alignas(64) std::atomic<Doing> doing;
+  alignas(kCacheLine) std::atomic<Doing> doing;
   std::atomic<uint32_t> doing_env;
   std::atomic<uint64_t> since;  // ticks()
   std::atomic<uint64_t> env_steps;
@@ -53,9 +63,9 @@ struct alignas(64) WorkerLine {
   std::atomic<uint64_t> ticks_copying;
   std::atomic<uint64_t> ticks_waiting;
 };
-static_assert(sizeof(WorkerLine) == 192);
+static_assert(sizeof(WorkerLine) == 3 * kCacheLine);
 
-struct alignas(64) CallerLine {
+struct alignas(kCacheLine) CallerLine {
   std::atomic<uint32_t> armed;   // futex word: 1 while the caller sleeps, or is about to
   std::atomic<uint32_t> target;  // sum of `finished` over the workers that it waits for
   std::atomic<uint32_t> core;    // on which it last rang

@@ -1,68 +1,38 @@
-// Observations into slab rows and slab rows into actions, along a tree that spaces/tree.py describes once.
+// Observations into slab rows and slab rows into actions, along a tree that spaces/tree.py makes once. A node moves into
+// what it is handed to.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <string>
+#include <functional>
+#include <numeric>
 #include <vector>
 
 #include "python.hpp"
 
 namespace muster {
 
-inline Py_ssize_t as_size(PyObject* number) {
-  const Py_ssize_t value = PyLong_AsSsize_t(number);
-  if (value == -1 && PyErr_Occurred()) throw PythonError{};
-  return value;
-}
+using Shape = std::vector<npy_intp>;
 
-// Of a list, or none for None.
-inline std::vector<int64_t> numbers(PyObject* list) {
-  std::vector<int64_t> values;
-  if (list == Py_None) return values;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) values.push_back(as_size(PyList_GET_ITEM(list, i)));
-  return values;
-}
+// What a leaf's array [N, *shape] in the slab says of its rows.
+struct LeafRows {
+  LeafRows(PyObject* rows)
+      : array(reinterpret_cast<PyArrayObject*>(rows)),
+        type_num(PyArray_TYPE(array)),
+        shape(PyArray_DIMS(array) + 1, PyArray_DIMS(array) + PyArray_NDIM(array)),
+        row_bytes(std::accumulate(shape.begin(), shape.end(), size_t(PyArray_ITEMSIZE(array)), std::multiplies<>())) {}
 
-// Reads the fields of a description ("kind", field, ...) in order.
-class Fields {
- public:
-  explicit Fields(PyObject* description) : tuple_(description) {
-    if (!PyTuple_Check(description)) {
-      PyErr_SetString(PyExc_TypeError, "a node's description must be a tuple");
-      throw PythonError{};
-    }
-  }
-  PyObject* next() {
-    if (at_ >= PyTuple_GET_SIZE(tuple_)) {
-      PyErr_SetString(PyExc_ValueError, "a node's description is too short");
-      throw PythonError{};
-    }
-    return PyTuple_GET_ITEM(tuple_, at_++);
-  }
-  Py_ssize_t size() { return as_size(next()); }
-  bool more() const { return at_ < PyTuple_GET_SIZE(tuple_); }
-  std::string text() {
-    const char* chars = PyUnicode_AsUTF8(next());
-    if (!chars) throw PythonError{};
-    return chars;
-  }
-  std::vector<npy_intp> shape() {
-    PyObject* dims = next();
-    std::vector<npy_intp> shape;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dims); ++i) shape.push_back(as_size(PyTuple_GET_ITEM(dims, i)));
-    return shape;
-  }
-
- private:
-  PyObject* tuple_;
-  Py_ssize_t at_ = 0;
+  PyArrayObject* array;
+  int type_num;
+  Shape shape;  // of one row
+  size_t row_bytes;
 };
 
-inline bool same_layout(PyArrayObject* array, int type_num, const std::vector<npy_intp>& shape) {
+enum class Branch { kDict, kTuple, kStack };  // kStack: of observations, a member for each agent of a group
+
+inline bool same_layout(PyArrayObject* array, int type_num, const Shape& shape) {
   return PyArray_TYPE(array) == type_num && PyArray_ISCARRAY_RO(array) && PyArray_NDIM(array) == int(shape.size()) &&
          std::equal(shape.begin(), shape.end(), PyArray_DIMS(array));
 }
@@ -80,31 +50,23 @@ struct ObsPlace {
 
 class ObsNode {
  public:
-  explicit ObsNode(PyObject* description) {
-    Fields fields(description);
-    const std::string kind = fields.text();
-    if (kind == "object") {
-      kind_ = Kind::kObject;
-      return;
-    }
-    slow_ = Ref::borrow(fields.next());
-    if (kind == "array" || kind == "integer") {
-      kind_ = kind == "array" ? Kind::kArray : Kind::kInteger;
-      offset_ = fields.size();
-      final_offset_ = fields.size();
-      row_bytes_ = fields.size();
-      type_num_ = int(fields.size());
-      shape_ = fields.shape();
-      // A member of a stack: its rows lie apart by as much as the whole stack takes.
-      stride_ = size_t(fields.size());
-      lent_ = fields.size();
-      return;
-    }
-    kind_ = kind == "dict" ? Kind::kDict : kind == "stack" ? Kind::kStack : Kind::kTuple;
-    keys_ = Ref::borrow(fields.next());
-    PyObject* children = fields.next();
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(children); ++i) children_.emplace_back(PyTuple_GET_ITEM(children, i));
-  }
+  ObsNode() : kind_(Kind::kObject) {}
+  // A member of a stack has its rows as far apart as the whole stack takes.
+  ObsNode(bool is_integer, PyObject* store, const LeafRows& rows, size_t offset, size_t final_offset, bool lent)
+      : kind_(is_integer ? Kind::kInteger : Kind::kArray),
+        slow_(Ref::borrow(store)),
+        offset_(offset),
+        final_offset_(final_offset),
+        row_bytes_(rows.row_bytes),
+        stride_(size_t(PyArray_STRIDE(rows.array, 0))),
+        lent_(lent),
+        type_num_(rows.type_num),
+        shape_(rows.shape) {}
+  ObsNode(Branch kind, PyObject* keys, std::vector<ObsNode> children, PyObject* mismatch)
+      : kind_(kind == Branch::kDict ? Kind::kDict : kind == Branch::kStack ? Kind::kStack : Kind::kTuple),
+        slow_(Ref::borrow(mismatch)),
+        keys_(Ref::borrow(keys)),
+        children_(std::move(children)) {}
 
   // What has no fixed layout is appended to `objects`.
   void write(PyObject* value, const ObsPlace& place, PyObject* objects) const {
@@ -232,7 +194,7 @@ class ObsNode {
   size_t stride_ = 0;
   bool lent_ = false;
   int type_num_ = 0;
-  std::vector<npy_intp> shape_;
+  Shape shape_;
   Ref keys_;
   std::vector<ObsNode> children_;
 };
@@ -241,28 +203,21 @@ class ObsNode {
 
 class ActionNode {
  public:
-  explicit ActionNode(PyObject* description) {
-    Fields fields(description);
-    const std::string kind = fields.text();
-    if (kind == "object") {
-      kind_ = Kind::kObject;
-    } else if (kind == "array" || kind == "scalar") {
-      kind_ = kind == "array" ? Kind::kArray : Kind::kScalar;
-      offset_ = fields.size();
-      row_bytes_ = fields.size();
-      type_num_ = int(fields.size());
-      shape_ = fields.shape();
-      if (kind_ == Kind::kScalar) {
-        first_ = fields.size();
-        scalars_ = Ref::borrow(fields.next());
-      }
-    } else {
-      kind_ = kind == "dict" ? Kind::kDict : Kind::kTuple;
-      keys_ = Ref::borrow(fields.next());
-      PyObject* children = fields.next();
-      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(children); ++i) children_.emplace_back(PyTuple_GET_ITEM(children, i));
-    }
-  }
+  ActionNode() : kind_(Kind::kObject) {}
+  // Rows without a shape are scalars: what iterating over an array gives, and so what Gymnasium's vector envs hand out.
+  // scalars: a tuple of those from `first` on, made once; may be empty.
+  ActionNode(const LeafRows& rows, size_t offset, int64_t first, PyObject* scalars)
+      : kind_(rows.shape.empty() ? Kind::kScalar : Kind::kArray),
+        offset_(offset),
+        row_bytes_(rows.row_bytes),
+        type_num_(rows.type_num),
+        shape_(rows.shape),
+        first_(first),
+        scalars_(Ref::borrow(scalars)) {}
+  ActionNode(Branch kind, PyObject* keys, std::vector<ActionNode> children)
+      : kind_(kind == Branch::kDict ? Kind::kDict : Kind::kTuple),
+        keys_(Ref::borrow(keys)),
+        children_(std::move(children)) {}
 
   // What env `env` is to be given: its own object, never a view that the next send would change under it.
   // `objects`: an iterator over what came through the mail, in the tree's order.
@@ -316,7 +271,7 @@ class ActionNode {
   size_t offset_ = 0;
   size_t row_bytes_ = 0;
   int type_num_ = 0;
-  std::vector<npy_intp> shape_;
+  Shape shape_;
   int64_t first_ = 0;
   Ref scalars_;
   Ref keys_;

@@ -20,16 +20,17 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 // lends_objects: the mail hands over the very objects, which the env may go on using.
 class Stepper {
  public:
-  Stepper(PyObject* slab, uint32_t line, uint32_t first_env, PyObject* envs, PyObject* obs, PyObject* action,
-          int autoreset, bool check_finite, bool actions_by_mail, bool lends_objects, PyObject* host, Patience patience)
+  Stepper(const SlabLayout& slab, uint32_t line, uint32_t first_env, PyObject* envs, ObsNode obs, ActionNode action,
+          Autoreset autoreset, bool check_finite, bool actions_by_mail, bool lends_objects, PyObject* host,
+          Patience patience)
       : slab_(slab),
         line_index_(line),
         line_(slab_.lines[line]),
         first_env_(first_env),
         envs_(Ref::borrow(envs)),
-        obs_(obs),
-        action_(action),
-        autoreset_(Autoreset(autoreset)),
+        obs_(std::move(obs)),
+        action_(std::move(action)),
+        autoreset_(autoreset),
         check_finite_(check_finite),
         actions_by_mail_(actions_by_mail),
         lends_objects_(lends_objects),
@@ -352,7 +353,7 @@ class Stepper {
     return uint32_t(bytes);
   }
 
-  Slab slab_;
+  SlabLayout slab_;
   uint32_t line_index_;
   WorkerLine& line_;
   uint32_t first_env_;

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from muster._core import Caller
+from muster._core import Caller, Status
 from muster.errors import UsageError
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
-from muster.transport.slab import STATUS_LOST, STATUS_RAISED, Plan, Slab
+from muster.transport.slab import Plan, Slab
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import Share
 from muster.workers.failures import Failure
@@ -144,7 +144,7 @@ class Backend(ABC):
 
     def failures(self, ids: Array) -> list[Failure]:
         """The failures among the last steps of envs `ids`."""
-        raised = ids[self.slab.records["status"][ids] == STATUS_RAISED]
+        raised = ids[self.slab.records["status"][ids] == Status.RAISED]
         lengths = self.slab.records["mail_bytes"][raised]
         return [
             self.mail_of(self.caller.line_of(env)).get(env, length)
@@ -153,7 +153,7 @@ class Backend(ABC):
 
     def lost(self, ids: Array) -> Array:
         """Those of `ids` whose worker died before it answered."""
-        lost: Array = ids[self.slab.records["status"][ids] == STATUS_LOST]
+        lost: Array = ids[self.slab.records["status"][ids] == Status.LOST]
         return lost
 
     def put_actions(self, ids: Array, objects: Sequence[list[Any]]) -> None:
@@ -172,12 +172,12 @@ def make_caller(slab: Slab, options: CallerOptions) -> Caller:
     """The caller's end of the core."""
     plan = slab.plan
     caller = Caller(
-        slab.description,
-        slab.memory,
-        list(plan.first_envs),
-        plan.obs.describe_batch(slab.obs),
-        plan.action.describe_batch(slab.actions, checked=True) if options.writes_actions else None,
-        slab.obs_places(lent_only=True),
+        slab=slab.layout,
+        memory=slab.memory,
+        first_envs=plan.first_envs,
+        obs=plan.obs.batch_node(slab.obs),
+        action=plan.action.batch_node(slab.actions, checked=True) if options.writes_actions else None,
+        lent=[rows for rows, lent in zip(slab.obs.arrays, slab.obs.lent, strict=True) if lent],
         must_reset=options.must_reset,
         patience=options.patience,
     )

@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from muster._core import Command, InfoSchema, Status
 from muster.backends.base import Backend
 from muster.errors import WorkerError
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader
-from muster.transport.slab import STATUS_LOST
 from muster.workers.messages import Restart
 
 WINDOW_S = 60.0
-_RESET = 2  # Command::kReset of _core/records.hpp
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Recovery:
         self._lost: dict[int, str] = {}
         self._reasons: dict[int, str] = {}  # of workers' deaths, by env that was waited for
         self._restarts: dict[int, _Restart] = {}  # by env that has not been delivered since
-        self._caller.keep_rows(backend.slab.obs_places())
+        self._caller.keep_rows(backend.slab.obs.arrays)
 
     def seeds_for_reset(self, env_ids: Array, seeds: Sequence[int | None], options: Any) -> list[int | None]:
         """Seeds for a reset, which settles what died before it; remembers what was asked for."""
@@ -99,7 +98,7 @@ class Recovery:
         """
         failed, interrupt = self._caller.failed(), None
         for env in failed:
-            died, untouched = self._records["status"][env] == STATUS_LOST, False
+            died, untouched = self._records["status"][env] == Status.LOST, False
             if died:
                 reason = self._reasons.pop(env)
             else:
@@ -110,7 +109,7 @@ class Recovery:
                     interrupt = failure.exception
                 else:
                     self._count(self._caller.line_of(env), f"env {env}: {reason}")
-            was_reset = self._records["command"][env] == _RESET
+            was_reset = self._records["command"][env] == Command.RESET
             self._caller.restore(env)
             if not died:
                 self._records["restarts"][env] += 1
@@ -165,7 +164,7 @@ class Recovery:
         record["episode_over"][env] = True
         same_step = self._mode is AutoresetMode.SAME_STEP
         record["needs_reset"][env], record["has_final"][env] = not same_step, same_step
-        record["final_schema"][env] = 0
+        record["final_schema"][env] = InfoSchema.EMPTY
 
     def _count(self, line: int, reason: str) -> None:
         now = time.monotonic()

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from muster._core import AgentRow
 from muster.envs.attributes import get_through, set_through
 from muster.envs.groups import Agent, group_agents, sorted_space
-from muster.envs.layout import AgentLayout
+from muster.envs.layout import FLAG_NAMES, AgentLayout
 from muster.errors import SpecMismatch
 from muster.spaces.tree import Space
 
@@ -73,7 +73,7 @@ class AgentsEnv(ABC):
         self._masked = bool(unwraps)
         self._splits = [(name, _splitter(space)) for name, space in self.layout.action_spaces.items()]
         self._rewards = np.zeros(self.layout.num_agents, np.float32)
-        self._flags = np.zeros((4, self.layout.num_agents), np.bool_)
+        self._flags = np.zeros((len(FLAG_NAMES), self.layout.num_agents), np.bool_)
         sizes = [len(agents) for agents in self.layout.groups.values()]
         self._agents_row = AgentRow(self._slots, sizes, self._rewards, self._flags)
         self._masks = self.layout.full_masks()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from muster._core import AgentFlag, BatchNode, Branch, ObsNode
 from muster.envs.groups import Groups
 from muster.errors import SpecMismatch
 from muster.spaces.stacking import stacked_space
@@ -16,8 +17,8 @@ from muster.spaces.tree import Array, BranchNode, Leaf, Node, Rows, Space, Take,
 
 # The parts of a row, in order: what `AgentsEnv` hands to the stepping loop as one env's observation.
 OBS, REWARDS, FLAGS, MASKS, HAS_MASKS, STATE, SHARED = range(7)
-# The flags, in order, and what they are called in infos.
-ALIVE, ACTING, TERMINATED, TRUNCATED = range(4)
+ALIVE, ACTING, TERMINATED, TRUNCATED = AgentFlag.ALIVE, AgentFlag.ACTING, AgentFlag.TERMINATED, AgentFlag.TRUNCATED
+# What the flags are called in infos, in order.
 FLAG_NAMES = ("alive", "acting", "agent_terminated", "agent_truncated")
 
 
@@ -82,7 +83,7 @@ class AgentLayout:
         parts = (
             _branch("observation", stacks),
             _leaf("rewards", (count,), np.float32),
-            _leaf("flags", (4, count), np.bool_),
+            _leaf("flags", (len(FLAG_NAMES), count), np.bool_),
             _branch("action_mask", masks),
             _leaf("has_masks", (1,), np.bool_),
             tree(self.state_space or spaces.Tuple(()), "state"),
@@ -128,23 +129,23 @@ class StackNode(Node):
     def has_objects(self) -> bool:
         return False
 
-    def describe_obs(self, rows: Rows, final: Rows) -> tuple[Any, ...]:
-        count = range(len(self.members))
-        parts = tuple(self.members[a].describe_obs(self._part(a, rows), self._part(a, final)) for a in count)
-        return ("stack", self.mismatch, (), parts)
+    def obs_node(self, rows: Rows, final: Rows) -> ObsNode:
+        children = [one.obs_node(self._part(a, rows), self._part(a, final)) for a, one in enumerate(self.members)]
+        return ObsNode.branch(kind=Branch.STACK, keys=(), children=children, mismatch=self.mismatch)
 
-    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
-        return self.stacked.describe_batch(rows, checked=checked)
+    def batch_node(self, rows: Rows, *, checked: bool = False) -> BatchNode | None:
+        return self.stacked.batch_node(rows, checked=checked)
 
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
         return self.stacked.batch(rows, take, objects)
 
     def _part(self, a: int, rows: Rows) -> Rows:
         """Where the leaves of member `a` lie, in the member's own numbering."""
-        whole = list(self.stacked.leaves())
-        parts = list(self.members[a].leaves())
-        offsets = [rows.offsets[one.index] + a * part.row_bytes for one, part in zip(whole, parts, strict=True)]
-        return Rows([], offsets, [one.row_bytes for one in whole], [rows.lent[one.index] for one in whole])
+        whole = [one.index for one in self.stacked.leaves()]
+        offsets = [
+            rows.offsets[i] + a * part.row_bytes for i, part in zip(whole, self.members[a].leaves(), strict=True)
+        ]
+        return Rows([rows.arrays[i][:, a] for i in whole], offsets, [rows.lent[i] for i in whole])
 
     def _stack(self, member: Node) -> Node:
         if isinstance(member, BranchNode):

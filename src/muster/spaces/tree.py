@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
+from muster._core import ActionNode, BatchNode, Branch, ObsNode
 from muster.errors import ActionError, SpecMismatch
 
 Array = npt.NDArray[Any]
@@ -40,15 +41,15 @@ class Node:
         """Whether some value below travels through the mail."""
         raise NotImplementedError
 
-    def describe_obs(self, rows: Rows, final: Rows) -> tuple[Any, ...]:
+    def obs_node(self, rows: Rows, final: Rows) -> ObsNode:
         """The node for the core's writer, see _core/space_tree.hpp."""
         raise NotImplementedError
 
-    def describe_action(self, rows: Rows) -> tuple[Any, ...]:
+    def action_node(self, rows: Rows) -> ActionNode:
         """The node for the core's reader."""
         raise NotImplementedError
 
-    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+    def batch_node(self, rows: Rows, *, checked: bool = False) -> BatchNode | None:
         """The node for the core's batches of all envs, see _core/batches.hpp; None where they are made in Python.
 
         checked: values are to lie within the space's bounds.
@@ -75,20 +76,12 @@ class Node:
 class Rows:
     """The leaves' arrays in one slab: ``arrays[leaf.index]`` is ``[N, *shape]`` at ``offsets[leaf.index]``.
 
-    strides: bytes from one env's row to the next, where a row is but a part of something longer.
     lent: whether the leaf's rows may lie in another block than the first, see transport/slab.py.
     """
 
-    def __init__(
-        self,
-        arrays: list[Array],
-        offsets: list[int],
-        strides: list[int] | None = None,
-        lent: Sequence[bool] | None = None,
-    ) -> None:
+    def __init__(self, arrays: list[Array], offsets: list[int], lent: Sequence[bool] | None = None) -> None:
         self.arrays = arrays
         self.offsets = offsets
-        self.strides = strides
         self.lent = [False] * len(offsets) if lent is None else lent
 
 
@@ -97,8 +90,6 @@ Take = Callable[[Array], Array]
 
 class Leaf(Node):
     """A value of fixed shape and dtype."""
-
-    kind = "array"
 
     def __init__(self, space: Space, path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         super().__init__(space, path)
@@ -115,25 +106,31 @@ class Leaf(Node):
     def has_objects(self) -> bool:
         return False
 
-    def describe_obs(self, rows: Rows, final: Rows) -> tuple[Any, ...]:
-        offsets = rows.offsets[self.index], final.offsets[self.index]
-        kind = "integer" if self.kind == "integer" else "array"
-        stride = self.row_bytes if rows.strides is None else rows.strides[self.index]
-        lent = int(rows.lent[self.index])
-        return (kind, self.store, *offsets, self.row_bytes, self.dtype.num, self.shape, stride, lent)
+    def obs_node(self, rows: Rows, final: Rows) -> ObsNode:
+        return ObsNode.leaf(
+            is_integer=isinstance(self, IntegerLeaf),
+            store=self.store,
+            rows=rows.arrays[self.index],
+            offset=rows.offsets[self.index],
+            final_offset=final.offsets[self.index],
+            lent=rows.lent[self.index],
+        )
 
-    def describe_action(self, rows: Rows) -> tuple[Any, ...]:
-        if not self.shape:  # what iterating over an array gives, and so what Gymnasium's vector envs hand out
-            return ("scalar", rows.offsets[self.index], self.row_bytes, self.dtype.num, (), 0, ())
-        return ("array", rows.offsets[self.index], self.row_bytes, self.dtype.num, self.shape)
+    def action_node(self, rows: Rows) -> ActionNode:
+        first, scalars = self._scalars()
+        array, offset = rows.arrays[self.index], rows.offsets[self.index]
+        return ActionNode.leaf(rows=array, offset=offset, first=first, scalars=scalars)
 
-    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+    def _scalars(self) -> tuple[int, tuple[Any, ...]]:
+        return 0, ()
+
+    def batch_node(self, rows: Rows, *, checked: bool = False) -> BatchNode | None:
         bounds = self.bounds() if checked else None
         if bounds is not None and self.dtype != np.int64:
             return None  # the core compares int64 only
-        low, high = (None, None) if bounds is None else (np.ravel(bound).tolist() for bound in bounds)
-        lent = int(rows.lent[self.index])
-        return ("leaf", rows.offsets[self.index], self.row_bytes, self.dtype.num, self.shape, lent, low, high)
+        low, high = ([], []) if bounds is None else (np.ravel(bound).tolist() for bound in bounds)
+        array, offset, lent = rows.arrays[self.index], rows.offsets[self.index], rows.lent[self.index]
+        return BatchNode.leaf(rows=array, offset=offset, lent=lent, low=low, high=high)
 
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
         return take(rows.arrays[self.index])
@@ -211,15 +208,12 @@ class Leaf(Node):
 class IntegerLeaf(Leaf):
     """A Discrete space: one number."""
 
-    kind = "integer"
-
-    def describe_action(self, rows: Rows) -> tuple[Any, ...]:
+    def _scalars(self) -> tuple[int, tuple[Any, ...]]:
         space = self.space
         assert isinstance(space, spaces.Discrete)
-        scalars: tuple[Any, ...] = ()
-        if self.dtype == np.int64 and space.n <= _CACHED_SCALARS:
-            scalars = tuple(np.arange(space.start, space.start + space.n, dtype=np.int64))
-        return ("scalar", rows.offsets[self.index], self.row_bytes, self.dtype.num, (), int(space.start), scalars)
+        if self.dtype != np.int64 or space.n > _CACHED_SCALARS:
+            return 0, ()
+        return int(space.start), tuple(np.arange(space.start, space.start + space.n, dtype=np.int64))
 
     def single(self, rows: Rows, env: int, objects: Iterator[Any]) -> Any:
         number = rows.arrays[self.index][env]
@@ -236,13 +230,13 @@ class ObjectLeaf(Node):
     def has_objects(self) -> bool:
         return True
 
-    def describe_obs(self, rows: Rows, final: Rows) -> tuple[Any, ...]:
-        return ("object",)
+    def obs_node(self, rows: Rows, final: Rows) -> ObsNode:
+        return ObsNode()
 
-    def describe_action(self, rows: Rows) -> tuple[Any, ...]:
-        return ("object",)
+    def action_node(self, rows: Rows) -> ActionNode:
+        return ActionNode()
 
-    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
+    def batch_node(self, rows: Rows, *, checked: bool = False) -> BatchNode | None:
         return None
 
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
@@ -266,6 +260,7 @@ class BranchNode(Node):
         self.keys = keys
         self.children = children
         self.kind = "dict" if isinstance(space, spaces.Dict) else "tuple"
+        self._branch = Branch.DICT if self.kind == "dict" else Branch.TUPLE
 
     def leaves(self) -> Iterator[Leaf]:
         for child in self.children:
@@ -275,16 +270,20 @@ class BranchNode(Node):
     def has_objects(self) -> bool:
         return any(child.has_objects for child in self.children)
 
-    def describe_obs(self, rows: Rows, final: Rows) -> tuple[Any, ...]:
-        children = tuple(child.describe_obs(rows, final) for child in self.children)
-        return (self.kind, self.mismatch, self.keys, children)
+    def obs_node(self, rows: Rows, final: Rows) -> ObsNode:
+        children = [child.obs_node(rows, final) for child in self.children]
+        return ObsNode.branch(kind=self._branch, keys=self.keys, children=children, mismatch=self.mismatch)
 
-    def describe_action(self, rows: Rows) -> tuple[Any, ...]:
-        return (self.kind, self.keys, tuple(child.describe_action(rows) for child in self.children))
+    def action_node(self, rows: Rows) -> ActionNode:
+        children = [child.action_node(rows) for child in self.children]
+        return ActionNode.branch(kind=self._branch, keys=self.keys, children=children)
 
-    def describe_batch(self, rows: Rows, *, checked: bool = False) -> tuple[Any, ...] | None:
-        children = tuple(child.describe_batch(rows, checked=checked) for child in self.children)
-        return None if None in children else (self.kind, self.keys, children)
+    def batch_node(self, rows: Rows, *, checked: bool = False) -> BatchNode | None:
+        found = (child.batch_node(rows, checked=checked) for child in self.children)
+        children = [node for node in found if node is not None]
+        if len(children) < len(self.children):
+            return None
+        return BatchNode.branch(kind=self._branch, keys=self.keys, children=children)
 
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
         return self._gather(child.batch(rows, take, objects) for child in self.children)

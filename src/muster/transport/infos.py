@@ -7,23 +7,22 @@ merged env by env.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from muster._core import Caller, gather_columns
+from muster._core import Caller, InfoKind, InfoSchema, gather_columns
 from muster.spaces.tree import Array
 from muster.transport.slab import Slab
 
-# InfoTable of _core/infos.hpp.
-_EMPTY, _PICKLED, _FIRST = 0, 1, 2
 _STEP, _FINAL = 0, 1
 _MAX_PLANS = 4096
 
 Infos = dict[str, Any]
-Column = tuple[str, str, int, tuple[int, ...], int, Any]  # key, kind, dtype number, shape, offset, children
+Column = tuple[str, int, int, tuple[int, ...], int, Any]  # key, kind, dtype number, shape, offset, children
 
 
 class _Plan(NamedTuple):
@@ -107,28 +106,28 @@ class InfoReader:
     def single(self, env: int, which: int, objects: Iterator[Any]) -> Infos:
         """One env's info, in memory of its own."""
         schema = int((self._final_schemas if which else self._last_schemas)[env])
-        if schema == _EMPTY:
+        if schema == InfoSchema.EMPTY:
             return {}
-        if schema == _PICKLED:
+        if schema == InfoSchema.PICKLED:
             info: Infos = next(objects)
             return info
         return self._decode(self._columns(int(self._line_of[env]), schema), env, which, objects)
 
     def _plan(self, ids: Array, schemas: Array) -> _Plan:
-        given = schemas != _EMPTY
+        given = schemas != InfoSchema.EMPTY
         pairs = set(zip(self._line_of[ids[given]].tolist(), schemas[given].tolist(), strict=True))
-        if any(schema < _FIRST for _, schema in pairs):
+        if any(schema < InfoSchema.FIRST for _, schema in pairs):
             return _Plan(None, given)
         layouts = {self._columns(line, schema) for line, schema in pairs}
         layout = layouts.pop() if layouts else ()
-        if layouts or any(column[1] not in ("number", "array") for column in layout):
+        if layouts or any(column[1] in (InfoKind.DICT, InfoKind.OBJECT) for column in layout):
             return _Plan(None, given)
         return _Plan([(column[0], f"_{column[0]}", self._column(column, _STEP)) for column in layout], given)
 
     def _columns(self, line: int, schema: int) -> tuple[Column, ...]:
-        if schema - _FIRST >= len(self._schemas[line]):
+        if schema - InfoSchema.FIRST >= len(self._schemas[line]):
             self._schemas[line] = self._fetch_schemas(line)
-        columns: tuple[Column, ...] = self._schemas[line][schema - _FIRST]
+        columns: tuple[Column, ...] = self._schemas[line][schema - InfoSchema.FIRST]
         return columns
 
     def _column(self, column: Column, which: int) -> Array:
@@ -136,25 +135,22 @@ class InfoReader:
         view = self._views.get((number, shape, offset, which))
         if view is None:
             dtype = np.dtype(_DTYPES[number])
-            strides = np.zeros(shape, dtype).strides
-            info_bytes = self._slab.info_bytes
-            plane = info_bytes[:, which, offset:]
-            view = self._views[number, shape, offset, which] = np.ndarray(
-                (len(info_bytes), *shape), dtype, plane.base, _offset_in(plane), (info_bytes.strides[0], *strides)
-            )
+            end = offset + math.prod(shape) * dtype.itemsize
+            rows = self._slab.info_bytes[:, which, offset:end].view(dtype)
+            view = self._views[number, shape, offset, which] = rows.reshape(len(rows), *shape)
         return view
 
     def _decode(self, columns: tuple[Column, ...], env: int, which: int, objects: Iterator[Any]) -> Infos:
         info: Infos = {}
         for column in columns:
             key, kind, *_, children = column
-            if kind == "object":
+            if kind == InfoKind.OBJECT:
                 info[key] = next(objects)
-            elif kind == "dict":
+            elif kind == InfoKind.DICT:
                 info[key] = self._decode(children, env, which, objects)
             else:
                 value = self._column(column, which)[env]
-                info[key] = np.array(value) if kind == "array" else self._number(value)
+                info[key] = np.array(value) if kind == InfoKind.ARRAY else self._number(value)
         return info
 
     def _number(self, value: Any) -> Any:
@@ -163,27 +159,21 @@ class InfoReader:
 
 def info_object_names(schemas: Sequence[Sequence[Column]], schema: int) -> list[str]:
     """Where in an info of this schema the objects stand that go by mail, in their order."""
-    if schema == _PICKLED:
+    if schema == InfoSchema.PICKLED:
         return ["info"]
 
     def names(columns: Sequence[Column], path: str) -> Iterator[str]:
         for key, kind, *_, children in columns:
             here = f"{path}[{key!r}]"
-            if kind == "dict":
+            if kind == InfoKind.DICT:
                 yield from names(children, here)
-            elif kind == "object":
+            elif kind == InfoKind.OBJECT:
                 yield here
 
-    return list(names(schemas[schema - _FIRST], "info")) if schema >= _FIRST else []
+    return list(names(schemas[schema - InfoSchema.FIRST], "info")) if schema >= InfoSchema.FIRST else []
 
 
 _DTYPES: dict[int, str] = {np.dtype(char).num: char for char in np.typecodes["All"] if char not in "SUVO"}
-
-
-def _offset_in(view: Array) -> int:
-    base = view.base
-    assert isinstance(base, np.ndarray)
-    return int(view.ctypes.data - base.ctypes.data)
 
 
 def merge(infos: Infos, info: Infos, row: int, count: int) -> Infos:

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from muster._core import LINE_BYTES, RECORD_BYTES, line_state, map_bytes
+from muster._core import CACHE_LINE, CALLER_BYTES, LINE_BYTES, RECORD_BYTES, RECORD_FIELDS, SlabLayout, map_bytes
 from muster.spaces.tree import Array, Node, Rows
 
-_LINE = 64
 # Numbers that one env's info may fill before the rest goes through the mail. Untouched pages cost nothing. A line more
 # than whole pages: rows that begin alike in their pages push each other out of the caches.
-_INFO_BYTES = 16384 + _LINE
+_INFO_BYTES = 16384 + CACHE_LINE
 
 # Leaves whose batches are at least so big are handed out without being copied while a spare block is free. Two are
 # enough for a loop that holds the last observations and the ones before.
@@ -28,20 +27,8 @@ _LENT_FROM_BYTES = 1 << 16
 _SPARE_BLOCKS = 3
 
 # EnvRecord of _core/records.hpp.
-RECORD = np.dtype(
-    {
-        "names": [
-            *("requested", "finished", "command", "status", "terminated", "truncated", "needs_reset", "has_final"),
-            *("episode_over", "info_schema", "final_schema", "mail_bytes", "restarts"),
-            *("reward", "episode_return", "episode_length", "obs_block"),
-        ],
-        "formats": ["u4"] * 2 + ["u1"] * 2 + ["?"] * 5 + ["u4"] * 4 + ["f8", "f8", "i8", "u4"],
-        "offsets": [0, 4, 8, 9, 10, 11, 12, 13, 14, 16, 20, 24, 28, 32, 40, 48, 56],
-        "itemsize": RECORD_BYTES,
-    }
-)
-
-STATUS_OK, STATUS_RAISED, STATUS_LOST = 0, 1, 2
+_NAMES, _FORMATS, _OFFSETS = zip(*RECORD_FIELDS, strict=True)
+RECORD = np.dtype({"names": _NAMES, "formats": _FORMATS, "offsets": _OFFSETS, "itemsize": RECORD_BYTES})
 
 
 @dataclass(frozen=True)
@@ -71,14 +58,14 @@ class Slab:
     records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
     info_bytes: uint8 ``[N, 2, ...]``, the step's info and the final one.
     action_mail_bytes ``[N]``, schema_mail_bytes ``[lines]``: lengths of letters in the mail, see mail.py.
-    description: the same, as the core reads it.
+    layout: where all this lies, for the core.
     """
 
     def __init__(self, plan: Plan, fd: int | None = None) -> None:
         self.plan = plan
         n = plan.num_envs
         self._end = 0
-        caller = self._reserve(_LINE)
+        caller = self._reserve(CALLER_BYTES)
         lines = self._reserve(plan.num_lines * LINE_BYTES)
         records = self._reserve(n * RECORD_BYTES)
         actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves()]
@@ -98,10 +85,21 @@ class Slab:
 
         if fd is not None and os.fstat(fd).st_size < self._end:
             os.ftruncate(fd, self._end)
-        self.memory: npt.NDArray[np.uint8] = map_bytes(-1 if fd is None else fd, self._end)
-        address = self.memory.ctypes.data
-        offsets = (caller, lines, records, infos, _INFO_BYTES, start, block_bytes, lent_bytes, 1 + spares)
-        self.description = (address, n, plan.num_lines, *offsets)
+        self.memory: npt.NDArray[np.uint8] = map_bytes(fd=-1 if fd is None else fd, size=self._end)
+        self.layout = SlabLayout(
+            address=self.memory.ctypes.data,
+            num_envs=n,
+            num_lines=plan.num_lines,
+            caller_offset=caller,
+            lines_offset=lines,
+            records_offset=records,
+            info_offset=infos,
+            info_bytes=_INFO_BYTES,
+            obs_offset=start,
+            obs_block_bytes=block_bytes,
+            obs_lent_bytes=lent_bytes,
+            num_obs_blocks=1 + spares,
+        )
         self.records = self.array(records, (n,), RECORD)
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
         self.schema_mail_bytes = self.array(lengths + 4 * n, (plan.num_lines,), np.dtype(np.uint32))
@@ -121,24 +119,18 @@ class Slab:
 
     def line(self, index: int) -> dict[str, int]:
         """What worker `index` is doing and has done, see WorkerLine in _core/records.hpp."""
-        return line_state(self.description, index)
-
-    def obs_places(self, *, lent_only: bool = False) -> list[int]:
-        """Offset and bytes of a row, in turn, for each leaf of the observation: as the core reads it."""
-        rows = self.obs
-        leaves = [leaf for leaf in self.plan.obs.leaves() if rows.lent[leaf.index] or not lent_only]
-        return [number for leaf in leaves for number in (rows.offsets[leaf.index], leaf.row_bytes)]
+        return self.layout.line_state(index)
 
     def _reserve(self, size: int) -> int:
         offset = self._end
-        self._end = offset + (size + _LINE - 1) // _LINE * _LINE
+        self._end = offset + (size + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
         return offset
 
     def _rows(self, node: Node, offsets: list[int], lent: list[bool] | None = None) -> Rows:
         n = self.plan.num_envs
         leaves = zip(node.leaves(), offsets, strict=True)
         arrays = [self.array(offset, (n, *leaf.shape), leaf.dtype) for leaf, offset in leaves]
-        return Rows(arrays, offsets, lent=lent)
+        return Rows(arrays, offsets, lent)
 
 
 def split_evenly(num_envs: int, num_parts: int) -> tuple[int, ...]:

@@ -6,10 +6,10 @@ import signal
 import time
 from pathlib import Path
 
-from muster._core import EXIT_FDS_CLOSED, ticks
+from muster._core import EXIT_FDS_CLOSED, Doing, ticks
 from muster.transport.slab import Slab
 
-_DOING = ("doing nothing", "in step", "in reset", "answering a call")
+_DOING = {Doing.STEPPING: "in step", Doing.RESETTING: "in reset", Doing.TALKING: "answering a call"}
 _STARTED = time.monotonic_ns(), ticks()
 
 
@@ -25,7 +25,7 @@ def describe_doing(slab: Slab | None, line: int, busy: list[int]) -> str:
     if slab is None:
         return "building its envs"
     state = slab.line(line)
-    if state["doing"]:
+    if state["doing"] != Doing.NOTHING:
         return f"{_DOING[state['doing']]} of env {state['env_index']} for {seconds_since(state['since']):.3g} s"
     if busy:
         return f"about to step envs {', '.join(map(str, busy))}"

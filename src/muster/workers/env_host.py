@@ -102,12 +102,12 @@ class Share:
         self._line = line
         self._misfits = [self._misfit(i, env) for i, env in enumerate(self.envs)]
         self.stepper = Stepper(
-            slab.description,
-            line,
-            self.first_env,
-            self.envs,
-            slab.plan.obs.describe_obs(slab.obs, slab.final_obs),
-            slab.plan.action.describe_action(slab.actions),
+            slab=slab.layout,
+            line=line,
+            first_env=self.first_env,
+            envs=self.envs,
+            obs=slab.plan.obs.obs_node(slab.obs, slab.final_obs),
+            action=slab.plan.action.action_node(slab.actions),
             autoreset=options.autoreset_mode,
             check_finite=options.check_finite,
             actions_by_mail=slab.plan.action.has_objects,

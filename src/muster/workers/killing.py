@@ -13,7 +13,7 @@ from muster._core import kill_started
 def kill_with_all(pid: int, session: int, send: Callable[[int], object]) -> None:
     """Kills the process `pid` and what it has started. send: sends it a signal, by its number."""
     send(signal.SIGSTOP)  # it is to start nothing more
-    kill_started(pid, session)
+    kill_started(root=pid, session=session)
     send(signal.SIGKILL)
 
 
@@ -21,7 +21,7 @@ def kill_left(pid: int, pidfd: int, session: int) -> None:
     """Waits until the worker `pid` has died; kills what it has left. The caller of this is its parent, and reaps it."""
     # While it is a zombie no other process can have its pid, nor its group.
     os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
-    kill_started(pid, session)
+    kill_started(root=pid, session=session)
     kill_group(pid)
 
 

@@ -140,7 +140,7 @@ class WorkerProcess:
             is_reaped = False
         except ProcessLookupError:
             is_reaped = True
-        kill_started(self.pid, self._session, is_reaped)
+        kill_started(root=self.pid, session=self._session, is_reaped=is_reaped)
 
 
 def _telling_lines(lines: list[str]) -> list[str]:

@@ -22,6 +22,6 @@ class Patience(NamedTuple):
 class ShareOptions:
     """How a share is stepped; the same for all shares of a vector env."""
 
-    autoreset_mode: int  # index into vector.AUTORESET_MODES
+    autoreset_mode: int  # of _core.Autoreset
     check_finite: bool
     patience: Patience

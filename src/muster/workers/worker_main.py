@@ -36,7 +36,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoReturn:
     """Runs a worker on the fds of `launcher.WORKER_FDS`, then ends the process. `recipes`: inherited, under fork."""
     os.environ[f"{MARK}{os.getpid()}"] = ""  # tells what this starts, see `kill_started`
-    start_watchdog(fds["caller"], fds["stderr_read"], fds["stderr"], fds["tail"])
+    start_watchdog(fds["caller"], stderr_pipe=fds["stderr_read"], stderr_to=fds["stderr"], tail=fds["tail"])
     _take_over(fds)
     import_without_bots()
     forked = recipes is not None
@@ -54,7 +54,7 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoR
             caller_gone = True
     flush_streams()
     # The caller has closed, or is gone: this may end before the watchdog has looked.
-    kill_started(os.getpid(), os.getsid(0))
+    kill_started(root=os.getpid(), session=os.getsid(0))
     if caller_gone:
         kill_group(os.getpid())  # in one go with what threads of the env start now: there may be none to reap that
     os._exit(exit_code)  # an env's threads must not keep it alive
