@@ -214,9 +214,7 @@ void bind_caller(nb::module_& m) {
            nb::kw_only(), "slab"_a, "memory"_a, "first_envs"_a, "obs"_a.none(), "action"_a.none(), "lent"_a,
            "must_reset"_a, "patience"_a)
       .def("allow_unreset", &Caller::allow_unreset)
-      .def("set_local", [](Caller& self, nb::handle stepper) {
-        self.set_local(nb::cast<Stepper*>(stepper), stepper.ptr());
-      })
+      .def("set_local", [](Caller& self, nb::handle local) { self.set_local(nb::cast<Stepper*>(local), local.ptr()); })
       .def("bring_home", [](Caller& self) { self.bring_home(); })
       .def("expect_infos", &Caller::expect_infos)
       .def("forget_infos", &Caller::forget_infos)
