@@ -13,6 +13,19 @@ from pathlib import Path
 
 import pytest
 
+# Their asserts say what they compared, as those of test modules do.
+pytest.register_assert_rewrite(
+    "backend_under_test",
+    "backend_contract",
+    "step_contract",
+    "info_contract",
+    "error_contract",
+    "multi_agent_contract",
+    "env_api_contract",
+    "bare_loops",
+    "row_checks",
+)
+
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_S = 5.0
 

@@ -17,7 +17,6 @@ import pytest
 import muster
 from muster.errors import CannotTravel
 from muster.workers import launcher_client
-from processes import kill_worker
 from sample_envs import Counter, Reporting
 
 CONTEXTS = ("fork", "forkserver", "spawn")
@@ -224,31 +223,6 @@ def test_an_info_that_cannot_travel_leaves_the_other_envs_rows() -> None:
             envs.step([0, 1, 0])
         assert caught.value.batch.env_ids.tolist() == [0, 2]
         assert envs.step([0, 0, 0])[1].tolist() == [2, 2, 2]
-
-
-def test_a_vector_env_that_lost_a_worker_says_that_it_is_closed() -> None:
-    with muster.make_vec([Counter] * 2, num_workers=2, context="fork") as envs:
-        envs.reset(seed=0)
-        kill_worker(envs, 1)
-        with pytest.raises(muster.MusterError, match="SIGKILL"):
-            envs.step([0, 0])
-        assert envs.closed
-
-
-def children() -> str:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_close_leaves_nothing_behind(context: str) -> None:
-    fds_before, children_before = set(os.listdir("/proc/self/fd")), children()
-    envs = muster.make_vec([Counter] * 3, num_workers=3, context=context)
-    envs.reset()
-    pids = [worker["pid"] for worker in envs.stats()["workers"]]
-    envs.close()
-    assert set(os.listdir("/proc/self/fd")) == fds_before
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-    assert children() == children_before
 
 
 def test_a_launcher_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

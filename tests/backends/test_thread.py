@@ -1,4 +1,4 @@
-"""The thread backend: what it does that no other does. The common contract is tested in test_vector.py."""
+"""The thread backend: what it does that no other does. What all have to do is `BackendContract`'s."""
 
 from __future__ import annotations
 

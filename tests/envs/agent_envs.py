@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium import spaces
 
+import muster
+
 
 class Script:
     """A parallel env in which agents come, die and return as its script says.
@@ -70,6 +72,17 @@ class Script:
 
     def _obs(self, agent: str) -> Any:
         return np.array([self.t, self._k(agent)], np.float32)
+
+
+class Failing(Script):
+    """Raises in its second step if its seed is 1."""
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        if self.t == 1 and muster.get_worker_info() is None:
+            raise RuntimeError("never")
+        if self.t == 1 and self.seed == 1:
+            raise RuntimeError("b_0 fell over")
+        return super().step(actions)
 
 
 class Masked(Script):
@@ -176,3 +189,8 @@ class Turns:
 
     def _over(self, agent: str) -> bool:
         return self.turns[agent] >= self.possible_agents.index(agent) + 2
+
+
+def ones(n: int) -> dict[str, Any]:
+    """The action 1 for each agent of `n` of the envs above, but `Turns`."""
+    return {"a": np.ones((n, 2), np.int64), "b": np.ones((n, 1), np.int64)}

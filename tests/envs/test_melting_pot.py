@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bare_loops import substrate_of_seed
 
 import muster
 from muster.envs.melting_pot import load_substrates
@@ -94,14 +95,7 @@ def test_rows_of_ten_substrates_are_what_they_told(substrate: str) -> None:
 
 
 def bare(substrate: str, seed: int) -> Any:
-    """The substrate as Melting Pot builds it when its random seed happens to be `seed`."""
-    substrates = load_substrates()
-    drawn = random.randint
-    random.randint = lambda *_: seed  # type: ignore[assignment]
-    try:
-        return substrates.build(substrate, roles=substrates.get_config(substrate).default_player_roles)
-    finally:
-        random.randint = drawn
+    return substrate_of_seed(functools.partial(build, substrate), seed)
 
 
 def bare_loop(build_bare: Any, seed: int, first: list[str]) -> tuple[Any, Any]:

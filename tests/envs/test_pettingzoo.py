@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bare_loops import assert_rows_equal_a_bare_loop, make, sample
+from bare_loops import assert_rows_equal_a_bare_loop, make
+from row_checks import sample
 
 import muster
 from muster.envs import resolve_foreign_id

@@ -1,0 +1,246 @@
+"""What an env has to be on Muster, whatever its API. `EnvApiContract` is for subclasses that name one env of an API:
+
+    class TestMine(EnvApiContract):
+        def env(self):
+            return "mine/walk"
+
+        def bare_loop(self):
+            return BareMine(mine.make("walk"))  # a BareLoop: how the env is reset and stepped by its own API
+
+The env to name is a quick one that does what is hard for an adapter: it reuses the arrays that it hands out.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from bare_loops import BareLoop, assert_rows_equal_bare_loops
+from gymnasium.utils.env_checker import data_equivalence
+from row_checks import at, sample
+
+import muster
+from muster.errors import EnvError, UsageError
+
+TESTS = Path(__file__).parent.parent
+
+MakeLoops = Callable[[int], list[BareLoop]]
+
+
+class Around:
+    """A wrapper of the user's that does nothing, and belongs to no API."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+
+class EnvApiContract:
+    """The tests that envs of every API have to pass unchanged."""
+
+    # So many steps with random actions are compared.
+    steps: ClassVar[int] = 30
+    # Whether an episode ends within them.
+    ends: ClassVar[bool] = True
+    # Whether the env draws itself, made as `env` makes it.
+    renders: ClassVar[bool] = True
+    # An attribute that may be set, and its value before the first reset.
+    attribute: ClassVar[tuple[str, Any]]
+    # The packages of the API that callers need not have imported, and `env` as an expression for one that has not.
+    packages: ClassVar[tuple[str, ...]] = ()
+    env_expression: ClassVar[str] = ""
+
+    def env(self) -> Any:
+        """What `muster.make_vec` is handed: an id or a factory."""
+        raise NotImplementedError
+
+    def bare_loop(self) -> BareLoop:
+        """The same env, made without Muster and stepped by its own API."""
+        raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def _leaves_nothing(self, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+        monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+
+    @pytest.fixture
+    def make_loops(self) -> Iterator[MakeLoops]:
+        """Provides so many bare loops, which are closed after the test."""
+        made: list[BareLoop] = []
+
+        def make_loops(count: int) -> list[BareLoop]:
+            made.extend(self.bare_loop() for _ in range(count))
+            return made[-count:]
+
+        yield make_loops
+        for loop in made:
+            loop.env.close()
+        made.clear()
+
+    @pytest.mark.parametrize(("backend", "num_envs"), [("serial", 1), ("process", 3)])
+    def test_rows_equal_a_bare_loop(self, make_loops: MakeLoops, backend: str, num_envs: int) -> None:
+        with muster.make_vec(self.env(), num_envs, backend=backend) as envs:
+            ended = assert_rows_equal_bare_loops(envs, make_loops(num_envs), self.steps)
+            assert bool(ended) == self.ends
+
+    def test_rows_equal_a_bare_loop_through_wrappers(self, make_loops: MakeLoops) -> None:
+        with muster.make_vec(self.env(), 2, backend="serial", wrappers=[Around, Around]) as envs:
+            assert_rows_equal_bare_loops(envs, make_loops(2), self.steps)
+
+    @pytest.mark.parametrize("backend", ["serial", "process"])
+    def test_same_step_keeps_the_last_rows_of_episodes(self, make_loops: MakeLoops, backend: str) -> None:
+        if not self.ends:
+            pytest.skip("no episode ends")
+        loops = make_loops(2)
+        rng = np.random.default_rng(0)
+        with muster.make_vec(self.env(), 2, backend=backend, autoreset_mode="same_step") as envs:
+            obs, infos = envs.reset(seed=8)
+            for i, loop in enumerate(loops):
+                loop.start_alike(8 + i, functools.partial(loop.assert_row, envs, i, obs, None, infos))
+            for _ in range(self.steps):
+                actions = sample(envs, infos.get("action_mask"), rng)
+                obs, rewards, terminated, truncated, infos = envs.step(actions)
+                for i, loop in enumerate(loops):
+                    loop.step(loop.own_action(envs, actions, i))
+                    assert (terminated[i], truncated[i]) == (loop.terminated, loop.truncated)
+                    if not loop.over:
+                        loop.assert_row(envs, i, obs, rewards, infos)
+                        continue
+                    assert infos["_final_obs"][i]
+                    loop.assert_row(envs, i, infos["final_obs"], rewards, infos["final_info"])
+                    if not loop.repeats:
+                        return
+                    loop.reset(None)
+                    loop.assert_row(envs, i, obs, None, infos, has_ended=False)
+
+    def test_a_step_after_the_end_is_refused_until_a_reset_where_nothing_resets(self, make_loops: MakeLoops) -> None:
+        if not self.ends:
+            pytest.skip("no episode ends")
+        loops = make_loops(2)
+        rng = np.random.default_rng(0)
+        with muster.make_vec(self.env(), 2, num_workers=2, autoreset_mode="disabled") as envs:
+            obs, infos = envs.reset(seed=8)
+            for i, loop in enumerate(loops):
+                loop.start_alike(8 + i, functools.partial(loop.assert_row, envs, i, obs, None, infos))
+            while not any(loop.over for loop in loops):
+                actions = sample(envs, infos.get("action_mask"), rng)
+                obs, *_, infos = envs.step(actions)
+                for i, loop in enumerate(loops):
+                    loop.step(loop.own_action(envs, actions, i))
+            over = np.array([loop.over for loop in loops])
+            with pytest.raises(UsageError, match="reset_mask"):
+                envs.step(actions)
+            before = copy.deepcopy(obs)
+            obs, infos = envs.reset(options={"reset_mask": over})
+            for i, loop in enumerate(loops):
+                if not loop.over:
+                    assert data_equivalence(at(obs, i), at(before, i))
+                elif loop.repeats:
+                    loop.reset(None)
+                    loop.assert_row(envs, i, obs, None, infos)
+            actions = sample(envs, infos.get("action_mask"), rng)
+            obs, rewards, *_, infos = envs.step(actions)
+            for i, loop in enumerate(loops):
+                if not loop.over:
+                    loop.step(loop.own_action(envs, actions, i))
+                    loop.assert_row(envs, i, obs, rewards, infos)
+
+    def test_rows_stay_as_they_were_handed_out_and_repeat_on_every_backend(self, make_loops: MakeLoops) -> None:
+        runs = {backend: self._run(backend) for backend in ("serial", "process")}
+        for rows, copied in (*runs["serial"], *runs["process"]):
+            assert data_equivalence(rows, copied)
+        if make_loops(1)[0].repeats:
+            for (ours, _), (theirs, _) in zip(runs["serial"], runs["process"], strict=True):
+                assert data_equivalence(ours, theirs)
+
+    def test_spaces_are_the_envs_and_hold_what_it_gives(self, make_loops: MakeLoops) -> None:
+        with muster.make_vec(self.env(), 2) as envs, muster.make_vec(self.env(), 2, backend="serial") as serial:
+            make_loops(1)[0].assert_spaces(envs)
+            assert envs.observation_space == serial.observation_space
+            assert envs.action_space == serial.action_space
+            assert envs.single_observation_space == serial.single_observation_space
+            obs, infos = serial.reset(seed=1)
+            for _ in range(3):
+                assert serial.observation_space.contains(obs)
+                obs, *_, infos = serial.step(sample(serial, infos.get("action_mask"), np.random.default_rng(1)))
+
+    def test_the_caller_imports_none_of_it(self) -> None:
+        if not self.packages:
+            pytest.skip("needs no package of its own")
+        code = f"""
+            import sys, muster
+            envs = muster.make_vec({self.env_expression}, 2)
+            envs.reset(seed=0)
+            envs.step(envs.action_space.sample())
+            envs.close()
+            print([name for name in sys.modules if name.split(".")[0] in {self.packages}])
+        """
+        folders = [TESTS, TESTS / "conformance", TESTS / "envs"]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == "[]"
+
+    def test_render_draws_the_env_or_says_that_it_cannot(self, make_loops: MakeLoops) -> None:
+        with muster.make_vec(self.env(), 1) as envs:
+            loop = make_loops(1)[0]
+            assert_rows_equal_bare_loops(envs, [loop], 2)
+            if self.renders:
+                frame = loop.render()
+                assert frame is not None
+                np.testing.assert_array_equal(envs.render()[0], frame)
+            else:
+                try:
+                    frames = envs.render()
+                except EnvError as error:
+                    frames = {0: None}[error.env_index]
+                assert frames in (None, (None,))
+
+    def test_attributes_are_reached_through_wrappers(self) -> None:
+        with muster.make_vec(self.env(), 2, num_workers=2, wrappers=[Around, Around]) as envs:
+            name, value = self.attribute
+            assert envs.get_attr(name) == (value, value)
+            envs.set_attr(name, [3, 4])
+            assert envs.get_attr(name) == (3, 4)
+            with pytest.raises(EnvError, match="no_such_thing"):
+                envs.get_attr("no_such_thing")
+
+    def test_close_reaches_the_env_once(self) -> None:
+        closed: list[int] = []
+
+        def make_env() -> Any:
+            env = self.bare_loop().env
+            close = env.close
+            env.close = lambda: (closed.append(1), close())
+            return env
+
+        envs = muster.make_vec(make_env, 2, backend="serial")
+        envs.reset(seed=0)
+        assert closed == []
+        envs.close()
+        envs.close()
+        assert closed == [1, 1]
+
+    def _run(self, backend: str) -> list[tuple[Any, Any]]:
+        """What a reset and steps give, each with a copy made at once."""
+        rng = np.random.default_rng(2)
+        with muster.make_vec(self.env(), 2, backend=backend) as envs:
+            envs.action_space.seed(2)
+            rows: list[Any] = [envs.reset(seed=7)]
+            copied = [copy.deepcopy(rows[0])]
+            for _ in range(self.steps):
+                rows.append(envs.step(sample(envs, rows[-1][-1].get("action_mask"), rng)))
+                copied.append(copy.deepcopy(rows[-1]))
+        return list(zip(rows, copied, strict=True))
