@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CORE := CMakeLists.txt $(wildcard src/muster/_core/*)
 
 # What steps envs by way of the core, and what restarts them.
-SANITIZED := tests/vector/test_vector_env.py tests/backends/test_recovery.py tests/vector/test_lending.py \
+SANITIZED := tests/conformance/test_backends.py tests/backends/test_recovery.py tests/vector/test_lending.py \
   tests/envs/test_wrappers.py
 
 # One test on each core; most of a test's time is the start of its workers.

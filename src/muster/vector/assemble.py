@@ -10,6 +10,7 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
+from muster._core import Autoreset
 from muster.backends.base import Backend, CallerOptions
 from muster.backends.recovery import Recovery
 from muster.backends.serial import SerialBackend
@@ -22,7 +23,7 @@ from muster.vector.agent_rows import RowVectorEnv
 from muster.vector.batched_spaces import BatchedSpaces, agents_spaces, equal_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.raisers import Raiser, raise_env_error, raise_original
-from muster.vector.vector_env import AUTORESET_MODES, Assembled, VectorEnv
+from muster.vector.vector_env import Assembled, VectorEnv
 from muster.workers.env_facts import EnvFacts
 from muster.workers.options import Patience, ShareOptions
 from muster.workers.resources import usable_cores
@@ -94,7 +95,9 @@ def assemble(
         must_reset = options.autoreset_mode is AutoresetMode.DISABLED
         backend.attach(
             Plan(obs, actions, backend.first_envs),
-            ShareOptions(AUTORESET_MODES.index(options.autoreset_mode), options.check_finite, options.worker_patience),
+            ShareOptions(
+                getattr(Autoreset, options.autoreset_mode.name), options.check_finite, options.worker_patience
+            ),
             CallerOptions(must_reset, parts.steps_unreset, writer.in_core, options.caller_patience),
         )
     except BaseException:

@@ -21,7 +21,7 @@ from muster.recipes.recipe import make_recipes
 from muster.vector.assemble import STRICT, AssemblyOptions, patience, vector_env_of
 from muster.vector.batched_spaces import alike_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
-from muster.vector.vector_env import AUTORESET_MODES, VectorEnv
+from muster.vector.vector_env import VectorEnv
 from muster.workers.memory_plan import MEMORY_CHECKS
 from muster.workers.resources import usable_cores
 
@@ -172,8 +172,8 @@ def _flags(**given: Any) -> list[bool]:
 
 
 def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
-    names = {one.name.lower(): one for one in AUTORESET_MODES}
-    names |= {one.value.lower(): one for one in AUTORESET_MODES}
+    names = {one.name.lower(): one for one in AutoresetMode}
+    names |= {one.value.lower(): one for one in AutoresetMode}
     if isinstance(mode, AutoresetMode):
         return mode
     if not isinstance(mode, str) or mode.lower() not in names:

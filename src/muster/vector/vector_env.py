@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
+from muster._core import SLICE_NS, Unusual
 from muster.backends.base import Backend
 from muster.backends.recovery import Recovery
 from muster.errors import CannotTravel, EnvError, NotPendingError, PendingError, WaitTimeout
@@ -35,14 +36,9 @@ from muster.workers.resources import worker_stats
 
 __all__ = ["VectorEnv"]
 
-# In the order of _core/stepper.hpp.
-AUTORESET_MODES = (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED)
-
-_SLICE_NS = 20_000_000
 _WATCH_S = 0.05
 _CLOSE_S = 5.0
-# Bits of the core's `unusual`, see _core/caller.hpp.
-UNUSUAL_INFOS, UNUSUAL_NOT_OK, UNUSUAL_FINALS = 1, 2, 4
+_INFOS, _NOT_OK, _FINALS = Unusual.INFOS, Unusual.NOT_OK, Unusual.FINALS
 
 
 @dataclass(frozen=True)
@@ -392,11 +388,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _wait(self, min_envs: int, timeout: float | None, doing: str) -> None:
         """Waits in slices until so many pending envs are ready, and looks after the workers between two of them."""
-        ends, slice_ns = math.inf, _SLICE_NS
+        ends, slice_ns = math.inf, SLICE_NS
         if timeout is not None:
             timeout = checks.timeout_of(timeout) or 0.0
             ends = time.monotonic() + timeout
-            slice_ns = min(_SLICE_NS, int(timeout * 1e9))
+            slice_ns = min(SLICE_NS, int(timeout * 1e9))
         began: float | None = None
         while not self._caller.wait(min_envs, slice_ns) or (
             self._recovery is not None and self._recovery.retry_failed()
@@ -409,7 +405,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
                     f"{doing}(timeout={timeout}): fewer than {min_envs} envs were ready; they stay pending, so the "
                     "same call may be made again"
                 )
-            slice_ns = int(min(_SLICE_NS, (ends - now) * 1e9))
+            slice_ns = int(min(SLICE_NS, (ends - now) * 1e9))
 
     def _read(self, copies: bool, reader: InfoReader) -> Rows:
         """The rows of the envs that are ready, as the core has read them; what it could not read is read here."""
@@ -420,7 +416,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         reasons: dict[int, str] = {}
         if self._recovery is not None:
             reasons = self._recovery.finish_rows(ids, rewards, terminated, truncated)
-        if infos is None and unusual == UNUSUAL_INFOS and not self._has_objects:
+        if infos is None and unusual == _INFOS and not self._has_objects:
             infos = reader.read_plain(ids)
         if self._has_objects or reasons or infos is None:
             return self._read_by_row(rows, reasons, copies, reader)
@@ -430,7 +426,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def _read_by_row(self, rows: Rows, reasons: Mapping[int, str], copies: bool, reader: InfoReader) -> Rows:
         """The rows, with failures, objects, final observations and the reasons of restarts."""
         ids, obs, rewards, terminated, truncated, _, unusual = rows
-        failures = self._backend.failures(ids) if unusual & UNUSUAL_NOT_OK else []
+        failures = self._backend.failures(ids) if unusual & _NOT_OK else []
         if failures:
             keep = ~np.isin(ids, [failure.env_index for failure in failures])
             ids, rewards, terminated, truncated = ids[keep], rewards[keep], terminated[keep], truncated[keep]
@@ -439,9 +435,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if obs is None:
             obs = self._batch_obs(ids, step_objects, copies)
         infos: Infos = {}
-        if unusual & UNUSUAL_FINALS or reasons:  # a restart may have ended an episode
+        if unusual & _FINALS or reasons:  # a restart may have ended an episode
             self._add_finals(infos, ids, [final for _, final in mail], reader)
-        if unusual & UNUSUAL_INFOS:
+        if unusual & _INFOS:
             infos = {**infos, **reader.read(ids, step_objects)}
         if failures:
             self._raise(failures, Batch(ids, obs, rewards, terminated, truncated, infos))
