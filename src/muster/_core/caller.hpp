@@ -1,4 +1,12 @@
 // The caller's end of the one road of a step: write, send, wait, collect.
+//
+//   the caller                       shared memory                   a worker
+//     write    actions ────────────▶ slab: actions
+//     send     requested + 1 ──────▶ records ─── ring ─────────────▶ Stepper.run
+//                                    slab: actions ────────────────▶ env.step(action)
+//                                    slab: obs, infos; records ◀──── rows
+//     wait     ◀─────────────────────── ring ◀─── finished + 1
+//     collect  ◀── batch ─────────── slab: obs, infos; records
 #pragma once
 
 #include <pthread.h>
@@ -343,7 +351,7 @@ class Caller {
   }
 
   // Envs that are reset one by one leave the other rows as they were, which an array's owner may have changed.
-  bool lends() const { return !must_reset_ && !recovers_; }
+  bool lends() const { return slab_.num_obs_blocks > 1 && !must_reset_ && !recovers_; }
 
   // An env that has failed keeps the row that it gave before.
   void bring_home(uint32_t env) {

@@ -14,7 +14,7 @@
 #include <cstring>
 #include <iterator>
 
-#include "clock.hpp"
+#include "records.hpp"
 
 namespace muster {
 

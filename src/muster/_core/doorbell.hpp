@@ -17,18 +17,9 @@
 #include <climits>
 #include <cstdint>
 
-#include "clock.hpp"
 #include "records.hpp"
 
 namespace muster {
-
-inline uint64_t ticks() {
-#if defined(__x86_64__)
-  return __builtin_ia32_rdtsc();
-#else
-  return uint64_t(now_ns());
-#endif
-}
 
 inline void pause_core() {
 #if defined(__x86_64__)

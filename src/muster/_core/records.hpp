@@ -2,6 +2,8 @@
 // offsets and sizes from module.cpp.
 #pragma once
 
+#include <time.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -71,6 +73,21 @@ struct alignas(kCacheLine) CallerLine {
   std::atomic<uint32_t> core;    // on which it last rang
   std::atomic<uint32_t> awaits_all;  // 1: what it asked for last, it waits for as a whole
 };
+
+inline int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+}
+
+// A clock that takes no call to the kernel, in units of its own.
+inline uint64_t ticks() {
+#if defined(__x86_64__)
+  return __builtin_ia32_rdtsc();
+#else
+  return uint64_t(now_ns());
+#endif
+}
 
 // A counter with one writer needs no read-modify-write instruction.
 template <class T>
