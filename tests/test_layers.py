@@ -41,6 +41,7 @@ ORDER = (
     "lazy_values",
     "worker_info",
     "introspection",
+    "arguments",
     "errors",
     "_core",
 )

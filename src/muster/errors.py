@@ -1,18 +1,61 @@
-"""Every exception that Muster raises, in one tree.
+"""Every exception that Muster raises, in one tree. In brackets what users of the peers already catch::
 
-``except MusterError`` catches them all. Each class also inherits from the builtin, or the Gymnasium error, that users
-of the peers already catch.
+    MusterError
+    ├── RecipeError (ValueError)        what was handed over builds no env
+    ├── ConfigError (ValueError)        an option's value makes no sense
+    ├── WrongType (TypeError)           an argument is of the wrong kind
+    ├── ActionError (ValueError)        actions that do not fit; nothing was sent
+    ├── CannotTravel (TypeError)        an object cannot be sent to the process that needs it
+    ├── UsageError (RuntimeError)       a call that makes no sense now
+    │   ├── ClosedError                 after close
+    │   ├── PendingError                while another call is pending
+    │   └── NotPendingError             with nothing to wait for
+    ├── EnvError (RuntimeError)         an env raised
+    │   └── SpecMismatch (ValueError)   an array or a space is not as promised
+    ├── WorkerError (RuntimeError)      a worker is lost
+    │   ├── WorkerDied                  its process or thread ended
+    │   ├── WorkerTimeout (TimeoutError)  it hung
+    │   └── CollectorError              a collector raised, not its envs
+    ├── WaitTimeout (TimeoutError)      a wait's own timeout ran out; nothing is lost
+    ├── OneEnvPerProcess (RuntimeError)
+    ├── NotEnoughMemory (MemoryError)
+    ├── NoFilesLeft (OSError)           the process may open no more files
+    ├── WrongIndex (IndexError)         there are not so many
+    ├── UnknownMessage (TypeError)      a worker and its caller do not agree on what is asked for
+    └── TrainingDiverged (FloatingPointError)
+
+Errors are made from facts, as attributes, and put them into words themselves: `str` of one is never edited.
 """
 
 from __future__ import annotations
 
+import signal
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium.error
 
 
+@dataclass(frozen=True)
+class WorkerName:
+    """A worker as errors name it. envs: those that it steps, as users count them."""
+
+    noun: str
+    index: int
+    envs: range = range(0)
+
+    def __str__(self) -> str:
+        named = f" (envs {self.envs[0]} to {self.envs[-1]})" if len(self.envs) > 1 else ""
+        return f"{self.noun} {self.index}" + (f" (env {self.envs[0]})" if len(self.envs) == 1 else named)
+
+
 class MusterError(Exception):
     """The root of Muster's exceptions."""
+
+    @property
+    def headline(self) -> str:
+        """The first line of what it says."""
+        return (str(self).splitlines() or [type(self).__name__])[0]
 
 
 class RecipeError(MusterError, ValueError):
@@ -31,6 +74,7 @@ class CannotTravel(MusterError, TypeError):
 class EnvError(MusterError, RuntimeError):
     """An env raised. ``__cause__`` is the original exception where it could be rebuilt here.
 
+    message: what happened; the rest of what it says is made from the attributes.
     env_index, worker_index: where.  step: env steps into its episode (0 = in reset, None = while building).
     original_type: qualified name of the original exception's class.  worker_traceback: the traceback as the worker
     printed it.  batch: a `Batch` of the envs that did not fail in the same call, or None.
@@ -47,13 +91,18 @@ class EnvError(MusterError, RuntimeError):
         step: int | None = None,
         original_type: str | None = None,
         worker_traceback: str | None = None,
+        worker_noun: str = "worker",
     ) -> None:
         super().__init__(message)
-        self.env_index = env_index
-        self.worker_index = worker_index
-        self.step = step
-        self.original_type = original_type
-        self.worker_traceback = worker_traceback
+        self.message = message
+        self.env_index, self.worker_index, self.step = env_index, worker_index, step
+        self.original_type, self.worker_traceback, self.worker_noun = original_type, worker_traceback, worker_noun
+
+    def __str__(self) -> str:
+        if self.worker_index is None:
+            return self.message
+        when = "while it was built" if self.step is None else f"step {self.step}"
+        return f"env {self.env_index} ({self.worker_noun} {self.worker_index}, {when}): {self.message}"
 
 
 class SpecMismatch(EnvError, ValueError):
@@ -61,28 +110,71 @@ class SpecMismatch(EnvError, ValueError):
 
 
 class WorkerError(MusterError, RuntimeError):
-    """A worker is lost. The vector env it belonged to is closed, unless ``on_failure="restart"``."""
+    """A worker is lost. The vector env it belonged to is closed, unless ``on_failure="restart"``.
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        worker_index: int | None = None,
-        env_indices: tuple[int, ...] = (),
-        exit_code: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.worker_index = worker_index
-        self.env_indices = env_indices
-        self.exit_code = exit_code
+    worker_index, env_indices: which, and the envs that it stepped.  exit_code: of its process, where it is known.
+    """
+
+    exit_code: int | None = None
+
+    def __init__(self, worker: WorkerName, *facts: Any) -> None:
+        super().__init__(worker, *facts)
+        self.worker_index, self.env_indices = worker.index, tuple(worker.envs)
+
+    _joint = " "
+
+    def __str__(self) -> str:
+        worker, happened = self.args
+        return f"{worker}{self._joint}{happened}"
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended. ``exit_code`` is negative for a signal, as in ``subprocess``."""
+    """A worker process ended. ``exit_code`` is negative for a signal, as in ``subprocess``.
+
+    doing, cause: what it was doing, and the likely cause, in words.  last_words: the end of its stderr.
+    crash: what ended a thread; `cause` then tells what has become of the others.
+    """
+
+    def __init__(
+        self, worker: WorkerName, doing: str, exit_code: int | None, cause: str, last_words: str = "", crash: str = ""
+    ) -> None:
+        super().__init__(worker, doing, exit_code, cause, last_words, crash)
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        worker, doing, exit_code, cause, last_words, crash = self.args
+        if crash:
+            return f"{worker}, a thread, ended by {crash}. It was {doing}. {cause}"
+        told = f"\nThe last lines of its stderr:\n{last_words}" if last_words else ""
+        return f"{worker} died: {_how_ended(exit_code)}. It was {doing}.\nLikely cause: {cause}{told}"
 
 
 class WorkerTimeout(WorkerError, TimeoutError):
-    """A worker took longer than ``start_timeout`` or ``step_timeout`` and was killed. The message holds its stack."""
+    """A worker took longer than ``start_timeout`` or ``step_timeout`` and was killed. The message holds its stack.
+
+    doing, limit: in words.  stack: as faulthandler tells it; none of a thread, which nothing can kill.
+    hint: what the stack may mean.
+    """
+
+    def __init__(
+        self, worker: WorkerName, doing: str, limit: str, elapsed_s: float = 0.0, stack: str = "", hint: str = ""
+    ) -> None:
+        super().__init__(worker, doing, limit, elapsed_s, stack, hint)
+
+    def __str__(self) -> str:
+        worker, doing, limit, elapsed_s, stack, hint = self.args
+        if not stack:
+            remedy = 'A thread cannot be killed, so it is left behind; backend="process" would end it.'
+            return f"{worker} did not answer within {limit} while {doing}. {remedy}"
+        happened = f"did not answer for {elapsed_s:.1f} s ({limit}) and was killed; it was {doing}."
+        return f"{worker} {happened}{hint}\nIts Python stack:\n{stack}"
+
+
+class CollectorError(WorkerError):
+    """A collector process could not collect, though its envs could: most often its policy raised. ``__cause__`` is the
+    original exception where it could be rebuilt here."""
+
+    _joint = ": "
 
 
 class WaitTimeout(MusterError, TimeoutError):
@@ -116,7 +208,11 @@ class NotPendingError(UsageError, gymnasium.error.NoAsyncCallError):
 
 
 class ConfigError(MusterError, ValueError):
-    """An option has a value that makes no sense, alone or beside the others."""
+    """An option has a value that makes no sense, alone or with the others."""
+
+
+class WrongType(MusterError, TypeError):
+    """An argument is of a type that cannot serve here."""
 
 
 class TrainingDiverged(MusterError, FloatingPointError):
@@ -135,6 +231,20 @@ class UnknownMessage(MusterError, TypeError):
     """A worker, or its caller, was sent what it has no answer for. A worker process or thread ends by it."""
 
 
-class CollectorError(WorkerError):
-    """A collector process could not collect, though its envs could: most often its policy raised. ``__cause__`` is the
-    original exception where it could be rebuilt here."""
+class NoFilesLeft(MusterError, OSError):
+    """This process may not open as many files as the workers need."""
+
+
+class WrongIndex(MusterError, IndexError):
+    """There are not so many."""
+
+
+def _how_ended(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "its exit code is unknown, the launcher process was lost or the caller has reaped it"
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"

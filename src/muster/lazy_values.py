@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from muster.errors import WrongType
 from muster.introspection import subscript
 
 _log = logging.getLogger("muster")
@@ -43,10 +44,10 @@ def lazy(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Lazy:
 
     What ``fn`` returns is entered if it is a context manager (locks and database connections, whose ``with`` means
     something else, are not) and released with the env, last built first: by leaving the context, else by ``close()``,
-    ``destroy()`` or ``term()``, the first that there is. Raises TypeError if ``fn`` is not callable.
+    ``destroy()`` or ``term()``, the first that there is. Raises WrongType if ``fn`` is not callable.
     """
     if not callable(fn):
-        raise TypeError(
+        raise WrongType(
             f"muster.lazy needs something to call in the worker, got {type(fn).__name__}. "
             "Write muster.lazy(zmq.Context), not muster.lazy(zmq.Context())."
         )

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from muster.algorithms.actor_critic import ActorCritic
 from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer
+from muster.arguments import at_least
 from muster.errors import ConfigError, TrainingDiverged, UsageError
 from muster.rollout.collector import Collector
 from muster.rollout.episodes import Episodes
@@ -74,8 +75,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         counts = ("total_steps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads")
         for name in counts:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"PPOConfig: {name} must be at least 1, got {getattr(self, name)}.")
+            at_least(f"PPOConfig: {name}", getattr(self, name), 1, end=".")
         if self.seed < 0:
             raise ConfigError(f"PPOConfig: seed must not be negative, got {self.seed}.")
         for name in ("gamma", "gae_lambda"):

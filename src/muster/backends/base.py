@@ -18,6 +18,7 @@ from muster.errors import UsageError
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import Plan, Slab
+from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import Share
 from muster.workers.failures import Failure
@@ -47,6 +48,7 @@ class Backend(ABC):
     """
 
     first_envs: tuple[int, ...]
+    nouns: Nouns = NOUNS
     slab: Slab
     caller: Caller
     on_worker_died: Callable[[int, range, str], None] | None = None  # set: dead workers are replaced, and this is told

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from muster.arguments import one_of, seconds, whole
 from muster.backends.base import Backend, CallerOptions, local_share, make_caller, raise_local_interrupt
 from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitTimeout, WorkerError
 from muster.introspection import type_name
@@ -22,7 +23,7 @@ from muster.spaces.tree import Array
 from muster.transport.channel import ChannelClosed
 from muster.transport.mail import LocalMail, Mail, SharedMail, dumps
 from muster.transport.slab import Plan, Slab, split_evenly
-from muster.workers.deaths import describe_doing, seconds_since
+from muster.workers.deaths import Nouns, seconds_since
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import Share
 from muster.workers.failures import Failure, message_of, to_exception
@@ -32,7 +33,7 @@ from muster.workers.messages import Answer, Call, Close, Closed, Packed, ResetAr
 from muster.workers.options import EnvCall, ShareOptions
 from muster.workers.worker_pool import PATIENT_S, SLICE_S, ProcessOptions, Workers
 
-__all__ = ["CONTEXTS", "ProcessBackend", "ProcessOptions"]
+__all__ = ["ProcessBackend", "ProcessOptions", "check_pool"]
 
 CONTEXTS = ("auto", "fork", "forkserver", "spawn")
 # How long a worker may take to finish the step it is in when the vector env closes, or to close an env that has raised.
@@ -41,12 +42,26 @@ _BUSY_GRACE_S = 1.0
 _INTERRUPT_GRACE_S = 0.5
 
 
+def check_pool(
+    nouns: Nouns, context: Any, start_timeout: Any, step_timeout: Any, on_failure: Any, max_restarts: Any, threads: Any
+) -> None:
+    """Raises ConfigError for options of a pool that make no sense, in the words of those who run it."""
+    one_of("context", context, CONTEXTS)
+    one_of("on_failure", on_failure, ("raise", "restart"))
+    seconds("start_timeout", start_timeout)
+    if step_timeout is not None:
+        seconds(nouns.step_timeout, step_timeout)
+    whole("max_restarts", max_restarts, 0, "a whole number")
+    whole(f"threads_per_{nouns.worker}", threads, 1, "a whole number")
+
+
 class ProcessBackend(Backend):
     """Workers 0 to W-1 step the lines of the same number; with `caller_steps` line W is the caller's own share."""
 
     def __init__(self, recipes: Sequence[Recipe], options: ProcessOptions) -> None:
         self._recipes = recipes
         self._options = options
+        self.nouns = options.nouns
         self.first_envs = split_evenly(len(recipes), options.num_workers + options.caller_steps)
         self._workers = Workers(recipes, self.first_envs, options, self._watch_sending)
         self._local: Share | None = None
@@ -120,7 +135,7 @@ class ProcessBackend(Backend):
         with self.whole():
             if replaces:
                 self._end_gently(self._workers.handles[line])
-                self._workers.replace(line, f"env {restart.env} raised")
+                self._workers.replace(line, f"{self.nouns.env(line, restart.env) or 'it'} raised")
             packed = self._packed(restart.options, {"options": restart.options})
             rebuilds = restart.rebuilds and not replaces
             self._send_or_replace(line, dumps(dataclasses.replace(restart, options=packed, rebuilds=rebuilds)))
@@ -196,7 +211,7 @@ class ProcessBackend(Backend):
                 since = max(self._called_at, worker.ready_at, worker.channel.heard_at)
                 elapsed_s = time.monotonic() - since
                 if elapsed_s > limit_s * len(worker.envs):
-                    self._give_up(worker, elapsed_s, f"step_timeout={limit_s} for each env")
+                    self._give_up(worker, elapsed_s, f"{self.nouns.step_timeout}={limit_s} for each env")
 
     def process_ids(self) -> list[int | None]:
         own = [os.getpid()] if self._local is not None else []
@@ -238,9 +253,10 @@ class ProcessBackend(Backend):
         if waited_s > PATIENT_S and not self._warned:
             self._warned = True
             workers = self._workers.handles
-            doing = "; ".join(f"worker {worker.index}: {self._doing(worker)}" for worker in workers)
+            doing = "; ".join(f"{self.nouns.worker} {worker.index}: {self._doing(worker)}" for worker in workers)
             warnings.warn(
-                f"waiting for {PATIENT_S:.0f} s ({doing}). Set step_timeout= to end waits for envs that hang.",
+                f"waiting for {PATIENT_S:.0f} s ({doing}). Set {self.nouns.step_timeout}= to end waits for envs that "
+                "hang.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -262,7 +278,7 @@ class ProcessBackend(Backend):
             since = max(worker.seen_at, worker.ready_at)
             elapsed_s = seconds_since(state["since"]) if state["doing"] else time.monotonic() - since
             if elapsed_s > limit_s and self._busy(worker):
-                self._give_up(worker, elapsed_s, f"step_timeout={limit_s}")
+                self._give_up(worker, elapsed_s, f"{self.nouns.step_timeout}={limit_s}")
 
     def _give_up(self, worker: WorkerHandle, elapsed_s: float, limit: str) -> None:
         with self.whole():
@@ -278,7 +294,7 @@ class ProcessBackend(Backend):
         if self._calling is not None and self.caller.calling and worker.index not in self._results:
             return f"answering {self._calling} for {time.monotonic() - self._called_at:.3g} s"
         slab = getattr(self, "slab", None)
-        return describe_doing(slab, worker.index, self._busy(worker) if slab is not None else [])
+        return worker.nouns.doing(slab, worker.index, self._busy(worker) if slab is not None else [])
 
     # ---- replacing
 
@@ -305,7 +321,7 @@ class ProcessBackend(Backend):
             self._lose(error)
         line, reason = worker.index, str(error)
         if replaces:
-            reason += f" (while worker {line} was replaced, after: {replaces})"
+            reason += f" (while {self.nouns.worker} {line} was replaced, after: {replaces})"
         if self._calling is not None and line not in self._results:  # that is the call's result, then
             first = worker.envs.start
             self._results[line] = [Failure(first, line, None, type(error).__name__, str(error), "", error)]
@@ -347,7 +363,7 @@ class ProcessBackend(Backend):
             self._replace_or_lose(worker, worker.died(self._doing(worker)))
         except TimeoutError:
             assert patience_s is not None
-            self._give_up(worker, patience_s, f"step_timeout={limit_s} for each env")
+            self._give_up(worker, patience_s, f"{self.nouns.step_timeout}={limit_s} for each env")
 
     def _send(self, worker: WorkerHandle, message: bytes, timeout_s: float | None) -> None:
         """Sends a message to a worker that may be asleep in the core. Raises ChannelClosed, TimeoutError."""

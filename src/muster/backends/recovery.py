@@ -108,7 +108,9 @@ class Recovery:
                 if isinstance(failure.exception, KeyboardInterrupt):
                     interrupt = failure.exception
                 else:
-                    self._count(self._caller.line_of(env), f"env {env}: {reason}")
+                    line = self._caller.line_of(env)
+                    named = self._backend.nouns.env(line, env)
+                    self._count(line, f"{named}: {reason}" if named else reason)
             was_reset = self._records["command"][env] == Command.RESET
             self._caller.restore(env)
             if not died:
@@ -176,8 +178,7 @@ class Recovery:
             self._caller.closed = True
             self._backend.close(0.0)
             raise WorkerError(
-                f"worker {line} failed {len(recent)} times within {WINDOW_S:.0f} s "
-                f"(max_restarts={self._max_restarts}), so restarting does not help; the vector env is closed. "
-                f"The last failure: {reason}",
-                worker_index=line,
+                self._backend.nouns.name(line),
+                f"failed {len(recent)} times within {WINDOW_S:.0f} s (max_restarts={self._max_restarts}), so "
+                f"restarting does not help; {self._backend.nouns.pool} closed. The last failure: {reason}",
             )

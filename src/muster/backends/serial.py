@@ -11,6 +11,7 @@ from muster.recipes.recipe import Recipe, WorkerInfo
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Plan, Slab
+from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import Share
 from muster.workers.failures import Failure, to_exception
@@ -21,10 +22,11 @@ from muster.workers.options import EnvCall, ShareOptions
 class SerialBackend(Backend):
     """Steps every env itself. Arguments reach the envs as they are, and the caller's generators are left alone."""
 
-    def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo | None = None) -> None:
+    def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo | None = None, nouns: Nouns = NOUNS) -> None:
+        self.nouns = nouns
         self.first_envs = (0, len(recipes))
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
-        self._share = Share(recipes, info, 0)
+        self._share = Share(recipes, info, 0, worker=nouns.worker)
         self._mail = LocalMail()
 
     @property

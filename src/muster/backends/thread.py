@@ -16,7 +16,7 @@ from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Plan, Slab, split_evenly
 from muster.workers import messages
-from muster.workers.deaths import describe_doing
+from muster.workers.deaths import NOUNS
 from muster.workers.env_facts import EnvFacts, check_one_per_process
 from muster.workers.failures import Failure, to_exception
 from muster.workers.options import EnvCall, ShareOptions
@@ -146,12 +146,7 @@ class ThreadBackend(Backend):
         try:
             return self._wait_for(kind, worker, deadline)
         except TimeoutError:
-            raise WorkerTimeout(
-                f"{worker} did not answer within start_timeout={self._start_timeout_s} s while {doing}. "
-                'A thread cannot be killed, so it is left behind; backend="process" would end it.',
-                worker_index=worker.share.info.worker_index,
-                env_indices=tuple(worker.envs),
-            ) from None
+            raise WorkerTimeout(worker.name, doing, f"start_timeout={self._start_timeout_s} s") from None
 
     def _wait_for(self, kind: type[T], worker: ThreadWorker, deadline: float | None) -> T:
         """The thread's reply of this kind, to the last call if it is an Answer.
@@ -175,13 +170,7 @@ class ThreadBackend(Backend):
     def _raise_crash(self, worker: ThreadWorker) -> None:
         if worker.crash is None:
             return
-        line = worker.share.info.worker_index
-        slab = getattr(self, "slab", None)
-        doing = describe_doing(slab, line, [])
+        doing = NOUNS.doing(getattr(self, "slab", None), worker.name.index, [])
         self.close(0.0)
-        raise WorkerDied(
-            f"{worker}, a thread, ended by {type(worker.crash).__name__}: {worker.crash}. It was {doing}. "
-            "The vector env is closed.",
-            worker_index=line,
-            env_indices=tuple(worker.envs),
-        ) from worker.crash
+        crash = f"{type(worker.crash).__name__}: {worker.crash}"
+        raise WorkerDied(worker.name, doing, None, "The vector env is closed.", crash=crash) from worker.crash

@@ -13,7 +13,7 @@ from typing import Any
 
 from muster.doctor.diagnosis import Finding, PolicyVerdict
 from muster.doctor.guarded import STARTING, Outcome, run_guarded
-from muster.errors import RecipeError
+from muster.errors import ConfigError, RecipeError
 from muster.introspection import find_in
 
 
@@ -94,13 +94,13 @@ def _module_of(target: str) -> str | None:
 
 
 def parse_kwargs(text: str | None) -> dict[str, Any]:
-    """The keyword arguments that ``--kwargs`` gives as JSON. Raises ValueError."""
+    """The keyword arguments that ``--kwargs`` gives as JSON. Raises ConfigError."""
     if text is None:
         return {}
     try:
         kwargs = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"--kwargs must be a JSON object such as '{{\"size\": 5}}', got {text!r}: {error}") from None
+        raise ConfigError(f"--kwargs must be a JSON object such as '{{\"size\": 5}}', got {text!r}: {error}") from None
     if not isinstance(kwargs, dict):
-        raise ValueError(f"--kwargs must be a JSON object such as '{{\"size\": 5}}', got {text!r}")
+        raise ConfigError(f"--kwargs must be a JSON object such as '{{\"size\": 5}}', got {text!r}")
     return kwargs

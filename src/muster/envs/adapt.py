@@ -15,7 +15,7 @@ from muster.envs.melting_pot import Players, is_list_shaped
 from muster.envs.pettingzoo import is_pettingzoo, is_turn_based
 from muster.envs.pettingzoo_aec import TurnBasedAgents
 from muster.envs.pettingzoo_parallel import ParallelAgents
-from muster.errors import RecipeError
+from muster.errors import ConfigError, RecipeError
 from muster.introspection import type_name
 
 
@@ -33,7 +33,7 @@ class Inbound:
     def __call__(self, env: Any) -> Any:
         adapted = self._adapt(env)
         if self.groups is not None and not isinstance(adapted, AgentsEnv):
-            raise ValueError(f"groups= is for multi-agent envs; {type(env).__name__} has one agent. Leave it out")
+            raise ConfigError(f"groups= is for multi-agent envs; {type(env).__name__} has one agent. Leave it out")
         return adapted
 
     def _adapt(self, env: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from gymnasium import spaces
 
-from muster.errors import SpecMismatch
+from muster.errors import ConfigError, SpecMismatch
 from muster.spaces.tree import Space
 
 Agent = Hashable
@@ -29,7 +29,7 @@ def group_agents(
 
     Without `override` agents form groups by what stands before their number (``walker_0`` -> ``walker``; without that:
     ``agents``); a group of unequal spaces is split into ``<name>_a``, ``<name>_b``, ..., past other groups' names.
-    `override` maps every agent to its group. Raises ValueError, SpecMismatch where a group of `override` has unequal
+    `override` maps every agent to its group. Raises ConfigError, SpecMismatch where a group of `override` has unequal
     spaces.
     """
     groups: dict[str, list[Agent]] = {}
@@ -60,7 +60,7 @@ def _name_of(agent: Agent, override: Mapping[Agent, str], agents: Sequence[Agent
     name = override.get(agent)
     if not isinstance(name, str) or not name or name in RESERVED:
         reason = "is not in it" if agent not in override else f"is mapped to {name!r}"
-        raise ValueError(
+        raise ConfigError(
             f"groups must map every agent to the name of its group (not {RESERVED[0]!r}): agent {agent!r} {reason}. "
             f"The env's agents are {list(agents)}; write groups={{{agent!r}: 'a_name', ...}}"
         )

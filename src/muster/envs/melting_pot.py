@@ -18,7 +18,7 @@ from muster.envs.dm_env import seed_generators
 from muster.envs.dm_env_spaces import space_of
 from muster.envs.groups import Agent
 from muster.envs.light_melting_pot import load_substrates, melting_pot_package
-from muster.errors import RecipeError
+from muster.errors import ConfigError, RecipeError, WrongType
 
 _MAX_SEED = 2**32 - 1
 _WORLD = "WORLD.RGB"
@@ -126,13 +126,13 @@ class MakeSubstrate:
         substrate = load_substrates()
         chosen = substrate.get_config(self.name)
         if roles is not None and num_players is not None:
-            raise ValueError("give roles or num_players, not both: there is a role for each player")
+            raise ConfigError("give roles or num_players, not both: there is a role for each player")
         if roles is None:
             roles = tuple(chosen.default_player_roles)
         if num_players is not None:
             roles = tuple(itertools.islice(itertools.cycle(roles), num_players))
         if unknown := [name for name in config if name not in chosen]:
-            raise TypeError(
+            raise WrongType(
                 f"the substrate {self.name!r} has no option {unknown[0]!r}; it has: "
                 f"{', '.join(['roles', 'num_players', *sorted(chosen)])}"
             )

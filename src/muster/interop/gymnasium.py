@@ -18,7 +18,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from muster.backends.base import Backend
 from muster.backends.serial import SerialBackend
-from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout
+from muster.errors import ActionError, ClosedError, ConfigError, PendingError, WaitTimeout, WrongType
 from muster.interop.starting import recipes_of, with_processes
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Array
@@ -237,7 +237,7 @@ class AsyncVectorEnv(_DropIn):
         if worker is None:
             return super().__new__(cls)
         if num_workers is not None:
-            raise TypeError("a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no num_workers")
+            raise WrongType("a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no num_workers")
         return GymnasiumsAsyncVectorEnv(tuple(env_fns), shared_memory, copy, context, daemon, worker, *args, **kwargs)
 
     def __init__(
@@ -271,7 +271,7 @@ class AsyncVectorEnv(_DropIn):
     def _agreed(self, facts: Sequence[EnvFacts]) -> BatchedSpaces:
         agreed = super()._agreed(facts)
         if self.shared_memory and _is_custom(agreed.single_observation):
-            raise ValueError(
+            raise ConfigError(
                 f"the observation space {agreed.single_observation} is none of Gymnasium's: pass "
                 "`shared_memory=False` to have observations pickled"
             )

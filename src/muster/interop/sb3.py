@@ -18,6 +18,7 @@ from gymnasium.vector import AutoresetMode
 
 from muster.backends.base import Backend
 from muster.backends.serial import SerialBackend
+from muster.errors import ConfigError, WrongType
 from muster.interop.env_calls import (
     CallMethod,
     GetAttribute,
@@ -60,13 +61,13 @@ class MusterVecEnv(VecEnv):
 
     def __init__(self, envs: VectorEnv) -> None:
         if not isinstance(envs, VectorEnv):
-            raise TypeError(
+            raise WrongType(
                 f"SB3 trains single agents: as_sb3 takes a muster.VectorEnv, got {type(envs).__name__}. For agents use "
                 "muster.Collector with a policy of muster.nn, or muster.interop.torchrl.as_torchrl"
             )
         mode = envs.metadata["autoreset_mode"]
         if mode is not AutoresetMode.SAME_STEP:
-            raise ValueError(
+            raise ConfigError(
                 f'SB3 resets envs in the step that ends their episode, but autoreset_mode is "{mode.name.lower()}"; '
                 'make the vector env with autoreset_mode="same_step"'
             )
@@ -204,7 +205,7 @@ class DummyVecEnv(MusterVecEnv):
             envs = _Envs(backend, ignores_surplus=True)
         self.envs = backend.envs
         if len({id(env.unwrapped) for env in self.envs}) != len(self.envs):
-            raise ValueError(
+            raise ConfigError(
                 "Several env_fns returned the same env. Each must build a new one: not `lambda: env`, but a function "
                 "that calls the constructor or gymnasium.make."
             )
@@ -230,7 +231,7 @@ class SubprocVecEnv(MusterVecEnv):
 
 
 def as_sb3(envs: VectorEnv) -> MusterVecEnv:
-    """`envs` as an SB3 `VecEnv`. Raises ValueError unless ``autoreset_mode="same_step"``."""
+    """`envs` as an SB3 `VecEnv`. Raises ConfigError unless ``autoreset_mode="same_step"``."""
     return MusterVecEnv(envs)
 
 
@@ -249,11 +250,11 @@ def make_vec_env(
 ) -> VecEnv:
     """`n_envs` monitored envs in one `VecEnv`, by default a `DummyVecEnv`; the arguments are SB3's.
 
-    env_kwargs: values may be `muster.lazy(...)`: they are built beside each env, and released with it. Raises TypeError
+    env_kwargs: values may be `muster.lazy(...)`: they are built beside each env, and released with it. Raises WrongType
     for an env that exists already.
     """
     if not isinstance(env_id, str) and not callable(env_id):
-        raise TypeError(
+        raise WrongType(
             f"make_vec_env takes an env id, a class or a function that builds an env, got {reprlib.repr(env_id)}. "
             "Every env is built where it runs"
         )

@@ -8,9 +8,9 @@ from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from muster.backends.base import Backend
+from muster.arguments import at_least
 from muster.backends.process import ProcessBackend, ProcessOptions
-from muster.errors import EnvError, OneEnvPerProcess, RecipeError, SpecMismatch, WorkerError
+from muster.errors import ConfigError, EnvError, OneEnvPerProcess, RecipeError, SpecMismatch, WorkerError, WrongType
 from muster.introspection import callable_name, caller_stacklevel
 from muster.recipes.recipe import Recipe
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -29,15 +29,15 @@ class PackingWarning(RuntimeWarning):
 def recipes_of(
     env_fns: Iterable[Callable[[], Any]], wrappers: Sequence[Callable[[Any], Any]] = (), *, may_reuse: bool = False
 ) -> list[Recipe]:
-    """A recipe for each factory. may_reuse: see Recipe. Raises ValueError for an empty list, TypeError."""
+    """A recipe for each factory. may_reuse: see Recipe. Raises ConfigError for an empty list, WrongType."""
     recipes = []
     for i, env_fn in enumerate(env_fns):
         if not callable(env_fn):
-            raise TypeError(f"env_fns[{i}] must be a callable that returns an env, got {type(env_fn).__name__}")
+            raise WrongType(f"env_fns[{i}] must be a callable that returns an env, got {type(env_fn).__name__}")
         labels = (f"env_fns[{i}]", f"env_fns[{i}]")
         recipes.append(Recipe(i, callable_name(env_fn), env_fn, {}, tuple(wrappers), labels, may_reuse))
     if not recipes:
-        raise ValueError("env_fns is empty; give at least one callable that returns an env")
+        raise ConfigError("env_fns is empty; give at least one callable that returns an env")
     return recipes
 
 
@@ -53,15 +53,12 @@ def with_processes(
     if context is not None:
         get_context(context)  # raises for a name that it does not know
     most = len(recipes)
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+    if num_workers is not None:
+        at_least("num_workers", num_workers, 1)
     options = ProcessOptions(
         context=context or "forkserver",
         num_workers=min(num_workers or usable_cores(), most),
-        caller_steps=False,
         start_timeout_s=_START_TIMEOUT_S,
-        step_timeout_s=None,
-        threads_per_worker=1,
         packs_carefully=True,
         memory_check="warn",
     )
@@ -71,10 +68,12 @@ def with_processes(
     except OneEnvPerProcess:
         pass  # the env says so itself: nothing to warn of
     except (EnvError, RecipeError, WorkerError) as error:
-        if options.num_workers == most or isinstance(error, SpecMismatch) or _was_alone(error, backend):
+        # The first env in its process: then company is not to blame.
+        alone = isinstance(error, EnvError) and error.env_index in backend.first_envs
+        if options.num_workers == most or isinstance(error, SpecMismatch) or alone:
             raise
         warnings.warn(
-            f"Several envs could not be built in one process ({_first_line(error)}), so each gets a process of its "
+            f"Several envs could not be built in one process ({error.headline}), so each gets a process of its "
             f"own. To be rid of this warning pass num_workers={most}.",
             PackingWarning,
             stacklevel=caller_stacklevel(),
@@ -83,15 +82,6 @@ def with_processes(
 
 
 def require_copies(envs: VectorEnv | MultiAgentVectorEnv) -> None:
-    """Raises ValueError for views: other libraries keep observations over the next step."""
+    """Raises ConfigError for views: other libraries keep observations over the next step."""
     if not envs.copy:
-        raise ValueError("observations are views of memory that the next step overwrites; make_vec(..., copy=True)")
-
-
-def _was_alone(error: Exception, backend: Backend) -> bool:
-    """Whether the env that failed was the first in its process: then company is not to blame."""
-    return isinstance(error, EnvError) and error.env_index in backend.first_envs
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError("observations are views of memory that the next step overwrites; make_vec(..., copy=True)")

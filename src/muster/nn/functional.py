@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from muster.errors import UsageError
+from muster.errors import UsageError, WrongType
 from muster.nn.tensordicts import replaced_tensordicts, tensordict_slots
 
 # Which call has swapped the tensors of a module: id(module) -> (process, thread, a number of its own).
@@ -41,7 +41,7 @@ def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tens
     back afterwards, on errors too. Until then every user of the module sees them, so that a second thread that calls
     gets UsageError.
 
-    Raises TypeError for what is not an ``nn.Module``, UsageError for lazy modules that saw no input yet and, in
+    Raises WrongType for what is not an ``nn.Module``, UsageError for lazy modules that saw no input yet and, in
     ``call``, for names that the module does not have, for two tensors under names of one and for replaced buffers that
     ``params`` cannot take.
     """
@@ -147,9 +147,9 @@ def ties(module: nn.Module) -> dict[str, list[str]]:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of ``module`` by name, each tensor once. Raises TypeError and UsageError."""
+    """The parameters and buffers of ``module`` by name, each tensor once. Raises WrongType and UsageError."""
     if not isinstance(module, nn.Module):
-        raise TypeError(
+        raise WrongType(
             f"expected a torch.nn.Module, got {type(module).__qualname__}; wrap the callable in a module first"
         )
     tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from muster.errors import SpecMismatch
+from muster.errors import ConfigError, SpecMismatch, WrongIndex, WrongType
 from muster.nn.alike import require_alike
 from muster.nn.fast_call import does_more, has_backward_hooks, run_layers
 from muster.nn.stacked import StackedSequential, stack_known
@@ -38,7 +38,7 @@ class MultiAgentNet(nn.Module):
     use and change, but not keep; with backward hooks the networks are called one after the other. Blocks inside them
     may not be under ``torch.utils.checkpoint``, which would recompute them with all agents' tensors; the whole may.
 
-    Raises ValueError and TypeError for bad arguments, SpecMismatch where the networks differ in more than their values
+    Raises ConfigError and WrongType for bad arguments, SpecMismatch where the networks differ in more than their values
     (options count where their ``repr`` shows them, others are taken from the first) or, in calls, the input's shape
     does not fit, UsageError where they share tensors or keep references to their own, in a list or function say,
     CannotTravel where a network of other layers cannot be copied.
@@ -58,15 +58,15 @@ class MultiAgentNet(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(make_net, nn.Module) or not callable(make_net):
-            raise TypeError(
+            raise WrongType(
                 f"make_net is a {type(make_net).__qualname__}; expected a function that builds one agent's network, "
                 "such as lambda: nn.Linear(4, 2). MultiAgentNet.from_modules takes networks that exist; for one that "
                 "all agents share give lambda: net and share_params=True"
             )
         if n_agents < 1:
-            raise ValueError(f"n_agents={n_agents}; expected at least one agent")
+            raise ConfigError(f"n_agents={n_agents}; expected at least one agent")
         if agent_dim > -2:
-            raise ValueError(f"agent_dim={agent_dim} is not the axis of the agents counted from the end: -2 or less")
+            raise ConfigError(f"agent_dim={agent_dim} is not the axis of the agents counted from the end: -2 or less")
         self.n_agents = n_agents
         self.centralised = centralised
         self.share_params = share_params
@@ -76,7 +76,7 @@ class MultiAgentNet(nn.Module):
         for module in modules:
             if not isinstance(module, nn.Module):
                 given = type(module).__qualname__
-                raise TypeError(f"expected a torch.nn.Module for each agent, got a {given}; does make_net return one?")
+                raise WrongType(f"expected a torch.nn.Module for each agent, got a {given}; does make_net return one?")
         self._takes_several = _takes_several(modules[0])
         self.n_agent_inputs = _input_size(modules[0], n_agents if centralised else 1)
         if share_params:
@@ -134,9 +134,9 @@ class MultiAgentNet(nn.Module):
         return cast(Tensor, net(*inputs))
 
     def agent(self, index: int) -> AgentView:
-        """A view on one agent's network, callable on what that agent sees. Raises IndexError."""
+        """A view on one agent's network, callable on what that agent sees. Raises WrongIndex."""
         if not -self.n_agents <= index < self.n_agents:
-            raise IndexError(f"agent {index} of {self.n_agents}: expected -{self.n_agents} to {self.n_agents - 1}")
+            raise WrongIndex(f"agent {index} of {self.n_agents}: expected -{self.n_agents} to {self.n_agents - 1}")
         return AgentView(self, index % self.n_agents)
 
     def to_modules(self) -> list[nn.Module]:
@@ -149,7 +149,7 @@ class MultiAgentNet(nn.Module):
         """Copies the values of as many modules as ``to_modules`` returns, in place. Raises as the constructor does."""
         expected = 1 if self.share_params else self.n_agents
         if len(modules) != expected:
-            raise ValueError(f"got {len(modules)} modules; expected {expected}, as many as to_modules returns")
+            raise ConfigError(f"got {len(modules)} modules; expected {expected}, as many as to_modules returns")
         other = MultiAgentNet(
             iter(modules).__next__,
             self.n_agents,

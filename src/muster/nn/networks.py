@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from muster.errors import ConfigError, WrongType
 from muster.nn.multi_agent_net import MultiAgentNet
 from muster.nn.stacked import channels_last
 
@@ -27,7 +28,7 @@ class MultiAgentMLP(MultiAgentNet):
     depth, num_cells: hidden layers and their sizes. Without both there is none; ``depth`` alone gives layers of 32.
     activation_class: called with ``activation_kwargs`` for each hidden layer.
 
-    Raises ValueError and TypeError for bad arguments, SpecMismatch for inputs that do not fit. See MultiAgentNet for
+    Raises ConfigError and WrongType for bad arguments, SpecMismatch for inputs that do not fit. See MultiAgentNet for
     the parameters' layout and the methods.
     """
 
@@ -73,7 +74,7 @@ class MultiAgentConvNet(MultiAgentNet):
         which is a number or (vertical, horizontal).
     activation_class: called with ``activation_kwargs`` after each layer.
 
-    Raises ValueError and TypeError for bad arguments, SpecMismatch for inputs that do not fit. See MultiAgentNet for
+    Raises ConfigError and WrongType for bad arguments, SpecMismatch for inputs that do not fit. See MultiAgentNet for
     the parameters' layout and the methods.
     """
 
@@ -95,13 +96,13 @@ class MultiAgentConvNet(MultiAgentNet):
     ) -> None:
         centralised = _one_spelling(centralised, centralized)
         if share_params is None:
-            raise TypeError("share_params is missing: True for one network for all agents, False for one for each")
+            raise WrongType("share_params is missing: True for one network for all agents, False for one for each")
         _require_sizes(n_agents=n_agents, in_features=in_features)
         assert in_features is not None
         channels = [in_features * (n_agents if centralised else 1), *num_cells]
         depth = len(num_cells)
         if depth == 0:
-            raise ValueError("num_cells=() has no layer; give the channels of at least one")
+            raise ConfigError("num_cells=() has no layer; give the channels of at least one")
         kernels = _per_layer("kernel_sizes", kernel_sizes, depth)
         steps = _per_layer("strides", strides, depth)
         pads = _per_layer("paddings", paddings, depth)
@@ -125,7 +126,7 @@ class MultiAgentConvNet(MultiAgentNet):
 
 def _one_spelling(centralised: bool | None, centralized: bool | None) -> bool:
     if (centralised is None) == (centralized is None):
-        raise TypeError(
+        raise WrongType(
             f"give one of centralised and centralized, got {centralised} and {centralized}: True if every agent sees "
             "all agents' inputs, False if only its own"
         )
@@ -135,7 +136,7 @@ def _one_spelling(centralised: bool | None, centralized: bool | None) -> bool:
 def _require_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"{name}={size!r} is not a positive integer; sizes are not taken from the first input, so that the "
                 "parameters can be copied, moved and shared from the start"
             )
@@ -146,10 +147,10 @@ def _hidden_sizes(depth: int | None, num_cells: int | Sequence[int] | None) -> l
         return [32] * (depth or 0)
     if isinstance(num_cells, int):
         if depth is None:
-            raise ValueError(f"num_cells={num_cells} is one size for all hidden layers; give depth, their number, too")
+            raise ConfigError(f"num_cells={num_cells} is one size for all hidden layers; give depth, their number, too")
         return [num_cells] * depth
     if depth is not None and depth != len(num_cells):
-        raise ValueError(f"depth={depth}, but num_cells={list(num_cells)} is for {len(num_cells)}; leave depth out")
+        raise ConfigError(f"depth={depth}, but num_cells={list(num_cells)} is for {len(num_cells)}; leave depth out")
     return list(num_cells)
 
 
@@ -157,5 +158,5 @@ def _per_layer(name: str, value: int | Sequence[Size], depth: int) -> list[Size]
     if not isinstance(value, Sequence):
         return [value] * depth
     if len(value) != depth:
-        raise ValueError(f"{name}={list(value)} has {len(value)} entries for the {depth} layers of num_cells")
+        raise ConfigError(f"{name}={list(value)} has {len(value)} entries for the {depth} layers of num_cells")
     return list(value)

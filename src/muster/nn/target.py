@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muster.errors import UsageError
+from muster.errors import ConfigError, UsageError
 from muster.nn.functional import functionalize, named_tensors
 
 
@@ -37,10 +37,10 @@ class TargetParams:
         """Each parameter becomes ``(1 - tau) * target + tau * module``; buffers become equal to the module's.
 
         Buffers are no weights: averaged statistics of a batch norm would lag, and counters cannot be averaged.
-        Raises ValueError for a ``tau`` outside [0, 1], UsageError where the module changed its tensors' layout.
+        Raises ConfigError for a ``tau`` outside [0, 1], UsageError where the module changed its tensors' layout.
         """
         if not 0.0 <= tau <= 1.0:
-            raise ValueError(f"tau={tau} is not in [0, 1]; a usual value is 0.005")
+            raise ConfigError(f"tau={tau} is not in [0, 1]; a usual value is 0.005")
         sources = named_tensors(self._module)
         self._require_same_layout(sources)
         for name, source in sources.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import pickle
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,8 @@ from typing import Any
 
 import gymnasium as gym
 
-from muster.errors import CannotTravel, RecipeError
+from muster.arguments import as_whole, at_least
+from muster.errors import CannotTravel, ConfigError, RecipeError
 from muster.introspection import callable_name, subscript
 from muster.lazy_values import Lazy, LazyValues, lazy
 from muster.pickling import check_inheritable, dumps, takes
@@ -134,13 +134,13 @@ def make_recipes(
     """One Recipe per env, for every form of ``make_vec``'s arguments. No env is built.
 
     resolve_foreign_id: gives the factory of a ``pettingzoo/...`` or ``meltingpot/...`` id; without it they are refused.
-    Raises RecipeError for what says not how to build a new env, ValueError for numbers that do not fit together, and
+    Raises RecipeError for what says not how to build a new env, ConfigError for numbers that do not fit together, and
     Gymnasium's own errors for ids that it does not know.
     """
     several = isinstance(env, (list, tuple))
     forms = list(env) if several else [env]
     if several and not forms:
-        raise ValueError("env is an empty list: give one id, EnvSpec or factory per env.")
+        raise ConfigError("env is an empty list: give one id, EnvSpec or factory per env.")
     sources = sources_of(forms, several, resolve_foreign_id)
     count = _count_envs(sources, several, num_envs)
     kwargs_list = _kwargs_per_env(env_kwargs, count)
@@ -225,13 +225,11 @@ def check_forkable(recipes: Sequence[Recipe]) -> None:
 def _count_envs(sources: Sequence[Source], several: bool, num_envs: int | None) -> int:
     if num_envs is None:
         return len(sources) if several else sources[0].num_envs or 1
-    if isinstance(num_envs, bool) or not hasattr(type(num_envs), "__index__"):
-        raise ValueError(f"num_envs must be a whole number of at least 1, got {num_envs!r}.")
-    count = operator.index(num_envs)
-    if count < 1:
-        raise ValueError(f"num_envs must be at least 1, got {count}.")
+    if (whole := as_whole(num_envs)) is None:
+        raise ConfigError(f"num_envs must be a whole number of at least 1, got {num_envs!r}.")
+    count = at_least("num_envs", whole, 1, end=".")
     if several and count != len(sources):
-        raise ValueError(
+        raise ConfigError(
             f"num_envs={count}, but env is a list of {len(sources)}; leave num_envs out, or make them equal."
         )
     return count
@@ -242,12 +240,12 @@ def _kwargs_per_env(env_kwargs: Any, count: int) -> list[Mapping[str, Any]]:
         return [{}] * count
     per_env = list(env_kwargs) if isinstance(env_kwargs, (list, tuple)) else [env_kwargs] * count
     if len(per_env) != count:
-        raise ValueError(
+        raise ConfigError(
             f"env_kwargs is a list of {len(per_env)} dicts for {count} envs; give one dict per env, or one dict."
         )
     for i, kwargs in enumerate(per_env):
         if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-            raise ValueError(
+            raise ConfigError(
                 f"env_kwargs must be a dict of keyword arguments (or a list of {count} of them), got "
                 f"{type(kwargs).__name__} for env {i}: {reprlib.repr(kwargs)}"
             )

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 
+from muster.arguments import whole
 from muster.errors import ClosedError, ConfigError, UsageError
 from muster.introspection import caller_stacklevel
 from muster.rollout.devices import Device, to_device
@@ -41,13 +42,13 @@ class BatchSource(ABC):
         compact: bool,
         replay_buffer: Any,
     ) -> None:
-        check_numbers(
-            frames_per_batch=(frames_per_batch, 1),
-            total_frames=(total_frames, -1),
-            init_random_frames=(init_random_frames, 0),
-            max_frames_per_traj=(max_frames_per_traj, 1),
-            seed=(seed, 0),
-        )
+        whole("frames_per_batch", frames_per_batch, 1)
+        whole("total_frames", total_frames, -1)
+        whole("init_random_frames", init_random_frames, 0)
+        if max_frames_per_traj is not None:
+            whole("max_frames_per_traj", max_frames_per_traj, 1)
+        if seed is not None:
+            whole("seed", seed, 0)
         if split_trajs and compact:
             raise ConfigError("split_trajs needs every row's next observation: not with compact=True")
         if replay_buffer is not None and compact:
@@ -145,12 +146,3 @@ def warn_of_losses(losses: Sequence[Loss], first_env: int = 0) -> None:
             RuntimeWarning,
             stacklevel=caller_stacklevel(),
         )
-
-
-def check_numbers(**least: tuple[int | None, int]) -> None:
-    """Raises ConfigError unless each value is at least what stands with it, or None where there may be none."""
-    for name, (value, low) in least.items():
-        if value is None and name in ("max_frames_per_traj", "seed"):
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
-            raise ConfigError(f"{name} must be an int of at least {low}, got {value!r}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from muster.backends import process
 from muster.rollout.fields import Array
 from muster.rollout.storage import Storage
+from muster.workers.deaths import Nouns
 
 
 class Filled(NamedTuple):
@@ -29,6 +31,27 @@ class ProcessOptions:
     on_failure: str
     max_restarts: int
     threads_per_worker: int
+
+    @property
+    def restarts(self) -> int | None:
+        """How many a collector may need, None where none are wanted."""
+        return self.max_restarts if self.on_failure == "restart" else None
+
+    def for_backend(self, nouns: Nouns) -> process.ProcessOptions:
+        """The same for the backend of collectors."""
+        return process.ProcessOptions(
+            context="forkserver" if self.context == "auto" else self.context,
+            num_workers=self.num_workers,
+            start_timeout_s=self.start_timeout,
+            step_timeout_s=self.step_timeout,
+            threads_per_worker=self.threads_per_worker,
+            nouns=nouns,
+        )
+
+
+def collector_nouns(envs: Sequence[range], **others: Any) -> Nouns:
+    """What errors call the parts of a `MultiCollector`. envs: of each collector that is told of."""
+    return Nouns("collector", "collect", "collecting", "collect_timeout", "the collectors are", tuple(envs), **others)
 
 
 class CollectorSet(Protocol):

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from muster.errors import ConfigError, UsageError
+from muster.arguments import at_least
+from muster.errors import UsageError
 from muster.rollout.collector import Collector
 from muster.rollout.episodes import Episodes
 
@@ -33,8 +34,7 @@ def evaluate(
 
     Raises ConfigError, UsageError where `max_steps` were not enough, and what `Collector` raises.
     """
-    if episodes < 1:
-        raise ConfigError(f"episodes must be at least 1, got {episodes!r}")
+    at_least("episodes", episodes, 1)
     N = envs.num_envs
     shares = [episodes // N + (env < episodes % N) for env in range(N)]
     played: list[list[tuple[Any, int]]] = [[] for _ in range(N)]

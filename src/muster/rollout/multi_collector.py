@@ -12,14 +12,16 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from tensordict.nn import InteractionType  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor
 
+from muster.arguments import whole
+from muster.backends.process import check_pool
 from muster.envs import resolve_foreign_id
 from muster.envs.adapt import Inbound
 from muster.errors import ConfigError
 from muster.introspection import caller_stacklevel
 from muster.recipes.recipe import Recipe, make_recipes
-from muster.rollout.batch_source import BatchSource, check_numbers
+from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
-from muster.rollout.collector_set import CollectorSet, ProcessOptions
+from muster.rollout.collector_set import CollectorSet, ProcessOptions, collector_nouns
 from muster.rollout.devices import Device
 from muster.rollout.processes.collector_pool import CollectorPool
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
@@ -99,9 +101,9 @@ class MultiCollector(BatchSource):
             replay_buffer=replay_buffer,
         )
         self._threshold = _share(preemptive_threshold, sync)
-        options = ProcessOptions(
-            num_collectors, context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector
-        )
+        how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
+        check_pool(collector_nouns(()), *how)
+        options = ProcessOptions(whole("num_collectors", num_collectors, 1), *how)
         for_each = {
             **self._limits,
             "policy_device": device if policy_device is None else policy_device,
@@ -204,7 +206,6 @@ class MultiCollector(BatchSource):
 def _understood(
     envs: Any, num_envs: int | None, num_collectors: int, make_vec_options: Mapping[str, Any] | None
 ) -> list[Recipe]:
-    check_numbers(num_collectors=(num_collectors, 1))
     options = dict(make_vec_options or {})
     if unknown := sorted(options.keys() - set(_ENV_OPTIONS)):
         raise ConfigError(

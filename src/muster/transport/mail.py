@@ -11,6 +11,7 @@ import os
 import pickle
 from typing import Any, Protocol
 
+from muster.errors import MusterError
 from muster.pickling.functools_pickling import dumps as by_value
 
 # Address space is free in a sparse file: each box may hold 4 GiB.
@@ -64,7 +65,7 @@ class SharedMail:
         while length:
             part = os.pread(self._fd, length, at)
             if not part:
-                raise EOFError(f"the mail holds {length} bytes less than announced")
+                raise MusterError(f"the mail holds {length} bytes less than announced")
             parts.append(part)
             at, length = at + len(part), length - len(part)
         return pickle.loads(b"".join(parts))

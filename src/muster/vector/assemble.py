@@ -12,6 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from muster._core import Autoreset
 from muster.backends.base import Backend, CallerOptions
+from muster.backends.process import ProcessBackend, ProcessOptions
 from muster.backends.recovery import Recovery
 from muster.backends.serial import SerialBackend
 from muster.recipes.recipe import Recipe, WorkerInfo
@@ -24,9 +25,12 @@ from muster.vector.batched_spaces import BatchedSpaces, agents_spaces, equal_spa
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.raisers import Raiser, raise_env_error, raise_original
 from muster.vector.vector_env import Assembled, VectorEnv
+from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.options import Patience, ShareOptions
 from muster.workers.resources import usable_cores
+
+_SAME_STEP: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP, "observation_mode": "same"}
 
 
 @dataclass(frozen=True)
@@ -134,24 +138,27 @@ def vector_env_of(
 
 
 def serial_vec(
-    recipes: Sequence[Recipe],
-    info: WorkerInfo,
-    *,
-    autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
-    max_restarts: int | None = None,
+    recipes: Sequence[Recipe], info: WorkerInfo, *, max_restarts: int | None = None, nouns: Nouns = NOUNS
 ) -> VectorEnv | MultiAgentVectorEnv:
     """A vector env of views over recipes that were understood elsewhere, stepped in this thread.
 
     info: what the envs are told of where they are built, but for their index.
     max_restarts: with a number, envs that raise are replaced, as by ``on_failure="restart"``; but not one that must be
         alone in its process, which only another process can replace.
+    nouns: what errors call its parts.
     """
-    backend = SerialBackend(recipes, info)
+    backend = SerialBackend(recipes, info, nouns)
     facts = backend.start()
-    never = Patience(0, 0, False)
     max_restarts = None if facts[0].metadata.get("one_per_process") else max_restarts
-    options = AssemblyOptions(autoreset_mode, never, never, copy=False, max_restarts=max_restarts)
+    options = drop_in_options(backend, AutoresetMode.SAME_STEP, copy=False, max_restarts=max_restarts)
     return vector_env_of(backend, STRICT, options, facts)
+
+
+def process_vec(recipes: Sequence[Recipe], options: ProcessOptions, max_restarts: int | None) -> VectorEnv:
+    """A vector env of copies over recipes of Muster's own envs, which have one agent, stepped by processes."""
+    backend = ProcessBackend(recipes, options)
+    assembly = drop_in_options(backend, AutoresetMode.SAME_STEP, max_restarts=max_restarts)
+    return VectorEnv(assemble(backend, STRICT, assembly))
 
 
 def patience(cores: int, processes: int, *, caller_steps: bool = False) -> tuple[Patience, Patience]:
@@ -171,5 +178,5 @@ def patience(cores: int, processes: int, *, caller_steps: bool = False) -> tuple
 
 
 def drop_in_options(backend: Backend, autoreset_mode: AutoresetMode, **options: Any) -> AssemblyOptions:
-    """The options of a drop-in's vector env, which leaves waiting to Muster. options: others of AssemblyOptions."""
+    """The options of a vector env that leaves waiting to Muster, as drop-ins do. options: others of AssemblyOptions."""
     return AssemblyOptions(autoreset_mode, *patience(usable_cores(), backend.num_workers + 1), **options)

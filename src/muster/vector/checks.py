@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from muster.errors import ActionError, SpecMismatch, UsageError
+from muster.arguments import as_whole
+from muster.errors import ActionError, ConfigError, SpecMismatch, UsageError, WrongType
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Space
 
@@ -17,31 +18,34 @@ _LONGEST_S = 1e6
 
 
 def seeds_of(seed: Any, num_envs: int) -> list[int | None]:
-    """One seed for each env: `seed` + i, or the list's own. Raises UsageError, ValueError."""
+    """One seed for each env: `seed` + i, or the list's own. Raises UsageError, ConfigError."""
     if seed is None:
         return [None] * num_envs
-    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
-        seeds: list[int | None] = [int(seed) + i for i in range(num_envs)]
+    seeds: list[int | None]
+    if (first := as_whole(seed)) is not None:
+        seeds = [first + i for i in range(num_envs)]
     elif isinstance(seed, (list, tuple, np.ndarray)):
-        seeds = [None if one is None else _whole(one) for one in seed]
+        seeds = [as_whole(one) for one in seed]
+        if wrong := [one for one, whole in zip(seed, seeds, strict=True) if whole is None is not one]:
+            raise UsageError(f"seed must be an int, got {wrong[0]!r}")
     else:
         raise UsageError(f"seed must be an int, a list of {num_envs} ints or None, got {seed!r}")
     if len(seeds) != num_envs:
-        raise ValueError(f"expected {num_envs} seeds, one for each env (num_envs), got {len(seeds)}")
+        raise ConfigError(f"expected {num_envs} seeds, one for each env (num_envs), got {len(seeds)}")
     if any(one is not None and one < 0 for one in seeds):
-        raise ValueError(f"seeds must not be negative, got {seed!r}")
+        raise ConfigError(f"seeds must not be negative, got {seed!r}")
     return seeds
 
 
 def reset_mask_of(mask: Any, num_envs: int) -> npt.NDArray[np.bool_]:
-    """`mask` if it is a bool array ``[N]`` that selects something. Raises TypeError, ValueError."""
+    """`mask` if it is a bool array ``[N]`` that selects something. Raises WrongType, ConfigError."""
     if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
         got = mask.dtype if isinstance(mask, np.ndarray) else type(mask).__name__
-        raise TypeError(f'options["reset_mask"] must be a bool array, got {got}')
+        raise WrongType(f'options["reset_mask"] must be a bool array, got {got}')
     if mask.shape != (num_envs,):
-        raise ValueError(f'options["reset_mask"] must have shape ({num_envs},), got {mask.shape}')
+        raise ConfigError(f'options["reset_mask"] must have shape ({num_envs},), got {mask.shape}')
     if not mask.any():
-        raise ValueError('options["reset_mask"] selects no env; leave it out to reset all')
+        raise ConfigError('options["reset_mask"] selects no env; leave it out to reset all')
     return mask
 
 
@@ -65,7 +69,7 @@ def require_options(options: Any) -> None:
 
 def require_count(min_envs: Any) -> None:
     """Raises UsageError for a `min_envs` that is no int."""
-    if min_envs is not None and (isinstance(min_envs, bool) or not isinstance(min_envs, (int, np.integer))):
+    if min_envs is not None and as_whole(min_envs) is None:
         raise UsageError(f"recv(min_envs=...) must be an int or None, got {min_envs!r}")
 
 
@@ -109,9 +113,3 @@ def require_agreement(
                 f"expected {found.expected}{hint}",
                 env_index=env,
             )
-
-
-def _whole(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise UsageError(f"seed must be an int, got {seed!r}")
-    return int(seed)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from muster.arguments import flags, one_of, whole
 from muster.backends.base import Backend
-from muster.backends.process import CONTEXTS, ProcessBackend, ProcessOptions
+from muster.backends.process import ProcessBackend, ProcessOptions, check_pool
 from muster.backends.serial import SerialBackend
 from muster.backends.thread import ThreadBackend
 from muster.envs import resolve_foreign_id
 from muster.envs.adapt import Inbound
-from muster.errors import OneEnvPerProcess
+from muster.errors import ConfigError, OneEnvPerProcess
 from muster.recipes.recipe import make_recipes
 from muster.vector.assemble import STRICT, AssemblyOptions, patience, vector_env_of
 from muster.vector.batched_spaces import alike_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
+from muster.workers.deaths import NOUNS
 from muster.workers.memory_plan import MEMORY_CHECKS
 from muster.workers.resources import usable_cores
 
@@ -83,29 +83,17 @@ def make_vec(
         machine has left, going by the first ones: "error", "warn" or "off".
 
     Raises RecipeError, CannotTravel, EnvError (an env could not be built), SpecMismatch (the envs differ), WorkerDied,
-    WorkerTimeout, NotEnoughMemory, OneEnvPerProcess, ValueError.
+    WorkerTimeout, NotEnoughMemory, OneEnvPerProcess, ConfigError.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    one_of("backend", backend, BACKENDS)
     mode = _autoreset_mode(autoreset_mode)
-    if observation_mode not in ("same", "different"):
-        raise ValueError(f'observation_mode must be "same" or "different", got {observation_mode!r}')
-    if context not in CONTEXTS:
-        raise ValueError(f"context must be one of {', '.join(map(repr, CONTEXTS))}, got {context!r}")
-    if memory_check not in MEMORY_CHECKS:
-        raise ValueError(f"memory_check must be one of {', '.join(map(repr, MEMORY_CHECKS))}, got {memory_check!r}")
-    if on_failure not in ("raise", "restart"):
-        raise ValueError(f'on_failure must be "raise" or "restart", got {on_failure!r}')
-    _check_numbers(start_timeout, step_timeout, max_restarts, threads_per_worker)
-    copy, check_finite, caller_steps, one_env_per_process, state = _flags(
-        copy=copy,
-        check_finite=check_finite,
-        caller_steps=caller_steps,
-        one_env_per_process=one_env_per_process,
-        state=state,
-    )
+    one_of("observation_mode", observation_mode, ("same", "different"))
+    one_of("memory_check", memory_check, MEMORY_CHECKS)
+    check_pool(NOUNS, context, start_timeout, step_timeout, on_failure, max_restarts, threads_per_worker)
+    copy, check_finite, state = flags(copy=copy, check_finite=check_finite, state=state)
+    caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
     if groups is not None and not isinstance(groups, Mapping):
-        raise ValueError(f"groups must be a dict of each agent's group, got {type(groups).__name__}: {groups!r}")
+        raise ConfigError(f"groups must be a dict of each agent's group, got {type(groups).__name__}: {groups!r}")
     if wrappers is None or isinstance(wrappers, (list, tuple)):
         wrappers = [*(wrappers or ()), Inbound(groups, state)]
     recipes = make_recipes(env, num_envs, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
@@ -114,7 +102,7 @@ def make_vec(
         _refuse_without_processes(one_env_per_process, caller_steps, step_timeout)
     if backend == "serial":
         if num_workers is not None:
-            raise ValueError('num_workers needs workers; leave it out, or use backend="process" or "thread"')
+            raise ConfigError('num_workers needs workers; leave it out, or use backend="process" or "thread"')
         chosen: Backend = SerialBackend(recipes)
     elif backend == "thread":
         chosen = ThreadBackend(recipes, _count_workers(len(recipes), num_workers, cores, False, False), start_timeout)
@@ -151,69 +139,41 @@ def make_vec(
     return vector_env_of(ProcessBackend(recipes, replace(options, num_workers=len(recipes))), parts, assembly)
 
 
-def _check_numbers(
-    start_timeout: float, step_timeout: float | None, max_restarts: int, threads_per_worker: int
-) -> None:
-    for name, seconds in (("start_timeout", start_timeout), ("step_timeout", step_timeout)):
-        if seconds is None and name == "step_timeout":
-            continue
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float, np.number)) or not seconds > 0:
-            raise ValueError(f"{name} must be a number of seconds greater than 0, got {seconds!r}")
-    for name, count, least in (("max_restarts", max_restarts, 0), ("threads_per_worker", threads_per_worker, 1)):
-        if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {count!r}")
-
-
-def _flags(**given: Any) -> list[bool]:
-    for name, flag in given.items():
-        if not isinstance(flag, (bool, np.bool_)):
-            raise ValueError(f"{name} must be True or False, got {flag!r}")
-    return [bool(flag) for flag in given.values()]
-
-
 def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
-    names = {one.name.lower(): one for one in AutoresetMode}
-    names |= {one.value.lower(): one for one in AutoresetMode}
+    names = {word.lower(): one for one in AutoresetMode for word in (one.name, one.value)}
     if isinstance(mode, AutoresetMode):
         return mode
     if not isinstance(mode, str) or mode.lower() not in names:
-        raise ValueError(f'autoreset_mode must be "next_step", "same_step" or "disabled", got {mode!r}')
+        raise ConfigError(f'autoreset_mode must be "next_step", "same_step" or "disabled", got {mode!r}')
     return names[mode.lower()]
 
 
 def _count_workers(num_envs: int, num_workers: int | None, cores: int, one_each: bool, caller_steps: bool) -> int:
     if one_each:
         if num_workers not in (None, num_envs):
-            raise ValueError(
-                f"one_env_per_process=True needs num_workers={num_envs} (num_envs), got num_workers={num_workers}"
-            )
+            needed = f"num_workers={num_envs} (num_envs)"
+            raise ConfigError(f"one_env_per_process=True needs {needed}, got num_workers={num_workers}")
         return num_envs
     most = num_envs - 1 if caller_steps else num_envs
     if num_workers is None:
         return max(min(cores - 1 if caller_steps else cores, most), 0 if caller_steps else 1)
-    if isinstance(num_workers, bool) or not hasattr(type(num_workers), "__index__") or not num_workers >= 1:
-        raise ValueError(f"num_workers must be an int of at least 1, got {num_workers!r}")
-    if num_workers > most:
+    count = whole("num_workers", num_workers, 1)
+    if count > most:
         reason = "the calling process steps one env itself" if caller_steps else "a worker needs an env"
-        raise ValueError(f"num_workers={num_workers} is too many for num_envs={num_envs}: {reason}; use at most {most}")
-    return operator.index(num_workers)
+        raise ConfigError(f"num_workers={count} is too many for num_envs={num_envs}: {reason}; use at most {most}")
+    return count
 
 
 def _refuse_without_processes(one_env_per_process: bool, caller_steps: bool, step_timeout: float | None) -> None:
-    given = {
-        "one_env_per_process": one_env_per_process,
-        "caller_steps": caller_steps,
-        "step_timeout": step_timeout is not None,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise ValueError(f'{name} needs worker processes; leave it out, or use backend="process"')
+    given = {"one_env_per_process": one_env_per_process, "caller_steps": caller_steps, "step_timeout": step_timeout}
+    if name := next((name for name, value in given.items() if value), None):
+        raise ConfigError(f'{name} needs worker processes; leave it out, or use backend="process"')
 
 
 def _refuse_caller_steps(one_env_per_process: bool, step_timeout: float | None, on_failure: str) -> None:
     if one_env_per_process:
-        raise ValueError("caller_steps=True would build an env in the calling process: not with one_env_per_process")
+        raise ConfigError("caller_steps=True would build an env in the calling process: not with one_env_per_process")
     if step_timeout is not None:
-        raise ValueError("caller_steps=True: the calling process cannot kill itself, so step_timeout is not possible")
+        raise ConfigError("caller_steps=True: the calling process cannot kill itself, so step_timeout is not possible")
     if on_failure == "restart":
-        raise ValueError('caller_steps=True: the calling process cannot restart itself; not with on_failure="restart"')
+        raise ConfigError('caller_steps=True: the calling process cannot restart itself; not with on_failure="restart"')

@@ -336,21 +336,21 @@ class MultiAgentVectorEnv:
 def _without_idle(space: spaces.Space[Any], given: Any, acting: Bools) -> Any:
     """`given`, actions ``[n, A, ...]`` of `space`, with allowed values where `acting` ``[n, A]`` is False.
 
-    Raises ValueError where it is no such batch.
+    Raises ActionError where it is no such batch.
     """
     if isinstance(space, spaces.Dict):
         if not isinstance(given, Mapping) or set(given) != set(space.spaces):
-            raise ValueError("other keys")
+            raise ActionError("other keys")
         return {key: _without_idle(one, given[key], acting) for key, one in space.items()}
     if isinstance(space, spaces.Tuple):
         if not isinstance(given, (tuple, list)):
-            raise ValueError("no tuple")
+            raise ActionError("no tuple")
         return tuple(_without_idle(one, part, acting) for one, part in zip(space.spaces, given, strict=True))
     if not isinstance(space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
         return given
     given, shape = np.asarray(given), space.shape or ()
     if given.shape != (*acting.shape, *shape) or given.dtype.kind not in "iub":
-        raise ValueError("another shape, or no integers")
+        raise ActionError("another shape, or no integers")
     if given.dtype == np.uint64:  # which together with int64 would become floats
         given = given.astype(np.int64)
     allowed = 0 if isinstance(space, spaces.MultiBinary) else space.start

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
-from muster._core import SLICE_NS, Unusual
+from muster._core import SLICE_NS, Status, Unusual
 from muster.backends.base import Backend
 from muster.backends.recovery import Recovery
-from muster.errors import CannotTravel, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.errors import CannotTravel, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.spaces.tree import Array, Node
 from muster.transport.infos import InfoReader, Infos, spread
 from muster.transport.slab import contiguous
@@ -267,7 +267,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if not isinstance(values, (list, tuple)):
             values = [values] * self.num_envs
         if len(values) != self.num_envs:
-            raise ValueError(f"set_attr({name!r}): expected {self.num_envs} values, one an env, got {len(values)}")
+            raise ConfigError(f"set_attr({name!r}): expected {self.num_envs} values, one an env, got {len(values)}")
         self._caller.calling = True
         try:
             results = self._backend.set_attr(name, values)
@@ -428,7 +428,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         ids, obs, rewards, terminated, truncated, _, unusual = rows
         failures = self._backend.failures(ids) if unusual & _NOT_OK else []
         if failures:
-            keep = ~np.isin(ids, [failure.env_index for failure in failures])
+            keep = self._records["status"][ids] != Status.RAISED
             ids, rewards, terminated, truncated = ids[keep], rewards[keep], terminated[keep], truncated[keep]
         mail = self._backend.take_mail(ids)
         step_objects = [step for step, _ in mail]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from muster._core import EXIT_FDS_CLOSED, Doing, ticks
+from muster.errors import WorkerName
 from muster.transport.slab import Slab
 
-_DOING = {Doing.STEPPING: "in step", Doing.RESETTING: "in reset", Doing.TALKING: "answering a call"}
 _STARTED = time.monotonic_ns(), ticks()
 
 
@@ -20,44 +21,50 @@ def seconds_since(moment: int) -> float:
     return (now - moment) / max(1.0, per_second)
 
 
-def describe_doing(slab: Slab | None, line: int, busy: list[int]) -> str:
-    """``in step of env 5 for 3.2 s``. busy: the envs that it owes an answer for."""
-    if slab is None:
-        return "building its envs"
-    state = slab.line(line)
-    if state["doing"] != Doing.NOTHING:
-        return f"{_DOING[state['doing']]} of env {state['env_index']} for {seconds_since(state['since']):.3g} s"
-    if busy:
-        return f"about to step envs {', '.join(map(str, busy))}"
-    return "waiting for the caller"
+@dataclass(frozen=True)
+class Nouns:
+    """What a pool's errors call its parts: whoever runs the pool gives it these.
+
+    envs: for each worker those that it stands for, where users count others than the pool.
+    first_worker: the index of the first one.  is_env: a worker is named in place of the one env that it steps.
+    """
+
+    worker: str = "worker"
+    step: str = "step"
+    in_step: str = "in step"
+    step_timeout: str = "step_timeout"
+    pool: str = "the vector env is"
+    envs: tuple[range, ...] = ()
+    first_worker: int = 0
+    is_env: bool = False
+
+    def name(self, line: int, envs: range = range(0)) -> WorkerName:
+        """Worker `line` by its name. envs: those that it steps; none where they are not to be told."""
+        return WorkerName(self.worker, self.first_worker + line, self.envs[line] if self.envs else envs)
+
+    def env(self, line: int, env: int) -> str:
+        """``env 5``, or nothing where that is the worker."""
+        return "" if self.is_env else f"env {self.envs[line][env] if self.envs else env}"
+
+    def doing(self, slab: Slab | None, line: int, busy: list[int]) -> str:
+        """``in step of env 5 for 3.2 s``. busy: the envs that the worker owes an answer for."""
+        if slab is None:
+            return "building its envs"
+        state = slab.line(line)
+        if state["doing"] != Doing.NOTHING:
+            words = {Doing.STEPPING: self.in_step, Doing.RESETTING: "in reset", Doing.TALKING: "answering a call"}
+            of_env = "" if self.is_env else f" of env {state['env_index']}"
+            return f"{words[state['doing']]}{of_env} for {seconds_since(state['since']):.3g} s"
+        if busy:
+            return f"about to {self.step}" + ("" if self.is_env else f" envs {', '.join(map(str, busy))}")
+        return "waiting for the caller"
 
 
-def name_envs(envs: range) -> str:
-    """``env 3`` or ``envs 4 to 7``."""
-    return f"env {envs[0]}" if len(envs) == 1 else f"envs {envs[0]} to {envs[-1]}"
+NOUNS = Nouns()
 
 
-def explain_death(line: int, envs: range, exit_code: int | None, doing: str, tail: str) -> str:
-    """The whole message of WorkerDied."""
-    lines = [f"worker {line} ({name_envs(envs)}) died: {_how(exit_code)}. It was {doing}."]
-    lines.append(f"Likely cause: {_cause(exit_code)}")
-    if tail:
-        lines += ["The last lines of its stderr:", tail]
-    return "\n".join(lines)
-
-
-def _how(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "its exit code is unknown, the launcher process was lost or the caller has reaped it"
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"killed by signal {-exit_code}"
-
-
-def _cause(exit_code: int | None) -> str:
+def likely_cause(exit_code: int | None) -> str:
+    """What an exit code usually means, in words."""
     if exit_code == EXIT_FDS_CLOSED:
         return "the env closed file descriptors that it had not opened (os.closerange and the like)."
     if exit_code == -signal.SIGKILL:

@@ -25,7 +25,7 @@ from muster.transport.mail import Mail
 from muster.transport.slab import Slab
 from muster.worker_info import ask_for_running
 from muster.workers.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
-from muster.workers.failures import Failure, message_of, portable
+from muster.workers.failures import Failure, message_of, portable, reset_note
 from muster.workers.messages import ResetArguments, Restart
 from muster.workers.options import EnvCall, ShareOptions
 from muster.workers.resources import own_memory_bytes
@@ -36,7 +36,7 @@ _RELEASE_TIMEOUT_S = 2.0
 class Share:
     """Builds the envs of `recipes` and steps them by way of `Stepper`, whose host it is.
 
-    dumps: pickles for the caller, where that is another process.
+    dumps: pickles for the caller, where that is another process.  worker: what failures call the worker.
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class Share:
         first_env: int,
         *,
         dumps: Callable[[object], bytes] | None = None,
+        worker: str = "worker",
     ) -> None:
+        self.worker = worker
         self.recipes = list(recipes)
         self.info = info
         self.first_env = first_env
@@ -64,7 +66,7 @@ class Share:
         each.
         """
         memory_bytes = [own_memory_bytes()] if on_built is not None else []
-        for i, recipe in enumerate(self.recipes):
+        for i in range(len(self.recipes)):
             try:
                 built = self._build_one(i)
                 self._built.append(built)
@@ -74,7 +76,7 @@ class Share:
                     memory_bytes.append(own_memory_bytes())
                     on_built(tuple(memory_bytes))
             except BaseException as error:
-                failure = self.failure(recipe.env_index - self.first_env, error)
+                failure = self.failure(i, error)
                 self.close()
                 return failure
         return None
@@ -253,8 +255,9 @@ class Share:
         """Closes the envs and releases what was built for them. Raises nothing; returns what was raised."""
         all_built, self._built = self._built, []
         errors = [self._close_one(i, built) for i, built in enumerate(all_built)]
+        failures = [self.failure(i, error) for i, error in enumerate(errors) if error is not None]
         self.envs.clear()
-        return [self.failure(i, error) for i, error in enumerate(errors) if error is not None]
+        return failures
 
     def _close_one(self, i: int, built: BuiltEnv) -> BaseException | None:
         error: BaseException | None = None
@@ -268,16 +271,18 @@ class Share:
 
     def failure(self, i: int, error: BaseException) -> Failure:
         """What `error`, raised by env i, will tell the caller."""
-        env = self.first_env + i
-        step = None if self._slab is None else int(self._slab.records["episode_length"][env])
+        step = None if self._slab is None else int(self._slab.records["episode_length"][self.first_env + i])
         return Failure(
-            env_index=env,
+            # As users count: a collector's envs are not the first of all.
+            env_index=self.recipes[i].env_index if self.recipes else self.first_env + i,
             worker_index=self.info.worker_index,
             step=step,
             type_name=type_name(error),
             message=message_of(error),
             worker_traceback="".join(traceback.format_exception(error)),
             exception=error if self.dumps is None else portable(error, self.dumps),
+            note=reset_note(self.envs[i], error) if step == 0 else None,
+            worker=self.worker,
         )
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
-import re
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from types import CodeType
+from typing import Any
 
-from muster.errors import EnvError, MusterError, UsageError
+from muster.envs.attributes import chain
+from muster.envs.dm_env import is_dm_env
+from muster.errors import ConfigError, EnvError, MusterError, UsageError, WrongType
+
+# What a vector env that the env uses itself may raise: unexplained it would seem to be about the one that steps it.
+_OF_CALLS = (UsageError, ConfigError, WrongType)
 
 
 @dataclass(frozen=True)
@@ -15,7 +23,8 @@ class Failure:
     """An exception on its way to the caller.
 
     exception: the original, pickled for another process, or None where it cannot be rebuilt there.
-    step: env steps into the episode, None while building.
+    step: env steps into the episode, None while building.  note: what to tell besides.
+    worker: what the pool calls a worker.
     """
 
     env_index: int
@@ -25,6 +34,8 @@ class Failure:
     message: str
     worker_traceback: str
     exception: BaseException | bytes | None
+    note: str | None = None
+    worker: str = "worker"
 
     def original(self) -> BaseException | None:
         """The original exception, where it can be rebuilt."""
@@ -43,25 +54,23 @@ def to_exception(failure: Failure) -> BaseException:
     own = isinstance(original, EnvError)
     if isinstance(failure.exception, KeyboardInterrupt):  # one from another process is no Ctrl-C, but the env's
         return failure.exception
-    # A vector env that the env uses itself may raise UsageError: unexplained it would seem to be about this one.
-    if isinstance(original, MusterError) and not own and not isinstance(original, UsageError):
+    if isinstance(original, MusterError) and not own and not isinstance(original, _OF_CALLS):
         return original
     cls = type(original) if isinstance(original, EnvError) else EnvError
-    where = f"env {failure.env_index} (worker {failure.worker_index}"
-    where += ", while it was built)" if failure.step is None else f", step {failure.step})"
     error = cls(
-        f"{where}: {failure.message}" if own else f"{where}: {failure.type_name}: {failure.message}",
+        failure.message if own else f"{failure.type_name}: {failure.message}",
         env_index=failure.env_index,
         worker_index=failure.worker_index,
         step=failure.step,
         original_type=failure.type_name,
         worker_traceback=failure.worker_traceback,
+        worker_noun=failure.worker,
     )
     error.__cause__ = original
     if original is None or original.__traceback__ is None:
         error.add_note(f"The worker's traceback:\n{failure.worker_traceback.rstrip()}")
-    if re.search("reset.*unexpected keyword argument '(seed|options)'", failure.message):
-        error.add_note("Muster calls it as Gymnasium does: write `def reset(self, *, seed=None, options=None)`.")
+    if failure.note is not None:
+        error.add_note(failure.note)
     return error
 
 
@@ -75,6 +84,23 @@ def to_one_exception(failures: Sequence[Failure]) -> BaseException:
         names = ", ".join(f"env {failure.env_index} ({failure.type_name})" for failure in others)
         error.add_note(f"In the same call failed: {names}")
     return error
+
+
+def reset_note(env: Any, error: BaseException) -> str | None:
+    """What to tell besides of an error in a reset: that it may be a reset which does not take Gymnasium's arguments."""
+    entered = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if isinstance(error, TypeError) and any(_refuses(one, entered) for one in chain(env) if not is_dm_env(one)):
+        return "Muster calls it as Gymnasium does: write `def reset(self, *, seed=None, options=None)`."
+    return None
+
+
+def _refuses(env: Any, entered: Set[CodeType]) -> bool:
+    """Whether its reset, which is not among the functions `entered`, takes no seed or no options."""
+    try:
+        inspect.signature(env.reset).bind(seed=None, options=None)
+    except Exception as error:  # a TypeError, or it has none, or one that cannot be known
+        return isinstance(error, TypeError) and getattr(env.reset, "__code__", None) not in entered
+    return False
 
 
 def portable(error: BaseException, dumps: Callable[[object], bytes]) -> bytes | None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.errors import WorkerDied, WorkerTimeout
+from muster.errors import WorkerDied, WorkerName, WorkerTimeout
 from muster.recipes.recipe import Recipe
 from muster.transport.channel import Channel
 from muster.transport.slab import memfd
-from muster.workers.deaths import explain_death, name_envs
+from muster.workers.deaths import NOUNS, Nouns, likely_cause
 from muster.workers.launcher_client import WorkerProcess, close_own, disown, fork_worker, own
 from muster.workers.worker_main import STACK_SIGNAL, main
 
@@ -23,9 +22,7 @@ from muster.workers.worker_main import STACK_SIGNAL, main
 Started = tuple[int, int, int | None]
 
 _STACK_S = 0.5
-# As faulthandler writes it, for `recipe.unpack`.
-_UNPACKS = re.compile(r'muster/recipes/recipe\.py", line \d+ in unpack')
-_UNPACKS_HINT = (
+UNPACKS_HINT = (
     "\nIt has not come further than to rebuild the factory, the wrappers and the values of env_kwargs that were sent "
     "to it; the first line of the stack is in the object that hangs.\nBuild that in the worker instead:\n"
     '    muster.make_vec(..., env_kwargs={"name": muster.lazy(MyClass, ...)})'
@@ -46,6 +43,8 @@ class WorkerHandle:
     starting_until: float | None = None
     replaces: str = ""
     outbox: list[bytes] = field(default_factory=list)
+    hint: str = ""  # what its stack means, while it rebuilds what was sent to it
+    nouns: Nouns = NOUNS
     ready_at: float = 0.0  # when it had started, if it is a replacement
     launched_at: float = field(default_factory=time.monotonic)
 
@@ -54,32 +53,26 @@ class WorkerHandle:
         """What a worker that has not started yet is doing, in words."""
         return f"building its envs for {time.monotonic() - self.launched_at:.3g} s"
 
+    @property
+    def name(self) -> WorkerName:
+        return self.nouns.name(self.index, self.envs)
+
     def died(self, doing: str) -> WorkerDied:
         """The error that tells of its death. doing: what it was doing, in words."""
         self.process.wait(1.0)
         exit_code = self.process.exit_code
-        message = explain_death(self.index, self.envs, exit_code, doing, self.process.tail())
-        return WorkerDied(message, worker_index=self.index, env_indices=tuple(self.envs), exit_code=exit_code)
+        return WorkerDied(self.name, doing, exit_code, likely_cause(exit_code), self.process.tail())
 
     def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
         """The error that tells that it hangs, with its Python stack. It is the caller's to kill it."""
-        return WorkerTimeout(
-            f"worker {self.index} ({name_envs(self.envs)}) did not answer for {elapsed_s:.1f} s ({limit}) and was "
-            f"killed; it was {doing}.{self._stack()}",
-            worker_index=self.index,
-            env_indices=tuple(self.envs),
-        )
+        return WorkerTimeout(self.name, doing, limit, elapsed_s, python_stack(self.process), self.hint)
 
     def slow_to_start(self, limit_s: float) -> str:
         """Tells that it has not started yet, and where it is, while it may still go on. limit_s: until when."""
         return (
-            f"worker {self.index} ({name_envs(self.envs)}) has been {self.building}, and may go on until "
-            f"start_timeout={limit_s}.{self._stack()}"
+            f"{self.name} has been {self.building}, and may go on until start_timeout={limit_s}.{self.hint}\n"
+            f"Its Python stack:\n{python_stack(self.process)}"
         )
-
-    def _stack(self) -> str:
-        stack = python_stack(self.process)
-        return f"{_UNPACKS_HINT if _UNPACKS.search(stack) else ''}\nIts Python stack:\n{stack}"
 
     def retire(self) -> None:
         """Kills it, and closes what this end holds of it."""
@@ -99,6 +92,7 @@ def launch_worker(
     *,
     watch: Callable[[], None],
     shares_main: bool,
+    nouns: Nouns,
 ) -> WorkerHandle:
     """Starts a worker by `start`, which is given the fds of `launcher.WORKER_FDS`.
 
@@ -130,7 +124,7 @@ def launch_worker(
         )
         ours_on_failure.pop_all()
     process = WorkerProcess(pid, pidfd, status, tail, stderr_read)
-    return WorkerHandle(line, envs, process, Channel(ours, watch, shares_main=shares_main))
+    return WorkerHandle(line, envs, process, Channel(ours, watch, shares_main=shares_main), nouns=nouns)
 
 
 def fork_worker_for(recipes: Sequence[Recipe], fds: Mapping[str, int]) -> Started:

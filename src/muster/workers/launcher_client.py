@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, NoReturn, TypeVar
 
 from muster._core import continue_without_parent, kill_started
+from muster.errors import NoFilesLeft
 from muster.transport.channel import Channel
 from muster.workers.killing import kill_left, kill_with_all
 from muster.workers.launcher import HEADER, WORKER_FDS, fill_standard_fds, leave_terminal, python_command
@@ -272,7 +273,7 @@ class LauncherClient:
                 raise LauncherLost
             self._in_step = True
         if not pidfds:  # the kernel leaves out what this process may not open; the worker ends with its channel
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise NoFilesLeft(errno.EMFILE, os.strerror(errno.EMFILE))
         return HEADER.unpack(answer)[0], pidfds[0]
 
 

@@ -136,6 +136,13 @@ Message: TypeAlias = Attach | Reset | Restart | Call | SetAttr | Close
 
 
 @dataclass(frozen=True)
+class Unpacking:
+    """A worker begins to rebuild its recipes, or has done so."""
+
+    done: bool
+
+
+@dataclass(frozen=True)
 class BuildProgress:
     """Of a process that has built one env, or two: the memory that it held before the first, and after each."""
 

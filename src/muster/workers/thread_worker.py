@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from muster.errors import WorkerName
 from muster.recipes.recipe import Recipe, WorkerInfo, worker_info_context
 from muster.transport.mail import Mail
-from muster.workers.deaths import name_envs
+from muster.workers.deaths import NOUNS
 from muster.workers.env_host import Share
 from muster.workers.failures import Failure
 from muster.workers.message_loop import MessageLoop
@@ -66,8 +67,9 @@ class ThreadWorker:
     def envs(self) -> range:
         return range(self.share.first_env, self.share.first_env + len(self.share.recipes))
 
-    def __str__(self) -> str:
-        return f"worker {self.share.info.worker_index} ({name_envs(self.envs)})"
+    @property
+    def name(self) -> WorkerName:
+        return NOUNS.name(self.share.info.worker_index or 0, self.envs)
 
     def interrupt_if(self, hangs: Callable[[ThreadWorker], bool]) -> None:
         """Raises SystemExit in the thread; that reaches Python code, not a native call."""
@@ -131,7 +133,7 @@ def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failu
     failures: list[Failure] = []
     for worker in workers:
         if worker.thread.is_alive():
-            _log.warning("%s is left behind: it is in a native call that does not return.", worker)
+            _log.warning("%s is left behind: it is in a native call that does not return.", worker.name)
         else:
             failures += worker.failures
     return failures

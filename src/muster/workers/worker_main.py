@@ -27,7 +27,7 @@ from muster.workers.env_host import Share, freeze_heap, seed_globals
 from muster.workers.failures import Failure
 from muster.workers.killing import kill_group
 from muster.workers.message_loop import MessageLoop
-from muster.workers.messages import Answer, Build, BuildProgress, EnvsBuilt, Reply, StartOrder, expect
+from muster.workers.messages import Answer, Build, BuildProgress, EnvsBuilt, Reply, StartOrder, Unpacking, expect
 
 # Asks for the Python stack, also while native code holds the GIL. Not SIGUSR1: envs may use that.
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -119,7 +119,9 @@ class Worker:
     def _build(self, order: StartOrder, recipes: Sequence[Recipe] | None) -> Failure | None:
         try:
             if recipes is None:
+                self._channel.send(Unpacking(done=False))
                 recipes = unpack(order.recipes, unload(self._fds["mail"], order.freight))
+                self._channel.send(Unpacking(done=True))
             self._share.recipes = list(recipes)
         except BaseException as error:
             return self._share.failure(0, error)

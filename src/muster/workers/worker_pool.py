@@ -20,12 +20,13 @@ from muster.recipes.recipe import Recipe, WorkerInfo, check_forkable, pack
 from muster.transport.big_arrays import Freight
 from muster.transport.channel import ChannelClosed
 from muster.transport.slab import Plan, memfd
+from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure, to_exception
-from muster.workers.handle import Started, WorkerHandle, fork_worker_for, launch_worker
+from muster.workers.handle import UNPACKS_HINT, Started, WorkerHandle, fork_worker_for, launch_worker
 from muster.workers.launcher_client import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
 from muster.workers.memory_plan import MemoryPlan
-from muster.workers.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, expect
+from muster.workers.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, Unpacking, expect
 from muster.workers.options import ShareOptions
 
 T = TypeVar("T")
@@ -40,13 +41,14 @@ class ProcessOptions:
 
     context: str
     num_workers: int
-    caller_steps: bool
     start_timeout_s: float
-    step_timeout_s: float | None
-    threads_per_worker: int
+    step_timeout_s: float | None = None
+    threads_per_worker: int = 1
+    caller_steps: bool = False
     one_env_per_process: bool = False  # an env that has raised is built again in a fresh process
     packs_carefully: bool = False  # the other workers build once the first has built two envs in one process
     memory_check: str = "error"  # one of memory_plan.MEMORY_CHECKS
+    nouns: Nouns = NOUNS
 
 
 class Workers:
@@ -139,11 +141,9 @@ class Workers:
             ready = readable([worker.channel for worker in owed], min(SLICE_S, left_s))
             for worker in (one for one in owed if one.channel in ready):
                 try:
-                    answer = worker.channel.recv(0.0)
+                    answer = self._recv(worker)
                 except TimeoutError:  # the rest of it comes later
                     continue
-                except ChannelClosed:
-                    raise worker.died(worker.building) from None
                 if kind is BuildProgress or not isinstance(answer, BuildProgress):
                     answers[worker.index] = answer
             if ready:
@@ -164,6 +164,15 @@ class Workers:
         if not self._warned and time.monotonic() - worker.launched_at > PATIENT_S:
             self._warned = True
             warnings.warn(worker.slow_to_start(self._options.start_timeout_s), RuntimeWarning, stacklevel=7)
+
+    def _recv(self, worker: WorkerHandle) -> object:
+        """Its next message; notes what it says of its recipes. Raises TimeoutError where there is none, WorkerDied."""
+        try:
+            while isinstance(message := worker.channel.recv(0.0), Unpacking):
+                worker.hint = "" if message.done else UNPACKS_HINT
+            return message
+        except ChannelClosed:
+            raise worker.died(worker.building) from None
 
     def _send(self, worker: WorkerHandle, message: object, doing: str) -> None:
         with contextlib.suppress(ChannelClosed):  # it has died; the wait for its answer says so
@@ -201,7 +210,8 @@ class Workers:
         watch = functools.partial(self._watch, line)
         try:
             with standard_fds():
-                return launch_worker(line, envs, self.fds, start, watch=watch, shares_main=self._launcher is None)
+                shares_main, nouns = self._launcher is None, self._options.nouns
+                return launch_worker(line, envs, self.fds, start, watch=watch, shares_main=shares_main, nouns=nouns)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 error.add_note(
@@ -237,7 +247,7 @@ class Workers:
         """
         assert worker.starting_until is not None
         try:
-            while not isinstance(answer := worker.channel.recv(0.0), Attached):
+            while not isinstance(answer := self._recv(worker), Attached):
                 if isinstance(answer, Failure):
                     raise to_exception(answer)
                 expect(EnvsBuilt, answer)

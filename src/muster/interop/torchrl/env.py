@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode
 
 from muster.backends.base import Backend
 from muster.envs.attributes import get_attribute
-from muster.errors import UsageError, WorkerError
+from muster.errors import ConfigError, UsageError, WorkerError, WrongType
 from muster.interop.starting import recipes_of, require_copies, with_processes
 from muster.interop.torchrl.env_worker import ENCODING, inner_env_of
 from muster.transport.infos import spread
@@ -61,10 +61,10 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         device: torch.device | str | None = None,
     ) -> None:
         if not isinstance(envs, AnyVectorEnv):
-            raise TypeError(f"as_torchrl takes what muster.make_vec returns, got {type(envs).__name__}")
+            raise WrongType(f"as_torchrl takes what muster.make_vec returns, got {type(envs).__name__}")
         mode = envs.metadata["autoreset_mode"]
         if mode is AutoresetMode.NEXT_STEP:
-            raise ValueError(
+            raise ConfigError(
                 "TorchRL resets the envs that ended between two steps; make the vector env with "
                 'autoreset_mode="same_step" (faster) or "disabled"'
             )
@@ -235,7 +235,7 @@ class ParallelEnv(MusterEnv):
             raise AttributeError(f"{name}: {error}", name=name, obj=self) from error
 
 
-class WrongCount(ValueError, RuntimeError):
+class WrongCount(ConfigError, RuntimeError):
     """Not one function, or not one dict of arguments, for each env; TorchRL's own class raises RuntimeError."""
 
 
@@ -253,6 +253,6 @@ def as_torchrl(
 
     categorical_action_encoding: True for discrete actions as integers, False for one-hot vectors, None for TorchRL's
     own default: one-hot for one agent, as its GymEnv, integers for several, as its PettingZooEnv.
-    Raises ValueError for ``autoreset_mode="next_step"``.
+    Raises ConfigError for ``autoreset_mode="next_step"``.
     """
     return MusterEnv(envs, categorical_action_encoding=categorical_action_encoding, device=device)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,10 @@ from muster.errors import (
     MusterError,
     NotPendingError,
     SpecMismatch,
-    WorkerError,
 )
 from muster.introspection import caller_stacklevel
-from muster.recipes.recipe import Recipe
-from muster.rollout.collector_set import Filled, ProcessOptions
+from muster.recipes.recipe import Recipe, make_recipes
+from muster.rollout.collector_set import Filled, ProcessOptions, collector_nouns
 from muster.rollout.processes.batch_memory import BatchMemory, stop_flag
 from muster.rollout.processes.replica import COUNTS, Replica
 from muster.rollout.processes.replica_plans import ReplicaPlan, plans_for
@@ -34,10 +34,8 @@ from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes,
 from muster.rollout.storage import Final, Loss, Storage
 from muster.rollout.weights import module_of, named_weights, weights_to_send
 from muster.transport.slab import memfd, split_evenly
-from muster.vector.make import make_vec
+from muster.vector.assemble import process_vec
 from muster.vector.results import Batch
-from muster.vector.vector_env import VectorEnv
-from muster.workers.deaths import name_envs
 from muster.workers.launcher_client import standard_fds
 
 # The first word of the seeds that are for replicas; Collector uses those below it.
@@ -95,18 +93,10 @@ class CollectorPool:
             collector_options=collector_options,
             options=options,
         )
-        try:
-            processes = make_vec(
-                Replica,
-                num_collectors,
-                env_kwargs=[{"plan": plan} for plan in plans],
-                autoreset_mode="same_step",
-                **asdict(options),
-            )
-        except MusterError as error:
-            raise self._translated(error) from None
-        assert isinstance(processes, VectorEnv)
-        self._processes = processes
+        self._nouns = collector_nouns([range(*ends) for ends in pairwise(self._firsts)], is_env=True)
+        replicas = make_recipes(Replica, num_collectors, [{"plan": plan} for plan in plans])
+        with self._translating():
+            self._processes = process_vec(replicas, options.for_backend(self._nouns), options.restarts)
         try:
             self._begin(plans)
         except BaseException:
@@ -163,15 +153,14 @@ class CollectorPool:
         """Stops all collectors. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
         for block in self._filling.values():
             stop_flag(block)[0] = 1
-        while True:
-            try:
-                self._take_in(self._processes.recv())
-            except NotPendingError:
-                break
-            except EnvError:
-                continue
-            except MusterError as error:
-                raise self._translated(error) from None
+        with self._translating():
+            while True:
+                try:
+                    self._take_in(self._processes.recv())
+                except NotPendingError:
+                    break
+                except EnvError:
+                    continue
         self._filling.clear()
         self._afresh.update(range(len(self._frames)))
 
@@ -211,10 +200,8 @@ class CollectorPool:
         self._weights.write(weights)
 
     def _call(self, name: str) -> Any:
-        try:
+        with self._translating():
             return self._processes.call(name)
-        except MusterError as error:
-            raise self._translated(error) from None
 
     # ---- collecting
 
@@ -254,19 +241,15 @@ class CollectorPool:
         for _, block in blocks.values():
             stop_flag(block)[0] = 0
         orders = [(offset, self._frames[k], k in self._afresh) for k, (offset, _) in blocks.items()]
-        try:
+        with self._translating():
             self._processes.send(np.array(orders, np.int64), list(blocks))
-        except MusterError as error:
-            raise self._translated(error) from None
         self._afresh.difference_update(blocks)
         self._filling |= {k: block for k, (_, block) in blocks.items()}
 
     def _receive(self, min_collectors: int) -> list[tuple[int, mmap.mmap, int, dict[str, Any]]]:
         """The collectors that are done: index, the block that is filled, version of the weights, infos."""
-        try:
+        with self._translating():
             batch = self._processes.recv(min_envs=min_collectors)
-        except MusterError as error:
-            raise self._translated(error) from None
         self._take_in(batch)
         columns: dict[str, Any] = {
             name: batch.infos[name] for name in ("finals", "losses", "restarted") if name in batch.infos
@@ -285,25 +268,21 @@ class CollectorPool:
             self._counts[k] = batch.obs[row, 1:]
             if "exhausted" in batch.infos and batch.infos["_exhausted"][row]:
                 self.close()
-                raise WorkerError(batch.infos["exhausted"][row], worker_index=k, env_indices=tuple(self._envs_of(k)))
+                raise batch.infos["exhausted"][row]
 
     def _count_loss(self, collector: int) -> None:
         """Counts a process, or what it had built there, as gone: its next counts start from zero."""
         self._counts_before[collector] += self._counts[collector]
-        self._counts_before[collector, COUNTS.index("restarts")] += len(self._envs_of(collector))
+        self._counts_before[collector, COUNTS.index("restarts")] += len(self._nouns.envs[collector])
         self._counts[collector] = 0
-
-    def _envs_of(self, collector: int) -> range:
-        return range(self._firsts[collector], self._firsts[collector + 1])
 
     def _finish(self, collector: int, storage: Storage, part: slice, infos: Mapping[str, Any]) -> None:
         """Adds what the process could not write itself."""
         if "restarted" in infos:
             storage.blank(part)
-            envs, reason = self._envs_of(collector), self._renamed(collector, infos["restarted"])
             warnings.warn(
-                f"collector {collector} ({name_envs(envs)}) was replaced, and its part of this batch is masked. "
-                f"What had happened: {reason}",
+                f"{self._nouns.name(collector)} was replaced, and its part of this batch is masked. What had happened: "
+                f"{infos['restarted']}",
                 RuntimeWarning,
                 stacklevel=caller_stacklevel(),
             )
@@ -314,46 +293,22 @@ class CollectorPool:
         for time, env, reason in infos.get("losses", ()):
             storage.losses.append(Loss(time, part.start + env, reason))
 
-    def _translated(self, error: MusterError) -> MusterError:
-        """The same in a collector's terms, where the engine speaks of workers and their envs."""
-        if isinstance(error, WorkerError) and error.worker_index is not None:
-            return self._translated_death(error)
-        if isinstance(error, ClosedError):
-            return ClosedError("the collector processes have ended; make another MultiCollector")
-        if not isinstance(error, EnvError) or error.env_index is None:
-            return error
-        cause = error.__cause__
-        if isinstance(cause, MusterError):
-            told: MusterError = cause
-        else:
-            k = error.env_index
-            envs = self._envs_of(k)
-            told = CollectorError(
-                f"collector {k} ({name_envs(envs)}): {error.original_type}: "
-                f"{cause if cause is not None else str(error).split(': ', 2)[-1]}",
-                worker_index=k,
-                env_indices=tuple(envs),
-            )
-            told.__cause__ = cause
-        if error.worker_traceback:
-            told.add_note(f"In the collector's process:\n{error.worker_traceback.rstrip()}")
-        return told
-
-    def _translated_death(self, error: WorkerError) -> MusterError:
-        k = error.worker_index
-        assert k is not None
-        text = self._renamed(k, str(error))
-        return type(error)(text, worker_index=k, env_indices=tuple(self._envs_of(k)), exit_code=error.exit_code)
-
-    def _renamed(self, k: int, text: str) -> str:
-        collector = f"collector {k} ({name_envs(self._envs_of(k))})"
-        text = text.replace(f"worker {k} (env {k})", collector).replace(f"in step of env {k}", "collecting", 1)
-        text = text.replace(f"about to step envs {k}", "about to collect", 1)
-        text = text.replace(f"worker {k} failed", f"{collector} failed", 1)
-        last = "The last failure: "
-        text = text.replace(f"the vector env is closed. {last}env {k}: ", f"the vector env is closed. {last}", 1)
-        text = text.replace("the vector env is closed", "the collectors are closed", 1)
-        return text.replace("(step_timeout=", "(collect_timeout=", 1)
+    @contextlib.contextmanager
+    def _translating(self) -> Iterator[None]:
+        """Raises what a collector's failure is to its users: to the engine it is an env."""
+        try:
+            yield
+        except ClosedError:
+            raise ClosedError("the collector processes have ended; make another MultiCollector") from None
+        except EnvError as error:
+            if error.env_index is None:
+                raise
+            told = error.__cause__
+            if not isinstance(told, MusterError):
+                told = CollectorError(self._nouns.name(error.env_index), error.message)
+            if error.worker_traceback:
+                told.add_note(f"In the collector's process:\n{error.worker_traceback.rstrip()}")
+            raise told from None
 
 
 def _require_same(collector: int, expected: WeightShapes, built: WeightShapes) -> None:

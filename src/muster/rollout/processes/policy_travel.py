@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muster.errors import CannotTravel
+from muster.errors import CannotTravel, WrongType
 from muster.introspection import module_name, type_name
 from muster.nn.marks import uncopyable_mark
 from muster.pickling.culprits import culprits_in
@@ -69,11 +69,11 @@ def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:
     """From now on `target` is not copied to other processes with a policy, but built there by ``factory()``.
 
     target: a class, for all its instances, or one object such as a submodule. The rest of the policy travels; weights
-    of what is rebuilt follow like all others, by name. Raises TypeError for a factory that is not callable, and for a
+    of what is rebuilt follow like all others, by name. Raises WrongType for a factory that is not callable, and for a
     target that could not be told from others like it, such as a number.
     """
     if not callable(factory):
-        raise TypeError(f"factory must be callable without arguments, got {type(factory).__name__}")
+        raise WrongType(f"factory must be callable without arguments, got {type(factory).__name__}")
     if isinstance(target, type):
         _factories_of_types[target] = factory
         return
@@ -81,7 +81,7 @@ def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:
     try:
         reference = weakref.ref(target, lambda _: _factories_of_objects.pop(key, None))
     except TypeError:
-        raise TypeError(
+        raise WrongType(
             f"target must be a class, or one object such as a submodule; got one of type {type_name(target)}, which no "
             "weak reference can follow. Pass its class, or the object that holds it"
         ) from None

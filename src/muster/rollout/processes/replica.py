@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import pickle
-import re
 from collections.abc import Callable
 from functools import cached_property
 from io import FileIO
@@ -23,6 +22,7 @@ from torch import Tensor
 from muster.errors import EnvError, WorkerError
 from muster.recipes.recipe import get_worker_info, unpack
 from muster.rollout.collector import Collector
+from muster.rollout.collector_set import collector_nouns
 from muster.rollout.fields import Array
 from muster.rollout.processes.batch_memory import BatchLayout, stop_flag
 from muster.rollout.processes.replica_plans import ReplicaFacts, ReplicaPlan
@@ -32,7 +32,6 @@ from muster.rollout.weights import named_weights
 from muster.vector.assemble import serial_vec
 from muster.vector.vector_env import VectorEnv
 from muster.worker_info import WorkerInfo, worker_info_context
-from muster.workers.deaths import name_envs
 
 # What a replica counts of its envs, since it was built.
 COUNTS = ("env_steps", "resets", "restarts")
@@ -58,7 +57,9 @@ class Replica(gymnasium.Env[Array, Array]):
         info = get_worker_info()
         seed = info.seed if info else None
         self._info = WorkerInfo(None, plan.index, plan.num_envs, plan.num_collectors, seed)
-        self._envs = serial_vec(recipes, self._info, max_restarts=plan.max_restarts)
+        envs = range(plan.first_env, plan.first_env + len(recipes))
+        nouns = collector_nouns([envs], first_worker=plan.index)
+        self._envs = serial_vec(recipes, self._info, max_restarts=plan.max_restarts, nouns=nouns)
         # Where a replica cannot replace its env, because that must be alone in its process, the engine replaces both.
         self.metadata = {**self.metadata, "one_per_process": bool(self._envs.metadata.get("one_per_process"))}
         self._rows = self._envs if isinstance(self._envs, VectorEnv) else self._envs._rows
@@ -107,9 +108,9 @@ class Replica(gymnasium.Env[Array, Array]):
                 if entries:
                     infos[name] = [tuple(one) for one in entries]
         except WorkerError as error:
-            if not self._is_exhausted():
+            if not self._envs.closed:  # else restarting did not help
                 raise
-            infos["exhausted"] = str(error)
+            infos["exhausted"] = error
         return self._report(), 0.0, False, False, infos
 
     def close(self) -> None:
@@ -131,14 +132,8 @@ class Replica(gymnasium.Env[Array, Array]):
     def _report(self) -> Array:
         slab = self._rows._backend.slab
         line = slab.line(0)
-        return np.array(
-            [self._version, line["env_steps"], line["resets"], slab.records["restarts"].sum()],
-            np.int64,
-        )
-
-    def _is_exhausted(self) -> bool:
-        """Whether the envs have been closed because restarting did not help."""
-        return self._envs.closed
+        counts = [line["env_steps"], line["resets"], slab.records["restarts"].sum()]
+        return np.array([self._version, *counts], np.int64)
 
     def _started(self) -> Collector:
         assert self._collector is not None
@@ -149,31 +144,13 @@ class Replica(gymnasium.Env[Array, Array]):
         return self._plan.layout(self.facts())
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Tells the policy where it is. Env indices in errors count all envs, not just this share."""
+        """Tells the policy where it is."""
         try:
             with worker_info_context(self._info):
                 return work()
-        except WorkerError as error:
-            if self._is_exhausted():
-                error.worker_index = self._plan.index
-                error.args = (self._retold(str(error)),)
-            raise
         except EnvError as error:
             error.batch = None  # the other envs' rows are given up, too
-            k, env = self._plan.index, error.env_index
-            if env is not None:
-                error.env_index, error.worker_index = env + self._plan.first_env, k
-                text = str(error).replace(f"env {env} (worker {k}", f"env {error.env_index} (collector {k}", 1)
-                error.args = (text, *error.args[1:])
             raise
-
-    def _retold(self, text: str) -> str:
-        """What `Recovery` says of its only line, with this collector's index and its env's among all."""
-        first = self._plan.first_env
-        envs = range(first, first + self._envs.num_envs)
-        text = text.replace("worker 0 failed", f"collector {self._plan.index} ({name_envs(envs)}) failed", 1)
-        text = text.replace("the vector env is closed", "the collectors are closed", 1)
-        return re.sub(r"(?<=The last failure: env )\d+", lambda found: str(first + int(found[0])), text, count=1)
 
 
 def _unpacked_policy(plan: ReplicaPlan) -> Any:

@@ -107,7 +107,7 @@ def plans_for(
                 batch_envs=batch_envs,
                 batch_memory_path=f"{files}/{batch_memory_fd}",
                 weights_path=f"{files}/{weights_fd}",
-                max_restarts=options.max_restarts if options.on_failure == "restart" else None,
+                max_restarts=options.restarts,
                 options={
                     **collector_options,
                     "frames_per_batch": T * (last - first),

@@ -1,0 +1,62 @@
+"""Errors hold facts, put them into words, and travel."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from muster.errors import (
+    CollectorError,
+    EnvError,
+    MusterError,
+    NoFilesLeft,
+    PendingError,
+    SpecMismatch,
+    WorkerDied,
+    WorkerError,
+    WorkerName,
+    WorkerTimeout,
+)
+
+NAME = WorkerName("worker", 1, range(2, 4))
+
+ERRORS = [
+    WorkerError(NAME, "failed 2 times"),
+    WorkerDied(NAME, "in step of env 3", -9, "a person.", "the last words"),
+    WorkerDied(NAME, "in step of env 3", None, "The vector env is closed.", crash="ValueError: no"),
+    WorkerTimeout(NAME, "in step of env 3", "step_timeout=1.0", 1.5, "<stack>", " It waits."),
+    WorkerTimeout(NAME, "building its envs", "start_timeout=1.0 s"),
+    CollectorError(NAME, "ValueError: no"),
+    EnvError(
+        "ValueError: no", env_index=3, worker_index=1, step=5, original_type="ValueError", worker_traceback="<tb>"
+    ),
+    SpecMismatch("observation: shape is (2,)", env_index=3),
+    PendingError("step: a call is pending", "call"),
+    NoFilesLeft(24, "Too many open files"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "carried", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"]
+)
+def test_comes_back_as_it_was(error: MusterError, carried: Callable[[Any], Any]) -> None:
+    back = carried(error)
+    assert (type(back), str(back), vars(back), back.args) == (type(error), str(error), vars(error), error.args)
+
+
+@pytest.mark.parametrize(
+    ("envs", "name"), [((), "worker 1"), (range(3, 4), "worker 1 (env 3)"), (range(2, 4), str(NAME))]
+)
+def test_a_workers_name_tells_its_envs(envs: Any, name: str) -> None:
+    assert str(WorkerName("worker", 1, envs)) == name
+
+
+def test_a_death_has_public_facts() -> None:
+    error = WorkerDied(NAME, "in step of env 3", -9, "a person.")
+    assert (error.worker_index, error.env_indices, error.exit_code) == (1, (2, 3), -9)
+    assert error.headline == "worker 1 (envs 2 to 3) died: killed by SIGKILL. It was in step of env 3."

@@ -1,0 +1,112 @@
+"""Every exception that Muster raises is a MusterError, and where a builtin is expected that as well."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import muster
+from muster.errors import MusterError
+
+PACKAGE = Path(__file__).parent.parent / "src" / "muster"
+
+# Everywhere: what Python's protocols ask for, and what names the pip line.
+ALWAYS = {"AttributeError", "KeyError", "StopIteration", "NotImplementedError", "ImportError", "ModuleNotFoundError"}
+# By module, or by folder, of what else is made there, and why.
+EXCEPTED: dict[str, tuple[set[str], str]] = {
+    "cli.py": ({"SystemExit", "Exit", "BadParameter"}, "the command line's own"),
+    "interop/gymnasium.py": (
+        {"ValueError", "TypeError", "RuntimeError", "AssertionError", "AlreadyPendingCallError", "NoAsyncCallError"},
+        "Gymnasium's, in its words",
+    ),
+    "transport/channel.py": ({"ChannelClosed", "TimeoutError"}, "a channel's: backends and workers explain them"),
+    "backends/process.py": ({"ChannelClosed"}, "stays in the folder"),
+    "backends/thread.py": ({"TimeoutError"}, "stays in the file"),
+    "workers/launcher_client.py": ({"LauncherLost"}, "stays in the folder: another launcher is started"),
+    "pickling/probe.py": (
+        {"TimeoutError", "TypeError"},
+        "for pickle, which it refuses an object by; stays in the folder",
+    ),
+}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def exceptions_made(tree: ast.AST) -> Iterator[tuple[int, ast.expr]]:
+    """Line and class, as it is written, of what may be an exception's: raised as it is, or called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node.lineno, node.func
+        elif isinstance(node, ast.Raise) and node.exc is not None and not isinstance(node.exc, ast.Call):
+            yield node.lineno, node.exc
+
+
+def value_of(written: ast.expr, names: dict[str, Any]) -> Any:
+    """What a name, or an attribute of one, stands for at the top of its module; None for all else."""
+    if isinstance(written, ast.Name):
+        return names.get(written.id, getattr(builtins, written.id, None))
+    if isinstance(written, ast.Attribute):
+        return getattr(value_of(written.value, names), written.attr, None)
+    return None
+
+
+def complaints(tree: ast.AST, names: dict[str, Any], allowed: set[str]) -> list[str]:
+    """Line and class of every exception that is made there and should not be."""
+    found = []
+    for line, written in exceptions_made(tree):
+        cls = value_of(written, names)
+        if not (inspect.isclass(cls) and issubclass(cls, BaseException)) or issubclass(cls, MusterError):
+            continue
+        if cls.__name__ not in allowed:
+            found.append(f"line {line}: {cls.__name__}")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_exception_that_is_made_is_a_musters(path: Path) -> None:
+    dotted = ".".join(["muster", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+    try:
+        names = vars(importlib.import_module(dotted))
+    except ImportError as error:
+        pytest.skip(str(error))
+    allowed = ALWAYS | EXCEPTED.get(name_of(path), (set(), ""))[0]
+    assert complaints(ast.parse(path.read_text(encoding="utf-8")), names, allowed) == []
+
+
+@pytest.mark.parametrize("name", EXCEPTED)
+def test_every_exception_to_the_rule_is_needed(name: str) -> None:
+    tree = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
+    made = {ast.unparse(written).split(".")[-1] for _, written in exceptions_made(tree)}
+    assert EXCEPTED[name][0] <= made
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise ValueError('no')",
+        "raise ValueError",
+        "raise builtins.TypeError('no') from None",
+        "error = RuntimeError('no')",
+        "def f():\n    return OSError(3, 'no')",
+    ],
+)
+def test_a_builtin_is_noticed(source: str) -> None:
+    assert len(complaints(ast.parse(source), {"builtins": builtins}, ALWAYS)) == 1
+
+
+@pytest.mark.parametrize(
+    "source", ["raise ConfigError('no')", "raise error", "raise AttributeError('no')", "raise to_exception(failure)"]
+)
+def test_a_musters_own_is_allowed(source: str) -> None:
+    assert complaints(ast.parse(source), vars(muster.errors), ALWAYS) == []
