@@ -10,7 +10,7 @@ from muster.errors import CannotTravel, UnknownMessage
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab
 from muster.workers.env_host import Share
-from muster.workers.messages import Answer, Attach, Attached, Call, Close, Closed, Reply, Reset, Restart, SetAttr
+from muster.workers.messages import Answer, Attach, Attached, Call, Close, Closed, Message, Reset, Restart, SetAttr
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class MessageLoop:
 
     host: Share
     mail: Mail
-    reply: Callable[[Reply], None]
+    reply: Callable[[Message], None]
     open_slab: Callable[[Any], Slab]
 
     def run(self, receive: Callable[[], object]) -> None:
@@ -38,11 +38,10 @@ class MessageLoop:
             case Attach(slab, options):
                 host.attach(self.open_slab(slab), host.info.worker_index, self.mail, options)
                 self.reply(Attached())
+            case Reset(env_ids, arguments) if isinstance(arguments.options, CannotTravel):
+                host.refuse(env_ids, arguments.options)
             case Reset(env_ids, arguments):
-                if isinstance(arguments.options, CannotTravel):
-                    host.refuse(env_ids, arguments.options)
-                else:
-                    host.reset(env_ids, arguments)
+                host.reset(env_ids, arguments)
             case Restart(env, _, CannotTravel() as refusal):
                 host.refuse([env], refusal)
             case Restart():

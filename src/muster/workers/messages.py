@@ -1,14 +1,11 @@
-"""The messages between the caller and a worker, be it a process or a thread. `MessageLoop` answers them.
-
-Without slots: frozen classes with slots are pickled by Python code, slowly.
-"""
+"""The messages between the caller and a worker, be it a process or a thread. `MessageLoop` answers them."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from muster.errors import CannotTravel, UnknownMessage
 from muster.recipes.recipe import WorkerInfo
@@ -47,11 +44,18 @@ def _rebuilt(data: bytes) -> Any:
         return refusal
 
 
+class Message:
+    """A message, or a part of one. Pickled as the call that makes it: the default names each field and takes longer."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(vars(self).values())
+
+
 # ---- to a worker
 
 
 @dataclass(frozen=True)
-class StartOrder:
+class StartOrder(Message):
     """The first message to a worker process."""
 
     recipes: bytes  # pickled; empty under fork
@@ -66,12 +70,12 @@ class StartOrder:
 
 
 @dataclass(frozen=True)
-class Build:
+class Build(Message):
     """Lets a worker that awaits it build its envs."""
 
 
 @dataclass(frozen=True)
-class Attach:
+class Attach(Message):
     """Readies a host to step into the slab. slab: for another process its plan."""
 
     slab: Slab | Plan
@@ -79,7 +83,7 @@ class Attach:
 
 
 @dataclass(frozen=True)
-class ResetArguments:
+class ResetArguments(Message):
     """What a reset hands over. passes_options: whether envs' `reset` is given the keyword at all."""
 
     seeds: Sequence[int | None]
@@ -88,7 +92,7 @@ class ResetArguments:
 
 
 @dataclass(frozen=True)
-class Reset:
+class Reset(Message):
     """Resets some envs; the slab says when each is done."""
 
     env_ids: Sequence[int]
@@ -96,7 +100,7 @@ class Reset:
 
 
 @dataclass(frozen=True)
-class Restart:
+class Restart(Message):
     """Has a failed env answer anew: built again or, in a new worker, as it is; after a reset or without one.
 
     seed: for its first reset.  options: for that which it answers with.
@@ -110,7 +114,7 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Message):
     """Calls a method, or reads an attribute, of every env. arguments: of `Share.call`."""
 
     number: int
@@ -118,7 +122,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class SetAttr:
+class SetAttr(Message):
     """Sets an attribute of every env. arguments: of `Share.set_attr`."""
 
     number: int
@@ -126,24 +130,22 @@ class SetAttr:
 
 
 @dataclass(frozen=True)
-class Close:
+class Close(Message):
     """Closes the envs and ends the worker."""
 
-
-Message: TypeAlias = Attach | Reset | Restart | Call | SetAttr | Close
 
 # ---- from a worker
 
 
 @dataclass(frozen=True)
-class Unpacking:
+class Unpacking(Message):
     """A worker begins to rebuild its recipes, or has done so."""
 
     done: bool
 
 
 @dataclass(frozen=True)
-class BuildProgress:
+class BuildProgress(Message):
     """Of a process that has built one env, or two: the memory that it held before the first, and after each."""
 
     memory_bytes: tuple[int, ...]
@@ -155,19 +157,19 @@ class BuildProgress:
 
 
 @dataclass(frozen=True)
-class EnvsBuilt:
-    """All envs stand. facts: see `Share.facts`; none of a replacement."""
+class EnvsBuilt(Message):
+    """All envs stand; else a Failure comes in its place. facts: see `Share.facts`; none of a replacement."""
 
     facts: Sequence[EnvFacts]
 
 
 @dataclass(frozen=True)
-class Attached:
+class Attached(Message):
     """The host is ready to step."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Message):
     """The results of the `Call` or `SetAttr` of this number, for each env; an earlier number is of no more use."""
 
     number: int
@@ -175,14 +177,10 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Closed:
+class Closed(Message):
     """What closing the envs raised."""
 
     failures: list[Failure]
-
-
-# A Failure: of building the envs, none of which is left.
-Reply: TypeAlias = Failure | EnvsBuilt | Attached | Answer | Closed
 
 
 def expect(kind: type[T], message: object) -> T:

@@ -18,7 +18,7 @@ from muster.workers.deaths import NOUNS
 from muster.workers.env_host import Share
 from muster.workers.failures import Failure
 from muster.workers.message_loop import MessageLoop
-from muster.workers.messages import Closed, EnvsBuilt, Message, Reply
+from muster.workers.messages import Closed, EnvsBuilt, Message
 
 _log = logging.getLogger("muster")
 # How long a thread may take to finish what it is at when the vector env closes, and then to end by an interrupt.
@@ -53,7 +53,7 @@ class ThreadWorker:
         self.share.before_close = self._shield
         self._mail = mail
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.last_reply: Reply | None = None
+        self.last_reply: Message | Failure | None = None
         self.replied: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.failures: list[Failure] = []
         self.crash: BaseException | None = None
@@ -103,7 +103,7 @@ class ThreadWorker:
         if not failure:
             MessageLoop(self.share, self._mail, self._reply, lambda slab: slab).run(self.inbox.get)
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: Message | Failure) -> None:
         if isinstance(reply, Closed):
             self.failures += reply.failures
         else:

@@ -27,7 +27,7 @@ from muster.workers.env_host import Share, freeze_heap, seed_globals
 from muster.workers.failures import Failure
 from muster.workers.killing import kill_group
 from muster.workers.message_loop import MessageLoop
-from muster.workers.messages import Answer, Build, BuildProgress, EnvsBuilt, Reply, StartOrder, Unpacking, expect
+from muster.workers.messages import Answer, Build, BuildProgress, EnvsBuilt, Message, StartOrder, Unpacking, expect
 
 # Asks for the Python stack, also while native code holds the GIL. Not SIGUSR1: envs may use that.
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -132,7 +132,7 @@ class Worker:
     def _report_built(self, memory_bytes: tuple[int, ...]) -> None:
         self._channel.send(BuildProgress(memory_bytes))
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: Message) -> None:
         """Sends results one by one pickled, so that one that cannot travel costs only itself."""
         if isinstance(reply, Answer):
             reply = Answer(reply.number, [self._packed(i, result) for i, result in enumerate(reply.results)])
