@@ -217,6 +217,10 @@ class MultiAgentVectorEnv:
         """Whether ``obs``, ``action_mask`` and ``state`` are the caller's own, see `VectorEnv.copy`."""
         return self._rows.copy
 
+    def counts(self) -> tuple[int, int, int]:
+        """Env steps, resets and restarts so far, see `VectorEnv.counts`."""
+        return self._rows.counts()
+
     @property
     def episode_returns(self) -> npt.NDArray[np.float64]:
         """float64 ``[N]``: each env's sum of all agents' rewards since its last reset, see `VectorEnv`."""

@@ -294,6 +294,12 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             "workers": workers,
         }
 
+    def counts(self) -> tuple[int, int, int]:
+        """Env steps, resets and restarts so far, of all envs."""
+        lines = [self._backend.slab.line(index) for index in range(self._backend.slab.plan.num_lines)]
+        restarts = int(self._records["restarts"].sum())
+        return sum(line["env_steps"] for line in lines), sum(line["resets"] for line in lines), restarts
+
     @property
     def episode_returns(self) -> Floats:
         """float64 ``[N]``: each env's summed rewards since its last reset; of the whole episode where it has ended."""

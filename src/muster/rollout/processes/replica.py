@@ -30,7 +30,6 @@ from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes,
 from muster.rollout.storage import Storage
 from muster.rollout.weights import named_weights
 from muster.vector.assemble import serial_vec
-from muster.vector.vector_env import VectorEnv
 from muster.worker_info import WorkerInfo, worker_info_context
 
 # What a replica counts of its envs, since it was built.
@@ -62,7 +61,6 @@ class Replica(gymnasium.Env[Array, Array]):
         self._envs = serial_vec(recipes, self._info, max_restarts=plan.max_restarts, nouns=nouns)
         # Where a replica cannot replace its env, because that must be alone in its process, the engine replaces both.
         self.metadata = {**self.metadata, "one_per_process": bool(self._envs.metadata.get("one_per_process"))}
-        self._rows = self._envs if isinstance(self._envs, VectorEnv) else self._envs._rows
         try:
             with worker_info_context(self._info):
                 self.policy = _unpacked_policy(plan)
@@ -130,10 +128,7 @@ class Replica(gymnasium.Env[Array, Array]):
         return storage
 
     def _report(self) -> Array:
-        slab = self._rows._backend.slab
-        line = slab.line(0)
-        counts = [line["env_steps"], line["resets"], slab.records["restarts"].sum()]
-        return np.array([self._version, *counts], np.int64)
+        return np.array([self._version, *self._envs.counts()], np.int64)
 
     def _started(self) -> Collector:
         assert self._collector is not None
