@@ -161,7 +161,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """
         try:  # as @interruptible, whose call would take time
             self._send(actions, None, True, copies)
-            self._wait(self.num_envs, None, "step_wait")
+            self._wait(self.num_envs, None, "step")
             return self._read(copies, reader or self.info_reader)[1:6]
         except Exception:
             raise
@@ -386,14 +386,16 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return recovery.answer_for(lost)
 
     def _take_all(self, doing: str, timeout: float | None, copies: bool, reader: InfoReader | None) -> Rows:
-        self.require_open()
         if not (pending := self._caller.num_pending):
+            self.require_open()
             raise NotPendingError(f"{doing}_wait() without {doing}_async() before it", doing)
-        self._wait(pending, timeout, f"{doing}_wait")
+        self._wait(pending, timeout, doing)
         return self._read(copies, reader or self.info_reader)
 
     def _wait(self, min_envs: int, timeout: float | None, doing: str) -> None:
         """Waits in slices until so many pending envs are ready, and looks after the workers between two of them."""
+        if timeout is None and self._recovery is None and self._caller.wait(min_envs, SLICE_NS):
+            return
         ends, slice_ns = math.inf, SLICE_NS
         if timeout is not None:
             timeout = checks.timeout_of(timeout) or 0.0
@@ -407,8 +409,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             began = now if began is None else began
             self._backend.watch(now - began)
             if now >= ends:
+                call = doing if doing == "recv" else f"{doing}_wait"
                 raise WaitTimeout(
-                    f"{doing}(timeout={timeout}): fewer than {min_envs} envs were ready; they stay pending, so the "
+                    f"{call}(timeout={timeout}): fewer than {min_envs} envs were ready; they stay pending, so the "
                     "same call may be made again"
                 )
             slice_ns = int(min(SLICE_NS, (ends - now) * 1e9))
