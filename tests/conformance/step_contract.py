@@ -258,6 +258,8 @@ class StepContract:
 
     def test_record_video_films_the_envs(self, make: MakeVec, tmp_path: Path) -> None:
         pytest.importorskip("moviepy")
+        # pygame loads it when it is first used, as CartPole does to draw: two threads at once find it half made.
+        assert hasattr(pytest.importorskip("pygame").surfarray, "pixels3d")
         envs: Any = make("CartPole-v1", 2, env_kwargs={"render_mode": "rgb_array"})
         folder = tmp_path / "films"
         envs = gym.wrappers.vector.RecordVideo(envs, str(folder), step_trigger=lambda step: step == 0, video_length=5)

@@ -173,15 +173,12 @@ def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[s
         envs.reset_some(np.array([env]), ResetArguments(seeds[env : env + 1], given, passes_options=bool(given)))
 
 
-# SB3 takes env 0's spaces for all, and actions as a list where they are structures.
-_PARTS = replace(LENIENT, spaces=first_envs_spaces, writer=OneByOneWriter)
-
-
 class _Envs(VectorEnv):
     """What SB3's own vector envs do otherwise than Muster's: a reset that knows no options will do."""
 
     def __init__(self, backend: Backend, *, ignores_surplus: bool = False) -> None:
-        parts = replace(_PARTS, writer=partial(OneByOneWriter, ignores_surplus=ignores_surplus))
+        writer = partial(OneByOneWriter, ignores_surplus=ignores_surplus)
+        parts = replace(LENIENT, spaces=first_envs_spaces, writer=writer)
         super().__init__(assemble(backend, parts, drop_in_options(backend, AutoresetMode.SAME_STEP)))
 
     def reset_async(

@@ -152,7 +152,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
         actions: ``[N, ...]``, of `action_space`. Raises ActionError before anything is sent, EnvError, WorkerDied.
         """
-        return self.step_with(actions, self.copy, self.info_reader)
+        return self.step_with(actions, self.copy)
 
     def step_with(self, actions: Any, copies: bool, reader: InfoReader | None = None) -> StepResult:
         """`step`, for those to whom a vector env was handed that stands already.
@@ -162,7 +162,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         try:  # as @interruptible, whose call would take time
             self._send(actions, None, True, copies)
             self._wait(self.num_envs, None, "step")
-            return self._read(copies, reader or self.info_reader)[1:6]
+            return self._read(copies, reader)[1:6]
         except Exception:
             raise
         except BaseException:
@@ -194,11 +194,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             return self._send(actions, None, False, self.copy)
         if self._caller.calling:
             self.require_idle("send")
-        ids = checks.env_ids_of(env_ids, self.num_envs)
-        for env in ids.tolist():
-            if self._caller.is_pending(env):
-                raise PendingError(f"env {env} still owes an answer to an earlier call; take it with recv()")
-        return self._send(actions, ids, False, self.copy)
+        return self._send(actions, checks.env_ids_of(env_ids, self.num_envs), False, self.copy)
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> Batch:
         """The results of the envs that are ready, once at least `min_envs` are (None: all that are pending).
@@ -224,7 +220,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             self._backend.watch(0.0)
             self._watch_at = now + _WATCH_S
         self._wait(wanted, timeout, "recv")
-        return Batch._make(self._read(copies, reader or self.info_reader)[:6])
+        return Batch._make(self._read(copies, reader)[:6])
 
     # ---- everything else
 
@@ -390,7 +386,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             self.require_open()
             raise NotPendingError(f"{doing}_wait() without {doing}_async() before it", doing)
         self._wait(pending, timeout, doing)
-        return self._read(copies, reader or self.info_reader)
+        return self._read(copies, reader)
 
     def _wait(self, min_envs: int, timeout: float | None, doing: str) -> None:
         """Waits in slices until so many pending envs are ready, and looks after the workers between two of them."""
@@ -416,8 +412,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
                 )
             slice_ns = int(min(SLICE_NS, (ends - now) * 1e9))
 
-    def _read(self, copies: bool, reader: InfoReader) -> Rows:
+    def _read(self, copies: bool, reader: InfoReader | None) -> Rows:
         """The rows of the envs that are ready, as the core has read them; what it could not read is read here."""
+        reader = reader or self.info_reader
         rows = self._caller.collect(copies, reader.in_core)
         ids, obs, rewards, terminated, truncated, infos, unusual = rows
         if not unusual and obs is not None and self._recovery is None:
