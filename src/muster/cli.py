@@ -33,7 +33,7 @@ else:
     ]
 
 if TYPE_CHECKING:
-    from muster.training.runs import Plan
+    from muster.training.runs import TrainingPlan
 
 INTERRUPTED = 130  # the shell's exit status for Ctrl-C
 
@@ -56,7 +56,7 @@ def make_app() -> typer.Typer:
     return app
 
 
-def tell_version(asked: bool) -> None:
+def show_version(asked: bool) -> None:
     """What ``--version`` does, before a command is asked for."""
     if asked:
         typer.echo(muster.__version__)
@@ -65,7 +65,7 @@ def tell_version(asked: bool) -> None:
 
 def describe(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=tell_version)
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=show_version)
     ] = False,
 ) -> None:
     """Run many reinforcement-learning environments in parallel, and train on them."""
@@ -99,7 +99,7 @@ def doctor(
 
     _find_modules_here()
     how_to_import = None
-    with _told_plainly(), prints_to_stderr():
+    with _reported_plainly(), prints_to_stderr():
         if (unusable := about_import(target, timeout)) is not None:
             diagnosis = Diagnosis(target, (unusable,), Measurements(), None)
         else:
@@ -147,7 +147,7 @@ def bench(
 
     console = Console(highlight=False)
     _find_modules_here()
-    with _told_plainly(), prints_to_stderr():
+    with _reported_plainly(), prints_to_stderr():
         try:
             env, how_to_import = resolve_target(target)
             arguments = parse_kwargs(kwargs)
@@ -201,7 +201,7 @@ def train(
     """
     console = Console(highlight=False)
     _find_modules_here()
-    with _told_plainly():
+    with _reported_plainly():
         from muster.algorithms import PPOConfig
         from muster.training import runs
 
@@ -215,7 +215,7 @@ def train(
                 normalize_observations=normalize_observations,
                 normalize_rewards=normalize_rewards,
             )
-            plan = runs.Plan(env, config, num_workers)
+            plan = runs.TrainingPlan(env, config, num_workers)
         else:
             raise typer.BadParameter("name an ENV to train on, or a run to go on with: --resume RUN")
         with _opened(plan, plan.config.num_envs) as envs:
@@ -241,7 +241,7 @@ def evaluate(
     """
     console = Console(highlight=False)
     _find_modules_here()
-    with _told_plainly():
+    with _reported_plainly():
         from muster.training import runs
 
         plan = runs.read_plan(run)
@@ -251,7 +251,7 @@ def evaluate(
             )
 
 
-def _resumed_plan(context: typer.Context, run: Path) -> Plan:
+def _resumed_plan(context: typer.Context, run: Path) -> TrainingPlan:
     """The run's own plan, with what the command line says otherwise."""
     from muster.training import runs
 
@@ -268,7 +268,7 @@ def _resumed_plan(context: typer.Context, run: Path) -> Plan:
 
 
 @contextmanager
-def _opened(plan: Plan, num_envs: int) -> Iterator[muster.VectorEnv]:
+def _opened(plan: TrainingPlan, num_envs: int) -> Iterator[muster.VectorEnv]:
     """The plan's envs. As an option may be why they cannot be made, ValueErrors are told with the usage."""
     workers = plan.num_workers if num_envs == plan.config.num_envs else None
     try:
@@ -288,7 +288,7 @@ def _find_modules_here() -> None:
 
 
 @contextmanager
-def _told_plainly() -> Iterator[None]:
+def _reported_plainly() -> Iterator[None]:
     """Errors that their message explains end the command with it, without a traceback through our own code."""
     try:
         yield

@@ -26,7 +26,7 @@ class WorkerInfo:
 
 
 class Host(Protocol):
-    """Whoever runs envs: `backends.share.Share`."""
+    """Whoever runs envs: `workers.env_host.EnvHost`."""
 
     def info_of(self, i: int) -> WorkerInfo: ...
 

@@ -27,7 +27,7 @@ from muster.doctor.diagnose import _source as source_of
 from muster.doctor.diagnose import _try_contexts as try_contexts
 from muster.doctor.diagnosis import recommended_rows
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
-from muster.doctor.guarded import STARTING, Outcome, run_guarded
+from muster.doctor.guarded import STARTING, TrialOutcome, run_guarded
 from muster.doctor.lines import try_lines
 from muster.envs import resolve_foreign_id
 from muster.recipes.recipe import make_recipes, pack
@@ -171,7 +171,7 @@ def test_an_env_that_dies_is_a_finding_and_the_line_restarts_it():
     assert 'on_failure="restart"' in diagnosis.recommendation.line
 
 
-def try_out(trial: str, trait: str, timeout_s: float = 20.0, hash_seed: int | None = None, **options) -> Outcome:
+def try_out(trial: str, trait: str, timeout_s: float = 20.0, hash_seed: int | None = None, **options) -> TrialOutcome:
     packed = pack(make_recipes(make_patient, 1, {"trait": trait}), start_method="spawn")
     return run_guarded(trial, packed, stage_timeout_s=timeout_s, options=options, hash_seed=hash_seed)
 
@@ -255,20 +255,20 @@ def test_envs_of_one_action_space_do_not_disturb_each_other():
     ],
 )
 def test_isolation_is_claimed_only_for_what_a_second_one_broke(own_stage, pair_stage, severity):
-    alone = Outcome(results={"digest": "a", "digest_again": "a"}, stage=own_stage)
-    finding = about_pair(alone, Outcome(stage=pair_stage, how="was killed by SIGKILL"))
+    alone = TrialOutcome(results={"digest": "a", "digest_again": "a"}, stage=own_stage)
+    finding = about_pair(alone, TrialOutcome(stage=pair_stage, how="was killed by SIGKILL"))
     assert finding.severity == severity
     assert ("not known" in finding.text) is (severity == "note")
 
 
 def test_a_trial_that_never_started_is_not_held_against_the_env():
-    (finding,) = about_early_end(Outcome(stage=STARTING, how="hung for 1 s", hung=True), "blocks")
+    (finding,) = about_early_end(TrialOutcome(stage=STARTING, how="hung for 1 s", hung=True), "blocks")
     assert finding.severity == "warns"
     assert "the env" not in finding.text
 
 
 def test_what_hangs_at_once_is_not_tried_with_every_start_method():
-    hung = Outcome(stage="building it", how="hung for 3 s", hung=True)
+    hung = TrialOutcome(stage="building it", how="hung for 3 s", hung=True)
     recipe = make_recipes(make_patient, 1, {"trait": "hangs at once"})[0]
     assert try_contexts(recipe, 3.0, True, hung) == {}
     assert about_start_methods({}, known=True) == []

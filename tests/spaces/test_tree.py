@@ -11,7 +11,7 @@ from gymnasium import spaces
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import keeps_kind, tree
 from muster.transport.mail import SharedMail
-from muster.transport.slab import Plan, Slab, contiguous, memfd, split_evenly
+from muster.transport.slab import Slab, SlabPlan, contiguous, memfd, split_evenly
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_differences_are_named_whatever_the_order_of_keys(got: Any, path: str | 
 
 def test_leaves_lie_apart_and_aligned() -> None:
     space = spaces.Dict({"odd": spaces.Box(0, 1, (3,), np.uint8), "wide": spaces.Box(0, 1, (2, 2), np.float64)})
-    slab = Slab(Plan(tree(space, "observation"), tree(spaces.Discrete(2), "action"), (0, 2, 5)))
+    slab = Slab(SlabPlan(tree(space, "observation"), tree(spaces.Discrete(2), "action"), (0, 2, 5)))
     rows = [*slab.obs.arrays, *slab.final_obs.arrays, *slab.actions.arrays]
     assert [array.shape for array in slab.obs.arrays] == [(5, 3), (5, 2, 2)]
     assert all(array.ctypes.data % 64 == 0 for array in rows)

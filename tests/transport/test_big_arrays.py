@@ -10,7 +10,7 @@ import pytest
 
 import muster
 from muster.recipes.recipe import make_recipes, pack, unpack
-from muster.transport.big_arrays import Freight, unload
+from muster.transport.big_arrays import BigArrays, map_big_arrays
 from muster.transport.slab import memfd
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -79,11 +79,11 @@ def test_each_array_is_stored_once_and_stays_read_only():
             pack(make_recipes(Keeper, 1, {"big": big, "other": [fixed, big]}), start_method="spawn", big=load)
         )
     fd = memfd("test")
-    freight = Freight(fd, loads)
-    assert freight.places[0] == freight.places[1]
-    assert len(set(freight.places[0])) == 2
-    (recipe,) = unpack(packed[0], unload(fd, freight.places[0]))
-    freight.close()
+    big_arrays = BigArrays(fd, loads)
+    assert big_arrays.places[0] == big_arrays.places[1]
+    assert len(set(big_arrays.places[0])) == 2
+    (recipe,) = unpack(packed[0], map_big_arrays(fd, big_arrays.places[0]))
+    big_arrays.close()
     again = recipe.kwargs["other"][0]
     assert (again.shape, again.flags.f_contiguous, again.flags.writeable) == (fixed.shape, True, False)
     assert recipe.kwargs["big"].flags.writeable

@@ -43,23 +43,23 @@ class Caller {
   // How long a wait lasts before Python looks after signals and workers: a death is noticed within this.
   static constexpr int64_t kSliceNs = 20'000'000;
 
-  // memory: what keeps the slab mapped.  first_envs: for each line the first of its envs, and num_envs at the end.  obs,
+  // memory: what keeps the slab mapped.  first_envs: for each host the first of its envs, and num_envs at the end.  obs,
   // action: null where Python has to make batches, or to take them apart.  lent: the arrays of leaves that are lent.
   Caller(const SlabLayout& slab, PyObject* memory, std::vector<uint32_t> first_envs, BatchNode* obs, BatchNode* action,
-         PyObject* lent, bool must_reset, Patience patience)
+         PyObject* lent, bool must_reset, WaitBudget budget)
       : slab_(slab),
         memory_(Ref::borrow(memory)),
         lending_(memory, slab_.num_obs_blocks),
         lent_rows_(rows_of(lent)),
         must_reset_(must_reset),
-        burst_(patience),
+        awake_wait_(budget),
         forks_(g_forks.load()),
         first_envs_(std::move(first_envs)) {
     if (obs) obs_ = std::move(*obs);
     if (action) action_ = std::move(*action);
-    line_of_.resize(slab_.num_envs);
-    for (uint32_t w = 0; w < slab_.num_lines; ++w)
-      for (uint32_t i = first_envs_[w]; i < first_envs_[w + 1]; ++i) line_of_[i] = w;
+    host_of_.resize(slab_.num_envs);
+    for (uint32_t w = 0; w < slab_.num_hosts; ++w)
+      for (uint32_t i = first_envs_[w]; i < first_envs_[w + 1]; ++i) host_of_[i] = w;
     pending_.assign(slab_.num_envs, 0);
     started_.assign(slab_.num_envs, 0);
     delivered_ = slab_.bell().total_finished();
@@ -115,11 +115,11 @@ class Caller {
   }
 
   // How to read the infos of a step of all envs if their layouts are these. schemas: bytes, uint32 for each env.  columns,
-  // given: see gather_columns.
-  void expect_infos(PyObject* schemas, PyObject* columns, PyObject* given) {
+  // provided: see gather_columns.
+  void expect_infos(PyObject* schemas, PyObject* columns, PyObject* provided) {
     schemas_expected_ = Ref::borrow(schemas);
     columns_expected_ = Ref::borrow(columns);
-    given_expected_ = Ref::borrow(given);
+    provided_expected_ = Ref::borrow(provided);
   }
 
   void forget_infos() { columns_expected_ = Ref(); }
@@ -127,21 +127,21 @@ class Caller {
   // Sends to all envs (env_ids None) or to some. objects: the actions lie in the mail, one for each env, not in the slab.
   // as_whole: what is sent is waited for as a whole; with `copies`, for which big leaves are lent then.
   void send(PyObject* env_ids, bool objects, bool as_whole, bool copies) {
-    const Command command = objects ? Command::kStepGiven : Command::kStep;
+    const Command command = objects ? Command::kStepProvided : Command::kStep;
     Entry entry(*this);
     require_sendable(env_ids);
     if (env_ids == Py_None)
       return send_all(command, as_whole, as_whole && copies && lends() ? lending_.free_block() : 0);
     const auto [ids, count] = ids_of(env_ids);
-    std::vector<uint8_t> ring_line(slab_.num_lines, 0);
+    std::vector<uint8_t> rings(slab_.num_hosts, 0);
     bring_home();
-    tell_workers(false);  // before the requests: a worker that is looking sees them at once
+    announce_awaits_all(false);  // before the requests: a worker that is looking sees them at once
     for (size_t k = 0; k < count; ++k) {
       request(uint32_t(ids[k]), command);
-      ring_line[line_of_[ids[k]]] = 1;
+      rings[host_of_[ids[k]]] = 1;
     }
-    for (uint32_t w = 0; w < slab_.num_lines; ++w)
-      if (ring_line[w]) ring(slab_.lines[w]);
+    for (uint32_t w = 0; w < slab_.num_hosts; ++w)
+      if (rings[w]) ring(slab_.hosts[w]);
   }
 
   // Marks envs as being reset; the seeds and options go to their workers as a message.
@@ -156,8 +156,8 @@ class Caller {
     }
   }
 
-  void announce_message(uint32_t line) {
-    WorkerLine& to = slab_.lines[line];
+  void announce_message(uint32_t host) {
+    HostRecord& to = slab_.hosts[host];
     to.messages.store(to.messages.load(std::memory_order_relaxed) + 1, std::memory_order_release);
     ring(to);
   }
@@ -241,12 +241,12 @@ class Caller {
   }
 
   // A dead worker cannot answer for its envs any more; the caller does, so that waiting for them ends. Rows that it had
-  // finished are lost, too: the infos' layouts and letters behind them have died with it. Returns the pending envs.
-  std::vector<uint32_t> lose_line(uint32_t line) {
-    WorkerLine& lost = slab_.lines[line];
+  // finished are lost, too: the infos' layouts and the mail behind them have died with it. Returns the pending envs.
+  std::vector<uint32_t> lose_host(uint32_t host) {
+    HostRecord& lost = slab_.hosts[host];
     std::vector<uint32_t> envs;
     uint32_t answers = 0;
-    for (uint32_t i = first_envs_[line]; i < first_envs_[line + 1]; ++i) {
+    for (uint32_t i = first_envs_[host]; i < first_envs_[host + 1]; ++i) {
       EnvRecord& record = slab_.records[i];
       const uint32_t requested = record.requested.load(std::memory_order_relaxed);
       answers += requested;
@@ -261,7 +261,7 @@ class Caller {
     lost.doing.store(Doing::kNothing);
     lost.asleep.store(0);
     lost.asked.store(answers);
-    lost.seat.store(0);
+    lost.cpu.store(0);
     return envs;
   }
 
@@ -270,7 +270,7 @@ class Caller {
     return record.finished.load(std::memory_order_acquire) == record.requested.load(std::memory_order_relaxed);
   }
 
-  uint32_t line_of(uint32_t env) const { return line_of_.at(env); }
+  uint32_t host_of(uint32_t env) const { return host_of_.at(env); }
 
  private:
   struct Rows {
@@ -345,7 +345,7 @@ class Caller {
   }
 
   // What workers go by when they announce and when they choose a core.
-  void tell_workers(bool awaits_all) {
+  void announce_awaits_all(bool awaits_all) {
     slab_.caller->awaits_all.store(awaits_all, std::memory_order_relaxed);
     slab_.caller->core.store(uint32_t(sched_getcpu()), std::memory_order_relaxed);
   }
@@ -376,7 +376,7 @@ class Caller {
 
   // Release: a worker that is awake for another env must not see the request before the action.
   void count_request(uint32_t env) {
-    bump<uint32_t>(slab_.lines[line_of_[env]].asked, 1);
+    bump<uint32_t>(slab_.hosts[host_of_[env]].asked, 1);
     auto& requested = slab_.records[env].requested;
     requested.store(requested.load(std::memory_order_relaxed) + 1, std::memory_order_release);
   }
@@ -390,7 +390,7 @@ class Caller {
   }
 
   void send_all(Command command, bool awaits_all, uint32_t obs_block = 0) {
-    tell_workers(awaits_all);
+    announce_awaits_all(awaits_all);
     block_before_ = slab_.records[0].obs_block;
     for (uint32_t i = 0; i < slab_.num_envs; ++i) {
       if (!obs_block) bring_home(i);
@@ -411,7 +411,7 @@ class Caller {
     bool ready;
     {
       GilReleased released;
-      ready = wait_for_finished(slab_.bell(), target, waits_long_ ? nullptr : &burst_, slice_ns);
+      ready = wait_for_finished(slab_.bell(), target, waits_long_ ? nullptr : &awake_wait_, slice_ns);
     }
     waits_long_ = !ready;  // what took a slice may take many
     if (!ready) check(PyErr_CheckSignals());
@@ -438,7 +438,7 @@ class Caller {
     for (uint32_t i = 0; i < slab_.num_envs; ++i)
       if (std::memcmp(expected + i * sizeof(uint32_t), &slab_.records[i].info_schema, sizeof(uint32_t)))
         return Ref::borrow(Py_None);
-    return gather_columns(columns_expected_.get(), Py_None, given_expected_.get());
+    return gather_columns(columns_expected_.get(), Py_None, provided_expected_.get());
   }
 
   // The observations of all envs. Those that are lent lie in the block that all were sent with, where it was one.
@@ -464,13 +464,13 @@ class Caller {
   uint32_t block_before_ = 0;  // in which the rows lay that were there before the last step of all envs
   std::optional<BatchNode> obs_;
   std::optional<BatchNode> action_;
-  Ref schemas_expected_, columns_expected_, given_expected_;
+  Ref schemas_expected_, columns_expected_, provided_expected_;
   bool must_reset_;
-  Burst burst_;
+  AwakeWait awake_wait_;
   bool waits_long_ = false;
   uint32_t forks_;
   std::vector<uint32_t> first_envs_;
-  std::vector<uint32_t> line_of_;
+  std::vector<uint32_t> host_of_;
   std::vector<uint8_t> pending_;
   std::vector<uint32_t> ready_;  // while they are collected
   std::vector<uint8_t> started_;

@@ -21,13 +21,13 @@ namespace muster {
 // Each worker has this, its pid and a '=' in its environment: what it starts inherits that, and keeps it as an orphan.
 constexpr char kMark[] = "MUSTER_WORKER_";
 
-struct Kin {
+struct Descent {
   long parent = 0;
   bool ends = true;  // it is a zombie, about to be one, or gone
 };
 
 // Like all that follows it allocates nothing: the worker may have died holding malloc's lock.
-inline Kin kin_of(long pid) {
+inline Descent descent_of(long pid) {
   char path[32], stat[512];
   std::snprintf(path, sizeof path, "/proc/%ld/stat", pid);
   const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -90,7 +90,7 @@ struct Search {
 inline bool finds(const Search& search, long pid) {
   if (!search.by_mark_alone && (search.session == search.root || getpgid(pid_t(pid)) == search.root)) return true;
   for (;;) {
-    const long parent = kin_of(pid).parent;
+    const long parent = descent_of(pid).parent;
     if (!search.by_mark_alone && parent == search.root) return true;
     // Only where it may be an orphan: reading the environment of what hangs in the kernel may take for ever.
     if (parent <= 1 || search.above.has(parent)) return is_marked(pid, search.root);
@@ -117,7 +117,7 @@ inline bool stop_started(const Search& search, Pids& stopped) {
       at += entry->length;
       const long pid = std::strtol(entry->name, nullptr, 10);
       if (!pid || pid == search.root || getsid(pid_t(pid)) != search.session || search.above.has(pid)) continue;
-      if (stopped.full() || stopped.has(pid) || kin_of(pid).ends || !finds(search, pid)) continue;
+      if (stopped.full() || stopped.has(pid) || descent_of(pid).ends || !finds(search, pid)) continue;
       // Not what another user runs: that would be waited for in vain.
       if (kill(pid_t(pid), SIGSTOP) == 0) stopped.pids[stopped.count++] = pid;
     }
@@ -134,7 +134,7 @@ inline bool stop_started(const Search& search, Pids& stopped) {
 inline void kill_started(long root, long session, bool is_reaped) {
   const int64_t deadline = now_ns() + int64_t{1'000'000'000};
   Search search = {root, session, is_reaped && (kill(pid_t(root), 0) == 0 || errno == EPERM), {}};
-  for (long pid = getpid(); pid > 0 && !search.above.full(); pid = kin_of(pid).parent) {
+  for (long pid = getpid(); pid > 0 && !search.above.full(); pid = descent_of(pid).parent) {
     search.above.pids[search.above.count++] = pid;
   }
   Pids stopped;

@@ -1,4 +1,4 @@
-// Waiting and waking between processes: a bounded burst of pauses and yields, then a futex.
+// Waiting and waking between processes: pauses and yields within a budget, then a futex.
 //
 // Both directions follow one pattern. The waiter announces that it will sleep, fences, looks once more, and sleeps on
 // the announced word; the waker publishes, fences, and looks at the announcement. With both fences at least one side
@@ -41,7 +41,7 @@ inline void futex_wake(std::atomic<uint32_t>& word) {
 
 // How long to stay awake before sleeping. Pausing is cheapest while every process has a core of its own; once cores are
 // shared it steals the core that the awaited process needs, and yielding wins.
-struct Patience {
+struct WaitBudget {
   int pauses;
   int yields;
   bool spreads;  // workers take care that no two of them share a core
@@ -55,30 +55,30 @@ inline constexpr int64_t kAwakeNs = 10'000'000;
 // spinning pool of threads. An env's step may last as long; then it hardly matters how it is waited for.
 inline constexpr int64_t kSliceNs = 1'200'000;
 
-// The burst before a sleep, and whether it is worth it. Where a yield has cost a slice, waits sleep at once for a while,
-// a short one where slices are lost now and then, a longer one each time while every try loses one.
-class Burst {
+// The wait awake before a sleep, and whether it is worth it. Where a yield has cost a slice, waits sleep at once for a
+// while, a short one where slices are lost now and then, a longer one each time while every try loses one.
+class AwakeWait {
  public:
-  explicit Burst(const Patience& patience) : patience_(patience) {}
+  explicit AwakeWait(const WaitBudget& budget) : budget_(budget) {}
 
-  const Patience& patience() const { return patience_; }
+  const WaitBudget& budget() const { return budget_; }
 
   template <class Done>
   bool wait(int64_t until_ns, Done done) {
-    for (int i = 0; i < patience_.pauses; ++i) {
+    for (int i = 0; i < budget_.pauses; ++i) {
       if (done()) return true;
       pause_core();
     }
     if (done()) return true;
     int64_t before = now_ns();
     if (before < rests_until_) return false;
-    const bool has_core = patience_.pauses > 0;
+    const bool has_core = budget_.pauses > 0;
     const long given_way = has_core ? times_given_way() : 0;
-    for (int i = 0; i < patience_.yields && !done() && before < until_ns; ++i) {
+    for (int i = 0; i < budget_.yields && !done() && before < until_ns; ++i) {
       for (int k = 0; has_core && k < kPausesPerYield && !done(); ++k) pause_core();
       sched_yield();
       const int64_t now = now_ns();
-      // Where nothing else has run here since the burst began, the host of this virtual machine took the core.
+      // Where nothing else has run here since the wait began, the host of this virtual machine took the core.
       if (now - before > kSliceNs && !(given_way > 0 && times_given_way() == given_way)) {
         lost_a_slice(now);
         return done();
@@ -93,7 +93,7 @@ class Burst {
   // On a core of its own hardly any yield is of use. 64 pauses take about 1.2 us (x86): often enough to give way.
   static constexpr int kPausesPerYield = 64;
   static constexpr int64_t kShortestRestNs = 5'000'000, kLongestRestNs = 1'280'000'000;
-  static constexpr uint32_t kChance = 8;  // beside what never yields not that many bursts go by without a loss
+  static constexpr uint32_t kChance = 8;  // beside what never yields not that many waits go by without a loss
 
   // How often this thread has given its core to another, ready as it was. 0 or less where the kernel does not tell.
   static long times_given_way() {
@@ -107,28 +107,28 @@ class Burst {
     kept_ = 0;
   }
 
-  Patience patience_;
+  WaitBudget budget_;
   int64_t rest_ns_ = kShortestRestNs / 2;
   int64_t rests_until_ = 0;
-  uint32_t kept_ = 0;  // bursts since a slice was lost
+  uint32_t kept_ = 0;  // waits since a slice was lost
 };
 
-// The lines of one slab.
+// The hosts of one slab, and the caller.
 struct Bell {
-  CallerLine& caller;
-  WorkerLine* lines;
-  uint32_t num_lines;
+  CallerRecord& caller;
+  HostRecord* hosts;
+  uint32_t num_hosts;
 
   uint32_t total_finished() const {
     uint32_t total = 0;
-    for (uint32_t w = 0; w < num_lines; ++w) total += lines[w].finished.load(std::memory_order_acquire);
+    for (uint32_t w = 0; w < num_hosts; ++w) total += hosts[w].finished.load(std::memory_order_acquire);
     return total;
   }
 
   // Counters wrap; compare them as distances.
   bool reached(uint32_t target) const { return int32_t(total_finished() - target) >= 0; }
 
-  uint32_t callers_seat() const { return 1 + caller.core.load(std::memory_order_relaxed); }
+  uint32_t callers_cpu() const { return 1 + caller.core.load(std::memory_order_relaxed); }
 
   void wake_caller_if_done() const {
     if (!caller.armed.load(std::memory_order_acquire)) return;
@@ -140,49 +140,49 @@ struct Bell {
 // ---- caller -> workers
 
 // Release: the records and actions written before are visible to whoever sees the new count.
-inline void count_ring(WorkerLine& line) {
-  line.rung.store(line.rung.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+inline void count_ring(HostRecord& host) {
+  host.rung.store(host.rung.load(std::memory_order_relaxed) + 1, std::memory_order_release);
 }
 
 // After count_ring and a fence.
-inline void wake_worker(WorkerLine& line) {
-  if (line.asleep.load(std::memory_order_relaxed)) futex_wake(line.rung);
+inline void wake_worker(HostRecord& host) {
+  if (host.asleep.load(std::memory_order_relaxed)) futex_wake(host.rung);
 }
 
-inline void ring(WorkerLine& line) {
-  count_ring(line);
+inline void ring(HostRecord& host) {
+  count_ring(host);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  wake_worker(line);
+  wake_worker(host);
 }
 
 inline void ring_all(const Bell& bell) {
-  for (uint32_t w = 0; w < bell.num_lines; ++w) count_ring(bell.lines[w]);
+  for (uint32_t w = 0; w < bell.num_hosts; ++w) count_ring(bell.hosts[w]);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   // Whoever sleeps on the caller's own core comes last: it may take that core at once.
   for (const bool own_core : {false, true})
-    for (uint32_t w = 0; w < bell.num_lines; ++w)
-      if ((bell.lines[w].seat.load(std::memory_order_relaxed) == bell.callers_seat()) == own_core)
-        wake_worker(bell.lines[w]);
+    for (uint32_t w = 0; w < bell.num_hosts; ++w)
+      if ((bell.hosts[w].cpu.load(std::memory_order_relaxed) == bell.callers_cpu()) == own_core)
+        wake_worker(bell.hosts[w]);
 }
 
 // Two workers on one core would step one after the other, and the kernel leaves them there for long: it looks at cores
 // that idle for less than half a millisecond as busy. The one with the higher index moves over; so does one beside the
 // caller where every process has a core.
-inline void take_seat(const Bell& bell, uint32_t index, const Patience& patience) {
-  auto& own = bell.lines[index].seat;
-  const uint32_t seat = 1 + uint32_t(sched_getcpu());
-  if (seat != own.load(std::memory_order_relaxed)) own.store(seat, std::memory_order_relaxed);
-  bool is_taken = patience.pauses && seat == bell.callers_seat();
-  for (uint32_t w = 0; w < index; ++w) is_taken |= bell.lines[w].seat.load(std::memory_order_relaxed) == seat;
+inline void take_cpu(const Bell& bell, uint32_t index, const WaitBudget& budget) {
+  auto& own = bell.hosts[index].cpu;
+  const uint32_t cpu = 1 + uint32_t(sched_getcpu());
+  if (cpu != own.load(std::memory_order_relaxed)) own.store(cpu, std::memory_order_relaxed);
+  bool is_taken = budget.pauses && cpu == bell.callers_cpu();
+  for (uint32_t w = 0; w < index; ++w) is_taken |= bell.hosts[w].cpu.load(std::memory_order_relaxed) == cpu;
   if (!is_taken) return;
   // To a core without a worker, and if possible without the caller.
   cpu_set_t allowed, free;
   if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
   free = allowed;
-  for (uint32_t w = 0; w < bell.num_lines; ++w)
-    if (const uint32_t taken = bell.lines[w].seat.load(std::memory_order_relaxed)) CPU_CLR(taken - 1, &free);
+  for (uint32_t w = 0; w < bell.num_hosts; ++w)
+    if (const uint32_t taken = bell.hosts[w].cpu.load(std::memory_order_relaxed)) CPU_CLR(taken - 1, &free);
   cpu_set_t without_caller = free;
-  CPU_CLR(bell.callers_seat() - 1, &without_caller);
+  CPU_CLR(bell.callers_cpu() - 1, &without_caller);
   if (CPU_COUNT(&without_caller)) free = without_caller;
   if (!CPU_COUNT(&free) || sched_setaffinity(0, sizeof free, &free)) return;
   // Moving may take ms. Whoever has confined this worker meanwhile, from outside, is obeyed.
@@ -192,38 +192,38 @@ inline void take_seat(const Bell& bell, uint32_t index, const Patience& patience
 }
 
 // A worker's wait for a ring other than `seen`. docs/adr/0003-doorbell.md has the measurements behind each rule.
-inline void wait_for_ring(const Bell& bell, uint32_t index, uint32_t seen, Burst& burst) {
-  WorkerLine& line = bell.lines[index];
-  auto rung = [&] { return line.rung.load(std::memory_order_acquire) != seen; };
-  if (burst.patience().spreads) take_seat(bell, index, burst.patience());
-  while (!burst.wait(now_ns() + kAwakeNs, rung)) {
-    line.asleep.store(1, std::memory_order_relaxed);
+inline void wait_for_ring(const Bell& bell, uint32_t index, uint32_t seen, AwakeWait& awake) {
+  HostRecord& host = bell.hosts[index];
+  auto rung = [&] { return host.rung.load(std::memory_order_acquire) != seen; };
+  if (awake.budget().spreads) take_cpu(bell, index, awake.budget());
+  while (!awake.wait(now_ns() + kAwakeNs, rung)) {
+    host.asleep.store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (!rung()) futex_wait(line.rung, seen, -1);
-    line.asleep.store(0, std::memory_order_relaxed);
+    if (!rung()) futex_wait(host.rung, seen, -1);
+    host.asleep.store(0, std::memory_order_relaxed);
     if (rung()) return;
   }
 }
 
 // ---- workers -> caller
 
-inline void announce_finished(const Bell& bell, WorkerLine& line) {
-  const uint32_t finished = line.finished.load(std::memory_order_relaxed) + 1;
-  line.finished.store(finished, std::memory_order_release);
+inline void announce_finished(const Bell& bell, HostRecord& host) {
+  const uint32_t finished = host.finished.load(std::memory_order_relaxed) + 1;
+  host.finished.store(finished, std::memory_order_release);
   // Only a worker's last answer can complete a whole. To look for more after each would cost as much as a microsecond's
   // step: the fence waits for cache lines that the caller has read, and the others' counts are on their cores.
-  if (bell.caller.awaits_all.load(std::memory_order_relaxed) && finished != line.asked.load(std::memory_order_relaxed))
+  if (bell.caller.awaits_all.load(std::memory_order_relaxed) && finished != host.asked.load(std::memory_order_relaxed))
     return;
   std::atomic_thread_fence(std::memory_order_seq_cst);
   bell.wake_caller_if_done();
 }
 
-// Waits until `target` steps are finished, for `slice_ns` at most; without a burst asleep. True if they are.
-inline bool wait_for_finished(const Bell& bell, uint32_t target, Burst* burst, int64_t slice_ns) {
+// Waits until `target` steps are finished, for `slice_ns` at most; without `awake` asleep. True if they are.
+inline bool wait_for_finished(const Bell& bell, uint32_t target, AwakeWait* awake, int64_t slice_ns) {
   auto done = [&] { return bell.reached(target); };
   const int64_t start = now_ns();
-  if (burst && burst->wait(start + std::min(slice_ns, kAwakeNs), done)) return true;
-  CallerLine& caller = bell.caller;
+  if (awake && awake->wait(start + std::min(slice_ns, kAwakeNs), done)) return true;
+  CallerRecord& caller = bell.caller;
   caller.target.store(target, std::memory_order_relaxed);
   caller.armed.store(1, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -215,10 +215,10 @@ class InfoTable {
 };
 
 // columns: a list of (key, key of the mask, view [num_envs, *shape] of the slab, C-contiguous from the second axis on).
-// ids: the rows to take, int64 [n], or None for all.  given: bool [n]; rows without are zero.
+// ids: the rows to take, int64 [n], or None for all.  provided: bool [n]; rows without are zero.
 // Returns {key: [n, *shape], key of the mask: bool [n]} in memory of its own.
-inline Ref gather_columns(PyObject* columns, PyObject* ids, PyObject* given) {
-  auto* mask = reinterpret_cast<PyArrayObject*>(given);
+inline Ref gather_columns(PyObject* columns, PyObject* ids, PyObject* provided) {
+  auto* mask = reinterpret_cast<PyArrayObject*>(provided);
   npy_intp count = PyArray_SIZE(mask);
   const auto* has = static_cast<const uint8_t*>(PyArray_DATA(mask));
   const auto* id =

@@ -41,9 +41,9 @@ namespace {
 using namespace muster;
 
 // Of workers/options.py.
-Patience patience_of(nb::handle patience) {
-  return {nb::cast<int>(patience.attr("pauses")), nb::cast<int>(patience.attr("yields")),
-          nb::cast<bool>(patience.attr("spreads"))};
+WaitBudget wait_budget_of(nb::handle budget) {
+  return {nb::cast<int>(budget.attr("pauses")), nb::cast<int>(budget.attr("yields")),
+          nb::cast<bool>(budget.attr("spreads"))};
 }
 
 [[noreturn]] void raise_os_error() {
@@ -64,18 +64,18 @@ Node branch(int kind, PyObject* keys, nb::list nodes, Mismatch... mismatch) {
   return Node(Branch(kind), keys, std::move(children), mismatch...);
 }
 
-nb::dict line_state(const SlabLayout& slab, uint32_t index) {
-  const WorkerLine& line = slab.lines[index];
+nb::dict host_state(const SlabLayout& slab, uint32_t index) {
+  const HostRecord& host = slab.hosts[index];
   auto read = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
   nb::dict state;
-  state["doing"] = uint32_t(read(line.doing));
-  state["env_index"] = read(line.doing_env);
-  state["since"] = read(line.since);
-  state["env_steps"] = read(line.env_steps);
-  state["resets"] = read(line.resets);
-  state["ticks_in_env"] = read(line.ticks_in_env);
-  state["ticks_copying"] = read(line.ticks_copying);
-  state["ticks_waiting"] = read(line.ticks_waiting);
+  state["doing"] = uint32_t(read(host.doing));
+  state["env_index"] = read(host.doing_env);
+  state["since"] = read(host.since);
+  state["env_steps"] = read(host.env_steps);
+  state["resets"] = read(host.resets);
+  state["ticks_in_env"] = read(host.ticks_in_env);
+  state["ticks_copying"] = read(host.ticks_copying);
+  state["ticks_waiting"] = read(host.ticks_waiting);
   return state;
 }
 
@@ -110,7 +110,7 @@ void bind_enum(nb::module_& m, const char* name, std::initializer_list<std::pair
 
 void bind_numbers(nb::module_& m) {
   bind_enum<Command>(
-      m, "Command", {{"STEP", Command::kStep}, {"RESET", Command::kReset}, {"STEP_GIVEN", Command::kStepGiven}});
+      m, "Command", {{"STEP", Command::kStep}, {"RESET", Command::kReset}, {"STEP_PROVIDED", Command::kStepProvided}});
   bind_enum<Status>(m, "Status", {{"OK", Status::kOk}, {"RAISED", Status::kRaised}, {"LOST", Status::kLost}});
   bind_enum<Doing>(m, "Doing", {{"NOTHING", Doing::kNothing}, {"STEPPING", Doing::kStepping},
                                 {"RESETTING", Doing::kResetting}, {"TALKING", Doing::kTalking}});
@@ -134,8 +134,8 @@ void bind_numbers(nb::module_& m) {
       FIELD(obs_block));
 #undef FIELD
   m.attr("RECORD_BYTES") = sizeof(EnvRecord);
-  m.attr("LINE_BYTES") = sizeof(WorkerLine);
-  m.attr("CALLER_BYTES") = sizeof(CallerLine);
+  m.attr("HOST_BYTES") = sizeof(HostRecord);
+  m.attr("CALLER_BYTES") = sizeof(CallerRecord);
   m.attr("CACHE_LINE") = kCacheLine;
   m.attr("SLICE_NS") = Caller::kSliceNs;
   m.attr("MARK") = kMark;
@@ -148,15 +148,15 @@ void bind_slab_layout(nb::module_& m) {
         auto number = [&](const char* name) { return nb::cast<size_t>(fields[name]); };
         char* base = reinterpret_cast<char*>(number("address"));
         new (self) SlabLayout{
-            .base = base, .num_envs = uint32_t(number("num_envs")), .num_lines = uint32_t(number("num_lines")),
-            .caller = reinterpret_cast<CallerLine*>(base + number("caller_offset")),
-            .lines = reinterpret_cast<WorkerLine*>(base + number("lines_offset")),
+            .base = base, .num_envs = uint32_t(number("num_envs")), .num_hosts = uint32_t(number("num_hosts")),
+            .caller = reinterpret_cast<CallerRecord*>(base + number("caller_offset")),
+            .hosts = reinterpret_cast<HostRecord*>(base + number("hosts_offset")),
             .records = reinterpret_cast<EnvRecord*>(base + number("records_offset")),
             .info_offset = number("info_offset"), .info_bytes = number("info_bytes"),
             .obs_offset = number("obs_offset"), .obs_block_bytes = number("obs_block_bytes"),
             .obs_lent_bytes = number("obs_lent_bytes"), .num_obs_blocks = uint32_t(number("num_obs_blocks"))};
       })
-      .def("line_state", &line_state);
+      .def("host_state", &host_state);
 }
 
 void bind_obs_node(nb::module_& m) {
@@ -186,15 +186,15 @@ void bind_batch_node(nb::module_& m) {
 void bind_stepper(nb::module_& m) {
   nb::class_<Stepper>(m, "Stepper")
       .def("__init__",
-           [](Stepper* self, const SlabLayout& slab, uint32_t line, uint32_t first_env, nb::list envs, ObsNode& obs,
+           [](Stepper* self, const SlabLayout& slab, uint32_t host, uint32_t first_env, nb::list envs, ObsNode& obs,
               ActionNode& action, int autoreset, bool check_finite, bool actions_by_mail, bool lends_objects,
-              PyObject* host, nb::handle patience) {
-             new (self) Stepper(slab, line, first_env, envs.ptr(), std::move(obs), std::move(action),
-                                Autoreset(autoreset), check_finite, actions_by_mail, lends_objects, host,
-                                patience_of(patience));
+              PyObject* env_host, nb::handle budget) {
+             new (self) Stepper(slab, host, first_env, envs.ptr(), std::move(obs), std::move(action),
+                                Autoreset(autoreset), check_finite, actions_by_mail, lends_objects, env_host,
+                                wait_budget_of(budget));
            },
-           nb::kw_only(), "slab"_a, "line"_a, "first_env"_a, "envs"_a, "obs"_a, "action"_a, "autoreset"_a,
-           "check_finite"_a, "actions_by_mail"_a, "lends_objects"_a, "host"_a, "patience"_a)
+           nb::kw_only(), "slab"_a, "host"_a, "first_env"_a, "envs"_a, "obs"_a, "action"_a, "autoreset"_a,
+           "check_finite"_a, "actions_by_mail"_a, "lends_objects"_a, "env_host"_a, "wait_budget"_a)
       .def("run", &Stepper::run)
       .def("reset_env", &Stepper::reset_env, "i"_a, "seed"_a.none(), "options"_a.none(), "passes_options"_a = true)
       .def("replace_env", &Stepper::replace_env, "i"_a, "env"_a, "seed"_a.none())
@@ -207,12 +207,12 @@ void bind_caller(nb::module_& m) {
   nb::class_<Caller>(m, "Caller")
       .def("__init__",
            [](Caller* self, const SlabLayout& slab, PyObject* memory, std::vector<uint32_t> first_envs,
-              BatchNode* obs, BatchNode* action, nb::list lent, bool must_reset, nb::handle patience) {
+              BatchNode* obs, BatchNode* action, nb::list lent, bool must_reset, nb::handle budget) {
              new (self) Caller(slab, memory, std::move(first_envs), obs, action, lent.ptr(), must_reset,
-                               patience_of(patience));
+                               wait_budget_of(budget));
            },
            nb::kw_only(), "slab"_a, "memory"_a, "first_envs"_a, "obs"_a.none(), "action"_a.none(), "lent"_a,
-           "must_reset"_a, "patience"_a)
+           "must_reset"_a, "wait_budget"_a)
       .def("allow_unreset", &Caller::allow_unreset)
       .def("set_local", [](Caller& self, nb::handle local) { self.set_local(nb::cast<Stepper*>(local), local.ptr()); })
       .def("bring_home", [](Caller& self) { self.bring_home(); })
@@ -228,10 +228,10 @@ void bind_caller(nb::module_& m) {
       .def("failed", &Caller::failed)
       .def("restore", &Caller::restore)
       .def("ask_again", &Caller::ask_again)
-      .def("lose_line", &Caller::lose_line)
+      .def("lose_host", &Caller::lose_host)
       .def("is_pending", &Caller::is_pending)
       .def("finished", &Caller::finished)
-      .def("line_of", &Caller::line_of)
+      .def("host_of", &Caller::host_of)
       .def_rw("closed", &Caller::closed)
       .def_rw("calling", &Caller::calling)
       .def_rw("lost", &Caller::lost)
@@ -265,10 +265,10 @@ void bind_agent_row(nb::module_& m) {
 void bind_functions(nb::module_& m) {
   m.def("copied", &copied, "obs"_a.none());
   m.def("split_agents", &split_agents);
-  m.def("gather_columns", &gather_columns, "columns"_a, "ids"_a.none(), "given"_a);
+  m.def("gather_columns", &gather_columns, "columns"_a, "ids"_a.none(), "provided"_a);
   m.def("running", &Stepper::running);
   m.def("map_bytes", &map_bytes, nb::kw_only(), "fd"_a, "size"_a);
-  m.def("ticks", &ticks, "The clock of line_state's since and ticks, in units of its own.");
+  m.def("ticks", &ticks, "The clock of host_state's since and ticks, in units of its own.");
   m.def("start_watchdog", [](int caller_pidfd, int stderr_pipe, int stderr_to, int tail) {
     errno = start_watchdog(caller_pidfd, stderr_pipe, stderr_to, tail);
     if (errno) raise_os_error();

@@ -13,7 +13,7 @@ namespace muster {
 
 inline constexpr size_t kCacheLine = 64;
 
-enum class Command : uint8_t { kStep = 1, kReset = 2, kStepGiven = 3 };
+enum class Command : uint8_t { kStep = 1, kReset = 2, kStepProvided = 3 };
 enum class Status : uint8_t { kOk = 0, kRaised = 1, kLost = 2 };
 enum class Doing : uint32_t { kNothing = 0, kStepping = 1, kResetting = 2, kTalking = 3 };
 
@@ -46,15 +46,16 @@ inline constexpr const char* kFormat =
     std::is_same_v<Field, bool> ? "?" : std::is_same_v<Field, double> ? "f8" : std::is_same_v<Field, int64_t> ? "i8"
     : sizeof(Field) == 4 ? "u4" : sizeof(Field) == 1 ? "u1" : nullptr;
 
-// One writer for each line: ringing, finishing and diagnosis never share one.
-struct alignas(kCacheLine) WorkerLine {
+// What the caller and a host say to each other. Each cache line has one writer, and none is shared by ringing, finishing
+// and diagnosis.
+struct alignas(kCacheLine) HostRecord {
   std::atomic<uint32_t> rung;    // futex word; the caller adds 1
   std::atomic<uint32_t> asleep;  // the worker is, or is about to be, in futex_wait
   std::atomic<uint32_t> messages;  // control messages the caller has sent
   std::atomic<uint32_t> asked;     // env steps the caller has asked for
 
   alignas(kCacheLine) std::atomic<uint32_t> finished;  // env steps finished; also the worker's to write
-  std::atomic<uint32_t> seat;  // 1 + the core on which the worker last began to wait; 0: not known
+  std::atomic<uint32_t> cpu;  // 1 + the core on which the worker last began to wait; 0: not known
 
   alignas(kCacheLine) std::atomic<Doing> doing;
   std::atomic<uint32_t> doing_env;
@@ -65,9 +66,9 @@ struct alignas(kCacheLine) WorkerLine {
   std::atomic<uint64_t> ticks_copying;
   std::atomic<uint64_t> ticks_waiting;
 };
-static_assert(sizeof(WorkerLine) == 3 * kCacheLine);
+static_assert(sizeof(HostRecord) == 3 * kCacheLine);
 
-struct alignas(kCacheLine) CallerLine {
+struct alignas(kCacheLine) CallerRecord {
   std::atomic<uint32_t> armed;   // futex word: 1 while the caller sleeps, or is about to
   std::atomic<uint32_t> target;  // sum of `finished` over the workers that it waits for
   std::atomic<uint32_t> core;    // on which it last rang

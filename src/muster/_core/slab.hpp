@@ -9,9 +9,9 @@ namespace muster {
 struct SlabLayout {
   char* base;
   uint32_t num_envs;
-  uint32_t num_lines;  // workers, and the caller's own share if it steps one
-  CallerLine* caller;
-  WorkerLine* lines;
+  uint32_t num_hosts;  // workers, and the caller itself if it steps some
+  CallerRecord* caller;
+  HostRecord* hosts;
   EnvRecord* records;
   size_t info_offset;
   size_t info_bytes;  // of one info; each env has two: the step's and the final one
@@ -20,7 +20,7 @@ struct SlabLayout {
   size_t obs_lent_bytes;  // of the leaves that are lent; they come first in a block
   uint32_t num_obs_blocks;  // block 0 is the slab's own, see lending.hpp
 
-  Bell bell() const { return {*caller, lines, num_lines}; }
+  Bell bell() const { return {*caller, hosts, num_hosts}; }
   size_t obs_block_shift(uint32_t block) const { return block * obs_block_bytes; }
   char* info_row(size_t env, bool final) const { return base + info_offset + (2 * env + final) * info_bytes; }
 };

@@ -14,18 +14,18 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 
 // Steps the envs of one worker: reads actions from the slab, calls Python's env.step, writes the rows in place.
 //
-// `host` is the Python object around it. It is called only for what is rare: on_error(env, exception) -> mail bytes,
-// post(env, objects, final_objects) -> mail bytes, own(objects) -> copies, take_actions(env) -> iterator,
+// `env_host` is the Python object around it. It is called only for what is rare: on_error(env, exception) -> mail bytes,
+// put_mail(env, objects, final_objects) -> mail bytes, own(objects) -> copies, take_actions(env) -> iterator,
 // on_new_schema().
 // lends_objects: the mail hands over the very objects, which the env may go on using.
 class Stepper {
  public:
-  Stepper(const SlabLayout& slab, uint32_t line, uint32_t first_env, PyObject* envs, ObsNode obs, ActionNode action,
-          Autoreset autoreset, bool check_finite, bool actions_by_mail, bool lends_objects, PyObject* host,
-          Patience patience)
+  Stepper(const SlabLayout& slab, uint32_t host, uint32_t first_env, PyObject* envs, ObsNode obs, ActionNode action,
+          Autoreset autoreset, bool check_finite, bool actions_by_mail, bool lends_objects, PyObject* env_host,
+          WaitBudget budget)
       : slab_(slab),
-        line_index_(line),
-        line_(slab_.lines[line]),
+        host_(host),
+        own_(slab_.hosts[host]),
         first_env_(first_env),
         envs_(Ref::borrow(envs)),
         obs_(std::move(obs)),
@@ -34,12 +34,12 @@ class Stepper {
         check_finite_(check_finite),
         actions_by_mail_(actions_by_mail),
         lends_objects_(lends_objects),
-        host_(host),
-        burst_(patience),
+        env_host_(env_host),
+        awake_wait_(budget),
         infos_(slab_.info_bytes),
         hints_(2 * size_t(PyList_GET_SIZE(envs)), 0),
         next_seeds_(size_t(PyList_GET_SIZE(envs))),
-        messages_read_(line_.messages.load()),
+        messages_read_(own_.messages.load()),
         step_name_(checked(PyUnicode_InternFromString("step"))),
         reset_name_(checked(PyUnicode_InternFromString("reset"))),
         reset_keywords_(checked(Py_BuildValue("(ss)", "seed", "options"))),
@@ -52,19 +52,19 @@ class Stepper {
   // Steps what is asked for until the caller has sent a message.
   void run() {
     for (;;) {
-      const uint32_t seen = line_.rung.load(std::memory_order_acquire);
-      if (line_.messages.load(std::memory_order_acquire) != messages_read_) {
+      const uint32_t seen = own_.rung.load(std::memory_order_acquire);
+      if (own_.messages.load(std::memory_order_acquire) != messages_read_) {
         ++messages_read_;
         return;
       }
       step_requested();
-      if (line_.rung.load(std::memory_order_acquire) != seen) continue;
+      if (own_.rung.load(std::memory_order_acquire) != seen) continue;
       const uint64_t start = ticks();
       {
         GilReleased released;
-        wait_for_ring(slab_.bell(), line_index_, seen, burst_);
+        wait_for_ring(slab_.bell(), host_, seen, awake_wait_);
       }
-      bump(line_.ticks_waiting, ticks() - start);
+      bump(own_.ticks_waiting, ticks() - start);
       check(PyErr_CheckSignals());
     }
   }
@@ -131,15 +131,15 @@ class Stepper {
 
   Ref describe_schemas() const { return infos_.describe(); }
 
-  // (host, i) where this thread steps or resets env i, else None.
+  // (env_host, i) where this thread steps or resets env i, else None.
   static Ref running() {
-    if (!running_.host) return Ref::borrow(Py_None);
-    return checked(Py_BuildValue("(OI)", running_.host, running_.env));
+    if (!running_.env_host) return Ref::borrow(Py_None);
+    return checked(Py_BuildValue("(OI)", running_.env_host, running_.env));
   }
 
  private:
   struct Running {
-    PyObject* host;  // null: no env
+    PyObject* env_host;  // null: no env
     uint32_t env;
   };
 
@@ -150,37 +150,37 @@ class Stepper {
   void serve(uint32_t i, Work work) {
     EnvRecord& record = slab_.records[first_env_ + i];
     const uint64_t start = ticks();
-    const uint64_t in_env_before = line_.ticks_in_env.load(std::memory_order_relaxed);
+    const uint64_t in_env_before = own_.ticks_in_env.load(std::memory_order_relaxed);
     record.mail_bytes = 0;
     record.status = Status::kOk;
     try {
       work();
-      if (PyList_GET_SIZE(objects_.get()) || PyList_GET_SIZE(final_objects_.get())) post(i, record);
+      if (PyList_GET_SIZE(objects_.get()) || PyList_GET_SIZE(final_objects_.get())) put_mail(i, record);
       if (infos_.size() != schemas_announced_) {
-        checked(PyObject_CallMethod(host_, "on_new_schema", nullptr));
+        checked(PyObject_CallMethod(env_host_, "on_new_schema", nullptr));
         schemas_announced_ = infos_.size();
       }
     } catch (const PythonError&) {
       report(i, record);
     }
-    const uint64_t in_env = line_.ticks_in_env.load(std::memory_order_relaxed) - in_env_before;
-    bump(line_.ticks_copying, ticks() - start - in_env);
-    line_.doing.store(Doing::kNothing, std::memory_order_relaxed);
+    const uint64_t in_env = own_.ticks_in_env.load(std::memory_order_relaxed) - in_env_before;
+    bump(own_.ticks_copying, ticks() - start - in_env);
+    own_.doing.store(Doing::kNothing, std::memory_order_relaxed);
     record.finished.store(record.requested.load(std::memory_order_relaxed), std::memory_order_release);
-    announce_finished(slab_.bell(), line_);
+    announce_finished(slab_.bell(), own_);
   }
 
   uint64_t begin(Doing doing, uint32_t i) {
-    around_ = std::exchange(running_, {host_, i});
+    around_ = std::exchange(running_, {env_host_, i});
     const uint64_t now = ticks();
-    line_.doing_env.store(first_env_ + i, std::memory_order_relaxed);
-    line_.since.store(now, std::memory_order_relaxed);
-    line_.doing.store(doing, std::memory_order_relaxed);
+    own_.doing_env.store(first_env_ + i, std::memory_order_relaxed);
+    own_.since.store(now, std::memory_order_relaxed);
+    own_.doing.store(doing, std::memory_order_relaxed);
     return now;
   }
 
   void end(uint64_t start) {
-    bump(line_.ticks_in_env, ticks() - start);
+    bump(own_.ticks_in_env, ticks() - start);
     running_ = around_;
   }
 
@@ -189,14 +189,14 @@ class Stepper {
     // same_step: the reset that belonged to the last step has failed.
     if (record.needs_reset && autoreset_ != Autoreset::kDisabled) return autoreset(i, record);
 
-    const bool given = record.command == Command::kStepGiven;
-    Ref sent = actions_by_mail_ || given ? checked(PyObject_CallMethod(host_, "take_actions", "I", i)) : Ref();
-    Ref action = given ? checked(PyIter_Next(sent.get())) : action_.read(slab_.base, first_env_ + i, sent.get());
+    const bool provided = record.command == Command::kStepProvided;
+    Ref sent = actions_by_mail_ || provided ? checked(PyObject_CallMethod(env_host_, "take_actions", "I", i)) : Ref();
+    Ref action = provided ? checked(PyIter_Next(sent.get())) : action_.read(slab_.base, first_env_ + i, sent.get());
     PyObject* args[] = {env(i), action.get()};
     const uint64_t start = begin(Doing::kStepping, i);
     Ref result(PyObject_VectorcallMethod(step_name_.get(), args, 2, nullptr));
     end(start);
-    bump<uint64_t>(line_.env_steps, 1);
+    bump<uint64_t>(own_.env_steps, 1);
     if (!result) throw PythonError{};
     result = as_tuple(std::move(result), 5, "step must return (obs, reward, terminated, truncated, info)");
     PyObject** items = &PyTuple_GET_ITEM(result.get(), 0);
@@ -252,7 +252,7 @@ class Stepper {
   }
 
   void store_reset_rows(Ref result, uint32_t i, EnvRecord& record) {
-    bump<uint64_t>(line_.resets, 1);
+    bump<uint64_t>(own_.resets, 1);
     if (!result) throw PythonError{};
     result = as_tuple(std::move(result), 2, "reset must return (obs, info)");
     write_obs(PyTuple_GET_ITEM(result.get(), 0), i, false, objects_);
@@ -270,7 +270,7 @@ class Stepper {
     }
   }
 
-  void own(Ref& objects) { objects = checked(PyObject_CallMethod(host_, "own", "O", objects.get())); }
+  void own(Ref& objects) { objects = checked(PyObject_CallMethod(env_host_, "own", "O", objects.get())); }
 
   uint32_t write_info(PyObject* info, uint32_t i, bool final, const Ref& objects) {
     uint32_t& hint = hints_[2 * i + final];
@@ -324,11 +324,11 @@ class Stepper {
     throw PythonError{};
   }
 
-  void post(uint32_t i, EnvRecord& record) {
+  void put_mail(uint32_t i, EnvRecord& record) {
     Ref objects = std::exchange(objects_, checked(PyList_New(0)));
     Ref final_objects = std::exchange(final_objects_, checked(PyList_New(0)));
     record.mail_bytes = mail_bytes(
-        checked(PyObject_CallMethod(host_, "post", "IOO", i, objects.get(), final_objects.get())));
+        checked(PyObject_CallMethod(env_host_, "put_mail", "IOO", i, objects.get(), final_objects.get())));
   }
 
   void report(uint32_t i, EnvRecord& record) {
@@ -341,7 +341,7 @@ class Stepper {
     Ref owned_type(type), exception(value), owned_traceback(traceback);
     if (PyErr_GivenExceptionMatches(value, PyExc_KeyboardInterrupt)) interrupt_ = Ref::borrow(value);
     record.mail_bytes =
-        mail_bytes(checked(PyObject_CallMethod(host_, "on_error", "IO", i, exception.get())));
+        mail_bytes(checked(PyObject_CallMethod(env_host_, "on_error", "IO", i, exception.get())));
     record.info_schema = record.final_schema = InfoTable::kEmpty;
     record.has_final = 0;
     record.status = Status::kRaised;
@@ -354,8 +354,8 @@ class Stepper {
   }
 
   SlabLayout slab_;
-  uint32_t line_index_;
-  WorkerLine& line_;
+  uint32_t host_;
+  HostRecord& own_;
   uint32_t first_env_;
   Ref envs_;
   ObsNode obs_;
@@ -364,8 +364,8 @@ class Stepper {
   bool check_finite_;
   bool actions_by_mail_;
   bool lends_objects_;
-  PyObject* host_;  // borrowed: the host owns this stepper
-  Burst burst_;
+  PyObject* env_host_;  // borrowed: the env host owns this stepper
+  AwakeWait awake_wait_;
   InfoTable infos_;
   std::vector<uint32_t> hints_;
   std::vector<Ref> next_seeds_;

@@ -17,13 +17,13 @@ from muster._core import Caller, Status
 from muster.errors import UsageError
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
-from muster.transport.slab import Plan, Slab
+from muster.transport.slab import Slab, SlabPlan
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
-from muster.workers.env_host import Share
+from muster.workers.env_host import EnvHost
 from muster.workers.failures import Failure
 from muster.workers.messages import Reset, ResetArguments, Restart
-from muster.workers.options import EnvCall, Patience, ShareOptions
+from muster.workers.options import EnvCall, HostOptions, WaitBudget
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class CallerOptions:
     must_reset: bool
     steps_unreset: bool
     writes_actions: bool
-    patience: Patience
+    wait_budget: WaitBudget
 
 
 class Backend(ABC):
     """Builds envs somewhere and steps them.
 
     Life: `start` builds the envs and tells their facts, `attach` gives them a slab to step into; then `caller` sends
-    and waits, and the methods below do what is not a step. `first_envs`: see `Plan`.
+    and waits, and the methods below do what is not a step. `first_envs`: see `SlabPlan`.
     """
 
     first_envs: tuple[int, ...]
@@ -63,12 +63,12 @@ class Backend(ABC):
         """Builds all envs; returns their facts in order. After an error nothing is left behind."""
 
     @abstractmethod
-    def attach(self, plan: Plan, shares: ShareOptions, caller: CallerOptions) -> None:
-        """Lays out the slab and readies every share to step into it."""
+    def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
+        """Lays out the slab and readies every host to step into it."""
 
     @abstractmethod
-    def mail_of(self, line: int) -> Mail:
-        """The mail to and from the envs of `line`."""
+    def mail_of(self, host: int) -> Mail:
+        """The mail to and from the envs of `host`."""
 
     @abstractmethod
     def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
@@ -96,18 +96,18 @@ class Backend(ABC):
 
     @abstractmethod
     def process_ids(self) -> list[int | None]:
-        """For each line the process that steps it, None once it has ended."""
+        """For each host the process that steps it, None once it has ended."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> list[Failure]:
         """Closes envs and workers within about `timeout_s`; returns what ``env.close()`` raised."""
 
-    def resets_by_line(self, env_ids: Array, arguments: ResetArguments) -> Iterator[tuple[int, Reset]]:
-        """Yields, for each line that steps some of `env_ids`, the reset of those."""
+    def resets_by_host(self, env_ids: Array, arguments: ResetArguments) -> Iterator[tuple[int, Reset]]:
+        """Yields, for each host that steps some of `env_ids`, the reset of those."""
         seeds = dict(zip(env_ids.tolist(), arguments.seeds, strict=True))
-        for line, (first, last) in enumerate(itertools.pairwise(self.first_envs)):
+        for host, (first, last) in enumerate(itertools.pairwise(self.first_envs)):
             if mine := [env for env in seeds if first <= env < last]:
-                yield line, Reset(mine, dataclasses.replace(arguments, seeds=[seeds[env] for env in mine]))
+                yield host, Reset(mine, dataclasses.replace(arguments, seeds=[seeds[env] for env in mine]))
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -136,7 +136,7 @@ class Backend(ABC):
             return [(iter(()), iter(()))] * len(ids)
         both: list[tuple[Iterator[Any], Iterator[Any]]] = []
         for env, length in zip(ids.tolist(), lengths.tolist(), strict=True):
-            step, final = self.mail_of(self.caller.line_of(env)).get(env, length) or ((), ())
+            step, final = self.mail_of(self.caller.host_of(env)).get(env, length) or ((), ())
             if keeps:
                 last = self.last_objects.get(env, ())
                 step, final = step or last, final or last
@@ -149,7 +149,7 @@ class Backend(ABC):
         raised = ids[self.slab.records["status"][ids] == Status.RAISED]
         lengths = self.slab.records["mail_bytes"][raised]
         return [
-            self.mail_of(self.caller.line_of(env)).get(env, length)
+            self.mail_of(self.caller.host_of(env)).get(env, length)
             for env, length in zip(raised.tolist(), lengths.tolist(), strict=True)
         ]
 
@@ -160,14 +160,14 @@ class Backend(ABC):
 
     def put_actions(self, ids: Array, objects: Sequence[list[Any]]) -> None:
         """Mails the parts of actions that have no place in the slab."""
-        for env, letter in zip(ids.tolist(), objects, strict=True):
+        for env, action in zip(ids.tolist(), objects, strict=True):
             box = self.slab.plan.num_envs + env
-            self.slab.action_mail_bytes[env] = self.mail_of(self.caller.line_of(env)).put(box, letter)
+            self.slab.action_mail_bytes[env] = self.mail_of(self.caller.host_of(env)).put(box, action)
 
-    def fetch_schemas(self, line: int) -> Any:
-        """The info layouts that `line`'s worker has met so far."""
-        box = 2 * self.slab.plan.num_envs + line
-        return self.mail_of(line).get(box, int(self.slab.schema_mail_bytes[line]))
+    def fetch_schemas(self, host: int) -> Any:
+        """The info layouts that `host`'s worker has met so far."""
+        box = 2 * self.slab.plan.num_envs + host
+        return self.mail_of(host).get(box, int(self.slab.schema_mail_bytes[host]))
 
 
 def make_caller(slab: Slab, options: CallerOptions) -> Caller:
@@ -181,32 +181,32 @@ def make_caller(slab: Slab, options: CallerOptions) -> Caller:
         action=plan.action.batch_node(slab.actions, checked=True) if options.writes_actions else None,
         lent=[rows for rows, lent in zip(slab.obs.arrays, slab.obs.lent, strict=True) if lent],
         must_reset=options.must_reset,
-        patience=options.patience,
+        wait_budget=options.wait_budget,
     )
     if options.steps_unreset:
         caller.allow_unreset()
     return caller
 
 
-def local_share(backend: Backend, share: Share, line: int, mail: Mail, options: ShareOptions) -> None:
-    """Lets the calling process step `share` itself."""
-    share.attach(backend.slab, line, mail, options)
-    backend.caller.set_local(share.stepper)
+def attach_local_host(backend: Backend, env_host: EnvHost, host: int, mail: Mail, options: HostOptions) -> None:
+    """Lets the calling process step the envs of `env_host` itself."""
+    env_host.attach(backend.slab, host, mail, options)
+    backend.caller.set_local(env_host.stepper)
 
 
-def raise_local_interrupt(backend: Backend, line: int) -> None:
-    """Raises the Ctrl-C that came in an env of the caller's own share, `line`, before the other envs have answered.
+def raise_local_interrupt(backend: Backend, host: int) -> None:
+    """Raises the Ctrl-C of an env that the caller steps itself, as `host`, before the other envs have answered.
 
     That env then answers with an EnvError, so that there is only one KeyboardInterrupt.
     """
     interrupt = None
-    for env in range(backend.first_envs[line], backend.first_envs[line + 1]):
+    for env in range(backend.first_envs[host], backend.first_envs[host + 1]):
         if not (backend.caller.is_pending(env) and backend.caller.finished(env)):
             continue
         for failure in backend.failures(np.array([env])):
             if isinstance(failure.exception, KeyboardInterrupt):
                 interrupt = failure.exception
                 failure = dataclasses.replace(failure, exception=None)
-            backend.mail_of(line).put(env, failure)  # as it was taken out to be looked at
+            backend.mail_of(host).put(env, failure)  # as it was taken out to be looked at
     if interrupt is not None:
         raise interrupt

@@ -1,4 +1,4 @@
-"""The process backend: worker processes step the envs, the caller waits for them, or steps a share itself."""
+"""The process backend: worker processes step the envs, the caller waits for them, or steps some of them itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from muster.arguments import one_of, seconds, whole
-from muster.backends.base import Backend, CallerOptions, local_share, make_caller, raise_local_interrupt
+from muster.backends.base import Backend, CallerOptions, attach_local_host, make_caller, raise_local_interrupt
 from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitTimeout, WorkerError
 from muster.introspection import type_name
 from muster.pickling import dumps as dumps_carefully
@@ -22,15 +22,15 @@ from muster.recipes.recipe import Recipe, WorkerInfo
 from muster.spaces.tree import Array
 from muster.transport.channel import ChannelClosed
 from muster.transport.mail import LocalMail, Mail, SharedMail, dumps
-from muster.transport.slab import Plan, Slab, split_evenly
+from muster.transport.slab import Slab, SlabPlan, split_evenly
 from muster.workers.deaths import Nouns, seconds_since
 from muster.workers.env_facts import EnvFacts
-from muster.workers.env_host import Share
+from muster.workers.env_host import EnvHost
 from muster.workers.failures import Failure, message_of, to_exception
 from muster.workers.handle import WorkerHandle, name_workers
 from muster.workers.launcher_client import readable
 from muster.workers.messages import Answer, Call, Close, Closed, Packed, ResetArguments, Restart, SetAttr, expect
-from muster.workers.options import EnvCall, ShareOptions
+from muster.workers.options import EnvCall, HostOptions
 from muster.workers.worker_pool import PATIENT_S, SLICE_S, ProcessOptions, Workers
 
 __all__ = ["ProcessBackend", "ProcessOptions", "check_pool"]
@@ -38,7 +38,7 @@ __all__ = ["ProcessBackend", "ProcessOptions", "check_pool"]
 CONTEXTS = ("auto", "fork", "forkserver", "spawn")
 # How long a worker may take to finish the step it is in when the vector env closes, or to close an env that has raised.
 _BUSY_GRACE_S = 1.0
-# How long a Ctrl-C in the caller's own share waits for the workers, so that the step ends as a whole.
+# How long a Ctrl-C in an env that the caller steps waits for the workers, so that the step ends as a whole.
 _INTERRUPT_GRACE_S = 0.5
 
 
@@ -56,7 +56,7 @@ def check_pool(
 
 
 class ProcessBackend(Backend):
-    """Workers 0 to W-1 step the lines of the same number; with `caller_steps` line W is the caller's own share."""
+    """Hosts 0 to W-1 are the workers; with `caller_steps` host W is the caller itself."""
 
     def __init__(self, recipes: Sequence[Recipe], options: ProcessOptions) -> None:
         self._recipes = recipes
@@ -64,7 +64,7 @@ class ProcessBackend(Backend):
         self.nouns = options.nouns
         self.first_envs = split_evenly(len(recipes), options.num_workers + options.caller_steps)
         self._workers = Workers(recipes, self.first_envs, options, self._watch_sending)
-        self._local: Share | None = None
+        self._local: EnvHost | None = None
         self._local_mail = LocalMail()
         self._owner = os.getpid()
         self._closed = False
@@ -97,48 +97,48 @@ class ProcessBackend(Backend):
     def _build_local(self) -> list[EnvFacts]:
         if not self._options.caller_steps:
             return []
-        line, first = self.num_workers, self.first_envs[self.num_workers]
-        info = WorkerInfo(None, line, len(self._recipes), self.num_workers, None)
-        self._local = Share(self._recipes[first:], info, first)
+        host, first = self.num_workers, self.first_envs[self.num_workers]
+        info = WorkerInfo(None, host, len(self._recipes), self.num_workers, None)
+        self._local = EnvHost(self._recipes[first:], info, first)
         if failure := self._local.build():
             raise to_exception(failure)
         return self._local.facts()
 
-    def attach(self, plan: Plan, shares: ShareOptions, caller: CallerOptions) -> None:
+    def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
         self.slab = Slab(plan, self._workers.fds["slab"])
         self.caller = make_caller(self.slab, caller)
-        self._workers.attach(plan, shares)
+        self._workers.attach(plan, options)
         if self._local is not None:
-            local_share(self, self._local, self.num_workers, self._local_mail, shares)
+            attach_local_host(self, self._local, self.num_workers, self._local_mail, options)
 
     # ---- commands
 
-    def mail_of(self, line: int) -> Mail:
-        return self._mail if line < self.num_workers else self._local_mail
+    def mail_of(self, host: int) -> Mail:
+        return self._mail if host < self.num_workers else self._local_mail
 
     def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
         # Before anything is asked for: what cannot travel leaves the vector env as it was.
         packed = self._packed(arguments.options, {"options": arguments.options})
-        resets = dict(self.resets_by_line(env_ids, dataclasses.replace(arguments, options=packed)))
+        resets = dict(self.resets_by_host(env_ids, dataclasses.replace(arguments, options=packed)))
         local = resets.pop(self.num_workers, None)
-        messages = {line: dumps(reset) for line, reset in resets.items()}
+        messages = {host: dumps(reset) for host, reset in resets.items()}
         with self.whole():
             self.caller.request_resets(env_ids)
-            for line, message in messages.items():
-                self._send_or_replace(line, message)
+            for host, message in messages.items():
+                self._send_or_replace(host, message)
             if self._local is not None and local is not None:
                 self._local.reset(local.env_ids, dataclasses.replace(arguments, seeds=local.arguments.seeds))
 
     def restart(self, restart: Restart) -> bool:
-        line = self.caller.line_of(restart.env)
+        host = self.caller.host_of(restart.env)
         replaces = restart.rebuilds and self._one_per_process
         with self.whole():
             if replaces:
-                self._end_gently(self._workers.handles[line])
-                self._workers.replace(line, f"{self.nouns.env(line, restart.env) or 'it'} raised")
+                self._end_gently(self._workers.handles[host])
+                self._workers.replace(host, f"{self.nouns.env(host, restart.env) or 'it'} raised")
             packed = self._packed(restart.options, {"options": restart.options})
             rebuilds = restart.rebuilds and not replaces
-            self._send_or_replace(line, dumps(dataclasses.replace(restart, options=packed, rebuilds=rebuilds)))
+            self._send_or_replace(host, dumps(dataclasses.replace(restart, options=packed, rebuilds=rebuilds)))
         return replaces
 
     def _end_gently(self, worker: WorkerHandle) -> None:
@@ -176,8 +176,8 @@ class ProcessBackend(Backend):
         self._results = {}
         self._calling, self._called_at = calling, time.monotonic()
         with self.whole():
-            for line, message in enumerate(messages):
-                self._send_or_replace(line, message)
+            for host, message in enumerate(messages):
+                self._send_or_replace(host, message)
 
     def call_wait(self, timeout_s: float | None) -> list[Any]:
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
@@ -193,7 +193,7 @@ class ProcessBackend(Backend):
                 )
             self._warn_once(time.monotonic() - self._called_at)
         self._calling = None
-        return [result for line in sorted(self._results) for result in self._results[line]]
+        return [result for host in sorted(self._results) for result in self._results[host]]
 
     def _take_results(self, worker: WorkerHandle) -> None:
         if worker.starting_until is not None:
@@ -238,12 +238,12 @@ class ProcessBackend(Backend):
             raise_local_interrupt(self, self.num_workers)
         self._warn_once(waited_s)
 
-    def _watch_sending(self, line: int) -> None:
-        """While a message to worker `line` waits for it to read the one before."""
+    def _watch_sending(self, host: int) -> None:
+        """While a message to worker `host` waits for it to read the one before."""
         for worker in self._workers.handles:
             if not worker.process.has_ended():
                 continue
-            if worker.index == line:
+            if worker.index == host:
                 raise ChannelClosed
             if self.on_worker_died is None and not self._closed:
                 raise worker.died(self._doing(worker))
@@ -268,7 +268,7 @@ class ProcessBackend(Backend):
         for worker in list(self._workers.handles):
             if worker.starting_until is not None:
                 continue
-            state = self.slab.line(worker.index)
+            state = self.slab.host(worker.index)
             # A worker that is stopped between steps says that it does nothing, yet owes an answer: then what counts is
             # how long nothing has changed.
             records = self.slab.records[worker.envs.start : worker.envs.stop]
@@ -319,17 +319,17 @@ class ProcessBackend(Backend):
         """
         if self.on_worker_died is None:
             self._lose(error)
-        line, reason = worker.index, str(error)
+        host, reason = worker.index, str(error)
         if replaces:
-            reason += f" (while {self.nouns.worker} {line} was replaced, after: {replaces})"
-        if self._calling is not None and line not in self._results:  # that is the call's result, then
+            reason += f" (while {self.nouns.worker} {host} was replaced, after: {replaces})"
+        if self._calling is not None and host not in self._results:  # that is the call's result, then
             first = worker.envs.start
-            self._results[line] = [Failure(first, line, None, type(error).__name__, str(error), "", error)]
+            self._results[host] = [Failure(first, host, None, type(error).__name__, str(error), "", error)]
         # Killed before its envs are written off: one that only hung could still write.
         worker.retire()
         # Told before the replacement starts: it may find that there have been too many.
-        self.on_worker_died(line, worker.envs, reason)
-        self._workers.replace(line, replaces or reason)
+        self.on_worker_died(host, worker.envs, reason)
+        self._workers.replace(host, replaces or reason)
 
     def _lose(self, error: BaseException) -> NoReturn:
         """The vector env is beyond use: closes it and raises."""
@@ -348,22 +348,22 @@ class ProcessBackend(Backend):
         packed = dumps_carefully(value, parts, start_method=context, inheritable=False)
         return Packed(dumps(value, shares_main=True) if context == "fork" else packed)
 
-    def _send_or_replace(self, line: int, message: bytes) -> None:
+    def _send_or_replace(self, host: int, message: bytes) -> None:
         """Sends a message for pending envs or a call: if the worker is of no use any more, its replacement answers."""
-        worker = self._workers.handles[line]
+        worker = self._workers.handles[host]
         if worker.starting_until is not None:
             worker.outbox.append(message)
             return
         # It may have to finish a reset of each of its envs before it reads on.
         limit_s = self._options.step_timeout_s
-        patience_s = None if limit_s is None else limit_s * len(worker.envs)
+        allowed_s = None if limit_s is None else limit_s * len(worker.envs)
         try:
-            self._send(worker, message, patience_s)
+            self._send(worker, message, allowed_s)
         except ChannelClosed:
             self._replace_or_lose(worker, worker.died(self._doing(worker)))
         except TimeoutError:
-            assert patience_s is not None
-            self._give_up(worker, patience_s, f"{self.nouns.step_timeout}={limit_s} for each env")
+            assert allowed_s is not None
+            self._give_up(worker, allowed_s, f"{self.nouns.step_timeout}={limit_s} for each env")
 
     def _send(self, worker: WorkerHandle, message: bytes, timeout_s: float | None) -> None:
         """Sends a message to a worker that may be asleep in the core. Raises ChannelClosed, TimeoutError."""

@@ -67,11 +67,11 @@ class Recovery:
         self._caller.lost = bool(self._lost)
         return chosen
 
-    def worker_died(self, line: int, envs: range, reason: str) -> None:
+    def worker_died(self, host: int, envs: range, reason: str) -> None:
         """The backend has replaced a dead worker; its envs are built anew, their episodes lost."""
-        self._count(line, reason)
-        pending = self._caller.lose_line(line)
-        self._info_reader.forget(line)
+        self._count(host, reason)
+        pending = self._caller.lose_host(host)
+        self._info_reader.forget(host)
         for env in envs:
             self._records["restarts"][env] += 1
             (self._reasons if env in pending else self._lost)[env] = reason
@@ -108,9 +108,9 @@ class Recovery:
                 if isinstance(failure.exception, KeyboardInterrupt):
                     interrupt = failure.exception
                 else:
-                    line = self._caller.line_of(env)
-                    named = self._backend.nouns.env(line, env)
-                    self._count(line, f"{named}: {reason}" if named else reason)
+                    host = self._caller.host_of(env)
+                    named = self._backend.nouns.env(host, env)
+                    self._count(host, f"{named}: {reason}" if named else reason)
             was_reset = self._records["command"][env] == Command.RESET
             self._caller.restore(env)
             if not died:
@@ -150,7 +150,7 @@ class Recovery:
         resets_now = not restart.truncates or self._mode is AutoresetMode.SAME_STEP
         seed = self._new_seed(env)
         if self._backend.restart(Restart(env, seed, restart.options, resets_now, rebuilds)):
-            self._info_reader.forget(self._caller.line_of(env))
+            self._info_reader.forget(self._caller.host_of(env))
 
     def _new_seed(self, env: int) -> int | None:
         seed = self._seeds[env]
@@ -168,9 +168,9 @@ class Recovery:
         record["needs_reset"][env], record["has_final"][env] = not same_step, same_step
         record["final_schema"][env] = InfoSchema.EMPTY
 
-    def _count(self, line: int, reason: str) -> None:
+    def _count(self, host: int, reason: str) -> None:
         now = time.monotonic()
-        recent = self._recent.setdefault(line, deque())
+        recent = self._recent.setdefault(host, deque())
         recent.append(now)
         while now - recent[0] > WINDOW_S:
             recent.popleft()
@@ -178,7 +178,7 @@ class Recovery:
             self._caller.closed = True
             self._backend.close(0.0)
             raise WorkerError(
-                self._backend.nouns.name(line),
+                self._backend.nouns.name(host),
                 f"failed {len(recent)} times within {WINDOW_S:.0f} s (max_restarts={self._max_restarts}), so "
                 f"restarting does not help; {self._backend.nouns.pool} closed. The last failure: {reason}",
             )

@@ -6,17 +6,17 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from muster.backends.base import Backend, CallerOptions, local_share, make_caller
+from muster.backends.base import Backend, CallerOptions, attach_local_host, make_caller
 from muster.recipes.recipe import Recipe, WorkerInfo
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
-from muster.transport.slab import Plan, Slab
+from muster.transport.slab import Slab, SlabPlan
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
-from muster.workers.env_host import Share
+from muster.workers.env_host import EnvHost
 from muster.workers.failures import Failure, to_exception
 from muster.workers.messages import ResetArguments, Restart
-from muster.workers.options import EnvCall, ShareOptions
+from muster.workers.options import EnvCall, HostOptions
 
 
 class SerialBackend(Backend):
@@ -26,7 +26,7 @@ class SerialBackend(Backend):
         self.nouns = nouns
         self.first_envs = (0, len(recipes))
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
-        self._share = Share(recipes, info, 0, worker=nouns.worker)
+        self._env_host = EnvHost(recipes, info, 0, worker=nouns.worker)
         self._mail = LocalMail()
 
     @property
@@ -36,38 +36,38 @@ class SerialBackend(Backend):
     @property
     def envs(self) -> list[Any]:
         """The envs themselves."""
-        return self._share.envs
+        return self._env_host.envs
 
     def start(self) -> list[EnvFacts]:
-        if failure := self._share.build():
+        if failure := self._env_host.build():
             raise to_exception(failure)
-        return self._share.facts()
+        return self._env_host.facts()
 
-    def attach(self, plan: Plan, shares: ShareOptions, caller: CallerOptions) -> None:
+    def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
         self.slab = Slab(plan)
         self.caller = make_caller(self.slab, caller)
-        local_share(self, self._share, 0, self._mail, shares)
+        attach_local_host(self, self._env_host, 0, self._mail, options)
 
-    def mail_of(self, line: int) -> Mail:
+    def mail_of(self, host: int) -> Mail:
         return self._mail
 
     def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
         with self.whole():
             self.caller.request_resets(env_ids)
-            self._share.reset(env_ids.tolist(), arguments)
+            self._env_host.reset(env_ids.tolist(), arguments)
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._results = self._share.call(name, args, kwargs)
+        self._results = self._env_host.call(name, args, kwargs)
 
     def call_wait(self, timeout_s: float | None) -> list[Any]:
         return self._results
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        return self._share.set_attr(name, values)
+        return self._env_host.set_attr(name, values)
 
     def restart(self, restart: Restart) -> bool:
         with self.whole():
-            self._share.restart(restart)
+            self._env_host.restart(restart)
         return False
 
     def watch(self, waited_s: float) -> None:
@@ -77,4 +77,4 @@ class SerialBackend(Backend):
         return [os.getpid()]
 
     def close(self, timeout_s: float) -> list[Failure]:
-        return self._share.close()
+        return self._env_host.close()

@@ -14,12 +14,12 @@ from muster.errors import ClosedError, WaitTimeout, WorkerDied, WorkerTimeout
 from muster.recipes.recipe import Recipe, WorkerInfo
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
-from muster.transport.slab import Plan, Slab, split_evenly
+from muster.transport.slab import Slab, SlabPlan, split_evenly
 from muster.workers import messages
 from muster.workers.deaths import NOUNS
 from muster.workers.env_facts import EnvFacts, check_one_per_process
 from muster.workers.failures import Failure, to_exception
-from muster.workers.options import EnvCall, ShareOptions
+from muster.workers.options import EnvCall, HostOptions
 from muster.workers.thread_worker import ThreadWorker, end_threads
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ _SLICE_S = 0.05
 
 
 class ThreadBackend(Backend):
-    """Workers 0 to W-1 step the lines of the same number. Arguments reach the envs as they are."""
+    """Hosts 0 to W-1 are the workers. Arguments reach the envs as they are."""
 
     def __init__(self, recipes: Sequence[Recipe], num_workers: int, start_timeout_s: float) -> None:
         self.first_envs = split_evenly(len(recipes), num_workers)
@@ -37,8 +37,8 @@ class ThreadBackend(Backend):
         self._closed = False
         self._number = 0  # of calls, so that an answer is told from that to an interrupted call
         self._workers = []
-        for line, (first, last) in enumerate(zip(self.first_envs, self.first_envs[1:], strict=False)):
-            info = WorkerInfo(None, line, len(recipes), num_workers, seed=None)
+        for host, (first, last) in enumerate(zip(self.first_envs, self.first_envs[1:], strict=False)):
+            info = WorkerInfo(None, host, len(recipes), num_workers, seed=None)
             self._workers.append(ThreadWorker(recipes[first:last], info, first, self._mail))
 
     @property
@@ -55,34 +55,34 @@ class ThreadBackend(Backend):
             for worker in self._workers:
                 worker.thread.start()
                 facts += self._take(messages.EnvsBuilt, worker, deadline, "building its envs").facts
-                check_one_per_process(worker.share.envs[0], self.first_envs[-1])
+                check_one_per_process(worker.env_host.envs[0], self.first_envs[-1])
         except BaseException:
             self.close(1.0)
             raise
         return facts
 
-    def attach(self, plan: Plan, shares: ShareOptions, caller: CallerOptions) -> None:
+    def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
         self.slab = Slab(plan)
         self.caller = make_caller(self.slab, caller)
         deadline = time.monotonic() + self._start_timeout_s
         for worker in self._workers:
-            worker.inbox.put(messages.Attach(self.slab, shares))
+            worker.inbox.put(messages.Attach(self.slab, options))
             self._take(messages.Attached, worker, deadline, "mapping the slab")
 
     # ---- commands
 
-    def mail_of(self, line: int) -> Mail:
+    def mail_of(self, host: int) -> Mail:
         return self._mail
 
     def reset(self, env_ids: Array, arguments: messages.ResetArguments) -> None:
         with self.whole():
             self.caller.request_resets(env_ids)
-            for line, reset in self.resets_by_line(env_ids, arguments):
-                self._send(line, reset)
+            for host, reset in self.resets_by_host(env_ids, arguments):
+                self._send(host, reset)
 
     def restart(self, restart: messages.Restart) -> bool:
         with self.whole():
-            self._send(self.caller.line_of(restart.env), restart)
+            self._send(self.caller.host_of(restart.env), restart)
         return False
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -95,18 +95,18 @@ class ThreadBackend(Backend):
     def _call(self, kind: type[messages.Call] | type[messages.SetAttr], arguments: Sequence[tuple[Any, ...]]) -> None:
         with self.whole():
             self._number += 1
-            for line, of_worker in enumerate(arguments):
-                self._send(line, kind(self._number, of_worker))
+            for host, of_worker in enumerate(arguments):
+                self._send(host, kind(self._number, of_worker))
 
     def call_wait(self, timeout_s: float | None) -> list[Any]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         results: list[Any] = []
-        for line, worker in enumerate(self._workers):
+        for host, worker in enumerate(self._workers):
             try:
                 results += self._wait_for(messages.Answer, worker, deadline).results
             except TimeoutError:
                 raise WaitTimeout(
-                    f"call_wait(timeout={timeout_s}): worker {line} has not answered; the call stays pending"
+                    f"call_wait(timeout={timeout_s}): worker {host} has not answered; the call stays pending"
                 ) from None
         return results
 
@@ -128,19 +128,19 @@ class ThreadBackend(Backend):
         self._closed = True
         if hasattr(self, "caller"):
             self.caller.closed = True
-        for line in range(self.num_workers):
-            self._send(line, messages.Close())
+        for host in range(self.num_workers):
+            self._send(host, messages.Close())
         # The garbage collector may run this in any thread, a worker's own among them.
         started = [worker for worker in self._workers if worker.thread.ident not in (None, threading.get_ident())]
         return end_threads(started, timeout_s)
 
     # ---- messages
 
-    def _send(self, line: int, message: messages.Message) -> None:
+    def _send(self, host: int, message: messages.Message) -> None:
         """Sends a message to a thread that may be asleep in the core, where it steps already."""
-        self._workers[line].inbox.put(message)
+        self._workers[host].inbox.put(message)
         if hasattr(self, "caller"):
-            self.caller.announce_message(line)
+            self.caller.announce_message(host)
 
     def _take(self, kind: type[T], worker: ThreadWorker, deadline: float, doing: str) -> T:
         try:

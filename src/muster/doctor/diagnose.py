@@ -27,7 +27,7 @@ from muster.doctor.findings import (
     about_start_methods,
     about_untried,
 )
-from muster.doctor.guarded import Outcome, run_guarded
+from muster.doctor.guarded import TrialOutcome, run_guarded
 from muster.doctor.lines import is_fatal, pick, try_lines
 from muster.doctor.trials import make_envs
 from muster.envs import resolve_foreign_id
@@ -96,10 +96,10 @@ def _diagnose_env(
         findings.append(_about_instance(env))
     packed = _pack(recipe, findings)
 
-    def run(trial: str, hash_seed: int, **options: Any) -> Outcome:
+    def run(trial: str, hash_seed: int, **options: Any) -> TrialOutcome:
         return run_guarded(trial, packed or b"", stage_timeout_s=timeout, options=options, hash_seed=hash_seed)
 
-    behaviour = run("behaviour", hash_seed=1) if packed is not None else Outcome()
+    behaviour = run("behaviour", hash_seed=1) if packed is not None else TrialOutcome()
     tried = _try_contexts(recipe, timeout, packed is not None, behaviour)
     findings += about_behaviour(behaviour)
     findings += about_start_methods(tried, known=behaviour.stage in FATAL)
@@ -121,7 +121,7 @@ def _diagnose_env(
         verdict.alone = verdict.alone or together.severity == "warns"
         findings.append(together)
         return _run_lines(target, findings, verdict, _measured(behaviour, pair), packed, timeout, seconds)
-    measured = _measured(behaviour, Outcome())
+    measured = _measured(behaviour, TrialOutcome())
     return Diagnosis(target, tuple(findings), measured, pick(candidates(verdict, measured), ()))
 
 
@@ -195,7 +195,7 @@ def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
     return packed
 
 
-def _try_contexts(recipe: Recipe, timeout_s: float, travels: bool, behaviour: Outcome) -> dict[str, str | None]:
+def _try_contexts(recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome) -> dict[str, str | None]:
     """By start method: what a worker died of, None if it stepped. Those that would only hang again are left out."""
     tried: dict[str, str | None] = {}
     if behaviour.hung and behaviour.stage in _BEFORE_STEPS:
@@ -250,7 +250,7 @@ def _noting_interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, usual)
 
 
-def _measured(behaviour: Outcome, pair: Outcome) -> Measurements:
+def _measured(behaviour: TrialOutcome, pair: TrialOutcome) -> Measurements:
     first_bytes = behaviour.results.get("env_bytes")
     env_bytes = pair.results.get("env_bytes", first_bytes)
     base_bytes = behaviour.results.get("worker_bytes")

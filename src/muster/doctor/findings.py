@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from muster.doctor.diagnosis import Finding, Severity, size
-from muster.doctor.guarded import STARTING, Outcome
+from muster.doctor.guarded import STARTING, TrialOutcome
 
 # An env that ended early in one of these stages cannot be stepped; in the others it can.
 FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
@@ -17,7 +17,7 @@ _MUCH = 10_000
 _SHOWN = 4
 
 
-def about_early_end(outcome: Outcome, severity: Severity) -> list[Finding]:
+def about_early_end(outcome: TrialOutcome, severity: Severity) -> list[Finding]:
     """A finding if the trial did not come to its end."""
     if outcome.stage is None:
         return []
@@ -27,7 +27,7 @@ def about_early_end(outcome: Outcome, severity: Severity) -> list[Finding]:
     return [Finding(severity, "life", text, outcome.detail or None)]
 
 
-def about_behaviour(outcome: Outcome) -> list[Finding]:
+def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
     """What the trial `behaviour` found."""
     found = about_early_end(outcome, "blocks" if outcome.stage in FATAL else "warns")
     results = outcome.results
@@ -54,7 +54,7 @@ def about_behaviour(outcome: Outcome) -> list[Finding]:
     return found
 
 
-def about_replay(behaviour: Outcome, replay: Outcome) -> list[Finding]:
+def about_replay(behaviour: TrialOutcome, replay: TrialOutcome) -> list[Finding]:
     """Whether seeds give what they promise, within a process and across."""
     found = about_early_end(replay, "warns")
     first = behaviour.results
@@ -74,7 +74,7 @@ def about_replay(behaviour: Outcome, replay: Outcome) -> list[Finding]:
     return found
 
 
-def about_pair(behaviour: Outcome, pair: Outcome) -> Finding:
+def about_pair(behaviour: TrialOutcome, pair: TrialOutcome) -> Finding:
     """Whether two envs may live in one process."""
     results = behaviour.results
     repeats = results["digest"] == results.get("digest_again")
@@ -90,7 +90,7 @@ def about_pair(behaviour: Outcome, pair: Outcome) -> Finding:
     return Finding("warns", "isolation", text, "muster.make_vec(..., one_env_per_process=True)")
 
 
-def about_untried(behaviour: Outcome) -> Finding:
+def about_untried(behaviour: TrialOutcome) -> Finding:
     """What is not known because the trials for it would hang as `behaviour` did."""
     text = f"{behaviour.stage}, it hung: its speed, its seeds and two of it in one process were not tried"
     return Finding("note", "life", text)

@@ -32,7 +32,7 @@ _ABORT_S = 2.0
 
 
 @dataclass
-class Outcome:
+class TrialOutcome:
     """What a trial told. stage: what it was doing when it ended early, None if it came to its end.
 
     how: how it ended early: what it raised, the signal, the exit code, or that it hung.  hung: it was that.
@@ -48,7 +48,7 @@ class Outcome:
 
 def run_guarded(
     trial: str, recipe: bytes | Recipe, *, stage_timeout_s: float, options: dict[str, Any], hash_seed: int | None = None
-) -> Outcome:
+) -> TrialOutcome:
     """Runs `trial` of trials.py on a packed recipe, b"" for `importing`; in a fork of this process on one as it is.
 
     stage_timeout_s: for each of its stages, and for each row of an env that is played in it.
@@ -61,7 +61,7 @@ def run_guarded(
     with (
         os.fdopen(os.memfd_create("muster-recipe"), "w+b") as packed,
         tempfile.TemporaryFile() as stderr,
-        os.fdopen(read, "rb", 0) as told,
+        os.fdopen(read, "rb", 0) as reports,
     ):
         try:
             process: _Process
@@ -83,7 +83,7 @@ def run_guarded(
             os.close(write)
             os.close(doctor)
         try:
-            return _listen(process, told, stderr, stage_timeout_s)
+            return _listen(process, reports, stderr, stage_timeout_s)
         finally:
             _end(process)
 
@@ -116,12 +116,12 @@ class _Fork:
 _Process = subprocess.Popen[bytes] | _Fork
 
 
-def _listen(process: _Process, told: IO[bytes], stderr: IO[bytes], stage_timeout_s: float) -> Outcome:
-    outcome = Outcome(stage=STARTING)
+def _listen(process: _Process, reports: IO[bytes], stderr: IO[bytes], stage_timeout_s: float) -> TrialOutcome:
+    outcome = TrialOutcome(stage=STARTING)
     deadline = time.monotonic() + stage_timeout_s
     buffer = b""
     while True:
-        if not _readable(told, deadline - time.monotonic()):
+        if not _readable(reports, deadline - time.monotonic()):
             outcome.hung = True
             outcome.how = f"hung for {stage_timeout_s:g} s"
             # The fault handler answers with the Python stack, also out of a native call that holds the GIL.
@@ -129,7 +129,7 @@ def _listen(process: _Process, told: IO[bytes], stderr: IO[bytes], stage_timeout
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 _wait(process, _ABORT_S)
             break
-        chunk = os.read(told.fileno(), 1 << 16)
+        chunk = os.read(reports.fileno(), 1 << 16)
         if not chunk:
             break
         *lines, buffer = (buffer + chunk).split(b"\n")
@@ -148,7 +148,7 @@ def _listen(process: _Process, told: IO[bytes], stderr: IO[bytes], stage_timeout
     return outcome
 
 
-def _take(outcome: Outcome, message: list[Any]) -> bool:
+def _take(outcome: TrialOutcome, message: list[Any]) -> bool:
     """Notes one message; True if the trial gets on."""
     kind, *rest = message
     if kind == "result":

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from muster.doctor.advice import Candidate
 from muster.doctor.diagnosis import Recommendation, TriedLine, seconds
-from muster.doctor.guarded import Outcome, run_guarded
+from muster.doctor.guarded import TrialOutcome, run_guarded
 from muster.doctor.trials import STEPPING_MANY
 from muster.pickling import fork_hazards
 from muster.recipes.recipe import Recipe
@@ -17,7 +17,7 @@ _LONG_BUILD_S = 5.0
 
 def try_lines(
     lines: Sequence[Candidate], recipe: bytes | Recipe, build_s: float | None, timeout_s: float, run_s: float
-) -> tuple[list[TriedLine], list[Outcome]]:
+) -> tuple[list[TriedLine], list[TrialOutcome]]:
     """Each line with the env steps a second that it made, or why there are none; and the trials of those that were run.
 
     The first alone is run where building one env takes long, and where its envs die or hang as they are stepped, unless
@@ -30,7 +30,7 @@ def try_lines(
         return [TriedLine(one.advice.line, problem=why) for one in lines], []
     limit_s = max(timeout_s, 2 * run_s)
     tried: list[TriedLine] = []
-    outcomes: list[Outcome] = []
+    outcomes: list[TrialOutcome] = []
     for one in lines:
         if outcomes and build_s is not None and build_s > _LONG_BUILD_S:
             tried.append(TriedLine(one.advice.line, problem=f"not run: one env takes {seconds(build_s)} to build"))
@@ -47,7 +47,7 @@ def try_lines(
     return tried, outcomes
 
 
-def is_fatal(outcome: Outcome) -> bool:
+def is_fatal(outcome: TrialOutcome) -> bool:
     """Whether the envs of a line died or hung as they were stepped."""
     return outcome.stage == STEPPING_MANY
 
@@ -61,5 +61,5 @@ def pick(lines: Sequence[Candidate], tried: Sequence[TriedLine]) -> Recommendati
     return replace(lines[speeds.index(best)].advice, steps_per_s=best or None)
 
 
-def _problem(outcome: Outcome) -> str:
+def _problem(outcome: TrialOutcome) -> str:
     return f"{outcome.stage}, it {outcome.how}".partition("\n")[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.envs.adapt import Inbound
+from muster.envs.adapt import Adapter
 from muster.envs.agents import AgentsEnv
 from muster.spaces.tree import tree
 
@@ -26,7 +26,7 @@ class Player:
     """
 
     def __init__(self, env: Any, on_row: Callable[[], None] = lambda: None) -> None:
-        self._env = Inbound()(env)
+        self._env = Adapter()(env)
         self._on_row = on_row
         agents = isinstance(self._env, AgentsEnv)
         # The adapter of a multi-agent env takes [A, ...] for each group; its layout knows [N, A, ...].

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from muster.doctor.diagnosis import Finding, PolicyVerdict
-from muster.doctor.guarded import STARTING, Outcome, run_guarded
+from muster.doctor.guarded import STARTING, TrialOutcome, run_guarded
 from muster.errors import ConfigError, RecipeError
 from muster.introspection import find_in
 
@@ -49,7 +49,7 @@ def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict 
     return Finding(**outcome.results["finding"]), PolicyVerdict(**verdict, ways_out=ways_out)
 
 
-def _about_early_end(topic: str, outcome: Outcome) -> Finding:
+def _about_early_end(topic: str, outcome: TrialOutcome) -> Finding:
     what = "the trial" if outcome.stage == STARTING else "it"
     return Finding("blocks", topic, f"{outcome.stage}, {what} {outcome.how}", outcome.detail or None)
 

@@ -43,7 +43,7 @@ STEPPING_MANY = "stepping many of it"
 _OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, importlib.__file__, "<frozen importlib")
 
 
-class Teller:
+class Reporter:
     """Tells the doctor what is going on, as lines of JSON."""
 
     def __init__(self, fd: int) -> None:
@@ -81,21 +81,21 @@ def main(trial: str, fd: int, doctor: int, options: dict[str, Any], recipe: Reci
     start_watchdog(doctor)
     import_without_bots()
     faulthandler.enable(2, all_threads=True)
-    teller = Teller(fd)
+    reporter = Reporter(fd)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if trial in _WITHOUT_RECIPE:
-                _WITHOUT_RECIPE[trial](teller, **options)
+                _WITHOUT_RECIPE[trial](reporter, **options)
             else:
-                teller.stage("unpacking the recipe")
+                reporter.stage("unpacking the recipe")
                 if recipe is None:
                     (recipe,) = unpack(sys.stdin.buffer.read())
-                _TRIALS[trial](recipe, teller, **options)
-        teller.stage(None)
+                _TRIALS[trial](recipe, reporter, **options)
+        reporter.stage(None)
     except BaseException as error:
         try:
-            teller.raised(error)
+            reporter.raised(error)
         except OSError:
             os._exit(EXIT_FDS_CLOSED)
     # Not by way of the interpreter's own end, which threads of the env may keep from coming.
@@ -113,105 +113,105 @@ def _own_traceback(error: BaseException) -> str:
     return "\n".join(line for line in lines if line.strip(" ^~"))
 
 
-def importing(teller: Teller, module_name: str) -> None:
+def importing(reporter: Reporter, module_name: str) -> None:
     """Imports the module that the env is in."""
-    teller.stage(f"importing the module {module_name}")
+    reporter.stage(f"importing the module {module_name}")
     importlib.import_module(module_name)
 
 
-def judging(teller: Teller, module_name: str, name: str) -> None:
+def judging(reporter: Reporter, module_name: str, name: str) -> None:
     """Builds a policy, or takes what is no function or class for one, and says whether it can be copied."""
-    teller.stage(f"importing the module {module_name}")
+    reporter.stage(f"importing the module {module_name}")
     try:
         found = find_in(importlib.import_module(module_name), name)
     except RecipeError as error:
-        teller.result("mistake", str(error))
+        reporter.result("mistake", str(error))
         return
-    teller.stage("building it")
+    reporter.stage("building it")
     policy = found() if inspect.isroutine(found) or inspect.isclass(found) else found
-    teller.stage("importing PyTorch")
+    reporter.stage("importing PyTorch")
     from muster.doctor.policy import judge_policy
 
-    teller.stage("seeing whether it can be copied")
+    reporter.stage("seeing whether it can be copied")
     finding, verdict = judge_policy(policy)
-    teller.result("finding", asdict(finding))
-    teller.result("verdict", asdict(verdict))
+    reporter.result("finding", asdict(finding))
+    reporter.result("verdict", asdict(verdict))
 
 
-def behaviour(recipe: Recipe, teller: Teller) -> None:
+def behaviour(recipe: Recipe, reporter: Reporter) -> None:
     """Builds one env and looks at how it behaves."""
     threads, before = _threads(), own_memory_bytes()
-    teller.result("worker_bytes", before)
-    teller.stage("building it")
+    reporter.result("worker_bytes", before)
+    reporter.stage("building it")
     started = time.perf_counter()
     with _built(recipe) as env:
-        teller.result("build_s", time.perf_counter() - started)
-        teller.result("api", name_api(env))
-        player = Player(env, teller.alive)
-        teller.result("one_per_process", bool((getattr(env, "metadata", None) or {}).get("one_per_process")))
-        teller.stage("looking for what in it cannot travel")
-        teller.result("culprits", [[c.path, c.type, c.reason, c.severity] for c in find_culprits(env, "env")])
-        teller.stage("resetting it")
+        reporter.result("build_s", time.perf_counter() - started)
+        reporter.result("api", name_api(env))
+        player = Player(env, reporter.alive)
+        reporter.result("one_per_process", bool((getattr(env, "metadata", None) or {}).get("one_per_process")))
+        reporter.stage("looking for what in it cannot travel")
+        reporter.result("culprits", [[c.path, c.type, c.reason, c.severity] for c in find_culprits(env, "env")])
+        reporter.stage("resetting it")
         player.reset(0)
-        teller.stage("stepping it")
-        teller.result("digest", player.play(0, _ROWS, enough_s=_ENOUGH_S))
+        reporter.stage("stepping it")
+        reporter.result("digest", player.play(0, _ROWS, enough_s=_ENOUGH_S))
         rows = player.rows
-        teller.result("rows", rows)
-        teller.result("env_bytes", max(0, own_memory_bytes() - before))
-        teller.result("threads", max(0, _threads() - threads))
-        teller.result("reuses_buffers", player.reuses_buffers)
-        teller.result("changes_action", player.changes_action)
-        teller.result("costly_infos", _costly(player.infos))
-        teller.result("digest_again", player.play(0, rows))
-        teller.result("digest_other", player.play(1, rows))
-        teller.result("step_median_s", statistics.median(player.steps_s))
-        teller.result("reset_median_s", statistics.median(player.resets_s))
-        teller.result("obs_bytes", player.obs_bytes())
-        teller.stage("checking it by its API's own checker")
+        reporter.result("rows", rows)
+        reporter.result("env_bytes", max(0, own_memory_bytes() - before))
+        reporter.result("threads", max(0, _threads() - threads))
+        reporter.result("reuses_buffers", player.reuses_buffers)
+        reporter.result("changes_action", player.changes_action)
+        reporter.result("costly_infos", _costly(player.infos))
+        reporter.result("digest_again", player.play(0, rows))
+        reporter.result("digest_other", player.play(1, rows))
+        reporter.result("step_median_s", statistics.median(player.steps_s))
+        reporter.result("reset_median_s", statistics.median(player.resets_s))
+        reporter.result("obs_bytes", player.obs_bytes())
+        reporter.stage("checking it by its API's own checker")
         refused, warned = check_api(env)
-        teller.result("refused", refused)
-        teller.result("warned", warned)
-        teller.stage("closing it")
+        reporter.result("refused", refused)
+        reporter.result("warned", warned)
+        reporter.stage("closing it")
 
 
-def replay(recipe: Recipe, teller: Teller, rows: int) -> None:
+def replay(recipe: Recipe, reporter: Reporter, rows: int) -> None:
     """Plays the same rows as `behaviour` in another process."""
-    teller.stage("building it")
+    reporter.stage("building it")
     with _built(recipe) as env:
-        teller.stage("stepping it")
-        teller.result("digest", Player(env, teller.alive).play(0, rows))
+        reporter.stage("stepping it")
+        reporter.result("digest", Player(env, reporter.alive).play(0, rows))
 
 
-def pair(recipe: Recipe, teller: Teller, rows: int) -> None:
+def pair(recipe: Recipe, reporter: Reporter, rows: int) -> None:
     """Lets two envs live in one process, and step in turns."""
-    teller.stage("building the first of two in one process")
+    reporter.stage("building the first of two in one process")
     with _built(recipe) as first:
-        one = Player(first, teller.alive)
+        one = Player(first, reporter.alive)
         one.play(0, rows)
-        teller.stage("building a second one in the same process")
+        reporter.stage("building a second one in the same process")
         before = own_memory_bytes()
         with _built(recipe) as second:
-            other = Player(second, teller.alive)
+            other = Player(second, reporter.alive)
             other.play(1, rows)
-            teller.result("env_bytes", max(0, own_memory_bytes() - before))
-            teller.stage("stepping two of it in one process")
-            teller.result("digest", one.play(0, rows, meanwhile=lambda: other.step_some(1)))
-            teller.stage("closing two of it in one process")
+            reporter.result("env_bytes", max(0, own_memory_bytes() - before))
+            reporter.stage("stepping two of it in one process")
+            reporter.result("digest", one.play(0, rows, meanwhile=lambda: other.step_some(1)))
+            reporter.stage("closing two of it in one process")
 
 
-def line(recipe: Recipe, teller: Teller, num_envs: int, options: dict[str, Any], seconds: float) -> None:
+def line(recipe: Recipe, reporter: Reporter, num_envs: int, options: dict[str, Any], seconds: float) -> None:
     """Runs many envs as a line would that the doctor may recommend."""
-    teller.stage("building many of it")
+    reporter.stage("building many of it")
     started = time.perf_counter()
     with make_envs(recipe, num_envs, **options) as envs:
-        teller.result("start_s", time.perf_counter() - started)
-        teller.stage(STEPPING_MANY)
+        reporter.result("start_s", time.perf_counter() - started)
+        reporter.stage(STEPPING_MANY)
         steps_per_s = warmed_up(envs)(seconds)
         stats = envs.stats()
-        teller.result("episodes", sum(worker["resets"] for worker in stats["workers"]) - num_envs)
-        teller.result("env_steps", stats["env_steps"])
-        teller.result("steps_per_s", steps_per_s)
-        teller.stage("closing many of it")
+        reporter.result("episodes", sum(worker["resets"] for worker in stats["workers"]) - num_envs)
+        reporter.result("env_steps", stats["env_steps"])
+        reporter.result("steps_per_s", steps_per_s)
+        reporter.stage("closing many of it")
 
 
 def make_envs(recipe: Recipe, num_envs: int, **options: Any) -> VectorEnv | MultiAgentVectorEnv:

@@ -1,4 +1,4 @@
-"""Inbound: envs of other APIs, adapted in the worker to the one that the stepping loop knows."""
+"""Adapter: envs of other APIs, adapted in the worker to the one that the stepping loop knows."""
 
 from __future__ import annotations
 

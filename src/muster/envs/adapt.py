@@ -20,7 +20,7 @@ from muster.introspection import type_name
 
 
 @dataclass(frozen=True)
-class Inbound:
+class Adapter:
     """A wrapper for recipes, applied last: turns an env of any API into one that the stepping loop knows.
 
     groups: for multi-agent envs, each agent's group; None to go by their names.

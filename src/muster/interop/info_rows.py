@@ -31,7 +31,7 @@ class RowReader(InfoReader):
         if plan.columns is None:
             return None
         rows: list[Infos] = [{} for _ in range(len(ids))]
-        givers = np.flatnonzero(plan.given).tolist()
+        givers = np.flatnonzero(plan.provided).tolist()
         for key, _, column in plan.columns:
             column = column[ids]
             values = column.tolist() if column.ndim == 1 and column.dtype in _PYTHON_DTYPES else column
@@ -41,7 +41,7 @@ class RowReader(InfoReader):
 
     def read(self, ids: Array, objects: Sequence[Iterator[Any]]) -> Infos:
         plain = self.read_plain(ids)
-        return plain or {_ROWS: [self.single(env, 0, given) for env, given in zip(ids.tolist(), objects, strict=True)]}
+        return plain or {_ROWS: [self.single(env, 0, rest) for env, rest in zip(ids.tolist(), objects, strict=True)]}
 
     def add(self, infos: Infos, info: Infos, row: int, count: int) -> None:
         infos.setdefault(_ROWS, [{} for _ in range(count)])[row] |= info

@@ -34,7 +34,7 @@ from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble, drop_in_options
 from muster.vector.batched_spaces import first_envs_spaces
 from muster.vector.checks import seeds_of
-from muster.vector.interrupted import settle
+from muster.vector.interrupted import drop_pending
 from muster.vector.raisers import originals_raised
 from muster.vector.results import StepResult
 from muster.vector.vector_env import VectorEnv
@@ -89,7 +89,7 @@ class MusterVecEnv(VecEnv):
         seeds, options = list(self._seeds), list(self._options)
         self._reset_seeds()
         self._reset_options()
-        settle(self.vector_env)  # of a step that Ctrl-C has ended
+        drop_pending(self.vector_env)  # of a step that Ctrl-C has ended
         _start_resets(self.vector_env, seeds, options)
         obs, infos = self.vector_env.reset_wait_with(None, True, self._rows)
         self.reset_infos = info_rows(infos, self.num_envs)

@@ -17,7 +17,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from muster.introspection import type_name
 from muster.pickling.kinds import Kind, kind_of
-from muster.pickling.probe import Outcome, attempt
+from muster.pickling.probe import PickleAttempt, attempt
 from muster.pickling.remedies import remedy_for
 from muster.pickling.walk import Edge, Walk, deepest_trail
 
@@ -61,7 +61,7 @@ def find_culprits(obj: Any, name: str = "factory", *, limit_s: float = 2.0) -> l
     return culprits_in({name: obj}, limit_s=limit_s)
 
 
-def culprits_in(parts: dict[str, Any], *, limit_s: float, known: Sequence[Outcome] = ()) -> list[Culprit]:
+def culprits_in(parts: dict[str, Any], *, limit_s: float, known: Sequence[PickleAttempt] = ()) -> list[Culprit]:
     """The culprits among several named objects. known: failures that were met before."""
     deadline = time.monotonic() + limit_s
     failures = list(known)
@@ -117,7 +117,7 @@ def _hazard(value: Any, kind: Kind, walk: Walk) -> Culprit:
     return dataclasses.replace(_silently_wrong(value, kind, walk), severity="blocks", reason=kind.inherited)
 
 
-def _next_failure(parts: dict[str, Any], known: Sequence[Outcome], deadline: float) -> Outcome | None:
+def _next_failure(parts: dict[str, Any], known: Sequence[PickleAttempt], deadline: float) -> PickleAttempt | None:
     """The first failure when pickling without the objects that failed before."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
@@ -127,12 +127,12 @@ def _next_failure(parts: dict[str, Any], known: Sequence[Outcome], deadline: flo
     return None if outcome.data is not None else outcome
 
 
-def _can_be_left_out(failure: Outcome, walk: Walk) -> bool:
+def _can_be_left_out(failure: PickleAttempt, walk: Walk) -> bool:
     """Whether pickling can go on without it: what a __getstate__ makes is another object each time."""
     return not failure.out_of_time and not _is_too_deep(failure.error) and bool(walk.trail(failure.failed))
 
 
-def _blocking(failure: Outcome, walk: Walk) -> Culprit:
+def _blocking(failure: PickleAttempt, walk: Walk) -> Culprit:
     value, error = failure.failed, failure.error
     name, root = next(iter(walk.parts.items()))
     trail: list[Edge] = walk.trail(value)
@@ -203,7 +203,7 @@ def _silently_wrong(value: Any, kind: Kind, walk: Walk) -> Culprit:
     )
 
 
-def _reason(failure: Outcome, kind: Kind | None) -> str:
+def _reason(failure: PickleAttempt, kind: Kind | None) -> str:
     error = failure.error
     if failure.out_of_time:
         return "it is so large that there was no time to pickle it to the end; the rest was not looked at"

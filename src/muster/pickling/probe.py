@@ -25,7 +25,7 @@ _mp_main_lock = threading.Lock()
 
 
 @dataclass
-class Outcome:
+class PickleAttempt:
     """What came of one attempt to pickle.
 
     data: the pickle, None if there is none.  failed: the very object that could not be pickled, with ``error`` what it
@@ -47,7 +47,7 @@ def attempt(
     limit_s: float | None = None,
     skip: Collection[int] = (),
     big: list[pickle.PickleBuffer] | None = None,
-) -> Outcome:
+) -> PickleAttempt:
     """Pickle ``value`` by cloudpickle.
 
     silence_s: an object that takes longer than this hangs.  limit_s: for the whole; None for as long as it goes on.
@@ -56,7 +56,7 @@ def attempt(
     """
     buffer = io.BytesIO()
     pickler = _ReportingPickler(buffer, skip, None if big is None else lambda one: not takes(one, big))
-    outcome = Outcome(noted=pickler.noted)
+    outcome = PickleAttempt(noted=pickler.noted)
 
     def run() -> None:
         try:
@@ -74,7 +74,7 @@ def attempt(
         outcome.failed = pickler.current if outcome.data is None else None
         return outcome
     pickler.abandoned = True
-    return Outcome(failed=pickler.current, out_of_time=end == "out of time")
+    return PickleAttempt(failed=pickler.current, out_of_time=end == "out of time")
 
 
 def takes(buffer: pickle.PickleBuffer, big: list[pickle.PickleBuffer]) -> bool:

@@ -41,7 +41,7 @@ class Walk:
         self._deadline = time.monotonic() + limit_s
         # By id: the object, which must live as long as its id is in use here, its holder's id and its place in there.
         self._reached: dict[int, tuple[Any, int | None, str]] = {}
-        self._layouts: dict[type, _Layout] = {}
+        self._layouts: dict[type, _ClassLayout] = {}
         self.parts = parts
         self.complete = False
 
@@ -86,7 +86,7 @@ def deepest_trail(parts: Mapping[str, Any], *, limit_s: float) -> list[Edge]:
     The deepest that was met within ``limit_s`` seconds.
     """
     deadline = time.monotonic() + limit_s
-    layouts: dict[type, _Layout] = {}
+    layouts: dict[type, _ClassLayout] = {}
     seen: dict[int, Any] = {}
     deepest: list[Edge] = []
     for name, root in parts.items():
@@ -108,7 +108,7 @@ def deepest_trail(parts: Mapping[str, Any], *, limit_s: float) -> list[Edge]:
     return deepest
 
 
-def edges(holder: Any, layouts: dict[type, _Layout], *, inherited: bool) -> Iterator[Edge]:
+def edges(holder: Any, layouts: dict[type, _ClassLayout], *, inherited: bool) -> Iterator[Edge]:
     """What ``holder`` holds: (place in it, object). Runs no property and no method of a user's class.
 
     layouts: of the classes met before; more are added.
@@ -121,7 +121,7 @@ def edges(holder: Any, layouts: dict[type, _Layout], *, inherited: bool) -> Iter
         yield from _code_edges(holder, kind, inherited)
         return
     if kind not in layouts:
-        layouts[kind] = _Layout(kind)
+        layouts[kind] = _ClassLayout(kind)
     layout = layouts[kind]
     if layout.has_elements:
         yield from _element_edges(holder, kind)
@@ -130,7 +130,7 @@ def edges(holder: Any, layouts: dict[type, _Layout], *, inherited: bool) -> Iter
         yield ".__class__", kind
 
 
-class _Layout:
+class _ClassLayout:
     """Where the instances of a class keep what they hold."""
 
     def __init__(self, kind: type) -> None:

@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode
 
 from muster.errors import ConfigError, UsageError
 from muster.rollout.fields import Array, Field, Key
-from muster.vector.interrupted import settle
+from muster.vector.interrupted import drop_pending
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
 
@@ -110,10 +110,10 @@ class EnvSide(ABC):
         ids, *result = self.envs.recv_with(min_envs, None, False)
         return ids, self._rows(*result)
 
-    def settle(self) -> None:
+    def drop_pending(self) -> None:
         """Takes the answers that an error has left behind: nothing may be pending when envs are reset."""
         if self.takes_turns:
-            settle(self.envs)
+            drop_pending(self.envs)
 
     def _rows(self, obs: Any, rewards: Any, terminated: Array, truncated: Array, infos: dict[str, Any]) -> StepRows:
         return StepRows(self._observations(obs, infos), self._rewards(rewards, infos), terminated, truncated, infos)

@@ -15,7 +15,7 @@ from torch import Tensor
 from muster.arguments import whole
 from muster.backends.process import check_pool
 from muster.envs import resolve_foreign_id
-from muster.envs.adapt import Inbound
+from muster.envs.adapt import Adapter
 from muster.errors import ConfigError
 from muster.introspection import caller_stacklevel
 from muster.recipes.recipe import Recipe, make_recipes
@@ -214,7 +214,7 @@ def _understood(
         )
     if num_envs is None and not isinstance(envs, (list, tuple)):
         num_envs = num_collectors
-    wrappers = [*(options.get("wrappers") or ()), Inbound(options.get("groups"), options.get("state", True))]
+    wrappers = [*(options.get("wrappers") or ()), Adapter(options.get("groups"), options.get("state", True))]
     recipes = make_recipes(envs, num_envs, options.get("env_kwargs"), wrappers, resolve_foreign_id=resolve_foreign_id)
     if len(recipes) < num_collectors:
         raise ConfigError(f"num_collectors={num_collectors}, but there are only {len(recipes)} envs; each needs one")

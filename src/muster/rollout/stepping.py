@@ -76,7 +76,7 @@ class Stepping:
         return steps
 
     def _start(self, actors: Sequence[Actor], seeds: Sequence[int] | None) -> list[Array]:
-        self._envs.settle()
+        self._envs.drop_pending()
         self._owed = [0] * len(self.parts)
         rows = self._envs.reset(seeds if self._seeded else None)
         self._seeded = False

@@ -240,7 +240,7 @@ class ObjectLeaf(Node):
         return None
 
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
-        return tuple(next(letter) for letter in objects)
+        return tuple(next(one) for one in objects)
 
     def single(self, rows: Rows, env: int, objects: Iterator[Any]) -> Any:
         return next(objects)
@@ -248,8 +248,8 @@ class ObjectLeaf(Node):
     def write_batch(self, value: Any, rows: Rows, ids: Array | slice, count: int, objects: list[list[Any]]) -> None:
         if not isinstance(value, (tuple, list, np.ndarray)) or len(value) != count:
             raise ActionError(f"{self.path}: expected a tuple of {count} values of {self.space}, got {_brief(value)}")
-        for letter, item in zip(objects, value, strict=True):
-            letter.append(item)
+        for own, item in zip(objects, value, strict=True):
+            own.append(item)
 
 
 class BranchNode(Node):

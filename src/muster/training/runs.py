@@ -29,7 +29,7 @@ CHECKPOINT_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What a run trains, and how. env: an id.  num_workers: processes for the envs, None for one per core."""
 
     env: str
@@ -46,7 +46,7 @@ class Plan:
         return {"env": self.env, "algorithm": "PPO", **config, "num_workers": self.num_workers, "with": _versions()}
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> TrainingPlan:
     """The plan of the run in the folder ``path``. Raises UsageError where it is none that this version knows."""
     config = read_config(path)
     names = [field.name for field in dataclasses.fields(PPOConfig)]
@@ -56,10 +56,10 @@ def read_plan(path: Path) -> Plan:
             f"{path / 'config.json'} is not that of a PPO run of this version of Muster"
             + (f": it lacks {', '.join(missing)}." if missing else ".")
         )
-    return Plan(config["env"], PPOConfig(**{name: config[name] for name in names}), config["num_workers"])
+    return TrainingPlan(config["env"], PPOConfig(**{name: config[name] for name in names}), config["num_workers"])
 
 
-def train(plan: Plan, envs: VectorEnv, console: Console, *, run_dir: Path | None, resume: bool = False) -> bool:
+def train(plan: TrainingPlan, envs: VectorEnv, console: Console, *, run_dir: Path | None, resume: bool = False) -> bool:
     """Trains to the end, or until Ctrl-C and then returns False. Whatever happens, what was reached is saved.
 
     run_dir: the run's folder, None for a new one in ``runs/``.  resume: goes on with the run that is in ``run_dir``.
@@ -84,7 +84,7 @@ def train(plan: Plan, envs: VectorEnv, console: Console, *, run_dir: Path | None
 
 def evaluate_run(
     run: Path,
-    plan: Plan,
+    plan: TrainingPlan,
     envs: VectorEnv,
     console: Console,
     *,

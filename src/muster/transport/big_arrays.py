@@ -1,7 +1,7 @@
-"""Freight: the big arrays of recipes, written once into memory that all workers map, instead of a copy for each.
+"""The big arrays of recipes, written once into memory that all workers map, instead of a copy for each.
 
-It lies in the mail's sparse memfd, behind all boxes. A worker maps it privately: what it reads is the same memory for
-all of them, and the pages it writes to become its own.
+They lie in the mail's sparse memfd, behind all boxes. A worker maps them privately: what it reads is one memory for all
+workers, and the pages it writes to become its own.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Place = tuple[int, int, bool]
 """Offset in the file, bytes, and whether it must not be written to."""
 
 
-class Freight:
+class BigArrays:
     """The caller's end, once the buffers of all workers are known.
 
-    loads: for each worker the buffers that it gets; one that several get is stored once.
+    buffers: for each worker those that it gets; one that several get is stored once.
     places: for each worker where its buffers lie.
     """
 
-    def __init__(self, fd: int, loads: Sequence[Sequence[pickle.PickleBuffer]]) -> None:
+    def __init__(self, fd: int, buffers: Sequence[Sequence[pickle.PickleBuffer]]) -> None:
         # By address and length: buffers of one array are many objects.
         known: dict[tuple[int, int, bool], Place] = {}
         end = _START
         sources: list[tuple[int, memoryview]] = []
         self.places: list[tuple[Place, ...]] = []
-        for load in loads:
+        for own in buffers:
             places = []
-            for buffer in load:
+            for buffer in own:
                 raw = buffer.raw()
                 key = (np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes, raw.readonly)
                 if key not in known:
@@ -53,12 +53,12 @@ class Freight:
                 self._memory[offset - _START : offset - _START + raw.nbytes] = raw
 
     def close(self) -> None:
-        """Lets go of it; workers keep what they have mapped."""
+        """Unmaps the arrays; workers keep what they have mapped."""
         if self._memory is not None:
             self._memory.close()
 
 
-def unload(fd: int, places: Sequence[Place]) -> list[memoryview]:
+def map_big_arrays(fd: int, places: Sequence[Place]) -> list[memoryview]:
     """A worker's buffers, in the order of their places."""
     if not places:
         return []

@@ -25,19 +25,19 @@ Infos = dict[str, Any]
 Column = tuple[str, int, int, tuple[int, ...], int, Any]  # key, kind, dtype number, shape, offset, children
 
 
-class _Plan(NamedTuple):
+class _ReadPlan(NamedTuple):
     """How to read the infos of some envs with some schemas.
 
     columns: for each key itself, its mask's key and the values in the slab ``[num_envs, ...]``; None where infos are
-    no plain columns that all agree.  given: bool ``[n]``, which of the envs gave an info.
+    no plain columns that all agree.  provided: bool ``[n]``, which of the envs gave an info.
     """
 
     columns: list[tuple[str, str, Array]] | None
-    given: npt.NDArray[np.bool_]
+    provided: npt.NDArray[np.bool_]
 
 
 class InfoReader:
-    """Reads infos out of one slab. `fetch_schemas(line)` gives what that line's worker has mailed last.
+    """Reads infos out of one slab. `fetch_schemas(host)` gives what that host's worker has mailed last.
 
     What a step of all envs gave last is left to the core to read, as long as the layouts stay the same.
     """
@@ -47,17 +47,17 @@ class InfoReader:
     def __init__(self, slab: Slab, caller: Caller, fetch_schemas: Callable[[int], Any]) -> None:
         self._slab = slab
         self._caller = caller
-        self._line_of = np.array([caller.line_of(env) for env in range(slab.plan.num_envs)])
+        self._host_of = np.array([caller.host_of(env) for env in range(slab.plan.num_envs)])
         self._fetch_schemas = fetch_schemas
-        self._schemas: list[tuple[Any, ...]] = [()] * slab.plan.num_lines
+        self._schemas: list[tuple[Any, ...]] = [()] * slab.plan.num_hosts
         self._last_schemas = slab.records["info_schema"]
         self._final_schemas = slab.records["final_schema"]
-        self._plans: dict[tuple[bytes, bytes], _Plan] = {}
+        self._plans: dict[tuple[bytes, bytes], _ReadPlan] = {}
         self._views: dict[tuple[int, tuple[int, ...], int, int], Array] = {}
 
-    def forget(self, line: int) -> None:
+    def forget(self, host: int) -> None:
         """Forgets a lost worker's schemas: its successor numbers its own."""
-        self._schemas[line] = ()
+        self._schemas[host] = ()
         self._plans.clear()
         self._caller.forget_infos()
 
@@ -66,13 +66,13 @@ class InfoReader:
         plan = self._plan_for(ids)
         if plan.columns is None:
             return None
-        everything = len(ids) == len(self._line_of)
+        everything = len(ids) == len(self._host_of)
         if everything:
-            self._caller.expect_infos(self._last_schemas.tobytes(), plan.columns, plan.given)
-        return gather_columns(plan.columns, None if everything else ids, plan.given)
+            self._caller.expect_infos(self._last_schemas.tobytes(), plan.columns, plan.provided)
+        return gather_columns(plan.columns, None if everything else ids, plan.provided)
 
-    def _plan_for(self, ids: Array) -> _Plan:
-        everything = len(ids) == len(self._line_of)
+    def _plan_for(self, ids: Array) -> _ReadPlan:
+        everything = len(ids) == len(self._host_of)
         schemas = self._last_schemas if everything else self._last_schemas[ids]
         key = (schemas.tobytes(), b"" if everything else ids.tobytes())
         plan = self._plans.get(key)
@@ -83,7 +83,7 @@ class InfoReader:
         return plan
 
     def read(self, ids: Array, objects: Sequence[Iterator[Any]]) -> Infos:
-        """The infos of a step of envs `ids` ``[n]``; `objects`: for each its letters' rest, in order."""
+        """The infos of a step of envs `ids` ``[n]``; `objects`: for each the rest of its mail, in order."""
         infos = self.read_plain(ids)
         if infos is None:
             infos = {}
@@ -111,23 +111,23 @@ class InfoReader:
         if schema == InfoSchema.PICKLED:
             info: Infos = next(objects)
             return info
-        return self._decode(self._columns(int(self._line_of[env]), schema), env, which, objects)
+        return self._decode(self._columns(int(self._host_of[env]), schema), env, which, objects)
 
-    def _plan(self, ids: Array, schemas: Array) -> _Plan:
-        given = schemas != InfoSchema.EMPTY
-        pairs = set(zip(self._line_of[ids[given]].tolist(), schemas[given].tolist(), strict=True))
+    def _plan(self, ids: Array, schemas: Array) -> _ReadPlan:
+        provided = schemas != InfoSchema.EMPTY
+        pairs = set(zip(self._host_of[ids[provided]].tolist(), schemas[provided].tolist(), strict=True))
         if any(schema < InfoSchema.FIRST for _, schema in pairs):
-            return _Plan(None, given)
-        layouts = {self._columns(line, schema) for line, schema in pairs}
+            return _ReadPlan(None, provided)
+        layouts = {self._columns(host, schema) for host, schema in pairs}
         layout = layouts.pop() if layouts else ()
         if layouts or any(column[1] in (InfoKind.DICT, InfoKind.OBJECT) for column in layout):
-            return _Plan(None, given)
-        return _Plan([(column[0], f"_{column[0]}", self._column(column, _STEP)) for column in layout], given)
+            return _ReadPlan(None, provided)
+        return _ReadPlan([(column[0], f"_{column[0]}", self._column(column, _STEP)) for column in layout], provided)
 
-    def _columns(self, line: int, schema: int) -> tuple[Column, ...]:
-        if schema - InfoSchema.FIRST >= len(self._schemas[line]):
-            self._schemas[line] = self._fetch_schemas(line)
-        columns: tuple[Column, ...] = self._schemas[line][schema - InfoSchema.FIRST]
+    def _columns(self, host: int, schema: int) -> tuple[Column, ...]:
+        if schema - InfoSchema.FIRST >= len(self._schemas[host]):
+            self._schemas[host] = self._fetch_schemas(host)
+        columns: tuple[Column, ...] = self._schemas[host][schema - InfoSchema.FIRST]
         return columns
 
     def _column(self, column: Column, which: int) -> Array:
@@ -205,31 +205,31 @@ def spread(column: Any, ids: Array, num_envs: int) -> Any:
     return full
 
 
-def _with_value(column: Any, given: Any, value: Any, row: int, count: int) -> Any:
+def _with_value(column: Any, provided: Any, value: Any, row: int, count: int) -> Any:
     plain = isinstance(value, (bool, int, float, complex, np.number, np.bool_))
     array = np.asarray(value) if plain else value if isinstance(value, np.ndarray) else None
     if array is None or (plain and array.dtype == object):
         array = np.array(None)  # one object
     if isinstance(column, dict):
-        column = _as_objects(column, given)
+        column = _as_objects(column, provided)
     elif column is None:
         single = array.dtype == object and array.ndim == 0
         column = np.full(count, None, object) if single else np.zeros((count, *array.shape), array.dtype)
     elif column.shape[1:] != array.shape or (array.dtype == object) != (column.dtype == object):
-        column = _as_objects(column, given)
+        column = _as_objects(column, provided)
     elif array.dtype != column.dtype:
         try:
             column = column.astype(np.result_type(column.dtype, array.dtype))
         except TypeError:  # text and numbers
-            column = _as_objects(column, given)
+            column = _as_objects(column, provided)
     column[row] = value
     return column
 
 
-def _as_objects(column: Any, given: Array) -> Array:
-    """The values that were given, as objects: what follows is of another shape or kind."""
-    objects = np.full(len(given), None, object)
-    for row in np.flatnonzero(given).tolist():
+def _as_objects(column: Any, provided: Array) -> Array:
+    """The values that were provided, as objects: what follows is of another shape or kind."""
+    objects = np.full(len(provided), None, object)
+    for row in np.flatnonzero(provided).tolist():
         objects[row] = _value(column, row)
     return objects
 

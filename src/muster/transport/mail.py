@@ -1,6 +1,6 @@
 """The mail: what has no place in the slab, from worker to caller and back. Rare, and never on a step of plain numbers.
 
-A letter is a pickle at a place of its own in a sparse memfd, so that writing never waits for a reader: a pipe would
+Each object is a pickle at a place of its own in a sparse memfd, so that writing never waits for a reader: a pipe would
 fill up while the caller waits for a worker that waits for the pipe.
 """
 
@@ -22,20 +22,20 @@ class Mail(Protocol):
     """Boxes that hold one object each. Both backends' stepping loops write and read through this."""
 
     lends_objects: bool
-    """Whether what is put is what `get` gives, not a copy."""
+    """Whether `get` returns the very object that was put, not a copy."""
 
     def own(self, objects: list[Any]) -> list[Any]:
-        """Copies of `objects`, as `get` would give them."""
+        """Copies of `objects`, as `get` would return them."""
 
-    def put(self, box: int, letter: object) -> int:
-        """Stores `letter` and returns a length to hand to `get`, more than 0."""
+    def put(self, box: int, value: object) -> int:
+        """Stores `value` and returns a length to hand to `get`, more than 0."""
 
     def get(self, box: int, length: int) -> Any:
-        """The letter, or for length 0 None."""
+        """The object in `box`, or for length 0 None."""
 
 
 class SharedMail:
-    """Mail between processes. Letters are pickled: each side gets objects of its own. shares_main: see `dumps`."""
+    """Mail between processes. Objects are pickled, so that each side has its own. shares_main: see `dumps`."""
 
     lends_objects = False
 
@@ -50,8 +50,8 @@ class SharedMail:
             return objects
         return copies
 
-    def put(self, box: int, letter: object) -> int:
-        data = dumps(letter, shares_main=self._shares_main)
+    def put(self, box: int, value: object) -> int:
+        data = dumps(value, shares_main=self._shares_main)
         view, at = memoryview(data), box * _BOX_BYTES
         while view:
             written = os.pwrite(self._fd, view, at)
@@ -82,8 +82,8 @@ class LocalMail:
     def own(self, objects: list[Any]) -> list[Any]:
         return [_copied(one) for one in objects]
 
-    def put(self, box: int, letter: object) -> int:
-        self._boxes[box] = letter
+    def put(self, box: int, value: object) -> int:
+        self._boxes[box] = value
         return 1
 
     def get(self, box: int, length: int) -> Any:

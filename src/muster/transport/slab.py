@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from muster._core import CACHE_LINE, CALLER_BYTES, LINE_BYTES, RECORD_BYTES, RECORD_FIELDS, SlabLayout, map_bytes
+from muster._core import CACHE_LINE, CALLER_BYTES, HOST_BYTES, RECORD_BYTES, RECORD_FIELDS, SlabLayout, map_bytes
 from muster.spaces.tree import Array, Node, Rows
 
 # Numbers that one env's info may fill before the rest goes through the mail. Untouched pages cost nothing. A line more
@@ -32,10 +32,10 @@ RECORD = np.dtype({"names": _NAMES, "formats": _FORMATS, "offsets": _OFFSETS, "i
 
 
 @dataclass(frozen=True)
-class Plan:
+class SlabPlan:
     """What the slab's layout follows from; the same in the caller and in every worker.
 
-    first_envs: for each line (a worker, or the caller's own share) its first env, and num_envs at the end.
+    first_envs: for each host (a worker, or the caller itself) its first env, and num_envs at the end.
     """
 
     obs: Node
@@ -47,7 +47,7 @@ class Plan:
         return self.first_envs[-1]
 
     @property
-    def num_lines(self) -> int:
+    def num_hosts(self) -> int:
         return len(self.first_envs) - 1
 
 
@@ -57,16 +57,16 @@ class Slab:
     memory: uint8, the block itself.
     records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
     info_bytes: uint8 ``[N, 2, ...]``, the step's info and the final one.
-    action_mail_bytes ``[N]``, schema_mail_bytes ``[lines]``: lengths of letters in the mail, see mail.py.
+    action_mail_bytes ``[N]``, schema_mail_bytes ``[hosts]``: bytes in the mail, see mail.py.
     layout: where all this lies, for the core.
     """
 
-    def __init__(self, plan: Plan, fd: int | None = None) -> None:
+    def __init__(self, plan: SlabPlan, fd: int | None = None) -> None:
         self.plan = plan
         n = plan.num_envs
         self._end = 0
         caller = self._reserve(CALLER_BYTES)
-        lines = self._reserve(plan.num_lines * LINE_BYTES)
+        hosts = self._reserve(plan.num_hosts * HOST_BYTES)
         records = self._reserve(n * RECORD_BYTES)
         actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves()]
         start = self._end
@@ -80,7 +80,7 @@ class Slab:
         spares = _SPARE_BLOCKS if any(lent) else 0
         self._reserve(spares * block_bytes)
         final = [self._reserve(n * leaf.row_bytes) for leaf in leaves]
-        lengths = self._reserve((n + plan.num_lines) * 4)
+        lengths = self._reserve((n + plan.num_hosts) * 4)
         infos = self._reserve(n * 2 * _INFO_BYTES)
 
         if fd is not None and os.fstat(fd).st_size < self._end:
@@ -89,9 +89,9 @@ class Slab:
         self.layout = SlabLayout(
             address=self.memory.ctypes.data,
             num_envs=n,
-            num_lines=plan.num_lines,
+            num_hosts=plan.num_hosts,
             caller_offset=caller,
-            lines_offset=lines,
+            hosts_offset=hosts,
             records_offset=records,
             info_offset=infos,
             info_bytes=_INFO_BYTES,
@@ -102,7 +102,7 @@ class Slab:
         )
         self.records = self.array(records, (n,), RECORD)
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
-        self.schema_mail_bytes = self.array(lengths + 4 * n, (plan.num_lines,), np.dtype(np.uint32))
+        self.schema_mail_bytes = self.array(lengths + 4 * n, (plan.num_hosts,), np.dtype(np.uint32))
         self.info_bytes = self.array(infos, (n, 2, _INFO_BYTES), np.dtype(np.uint8))
         self.actions = self._rows(plan.action, actions)
         self.obs = self._rows(plan.obs, obs, lent)
@@ -117,9 +117,9 @@ class Slab:
         """A view of the block."""
         return np.ndarray(shape, dtype, self.memory.data, offset)
 
-    def line(self, index: int) -> dict[str, int]:
-        """What worker `index` is doing and has done, see WorkerLine in _core/records.hpp."""
-        return self.layout.line_state(index)
+    def host(self, index: int) -> dict[str, int]:
+        """What worker `index` is doing and has done, see HostRecord in _core/records.hpp."""
+        return self.layout.host_state(index)
 
     def _reserve(self, size: int) -> int:
         offset = self._end

@@ -29,7 +29,7 @@ class ActionWriter:
     def write(self, actions: Any, ids: Array) -> bool:
         """Writes the actions of envs `ids`, and mails what has no place in the slab.
 
-        True where they are mailed as they were given, one object for each env. Raises ActionError before anything is
+        True where they are mailed as they were provided, one object for each env. Raises ActionError before anything is
         written.
         """
         objects: list[list[Any]] = [[] for _ in ids]
@@ -46,10 +46,10 @@ class LenientWriter(ActionWriter):
         try:
             return super().write(actions, ids)
         except ActionError:
-            given = self._taken_apart(actions)
-            if len(given) != len(ids):
+            provided = self._taken_apart(actions)
+            if len(provided) != len(ids):
                 raise
-            return self._mail(given, ids)
+            return self._mail(provided, ids)
 
     def _taken_apart(self, actions: Any) -> Sequence[Any]:
         """The action of each env, as Gymnasium takes batches apart; none if it can not."""
@@ -77,11 +77,11 @@ class OneByOneWriter(LenientWriter):
     def write(self, actions: Any, ids: Array) -> bool:
         if self.in_core:
             return super().write(actions, ids)
-        given = self._taken_apart(actions)
-        if len(given) != len(ids):
-            raise ActionError(f"expected {len(ids)} actions, one for each env, got {len(given)}")
-        return self._mail(given, ids)
+        provided = self._taken_apart(actions)
+        if len(provided) != len(ids):
+            raise ActionError(f"expected {len(ids)} actions, one for each env, got {len(provided)}")
+        return self._mail(provided, ids)
 
     def _taken_apart(self, actions: Any) -> Sequence[Any]:
-        given = list(actions)
-        return given[: self._backend.slab.plan.num_envs] if self._ignores_surplus else given
+        provided = list(actions)
+        return provided[: self._backend.slab.plan.num_envs] if self._ignores_surplus else provided

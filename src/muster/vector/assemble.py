@@ -18,7 +18,7 @@ from muster.backends.serial import SerialBackend
 from muster.recipes.recipe import Recipe, WorkerInfo
 from muster.spaces.tree import Node, tree
 from muster.transport.infos import InfoReader
-from muster.transport.slab import Plan
+from muster.transport.slab import SlabPlan
 from muster.vector.action_writers import ActionWriter, LenientWriter
 from muster.vector.agent_rows import RowVectorEnv
 from muster.vector.batched_spaces import BatchedSpaces, agents_spaces, equal_spaces
@@ -27,7 +27,7 @@ from muster.vector.raisers import Raiser, raise_env_error, raise_original
 from muster.vector.vector_env import Assembled, VectorEnv
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
-from muster.workers.options import Patience, ShareOptions
+from muster.workers.options import HostOptions, WaitBudget
 from muster.workers.resources import usable_cores
 
 _SAME_STEP: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP, "observation_mode": "same"}
@@ -56,8 +56,8 @@ class AssemblyOptions:
     """How one vector env steps. max_restarts: None where a failure is an error at once."""
 
     autoreset_mode: AutoresetMode
-    caller_patience: Patience
-    worker_patience: Patience
+    caller_wait_budget: WaitBudget
+    worker_wait_budget: WaitBudget
     copy: bool = True
     check_finite: bool = False
     max_restarts: int | None = None
@@ -98,11 +98,11 @@ def assemble(
         writer = parts.writer(actions, spaces.action, backend)
         must_reset = options.autoreset_mode is AutoresetMode.DISABLED
         backend.attach(
-            Plan(obs, actions, backend.first_envs),
-            ShareOptions(
-                getattr(Autoreset, options.autoreset_mode.name), options.check_finite, options.worker_patience
+            SlabPlan(obs, actions, backend.first_envs),
+            HostOptions(
+                getattr(Autoreset, options.autoreset_mode.name), options.check_finite, options.worker_wait_budget
             ),
-            CallerOptions(must_reset, parts.steps_unreset, writer.in_core, options.caller_patience),
+            CallerOptions(must_reset, parts.steps_unreset, writer.in_core, options.caller_wait_budget),
         )
     except BaseException:
         backend.close(0.0)
@@ -161,7 +161,7 @@ def process_vec(recipes: Sequence[Recipe], options: ProcessOptions, max_restarts
     return VectorEnv(assemble(backend, STRICT, assembly))
 
 
-def patience(cores: int, processes: int, *, caller_steps: bool = False) -> tuple[Patience, Patience]:
+def wait_budgets(cores: int, processes: int, *, caller_steps: bool = False) -> tuple[WaitBudget, WaitBudget]:
     """How long the caller and the workers wait awake; measured in docs/adr/0003-doorbell.md.
 
     Processes that share cores yield to each other, which costs half of a sleep and a wake-up; a caller that shares its
@@ -169,14 +169,14 @@ def patience(cores: int, processes: int, *, caller_steps: bool = False) -> tuple
     in being throttled.
     """
     if cores < len(os.sched_getaffinity(0)):
-        return Patience(0, 0, False), Patience(0, 100, False)
+        return WaitBudget(0, 0, False), WaitBudget(0, 100, False)
     if processes > cores:
         pauses, yields = 0, 2000  # about 1 ms: most policies take less between two steps
     else:  # with pauses between them 3 ms; 10 where it is another's reset that a process with envs to step waits for
         pauses, yields = 1000, 6000 if caller_steps else 2000
-    return Patience(pauses, yields, False), Patience(pauses, yields, processes <= cores + 1)
+    return WaitBudget(pauses, yields, False), WaitBudget(pauses, yields, processes <= cores + 1)
 
 
 def drop_in_options(backend: Backend, autoreset_mode: AutoresetMode, **options: Any) -> AssemblyOptions:
     """The options of a vector env that leaves waiting to Muster, as drop-ins do. options: others of AssemblyOptions."""
-    return AssemblyOptions(autoreset_mode, *patience(usable_cores(), backend.num_workers + 1), **options)
+    return AssemblyOptions(autoreset_mode, *wait_budgets(usable_cores(), backend.num_workers + 1), **options)

@@ -14,7 +14,7 @@ from muster.errors import CannotTravel, EnvError, MusterError
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-def settle(envs: Any) -> None:
+def drop_pending(envs: Any) -> None:
     """Waits for every answer that a vector env still owes, and drops it: for those whose users cannot take it."""
     # Every recv() takes the answer of an env at least, or its error.
     for take in (envs.call_wait, *[envs.recv] * envs.num_envs):
@@ -47,5 +47,5 @@ def interruptible(method: C) -> C:
 def drop_interrupted(envs: Any, options: Mapping[str, Any] | None) -> None:
     """Before a reset with `options`: if that is of all envs, drops what an interrupted call has left behind."""
     if envs.interrupted and "reset_mask" not in (options or ()):
-        settle(envs)
+        drop_pending(envs)
         envs.interrupted = False

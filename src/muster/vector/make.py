@@ -14,10 +14,10 @@ from muster.backends.process import ProcessBackend, ProcessOptions, check_pool
 from muster.backends.serial import SerialBackend
 from muster.backends.thread import ThreadBackend
 from muster.envs import resolve_foreign_id
-from muster.envs.adapt import Inbound
+from muster.envs.adapt import Adapter
 from muster.errors import ConfigError, OneEnvPerProcess
 from muster.recipes.recipe import make_recipes
-from muster.vector.assemble import STRICT, AssemblyOptions, patience, vector_env_of
+from muster.vector.assemble import STRICT, AssemblyOptions, vector_env_of, wait_budgets
 from muster.vector.batched_spaces import alike_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
@@ -95,7 +95,7 @@ def make_vec(
     if groups is not None and not isinstance(groups, Mapping):
         raise ConfigError(f"groups must be a dict of each agent's group, got {type(groups).__name__}: {groups!r}")
     if wrappers is None or isinstance(wrappers, (list, tuple)):
-        wrappers = [*(wrappers or ()), Inbound(groups, state)]
+        wrappers = [*(wrappers or ()), Adapter(groups, state)]
     recipes = make_recipes(env, num_envs, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
     cores = usable_cores()
     if backend != "process":
@@ -121,11 +121,11 @@ def make_vec(
             memory_check=memory_check,
         )
         chosen = ProcessBackend(recipes, options)
-    caller_patience, worker_patience = patience(cores, chosen.num_workers + 1, caller_steps=caller_steps)
+    caller_wait_budget, worker_wait_budget = wait_budgets(cores, chosen.num_workers + 1, caller_steps=caller_steps)
     assembly = AssemblyOptions(
         autoreset_mode=mode,
-        caller_patience=caller_patience,
-        worker_patience=worker_patience,
+        caller_wait_budget=caller_wait_budget,
+        worker_wait_budget=worker_wait_budget,
         copy=copy,
         check_finite=check_finite,
         max_restarts=max_restarts if on_failure == "restart" else None,

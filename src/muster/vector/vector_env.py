@@ -292,9 +292,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def counts(self) -> tuple[int, int, int]:
         """Env steps, resets and restarts so far, of all envs."""
-        lines = [self._backend.slab.line(index) for index in range(self._backend.slab.plan.num_lines)]
+        hosts = [self._backend.slab.host(index) for index in range(self._backend.slab.plan.num_hosts)]
         restarts = int(self._records["restarts"].sum())
-        return sum(line["env_steps"] for line in lines), sum(line["resets"] for line in lines), restarts
+        return sum(host["env_steps"] for host in hosts), sum(host["resets"] for host in hosts), restarts
 
     @property
     def episode_returns(self) -> Floats:

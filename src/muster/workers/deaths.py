@@ -38,19 +38,19 @@ class Nouns:
     first_worker: int = 0
     is_env: bool = False
 
-    def name(self, line: int, envs: range = range(0)) -> WorkerName:
-        """Worker `line` by its name. envs: those that it steps; none where they are not to be told."""
-        return WorkerName(self.worker, self.first_worker + line, self.envs[line] if self.envs else envs)
+    def name(self, host: int, envs: range = range(0)) -> WorkerName:
+        """Worker `host` by its name. envs: those that it steps; none where they are not to be told."""
+        return WorkerName(self.worker, self.first_worker + host, self.envs[host] if self.envs else envs)
 
-    def env(self, line: int, env: int) -> str:
+    def env(self, host: int, env: int) -> str:
         """``env 5``, or nothing where that is the worker."""
-        return "" if self.is_env else f"env {self.envs[line][env] if self.envs else env}"
+        return "" if self.is_env else f"env {self.envs[host][env] if self.envs else env}"
 
-    def doing(self, slab: Slab | None, line: int, busy: list[int]) -> str:
+    def doing(self, slab: Slab | None, host: int, busy: list[int]) -> str:
         """``in step of env 5 for 3.2 s``. busy: the envs that the worker owes an answer for."""
         if slab is None:
             return "building its envs"
-        state = slab.line(line)
+        state = slab.host(host)
         if state["doing"] != Doing.NOTHING:
             words = {Doing.STEPPING: self.in_step, Doing.RESETTING: "in reset", Doing.TALKING: "answering a call"}
             of_env = "" if self.is_env else f" of env {state['env_index']}"

@@ -1,4 +1,4 @@
-"""The share of envs that one worker, or the caller itself, builds and steps."""
+"""An env host: the envs that one worker, or the caller itself, builds and steps."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from muster.worker_info import ask_for_running
 from muster.workers.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
 from muster.workers.failures import Failure, message_of, portable, reset_note
 from muster.workers.messages import ResetArguments, Restart
-from muster.workers.options import EnvCall, ShareOptions
+from muster.workers.options import EnvCall, HostOptions
 from muster.workers.resources import own_memory_bytes
 
 _RELEASE_TIMEOUT_S = 2.0
 
 
-class Share:
-    """Builds the envs of `recipes` and steps them by way of `Stepper`, whose host it is.
+class EnvHost:
+    """Builds the envs of `recipes` and steps them by way of `Stepper`, whose `env_host` it is.
 
     dumps: pickles for the caller, where that is another process.  worker: what failures call the worker.
     """
@@ -97,15 +97,15 @@ class Share:
         rest = [facts_of(env) for env in self.envs[1:]]
         return [first, *(first if same_facts(first, facts) else facts for facts in rest)]
 
-    def attach(self, slab: Slab, line: int, mail: Mail, options: ShareOptions) -> None:
-        """Makes the share ready to step into `slab`."""
+    def attach(self, slab: Slab, host: int, mail: Mail, options: HostOptions) -> None:
+        """Makes the host ready to step into `slab`."""
         self._slab = slab
         self._mail = mail
-        self._line = line
+        self._host = host
         self._misfits = [self._misfit(i, env) for i, env in enumerate(self.envs)]
         self.stepper = Stepper(
             slab=slab.layout,
-            line=line,
+            host=host,
             first_env=self.first_env,
             envs=self.envs,
             obs=slab.plan.obs.obs_node(slab.obs, slab.final_obs),
@@ -114,8 +114,8 @@ class Share:
             check_finite=options.check_finite,
             actions_by_mail=slab.plan.action.has_objects,
             lends_objects=mail.lends_objects,
-            host=self,
-            patience=options.patience,
+            env_host=self,
+            wait_budget=options.wait_budget,
         )
 
     def _misfit(self, i: int, env: Any) -> SpecMismatch | None:
@@ -145,10 +145,10 @@ class Share:
         return self._mail.put(self.first_env + i, self.failure(i, error))
 
     def own(self, objects: list[Any]) -> list[Any]:
-        """Copies of what an env has given, which it may change before it is posted or read."""
+        """Copies of what an env has given, which it may change before it is mailed or read."""
         return self._mail.own(objects)
 
-    def post(self, i: int, objects: list[Any], final_objects: list[Any]) -> int:
+    def put_mail(self, i: int, objects: list[Any], final_objects: list[Any]) -> int:
         """Mails what env i's observation and infos hold beside numbers."""
         try:
             return self._mail.put(self.first_env + i, (objects, final_objects))
@@ -182,10 +182,10 @@ class Share:
         return iter(self._mail.get(self._slab.plan.num_envs + env, length) or ())
 
     def on_new_schema(self) -> None:
-        """A new layout of infos: mails them all, in place of the last letter."""
+        """A new layout of infos: mails them all, in place of the last ones."""
         assert self._slab is not None
-        box = 2 * self._slab.plan.num_envs + self._line
-        self._slab.schema_mail_bytes[self._line] = self._mail.put(box, self.stepper.describe_schemas())
+        box = 2 * self._slab.plan.num_envs + self._host
+        self._slab.schema_mail_bytes[self._host] = self._mail.put(box, self.stepper.describe_schemas())
 
     # ---- commands
 
@@ -293,7 +293,7 @@ def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwar
     return value(*args, **kwargs) if callable(value) else value
 
 
-# The hosts that the core knows are shares: this is the first place that knows both them and `get_worker_info`.
+# The core knows env hosts as objects: this is the first place that knows both them and `get_worker_info`.
 ask_for_running(running)
 
 

@@ -85,7 +85,7 @@ class WorkerHandle:
 
 
 def launch_worker(
-    line: int,
+    host: int,
     envs: range,
     shared_fds: Mapping[str, int],
     start: Callable[[Mapping[str, int]], Started],
@@ -106,7 +106,7 @@ def launch_worker(
         stderr_read, stderr_write = os.pipe()
         ours_on_failure.callback(os.close, stderr_read)
         theirs_only.callback(os.close, stderr_write)
-        tail = memfd(f"tail-{line}")
+        tail = memfd(f"tail-{host}")
         ours_on_failure.callback(os.close, tail)
         caller = os.pidfd_open(os.getpid())
         theirs_only.callback(os.close, caller)
@@ -124,7 +124,7 @@ def launch_worker(
         )
         ours_on_failure.pop_all()
     process = WorkerProcess(pid, pidfd, status, tail, stderr_read)
-    return WorkerHandle(line, envs, process, Channel(ours, watch, shares_main=shares_main), nouns=nouns)
+    return WorkerHandle(host, envs, process, Channel(ours, watch, shares_main=shares_main), nouns=nouns)
 
 
 def fork_worker_for(recipes: Sequence[Recipe], fds: Mapping[str, int]) -> Started:

@@ -107,7 +107,7 @@ class WorkerProcess:
             rest = os.read(self._stderr_fd, 1 << 16)
         size = os.fstat(self._tail_fd).st_size
         kept = os.pread(self._tail_fd, 1 << 14, max(0, size - (1 << 14)))
-        return "\n".join(_telling_lines((kept + rest).decode(errors="replace").splitlines()))
+        return "\n".join(_significant_lines((kept + rest).decode(errors="replace").splitlines()))
 
     def tail_size(self) -> int:
         return os.fstat(self._tail_fd).st_size
@@ -144,7 +144,7 @@ class WorkerProcess:
         kill_started(root=self.pid, session=self._session, is_reaped=is_reaped)
 
 
-def _telling_lines(lines: list[str]) -> list[str]:
+def _significant_lines(lines: list[str]) -> list[str]:
     """The last lines; of a stack, whose most recent call comes first, the first ones."""
     stacks = [at for at, line in enumerate(lines) if line.startswith("Current thread")]
     if not stacks:

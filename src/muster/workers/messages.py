@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from muster.errors import CannotTravel, UnknownMessage
 from muster.recipes.recipe import WorkerInfo
 from muster.transport.big_arrays import Place
-from muster.transport.slab import Plan, Slab
+from muster.transport.slab import Slab, SlabPlan
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
-from muster.workers.options import ShareOptions
+from muster.workers.options import HostOptions
 
 T = TypeVar("T")
 
@@ -63,10 +63,10 @@ class StartOrder(Message):
     first_env: int
     argv: list[str]
     threads: int
-    tells_building: bool  # whether it reports, before all else, each of its first two envs
+    reports_building: bool  # whether it reports, before all else, each of its first two envs
     awaits_build: bool = False  # whether it imports what its recipes need, but builds only after `Build`
     replaces: bool = False  # it is a replacement: the facts of its envs are known
-    freight: tuple[Place, ...] = ()  # where the big parts of the recipes lie
+    big_arrays: tuple[Place, ...] = ()  # where the big parts of the recipes lie
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Build(Message):
 class Attach(Message):
     """Readies a host to step into the slab. slab: for another process its plan."""
 
-    slab: Slab | Plan
-    options: ShareOptions
+    slab: Slab | SlabPlan
+    options: HostOptions
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Restart(Message):
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Calls a method, or reads an attribute, of every env. arguments: of `Share.call`."""
+    """Calls a method, or reads an attribute, of every env. arguments: of `EnvHost.call`."""
 
     number: int
     arguments: Any
@@ -123,7 +123,7 @@ class Call(Message):
 
 @dataclass(frozen=True)
 class SetAttr(Message):
-    """Sets an attribute of every env. arguments: of `Share.set_attr`."""
+    """Sets an attribute of every env. arguments: of `EnvHost.set_attr`."""
 
     number: int
     arguments: Any
@@ -158,7 +158,7 @@ class BuildProgress(Message):
 
 @dataclass(frozen=True)
 class EnvsBuilt(Message):
-    """All envs stand; else a Failure comes in its place. facts: see `Share.facts`; none of a replacement."""
+    """All envs stand; else a Failure comes in its place. facts: see `EnvHost.facts`; none of a replacement."""
 
     facts: Sequence[EnvFacts]
 

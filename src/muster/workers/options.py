@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# What `Share.call` may be given in place of a name: called with each env and its index.
+# What `EnvHost.call` may be given in place of a name: called with each env and its index.
 EnvCall = Callable[[Any, int], Any]
 
 
-class Patience(NamedTuple):
-    """How long to wait awake before sleeping, see `Patience` in _core/doorbell.hpp."""
+class WaitBudget(NamedTuple):
+    """How long to wait awake before sleeping, see `WaitBudget` in _core/doorbell.hpp."""
 
     pauses: int
     yields: int
@@ -19,9 +19,9 @@ class Patience(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShareOptions:
-    """How a share is stepped; the same for all shares of a vector env."""
+class HostOptions:
+    """How a host steps its envs; equal for all hosts of a vector env."""
 
     autoreset_mode: int  # of _core.Autoreset
     check_finite: bool
-    patience: Patience
+    wait_budget: WaitBudget

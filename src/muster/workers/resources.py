@@ -94,8 +94,8 @@ def process_usage(pid: int | None) -> dict[str, int | None]:
 def worker_stats(slab: Slab, process_ids: Sequence[int | None]) -> list[dict[str, Any]]:
     """For each worker the shares of its time (they add up to 1), its env steps and resets, and what it holds."""
     stats = []
-    for line, pid in enumerate(process_ids):
-        state = slab.line(line)
+    for host, pid in enumerate(process_ids):
+        state = slab.host(host)
         spent = [state["ticks_in_env"], state["ticks_waiting"], state["ticks_copying"]]
         shares = [ticks / max(1, sum(spent)) for ticks in spent]
         stats.append(

@@ -15,7 +15,7 @@ from muster.errors import WorkerName
 from muster.recipes.recipe import Recipe, WorkerInfo, worker_info_context
 from muster.transport.mail import Mail
 from muster.workers.deaths import NOUNS
-from muster.workers.env_host import Share
+from muster.workers.env_host import EnvHost
 from muster.workers.failures import Failure
 from muster.workers.message_loop import MessageLoop
 from muster.workers.messages import Closed, EnvsBuilt, Message
@@ -27,8 +27,8 @@ _GRACE_S = 1.0
 _INTERRUPT_S = 0.5
 
 
-class _Share(Share):
-    """A share that tells before it closes its envs."""
+class _ThreadHost(EnvHost):
+    """An env host that announces when it is about to close its envs."""
 
     before_close: Callable[[], None]
 
@@ -38,7 +38,7 @@ class _Share(Share):
 
 
 class ThreadWorker:
-    """One thread and its share of the envs. Messages to it go into `inbox`.
+    """One thread and the envs that it steps. Messages to it go into `inbox`.
 
     It holds no reference to the vector env, so that a vector env nobody uses any more is collected and closed.
     last_reply: it is only looked at, never taken away, so that a wait that Ctrl-C ends loses nothing; `replied` holds
@@ -49,8 +49,8 @@ class ThreadWorker:
     """
 
     def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo, first_env: int, mail: Mail) -> None:
-        self.share = _Share(recipes, info, first_env)
-        self.share.before_close = self._shield
+        self.env_host = _ThreadHost(recipes, info, first_env)
+        self.env_host.before_close = self._shield
         self._mail = mail
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.last_reply: Message | Failure | None = None
@@ -65,11 +65,11 @@ class ThreadWorker:
 
     @property
     def envs(self) -> range:
-        return range(self.share.first_env, self.share.first_env + len(self.share.recipes))
+        return range(self.env_host.first_env, self.env_host.first_env + len(self.env_host.recipes))
 
     @property
     def name(self) -> WorkerName:
-        return NOUNS.name(self.share.info.worker_index or 0, self.envs)
+        return NOUNS.name(self.env_host.info.worker_index or 0, self.envs)
 
     def interrupt_if(self, hangs: Callable[[ThreadWorker], bool]) -> None:
         """Raises SystemExit in the thread; that reaches Python code, not a native call."""
@@ -87,21 +87,21 @@ class ThreadWorker:
 
     def _main(self) -> None:
         try:
-            with worker_info_context(self.share.info):
+            with worker_info_context(self.env_host.info):
                 try:
                     self._run()
                 except SystemExit:  # an interrupt that came between two envs
-                    self.failures += self.share.close()
+                    self.failures += self.env_host.close()
         except BaseException as error:  # told by the caller's watch: nobody reads a thread's traceback
             self.crash = error
         finally:
             self.closes = True
 
     def _run(self) -> None:
-        failure = self.share.build()
-        self._reply(failure or EnvsBuilt(self.share.facts()))
+        failure = self.env_host.build()
+        self._reply(failure or EnvsBuilt(self.env_host.facts()))
         if not failure:
-            MessageLoop(self.share, self._mail, self._reply, lambda slab: slab).run(self.inbox.get)
+            MessageLoop(self.env_host, self._mail, self._reply, lambda slab: slab).run(self.inbox.get)
 
     def _reply(self, reply: Message | Failure) -> None:
         if isinstance(reply, Closed):

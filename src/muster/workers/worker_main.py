@@ -1,4 +1,4 @@
-"""The worker process: builds its share of the envs, then steps them until it is told to close."""
+"""The worker process: builds its envs, then steps them until the caller closes it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from muster.envs.light_melting_pot import import_without_bots
 from muster.errors import CannotTravel
 from muster.introspection import type_name
 from muster.recipes.recipe import Recipe, unpack, worker_info_context
-from muster.transport.big_arrays import unload
+from muster.transport.big_arrays import map_big_arrays
 from muster.transport.channel import Channel, ChannelClosed
 from muster.transport.mail import SharedMail, dumps
 from muster.transport.slab import Slab
-from muster.workers.env_host import Share, freeze_heap, seed_globals
+from muster.workers.env_host import EnvHost, freeze_heap, seed_globals
 from muster.workers.failures import Failure
 from muster.workers.killing import kill_group
 from muster.workers.message_loop import MessageLoop
@@ -95,7 +95,7 @@ class Worker:
         self._fds = fds
         self._dumps = functools.partial(dumps, shares_main=forked)
         self._forked = forked
-        self._share: Share
+        self._env_host: EnvHost
 
     def run(self, recipes: Sequence[Recipe] | None) -> None:
         if self._forked:
@@ -105,29 +105,29 @@ class Worker:
         assert order.info.seed is not None
         seed_globals(order.info.seed)
         with worker_info_context(order.info):
-            self._share = Share((), order.info, order.first_env, dumps=self._dumps)
+            self._env_host = EnvHost((), order.info, order.first_env, dumps=self._dumps)
             failure = self._build(order, recipes)
-            self._channel.send(failure or EnvsBuilt(() if order.replaces else self._share.facts()))
+            self._channel.send(failure or EnvsBuilt(() if order.replaces else self._env_host.facts()))
             while failure:  # until the caller closes it: one that has ended would be taken for dead
                 self._channel.recv()
             limit_threads(order.threads)
             freeze_heap(collects=not self._forked)
             mail = SharedMail(self._fds["mail"], shares_main=self._forked)
-            loop = MessageLoop(self._share, mail, self._reply, lambda plan: Slab(plan, self._fds["slab"]))
+            loop = MessageLoop(self._env_host, mail, self._reply, lambda plan: Slab(plan, self._fds["slab"]))
             loop.run(self._channel.recv)
 
     def _build(self, order: StartOrder, recipes: Sequence[Recipe] | None) -> Failure | None:
         try:
             if recipes is None:
                 self._channel.send(Unpacking(done=False))
-                recipes = unpack(order.recipes, unload(self._fds["mail"], order.freight))
+                recipes = unpack(order.recipes, map_big_arrays(self._fds["mail"], order.big_arrays))
                 self._channel.send(Unpacking(done=True))
-            self._share.recipes = list(recipes)
+            self._env_host.recipes = list(recipes)
         except BaseException as error:
-            return self._share.failure(0, error)
+            return self._env_host.failure(0, error)
         if order.awaits_build:
             expect(Build, self._channel.recv())
-        return self._share.build(self._report_built if order.tells_building else None)
+        return self._env_host.build(self._report_built if order.reports_building else None)
 
     def _report_built(self, memory_bytes: tuple[int, ...]) -> None:
         self._channel.send(BuildProgress(memory_bytes))
@@ -146,7 +146,7 @@ class Worker:
                 f"a {type_name(result)} cannot be sent from the worker: "
                 f'{error}. Ask for something smaller, such as an attribute of it, or use backend="serial"'
             )
-            return self._dumps(self._share.failure(i, refusal))
+            return self._dumps(self._env_host.failure(i, refusal))
 
 
 def limit_threads(count: int) -> None:

@@ -17,9 +17,9 @@ from typing import TypeVar
 import numpy as np
 
 from muster.recipes.recipe import Recipe, WorkerInfo, check_forkable, pack
-from muster.transport.big_arrays import Freight
+from muster.transport.big_arrays import BigArrays
 from muster.transport.channel import ChannelClosed
-from muster.transport.slab import Plan, memfd
+from muster.transport.slab import SlabPlan, memfd
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure, to_exception
@@ -27,7 +27,7 @@ from muster.workers.handle import UNPACKS_HINT, Started, WorkerHandle, fork_work
 from muster.workers.launcher_client import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
 from muster.workers.memory_plan import MemoryPlan
 from muster.workers.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, Unpacking, expect
-from muster.workers.options import ShareOptions
+from muster.workers.options import HostOptions
 
 T = TypeVar("T")
 SLICE_S = 0.05
@@ -54,7 +54,7 @@ class ProcessOptions:
 class Workers:
     """Worker i steps the envs from ``first_envs[i]`` to ``first_envs[i + 1] - 1``.
 
-    watch(line): called every 50 ms while a message to worker `line` has to wait, and may raise to end the wait.
+    watch(host): called every 50 ms while a message to worker `host` has to wait, and may raise to end the wait.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Workers:
         self._options = options
         self._watch = watch
         self._launcher: LauncherClient | None = None
-        self._freight: Freight | None = None
+        self._big_arrays: BigArrays | None = None
         self.handles: list[WorkerHandle] = []
         self.fds: dict[str, int] = {}  # "slab" and "mail"
         self._warned = False
@@ -80,28 +80,28 @@ class Workers:
         """Starts them all; `build` goes on. Raises CannotTravel before anything is started."""
         if self._options.context == "fork":
             check_forkable(self._recipes)
-        lines = range(self._options.num_workers)
-        loads: list[list[pickle.PickleBuffer]] = [[] for _ in lines]
-        orders = [self._order(line, loads[line]) for line in lines]
+        hosts = range(self._options.num_workers)
+        big: list[list[pickle.PickleBuffer]] = [[] for _ in hosts]
+        orders = [self._order(host, big[host]) for host in hosts]
         self._deadline = time.monotonic() + self._options.start_timeout_s
         with standard_fds():
             for name in ("slab", "mail"):
                 self.fds[name] = memfd(name)
                 own(self.fds[name])
-        self._freight = Freight(self.fds["mail"], loads)
-        placed = zip(orders, self._freight.places, strict=True)
-        self._orders = [dataclasses.replace(order, freight=places) for order, places in placed]
+        self._big_arrays = BigArrays(self.fds["mail"], big)
+        placed = zip(orders, self._big_arrays.places, strict=True)
+        self._orders = [dataclasses.replace(order, big_arrays=places) for order, places in placed]
         if self._options.context != "fork" and self._orders:
             with standard_fds():
                 self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
-        for line in lines:
-            self.handles.append(self._launch(line))
+        for host in hosts:
+            self.handles.append(self._launch(host))
 
     def send_orders(self) -> None:
         """Has them build their envs; the others once the first has shown that they may. All import at once."""
         for worker, order in zip(self.handles, self._orders, strict=True):
             self._send(worker, order, _BUILDING)
-        if self._orders and self._orders[0].tells_building:
+        if self._orders and self._orders[0].reports_building:
             self._await_first_envs(self.handles[0])
         for worker, order in zip(self.handles, self._orders, strict=True):
             if order.awaits_build:
@@ -111,9 +111,9 @@ class Workers:
         """The facts of all their envs. Raises what building raised, by the first env."""
         return [one for built in self._answers(EnvsBuilt, self.handles, _BUILDING) for one in built.facts]
 
-    def attach(self, plan: Plan, shares: ShareOptions) -> None:
+    def attach(self, plan: SlabPlan, options: HostOptions) -> None:
         """Readies them all to step into the slab."""
-        self._attach = Attach(plan, shares)
+        self._attach = Attach(plan, options)
         self._deadline = time.monotonic() + self._options.start_timeout_s
         for worker in self.handles:
             self._send(worker, self._attach, _MAPPING)
@@ -185,12 +185,12 @@ class Workers:
         limit_s = self._options.start_timeout_s
         return worker.timed_out(doing, f"start_timeout={limit_s}, {doing}", limit_s)
 
-    def _order(self, line: int, big: list[pickle.PickleBuffer]) -> StartOrder:
+    def _order(self, host: int, big: list[pickle.PickleBuffer]) -> StartOrder:
         """big: takes what is too big for a message."""
-        first, last = self._first_envs[line : line + 2]
+        first, last = self._first_envs[host : host + 2]
         info = WorkerInfo(
             env_index=None,
-            worker_index=line,
+            worker_index=host,
             num_envs=len(self._recipes),
             num_workers=self._options.num_workers,
             seed=int(np.random.SeedSequence().generate_state(1)[0]),
@@ -198,24 +198,24 @@ class Workers:
         recipes = self._recipes[first:last]
         context = self._options.context
         data = b"" if context == "fork" else pack(recipes, start_method=context, big=big)
-        tells_building = line == 0 and len(self._recipes) > 1
+        reports_building = host == 0 and len(self._recipes) > 1
         threads = self._options.threads_per_worker
-        return StartOrder(data, info, first, sys.argv, threads, tells_building, awaits_build=line > 0)
+        return StartOrder(data, info, first, sys.argv, threads, reports_building, awaits_build=host > 0)
 
-    def _launch(self, line: int) -> WorkerHandle:
-        envs = range(*self._first_envs[line : line + 2])
+    def _launch(self, host: int) -> WorkerHandle:
+        envs = range(*self._first_envs[host : host + 2])
         start: Callable[[Mapping[str, int]], Started] = self._start_by_launcher
         if self._launcher is None:
             start = functools.partial(fork_worker_for, self._recipes[envs.start : envs.stop])
-        watch = functools.partial(self._watch, line)
+        watch = functools.partial(self._watch, host)
         try:
             with standard_fds():
                 shares_main, nouns = self._launcher is None, self._options.nouns
-                return launch_worker(line, envs, self.fds, start, watch=watch, shares_main=shares_main, nouns=nouns)
+                return launch_worker(host, envs, self.fds, start, watch=watch, shares_main=shares_main, nouns=nouns)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 error.add_note(
-                    f"worker {line} of {self._options.num_workers} could not start: each needs 5 file descriptors in "
+                    f"worker {host} of {self._options.num_workers} could not start: each needs 5 file descriptors in "
                     "this process; allow it more (`ulimit -n`), or ask for fewer workers (num_workers=...)"
                 )
             raise
@@ -231,12 +231,12 @@ class Workers:
 
     # ---- replacing
 
-    def replace(self, line: int, reason: str) -> None:
+    def replace(self, host: int, reason: str) -> None:
         """Starts another process in the place of one that has been retired; `continue_start` goes on."""
-        worker = self.handles[line] = self._launch(line)
+        worker = self.handles[host] = self._launch(host)
         worker.replaces = reason
         worker.starting_until = time.monotonic() + self._options.start_timeout_s
-        order = dataclasses.replace(self._orders[line], tells_building=False, awaits_build=False, replaces=True)
+        order = dataclasses.replace(self._orders[host], reports_building=False, awaits_build=False, replaces=True)
         with contextlib.suppress(ChannelClosed, TimeoutError):  # `continue_start` says so
             worker.channel.send(order, self._options.start_timeout_s)
 
@@ -284,7 +284,7 @@ class Workers:
         launcher, self._launcher = self._launcher, None
         if launcher is not None:
             launcher.release()
-        if self._freight is not None:
-            self._freight.close()
+        if self._big_arrays is not None:
+            self._big_arrays.close()
         fds, self.fds = self.fds, {}
         close_own(*fds.values())

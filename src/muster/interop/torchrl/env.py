@@ -16,7 +16,7 @@ from muster.interop.starting import recipes_of, require_copies, with_processes
 from muster.interop.torchrl.env_worker import ENCODING, inner_env_of
 from muster.transport.infos import spread
 from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
-from muster.vector.interrupted import settle
+from muster.vector.interrupted import drop_pending
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
@@ -119,10 +119,10 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         if mask is not None and seed is None and options is None:
             rows = rows & ~self._fresh
         if rows.any():
-            settle(self.vector_env)  # of a step that Ctrl-C has ended
+            drop_pending(self.vector_env)  # of a step that Ctrl-C has ended
             provided = dict(options or {}) if mask is None else {**(options or {}), "reset_mask": rows}
             obs, infos = self.vector_env.reset(seed=seed, options=provided or None)
-            self._now_observed(self._td_shape.observation_fields(obs, infos), infos)
+            self._keep_observation(self._td_shape.observation_fields(obs, infos), infos)
         self._fresh = self._fresh & ~asked
         return self._td_shape.joined(
             self._current, self._td_shape.not_ended(), no_ends(tuple(self.batch_size), self.device)
@@ -154,7 +154,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         """`result`, of the vector env's step, as a tensordict. mask: bool ``[N]``, who stepped; None for all."""
         obs, rewards, terminated, truncated, infos = result
         observations = self._td_shape.observation_fields(obs, infos)
-        self._now_observed(observations if mask is None else chosen(mask, observations, self._current), infos)
+        self._keep_observation(observations if mask is None else chosen(mask, observations, self._current), infos)
         self._arrived = self._current
         over = terminated | truncated
         if self._resets_itself:
@@ -165,7 +165,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
             self._arrived, self._td_shape.reward_fields(rewards, infos), ends(terminated, truncated, self.device)
         )
 
-    def _now_observed(self, observations: Any, infos: Mapping[str, Any]) -> None:
+    def _keep_observation(self, observations: Any, infos: Mapping[str, Any]) -> None:
         self._current = observations
         # Also where no env gives a mask now: the spec would keep the last one.
         self._masked_groups.update(infos.get("action_mask", ()))

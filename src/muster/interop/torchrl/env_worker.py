@@ -7,7 +7,7 @@ from typing import Any
 
 import gymnasium
 
-from muster.envs.adapt import Inbound, is_torchrl
+from muster.envs.adapt import Adapter, is_torchrl
 from muster.envs.agents import AgentsEnv
 from muster.errors import RecipeError
 from muster.introspection import type_name
@@ -30,7 +30,7 @@ def inner_env_of(env: Any) -> Any:
         groups = {agent: group for group, agents in env.group_map.items() for agent in agents}
     else:
         inner = env
-    adapted = None if is_torchrl(inner) else Inbound(groups, state)(inner)
+    adapted = None if is_torchrl(inner) else Adapter(groups, state)(inner)
     if not isinstance(adapted, (gymnasium.Env, AgentsEnv)):
         raise RecipeError(
             f"create_env_fn returned a {type_name(env)}; expected TorchRL's GymEnv or "
