@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,36 +139,32 @@ class Storage:
         """The batch ``[T, N]``, on the memory of this storage; DESIGN's keys. traj_ids: int64 ``[T, N]``."""
         shape = (self.T, self.N)
         done = self.terminated | self.truncated
-        after: dict[str, Any] = {}
-        root: dict[str, Any] = {}
+        values: dict[Key, Any] = {}
         for i, field in enumerate(self._observation_fields):
-            _put(root, field.key, torch.from_numpy(self.observations[i][: self.T]))
+            values[field.key] = torch.from_numpy(self.observations[i][: self.T])
             if not self.compact:
-                _put(after, field.key, torch.from_numpy(self.next_observations[i]))
+                values["next", *field.key] = torch.from_numpy(self.next_observations[i])
         for field, array in zip(self._reward_fields, self.rewards, strict=True):
-            _put(after, field.key, torch.from_numpy(array).unsqueeze(-1))
-        for key, tensor in self.outputs.items():
-            _put(root, key, tensor)
+            values["next", *field.key] = torch.from_numpy(array).unsqueeze(-1)
         for name, flags in (("terminated", self.terminated), ("truncated", self.truncated), ("done", done)):
-            after[name] = torch.from_numpy(flags).unsqueeze(-1)
-        collector: dict[str, Any] = {"traj_ids": torch.from_numpy(traj_ids), "mask": torch.from_numpy(self.mask)}
+            values["next", name] = torch.from_numpy(flags).unsqueeze(-1)
+        values |= self.outputs  # keys that the policy provides under "next" join those of the env
+        values["collector", "traj_ids"] = torch.from_numpy(traj_ids)
+        values["collector", "mask"] = torch.from_numpy(self.mask)
         if self.compact:
-            collector |= self._sparse()
-        # Keys that the policy gave under "next" join those of the env.
-        after = _merged(after, root.pop("next", {}))
-        root |= {"next": after, "collector": collector}
-        return TensorDict(_nested(root, shape), batch_size=shape, names=_NAMES)
+            values |= self._sparse()
+        return TensorDict(values, batch_size=shape, names=_NAMES)
 
-    def _sparse(self) -> dict[str, Any]:
-        final: dict[str, Any] = {}
-        last: dict[str, Any] = {}
+    def _sparse(self) -> dict[Key, Any]:
+        values: dict[Key, Any] = {}
         for i, field in enumerate(self._observation_fields):
             leaves = [np.asarray(one.leaves[i]) for one in self.finals]
             rows = np.stack(leaves) if leaves else np.empty((0, *field.shape), field.dtype)
-            _put(final, field.key, UnbatchedTensor(torch.from_numpy(rows)))
-            _put(last, field.key, UnbatchedTensor(torch.from_numpy(self.observations[i][self.T])))
+            values["collector", "final", *field.key] = UnbatchedTensor(torch.from_numpy(rows))
+            values["collector", "last", *field.key] = UnbatchedTensor(torch.from_numpy(self.observations[i][self.T]))
         where = np.array([(one.time, one.env) for one in self.finals], np.int64).reshape(-1, 2)
-        return {"final": final, "last": last, "final_at": UnbatchedTensor(torch.from_numpy(where))}
+        values["collector", "final_at"] = UnbatchedTensor(torch.from_numpy(where))
+        return values
 
 
 def next_observations(batch: TensorDict) -> TensorDict:
@@ -183,31 +179,10 @@ def next_observations(batch: TensorDict) -> TensorDict:
             '("next", "observation") already'
         )
     at = batch["collector", "final_at"].unbind(-1)
-    after: dict[str, Any] = {}
+    values: dict[Key, Tensor] = {}
     for key in last.keys(include_nested=True, leaves_only=True):
         key = key if isinstance(key, tuple) else (key,)
         rows = torch.cat([batch[key][1:], last[key].unsqueeze(0)])
         rows[at] = batch[("collector", "final", *key)]
-        _put(after, key, rows)
-    return TensorDict(_nested(after, tuple(batch.batch_size)), batch_size=batch.batch_size, names=_NAMES)
-
-
-def _put(tree: dict[str, Any], key: Key, value: Any) -> None:
-    for name in key[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[key[-1]] = value
-
-
-def _merged(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(first)
-    for key, value in second.items():
-        merged[key] = _merged(merged.get(key, {}), value) if isinstance(value, dict) else value
-    return merged
-
-
-def _nested(tree: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Each inner dict as a TensorDict of the same batch size."""
-    return {
-        key: TensorDict(_nested(value, shape), batch_size=shape) if isinstance(value, dict) else value
-        for key, value in tree.items()
-    }
+        values[key] = rows
+    return TensorDict(values, batch_size=batch.batch_size, names=_NAMES)
