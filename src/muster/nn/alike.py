@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from muster.errors import SpecMismatch, UsageError
-from muster.nn.functional import named_tensors, ties
+from muster.nn.functional import all_names, named_tensors, ties
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
@@ -46,7 +46,7 @@ def require_no_references(modules: Sequence[nn.Module]) -> None:
     In a list, tuple, dict, TensorDict or function a call with other tensors goes on with the module's own. Recurrent
     layers may keep a list, which they keep up to date.
     """
-    own = {id(tensor): name for module in modules for name, tensor in _all_tensors(module)}
+    own = {id(tensor): name for module in modules for name, tensor in all_names(module)}
     for index, module in enumerate(modules):
         seen: set[tuple[int, bool]] = set()
         for path, part in module.named_modules():
@@ -71,7 +71,7 @@ def _tensors_in(
     if isinstance(value, Tensor):
         yield where, value
     elif in_function and isinstance(value, nn.Module):  # A copy of the network keeps the function, and so this module.
-        yield from ((f"{where}.{name}", tensor) for name, tensor in _all_tensors(value))
+        yield from ((f"{where}.{name}", tensor) for name, tensor in all_names(value))
     elif (
         isinstance(value, (list, tuple, Mapping, TensorDictBase, FunctionType)) and (id(value), in_function) not in seen
     ):
@@ -106,7 +106,7 @@ def _description(module: nn.Module) -> dict[str, str]:
             facts[f"the {kind[1:].replace('_', ' ')} of {at}"] = ", ".join(hooks) or "none"
     for number, line in enumerate(repr(module).splitlines(), start=1):
         facts[f"line {number} of their repr"] = re.sub(r" at 0x[0-9a-f]+", "", line).strip()
-    for name, tensor in _all_tensors(module):
+    for name, tensor in all_names(module):
         shown = f"{list(tensor.shape)}, {tensor.dtype} on {tensor.device}, requires_grad={tensor.requires_grad}"
         facts[f"the tensor {name}"] = shown
     facts["which tensors are tied"] = str(list(ties(module).values()))
@@ -128,8 +128,3 @@ def _require_own_tensors(modules: Sequence[nn.Module]) -> None:
                     "the function that builds them make a new one at each call; for one network for all agents use "
                     "share_params=True; a part that they share can be a module of its own in front of this one"
                 )
-
-
-def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)

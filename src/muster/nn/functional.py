@@ -54,7 +54,7 @@ class _FunctionalCall:
 
     def __init__(self, module: nn.Module, params: Mapping[str, Tensor]) -> None:
         self._module = module
-        self._known = frozenset(name for name, _ in _all_names(module))
+        self._known = frozenset(name for name, _ in all_names(module))
         self._owners = tensor_owners(module)
         self._ties = ties(module)
         self._slots = tensordict_slots(module, params)
@@ -143,7 +143,7 @@ def ties(module: nn.Module) -> dict[str, list[str]]:
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
             if tensor is not None:
                 places.setdefault(tensor, []).append(f"{path}.{name}" if path else name)
-    return {name: places[tensor] for name, tensor in _all_names(module) if places.get(tensor, [name]) != [name]}
+    return {name: places[tensor] for name, tensor in all_names(module) if places.get(tensor, [name]) != [name]}
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -160,6 +160,12 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
                 "module once on an input, then try again"
             )
     return tensors
+
+
+def all_names(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of ``module``, with all names of each: a tied tensor has several."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def tensor_owners(module: nn.Module) -> list[nn.Module]:
@@ -193,17 +199,12 @@ def sole_use(module: nn.Module, owners: Iterable[nn.Module]) -> Iterator[None]:
 
 def _names_inside_tensordicts(module: nn.Module) -> frozenset[str]:
     prefixes = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, TensorDictBase))
-    return frozenset(name for name, _ in _all_names(module) if name.startswith(prefixes))
+    return frozenset(name for name, _ in all_names(module) if name.startswith(prefixes))
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
-
-
-def _all_names(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _unknown_names(module: nn.Module, tensors: Mapping[str, Tensor], known: frozenset[str]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from muster.errors import SpecMismatch, UsageError
+from muster.nn.functional import all_names
 
 
 def named_weights(policy: object) -> dict[str, Tensor]:
@@ -51,7 +52,10 @@ def weights_for(policy: object, weights: Any, own: Mapping[str, Tensor]) -> dict
         )
     provided = weights_by_name(weights)
     missing = sorted(own.keys() - provided.keys())
-    unknown = sorted(provided.keys() - _all_names(policy))
+    module = module_of(policy)
+    assert module is not None
+    # Names that `own` lacks are known, too: state dicts have all names of shared tensors, and placeholders.
+    unknown = sorted(provided.keys() - {name for name, _ in all_names(module)})
     if unknown or missing:
         raise SpecMismatch(f"the weights are not this policy's: unknown {unknown[:5]}, missing {missing[:5]}")
     require_fitting(provided, own)
@@ -132,12 +136,3 @@ def weights_by_name(weights: Any) -> dict[str, Tensor]:
     if isinstance(weights, Mapping):
         return dict(weights)
     raise UsageError(f"weights must be a module, a state dict or a TensorDict, got {type(weights).__name__}")
-
-
-def _all_names(policy: object) -> set[str]:
-    """Also the second names of shared tensors, and placeholders: state dicts have them."""
-    module = module_of(policy)
-    assert module is not None
-    parameters = module.named_parameters(remove_duplicate=False)
-    buffers = module.named_buffers(remove_duplicate=False)
-    return {name for name, _ in [*parameters, *buffers]}
