@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.modules.module as torch_module
 from tensordict import TensorDict, TensorDictBase  # type: ignore[import-untyped]  # ships no types
 from tensordict.nn import (  # type: ignore[import-untyped]  # ships no types
     TensorDictModule,
@@ -18,9 +17,9 @@ from tensordict.nn import (  # type: ignore[import-untyped]  # ships no types
 )
 from torch import Tensor, nn
 
+from muster.nn.fast_call import all_modules_are_hooked, does_more
 from muster.rollout.fields import Key
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ABSENT = object()
 
 
@@ -55,7 +54,7 @@ class PlainModules:
 
         Raises what the modules raise.
         """
-        if not self.able or _changed(self._wrappers):
+        if not self.able or skip_existing() or all_modules_are_hooked() or any(map(does_more, self._wrappers)):
             return False
         available = set(values)
         for _, in_keys, out_keys in self._calls:
@@ -117,10 +116,3 @@ def _leaves(key: Key, value: Any) -> dict[Key, Any]:
     if not isinstance(value, TensorDictBase):
         return {key: value}
     return {(*key, *as_key(inner)): value.get(inner) for inner in value.keys(include_nested=True, leaves_only=True)}
-
-
-def _changed(wrappers: list[Any]) -> bool:
-    """Whether something is to happen around the calls that was not there before."""
-    if skip_existing() or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return True
-    return any(vars(wrapper)[name] for wrapper in wrappers for name in _HOOKS)
