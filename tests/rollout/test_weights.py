@@ -16,6 +16,7 @@ import muster
 from muster.rollout.processes import policy_travel
 from muster.rollout.processes.policy_travel import obstacle_to, pack_policy
 from muster.rollout.processes.shared_weights import SharedWeights
+from muster.transport.slab import memfd
 
 
 class Holding(nn.Module):
@@ -109,7 +110,7 @@ def test_components_are_rebuilt_by_type_or_by_object(registry):
 def test_no_reader_ever_sees_half_an_update():
     """10,000 updates by another process, of weights that all have one value."""
     weights = {"a": torch.zeros(3000), "b": torch.zeros(50, 40)}
-    shared = SharedWeights(weights)
+    shared = SharedWeights(weights, memfd("weights"))
     pid = os.fork()
     if not pid:
         writer = SharedWeights(weights, os.open(f"/proc/self/fd/{shared.fd}", os.O_RDWR))
@@ -130,7 +131,7 @@ def test_no_reader_ever_sees_half_an_update():
 
 
 def test_nor_does_one_in_another_thread():
-    shared = SharedWeights({name: torch.zeros(3000) for name in "ab"})
+    shared = SharedWeights({name: torch.zeros(3000) for name in "ab"}, memfd("weights"))
     threads = [threading.Thread(target=_write, args=(shared, value)) for value in (1, 2)]
     for thread in threads:
         thread.start()

@@ -54,12 +54,6 @@ class ObservationNormalizer:
         self.moments.update(obs)
         return self(obs)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.moments.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.moments.load_state_dict(state)
-
 
 class RewardNormalizer:
     """Rewards over the running deviation of the discounted returns, within 10 of them; their sign is kept.
@@ -86,10 +80,7 @@ class RewardNormalizer:
         scale = (self.moments.var + EPSILON).rsqrt().float()
         return (rewards * scale).clamp(-CLIP, CLIP)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Of the statistics; envs that are started again begin new episodes."""
-        return self.moments.state_dict()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the state of ``moments``, with returns of 0: envs that start again begin new episodes."""
         self.moments.load_state_dict(state)
         self._returns.zero_()

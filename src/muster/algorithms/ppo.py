@@ -328,7 +328,7 @@ class PPO:
             "collector": self.collector.state_dict(),
             "minibatch_rng": self._minibatch_rng.get_state(),
             "episodes": self.episodes.state_dict(),
-            "normalizers": {name: one.state_dict() for name, one in normalizers.items() if one is not None},
+            "normalizers": {name: one.moments.state_dict() for name, one in normalizers.items() if one is not None},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -341,7 +341,7 @@ class PPO:
         self._minibatch_rng.set_state(state["minibatch_rng"])
         self.episodes.load_state_dict(state["episodes"])
         if self.observations is not None:
-            self.observations.load_state_dict(state["normalizers"]["observations"])
+            self.observations.moments.load_state_dict(state["normalizers"]["observations"])
         if self.rewards is not None:
             self.rewards.load_state_dict(state["normalizers"]["rewards"])
 

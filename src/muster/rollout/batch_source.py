@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +17,7 @@ from muster.introspection import caller_stacklevel
 from muster.rollout.devices import Device, to_device
 from muster.rollout.episodes import EpisodeCounter, Episodes, TrajectoryCounter
 from muster.rollout.returns import split_trajectories
-from muster.rollout.storage import Loss, Storage
+from muster.rollout.storage import Storage
 
 
 class BatchSource(ABC):
@@ -116,7 +116,13 @@ class BatchSource(ABC):
     def _batch_over(self, storage: Storage, first_env: int = 0) -> TensorDict:
         """The batch of a full storage, with trajectories numbered and episodes added up; warns of envs that failed."""
         self.last_episodes = self._episodes.count(storage, first_env)
-        warn_of_losses(storage.losses, first_env)
+        for loss in storage.losses:  # Python's default filter shows each env's failures once for each reason.
+            warnings.warn(
+                f"env {first_env + loss.env} failed and was replaced; its episode ends truncated with a masked row. "
+                f"What had happened: {loss.reason}",
+                RuntimeWarning,
+                stacklevel=caller_stacklevel(),
+            )
         return storage.to_batch(self._trajectories.count(storage.begins, first_env))
 
     def _counters(self) -> dict[str, Any]:
@@ -135,14 +141,3 @@ class BatchSource(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-
-def warn_of_losses(losses: Sequence[Loss], first_env: int = 0) -> None:
-    """Warns of the envs that failed. Python's default filter shows each env's failures once for each reason."""
-    for loss in losses:
-        warnings.warn(
-            f"env {first_env + loss.env} failed and was replaced; its episode ends truncated with a masked row. "
-            f"What had happened: {loss.reason}",
-            RuntimeWarning,
-            stacklevel=caller_stacklevel(),
-        )

@@ -305,14 +305,15 @@ class Collector(BatchSource):
         if self._torch_state is None:
             yield
             return
-        cuda = self._policy_device if self._policy_device.type == "cuda" else None
-        callers = _get_states(cuda)
-        _set_states(self._torch_state, cuda)
-        try:
-            yield
-        finally:
-            self._torch_state = _get_states(cuda)
-            _set_states(callers, cuda)
+        cuda = [self._policy_device] if self._policy_device.type == "cuda" else []
+        with torch.random.fork_rng(cuda):
+            torch.set_rng_state(self._torch_state[0])
+            for device, state in zip(cuda, self._torch_state[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            try:
+                yield
+            finally:
+                self._torch_state = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda)]
 
 
 def _torch_states(seed: int, device: torch.device) -> list[Tensor]:
@@ -321,13 +322,3 @@ def _torch_states(seed: int, device: torch.device) -> list[Tensor]:
     if device.type == "cuda":
         states.append(torch.Generator(device).manual_seed(int(words[1])).get_state())
     return states
-
-
-def _get_states(cuda: torch.device | None) -> list[Tensor]:
-    return [torch.get_rng_state(), *([] if cuda is None else [torch.cuda.get_rng_state(cuda)])]
-
-
-def _set_states(states: list[Tensor], cuda: torch.device | None) -> None:
-    torch.set_rng_state(states[0])
-    if cuda is not None:
-        torch.cuda.set_rng_state(states[1], cuda)

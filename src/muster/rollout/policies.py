@@ -29,15 +29,12 @@ class Actor(Protocol):
 
     def begin(self, storage: Storage) -> None:
         """Works on `storage` from now on."""
-        ...
 
     def act(self, t: int) -> list[Array]:
         """The actions of step t, one array ``[n, ...]`` for each action field. All outputs are in the storage."""
-        ...
 
     def forget(self, done: Array) -> None:
         """New episodes begin in the envs `done` (bool ``[n]``): recurrent state starts afresh there."""
-        ...
 
 
 class RandomActor:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from muster.rollout.weights import require_fitting
-from muster.transport.slab import memfd
 
 _ALIGN = 64
 
@@ -37,14 +36,14 @@ class SharedWeights:
     like: the tensors, by name; the same names, shapes and dtypes at both ends.  fd: the memory that the other end made.
     """
 
-    def __init__(self, like: Mapping[str, Tensor], fd: int | None = None) -> None:
+    def __init__(self, like: Mapping[str, Tensor], fd: int) -> None:
         like = dict(sorted(like.items()))  # modules that register the same weights in another order fit, too
         places: dict[str, int] = {}
         size = _ALIGN
         for name, tensor in like.items():
             places[name] = size
             size += (tensor.numel() * tensor.element_size() + _ALIGN - 1) // _ALIGN * _ALIGN
-        self.fd = memfd("weights") if fd is None else fd
+        self.fd = fd
         self._threads = threading.Lock()
         if os.fstat(self.fd).st_size < size:
             os.ftruncate(self.fd, size)
