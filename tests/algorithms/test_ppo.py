@@ -113,7 +113,7 @@ class TestLearning:
 
 class TestBootstrapping:
     def rollout(self, **env_options: Any) -> tuple[list[int], torch.Tensor, torch.Tensor, Callable[[int], float]]:
-        """Of one env and 12 steps: the clock before each step, targets, values, and the critic's value at a clock."""
+        """One env, 12 steps: the clock before each step, targets, values, and the critic's value at a clock."""
         make = functools.partial(Clock, **env_options)
         with ppo_on(make, num_envs=1, num_steps=12, gamma=0.5, gae_lambda=0.0) as ppo:
             rollout = ppo.collect_rollout()

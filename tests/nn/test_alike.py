@@ -333,7 +333,7 @@ def test_spectral_norms_train_one_after_the_other():
 
 
 class Equipped(nn.Module):
-    """What ordinary modules keep beside their layers."""
+    """The attributes that ordinary modules keep in addition to their layers."""
 
     def __init__(self):
         super().__init__()

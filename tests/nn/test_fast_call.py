@@ -18,7 +18,7 @@ def build(share_params: bool) -> MultiAgentMLP:
 
 
 def plainly(net: MultiAgentMLP, x: Tensor) -> Tensor:
-    """What a shared net gives for x, [B, A, 5], by the calls of its layers."""
+    """The output of a shared net for x, [B, A, 5], by the calls of its layers."""
     for layer in net.net:
         x = layer(x)
     return x

@@ -294,7 +294,7 @@ def test_tensordict_modules_and_keyword_arguments():
 
 
 class Blocks(nn.Linear):
-    """Waits inside forward until it is told to go on."""
+    """Waits inside forward until the test lets it go on."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)

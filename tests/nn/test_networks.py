@@ -24,7 +24,7 @@ def conv(centralised: bool, share_params: bool) -> MultiAgentConvNet:
 
 
 def one_by_one(net: MultiAgentNet, x: torch.Tensor) -> torch.Tensor:
-    """What a loop of the single networks gives for x, [B, A, *F]."""
+    """The output of a loop over the single networks for x, [B, A, *F]."""
     modules = net.to_modules() * (net.n_agents if net.share_params else 1)
     inputs = [x.flatten(1, 2)] * net.n_agents if net.centralised else x.unbind(1)
     return torch.stack([module(one) for module, one in zip(modules, inputs, strict=True)], 1)

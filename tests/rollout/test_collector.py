@@ -21,7 +21,7 @@ from muster.rollout.storage import next_observations
 
 
 class Noisy(nn.Module):
-    """Random actions of torch's global generator, and the observation's mean beside them."""
+    """Random actions of torch's global generator, and the observation's mean next to them."""
 
     def forward(self, obs):
         return {"action": torch.randint(0, 100, (len(obs),)), "mean": obs.mean(-1)}
@@ -300,7 +300,7 @@ def test_recurrent_state_is_carried_and_reset_by_env():
 
 def test_noise_that_reads_is_init_starts_afresh_with_each_episode():
     class Growing(nn.Module):
-        """As TorchRL's noise: what it reads besides the action is not among its keys."""
+        """Reads a key that is not among its keys, as TorchRL's noise does."""
 
         in_keys: ClassVar = ["action"]
         out_keys: ClassVar = ["action"]

@@ -27,7 +27,7 @@ Restarting = functools.partial(MultiCollector, on_failure="restart")
 
 
 class Breaking(CountingEnv):
-    """Raises in its seventh step, and again in the seventh after it was built anew."""
+    """Raises in its seventh step, and again in the seventh after it was built again."""
 
     def __init__(self, length: int = 5) -> None:
         super().__init__(length=length)

@@ -24,7 +24,7 @@ from muster.rollout.plain_modules import PlainModules
 
 
 class Acting(nn.Module):
-    """[N, 2] to actions and features."""
+    """Turns [N, 2] into actions and features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +180,14 @@ def test_the_mode_that_skips_existing_keys_is_heeded():
     assert PlainModules(policy).call(dict(values))
     with set_skip_existing(True):
         assert not PlainModules(policy).call(values)
+
+
+def test_a_wrapper_that_gets_a_forward_of_its_own_is_called_itself():
+    policy = single()
+    modules, values = PlainModules(policy), {("observation",): torch.zeros(1, 2)}
+    assert modules.call(dict(values))
+    policy.forward = lambda td: td.set("action", td["observation"])
+    assert not modules.call(values)
 
 
 def test_inputs_that_are_tensordicts_themselves_are_left_to_it():

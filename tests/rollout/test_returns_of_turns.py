@@ -1,4 +1,4 @@
-"""Returns of turn-based envs: rewards are told in the rows in which other agents act, and none is lost."""
+"""Returns of turn-based envs: rewards stand in the rows in which other agents act, and none is lost."""
 
 from __future__ import annotations
 

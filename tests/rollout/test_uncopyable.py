@@ -55,7 +55,7 @@ class Holding(ActorCritic):
 
 
 class Acting(torch.nn.Module):
-    """From observations to actions, by the policy that it wraps."""
+    """Turns observations into actions, by the policy that it wraps."""
 
     def __init__(self, kind: str, best: int = 0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights that a policy is given while it is used, and what else of it may change between batches."""
+"""Weights that a policy receives while it is used, and other changes to it between batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from muster.nn import MultiAgentNet
 
 
 class Learning(nn.Module):
-    """Its action is its weight. In the third step of a batch it learns, as another thread might."""
+    """Acts its one weight. In the third step of a batch it learns, as another thread might."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def test_update_policy_weights_copies_into_the_policy():
 
 
 class TwoWeights(nn.Module):
-    """Gives both, and acts by the first."""
+    """Returns both of its weights, and acts by the first."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ def test_weights_may_change_places(within):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_network_that_computes_with_other_tensors_meanwhile_can_be_updated(own):
-    """Under vmap a network holds each call's tensors in the places of its own."""
+    """The network runs under vmap, where it holds each call's tensors in the places of its own."""
 
     class Acting(nn.Module):
         def __init__(self):
@@ -208,7 +208,7 @@ class Logits(nn.Module):
 
 @pytest.mark.parametrize("values", [False, True])
 def test_a_module_in_the_place_of_another_gives_its_own_keys(values):
-    """Also where the policy is called by a TensorDict, which keeps what it once held."""
+    """The keys change also where a policy is called through a TensorDict, which keeps what it once held."""
 
     def network(values):
         return TensorDictModule(Logits(values=values), ["observation"], ["logits", *["value"] * values])

@@ -19,7 +19,7 @@ from muster.errors import UsageError
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value for one env: two 64-64 tanh networks, or single layers on a shared CNN where it sees images.
+    """A policy and a value for one env: two 64-64 tanh networks, or single layers on a shared CNN for images.
 
     rng: what weights are drawn from; None for torch's global generator. Raises UsageError for spaces other than Box,
     Discrete, MultiDiscrete and MultiBinary.
@@ -38,16 +38,16 @@ class ActorCritic(nn.Module):
         self.register_buffer("value_scale", torch.ones(()))
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Observations [B, *obs_shape] to (action distribution's parameters [B, P], values [B])."""
+        """Parameters of the action distribution [B, P], and values [B], for observations [B, *obs_shape]."""
         features = self.encoder(obs)
         return self.actor(features), self.critic(features).squeeze(-1) * self.value_scale
 
     @torch.no_grad()
     def follow_value_scale(self, targets: Tensor, share: float) -> None:
-        """Mixes a share of the value targets [B] into ``value_scale``, their root mean square; no value changes by it.
+        """Mixes a share of the value targets [B] into ``value_scale``, their root mean square; values stay as they are.
 
-        The critic then learns numbers of about 1 whatever the rewards' size; to reach a return of 100 by itself, it
-        would saturate its tanh units. The last layer makes up for the change (van Hasselt et al. 2016,
+        The critic then learns numbers of about 1, whatever the size of the rewards; to reach a return of 100 without
+        the scale, it would saturate its tanh units. The last layer makes up for the change (van Hasselt et al. 2016,
         arXiv:1602.07714).
         """
         last = self.critic[-1]
@@ -58,7 +58,7 @@ class ActorCritic(nn.Module):
         self.value_scale.copy_(scale)
 
     def act(self, obs: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        """Actions [B, K] drawn for observations [B, *obs_shape]; ``head.to_env`` makes them the env's."""
+        """Actions [B, K] drawn for observations [B, *obs_shape]; ``head.to_env`` turns them into the env's."""
         return self.head.sample(self.actor(self.encoder(obs)), rng)
 
     def best(self, obs: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class ActorCritic(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Observations [B, *obs_shape] to float32 features [B, F]: numbers flat, choices one-hot, images through a CNN.
+    """Turns observations [B, *obs_shape] into float32 features [B, F]: flat numbers, one-hot choices, a CNN for images.
 
     Images are uint8 Boxes of three dimensions, the channels first or last, and at least 36 x 36 pixels. The CNN is that
     of Mnih et al. 2015 (doi:10.1038/nature14236).

@@ -21,7 +21,7 @@ class RunningMoments:
         self.count = 0
 
     def update(self, rows: Tensor) -> None:
-        """Counts rows ``[B, *shape]`` in."""
+        """Adds rows ``[B, *shape]`` to the statistics."""
         if not len(rows):
             return
         var, mean = torch.var_mean(rows.double(), dim=0, correction=0)
@@ -39,26 +39,26 @@ class RunningMoments:
 
 
 class ObservationNormalizer:
-    """Observations less their running mean, over their running deviation, within 10 deviations."""
+    """Subtracts the running mean from observations, divides by the running deviation, and clips to 10 deviations."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.moments = RunningMoments(shape)
 
     def __call__(self, obs: Tensor) -> Tensor:
-        """obs: ``[B, *shape]`` of any dtype. Returns float32; the statistics stay as they are."""
+        """Normalised observations, float32 ``[B, *shape]``. obs: of any dtype. The statistics stay as they are."""
         scale = (self.moments.var + EPSILON).rsqrt()
         return ((obs.double() - self.moments.mean) * scale).clamp(-CLIP, CLIP).float()
 
     def update(self, obs: Tensor) -> Tensor:
-        """The same, with these observations counted in before."""
+        """Adds the observations to the statistics, then returns them normalised."""
         self.moments.update(obs)
         return self(obs)
 
 
 class RewardNormalizer:
-    """Rewards over the running deviation of the discounted returns, within 10 of them; their sign is kept.
+    """Divides rewards by the running deviation of the discounted returns, and clips to 10; their sign is kept.
 
-    The return of an env is carried from rollout to rollout, and begins anew with each episode.
+    The return of an env is carried from rollout to rollout, and starts from 0 with each episode.
     """
 
     def __init__(self, num_envs: int, gamma: float) -> None:
@@ -67,8 +67,9 @@ class RewardNormalizer:
         self._returns = torch.zeros(num_envs, dtype=torch.float64)
 
     def update(self, rewards: Tensor, done: Tensor, mask: Tensor) -> Tensor:
-        """rewards: float32 ``[T, N]``; done, mask: bool ``[T, N]``; masked rows count for nothing. Returns as rewards.
+        """Normalised rewards, float32 ``[T, N]``.
 
+        rewards: float32 ``[T, N]``; done, mask: bool ``[T, N]``; rows where mask is False count for nothing.
         All rows are divided by the same number: the deviation with this rollout counted in.
         """
         returns = torch.zeros(rewards.shape, dtype=torch.float64)

@@ -7,8 +7,8 @@
 
 One iteration collects ``num_steps`` steps of ``num_envs`` envs, then learns from them for ``update_epochs`` passes. A
 truncated episode is bootstrapped from its final observation: a time limit is no termination. Everything random comes
-from ``seed``, through generators of its own: the same seed gives the same policy, torch's global generator is left as
-it was, and runs with neighbouring seeds share nothing.
+from ``seed``, through generators of its own: the same seed leads to the same policy, torch's global generator stays
+as it was, and runs with neighbouring seeds share nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from muster.rollout.episodes import Episodes
 from muster.rollout.returns import gae
 
 EPISODE_WINDOW = 100
-VALUE_SCALE_SHARE = 0.2  # that the newest rollout has in the values' scale
+VALUE_SCALE_SHARE = 0.2  # of the newest rollout in the values' scale
 
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """How PPO trains; names as in CleanRL, values that solve CartPole-v1. Raises ConfigError for senseless ones."""
+    """The options of PPO; names as in CleanRL, defaults that solve CartPole-v1. Raises ConfigError for bad values."""
 
     total_steps: int = 200_000  # env steps, rounded up to whole rollouts
     seed: int = 0
@@ -60,7 +60,7 @@ class PPOConfig:
     max_grad_norm: float = 0.5
     target_kl: float | None = None  # end the update's passes once the policy has moved this far
     normalize_observations: bool = False  # to mean 0 and deviation 1, as far as they are known
-    normalize_rewards: bool = False  # to returns of deviation 1; episodes' returns are told as they are
+    normalize_rewards: bool = False  # to returns of deviation 1; episodes' returns are reported as they are
     torch_threads: int = 1  # the other cores belong to the envs' workers
 
     @property
@@ -89,7 +89,7 @@ class PPOConfig:
 
 
 class EpisodeSummary(NamedTuple):
-    """The last 100 episodes; nan until the first one ends."""
+    """Figures of the last 100 episodes; nan until the first one ends."""
 
     episodes: int  # ended so far
     mean_return: float
@@ -99,7 +99,7 @@ class EpisodeSummary(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What an update measured, averaged over its minibatches."""
+    """The figures of one update, averaged over its minibatches."""
 
     policy_loss: float  # clipped surrogate
     value_loss: float  # half the mean squared error of the values, in units of the policy's value_scale
@@ -110,7 +110,7 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True)
 class PPOMetrics:
-    """What is known after an iteration."""
+    """The figures of one iteration."""
 
     steps: int  # env steps so far
     episodes: EpisodeSummary
@@ -119,7 +119,7 @@ class PPOMetrics:
     learning_rate: float
 
     def as_row(self) -> dict[str, float]:
-        """All of it under plain names, as metrics.csv has it."""
+        """All figures under plain names, as in metrics.csv."""
         return {"steps": self.steps, **{tag.split("/")[1]: value for tag, value in self.as_scalars().items()}}
 
     def as_scalars(self) -> dict[str, float]:
@@ -133,7 +133,7 @@ class PPOMetrics:
 
 
 class Rollout(NamedTuple):
-    """The B rows of a rollout, by time, then env, and what the policy that collected them made of them.
+    """The B rows of a rollout, by time, then env, with what the policy that collected them computed of each.
 
     B = T * N for T steps of N envs, less the rows that a collector leaves out.
     """
@@ -151,8 +151,8 @@ class PPO:
 
     envs: single-agent, ``same_step`` or ``next_step`` autoreset, ``config.num_envs`` of them, with Box, Discrete,
         MultiDiscrete or MultiBinary observations and actions.
-    policy: an ActorCritic for these spaces, or a module with its attributes and methods. It is trained as the object
-        that it is: neither copied nor pickled. None draws a new one from the seed.
+    policy: an ActorCritic for these spaces, or a module with its attributes and methods. This object itself
+        is trained, neither copied nor pickled. None draws a new one from the seed.
 
     Raises UsageError for other envs, ConfigError for options that do not fit them.
     """
@@ -161,7 +161,7 @@ class PPO:
         _check_envs(envs, config)
         self.envs = envs
         self.config = config
-        self.steps = 0  # of the iterations that are complete
+        self.steps = 0  # env steps of the complete iterations
         space = envs.single_observation_space
         collecting, weights, minibatches = np.random.SeedSequence(config.seed).spawn(3)
         self._minibatch_rng = torch.Generator().manual_seed(_seed(minibatches))
@@ -177,12 +177,12 @@ class PPO:
         )
 
     def train(self) -> Iterator[PPOMetrics]:
-        """Trains until ``total_steps``, an iteration for each item."""
+        """Trains until ``total_steps``; yields the metrics of each iteration."""
         while self.steps < self.config.total_steps:
             yield self.iterate()
 
     def iterate(self) -> PPOMetrics:
-        """One rollout and the update that learns from it."""
+        """Collects one rollout and learns from it."""
         config = self.config
         progress = self.steps / (config.num_iterations * config.batch_size)
         learning_rate = config.learning_rate * (1 - progress if config.anneal_lr else 1)
@@ -239,7 +239,7 @@ class PPO:
         return self._for_env(self.policy.act(seen) if sample else self.policy.best(seen))
 
     def _explore(self, obs: Tensor) -> dict[str, Tensor]:
-        """What the collector stores of a step; each step's observations count in the statistics, then go by them."""
+        """The outputs that the collector stores; obs first count in the statistics, then are normalised by them."""
         outputs = {}
         if self.observations is not None:
             outputs["normalized"] = obs = self.observations.update(obs)
@@ -253,13 +253,16 @@ class PPO:
         return torch.from_numpy(self.policy.head.to_env(chosen))
 
     def _evaluate(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """The policy's output for observations [B, *obs_shape], a minibatch at a time: images need the memory."""
+        """The policy's output for observations [B, *obs_shape], a minibatch at a time, as images take much memory."""
         minibatches = torch.split(obs, self.config.batch_size // self.config.num_minibatches)
         params, values = zip(*map(self.policy, minibatches), strict=True)
         return torch.cat(params), torch.cat(values)
 
     def update(self, rollout: Rollout, learning_rate: float) -> Losses:
-        """Several passes over the rollout in random minibatches. Raises TrainingDiverged, before the weights suffer."""
+        """Learns from the rollout in several passes, over random minibatches.
+
+        Raises TrainingDiverged, before numbers that are not finite get into the weights.
+        """
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -291,7 +294,7 @@ class PPO:
         return Losses(*torch.stack(history).mean(0).tolist())
 
     def _loss(self, batch: Rollout) -> tuple[Tensor, Tensor]:
-        """The loss of a minibatch, rows [M, ...], and what ``Losses`` reports of it [5]."""
+        """The loss of a minibatch, rows [M, ...], and its five figures for ``Losses`` [5]."""
         config = self.config
         params, values = self.policy(batch.observations)
         log_probs, entropy = self.policy.head.log_prob_and_entropy(params, batch.actions)
@@ -319,7 +322,7 @@ class PPO:
         return loss, torch.stack([policy_loss, value_loss, entropy, approx_kl, clip_fraction]).detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that going on needs but the envs: plain tensors, numbers and lists, so weights_only=True loads them."""
+        """The state without the envs: plain tensors, numbers and lists, so that weights_only=True loads them."""
         normalizers = {"observations": self.observations, "rewards": self.rewards}
         return {
             "policy": self.policy.state_dict(),
@@ -355,7 +358,7 @@ class EpisodeWindow:
         self.lengths: deque[int] = deque(maxlen=EPISODE_WINDOW)
 
     def add(self, episodes: Episodes) -> None:
-        """Counts what ended in a rollout."""
+        """Adds the episodes that ended in a rollout."""
         self.ended += len(episodes.returns)
         self.returns.extend(episodes.returns.tolist())
         self.lengths.extend(episodes.lengths.tolist())

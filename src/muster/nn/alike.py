@@ -1,4 +1,4 @@
-"""Checks that one network can run with the tensors of others: networks alike, no tensor shared or kept twice."""
+"""Checks that one network can run with the tensors of others: all are alike, no tensor is shared or kept twice."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from muster.nn.functional import all_names, named_tensors, ties
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
-_OF_RECURRENT_LAYERS = {"_flat_weights", "_flat_weight_refs"}  # their parameters again, which they keep up to date
+_OF_RECURRENT_LAYERS = {"_flat_weights", "_flat_weight_refs"}  # a layer's parameters, kept up to date by it
 
 
 def require_alike(modules: Sequence[nn.Module]) -> None:
     """Raises SpecMismatch where two modules differ in more than their values, UsageError where they share a tensor.
 
     Compared are the classes, modes and hooks of their parts, their ``repr``, and the names, shapes, dtypes and devices
-    of their tensors, frozen or not, tied or not. Parametrized layers count as what they were before.
+    of their tensors, frozen or not, tied or not. A parametrized layer counts as the layer that it was before.
     """
     _require_own_tensors(modules)
     first = _description(modules[0])
     for index, module in enumerate(modules[1:], start=1):
         other = _description(module)
-        for where in sorted(first | other, key=lambda where: where in first and where in other):  # what is absent first
+        for where in sorted(first | other, key=lambda where: where in first and where in other):  # absent ones first
             mine, its = first.get(where, "absent"), other.get(where, "absent")
             if mine != its:
                 raise SpecMismatch(
@@ -43,8 +43,8 @@ def require_alike(modules: Sequence[nn.Module]) -> None:
 def require_no_references(modules: Sequence[nn.Module]) -> None:
     """Raises UsageError where a module keeps its parameters and buffers in more places than under their names.
 
-    In a list, tuple, dict, TensorDict or function a call with other tensors goes on with the module's own. Recurrent
-    layers may keep a list, which they keep up to date.
+    Such places are lists, tuples, dicts, TensorDicts and functions: a call with other tensors would use the module's
+    own tensors there. Recurrent layers may keep a list of their parameters, which they keep up to date.
     """
     own = {id(tensor): name for module in modules for name, tensor in all_names(module)}
     for index, module in enumerate(modules):
@@ -84,7 +84,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, FunctionType):
         yield ".__defaults__", value.__defaults__
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with suppress(ValueError):  # empty so far
+            with suppress(ValueError):  # an empty cell
                 yield f".<locals>.{name}", cell.cell_contents
     elif isinstance(value, (Mapping, TensorDictBase)):
         items = value.items(True, True) if isinstance(value, TensorDictBase) else value.items()
@@ -94,7 +94,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _description(module: nn.Module) -> dict[str, str]:
-    """What may not differ: how it is called in a message -> how it is shown there."""
+    """The facts that may not differ between networks: name of each in a message -> its value as shown there."""
     facts: dict[str, str] = {}
     for path, part in module.named_modules():
         at = path or "the module"

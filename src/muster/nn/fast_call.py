@@ -1,4 +1,4 @@
-"""Layers called without the time that ``nn.Module.__call__`` takes where it does nothing but call ``forward``."""
+"""Layers called without the time that ``nn.Module.__call__`` takes where it only calls ``forward``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CALL = nn.Module.__call__
 
 
 def run_layers(layers: nn.Sequential, x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
-    """Output of ``call(x)``, which calls the layers one after the other; where they just compute, without their calls.
+    """Output of ``call(x)``, which calls the layers one by one; those that only compute run without their ``__call__``.
 
     Calls and the look-up of parameters take a quarter of the time of a small network: docs/adr/0009.
     """
@@ -26,7 +26,7 @@ def run_layers(layers: nn.Sequential, x: Tensor, call: Callable[[Tensor], Tensor
             parameters: dict[str, Any] = layer._parameters
             try:
                 x = F.linear(x, parameters["weight"], parameters["bias"])
-            except KeyError:  # plain tensors are set in their place
+            except KeyError:  # plain tensors have taken the place of the parameters
                 x = layer.forward(x)
         else:
             x = layer.forward(x)
@@ -34,12 +34,12 @@ def run_layers(layers: nn.Sequential, x: Tensor, call: Callable[[Tensor], Tensor
 
 
 def layers_do_more(layers: nn.Sequential) -> bool:
-    """Whether a call of one of the layers does anything but the ``forward`` of its class."""
+    """Whether a call of one of the layers does more than the ``forward`` of its class."""
     return all_modules_are_hooked() or any(map(does_more, layers._modules.values()))
 
 
 def does_more(module: nn.Module) -> bool:
-    """Whether a call of the module does anything but the ``forward`` of its class, such as calling a hook."""
+    """Whether a call of the module does more than the ``forward`` of its class, such as calling a hook."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

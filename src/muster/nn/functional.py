@@ -1,4 +1,4 @@
-"""Calling a module with parameters that are not its own, without copying it."""
+"""Calls of a module with parameters that are not its own, without a copy of the module."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from muster.errors import UsageError, WrongType
 from muster.nn.tensordicts import replaced_tensordicts, tensordict_slots
 
-# Which call has swapped the tensors of a module: id(module) -> (process, thread, a number of its own).
+# The call that has swapped the tensors of a module: id(module) -> (process, thread, number of the call).
 _holders: dict[int, tuple[int, int, int]] = {}
 _call_numbers = itertools.count()
 
 
 def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
-    """``call, params``: ``call(params, *args, **kwargs)`` is ``module(*args, **kwargs)`` with ``params`` for its own.
+    """Returns ``call, params``: ``call(params, *args, **kwargs)`` is ``module(*args, **kwargs)`` with these tensors.
 
     params: the module's own parameters and buffers by name, a tensor that has several names once; no copies, so that
     gradients and optimizers reach the module. ``call`` takes any mapping of these names, of the same or of other
@@ -33,24 +33,24 @@ def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tens
     module's own tensor; a tensor with several names is replaced under all of them. Buffers that the module writes
     to, such as the statistics of a batch norm, are written in ``params``, not in the module.
 
-    Only what the module looks up during the call is replaced. References that it keeps besides (``self.all =
-    [self.weight]``) hold the old tensors, and blocks under ``torch.utils.checkpoint`` are computed anew, for their
-    gradients, after the call: with the module's own tensors. Checkpoint around ``call`` instead.
+    Only what the module looks up during the call is replaced. Other references that the module keeps (``self.all =
+    [self.weight]``) hold the old tensors. Blocks under ``torch.utils.checkpoint`` are computed again after the call,
+    for their gradients, with the module's own tensors: checkpoint around ``call`` instead.
 
     The module is neither copied nor pickled, unless ``call`` itself is: the tensors are swapped in for the call and
-    back afterwards, on errors too. Until then every user of the module sees them, so that a second thread that calls
-    gets UsageError.
+    swapped back after it, on errors too. During the call every user of the module sees them, so that a second thread
+    that calls gets UsageError.
 
     Raises WrongType for what is not an ``nn.Module``, UsageError for lazy modules that saw no input yet and, in
-    ``call``, for names that the module does not have, for two tensors under names of one and for replaced buffers that
-    ``params`` cannot take.
+    ``call``, for names that the module does not have, for different tensors under the names of one tied tensor, and
+    for replaced buffers that ``params`` cannot take.
     """
     params = named_tensors(module)
     return _FunctionalCall(module, params), params
 
 
 class _FunctionalCall:
-    """What ``functionalize`` returns as ``call``: an object, so that it is copied and pickled with its module."""
+    """The ``call`` that ``functionalize`` returns: an object, so that it is copied and pickled with its module."""
 
     def __init__(self, module: nn.Module, params: Mapping[str, Tensor]) -> None:
         self._module = module
@@ -84,11 +84,11 @@ class _FunctionalCall:
     ) -> tuple[Any, dict[str, Tensor]]:
         if not self._slots:
             return call_with(self._module, tensors, self._ties, args, kwargs)
-        given = _by_place(self._module, tensors, self._ties)
-        registered = {place: tensor for place, tensor in given.items() if place not in self._in_tensordicts}
-        with replaced_tensordicts(self._slots, given):
+        provided = _by_place(self._module, tensors, self._ties)
+        registered = {place: tensor for place, tensor in provided.items() if place not in self._in_tensordicts}
+        with replaced_tensordicts(self._slots, provided):
             y = functional_call(self._module, registered, args, kwargs, tie_weights=False)
-        return y, _replaced(tensors, given | registered, self._ties)
+        return y, _replaced(tensors, provided | registered, self._ties)
 
 
 def call_with(
@@ -98,36 +98,36 @@ def call_with(
     args: Sequence[Any],
     kwargs: dict[str, Any] | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """``module(*args, **kwargs)`` with ``tensors`` for its own, and those of them that it replaced, which are buffers.
+    """Returns ``module(*args, **kwargs)`` with ``tensors`` as its own, and by name the buffers that it replaced.
 
-    tied: what ``ties(module)`` returns. Raises UsageError where ``tensors`` has two for one.
+    tied: what ``ties(module)`` returns. Raises UsageError where ``tensors`` has different ones for one tied tensor.
     """
-    given = _by_place(module, tensors, tied)
-    # torch's own tie_weights swaps a module with two paths twice, and leaves the given tensors in it.
-    y = functional_call(module, given, tuple(args), kwargs, tie_weights=False)
-    return y, _replaced(tensors, given, tied)
+    provided = _by_place(module, tensors, tied)
+    # torch's own tie_weights swaps a module with two paths twice, and leaves the provided tensors in it.
+    y = functional_call(module, provided, tuple(args), kwargs, tie_weights=False)
+    return y, _replaced(tensors, provided, tied)
 
 
 def _by_place(module: nn.Module, tensors: Mapping[str, Tensor], tied: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-    """``tensors`` by all the places where they are registered. Raises UsageError where there are two for one."""
+    """The tensors by every place where they are registered. Raises UsageError where a place gets two tensors."""
     if not tied:
         return dict(tensors)
-    given: dict[str, Tensor] = {}
+    provided: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         for place in tied.get(name, (name,)):
-            if given.setdefault(place, tensor) is not tensor:
+            if provided.setdefault(place, tensor) is not tensor:
                 names = [other for other in tensors if place in tied.get(other, (other,))]
                 raise UsageError(
                     f"{names} are names of one tensor of {type(module).__qualname__}, and were given different ones; "
                     "give one of them (if they were separated since, functionalize the module again)"
                 )
-    return given
+    return provided
 
 
 def _replaced(
     tensors: Mapping[str, Tensor], after: Mapping[str, Tensor], tied: Mapping[str, Sequence[str]]
 ) -> dict[str, Tensor]:
-    """By name, what a call has put in the place of ``tensors``, under whichever of the names of one."""
+    """The tensors that a call has put in the place of ``tensors``, by name; a tied one counts at any of its places."""
     return {
         name: after[place]
         for name, tensor in tensors.items()
@@ -137,7 +137,7 @@ def _replaced(
 
 
 def ties(module: nn.Module) -> dict[str, list[str]]:
-    """For each name of a tensor that has several: where it is registered, each module and attribute once."""
+    """The places where tied tensors are registered, by each name of a tensor; every module and attribute once."""
     places: dict[Tensor, list[str]] = {}
     for path, part in module.named_modules():  # once for a module with several paths
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
@@ -175,7 +175,7 @@ def tensor_owners(module: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def sole_use(module: nn.Module, owners: Iterable[nn.Module]) -> Iterator[None]:
-    """While it lasts, a second thread that wants to swap the tensors of ``owners`` gets UsageError; this one may."""
+    """Reserves the tensors of ``owners`` for this thread, which may nest its calls; another thread gets UsageError."""
     me = (os.getpid(), threading.get_ident(), next(_call_numbers))
     taken: list[int] = []
     try:

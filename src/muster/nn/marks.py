@@ -1,4 +1,4 @@
-"""How a policy says that it must stay where it is: neither copied, nor pickled, nor sent to another process.
+"""The mark on a policy that must stay where it is: neither copied, nor pickled, nor sent to another process.
 
 The mark is an attribute named ``uncopyable`` on an object or its class: True, or a string that gives the reason.
 Collectors and losses look for it on a policy and on every module inside it.
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class UncopyableMark(NamedTuple):
-    """Where the mark was found.
+    """A mark, and the place where it was found.
 
     path: from the policy to the marked object, as in ``policy.encoder.0``.  type_name: qualified name of its class.
     reason: the string that it was marked with, or "".
@@ -32,7 +32,7 @@ def uncopyable(target: str) -> Callable[[T], T]: ...
 @overload
 def uncopyable(target: T) -> T: ...
 def uncopyable(target: object) -> object:
-    """The class or object that was given, marked: it stays where it is.
+    """Marks a class or an object that must stay where it is, and returns it.
 
     ``@uncopyable`` or ``@uncopyable("drives the arm over USB")`` above a class marks all its instances;
     ``uncopyable(policy)`` marks one object, as ``policy.uncopyable = "the reason"`` does. A subclass takes the mark

@@ -20,8 +20,8 @@ class MultiAgentNet(nn.Module):
     """A network for each of ``n_agents`` agents, or one that they share.
 
     Input ``[*B, A, *F]``, output ``[*B, A, *G]``, where the single network maps ``[batch, *F]`` to ``[batch, *G]``.
-    Networks whose ``forward`` takes several tensors are called with several inputs, for others those are concatenated
-    along their last axis.
+    Networks whose ``forward`` takes several tensors are called with several inputs; for others the inputs are
+    concatenated along their last axis.
 
     make_net: called without arguments for each agent's network, once if ``share_params``; builds a new one each time.
     centralised: every agent sees all agents' inputs, joined along the first axis of ``F``.
@@ -95,7 +95,7 @@ class MultiAgentNet(nn.Module):
         return MultiAgentNet(take, len(modules), centralised=centralised, agent_dim=agent_dim, use_vmap=use_vmap)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """inputs: [*B, A, *F] each. Returns [*B, A, *G]."""
+        """Output [*B, A, *G] for inputs [*B, A, *F] each."""
         if len(inputs) != 1 and not self._takes_several:
             inputs = (torch.cat(inputs, -1),)
         first = inputs[0]
@@ -109,7 +109,7 @@ class MultiAgentNet(nn.Module):
         return y.reshape(*batch, *y.shape[1:])
 
     def _forward_batch(self, xs: Sequence[Tensor]) -> Tensor:
-        """xs: [B, A, *F] each. Returns [B, A, *G]."""
+        """Output [B, A, *G] for xs, [B, A, *F] each."""
         net = self._modules["net"]  # an attribute that is a module takes the time of a small layer to look up
         assert net is not None
         if self.share_params and not self.centralised:
@@ -122,13 +122,13 @@ class MultiAgentNet(nn.Module):
         if self.share_params:
             y = self._call_shared(net, *xs).unsqueeze(1)
             return y.expand(-1, self.n_agents, *y.shape[2:])
-        # torch.vmap does not call backward hooks, and does not tell.
+        # torch.vmap leaves out backward hooks silently.
         if self.use_vmap and not has_backward_hooks(net):
             return call_each(net, xs, self.centralised)
         return call_one_by_one(net, xs, self.centralised, self.n_agents)
 
     def _call_shared(self, net: nn.Module, *inputs: Tensor) -> Tensor:
-        """inputs: what the one network takes, [batch, *F] each. Returns [batch, *G]."""
+        """Output [batch, *G] of the one network for its inputs, [batch, *F] each."""
         if type(net) is nn.Sequential and len(inputs) == 1 and not does_more(net):
             return run_layers(net, inputs[0], net)
         return cast(Tensor, net(*inputs))
@@ -175,12 +175,12 @@ class MultiAgentNet(nn.Module):
         self.load_modules(modules)
 
     def reset_parameters(self) -> None:
-        """Draws every agent's parameters anew, independently, as the layers' own ``reset_parameters`` do."""
+        """Draws new parameters for every agent, independently, as the layers' own ``reset_parameters`` do."""
         self.init_agents(_reset)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales each agent's gradients to a norm of at most ``max_norm``, one agent not affecting another.
+        """Scales each agent's gradients, independently of the others', to a norm of at most ``max_norm``.
 
         Returns the norms before, [A]; of a shared network one norm, that of the whole, [1].
         """
@@ -190,7 +190,7 @@ class MultiAgentNet(nn.Module):
             return torch.zeros(n_networks)
         rows = [grad.reshape(n_networks, -1) for grad in grads]
         norms = torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows]).norm(dim=0)
-        # The small term is that of torch.nn.utils.clip_grad_norm_: for one network both give the same.
+        # The small term is that of torch.nn.utils.clip_grad_norm_: for one network the results are equal.
         scale = (max_norm / (norms + 1e-6)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(scale if self.share_params else scale.view(-1, *[1] * (grad.ndim - 1)))
@@ -219,7 +219,7 @@ class AgentView:
         self.index = index
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """inputs: [*B, *F] each, all agents' joined along the first axis of F if centralised. Returns [*B, *G]."""
+        """Output [*B, *G] for inputs [*B, *F] each; if centralised, those of all agents joined along F's first axis."""
         if len(inputs) != 1 and not self._of._takes_several:
             inputs = (torch.cat(inputs, -1),)
         x = inputs[0]
@@ -247,7 +247,7 @@ class AgentView:
 
 
 def _input_size(module: nn.Module, n_joined: int) -> int | None:
-    """What one of the joined agents gives along the first axis of the input, where the first layer says it."""
+    """The size of one joined agent's input along the first axis; None where the first layer does not fix it."""
     first = module[0] if type(module) is nn.Sequential and len(module) else module
     if type(first) is nn.Linear:
         size = first.in_features
@@ -261,7 +261,7 @@ def _input_size(module: nn.Module, n_joined: int) -> int | None:
 
 
 def _takes_several(module: nn.Module) -> bool:
-    """Whether its ``forward`` has a place for a second tensor."""
+    """Whether the module's ``forward`` has a place for a second tensor."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):  # not written in Python

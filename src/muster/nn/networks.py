@@ -69,8 +69,8 @@ class MultiAgentConvNet(MultiAgentNet):
 
     centralised: every agent sees all agents' channels.  ``centralized`` is the same.
     share_params: one network for all agents.
-    in_features: channels of one agent's image; it has to be given.
-    num_cells: channels that each layer gives.  kernel_sizes, strides, paddings: one for all layers, or one for each,
+    in_features: channels of one agent's image; required.
+    num_cells: output channels of each layer.  kernel_sizes, strides, paddings: one for all layers, or one for each,
         which is a number or (vertical, horizontal).
     activation_class: called with ``activation_kwargs`` after each layer.
 
@@ -118,7 +118,7 @@ class MultiAgentConvNet(MultiAgentNet):
 
     def _call_shared(self, net: nn.Module, *inputs: Tensor) -> Tensor:
         x = inputs[0]
-        # Gradients of convolutions are up to 25 % sooner so on CPUs, outputs alone are not: docs/adr/0009.
+        # Gradients of convolutions are up to 25 % faster on CPUs this way, outputs alone are not: docs/adr/0009.
         if torch.is_grad_enabled() and x.device.type == "cpu":
             x = channels_last(x)
         return super()._call_shared(net, x)

@@ -1,4 +1,4 @@
-"""Networks of known layers for A agents, computed together: every parameter carries the agents in front, [A, ...]."""
+"""Networks of known layers for A agents, computed together: every parameter has the agents in front, [A, ...]."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ L = TypeVar("L", nn.Linear, nn.Conv2d)
 
 
 class StackedLayer(nn.Module, Generic[L]):
-    """A layers of one kind and size.
+    """The layers of A agents, all of one kind and size.
 
     weight: [A, ...].  bias: [A, out] or None.
     """
@@ -47,7 +47,7 @@ class StackedLayer(nn.Module, Generic[L]):
         return list(zip(self.weight.unbind(), biases, strict=True))
 
     def apply_one(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """This layer with one agent's slices on that agent's ``x``."""
+        """Output of one agent's layer: weight and bias are that agent's slices, and ``x`` its input."""
         raise NotImplementedError
 
     def split(self) -> list[L]:
@@ -56,13 +56,13 @@ class StackedLayer(nn.Module, Generic[L]):
 
 
 class StackedLinear(StackedLayer[nn.Linear]):
-    """A linear layers. weight: [A, in, out], so that the product reads it as it lies.  bias: [A, out] or None."""
+    """The linear layers of A agents. weight: [A, in, out], laid out for products.  bias: [A, out] or None."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__(torch.stack([layer.weight.detach().t() for layer in layers]), layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [A, B, in]. Returns [A, B, out]."""
+        """Output [A, B, out] for x [A, B, in]."""
         if self.bias is None:
             return torch.bmm(x, self.weight)
         return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight)
@@ -86,7 +86,7 @@ class StackedLinear(StackedLayer[nn.Linear]):
 
 
 class StackedConv2d(StackedLayer[nn.Conv2d]):
-    """A 2-d convolutions. weight: [A, out, in, kh, kw].  bias: [A, out] or None."""
+    """The 2-d convolutions of A agents. weight: [A, out, in, kh, kw].  bias: [A, out] or None."""
 
     def __init__(self, layers: Sequence[nn.Conv2d]) -> None:
         super().__init__(torch.stack([layer.weight.detach() for layer in layers]), layers)
@@ -94,7 +94,7 @@ class StackedConv2d(StackedLayer[nn.Conv2d]):
         self.options: dict[str, Any] = {"stride": first.stride, "padding": first.padding, "dilation": first.dilation}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, A * in, H, W], or [B, in, H, W] that all agents see. Returns [B, A * out, H', W']."""
+        """Output [B, A * out, H', W'] for x [B, A * in, H, W], or for x [B, in, H, W] that all agents see."""
         groups = 1 if x.shape[1] == self.weight.shape[2] else self.n_agents
         bias = None if self.bias is None else self.bias.flatten()
         return F.conv2d(x, self.weight.flatten(0, 1), bias, groups=groups, **self.options)
@@ -118,19 +118,19 @@ class StackedConv2d(StackedLayer[nn.Conv2d]):
 
 
 class StackedFlatten(nn.Flatten):
-    """From images to vectors, per agent."""
+    """Flattens images to vectors, per agent."""
 
     def __init__(self, n_agents: int) -> None:
         super().__init__()
         self.n_agents = n_agents
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, A * C, H, W]. Returns [A, B, C * H * W]."""
+        """Output [A, B, C * H * W] for x [B, A * C, H, W]."""
         return _by_agent(x, self.n_agents).flatten(2).transpose(0, 1)
 
 
 class StackedSequential(nn.Sequential):
-    """A sequences of the known layers, computed together or one after the other, whichever is faster for the size.
+    """The sequences of known layers of A agents, computed together or one by one, whichever is faster for the size.
 
     The layers' names are those of the single networks.
     """
@@ -142,12 +142,12 @@ class StackedSequential(nn.Sequential):
         self.widest = max((layer.weight.shape[-1] for layer in self if isinstance(layer, StackedLinear)), default=0)
 
     def forward(self, x: Tensor, common: bool = False) -> Tensor:
-        """x: [B, A, F] or [B, A, C, H, W]; without A if ``common``: all agents see it. Returns [B, A, ...]."""
+        """Output [B, A, ...] for x [B, A, F] or [B, A, C, H, W]; without A if ``common``: all agents see x."""
         if self._loop_is_faster(x):
             return self._one_by_one(x, common)
         if self.on_images:
             y = x if common else x.flatten(1, 2)
-            # Convolutions in groups, and gradients of any, are 10 to 50 % sooner so on CPUs: docs/adr/0009.
+            # Grouped convolutions, and gradients of any, are 10 to 50 % faster on CPUs this way: docs/adr/0009.
             if y.device.type == "cpu" and (torch.is_grad_enabled() or not common):
                 y = channels_last(y)
         else:
@@ -156,8 +156,8 @@ class StackedSequential(nn.Sequential):
         return y.transpose(0, 1) if y.ndim == 3 else _by_agent(y, self.n_agents).contiguous()
 
     def one(self, x: Tensor, agent: int) -> Tensor:
-        """x: [B, ...], what one agent sees. Returns that agent's output, [B, ...]."""
-        if does_more(self) or layers_do_more(self):  # written for all agents: they see x as all agents' input
+        """Output [B, ...] of one agent. x: what that agent sees, [B, ...]."""
+        if does_more(self) or layers_do_more(self):  # hooks are for all agents: x is the input of all
             return cast(Tensor, self(x, True))[:, agent]
         return self._chain(x, self._slices(), agent)
 
@@ -197,8 +197,8 @@ class StackedSequential(nn.Sequential):
 def stack_known(modules: Sequence[nn.Module], agent_dim: int) -> StackedSequential | None:
     """The modules, which must be alike, as one StackedSequential; None where a layer is not known.
 
-    Known are, for inputs that are vectors (``agent_dim=-2``): linear and elementwise layers; for images (-4):
-    convolutions and elementwise layers, then a flatten, then as for vectors.
+    Known layers are, for vectors (``agent_dim=-2``), linear and elementwise ones; for images (-4), convolutions and
+    elementwise layers, then a flatten, then as for vectors.
     """
     whole = modules[0]
     if agent_dim not in (-2, -4) or type(whole) is not nn.Sequential or does_more(whole):
@@ -248,11 +248,11 @@ def _set_parameters(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor |
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """x, [B, C, H, W], laid out in memory with the channels last."""
+    """The tensor x, [B, C, H, W], laid out in memory with the channels last."""
     # contiguous(memory_format=torch.channels_last) does so too, but fails under torch.vmap, where x has more axes.
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def _by_agent(x: Tensor, n_agents: int) -> Tensor:
-    """x: [B, A * C, H, W]. Returns [B, A, C, H, W]."""
+    """The channels of x, [B, A * C, H, W], by agent: [B, A, C, H, W]."""
     return x.reshape(x.shape[0], n_agents, x.shape[1] // n_agents, *x.shape[2:])

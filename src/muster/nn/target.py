@@ -13,7 +13,7 @@ from muster.nn.functional import functionalize, named_tensors
 
 
 class TargetParams:
-    """The parameters and buffers that a module had, following it slowly; the module itself is not copied.
+    """A copy of a module's parameters and buffers that follows them slowly; the module itself is not copied.
 
     ``target(*args)`` is ``module(*args)`` with the target's tensors: no gradient reaches them, while gradients still
     reach the arguments. ``update(tau)`` moves them towards the module (Lillicrap et al. 2015, arXiv:1509.02971),
@@ -29,12 +29,12 @@ class TargetParams:
         self.hard_update()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for these arguments, computed with the target's parameters and buffers."""
+        """Returns the module's output for these arguments, computed with the target's parameters and buffers."""
         return self._call(self.params, *args, **kwargs)
 
     @torch.no_grad()
     def update(self, tau: float) -> None:
-        """Each parameter becomes ``(1 - tau) * target + tau * module``; buffers become equal to the module's.
+        """Sets each parameter to ``(1 - tau) * target + tau * module``, and buffers to the module's.
 
         Buffers are no weights: averaged statistics of a batch norm would lag, and counters cannot be averaged.
         Raises ConfigError for a ``tau`` outside [0, 1], UsageError where the module changed its tensors' layout.
@@ -50,8 +50,8 @@ class TargetParams:
                 self.params[name].copy_(source)
 
     def hard_update(self) -> None:
-        """The target becomes equal to the module, on the module's device; its tensors are new ones."""
-        self._call, own = functionalize(self._module)  # anew: the module may have other layers, or untied some
+        """Makes the target equal to the module, on the module's device, with new tensors."""
+        self._call, own = functionalize(self._module)  # again: layers and ties may have changed
         self.params: dict[str, Tensor] = {name: tensor.detach().clone() for name, tensor in own.items()}
 
     def state_dict(self) -> dict[str, Tensor]:

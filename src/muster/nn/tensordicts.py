@@ -40,7 +40,7 @@ def tensordict_slots(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[S
 
 @contextmanager
 def replaced_tensordicts(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """While it lasts, each slot's owner sees a TensorDict with ``tensors`` in the place of its own."""
+    """Replaces each slot's TensorDict by one with ``tensors``, until the context ends."""
     before = [dict(vars(slot.owner)) for slot in slots]
     try:
         for slot in slots:

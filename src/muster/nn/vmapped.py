@@ -23,7 +23,7 @@ Output = TypeVar("Output")
 def stack_any(modules: Sequence[nn.Module]) -> nn.Module:
     """A copy of the first module whose tensors are those of all the modules, stacked.
 
-    modules: as ``require_alike`` wants them. Raises CannotTravel, UsageError where they refer to tensors of their own.
+    modules: alike, see ``require_alike``. Raises CannotTravel, UsageError where they refer to tensors of their own.
     """
     require_no_references(modules)
     tensors = [named_tensors(module) for module in modules]
@@ -43,7 +43,10 @@ def split_any(net: nn.Module, n_agents: int) -> list[nn.Module]:
 
 
 def call_each(net: nn.Module, xs: Sequence[Tensor], common: bool) -> Tensor:
-    """xs: the inputs, [B, A, ...] each, or [B, ...] that all agents see if ``common``. Returns [B, A, ...]."""
+    """Output [B, A, ...] of all agents, computed in one call under ``torch.vmap``.
+
+    xs: the inputs, [B, A, ...] each, or [B, ...] that all agents see if ``common``.
+    """
     tensors = named_tensors(net)
     in_dims = (0, *[None if common else 1] * len(xs))
     vmapped = torch.vmap(partial(_call, net), in_dims=in_dims, out_dims=(1, 0), randomness="different")
@@ -57,8 +60,8 @@ def call_each(net: nn.Module, xs: Sequence[Tensor], common: bool) -> Tensor:
 
 
 def call_one_by_one(net: nn.Module, xs: Sequence[Tensor], common: bool, n_agents: int) -> Tensor:
-    """What ``call_each`` returns, from ``n_agents`` separate calls."""
-    # One unbind for all agents: its gradient is one stack, where slices would each give one of the whole size.
+    """Output [B, A, ...] of all agents, computed in ``n_agents`` separate calls. xs, common: as in ``call_each``."""
+    # One unbind for all agents: its gradient is one stack; each slice's gradient would have the whole size.
     slices = {name: stacked.unbind() for name, stacked in named_tensors(net).items()}
     inputs = [xs] * n_agents if common else list(zip(*(x.unbind(1) for x in xs), strict=True))
     outputs = [_call_slices(net, {n: s[i] for n, s in slices.items()}, own) for i, own in enumerate(inputs)]
@@ -66,7 +69,7 @@ def call_one_by_one(net: nn.Module, xs: Sequence[Tensor], common: bool, n_agents
 
 
 def call_one(net: nn.Module, xs: Sequence[Tensor], agent: int) -> Tensor:
-    """xs: what one agent sees, [B, ...] each. Returns that agent's output, [B, ...]."""
+    """Output [B, ...] of one agent. xs: what that agent sees, [B, ...] each."""
     return _call_slices(net, {name: stacked[agent] for name, stacked in named_tensors(net).items()}, xs)
 
 
@@ -101,7 +104,7 @@ def _like(tensor: Tensor, original: Tensor) -> Tensor:
 def copy_module(module: nn.Module, replaced: dict[int, Any]) -> nn.Module:
     """A deep copy, in which the objects whose ids ``replaced`` holds are replaced. Raises CannotTravel."""
     # deepcopy takes what its memo holds for an id as the copy: every reference to a tensor, whichever its name, is
-    # replaced, and no tensor is copied in vain.
+    # replaced, and none is copied twice.
     try:
         return deepcopy(module, replaced)
     except Exception as error:

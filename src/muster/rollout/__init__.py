@@ -1,4 +1,4 @@
-"""Rollouts: what T steps of N envs become for learning, and who collects them (extra "torch")."""
+"""Rollouts: T steps of N envs as batches to learn from, and the collectors that make them (extra "torch")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An iterator of batches, as all collectors are one: counts, and what becomes of a storage once it is full."""
+"""The base of all collectors: an iterator that counts, and makes batches of full storages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from muster.rollout.storage import Storage
 class BatchSource(ABC):
     """An iterator of batches until `total_frames`. The arguments are those of `Collector`. Raises ConfigError.
 
-    frames, batches: collected so far.  last_episodes: those that ended in the last batch.
+    frames, batches: the numbers collected so far.  last_episodes: the episodes that ended in the last batch.
     """
 
     _trajectories: TrajectoryCounter  # of all envs, once their number is known
@@ -73,7 +73,7 @@ class BatchSource(ABC):
         self._cut_short = False  # an error or Ctrl-C ended the last call before it could return its batch
 
     def __iter__(self) -> Iterator[TensorDict | None]:
-        """Batches until `total_frames`; another ``iter`` goes on where the last one stopped."""
+        """Yields batches until `total_frames`; another ``iter`` goes on where the last one stopped."""
         while self.total_frames < 0 or self.frames < self.total_frames:
             batch = self.rollout()
             if self._replay_buffer is None:
@@ -108,7 +108,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def _collect(self) -> TensorDict:
-        """The next batch ``[T, N]``, counted."""
+        """The next batch ``[T, N]``; adds its frames to the counts."""
 
     def _count_envs(self, num_envs: int) -> None:
         self._trajectories, self._episodes = TrajectoryCounter(num_envs), EpisodeCounter(num_envs)
@@ -134,7 +134,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Lets go of envs and processes."""
+        """Closes envs and ends processes."""
 
     def __enter__(self) -> Self:
         return self

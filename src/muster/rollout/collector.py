@@ -4,7 +4,7 @@
     for batch in collector:
         learn(batch)
 
-Each step computes all envs' actions at once, in the calling process and with the very policy object that was given.
+Each step computes all envs' actions at once, in the calling process and with the policy object itself.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ class Collector(BatchSource):
         "action" in it; or None for random actions. It is neither copied nor pickled.
     policy_factory: builds the policy, instead of `policy`.
     total_frames: where to end, -1 for never.
-    device: stands for policy_device (where the policy computes, which moves it there; None: where it is) and
+    device: sets policy_device (where the policy computes: it is moved there; None: it stays where it is) and
         storing_device (where batches are handed out; None: in memory).
     seed: for envs, random actions and torch's generators while the policy acts. None leaves all as they are.
     overlap: steps one half of the envs while the policy computes for the other.
-    init_random_frames: so many frames have random actions before the policy acts. It is called once before, for what it
-        gives: batches of random frames have its keys, with zeros.
+    init_random_frames: so many frames have random actions before the policy acts. The policy is called once at the
+        start, to find its outputs: batches of random frames have their keys, with zeros.
     max_frames_per_traj: resets an env after so many frames; the trajectory ends truncated.
     reset_at_each_iter: starts new trajectories with each batch.
     split_trajs: batches are ``[T, B]``, trajectories side by side, padded; see `split_trajectories`.
     compact: leaves ``("next", "observation")`` out, see `muster.rollout.next_observations`; not for a `replay_buffer`.
-    replay_buffer: takes the valid frames of each batch by ``extend``; the iterator then gives None.
+    replay_buffer: takes the valid frames of each batch by ``extend``; the iterator then yields None.
     initial_state: by key one env's recurrent state at the start of an episode; a TensorDict policy needs none where
         its modules start without, or from zeros.
     exploration: how distributions in the policy are drawn from.
 
-    policy_version, acting_version: how often weights were updated, from 1; and how often before the last batch.
-    Envs that the vector env replaced are told of by a RuntimeWarning; their rows are masked. Raises ConfigError,
-    UsageError, and what `make_vec` raises.
+    policy_version: 1, and 1 more with each update of the weights.  acting_version: the last batch's.
+    A RuntimeWarning reports envs that the vector env replaced; their rows are masked. Raises ConfigError, UsageError,
+    and what `make_vec` raises.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class Collector(BatchSource):
         self._updating = threading.Lock()
         self._acts = False
         self._staged: dict[str, Tensor] = {}  # weights that wait for the batch's end
-        self._own: dict[str, Tensor] = {}  # the policy's, which may hold others for the time of a call
+        self._own: dict[str, Tensor] = {}  # the policy's own tensors; during a call the policy may hold others
         self._init_random_frames = init_random_frames
-        self._expected: dict[Key, Tensor] = {}  # what the policy will give, once random frames have been asked for
+        self._expected: dict[Key, Tensor] = {}  # what the policy will provide; found with the first random frames
         self._reset_at_each_iter = reset_at_each_iter
         self._initial_state = dict(initial_state or {})
         self._exploration = exploration
@@ -141,14 +141,14 @@ class Collector(BatchSource):
         return self._batch_over(self.collect_storage())
 
     def collect_storage(self) -> Storage:
-        """The next storage, full and counted. One set of weights acts: others wait until it is full."""
+        """The next storage, full and counted. One set of weights acts; updates wait until the storage is full."""
         storage = self._new_storage(self.steps_per_batch)
         with self._same_weights():
             self.fill(storage)
         return storage
 
     def fill(self, storage: Storage, stop: Array | None = None) -> int:
-        """The next steps of all envs, into `storage`; `stop`: see `Stepping.fill`. Returns how many."""
+        """Collects the next steps of all envs into `storage`; returns their number. stop: see `Stepping.fill`."""
         random = self.policy is None or self.frames < self._init_random_frames
         if self._reset_at_each_iter:
             self._stepping.start_afresh()
@@ -171,7 +171,7 @@ class Collector(BatchSource):
         return Storage(T, self._envs.num_envs, *self.fields, compact=self._compact)
 
     def _blank_outputs(self, storage: Storage) -> None:
-        """Zeros for all that the policy would give."""
+        """Writes zeros for all that the policy would provide."""
         for rows in storage.outputs.values():
             rows.zero_()
         if not storage.outputs:
@@ -185,11 +185,11 @@ class Collector(BatchSource):
         return tuple(self._envs.observation_fields), tuple(self._envs.reward_fields)
 
     def output_fields(self) -> list[Field]:
-        """What the policy gives at each step."""
+        """The fields of the policy's outputs at each step."""
         return [Field(key, tuple(one.shape[2:]), numpy_dtype(key, one)) for key, one in self._trial_outputs().items()]
 
     def _trial_outputs(self) -> dict[Key, Tensor]:
-        """What the policy gives ``[1, N, ...]``, found by acting once on what the envs show; nothing is stepped."""
+        """The policy's outputs ``[1, N, ...]``, found by acting once on what the envs show; nothing is stepped."""
         cuda = [self._policy_device] if self._policy_device.type == "cuda" else []
         with torch.random.fork_rng(cuda), self._acting():
             rows = self._stepping.start(self._actors, self._env_seeds())
@@ -209,9 +209,8 @@ class Collector(BatchSource):
     def update_policy_weights_(self, weights: Any = None) -> None:
         """Copies `weights` (a state dict, a TensorDict of parameters or a module) into the policy.
 
-        While another thread collects a batch, that happens at the batch's end: what was given here never changes the
-        weights within one. Without an argument there is nothing to copy: the policy that acts is the object that was
-        given.
+        While another thread collects a batch, the copy waits for the batch's end: the weights that act never change
+        within a batch. Without an argument there is nothing to copy: the policy that acts is the caller's own object.
         """
         with self._updating:
             if weights is None:
@@ -229,7 +228,7 @@ class Collector(BatchSource):
                 load_weights(self.policy, provided)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of frames and batches; ``envs``: their stats."""
+        """Counts of frames and batches; ``envs``: the stats of the envs."""
         own = getattr(self._envs.envs, "stats", None)
         envs = own() if own is not None else {}
         return {"frames": self.frames, "batches": self.batches, "envs": envs}
@@ -269,7 +268,7 @@ class Collector(BatchSource):
         return kind(self.policy, self._envs, part, self._policy_device, self._initial_state)
 
     def _env_seeds(self) -> list[int] | None:
-        """For the envs' first reset, and for the first one after `load_state_dict`."""
+        """Seeds for the envs' first reset, and for the first one after `load_state_dict`; None without `seed`."""
         if self._seed is None:
             return None
         sequence = np.random.SeedSequence(self._seed, spawn_key=(1, self.batches))
@@ -277,10 +276,10 @@ class Collector(BatchSource):
 
     @contextmanager
     def _same_weights(self) -> Iterator[None]:
-        """Weights that come meanwhile are the policy's once the batch is done."""
+        """Keeps one set of weights for a batch: updates that arrive meanwhile reach the policy after the batch."""
         try:
             with self._updating:
-                self._load_staged()  # where Ctrl-C has kept the last batch from it
+                self._load_staged()  # Ctrl-C may have ended the last batch before it did so
                 self._own = named_weights(self.policy)
                 self._acts = True
                 self.acting_version = self.policy_version
@@ -301,7 +300,7 @@ class Collector(BatchSource):
 
     @contextmanager
     def _generators(self) -> Iterator[None]:
-        """Torch's global generators are the collector's own while the policy acts, then the caller's again."""
+        """Sets torch's global generators to the collector's states while the policy acts, then back to the caller's."""
         if self._torch_state is None:
             yield
             return

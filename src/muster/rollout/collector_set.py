@@ -1,4 +1,4 @@
-"""The verbs that `MultiCollector` asks of its collectors, wherever they run, and what they hand over."""
+"""The verbs that `MultiCollector` calls on its collectors, wherever they run, and the storages that they return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from muster.workers.deaths import Nouns
 
 
 class Filled(NamedTuple):
-    """A complete storage. first_env: of its envs, among all.  versions: int64 ``[n]``, of the weights, by env."""
+    """A complete storage.  first_env: its first env's index among all.  versions: int64 ``[n]``, of weights, by env."""
 
     storage: Storage
     first_env: int
@@ -22,7 +22,7 @@ class Filled(NamedTuple):
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """How the processes of collectors, or of envs, are started and watched: options of `make_vec` by their names."""
+    """Options for starting and watching the processes of collectors, or of envs; named as in `make_vec`."""
 
     num_workers: int
     context: str
@@ -34,11 +34,11 @@ class ProcessOptions:
 
     @property
     def restarts(self) -> int | None:
-        """How many a collector may need, None where none are wanted."""
+        """The number of restarts that a collector may need; None where a failure is raised."""
         return self.max_restarts if self.on_failure == "restart" else None
 
     def for_backend(self, nouns: Nouns) -> process.ProcessOptions:
-        """The same for the backend of collectors."""
+        """These options for the backend that runs the collectors."""
         return process.ProcessOptions(
             context="forkserver" if self.context == "auto" else self.context,
             num_workers=self.num_workers,
@@ -50,15 +50,15 @@ class ProcessOptions:
 
 
 def collector_nouns(envs: Sequence[range], **others: Any) -> Nouns:
-    """What errors call the parts of a `MultiCollector`. envs: of each collector that is told of."""
+    """The nouns that errors use for parts of a `MultiCollector`. envs: of each collector that errors may name."""
     return Nouns("collector", "collect", "collecting", "collect_timeout", "the collectors are", tuple(envs), **others)
 
 
 class CollectorSet(Protocol):
     """Collectors that share all envs, with a policy that each of them has, or that acts for all.
 
-    Whether batches are of all envs, or of one collector's that come first, is settled when the set is made. Where
-    `policy` is a module, the caller has it too: updates go into it, and states hold its weights.
+    A set is made for batches of all envs, or for batches of the one collector that is ready first. Where the policy is
+    a module, the caller has it too: updates go into that module, and states hold its weights.
     """
 
     @property
@@ -66,28 +66,28 @@ class CollectorSet(Protocol):
         """Version of the weights that collectors take for their next batch; 1 for those they started with."""
 
     def update_weights(self, weights: Any) -> None:
-        """See `MultiCollector.update_policy_weights_`. Another thread may be collecting."""
+        """Updates weights, see `MultiCollector.update_policy_weights_`. Another thread may be collecting."""
 
     def collect(self) -> Filled:
-        """Waits for the next batch. After an error `give_up` comes first."""
+        """Waits for the next batch. After an error the caller calls `give_up` first."""
 
     def give_up(self) -> None:
-        """Drops what is under way: next batches begin new episodes in all envs."""
+        """Drops what is under way: the next batches begin new episodes in all envs."""
 
     def reset(self, round_number: int, frames: int) -> None:
         """Begins new episodes in all envs, and drops what is under way.
 
-        round_number: another one for each reset, so that seeds may differ.  frames: collected before, by all.
+        round_number: a new one for each reset, so that seeds may differ.  frames: number collected before, by all.
         """
 
     def stats(self) -> dict[str, Any]:
-        """See `MultiCollector.stats`."""
+        """Counts and shares of time, see `MultiCollector.stats`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The policy's weights, and what else collectors go on from."""
+        """The policy's weights, and all else that collectors need to go on."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` returned; `reset` comes next."""
+        """Loads what `state_dict` returned; the caller calls `reset` next."""
 
     def close(self) -> None:
         """Ends processes and closes envs."""

@@ -1,4 +1,4 @@
-"""Where a policy computes: moving it to a device, and finding out where it is."""
+"""The device that a policy computes on: finding it, and moving the policy to another one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Device = torch.device | str | int | None
 
 
 def place(policy: Any, device: Device) -> torch.device:
-    """The device that `policy` computes on, after it was moved to `device`, in place; None leaves it where it is.
+    """Moves `policy` to `device`, in place; returns the device that it computes on. None leaves it where it is.
 
     Tensors on the meta device are placeholders without values and stay there. Raises ConfigError where the policy
     cannot be moved.
@@ -36,7 +36,7 @@ def place(policy: Any, device: Device) -> torch.device:
 
 
 def to_device(device: Device) -> torch.device:
-    """`device` as torch names it in full. Raises ConfigError where there is none."""
+    """The device as torch names it in full. Raises ConfigError where there is none."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:

@@ -1,4 +1,4 @@
-"""What a collector needs of a vector env: its fields, and each step's results as plain lists of arrays."""
+"""The vector env as a collector sees it: fields, and the results of each step as plain lists of arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from muster.vector.vector_env import VectorEnv
 
 
 class StepRows(NamedTuple):
-    """A step of n envs.
+    """The results of one step of n envs.
 
     observations, rewards: an array ``[n, ...]`` for each field.  terminated, truncated: bool ``[n]``.
     """
@@ -42,8 +42,8 @@ class StepRows(NamedTuple):
 class EnvSide(ABC):
     """A vector env as collectors use it.
 
-    observation_fields, reward_fields, action_fields: what envs show, give and take.  action_spaces: one env's, by
-        action field.
+    observation_fields, reward_fields, action_fields: the arrays of observations, rewards and actions.
+    action_spaces: one env's, by action field.
     masks: for each action field the index of the observation field ``[A, n]`` that says which of n choices an agent
         has; None where there is none.
     """
@@ -63,11 +63,11 @@ class EnvSide(ABC):
 
     @abstractmethod
     def policy_input(self, rows: Sequence[Any]) -> Any:
-        """What a plain policy is called with; rows: of each observation field."""
+        """The argument that a plain policy is called with. rows: one entry for each observation field."""
 
     @abstractmethod
     def output_keys(self, outputs: Any) -> dict[Key, Any]:
-        """What a plain policy returned, by key."""
+        """The outputs of a plain policy by key. outputs: what the policy returned."""
 
     @abstractmethod
     def final(self, infos: dict[str, Any], row: int) -> list[Array] | None:
@@ -75,7 +75,7 @@ class EnvSide(ABC):
 
     @abstractmethod
     def mark_cut(self, observations: Sequence[Array], rewards: Sequence[Array], t: int, ids: Array) -> None:
-        """The collector has ended the episodes of envs `ids` with row t: so did their agents'."""
+        """Ends the episodes of the agents in the envs `ids` with row t: the collector has ended those of the envs."""
 
     @abstractmethod
     def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]: ...
@@ -87,7 +87,7 @@ class EnvSide(ABC):
     def _joined(self, actions: Sequence[Array]) -> Any: ...
 
     def reset(self, seeds: Sequence[int] | None, mask: Array | None = None) -> list[Array]:
-        """Resets all envs, or those in `mask`; returns what every env shows."""
+        """Resets all envs, or those in `mask`; returns the observations of every env."""
         options = None if mask is None else {"reset_mask": mask}
         obs, infos = self.envs.reset(seed=None if seeds is None else list(seeds), options=options)
         return self._observations(obs, infos)
@@ -102,16 +102,16 @@ class EnvSide(ABC):
         return self._rows(*self.envs.step_with(self._joined(actions), False))
 
     def send(self, actions: Sequence[Array], ids: Array) -> None:
-        """Starts a step of the envs `ids`; `recv` takes it."""
+        """Starts a step of the envs `ids`; `recv` returns its results."""
         self.envs.send(self._joined(actions), ids)
 
     def recv(self, min_envs: int) -> tuple[Array, StepRows]:
-        """The envs that are ready, int64 ``[n]``, at least `min_envs` of them, and the steps that `send` started."""
+        """Waits for at least `min_envs` envs; returns the ids of all that are ready, int64 ``[n]``, and their steps."""
         ids, *result = self.envs.recv_with(min_envs, None, False)
         return ids, self._rows(*result)
 
     def drop_pending(self) -> None:
-        """Takes the answers that an error has left behind: nothing may be pending when envs are reset."""
+        """Drops the results that an error has left behind: nothing may be pending when envs are reset."""
         if self.takes_turns:
             drop_pending(self.envs)
 
@@ -120,7 +120,10 @@ class EnvSide(ABC):
 
 
 def autoreset_mode_of(envs: Any) -> AutoresetMode:
-    """Raises ConfigError for a vector env whose envs the caller has to reset, UsageError where it does not say."""
+    """The autoreset mode of a vector env.
+
+    Raises ConfigError where the caller has to reset the envs, UsageError where the vector env does not name its mode.
+    """
     mode = envs.metadata.get("autoreset_mode")
     if mode == AutoresetMode.DISABLED:
         raise ConfigError(

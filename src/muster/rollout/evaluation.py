@@ -1,4 +1,4 @@
-"""How good a policy is: the returns of whole episodes."""
+"""The returns of whole episodes, which say how good a policy is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muster.errors import UsageError
 from muster.rollout.collector import Collector
 from muster.rollout.episodes import Episodes
 
-_STEPS = 64  # between two looks at what has ended
+_STEPS = 64  # of each env, between two looks at the episodes that ended
 
 
 def evaluate(

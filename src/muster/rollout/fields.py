@@ -1,4 +1,4 @@
-"""Which arrays a rollout holds: the leaves of spaces, each under its TensorDict key."""
+"""The arrays that a rollout holds: the leaves of spaces, each under its TensorDict key."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from muster.errors import ConfigError
 Array = npt.NDArray[Any]
 Key = tuple[str, ...]
 
-# Root keys of a batch that an observation cannot have.
+# Root keys that the batch uses itself: observations cannot have them.
 _TAKEN = ("action", "next", "collector", "reward", "done", "terminated", "truncated", "is_init")
-# What torch can hold.
+# The dtypes that torch can hold.
 _DTYPES = ("?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "F", "D")
 
 
@@ -29,7 +29,7 @@ class Field(NamedTuple):
 
 
 class FieldTree:
-    """A space's leaves, and how a batch of its values is taken apart and put together.
+    """A space's leaves, and the ways to take a batch of its values apart and to put it together.
 
     fields, spaces: the leaves, in the order of `split` and `join`.  A Dict's keys and a Tuple's positions become parts
     of the keys; a space that is a leaf itself has the key `name`. With ``at_root`` a Dict's keys stand without `name`
@@ -103,7 +103,7 @@ def describe(key: Key) -> str:
 
 
 def flat(tree: dict[Any, Any], prefix: Key = ()) -> dict[Key, Any]:
-    """Nested dicts as one, by key."""
+    """The values of nested dicts in one dict, by key."""
     found: dict[Key, Any] = {}
     for name, value in tree.items():
         key = (*prefix, *name) if isinstance(name, tuple) else (*prefix, name)

@@ -1,4 +1,4 @@
-"""Vector envs of many agents: groups nest in the batch, with what is known of their agents beside observations."""
+"""Vector envs of many agents: groups nest in the batch, with flags and masks of their agents next to observations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENDS = ("terminated", "truncated", "done")
 class MultiAgentEnvs(EnvSide):
     """Vector envs of groups g of A agents each.
 
-    Observation fields: ``(g, "observation")``, ``(g, "alive")``, ``(g, "acting")`` ``[A]`` and, where the env may give
+    Observation fields: ``(g, "observation")``, ``(g, "alive")``, ``(g, "acting")`` ``[A]`` and, where the env may have
     masks, ``(g, "action_mask")`` ``[A, n]``; ``"shared"`` and ``"state"`` where it has them.
     Reward fields: ``(g, "reward")``, ``(g, "terminated")``, ``(g, "truncated")``, ``(g, "done")``, ``[A]``.
     """
@@ -68,7 +68,7 @@ class MultiAgentEnvs(EnvSide):
         return inputs
 
     def output_keys(self, outputs: Any) -> dict[Key, Any]:
-        """outputs: by group an action ``[N, A, ...]``, or a dict with ``"action"`` in it."""
+        """The outputs by key. outputs: by group an action ``[N, A, ...]``, or a dict with ``"action"`` in it."""
         if not isinstance(outputs, dict):
             raise SpecMismatch(
                 f"the policy gave a {type(outputs).__name__}, expected a dict of actions by group: {list(self._sizes)}"
@@ -89,7 +89,7 @@ class MultiAgentEnvs(EnvSide):
         places = {field.key: i for i, field in enumerate(self.observation_fields)}
         for k, group in enumerate(self._sizes):
             _, _, truncated, done = rewards[k * (1 + len(_ENDS)) :][: 1 + len(_ENDS)]
-            # Those that the step before had ended have this row for their last observation.
+            # This row is the last observation of agents that the step before has ended.
             alive = observations[places[group, "alive"]]
             cut = alive[t, ids] & alive[t + 1, ids] & ~done[t, ids]
             truncated[t, ids] |= cut

@@ -39,9 +39,9 @@ class MultiCollector(BatchSource):
         `make_vec_options`. The envs are split evenly.
     policy: as for `Collector`, and copied to each collector; with `policy_factory` it is built there, and `policy`
         only says where weights come from. A policy that cannot be copied stays here, with a warning, and acts for all.
-        To the factory `muster.get_worker_info` tells its collector's ``worker_index``, and no ``env_index``.
-    sync: True gives batches of `frames_per_batch` frames of all envs; False those of one collector's envs, first come.
-        Each collector then begins its next batch while its last one is learnt from.
+        In the factory `muster.get_worker_info` has the collector's ``worker_index``, and no ``env_index``.
+    sync: True yields batches of `frames_per_batch` frames of all envs; False batches of the envs of one collector,
+        whichever is ready first. Each collector then begins its next batch while the caller learns from the last one.
     preemptive_threshold: with `sync`: once this share of the collectors is done, the others stop; the rows that are
         missing are False in ``("collector", "mask")``. It does nothing for a policy that stays here.
     context, start_timeout, threads_per_collector: as `make_vec` has them for workers.
@@ -126,7 +126,7 @@ class MultiCollector(BatchSource):
         options: ProcessOptions,
         for_each: dict[str, Any],
     ) -> CollectorSet:
-        """Starts the collectors, or, where the policy stays, the one that acts for all; for_each: their options."""
+        """Starts the collectors, or the one that acts for all where the policy stays here. for_each: their options."""
         require_shapes(self.policy)
         obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
         if obstacle is None:
@@ -152,8 +152,8 @@ class MultiCollector(BatchSource):
     def update_policy_weights_(self, weights: Any = None) -> None:
         """Has each collector act with these weights, whole, from the next batch that it begins.
 
-        weights: None for the current ones of `policy`, else a module, a state dict or a TensorDict of parameters, which
-        `policy`, if there is one, takes, too. Raises SpecMismatch, UsageError.
+        weights: None for the current ones of `policy`, else a module, a state dict or a TensorDict of parameters; they
+        are copied into `policy` as well, if there is one. Raises SpecMismatch, UsageError.
         """
         self._collectors.update_weights(weights)
 
@@ -169,10 +169,10 @@ class MultiCollector(BatchSource):
     def stats(self) -> dict[str, Any]:
         """Counts of frames and batches; ``collectors``: what their envs have done and how their time went.
 
-        In ``collectors``: ``env_steps`` and ``restarts`` (envs that were built anew), and for each of ``workers`` the
+        In ``collectors``: ``env_steps`` and ``restarts`` (envs that were built again), and for each of ``workers`` the
         shares of its time that it spent ``collecting`` and ``waiting`` for the caller, its env steps, resets and
         restarts, and what its process holds. Counts are of the batches that have arrived. With a policy that stays
-        here it is `VectorEnv.stats`.
+        here ``collectors`` is `VectorEnv.stats`.
         """
         return {"frames": self.frames, "batches": self.batches, "collectors": self._collectors.stats()}
 
@@ -222,7 +222,7 @@ def _understood(
 
 
 def _share(threshold: float | None, sync: bool) -> float:
-    """Of the collectors that a batch waits for."""
+    """The share of the collectors that a batch waits for."""
     if threshold is not None and not (sync and 0 < threshold <= 1):
         raise ConfigError(f"preemptive_threshold must lie in (0, 1], with sync=True, got {threshold!r}")
     return 1.0 if threshold is None else threshold

@@ -1,7 +1,7 @@
-"""TensorDictModules called without a TensorDict, where that makes no difference but time.
+"""TensorDictModules called without a TensorDict, where that changes nothing except the time.
 
 A call through a TensorDict costs some 100 us, more than a small network. Modules that do nothing but read keys, call a
-module, and write keys are called on a dict instead. Everything else is left to itself: subclasses, hooks, selected
+module, and write keys are called on a dict instead. Everything else is called as it is: subclasses, hooks, selected
 keys, keyword arguments, methods, probabilistic modules.
 """
 
@@ -29,7 +29,7 @@ def as_key(key: Any) -> Key:
 
 
 class PlainModules:
-    """The modules of `policy`, in turn; `able` is False where any of them has to be called through a TensorDict."""
+    """The modules of `policy`, in the order of their calls; `able` is False where any of them needs a TensorDict."""
 
     def __init__(self, policy: Any) -> None:
         parts = _parts(policy)
@@ -39,7 +39,7 @@ class PlainModules:
             (part.module, [as_key(key) for key in part.in_keys], [as_key(key) for key in part.out_keys])
             for part in parts or ()
         ]
-        # Kept, so that no other object can have their ids.
+        # Kept alive, so that no other object can have their ids.
         self._modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
         self._identity = [*map(id, self._wrappers), *((id(module), *keys) for module, *keys in self._calls)]
         if not self.able:
@@ -50,7 +50,7 @@ class PlainModules:
         return self._identity == other._identity
 
     def call(self, values: dict[Key, Tensor]) -> bool:
-        """Adds to `values` what the modules write there; False, and nothing is called, where that is not possible now.
+        """Calls the modules and adds their outputs to `values`; returns False, with nothing called, where it cannot.
 
         Raises what the modules raise.
         """
@@ -99,12 +99,12 @@ def _parts(policy: Any) -> list[Any] | None:
 
 
 def _keys_of(module: nn.Module) -> str:
-    """The TensorDict keys that it reads and writes, if it says so."""
+    """The TensorDict keys that a module reads and writes, as far as it names them."""
     return repr((getattr(module, "in_keys", ()), getattr(module, "out_keys", ())))
 
 
 def _picked(outputs: Any, out_keys: list[Key]) -> tuple[Any, ...]:
-    """What a module that returns a dict has under its keys; the dict itself where it lacks some."""
+    """The values under a module's keys in the dict that it returned; the dict itself where it lacks some."""
     if isinstance(outputs, dict):
         outputs = {as_key(key): value for key, value in outputs.items()}
     if not all(key in outputs for key in out_keys):

@@ -34,7 +34,7 @@ class Actor(Protocol):
         """The actions of step t, one array ``[n, ...]`` for each action field. All outputs are in the storage."""
 
     def forget(self, done: Array) -> None:
-        """New episodes begin in the envs `done` (bool ``[n]``): recurrent state starts afresh there."""
+        """Resets the recurrent state of the envs `done` (bool ``[n]``), where new episodes begin."""
 
 
 class RandomActor:
@@ -73,14 +73,14 @@ class RandomActor:
             actions[wrong] = drawn + start[wrong]
 
     def forget(self, done: Array) -> None:
-        """Random actions remember nothing."""
+        """Does nothing: random actions have no recurrent state."""
 
 
 class PolicyActor:
-    """What policies that compute have in common: rows in and out, devices, recurrent state.
+    """The base of actors whose policy computes: rows in and out, devices, recurrent state.
 
-    part: its envs.  device: where the policy computes.  initial_state: by key the state of one env ``[...]`` at the
-    start of an episode.
+    part: the envs that it acts for.  device: where the policy computes.  initial_state: by key the state of one env
+    ``[...]`` at the start of an episode.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class PolicyActor:
         self._set_up()
 
     def _set_up(self) -> None:
-        """What a kind of policy needs beyond that."""
+        """Prepares what one kind of policy needs in addition."""
 
     def begin(self, storage: Storage) -> None:
         self._storage = storage
         self._inputs = [torch.from_numpy(array)[:, self._part] for array in storage.observations]
-        self._outputs: list[tuple[Key, Tensor, torch.Size, torch.dtype]] = []  # rows, and what fits into one
+        self._outputs: list[tuple[Key, Tensor, torch.Size, torch.dtype]] = []  # rows, and the shape and dtype of one
         self._actions: list[Array] = []
 
     def act(self, t: int) -> list[Array]:
@@ -139,7 +139,7 @@ class PolicyActor:
         raise NotImplementedError
 
     def _carry(self, key: Key, state: Tensor, outputs: dict[Key, Tensor]) -> None:
-        """Keeps the state for the next step; the one before goes to the outputs. A first one starts from zeros."""
+        """Keeps the state for the next step; the one before goes to the outputs. Starts from zeros if none is set."""
         if key not in self._initial:
             self._initial[key] = torch.zeros_like(state[0])
             self._state[key] = self._expanded(self._initial[key])
@@ -150,7 +150,7 @@ class PolicyActor:
         return initial.expand(self._count, *initial.shape)
 
     def _lay_out(self, outputs: dict[Key, Tensor]) -> None:
-        """Memory for what the policy gives, as the first step shows it."""
+        """Allocates memory for the policy's outputs, as the first step shows them."""
         action_keys = [field.key for field in self._envs.action_fields]
         for key in action_keys:
             if key not in outputs:
@@ -173,7 +173,10 @@ class PolicyActor:
 
 
 class TensorDictActor(PolicyActor):
-    """A module with ``in_keys`` and ``out_keys``. Keys k that it reads and gives as ``("next", k)`` are carried on."""
+    """Calls a module with ``in_keys`` and ``out_keys``.
+
+    Keys k that the module reads, and writes as ``("next", k)``, are recurrent state: carried to the next step.
+    """
 
     def _set_up(self) -> None:
         policy: Any = self._policy
@@ -189,7 +192,7 @@ class TensorDictActor(PolicyActor):
 
     def begin(self, storage: Storage) -> None:
         super().begin(storage)
-        if not self._plain.is_like(PlainModules(self._policy)):  # modules were put in the place of others
+        if not self._plain.is_like(PlainModules(self._policy)):  # modules were replaced by others
             is_init = self._is_init
             self._set_up()
             self._is_init = is_init
@@ -218,10 +221,10 @@ class TensorDictActor(PolicyActor):
         return outputs
 
     def _call_policy(self, values: dict[Key, Tensor]) -> None:
-        """The policy's own way, by a TensorDict."""
+        """Calls the policy through a TensorDict, and adds its outputs to `values`."""
         td = self._td
         for key, value in values.items():
-            # It holds what was provided before, but not what the modules have written without it.
+            # The TensorDict holds what was provided before, but not what modules have written without it.
             if self._plain.able or key in self._provided or key in self._state:
                 td.set(key, value)
         try:
@@ -256,9 +259,10 @@ class TensorDictActor(PolicyActor):
 
 
 class PlainActor(PolicyActor):
-    """Any callable: ``policy(obs)`` gives an action, or a dict with one.
+    """Calls any callable: ``policy(obs)`` returns an action, or a dict with "action" in it.
 
-    With `initial_state` ``policy(obs, state)`` gives that and the next state, a dict as `initial_state` is.
+    With `initial_state` ``policy(obs, state)`` returns a tuple: these outputs, and the next state as a dict with the
+    keys of `initial_state`.
     """
 
     def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
@@ -280,18 +284,18 @@ class PlainActor(PolicyActor):
 
 
 def is_tensordict_policy(policy: object) -> bool:
-    """Whether it takes and gives a TensorDict."""
+    """Whether `policy` reads and writes a TensorDict."""
     return hasattr(policy, "in_keys") and hasattr(policy, "out_keys")
 
 
 def _reads_is_init(policy: Any) -> bool:
-    """Whether a module inside reads it without having it among its keys, as TorchRL's noise processes do."""
+    """Whether a module inside reads "is_init" without having it among its keys, as TorchRL's noise processes do."""
     modules = policy.modules() if isinstance(policy, nn.Module) else ()
     return any(as_key(key) == IS_INIT for module in modules if (key := getattr(module, "is_init_key", None)))
 
 
 def numpy_dtype(key: Key, tensor: Tensor) -> np.dtype[Any]:
-    """NumPy's for what the policy provided under `key`. Raises SpecMismatch where it has none."""
+    """The NumPy dtype of what the policy provided under `key`. Raises SpecMismatch where NumPy has none."""
     try:
         return tensor.new_empty(0).numpy().dtype
     except TypeError as error:
@@ -323,7 +327,7 @@ def _draw(space: spaces.Space[Any], lead: tuple[int, int], rng: np.random.Genera
 
 
 def _fits(value: Any, shape: torch.Size, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    """What an assignment does not see to: it repeats rows, and makes integers of floats."""
+    """Whether a value fits as it is; an assignment alone would repeat rows, and make integers of floats."""
     if not isinstance(value, Tensor) or value.shape != shape:
         return False
     return value.dtype is dtype or torch.can_cast(value.dtype, dtype)

@@ -1,4 +1,4 @@
-"""From a rollout's rewards and values to what a policy learns from: GAE, V-trace, and single trajectories.
+"""Advantages and targets from a rollout's rewards and values (GAE, V-trace), and its single trajectories.
 
 A step can end an episode in two ways, and they are never confused here:
 
@@ -10,10 +10,10 @@ So every function takes ``next_values``, the value of the observation *after* ea
 an episode ended, the following row's observation everywhere else. It is exact in every autoreset mode.
 
 Rows whose ``mask`` is False are left out: the reset rows of ``next_step`` autoreset, agents that are not alive,
-padding. Their numbers may be anything, NaN included, and they get zeros; an end that one of them tells, as of a lost
-env, is an end for the rows before it, too.
+padding. Their numbers may be anything, NaN included, and they get zeros; an end that one of them reports, such as that
+of a lost env, is an end for the rows before it, too.
 
-An agent that is alive but waits for its turn is not left out: its rewards, and often its end, are told in the rows in
+An agent that is alive but waits for its turn is not left out: its rewards, and often its end, stand in the rows in
 which others act. So compute returns with ``mask=alive`` and take the loss over the rows where ``acting`` is True.
 """
 
@@ -135,7 +135,9 @@ def split_trajectories(rollout: TensorDictBase) -> TensorDict:
 
 
 def _discounted_sums(deltas: Tensor, decays: Tensor, ended: Tensor, kept: Tensor) -> Tensor:
-    """sums[t] = deltas[t] + decays[t] * sums[t + 1] within each episode; rows not kept pass the sum on unchanged.
+    """Discounted sums within each episode: sums[t] = deltas[t] + decays[t] * sums[t + 1].
+
+    Rows that are not kept pass the sum on unchanged.
 
     Arguments [T, ...]; returns [T + 1, ...], row T zero.
     """
@@ -157,7 +159,7 @@ def _check_and_mask(
     *,
     log_ratios: Tensor | None = None,
 ) -> Tensor:
-    """The mask, all True where there is none. Raises SpecMismatch: nothing is broadcast silently."""
+    """The mask, all True where there is none. Raises SpecMismatch: no shape is broadcast silently."""
     kept = torch.ones_like(terminated) if mask is None else mask
     flags = {"terminated": terminated, "truncated": truncated, "mask": kept}
     numbers = {"rewards": rewards, "next_values": next_values}

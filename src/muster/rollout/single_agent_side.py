@@ -1,4 +1,4 @@
-"""Vector envs of single agents, and how a collector opens what it was given."""
+"""Vector envs of single agents, and the opening of a collector's `envs` argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 
 
 class SingleAgentEnvs(EnvSide):
-    """Gymnasium's vector API, Muster's or any other's."""
+    """A vector env with Gymnasium's API, Muster's or any other."""
 
     def __init__(self, envs: GymnasiumVectorEnv[Any, Any, Any]) -> None:
         super().__init__(envs)
@@ -30,11 +30,11 @@ class SingleAgentEnvs(EnvSide):
         self.masks = [None] * len(self.action_fields)
 
     def policy_input(self, rows: Sequence[Any]) -> Any:
-        """The observation's tensor, or a dict of them."""
+        """The tensor of the observation, or a dict or tuple of tensors."""
         return self._observation.join(rows)
 
     def output_keys(self, outputs: Any) -> dict[Key, Any]:
-        """outputs: an action, or a dict with ``"action"`` in it."""
+        """The outputs by key. outputs: an action, or a dict with ``"action"`` in it."""
         return flat(outputs) if isinstance(outputs, dict) else {("action",): outputs}
 
     def final(self, infos: dict[str, Any], row: int) -> list[Array] | None:
@@ -43,7 +43,7 @@ class SingleAgentEnvs(EnvSide):
         return self._observation.split(infos["final_obs"][row])
 
     def mark_cut(self, observations: Sequence[Array], rewards: Sequence[Array], t: int, ids: Array) -> None:
-        """The env's own flags say it all."""
+        """Does nothing: the flags of the env are enough."""
 
     def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]:
         return self._observation.split(obs)
@@ -58,7 +58,7 @@ class SingleAgentEnvs(EnvSide):
 def open_envs(envs: Any, num_envs: int | None, make_vec_options: Mapping[str, Any] | None) -> tuple[EnvSide, bool]:
     """The envs of a vector env or of a recipe, and whether they were made here.
 
-    Recipes get ``same_step`` autoreset and no copies of observations beside the collector's own.
+    Recipes get ``same_step`` autoreset and no copies of observations other than the collector's own.
     """
     if isinstance(envs, (GymnasiumVectorEnv, MultiAgentVectorEnv)):
         if num_envs is not None or make_vec_options:

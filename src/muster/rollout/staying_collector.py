@@ -12,7 +12,7 @@ from muster.rollout.collector_set import Filled
 
 
 class StayingCollector:
-    """A `Collector` as a `CollectorSet`. Its own seeds go on from reset to reset."""
+    """A `Collector` with the verbs of a `CollectorSet`. Its own seeds go on from reset to reset."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector

@@ -41,15 +41,15 @@ class Stepping:
         self._quiet = False  # no row begins anything, and none is a reset
         self._frames = np.zeros(N, np.int64)  # of the current trajectory
         self._owed = [0] * len(self.parts)  # envs of each part that still have to answer
-        self._at = [0] * len(self.parts)  # and the step they answer for
+        self._at = [0] * len(self.parts)  # the step that they answer for
 
     def start_afresh(self, *, seeded: bool = False) -> None:
-        """The next storage starts with new episodes in all envs; `seeded`: with new seeds, too."""
+        """Makes the next storage start with new episodes in all envs; `seeded`: with new seeds, too."""
         self._rows = None
         self._seeded = self._seeded or seeded
 
     def start(self, actors: Sequence[Actor], seeds: Sequence[int] | None) -> list[Array]:
-        """What the envs show before the next storage's first step; resets them where they have to start afresh."""
+        """The observations before the next storage's first step; resets the envs where they have to start afresh."""
         if self._rows is None:
             self._rows = self._start(actors, seeds)
         return self._rows
@@ -57,7 +57,7 @@ class Stepping:
     def fill(
         self, storage: Storage, actors: Sequence[Actor], seeds: Sequence[int] | None, stop: Array | None = None
     ) -> int:
-        """T steps of all envs, or fewer once ``stop[0]`` is not 0; returns how many.
+        """Takes T steps of all envs, or fewer once ``stop[0]`` is not 0; returns their number.
 
         actors: one for each part, or one for all.
         """
@@ -113,7 +113,7 @@ class Stepping:
                     self._owed[i], self._at[i] = part.stop - part.start, t
 
     def _await(self, storage: Storage, i: int) -> None:
-        """Until part i has answered. Whatever else is ready lands in its own rows."""
+        """Waits until part i has answered; answers of the other part go into their own rows."""
         while self._owed[i]:
             ids, rows = self._envs.recv(self._owed[i])
             for k, part in enumerate(self.parts):
@@ -138,7 +138,7 @@ class Stepping:
                 storage.write_loss(Loss(t, int(ids[row]), rows.infos["restarted"][row]))
 
     def _close_row(self, storage: Storage, t: int, part: slice) -> Array | None:
-        """What row t of `part` means for the rows after it; returns which of them begin trajectories, if any do."""
+        """Notes what row t of `part` means for later rows; returns which envs begin trajectories there, or None."""
         if self._quiet and not (any_true(storage.terminated[t]) or any_true(storage.truncated[t])):
             return None
         begins = self._begins[part]

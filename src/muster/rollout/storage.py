@@ -27,7 +27,7 @@ class Final(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Env `env` failed in step `time`, for `reason`, and was replaced."""
+    """The failure of env `env` in step `time`, for `reason`; the env was replaced."""
 
     time: int
     env: int
@@ -38,12 +38,13 @@ class Storage:
     """The arrays of one rollout of T steps of N envs.
 
     observations: for each observation field ``[T+1, N, ...]``; row T is what follows the last action.
-    next_observations: the same ``[T, N, ...]``, the final observation where an episode ended; empty with ``compact``.
+    next_observations: for each observation field ``[T, N, ...]``, what follows each action: the final observation
+        where an episode ended. Empty with ``compact``.
     rewards: for each reward field ``[T, N, ...]``: rewards, and the ends of single agents.
-    outputs: by key what the policy gave, ``[T, N, ...]`` tensors.
+    outputs: by key what the policy provided, ``[T, N, ...]`` tensors.
     terminated, truncated, mask, begins: bool ``[T, N]``; begins: the row is the first of a trajectory.
 
-    allocate: gives the memory for a field, ``[rows, N, ...]``; called in a fixed order. None: memory of its own.
+    allocate: returns the memory of a field, ``[rows, N, ...]``; called in a fixed order. None: new arrays.
     """
 
     FLAGS = tuple(Field((name,), (), np.dtype(np.bool_)) for name in ("terminated", "truncated", "mask", "begins"))
@@ -74,18 +75,21 @@ class Storage:
         self.losses: list[Loss] = []
 
     def add_output(self, key: Key, like: Tensor) -> Tensor:
-        """Memory ``[T, N, ...]`` for what the policy gives under `key`; `like`: one step of some envs."""
+        """New memory ``[T, N, ...]`` for the policy's output under `key`; `like`: one step's output for some envs."""
         self.outputs[key] = torch.empty((self.T, self.N, *like.shape[1:]), dtype=like.dtype)
         return self.outputs[key]
 
     def clear_flags(self) -> None:
-        """No row ends anything, begins anything or is left out, until it is written."""
+        """Clears all flags: a row ends nothing, begins nothing and is not masked until it is written."""
         for flags in (self.terminated, self.truncated, self.begins):
             flags[:] = False
         self.mask[:] = True
 
     def blank(self, part: slice) -> None:
-        """The envs `part` were lost: zeros, and masked. Their episodes, and their agents', end truncated with row 0."""
+        """Masks all rows of the envs `part`, which were lost, and sets their numbers to 0.
+
+        The episodes of these envs and of their agents end truncated with row 0.
+        """
         for flags in (self.terminated, self.truncated, self.begins, self.mask):
             flags[:, part] = False
         for array in (*self.observations, *self.next_observations, *self.rewards):
@@ -98,14 +102,14 @@ class Storage:
             tensor[:, part] = 0
 
     def episode_rewards(self) -> Array:
-        """What returns add up: ``[T, N]``; of groups of agents side by side, ``[T, N, agents]``."""
+        """The rewards that returns sum up: ``[T, N]``; with agents ``[T, N, agents]``, all groups side by side."""
         parts = [
             array for array, field in zip(self.rewards, self._reward_fields, strict=True) if field.key[-1] == "reward"
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
     def leave_out(self, since: int) -> None:
-        """Rows from `since` on were never stepped: zeros, and masked."""
+        """Masks the rows from `since` on, which were never stepped, and sets their numbers to 0."""
         self.mask[since:] = False
         for array in (*(rows[1:] for rows in self.observations), *self.next_observations, *self.rewards):
             array[since:] = 0
@@ -113,7 +117,7 @@ class Storage:
             tensor[since:] = 0
 
     def write(self, t: int, part: slice | Array, rows: StepRows) -> None:
-        """Step t of the envs `part`, a slice or their ids."""
+        """Writes step t of the envs `part`, a slice or their ids."""
         for array, value in zip(self.observations, rows.observations, strict=True):
             array[t + 1, part] = value
         for array, value in zip(self.next_observations, rows.observations, strict=False):
@@ -124,19 +128,23 @@ class Storage:
         self.truncated[t, part] = rows.truncated
 
     def write_final(self, final: Final) -> None:
-        """The final observation of an episode whose env has been reset already."""
+        """Writes the final observation of an episode whose env has been reset already."""
         if self.compact:
             self.finals.append(final)
         for array, leaf in zip(self.next_observations, final.leaves, strict=False):
             array[final.time, final.env] = leaf
 
     def write_loss(self, loss: Loss) -> None:
-        """A row that no env gave."""
+        """Masks the row in which an env failed, and keeps the reason."""
         self.losses.append(loss)
         self.mask[loss.time, loss.env] = False
 
     def to_batch(self, traj_ids: Array) -> TensorDict:
-        """The batch ``[T, N]``, on the memory of this storage; DESIGN's keys. traj_ids: int64 ``[T, N]``."""
+        """The batch ``[T, N]``, on the memory of this storage. traj_ids: int64 ``[T, N]``.
+
+        Keys: the observation fields and the policy's outputs at the root; under "next" the reward fields, the flags
+        and, without ``compact``, the next observations; under "collector" all that is the collector's own.
+        """
         shape = (self.T, self.N)
         done = self.terminated | self.truncated
         values: dict[Key, Any] = {}
@@ -168,7 +176,7 @@ class Storage:
 
 
 def next_observations(batch: TensorDict) -> TensorDict:
-    """What each action of a ``compact`` batch ``[T, N]`` led to, final observations included: ``[T, N]``.
+    """The observations after each action of a ``compact`` batch ``[T, N]``, final ones included: ``[T, N]``.
 
     Raises UsageError for a batch that is not a whole one from ``Collector(compact=True)``.
     """

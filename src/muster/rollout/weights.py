@@ -1,4 +1,4 @@
-"""Weights in motion: by name, from a learner to the policies that act, whole or not at all."""
+"""Weights by name on their way from a learner to the policies that act: all of them are copied, or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muster.nn.functional import all_names
 
 
 def named_weights(policy: object) -> dict[str, Tensor]:
-    """The parameters and buffers of a module, or of the one that a method is of, each tensor once.
+    """The parameters and buffers of a policy that is a module or the method of one, each tensor once.
 
     Placeholders on the meta device have no values, and are left out.
     """
@@ -28,7 +28,7 @@ def named_weights(policy: object) -> dict[str, Tensor]:
 
 
 def require_shapes(policy: object) -> None:
-    """Raises UsageError where weights have none yet, which a lazy module takes from its first input."""
+    """Raises UsageError where weights have no shape yet: a lazy module takes it from its first input."""
     for name, tensor in named_weights(policy).items():
         if is_lazy(tensor):
             raise UsageError(
@@ -39,9 +39,9 @@ def require_shapes(policy: object) -> None:
 
 
 def weights_for(policy: object, weights: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `weights` have for each of the policy's own tensors, by name.
+    """The new values in `weights` for each of the policy's own tensors, by name.
 
-    weights: a module, a state dict, or a TensorDict as ``TensorDict.from_module`` gives it.  own: the policy's
+    weights: a module, a state dict, or a TensorDict as ``TensorDict.from_module`` makes it.  own: the policy's
     `named_weights`. Raises SpecMismatch for names that the policy does not have and for what cannot be copied as it is,
     UsageError for a policy without weights.
     """
@@ -54,7 +54,7 @@ def weights_for(policy: object, weights: Any, own: Mapping[str, Tensor]) -> dict
     missing = sorted(own.keys() - provided.keys())
     module = module_of(policy)
     assert module is not None
-    # Names that `own` lacks are known, too: state dicts have all names of shared tensors, and placeholders.
+    # Not only the names in `own`: state dicts have all names of shared tensors, and placeholders.
     unknown = sorted(provided.keys() - {name for name, _ in all_names(module)})
     if unknown or missing:
         raise SpecMismatch(f"the weights are not this policy's: unknown {unknown[:5]}, missing {missing[:5]}")
@@ -100,7 +100,7 @@ def load_weights(policy: object, weights: Mapping[str, Tensor]) -> None:
         return
     own = named_weights(policy)
     starts = {_start(tensor) for tensor in own.values()}
-    # Own tensors that change places are copied first.
+    # Own tensors that are to change places are cloned first.
     others = {name: tensor for name, tensor in weights.items() if not is_same_memory(tensor, own[name])}
     copies = {name: tensor.clone() if _start(tensor) in starts else tensor for name, tensor in others.items()}
     for name, tensor in copies.items():
@@ -108,14 +108,14 @@ def load_weights(policy: object, weights: Mapping[str, Tensor]) -> None:
 
 
 def is_same_memory(mine: Tensor, other: Tensor) -> bool:
-    """Whether both, which are of one shape, are the same numbers."""
+    """Whether two tensors of one shape are the same numbers in memory."""
     return mine is other or (
         _start(mine) == _start(other) and (mine.stride(), mine.dtype) == (other.stride(), other.dtype)
     )
 
 
 def _start(tensor: Tensor) -> object:
-    """Where its numbers begin; itself, where they lie in no one place."""
+    """The place in memory where the numbers of a tensor begin; the tensor's id where they lie in several places."""
     is_dense = not is_lazy(tensor) and tensor.layout is torch.strided
     return (tensor.device, tensor.data_ptr()) if is_dense else id(tensor)
 

@@ -23,7 +23,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """What a block of batch memory holds: T steps of N envs. output_fields: what the policy provides."""
+    """The layout of a block of batch memory: T steps of N envs. output_fields: what the policy provides."""
 
     T: int
     N: int
@@ -33,7 +33,7 @@ class BatchLayout:
     compact: bool
 
     def storage(self, block: mmap.mmap, columns: slice = slice(None)) -> Storage:
-        """A storage over the envs `columns` of a block; every process that maps it finds the arrays at one place."""
+        """A storage over the envs `columns` of a block; every process that maps it finds them at the same place."""
         place = _HEADER
 
         def allocate(rows: int, field: Field) -> Array:
@@ -52,7 +52,7 @@ class BatchLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Whole pages, so that each block can be mapped by itself."""
+        """Size of a block: whole pages, so that each block can be mapped by itself."""
         observations = [(self.T + 1, field) for field in self.observation_fields]
         after = [] if self.compact else [(self.T, field) for field in self.observation_fields]
         rest = [(self.T, field) for field in (*self.reward_fields, *Storage.FLAGS, *self.output_fields)]
@@ -77,13 +77,13 @@ class BatchMemory:
             os.ftruncate(self.fd, self._end)
         offset = self._free.pop()
         block = mmap.mmap(self.fd, size, offset=offset)
-        # When the last tensor of a batch goes, so does the mapping.
+        # The mapping goes with the last tensor of a batch.
         weakref.finalize(block, self._free.append, offset).atexit = False
         return offset, block
 
 
 def stop_flag(block: mmap.mmap) -> Array:
-    """int64 ``[1]``: not 0 once the replicas are to end this batch early."""
+    """The flag of a block, int64 ``[1]``: not 0 once the replicas have to end this batch early."""
     return np.frombuffer(block, np.int64, 1)
 
 

@@ -38,7 +38,7 @@ from muster.vector.assemble import process_vec
 from muster.vector.results import Batch
 from muster.workers.launcher_client import standard_fds
 
-# The first word of the seeds that are for replicas; Collector uses those below it.
+# The first word of the spawn keys for replicas' seeds; Collector uses smaller ones.
 _REPLICAS = 3
 
 
@@ -46,10 +46,10 @@ class CollectorPool:
     """A `CollectorSet` of replicas of a policy with shares of envs, in processes of their own.
 
     With ``on_failure="restart"`` an env that raises is replaced in its replica. A replica that dies, or whose policy
-    raises, is replaced with all its envs: of the batch that it was at nothing is left, and a warning says why.
+    raises, is replaced with all its envs: its part of the current batch is lost, and a warning says why.
 
     sync: a batch is of all envs; once `threshold` (a share) of the collectors is done, the others stop. Otherwise a
-    batch is of one collector's envs, and each has begun the next one before its last one is handed out.
+    batch is of one collector's envs, and each collector begins its next batch before its last one is handed out.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class CollectorPool:
             self._batch_memory = BatchMemory()
             self._weights_fd = memfd("weights")
         self._finalizer = weakref.finalize(self, os.close, self._weights_fd)
-        self._filling: dict[int, mmap.mmap] = {}  # by collector, what it is filling
-        # By collector, handed out so far. Kept here, where they outlive a process that dies.
+        self._filling: dict[int, mmap.mmap] = {}  # by collector, the block that it is filling
+        # Frames handed out so far, by collector. Kept here, where they outlive a process that dies.
         self._frames = [0] * num_collectors
-        # What their envs have counted: int64 [collectors, COUNTS], of their processes now, and of those before them.
+        # Counts of the collectors' envs, int64 [collectors, COUNTS]: of the current processes, and of earlier ones.
         self._counts, self._counts_before = np.zeros((2, num_collectors, len(COUNTS)), np.int64)
         self._ready: deque[Filled] = deque()
         self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
@@ -112,7 +112,7 @@ class CollectorPool:
             self._publish(weights_to_send(self._policy, weights))
 
     def state_dict(self) -> dict[str, Any]:
-        """``policy``: the module's state, or copies of the weights that were published last, if there are any."""
+        """State of the policy, under ``policy``: the module's, or copies of the weights published last, if any."""
         module = module_of(self._policy)
         weights = self._weights.read() if module is None else module.state_dict()
         return {} if module is None and not weights else {"policy": weights}
@@ -191,7 +191,7 @@ class CollectorPool:
         self._layouts = [plan.layout(first) for plan in plans]
         weights = named_weights(self._policy)
         if not weights:
-            # Factories may draw different weights in each process; one of them is to be followed.
+            # Factories may draw different weights in each process; all collectors take those of the first.
             weights = self._call("weights")[0]
         expected = shapes_of(weights)
         for k, built in enumerate(self._call("weight_shapes")):
@@ -228,7 +228,7 @@ class CollectorPool:
                 storage = self._layouts[k].storage(block)
                 self._finish(k, storage, slice(0, storage.N), infos)
                 self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, version)))
-            # Each goes on at once, while its last batch is learnt from, and has at most one that waits.
+            # Each collector goes on at once, while the caller learns; at most one of its batches waits.
             self._send_idle()
         return self._ready.popleft()
 
@@ -247,7 +247,7 @@ class CollectorPool:
         self._filling |= {k: block for k, (_, block) in blocks.items()}
 
     def _receive(self, min_collectors: int) -> list[tuple[int, mmap.mmap, int, dict[str, Any]]]:
-        """The collectors that are done: index, the block that is filled, version of the weights, infos."""
+        """Waits for collectors; returns those that are done: index, filled block, version of the weights, infos."""
         with self._translating():
             batch = self._processes.recv(min_envs=min_collectors)
         self._take_in(batch)
@@ -271,13 +271,13 @@ class CollectorPool:
                 raise batch.infos["exhausted"][row]
 
     def _count_loss(self, collector: int) -> None:
-        """Counts a process, or what it had built there, as gone: its next counts start from zero."""
+        """Counts a collector's process, or its replica there, as gone: the next counts start from zero."""
         self._counts_before[collector] += self._counts[collector]
         self._counts_before[collector, COUNTS.index("restarts")] += len(self._nouns.envs[collector])
         self._counts[collector] = 0
 
     def _finish(self, collector: int, storage: Storage, part: slice, infos: Mapping[str, Any]) -> None:
-        """Adds what the process could not write itself."""
+        """Adds to the storage what the collector's process could not write into it."""
         if "restarted" in infos:
             storage.blank(part)
             warnings.warn(
@@ -295,7 +295,7 @@ class CollectorPool:
 
     @contextlib.contextmanager
     def _translating(self) -> Iterator[None]:
-        """Raises what a collector's failure is to its users: to the engine it is an env."""
+        """Raises errors of the engine, to which a collector is an env, as errors of that collector."""
         try:
             yield
         except ClosedError:
@@ -303,12 +303,12 @@ class CollectorPool:
         except EnvError as error:
             if error.env_index is None:
                 raise
-            told = error.__cause__
-            if not isinstance(told, MusterError):
-                told = CollectorError(self._nouns.name(error.env_index), error.message)
+            failure = error.__cause__
+            if not isinstance(failure, MusterError):
+                failure = CollectorError(self._nouns.name(error.env_index), error.message)
             if error.worker_traceback:
-                told.add_note(f"In the collector's process:\n{error.worker_traceback.rstrip()}")
-            raise told from None
+                failure.add_note(f"In the collector's process:\n{error.worker_traceback.rstrip()}")
+            raise failure from None
 
 
 def _require_same(collector: int, expected: WeightShapes, built: WeightShapes) -> None:

@@ -1,4 +1,4 @@
-"""How a policy gets to other processes: what keeps it where it is, and what can be rebuilt there."""
+"""The sending of a policy to other processes: obstacles to it, and parts that are rebuilt there."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _WALK_S = 2.0
 _DIAGNOSIS_S = 1.2
 _SILENCE_S = 3.0
 
-# What `rebuild_with` was told: types, and single objects as long as they live.
+# The factories that `rebuild_with` received: of types, and of single objects as long as they live.
 _factories_of_types: dict[type, Callable[[], Any]] = {}
 _factories_of_objects: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}
 
 
 class Obstacle(NamedTuple):
-    """Why a policy stays where it is: the object in the way, its path from the policy, its type, and the reason.
+    """The object that keeps a policy where it is: path from the policy, type, and the reason.
 
-    marked: it was asked to stay, by ``uncopyable``.
+    marked: the object has the mark ``uncopyable``.
     """
 
     path: str
@@ -45,7 +45,7 @@ class Obstacle(NamedTuple):
         return f"{self.path} ({self.type_name}): {self.reason}"
 
     def ways_out(self) -> tuple[str, ...]:
-        """What the policy's owner can do about it."""
+        """The remedies that the policy's owner can choose from."""
         if self.marked:
             travels = f"take the mark off {self.path} (uncopyable = False), if it can be copied after all"
         else:
@@ -57,7 +57,7 @@ class Obstacle(NamedTuple):
         )
 
     def _rebuildable(self) -> str:
-        """What `rebuild_with` could be told: the object's class if that is its owner's, else the part that holds it."""
+        """The target to suggest for `rebuild_with`: the object's class if a user's, else the part that holds it."""
         module, _, name = self.type_name.rpartition(".")
         if module.partition(".")[0] not in ("", "torch", "_thread", "_ctypes", "ctypes", "socket", "builtins", "_io"):
             return name
@@ -66,11 +66,11 @@ class Obstacle(NamedTuple):
 
 
 def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:
-    """From now on `target` is not copied to other processes with a policy, but built there by ``factory()``.
+    """Has `target` built by ``factory()`` in other processes from now on, instead of copied there with its policy.
 
     target: a class, for all its instances, or one object such as a submodule. The rest of the policy travels; weights
     of what is rebuilt follow like all others, by name. Raises WrongType for a factory that is not callable, and for a
-    target that could not be told from others like it, such as a number.
+    target that cannot be distinguished from others like it, such as a number.
     """
     if not callable(factory):
         raise WrongType(f"factory must be callable without arguments, got {type(factory).__name__}")
@@ -89,7 +89,7 @@ def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:
 
 
 def obstacle_to(policy: Any) -> Obstacle | None:
-    """What keeps `policy` from being copied to another process; None where nothing does.
+    """The obstacle that keeps `policy` from being copied to another process; None where there is none.
 
     In this order: the mark ``uncopyable``, a ``__deepcopy__`` of its own that raises, a tensor inside a graph, whatever
     cannot be pickled. What `rebuild_with` covers is left out.
@@ -119,14 +119,14 @@ def obstacle_to(policy: Any) -> Obstacle | None:
 
 
 def pack_policy(policy: Any) -> bytes:
-    """`policy` as bytes; what `rebuild_with` covers goes as its factory. It must have no `obstacle_to` it."""
+    """Bytes of `policy`; what `rebuild_with` covers goes as its factory. `obstacle_to` must find nothing in it."""
     file = io.BytesIO()
     _Packer(file, protocol=5).dump(policy)
     return file.getvalue()
 
 
 def pack_factory(factory: Callable[[], Any], start_method: str) -> bytes:
-    """`factory` as bytes. Raises CannotTravel, which says what in it is to be built by the factory itself."""
+    """Bytes of `factory`. Raises CannotTravel, which says what in it is to be built by the factory itself."""
     parts = {"policy_factory": factory}
     try:
         return dumps(factory, parts, start_method=start_method)
@@ -141,7 +141,7 @@ def pack_factory(factory: Callable[[], Any], start_method: str) -> bytes:
 
 
 def factory_for(value: Any) -> Callable[[], Any] | None:
-    """What `rebuild_with` was given for `value`, if anything."""
+    """The factory that `rebuild_with` received for `value`, if any."""
     if (entry := _factories_of_objects.get(id(value))) is not None and entry[0]() is value:
         return entry[1]
     if _factories_of_types:
@@ -165,7 +165,7 @@ def _as_written(path: str) -> str:
 
 
 def _reason_against(value: Any) -> str | None:
-    """Why `value` itself cannot be copied, as far as that shows without pickling."""
+    """The reason why `value` itself cannot be copied, as far as that shows without pickling."""
     if isinstance(value, Tensor):
         if value.requires_grad and not value.is_leaf:
             return "a tensor inside an autograd graph, which cannot be copied; detach() it"

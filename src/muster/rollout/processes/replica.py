@@ -32,24 +32,26 @@ from muster.rollout.weights import named_weights
 from muster.vector.assemble import serial_vec
 from muster.worker_info import WorkerInfo, worker_info_context
 
-# What a replica counts of its envs, since it was built.
+# The counts of a replica's envs, since the replica was built.
 COUNTS = ("env_steps", "resets", "restarts")
 
 
 class Replica(gymnasium.Env[Array, Array]):
-    """``step([offset, frames, afresh])`` collects a batch into the block there; returns [weights' version, *COUNTS].
+    """A collector as an env: ``step([offset, frames, afresh])`` collects a batch into the block of memory at `offset`.
 
-    frames: how many this collector has collected before, in whatever process.  afresh: 1 to begin new episodes.
-    An env that raises is replaced here, so that the others keep their episodes. Once `max_restarts` is used up, a step
-    tells so in ``infos["exhausted"]``: raised, it would only have this replica replaced.
+    The observation is [version of the weights, *COUNTS].
+    frames: number that this collector has collected before, in this or earlier processes.  afresh: 1 to begin new
+    episodes.
+    An env that raises is replaced here, so that the others keep their episodes. Once `max_restarts` is used up, the
+    step puts the error into ``infos["exhausted"]``; if it raised the error, only this replica would be replaced.
     """
 
     observation_space = spaces.Box(0, 2**62, (1 + len(COUNTS),), np.int64)
     action_space = spaces.Box(0, 2**62, (3,), np.int64)
 
     def __init__(self, plan: ReplicaPlan) -> None:
-        # A forked process has none of the threads that torch's pool believes in, and would wait for them for ever. The
-        # worker sets the number asked for once all is built.
+        # A forked process has none of the threads that torch's pool expects, and would wait for them for ever. The
+        # worker sets the number that the user asked for once all is built.
         torch.set_num_threads(1)
         self._plan = plan
         recipes = unpack(plan.recipes) if isinstance(plan.recipes, bytes) else plan.recipes
@@ -59,7 +61,7 @@ class Replica(gymnasium.Env[Array, Array]):
         envs = range(plan.first_env, plan.first_env + len(recipes))
         nouns = collector_nouns([envs], first_worker=plan.index)
         self._envs = serial_vec(recipes, self._info, max_restarts=plan.max_restarts, nouns=nouns)
-        # Where a replica cannot replace its env, because that must be alone in its process, the engine replaces both.
+        # Where a replica cannot replace its env, which must be alone in its process, the engine replaces both.
         self.metadata = {**self.metadata, "one_per_process": bool(self._envs.metadata.get("one_per_process"))}
         try:
             with worker_info_context(self._info):
@@ -74,13 +76,13 @@ class Replica(gymnasium.Env[Array, Array]):
         self._collector: Collector | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """Begins anew, with this seed."""
+        """Starts again with this seed: a new collector, and new episodes."""
         super().reset(seed=seed)
         self._collector = Collector(self._envs, self.policy, seed=seed, **self._plan.options)
         return self._report(), {}
 
     def facts(self) -> ReplicaFacts:
-        """After the first reset."""
+        """The fields of the replica's rollouts, known after the first reset."""
         collector = self._started()
         outputs = tuple(self._guarded(collector.output_fields))
         return ReplicaFacts(*collector.fields, outputs)
@@ -90,7 +92,7 @@ class Replica(gymnasium.Env[Array, Array]):
         return {name: tensor.detach().cpu() for name, tensor in named_weights(self.policy).items()}
 
     def weight_shapes(self) -> WeightShapes:
-        """Which weights it takes."""
+        """Shapes and dtypes of the weights that the policy takes, by name."""
         return shapes_of(named_weights(self.policy))
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
@@ -139,12 +141,12 @@ class Replica(gymnasium.Env[Array, Array]):
         return self._plan.layout(self.facts())
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Tells the policy where it is."""
+        """Calls `work`, in which `get_worker_info` returns the info of this collector."""
         try:
             with worker_info_context(self._info):
                 return work()
         except EnvError as error:
-            error.batch = None  # the other envs' rows are given up, too
+            error.batch = None  # the rows of the other envs are dropped, too
             raise
 
 

@@ -17,7 +17,7 @@ from muster.rollout.processes.policy_travel import pack_factory, pack_policy
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """What the caller has to know of a replica: the fields of its rollouts."""
+    """The facts of a replica that the caller needs: the fields of its rollouts."""
 
     observation_fields: tuple[Field, ...]
     reward_fields: tuple[Field, ...]
@@ -26,13 +26,13 @@ class ReplicaFacts:
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """How one replica is built and where it writes.
+    """The plan of one replica: how it is built, and where it writes.
 
-    recipes: its share, packed but where it is inherited.  first_env: their first index among all envs.
-    num_envs: of all of them.
-    policy: packed; None for random actions.  policy_is_factory: it is to be called for the policy.
-    columns: the part of a batch's envs that is its own.  batch_envs: how many envs a batch has.
-    batch_memory_path, weights_path: the shared memory, as files of the caller's.
+    recipes: those of its envs, packed unless its process inherits them.  first_env: index of its first env among all.
+    num_envs: number of all envs.
+    policy: packed; None for random actions.  policy_is_factory: `policy` is a factory, to be called for the policy.
+    columns: the replica's own part of a batch's envs.  batch_envs: number of envs in a batch.
+    batch_memory_path, weights_path: the shared memory, as files of the caller's process.
     max_restarts: of envs that raise, see `serial_vec`.
     options: for `Collector`.
     """
@@ -52,7 +52,7 @@ class ReplicaPlan:
     options: Mapping[str, Any]
 
     def layout(self, facts: ReplicaFacts) -> BatchLayout:
-        """Of the blocks of batch memory that it writes into."""
+        """The layout of the blocks of batch memory that the replica writes into."""
         first, last = self.columns
         T = self.options["frames_per_batch"] // (last - first)
         compact = bool(self.options["compact"])
@@ -73,7 +73,7 @@ def plans_for(
     collector_options: Mapping[str, Any],
     options: ProcessOptions,
 ) -> list[ReplicaPlan]:
-    """One plan for each share of the recipes, which begins at one of `firsts`; their end is the last of them.
+    """One plan for each part of the recipes. firsts: where each part begins, and at last the end of all.
 
     Raises CannotTravel, and what `check_forkable` raises.
     """
@@ -96,7 +96,7 @@ def plans_for(
         plans.append(
             ReplicaPlan(
                 index=k,
-                # A forked process has them already, whatever they hold.
+                # A forked process has the recipes already, whatever they hold.
                 recipes=list(share) if is_forked else pack(share, start_method=start_method),
                 first_env=first,
                 num_envs=num_envs,

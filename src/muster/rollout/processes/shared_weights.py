@@ -22,18 +22,18 @@ WeightShapes = dict[str, tuple[tuple[int, ...], str]]
 
 
 def shapes_of(weights: Mapping[str, Tensor]) -> WeightShapes:
-    """Shape and dtype by name: equal for weights that can stand for one another."""
+    """Shape and dtype by name: equal for weights that can replace one another."""
     return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in weights.items()}
 
 
 class SharedWeights:
     """One learner's weights in shared memory, for replicas in other processes; a version counts the updates.
 
-    Readers and writers keep each other out by a lock of the kernel's, which ends with the process that holds it: nobody
-    ever sees half an update, and nobody who dies leaves the others locked out. Within a process, whose threads share
-    that lock, a second one does.
+    A lock of the kernel keeps readers and writers apart, and ends with the process that holds it: no reader sees half
+    an update, and a process that dies leaves nobody locked out. Threads of one process share that lock; a second lock
+    keeps them apart.
 
-    like: the tensors, by name; the same names, shapes and dtypes at both ends.  fd: the memory that the other end made.
+    like: the tensors, by name; the same names, shapes and dtypes at both ends.  fd: the file in memory that both map.
     """
 
     def __init__(self, like: Mapping[str, Tensor], fd: int) -> None:
@@ -57,12 +57,12 @@ class SharedWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the tensors that have any element."""
+        """Names of the tensors that have any element."""
         return frozenset(self._tensors)
 
     @property
     def version(self) -> int:
-        """How often `write` was called."""
+        """Number of calls of `write` so far, at any end."""
         return int(self._version[0])
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ class SharedWeights:
 
     @torch.no_grad()
     def read_into(self, weights: Mapping[str, Tensor], known: int) -> int:
-        """Copies the latest version into `weights`, unless it is the `known` one; returns which it is."""
+        """Copies the latest version into `weights`, unless that is the `known` one; returns its number."""
         if self.version == known:
             return known
         with self._locked(fcntl.LOCK_SH):
