@@ -165,14 +165,14 @@ def test_close_does_not_wait_for_half_an_answer() -> None:
 
 @pytest.fixture
 def ends() -> Any:
-    ours, theirs = Channel.pair()
+    ours, theirs = socket.socketpair()
     with ours, theirs:
         yield ours, theirs
 
 
 def test_a_message_that_comes_in_parts(ends: tuple[socket.socket, socket.socket]) -> None:
     channel, writer = Channel(ends[0]), ends[1]
-    other, sink = Channel.pair()
+    other, sink = socket.socketpair()
     with other, sink:
         Channel(other).send({"answer": 42})
         data = sink.recv(1 << 16)

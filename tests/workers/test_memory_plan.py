@@ -114,7 +114,7 @@ def write_cgroup(folder: Path, files: dict[str, str]) -> None:
 def test_the_tightest_cgroup_counts_and_idle_page_cache_does_not(tmp_path, monkeypatch):
     own = tmp_path / "job" / "step"
     write_cgroup(tmp_path / "job", {"memory.max": "1000000", "memory.current": "900000", "memory.stat": "anon 5\n"})
-    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    monkeypatch.setattr(resources, "CGROUP", tmp_path)
     monkeypatch.setattr(resources, "_own_cgroup", lambda: own)
     assert resources.memory_left() == (100_000, "of the cgroup's memory.max=1000000")
     write_cgroup(tmp_path / "job", {"memory.stat": "anon 5\ninactive_file 300000\n"})
@@ -126,18 +126,18 @@ def test_the_tightest_cgroup_counts_and_idle_page_cache_does_not(tmp_path, monke
 
 
 def test_version_1_of_cgroups_counts_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    monkeypatch.setattr(resources, "CGROUP", tmp_path)
     monkeypatch.setattr(resources, "_own_cgroup", lambda: tmp_path)
     write_cgroup(tmp_path / "memory", {"memory.limit_in_bytes": "700000", "memory.usage_in_bytes": "500000"})
-    read = resources._read
+    read = resources.read_text
     monkeypatch.setattr(
-        resources, "_read", lambda path: "4:memory:/box\n" if path == Path("/proc/self/cgroup") else read(path)
+        resources, "read_text", lambda path: "4:memory:/box\n" if path == Path("/proc/self/cgroup") else read(path)
     )
     assert resources.memory_left() == (200_000, "of the cgroup's memory.limit_in_bytes=700000")
 
 
 def test_without_cgroups_the_machine_is_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    monkeypatch.setattr(resources, "CGROUP", tmp_path)
     left, name = resources.memory_left()
     assert 0 < left <= psutil.virtual_memory().total
     assert name == "free in this machine"

@@ -45,8 +45,9 @@ class Caller {
 
   // memory: what keeps the slab mapped.  first_envs: for each host the first of its envs, and num_envs at the end.  obs,
   // action: null where Python has to make batches, or to take them apart.  lent: the arrays of leaves that are lent.
+  // steps_unreset: envs may be stepped before their first reset.
   Caller(const SlabLayout& slab, PyObject* memory, std::vector<uint32_t> first_envs, BatchNode* obs, BatchNode* action,
-         PyObject* lent, bool must_reset, WaitBudget budget)
+         PyObject* lent, bool must_reset, bool steps_unreset, WaitBudget budget)
       : slab_(slab),
         memory_(Ref::borrow(memory)),
         lending_(memory, slab_.num_obs_blocks),
@@ -61,12 +62,9 @@ class Caller {
     for (uint32_t w = 0; w < slab_.num_hosts; ++w)
       for (uint32_t i = first_envs_[w]; i < first_envs_[w + 1]; ++i) host_of_[i] = w;
     pending_.assign(slab_.num_envs, 0);
-    started_.assign(slab_.num_envs, 0);
+    started_.assign(slab_.num_envs, steps_unreset);
     delivered_ = slab_.bell().total_finished();
   }
-
-  // Envs may then be stepped before their first reset.
-  void allow_unreset() { std::fill(started_.begin(), started_.end(), 1); }
 
   void set_local(Stepper* local, PyObject* owner) {
     local_ = local;
@@ -75,7 +73,6 @@ class Caller {
 
   bool closed = false;   // set by Python's close
   bool calling = false;  // set by Python while a call is pending
-  bool lost = false;     // set by Python while envs are lost that nobody waited for, see recovery.py
 
   uint32_t num_pending() const { return num_pending_; }
   bool is_pending(uint32_t env) const { return pending_[env]; }
@@ -166,7 +163,21 @@ class Caller {
   bool wait(uint32_t min_envs, int64_t slice_ns) {
     Entry entry(*this);
     if (min_envs < num_pending_) slab_.caller->awaits_all.store(0, std::memory_order_relaxed);
-    return wait_slice(min_envs, slice_ns);
+    const uint32_t target = delivered_ + min_envs;
+    auto done = [&] { return slab_.bell().reached(target); };
+    if (done()) return true;
+    if (local_ && local_->has_requests()) {
+      local_->step_requested(true);
+      if (done()) return true;
+    }
+    bool ready;
+    {
+      GilReleased released;
+      ready = wait_for_finished(slab_.bell(), target, waits_long_ ? nullptr : &awake_wait_, slice_ns);
+    }
+    waits_long_ = !ready;  // what took a slice may take many
+    if (!ready) check(PyErr_CheckSignals());
+    return ready;
   }
 
   // (env_ids, obs, rewards, terminated, truncated, infos, unusual) of what is ready, n rows in the order of env ids. obs and
@@ -398,24 +409,6 @@ class Caller {
       request(i, command);
     }
     ring_all(slab_.bell());
-  }
-
-  bool wait_slice(uint32_t min_envs, int64_t slice_ns) {
-    const uint32_t target = delivered_ + min_envs;
-    auto done = [&] { return slab_.bell().reached(target); };
-    if (done()) return true;
-    if (local_ && local_->has_requests()) {
-      local_->step_requested(true);
-      if (done()) return true;
-    }
-    bool ready;
-    {
-      GilReleased released;
-      ready = wait_for_finished(slab_.bell(), target, waits_long_ ? nullptr : &awake_wait_, slice_ns);
-    }
-    waits_long_ = !ready;  // what took a slice may take many
-    if (!ready) check(PyErr_CheckSignals());
-    return ready;
   }
 
   void deliver(uint32_t env, npy_intp at, Scalars& scalars) {

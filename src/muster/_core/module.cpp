@@ -207,13 +207,13 @@ void bind_caller(nb::module_& m) {
   nb::class_<Caller>(m, "Caller")
       .def("__init__",
            [](Caller* self, const SlabLayout& slab, PyObject* memory, std::vector<uint32_t> first_envs,
-              BatchNode* obs, BatchNode* action, nb::list lent, bool must_reset, nb::handle budget) {
+              BatchNode* obs, BatchNode* action, nb::list lent, bool must_reset, bool steps_unreset,
+              nb::handle budget) {
              new (self) Caller(slab, memory, std::move(first_envs), obs, action, lent.ptr(), must_reset,
-                               wait_budget_of(budget));
+                               steps_unreset, wait_budget_of(budget));
            },
            nb::kw_only(), "slab"_a, "memory"_a, "first_envs"_a, "obs"_a.none(), "action"_a.none(), "lent"_a,
-           "must_reset"_a, "wait_budget"_a)
-      .def("allow_unreset", &Caller::allow_unreset)
+           "must_reset"_a, "steps_unreset"_a, "wait_budget"_a)
       .def("set_local", [](Caller& self, nb::handle local) { self.set_local(nb::cast<Stepper*>(local), local.ptr()); })
       .def("bring_home", [](Caller& self) { self.bring_home(); })
       .def("expect_infos", &Caller::expect_infos)
@@ -234,9 +234,7 @@ void bind_caller(nb::module_& m) {
       .def("host_of", &Caller::host_of)
       .def_rw("closed", &Caller::closed)
       .def_rw("calling", &Caller::calling)
-      .def_rw("lost", &Caller::lost)
       .def_prop_ro("num_pending", &Caller::num_pending)
-      .def_prop_ro("in_fork", &Caller::in_fork)
       .def("require_open", &Caller::require_open);
 }
 
@@ -274,10 +272,8 @@ void bind_functions(nb::module_& m) {
     if (errno) raise_os_error();
   }, "caller_pidfd"_a, nb::kw_only(), "stderr_pipe"_a = -1, "stderr_to"_a = -1, "tail"_a = -1,
         "Raises OSError where no thread can be started.");
-  m.def("die_with_parent", [] { prctl(PR_SET_PDEATHSIG, SIGKILL); },
-        "SIGKILL for this process when the thread that started it ends; reaches it while it is stopped, too.");
-  m.def("continue_without_parent", [] { prctl(PR_SET_PDEATHSIG, SIGCONT); },
-        "SIGCONT for this process when the thread that started it ends: the watchdog cannot run while it is stopped.");
+  m.def("set_death_signal", [](int number) { prctl(PR_SET_PDEATHSIG, number); },
+        "Sets the signal that this process receives when the thread that started it ends.");
   m.def("kill_started", &kill_started, nb::kw_only(), "root"_a, "session"_a, "is_reaped"_a = false,
         "Kills what a process has started in its session; if it leads that, all that is in it.",
         nb::call_guard<nb::gil_scoped_release>());

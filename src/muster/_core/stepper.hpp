@@ -187,7 +187,7 @@ class Stepper {
   void step(uint32_t i, EnvRecord& record) {
     record.has_final = 0;
     // same_step: the reset that belonged to the last step has failed.
-    if (record.needs_reset && autoreset_ != Autoreset::kDisabled) return autoreset(i, record);
+    if (record.needs_reset && autoreset_ != Autoreset::kDisabled) return store_reset(call_reset(i), i, record);
 
     const bool provided = record.command == Command::kStepProvided;
     Ref sent = actions_by_mail_ || provided ? checked(PyObject_CallMethod(env_host_, "take_actions", "I", i)) : Ref();
@@ -226,8 +226,6 @@ class Stepper {
     record.has_final = 1;
     record.needs_reset = 0;
   }
-
-  void autoreset(uint32_t i, EnvRecord& record) { store_reset(call_reset(i), i, record); }
 
   Ref call_reset(uint32_t i, PyObject* seed = nullptr, PyObject* options = Py_None, bool passes_options = true) {
     Ref next_seed = std::move(next_seeds_[i]);

@@ -47,16 +47,13 @@ class Backend(ABC):
     and waits, and the methods below do what is not a step. `first_envs`: see `SlabPlan`.
     """
 
+    num_workers: int
+    """Workers that step envs, the caller not counted."""
     first_envs: tuple[int, ...]
     nouns: Nouns = NOUNS
     slab: Slab
     caller: Caller
     on_worker_died: Callable[[int, range, str], None] | None = None  # set: dead workers are replaced, and this is told
-
-    @property
-    @abstractmethod
-    def num_workers(self) -> int:
-        """Workers that step envs, the caller not counted."""
 
     @abstractmethod
     def start(self) -> list[EnvFacts]:
@@ -153,11 +150,6 @@ class Backend(ABC):
             for env, length in zip(raised.tolist(), lengths.tolist(), strict=True)
         ]
 
-    def lost(self, ids: Array) -> Array:
-        """Those of `ids` whose worker died before it answered."""
-        lost: Array = ids[self.slab.records["status"][ids] == Status.LOST]
-        return lost
-
     def put_actions(self, ids: Array, objects: Sequence[list[Any]]) -> None:
         """Mails the parts of actions that have no place in the slab."""
         for env, action in zip(ids.tolist(), objects, strict=True):
@@ -173,7 +165,7 @@ class Backend(ABC):
 def make_caller(slab: Slab, options: CallerOptions) -> Caller:
     """The caller's end of the core."""
     plan = slab.plan
-    caller = Caller(
+    return Caller(
         slab=slab.layout,
         memory=slab.memory,
         first_envs=plan.first_envs,
@@ -181,11 +173,9 @@ def make_caller(slab: Slab, options: CallerOptions) -> Caller:
         action=plan.action.batch_node(slab.actions, checked=True) if options.writes_actions else None,
         lent=[rows for rows, lent in zip(slab.obs.arrays, slab.obs.lent, strict=True) if lent],
         must_reset=options.must_reset,
+        steps_unreset=options.steps_unreset,
         wait_budget=options.wait_budget,
     )
-    if options.steps_unreset:
-        caller.allow_unreset()
-    return caller
 
 
 def attach_local_host(backend: Backend, env_host: EnvHost, host: int, mail: Mail, options: HostOptions) -> None:

@@ -10,7 +10,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from muster.arguments import one_of, seconds, whole
 from muster.backends.base import Backend, CallerOptions, attach_local_host, make_caller, raise_local_interrupt
@@ -62,6 +62,7 @@ class ProcessBackend(Backend):
         self._recipes = recipes
         self._options = options
         self.nouns = options.nouns
+        self.num_workers = options.num_workers
         self.first_envs = split_evenly(len(recipes), options.num_workers + options.caller_steps)
         self._workers = Workers(recipes, self.first_envs, options, self._watch_sending)
         self._local: EnvHost | None = None
@@ -73,10 +74,6 @@ class ProcessBackend(Backend):
         self._calling: str | None = None
         self._results: dict[int, list[Any]] = {}
         self._sending_at = math.inf
-
-    @property
-    def num_workers(self) -> int:
-        return self._options.num_workers
 
     # ---- starting
 
@@ -203,10 +200,10 @@ class ProcessBackend(Backend):
             if answer.number == self._number:  # else it answers a call that was interrupted
                 self._results[worker.index] = [_unpacked(worker, i, one) for i, one in enumerate(answer.results)]
         except ChannelClosed:
-            self._replace_or_lose(worker, worker.died(self._doing(worker)))
+            self._replace_or_raise(worker, worker.died(self._doing(worker)))
         except TimeoutError:
             if worker.process.has_ended():
-                self._replace_or_lose(worker, worker.died(self._doing(worker)))
+                self._replace_or_raise(worker, worker.died(self._doing(worker)))
             elif limit_s := self._options.step_timeout_s:
                 since = max(self._called_at, worker.ready_at, worker.channel.heard_at)
                 elapsed_s = time.monotonic() - since
@@ -232,7 +229,7 @@ class ProcessBackend(Backend):
                 if worker.starting_until is not None:
                     self._continue_start(worker)
                 elif worker.process.has_ended():
-                    self._replace_or_lose(worker, worker.died(self._doing(worker)))
+                    self._replace_or_raise(worker, worker.died(self._doing(worker)))
         self._watch_step_time()
         if self._local is not None and waited_s > _INTERRUPT_GRACE_S:
             raise_local_interrupt(self, self.num_workers)
@@ -283,7 +280,7 @@ class ProcessBackend(Backend):
     def _give_up(self, worker: WorkerHandle, elapsed_s: float, limit: str) -> None:
         with self.whole():
             # What it was doing, before the signal that asks for its stack may change that.
-            self._replace_or_lose(worker, worker.timed_out(self._doing(worker), limit, elapsed_s))
+            self._replace_or_raise(worker, worker.timed_out(self._doing(worker), limit, elapsed_s))
 
     def _busy(self, worker: WorkerHandle) -> list[int]:
         return [env for env in worker.envs if self.caller.is_pending(env) and not self.caller.finished(env)]
@@ -304,21 +301,21 @@ class ProcessBackend(Backend):
             if not self._workers.continue_start(worker):
                 return
         except (WorkerError, EnvError) as error:
-            self._replace_or_lose(worker, error, worker.replaces)
+            self._replace_or_raise(worker, error, worker.replaces)
             return
         outbox, worker.outbox = worker.outbox, []
         for message in outbox:
             if self._workers.handles[worker.index] is worker:  # else it has died meanwhile, and all are pending again
                 self._send_or_replace(worker.index, message)
 
-    def _replace_or_lose(self, worker: WorkerHandle, error: Exception, replaces: str = "") -> None:
-        """Starts another worker in the place of one that is of no more use, or else closes the vector env and raises.
+    def _replace_or_raise(self, worker: WorkerHandle, error: Exception, replaces: str = "") -> None:
+        """Starts another worker in the place of one that is of no more use, or else raises, within `whole`.
 
         Goes on at once: what the replacement is to do waits until it has started, see `_continue_start`.
         replaces: why `worker` was being started in the place of another one, if it was.
         """
         if self.on_worker_died is None:
-            self._lose(error)
+            raise error
         host, reason = worker.index, str(error)
         if replaces:
             reason += f" (while {self.nouns.worker} {host} was replaced, after: {replaces})"
@@ -330,13 +327,6 @@ class ProcessBackend(Backend):
         # Told before the replacement starts: it may find that there have been too many.
         self.on_worker_died(host, worker.envs, reason)
         self._workers.replace(host, replaces or reason)
-
-    def _lose(self, error: BaseException) -> NoReturn:
-        """The vector env is beyond use: closes it and raises."""
-        if hasattr(self, "caller"):
-            self.caller.closed = True
-        self.close(0.0)
-        raise error
 
     # ---- messages
 
@@ -360,7 +350,7 @@ class ProcessBackend(Backend):
         try:
             self._send(worker, message, allowed_s)
         except ChannelClosed:
-            self._replace_or_lose(worker, worker.died(self._doing(worker)))
+            self._replace_or_raise(worker, worker.died(self._doing(worker)))
         except TimeoutError:
             assert allowed_s is not None
             self._give_up(worker, allowed_s, f"{self.nouns.step_timeout}={limit_s} for each env")

@@ -50,7 +50,7 @@ class Recovery:
         self._options: Any = None  # of the last reset
         self._recent: dict[int, deque[float]] = {}
         # Envs that died while nobody waited for them, by the reason: told when they are next sent to.
-        self._lost: dict[int, str] = {}
+        self.lost: dict[int, str] = {}
         self._reasons: dict[int, str] = {}  # of workers' deaths, by env that was waited for
         self._restarts: dict[int, _Restart] = {}  # by env that has not been delivered since
         self._caller.keep_rows(backend.slab.obs.arrays)
@@ -60,11 +60,10 @@ class Recovery:
         self._options = options
         chosen = []
         for env, seed in zip(env_ids.tolist(), seeds, strict=True):
-            lost = self._lost.pop(env, None) is not None
+            lost = self.lost.pop(env, None) is not None
             if seed is not None:
                 self._seeds[env] = seed
             chosen.append(self._new_seed(env) if lost and seed is None else seed)
-        self._caller.lost = bool(self._lost)
         return chosen
 
     def worker_died(self, host: int, envs: range, reason: str) -> None:
@@ -74,12 +73,11 @@ class Recovery:
         self._info_reader.forget(host)
         for env in envs:
             self._records["restarts"][env] += 1
-            (self._reasons if env in pending else self._lost)[env] = reason
-        self._caller.lost = True
+            (self._reasons if env in pending else self.lost)[env] = reason
 
     def split(self, ids: Array) -> tuple[Array, Array]:
         """Of envs about to be stepped: those that can be, and those whose worker died since their last row."""
-        lost = [env for env in ids.tolist() if env in self._lost]
+        lost = [env for env in ids.tolist() if env in self.lost]
         return ids[~np.isin(ids, lost)], np.array(lost, np.int64)
 
     def answer_for(self, lost: Array) -> None:
@@ -88,8 +86,7 @@ class Recovery:
         for env in lost.tolist():
             # An episode that had ended is no loss: its env resets next anyway.
             truncates = not self._records["needs_reset"][env]
-            self._restart(env, _Restart(self._lost.pop(env), truncates, None), rebuilds=False)
-        self._caller.lost = bool(self._lost)
+            self._restart(env, _Restart(self.lost.pop(env), truncates, None), rebuilds=False)
 
     def retry_failed(self) -> bool:
         """Restarts pending envs that have failed. False if none has.

@@ -22,21 +22,15 @@ from muster.workers.options import EnvCall, HostOptions
 class SerialBackend(Backend):
     """Steps every env itself. Arguments reach the envs as they are, and the caller's generators are left alone."""
 
+    num_workers = 0
+
     def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo | None = None, nouns: Nouns = NOUNS) -> None:
         self.nouns = nouns
         self.first_envs = (0, len(recipes))
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
         self._env_host = EnvHost(recipes, info, 0, worker=nouns.worker)
+        self.envs = self._env_host.envs
         self._mail = LocalMail()
-
-    @property
-    def num_workers(self) -> int:
-        return 0
-
-    @property
-    def envs(self) -> list[Any]:
-        """The envs themselves."""
-        return self._env_host.envs
 
     def start(self) -> list[EnvFacts]:
         if failure := self._env_host.build():

@@ -30,6 +30,7 @@ class ThreadBackend(Backend):
     """Hosts 0 to W-1 are the workers. Arguments reach the envs as they are."""
 
     def __init__(self, recipes: Sequence[Recipe], num_workers: int, start_timeout_s: float) -> None:
+        self.num_workers = num_workers
         self.first_envs = split_evenly(len(recipes), num_workers)
         self._start_timeout_s = start_timeout_s
         self._mail = LocalMail()
@@ -40,10 +41,6 @@ class ThreadBackend(Backend):
         for host, (first, last) in enumerate(zip(self.first_envs, self.first_envs[1:], strict=False)):
             info = WorkerInfo(None, host, len(recipes), num_workers, seed=None)
             self._workers.append(ThreadWorker(recipes[first:last], info, first, self._mail))
-
-    @property
-    def num_workers(self) -> int:
-        return len(self._workers)
 
     # ---- starting
 

@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import pickle
+import signal
 import statistics
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from muster._core import EXIT_FDS_CLOSED, continue_without_parent, start_watchdog
+from muster._core import EXIT_FDS_CLOSED, set_death_signal, start_watchdog
 from muster.doctor.api_checkers import check_api, name_api
 from muster.doctor.measure import warmed_up
 from muster.doctor.player import Player
@@ -77,7 +78,7 @@ def main(trial: str, fd: int, doctor: int, options: dict[str, Any], recipe: Reci
     """
     os.set_inheritable(fd, False)  # what the env starts is not to keep the doctor waiting for the trial's end
     os.set_inheritable(doctor, False)
-    continue_without_parent()
+    set_death_signal(signal.SIGCONT)  # the watchdog cannot run while this process is stopped
     start_watchdog(doctor)
     import_without_bots()
     faulthandler.enable(2, all_threads=True)

@@ -40,11 +40,6 @@ class Channel:
         self.heard_at = 0.0  # time.monotonic() of the last bytes received
         end.setblocking(False)
 
-    @classmethod
-    def pair(cls) -> tuple[socket.socket, socket.socket]:
-        """The two ends, for a Channel each."""
-        return socket.socketpair()
-
     def fileno(self) -> int:
         """For polling: readable when there is a message, or a part of one."""
         return self._socket.fileno()

@@ -108,11 +108,6 @@ class Slab:
         self.obs = self._rows(plan.obs, obs, lent)
         self.final_obs = self._rows(plan.obs, final)
 
-    @property
-    def size(self) -> int:
-        """Bytes of the whole block."""
-        return self._end
-
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """A view of the block."""
         return np.ndarray(shape, dtype, self.memory.data, offset)

@@ -374,7 +374,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         caller, recovery = self._caller, self._recovery
         objects = not caller.write(actions, ids) and self._writer.write(actions, self._all if ids is None else ids)
         self.interrupted = False
-        if recovery is None or not caller.lost:
+        if recovery is None or not recovery.lost:
             return caller.send(ids, objects, as_whole, copies)
         alive, lost = recovery.split(self._all if ids is None else ids)
         if len(alive):

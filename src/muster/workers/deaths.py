@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from muster._core import EXIT_FDS_CLOSED, Doing, ticks
 from muster.errors import WorkerName
 from muster.transport.slab import Slab
+from muster.workers.resources import CGROUP, read_text
 
 _STARTED = time.monotonic_ns(), ticks()
 
@@ -81,9 +81,5 @@ def likely_cause(exit_code: int | None) -> str:
 
 
 def _out_of_memory_kills() -> int:
-    try:
-        text = Path("/sys/fs/cgroup/memory.events").read_text()
-    except OSError:
-        return 0
-    counts = dict(line.split() for line in text.splitlines())
+    counts = dict(line.split() for line in read_text(CGROUP / "memory.events").splitlines())
     return int(counts.get("oom_kill", 0))

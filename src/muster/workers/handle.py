@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +100,7 @@ def launch_worker(
     watch, shares_main: see `Channel`, `mail.dumps`.
     """
     with contextlib.ExitStack() as theirs_only, contextlib.ExitStack() as ours_on_failure:
-        ours, theirs = Channel.pair()
+        ours, theirs = socket.socketpair()
         own(ours.fileno())
         ours_on_failure.callback(lambda: close_own(ours.detach()))
         theirs_only.enter_context(theirs)

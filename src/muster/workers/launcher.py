@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from muster._core import die_with_parent
+from muster._core import set_death_signal
 from muster.workers.killing import kill_group, kill_left, kill_with_all
 
 # The fds that a worker gets, in the order in which they travel.
@@ -53,34 +53,30 @@ class Launcher:
                     self._end()
 
     def _serve(self) -> bool:
-        """One request; False if there will be no more."""
-        try:
-            return self._serve_one()
-        except ConnectionError:  # the caller ended meanwhile
-            return False
-
-    def _serve_one(self) -> bool:
-        header, fds, _, _ = socket.recv_fds(self._control, HEADER.size, len(WORKER_FDS) + 1)
-        if len(header) < HEADER.size:
-            return False
-        (length,) = HEADER.unpack(header)
-        body = b""
-        while len(body) < length:
-            part = self._control.recv(length - len(body))
-            if not part:
+        """Serves one request; False if there will be no more."""
+        with contextlib.suppress(ConnectionError):  # the caller ended meanwhile
+            header, fds, _, _ = socket.recv_fds(self._control, HEADER.size, len(WORKER_FDS) + 1)
+            if len(header) < HEADER.size:
                 return False
-            body += part
-        request = pickle.loads(body)
-        *worker_fds, status = fds
-        os.set_inheritable(status, False)
-        pid = self._start(request, dict(zip(WORKER_FDS, worker_fds, strict=True)), status)
-        pidfd = os.pidfd_open(pid)
-        self._workers[pidfd] = (pid, status)
-        self._poller.register(pidfd, select.POLLIN)
-        for fd in worker_fds:
-            os.close(fd)
-        socket.send_fds(self._control, [HEADER.pack(pid)], [pidfd])
-        return True
+            (length,) = HEADER.unpack(header)
+            body = b""
+            while len(body) < length:
+                part = self._control.recv(length - len(body))
+                if not part:
+                    return False
+                body += part
+            request = pickle.loads(body)
+            *worker_fds, status = fds
+            os.set_inheritable(status, False)
+            pid = self._start(request, dict(zip(WORKER_FDS, worker_fds, strict=True)), status)
+            pidfd = os.pidfd_open(pid)
+            self._workers[pidfd] = (pid, status)
+            self._poller.register(pidfd, select.POLLIN)
+            for fd in worker_fds:
+                os.close(fd)
+            socket.send_fds(self._control, [HEADER.pack(pid)], [pidfd])
+            return True
+        return False
 
     def _start(self, request: dict[str, Any], fds: dict[str, int], status: int) -> int:
         if request["method"] == "spawn":
@@ -101,7 +97,7 @@ class Launcher:
 
     def _become_worker(self, request: dict[str, Any], fds: dict[str, int], status: int) -> NoReturn:
         try:
-            die_with_parent()
+            set_death_signal(signal.SIGKILL)  # reaches it while it is stopped, too
             os.setpgid(0, 0)
             for fd in (self._control.detach(), self._caller_pidfd, status, *self._workers):
                 os.close(fd)
@@ -179,7 +175,7 @@ def fill_standard_fds() -> list[int]:
 
 def spawned(fds: dict[str, int]) -> NoReturn:
     """A spawned worker, from its command line. It belongs to the launcher before it imports anything more."""
-    die_with_parent()
+    set_death_signal(signal.SIGKILL)
     from muster.workers.worker_main import main
 
     main(fds)

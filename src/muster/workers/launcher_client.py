@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, NoReturn, TypeVar
 
-from muster._core import continue_without_parent, kill_started
+from muster._core import kill_started, set_death_signal
 from muster.errors import NoFilesLeft
 from muster.transport.channel import Channel
 from muster.workers.killing import kill_left, kill_with_all
@@ -35,7 +35,7 @@ _TAIL_LINES = 20
 # It has 0.3 s of imports to do at first, and then only to fork.
 _ANSWER_S = 60.0
 
-E = TypeVar("E", "Channel", "WorkerProcess")
+E = TypeVar("E", "Channel", "WorkerProcess", socket.socket)
 
 # The caller's ends of everything that belongs to workers: a forked worker closes what is not its own.
 _own_fds: set[int] = set()
@@ -79,14 +79,14 @@ class WorkerProcess:
 
     def has_ended(self) -> bool:
         """Whether it has; also reaps it and what it left running."""
-        if not self._ended and select_readable(self.fileno(), 0.0):
+        if not self._ended and readable([self], 0.0):
             self.exit_code = self._reap()
             self._ended = True
         return self._ended
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until it has ended."""
-        select_readable(self.fileno(), timeout_s)
+        readable([self], timeout_s)
         return self.has_ended()
 
     def kill(self) -> None:
@@ -152,13 +152,6 @@ def _significant_lines(lines: list[str]) -> list[str]:
     first = max(0, stacks[-1] - 5)
     end = first + _TAIL_LINES
     return lines[first:end] + lines[max(end, len(lines) - 5) :]
-
-
-def select_readable(fd: int, timeout_s: float | None) -> bool:
-    """Whether `fd` becomes readable within the time."""
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def readable(ends: Sequence[E], timeout_s: float) -> list[E]:
@@ -266,7 +259,7 @@ class LauncherClient:
             self._in_step = False
             socket.send_fds(self._control, [HEADER.pack(len(body))], fds)
             self._control.sendall(body)
-            if not select_readable(self._control.fileno(), _ANSWER_S):
+            if not readable([self._control], _ANSWER_S):
                 self._process.kill()  # stopped, or stuck: it must not start the worker later, beside another one
             answer, pidfds, _, _ = socket.recv_fds(self._control, HEADER.size, 1)
             if len(answer) < HEADER.size:
@@ -316,7 +309,7 @@ def fork_worker(run: Callable[[Mapping[str, int]], NoReturn], fds: Mapping[str, 
         os.setpgid(0, 0)
         leave_terminal()
         # Not killed with the parent: that would be with the thread that forked it, and spare the worker's children.
-        continue_without_parent()
+        set_death_signal(signal.SIGCONT)  # the watchdog cannot run while this process is stopped
         for fd in _own_fds - set(fds.values()):
             os.close(fd)
         _own_fds.clear()

@@ -10,7 +10,7 @@ from typing import Any
 
 from muster.transport.slab import Slab
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
@@ -22,29 +22,29 @@ def usable_cores() -> int:
 
 def _quota_v2() -> float | None:
     limits = []
-    for folder in _up_to(_CGROUP, _own_cgroup()):
-        fields = _read(folder / "cpu.max").split()
+    for folder in _up_to(CGROUP, _own_cgroup()):
+        fields = read_text(folder / "cpu.max").split()
         if len(fields) == 2 and fields[0] != "max":
             limits.append(int(fields[0]) / int(fields[1]))
     return min(limits, default=None)
 
 
 def _quota_v1() -> float | None:
-    quota, period = (_read(_CGROUP / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    quota, period = (read_text(CGROUP / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     return int(quota) / int(period) if quota and period and int(quota) > 0 else None
 
 
 def memory_left() -> tuple[int, str]:
     """Bytes that this process and its children may still take, and what sets that limit: a cgroup or the machine."""
-    fields = dict(line.split(":") for line in _read(Path("/proc/meminfo")).splitlines())
+    fields = dict(line.split(":") for line in read_text(Path("/proc/meminfo")).splitlines())
     limits = [(sys.maxsize, "no limit is known")]
     if "MemAvailable" in fields:
         limits.append((int(fields["MemAvailable"].split()[0]) * 1024, "free in this machine"))
     for folder, limit_name, usage_name, cache_name in _memory_cgroups():
-        limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
+        limit, usage = read_text(folder / limit_name).strip(), read_text(folder / usage_name).strip()
         if not limit.isdigit() or not usage.isdigit():
             continue
-        statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+        statistics = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
         # The page cache of files that nobody reads is given back when memory is wanted.
         used = int(usage) - int(statistics.get(cache_name, 0))
         limits.append((max(0, int(limit) - used), f"of the cgroup's {limit_name}={limit}"))
@@ -53,12 +53,12 @@ def memory_left() -> tuple[int, str]:
 
 def _memory_cgroups() -> Iterator[tuple[Path, str, str, str]]:
     """Every cgroup whose memory limit counts here: folder, and the names of its limit, usage and idle page cache."""
-    for folder in _up_to(_CGROUP, _own_cgroup()):
+    for folder in _up_to(CGROUP, _own_cgroup()):
         yield folder, "memory.max", "memory.current", "inactive_file"
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in read_text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            top = _CGROUP / "memory"
+            top = CGROUP / "memory"
             for folder in _up_to(top, top / path.lstrip("/")):
                 yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 
@@ -69,10 +69,10 @@ def _up_to(top: Path, folder: Path) -> list[Path]:
 
 
 def _own_cgroup() -> Path:
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in read_text(Path("/proc/self/cgroup")).splitlines():
         if line.startswith("0::"):
-            return _CGROUP / line[3:].lstrip("/")
-    return _CGROUP
+            return CGROUP / line[3:].lstrip("/")
+    return CGROUP
 
 
 def process_usage(pid: int | None) -> dict[str, int | None]:
@@ -81,7 +81,7 @@ def process_usage(pid: int | None) -> dict[str, int | None]:
         return {"memory_bytes": None, "fds": None}
     private = [
         int(line.split()[1]) * 1024
-        for line in _read(Path(f"/proc/{pid}/smaps_rollup")).splitlines()
+        for line in read_text(Path(f"/proc/{pid}/smaps_rollup")).splitlines()
         if line.startswith("Private_")
     ]
     try:
@@ -115,7 +115,8 @@ def own_memory_bytes() -> int:
     return process_usage(os.getpid())["memory_bytes"] or 0
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file of the kernel; empty where there is none, or where it may not be read."""
     try:
         return path.read_text()
     except OSError:

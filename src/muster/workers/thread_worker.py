@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from muster.errors import WorkerName
 from muster.recipes.recipe import Recipe, WorkerInfo, worker_info_context
 from muster.transport.mail import Mail
 from muster.workers.deaths import NOUNS
@@ -51,6 +50,8 @@ class ThreadWorker:
     def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo, first_env: int, mail: Mail) -> None:
         self.env_host = _ThreadHost(recipes, info, first_env)
         self.env_host.before_close = self._shield
+        self.envs = range(first_env, first_env + len(recipes))
+        self.name = NOUNS.name(info.worker_index, self.envs)
         self._mail = mail
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.last_reply: Message | Failure | None = None
@@ -62,14 +63,6 @@ class ThreadWorker:
         # A daemon: a step that never ends must not keep the interpreter from ending.
         name = f"muster-worker-{info.worker_index}"
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
-
-    @property
-    def envs(self) -> range:
-        return range(self.env_host.first_env, self.env_host.first_env + len(self.env_host.recipes))
-
-    @property
-    def name(self) -> WorkerName:
-        return NOUNS.name(self.env_host.info.worker_index or 0, self.envs)
 
     def interrupt_if(self, hangs: Callable[[ThreadWorker], bool]) -> None:
         """Raises SystemExit in the thread; that reaches Python code, not a native call."""

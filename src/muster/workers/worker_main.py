@@ -127,10 +127,9 @@ class Worker:
             return self._env_host.failure(0, error)
         if order.awaits_build:
             expect(Build, self._channel.recv())
-        return self._env_host.build(self._report_built if order.reports_building else None)
-
-    def _report_built(self, memory_bytes: tuple[int, ...]) -> None:
-        self._channel.send(BuildProgress(memory_bytes))
+        if not order.reports_building:
+            return self._env_host.build()
+        return self._env_host.build(lambda memory_bytes: self._channel.send(BuildProgress(memory_bytes)))
 
     def _reply(self, reply: Message) -> None:
         """Sends results one by one pickled, so that one that cannot travel costs only itself."""
