@@ -1,1 +1,1 @@
-"""Where envs are stepped: in the caller, in its threads, or in worker processes. One stepping loop serves them all."""
+"""Backends step the envs in the caller, in its threads, or in worker processes, all by one stepping loop."""

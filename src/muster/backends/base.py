@@ -1,4 +1,4 @@
-"""What every backend offers the vector env, and what they share: the slab, the mail, the caller's end of the core."""
+"""The interface of every backend, and what all backends share: the slab, the mail, the caller's end of the core."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from muster.workers.options import EnvCall, HostOptions, WaitBudget
 class CallerOptions:
     """How the caller sends and waits.
 
-    must_reset: ended episodes are the caller's to reset.  steps_unreset: envs may be stepped before their first reset.
-    writes_actions: the core writes batches of actions that fit.
+    must_reset: the user has to reset envs whose episode has ended.
+    steps_unreset: envs may be stepped before their first reset.
+    writes_actions: the core writes those batches of actions that fit the action space exactly.
     """
 
     must_reset: bool
@@ -43,8 +44,9 @@ class CallerOptions:
 class Backend(ABC):
     """Builds envs somewhere and steps them.
 
-    Life: `start` builds the envs and tells their facts, `attach` gives them a slab to step into; then `caller` sends
-    and waits, and the methods below do what is not a step. `first_envs`: see `SlabPlan`.
+    The order of calls: `start` builds the envs and returns their facts, `attach` provides the slab that they are
+    stepped into. From then on `caller` sends and waits, and the methods below do everything that is not a step.
+    `first_envs`: see `SlabPlan`.
     """
 
     num_workers: int
@@ -53,15 +55,16 @@ class Backend(ABC):
     nouns: Nouns = NOUNS
     slab: Slab
     caller: Caller
-    on_worker_died: Callable[[int, range, str], None] | None = None  # set: dead workers are replaced, and this is told
+    on_worker_died: Callable[[int, range, str], None] | None = None
+    """Called with each worker that has died; where it is set, dead workers are replaced."""
 
     @abstractmethod
     def start(self) -> list[EnvFacts]:
-        """Builds all envs; returns their facts in order. After an error nothing is left behind."""
+        """Builds all envs and returns their facts in order. An error leaves nothing behind."""
 
     @abstractmethod
     def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
-        """Lays out the slab and readies every host to step into it."""
+        """Creates the slab and makes every host ready to step into it."""
 
     @abstractmethod
     def mail_of(self, host: int) -> Mail:
@@ -69,38 +72,38 @@ class Backend(ABC):
 
     @abstractmethod
     def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
-        """Starts resetting; the envs are pending until waited for."""
+        """Starts to reset some envs; they are pending until somebody waits for them."""
 
     @abstractmethod
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Starts calling a method, or reading an attribute, of every env."""
+        """Starts to call a method, or to read an attribute, of every env."""
 
     @abstractmethod
     def call_wait(self, timeout_s: float | None) -> list[Any]:
-        """The results of `call_async`, in order; a Failure where an env raised. Raises WaitTimeout."""
+        """The results of `call_async`, one for each env; a Failure where the env raised. Raises WaitTimeout."""
 
     @abstractmethod
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        """Sets an attribute of every env, each to its own value."""
+        """Sets an attribute of every env: in env i to `values[i]`. A Failure stands where an env raised."""
 
     @abstractmethod
     def restart(self, restart: Restart) -> bool:
-        """Has a failed env answer anew; True if its worker has been replaced for that."""
+        """Makes a failed env answer again; True if its worker has been replaced for that."""
 
     @abstractmethod
     def watch(self, waited_s: float) -> None:
-        """Called while a wait lasts: raises WorkerDied or WorkerTimeout if it cannot end well."""
+        """Checks the workers during a wait. Raises WorkerDied or WorkerTimeout where waiting longer is useless."""
 
     @abstractmethod
     def process_ids(self) -> list[int | None]:
-        """For each host the process that steps it, None once it has ended."""
+        """The id of the process that runs each host; None where that process has ended."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> list[Failure]:
-        """Closes envs and workers within about `timeout_s`; returns what ``env.close()`` raised."""
+        """Closes envs and workers within about `timeout_s` seconds; returns what ``env.close()`` raised."""
 
     def resets_by_host(self, env_ids: Array, arguments: ResetArguments) -> Iterator[tuple[int, Reset]]:
-        """Yields, for each host that steps some of `env_ids`, the reset of those."""
+        """Yields each host that steps some of `env_ids`, with the reset of those envs."""
         seeds = dict(zip(env_ids.tolist(), arguments.seeds, strict=True))
         for host, (first, last) in enumerate(itertools.pairwise(self.first_envs)):
             if mine := [env for env in seeds if first <= env < last]:
@@ -108,7 +111,7 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Closes the vector env where what is done here ends halfway, by Ctrl-C say: envs would be out of step."""
+        """Closes the vector env where the body ends halfway, for example by Ctrl-C: its envs would be out of step."""
         try:
             yield
         except UsageError:  # raised before anything was done
@@ -120,13 +123,13 @@ class Backend(ABC):
 
     @functools.cached_property
     def last_objects(self) -> dict[int, Sequence[Any]]:
-        """By env the objects of its last step, where observations have parts that are mailed."""
+        """The mailed objects of each env's last step, by env; kept where observations have parts that are mailed."""
         return {}
 
     def take_mail(self, ids: Array) -> list[tuple[Iterator[Any], Iterator[Any]]]:
-        """What envs `ids` have mailed with their last step: objects of the step, and of the final step.
+        """The objects that envs `ids` have mailed with their last step: of the step itself, and of the final step.
 
-        A step without an observation of its own, as a restarted env answers with, repeats the last one's objects.
+        A restarted env may answer without an observation of its own. The objects of its last one are then repeated.
         """
         lengths, keeps = self.slab.records["mail_bytes"][ids], self.slab.plan.obs.has_objects
         if not keeps and not lengths.any():
@@ -151,13 +154,13 @@ class Backend(ABC):
         ]
 
     def put_actions(self, ids: Array, objects: Sequence[list[Any]]) -> None:
-        """Mails the parts of actions that have no place in the slab."""
+        """Mails those parts of the actions that have no place in the slab."""
         for env, action in zip(ids.tolist(), objects, strict=True):
             box = self.slab.plan.num_envs + env
             self.slab.action_mail_bytes[env] = self.mail_of(self.caller.host_of(env)).put(box, action)
 
     def fetch_schemas(self, host: int) -> Any:
-        """The info layouts that `host`'s worker has met so far."""
+        """The info layouts that the worker of `host` has seen so far, see `InfoTable` in _core/infos.hpp."""
         box = 2 * self.slab.plan.num_envs + host
         return self.mail_of(host).get(box, int(self.slab.schema_mail_bytes[host]))
 
@@ -185,9 +188,9 @@ def attach_local_host(backend: Backend, env_host: EnvHost, host: int, mail: Mail
 
 
 def raise_local_interrupt(backend: Backend, host: int) -> None:
-    """Raises the Ctrl-C of an env that the caller steps itself, as `host`, before the other envs have answered.
+    """Raises the Ctrl-C that an env of `host`, the caller's own host, has ended with; the other envs may still be busy.
 
-    That env then answers with an EnvError, so that there is only one KeyboardInterrupt.
+    That env then answers with an EnvError, so that only one KeyboardInterrupt is raised.
     """
     interrupt = None
     for env in range(backend.first_envs[host], backend.first_envs[host + 1]):
@@ -197,6 +200,6 @@ def raise_local_interrupt(backend: Backend, host: int) -> None:
             if isinstance(failure.exception, KeyboardInterrupt):
                 interrupt = failure.exception
                 failure = dataclasses.replace(failure, exception=None)
-            backend.mail_of(host).put(env, failure)  # as it was taken out to be looked at
+            backend.mail_of(host).put(env, failure)  # put back: `failures` has taken it out
     if interrupt is not None:
         raise interrupt

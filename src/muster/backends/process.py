@@ -1,4 +1,4 @@
-"""The process backend: worker processes step the envs, the caller waits for them, or steps some of them itself."""
+"""The process backend: worker processes step the envs; the caller waits for them, or steps some envs itself."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from muster.workers.worker_pool import PATIENT_S, SLICE_S, ProcessOptions, Worke
 __all__ = ["ProcessBackend", "ProcessOptions", "check_pool"]
 
 CONTEXTS = ("auto", "fork", "forkserver", "spawn")
-# How long a worker may take to finish the step it is in when the vector env closes, or to close an env that has raised.
+# How long a worker may take to finish its current step when the vector env closes, or to close an env that has raised.
 _BUSY_GRACE_S = 1.0
-# How long a Ctrl-C in an env that the caller steps waits for the workers, so that the step ends as a whole.
+# How long a Ctrl-C in an env that the caller steps is held back: if the workers answer in time, the whole step ends.
 _INTERRUPT_GRACE_S = 0.5
 
 
 def check_pool(
     nouns: Nouns, context: Any, start_timeout: Any, step_timeout: Any, on_failure: Any, max_restarts: Any, threads: Any
 ) -> None:
-    """Raises ConfigError for options of a pool that make no sense, in the words of those who run it."""
+    """Raises ConfigError for invalid options of a pool; the message uses the nouns of the pool."""
     one_of("context", context, CONTEXTS)
     one_of("on_failure", on_failure, ("raise", "restart"))
     seconds("start_timeout", start_timeout)
@@ -56,7 +56,7 @@ def check_pool(
 
 
 class ProcessBackend(Backend):
-    """Hosts 0 to W-1 are the workers; with `caller_steps` host W is the caller itself."""
+    """Steps envs in worker processes. Hosts 0 to W-1 are the workers; with `caller_steps` host W is the caller."""
 
     def __init__(self, recipes: Sequence[Recipe], options: ProcessOptions) -> None:
         self._recipes = recipes
@@ -70,7 +70,7 @@ class ProcessBackend(Backend):
         self._owner = os.getpid()
         self._closed = False
         self._warned = False
-        self._number = 0  # of calls, so that an answer is told from that to an interrupted call
+        self._number = 0  # of the last call: an answer with another number belongs to an interrupted call
         self._calling: str | None = None
         self._results: dict[int, list[Any]] = {}
         self._sending_at = math.inf
@@ -114,7 +114,7 @@ class ProcessBackend(Backend):
         return self._mail if host < self.num_workers else self._local_mail
 
     def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
-        # Before anything is asked for: what cannot travel leaves the vector env as it was.
+        # First of all: if the options cannot travel, the vector env stays as it was.
         packed = self._packed(arguments.options, {"options": arguments.options})
         resets = dict(self.resets_by_host(env_ids, dataclasses.replace(arguments, options=packed)))
         local = resets.pop(self.num_workers, None)
@@ -139,7 +139,7 @@ class ProcessBackend(Backend):
         return replaces
 
     def _end_gently(self, worker: WorkerHandle) -> None:
-        """Lets a worker close its envs before it is ended."""
+        """Gives a worker time to close its envs, then ends it."""
         with contextlib.suppress(ChannelClosed, TimeoutError):
             self._send(worker, dumps(Close()), _BUSY_GRACE_S)
             worker.process.wait(_BUSY_GRACE_S)
@@ -197,7 +197,7 @@ class ProcessBackend(Backend):
             return self._continue_start(worker)
         try:
             answer = expect(Answer, worker.channel.recv(0.0))
-            if answer.number == self._number:  # else it answers a call that was interrupted
+            if answer.number == self._number:  # else this answers a call that was interrupted
                 self._results[worker.index] = [_unpacked(worker, i, one) for i, one in enumerate(answer.results)]
         except ChannelClosed:
             self._replace_or_raise(worker, worker.died(self._doing(worker)))
@@ -224,7 +224,7 @@ class ProcessBackend(Backend):
         ended = readable([worker.process for worker in workers], 0.0)
         for worker in workers:
             if worker.starting_until is None and worker.process not in ended:
-                continue  # nothing is begun here that Ctrl-C could end halfway
+                continue  # without `whole`: nothing is done for this worker that Ctrl-C could end halfway
             with self.whole():
                 if worker.starting_until is not None:
                     self._continue_start(worker)
@@ -236,7 +236,10 @@ class ProcessBackend(Backend):
         self._warn_once(waited_s)
 
     def _watch_sending(self, host: int) -> None:
-        """While a message to worker `host` waits for it to read the one before."""
+        """Checks the workers while a message to worker `host` waits because that worker has not read the one before.
+
+        Raises ChannelClosed or WorkerDied where a worker has ended.
+        """
         for worker in self._workers.handles:
             if not worker.process.has_ended():
                 continue
@@ -266,8 +269,8 @@ class ProcessBackend(Backend):
             if worker.starting_until is not None:
                 continue
             state = self.slab.host(worker.index)
-            # A worker that is stopped between steps says that it does nothing, yet owes an answer: then what counts is
-            # how long nothing has changed.
+            # A worker that has been stopped (SIGSTOP) between two steps shows NOTHING as its state, although it owes an
+            # answer. Then the time counts for which its state and records have not changed.
             records = self.slab.records[worker.envs.start : worker.envs.stop]
             seen = (state["since"], records["requested"].sum(), records["finished"].sum())
             if seen != worker.seen:
@@ -279,7 +282,7 @@ class ProcessBackend(Backend):
 
     def _give_up(self, worker: WorkerHandle, elapsed_s: float, limit: str) -> None:
         with self.whole():
-            # What it was doing, before the signal that asks for its stack may change that.
+            # `_doing` is evaluated first: the signal that asks for the worker's stack may change what it does.
             self._replace_or_raise(worker, worker.timed_out(self._doing(worker), limit, elapsed_s))
 
     def _busy(self, worker: WorkerHandle) -> list[int]:
@@ -296,7 +299,7 @@ class ProcessBackend(Backend):
     # ---- replacing
 
     def _continue_start(self, worker: WorkerHandle) -> None:
-        """Goes on with starting a replacement, and sends it what has waited for that."""
+        """Continues the start of a replacement. Once it is ready, sends the messages that have waited for it."""
         try:
             if not self._workers.continue_start(worker):
                 return
@@ -305,33 +308,34 @@ class ProcessBackend(Backend):
             return
         outbox, worker.outbox = worker.outbox, []
         for message in outbox:
-            if self._workers.handles[worker.index] is worker:  # else it has died meanwhile, and all are pending again
+            if self._workers.handles[worker.index] is worker:  # else it has died, and its envs are asked again
                 self._send_or_replace(worker.index, message)
 
     def _replace_or_raise(self, worker: WorkerHandle, error: Exception, replaces: str = "") -> None:
-        """Starts another worker in the place of one that is of no more use, or else raises, within `whole`.
+        """Replaces a worker that cannot be used any more; where workers are not replaced, raises `error`.
 
-        Goes on at once: what the replacement is to do waits until it has started, see `_continue_start`.
-        replaces: why `worker` was being started in the place of another one, if it was.
+        Only called within `whole`, which then closes the vector env. Does not wait for the replacement: messages to it
+        are kept until it has started, see `_continue_start`.
+        replaces: if `worker` is itself a replacement that was being started, the reason for that.
         """
         if self.on_worker_died is None:
             raise error
         host, reason = worker.index, str(error)
         if replaces:
             reason += f" (while {self.nouns.worker} {host} was replaced, after: {replaces})"
-        if self._calling is not None and host not in self._results:  # that is the call's result, then
+        if self._calling is not None and host not in self._results:  # the error is the result of the call, then
             first = worker.envs.start
             self._results[host] = [Failure(first, host, None, type(error).__name__, str(error), "", error)]
-        # Killed before its envs are written off: one that only hung could still write.
+        # Killed before its envs are marked as lost: a worker that only hung could still write to their rows.
         worker.retire()
-        # Told before the replacement starts: it may find that there have been too many.
+        # Called before the replacement starts: it may raise because there have been too many restarts.
         self.on_worker_died(host, worker.envs, reason)
         self._workers.replace(host, replaces or reason)
 
     # ---- messages
 
     def _packed(self, value: Any, parts: dict[str, Any]) -> Packed:
-        """What the user hands over, packed. parts: what it is made of, by name. Raises CannotTravel, in under 5 s."""
+        """Packs a value of the user. parts: its parts, by the names for errors. Raises CannotTravel, in under 5 s."""
         if is_plain(value):
             return Packed(dumps(value))
         context = self._options.context
@@ -339,12 +343,12 @@ class ProcessBackend(Backend):
         return Packed(dumps(value, shares_main=True) if context == "fork" else packed)
 
     def _send_or_replace(self, host: int, message: bytes) -> None:
-        """Sends a message for pending envs or a call: if the worker is of no use any more, its replacement answers."""
+        """Sends a message for pending envs or a call; if the worker is unusable, its replacement will answer."""
         worker = self._workers.handles[host]
         if worker.starting_until is not None:
             worker.outbox.append(message)
             return
-        # It may have to finish a reset of each of its envs before it reads on.
+        # The worker may have to finish a reset of each of its envs before it reads the next message.
         limit_s = self._options.step_timeout_s
         allowed_s = None if limit_s is None else limit_s * len(worker.envs)
         try:
@@ -367,7 +371,7 @@ class ProcessBackend(Backend):
     # ---- closing
 
     def close(self, timeout_s: float) -> list[Failure]:
-        # A forked child of the caller has copies of everything, and must not touch the caller's workers.
+        # A forked child of the caller has copies of all this, and must not touch the caller's workers.
         if self._closed or self._owner != os.getpid():
             return []
         self._closed = True
@@ -382,18 +386,18 @@ class ProcessBackend(Backend):
                     worker.process.wait(max(0.0, deadline - time.monotonic()))
                 except (TimeoutError, ChannelClosed):
                     pass  # dead, or too slow: killed below
-        finally:  # also where Ctrl-C ends the wait
+        finally:  # also when Ctrl-C ends the wait
             self._workers.end()
         return failures
 
     def _last_results(self, worker: WorkerHandle, deadline: float) -> list[Failure]:
-        """What ``env.close()`` raised. An answer that nobody waited for may come before it."""
+        """The errors that ``env.close()`` raised in `worker`. Skips an answer that nobody has waited for."""
         while not isinstance(reply := worker.channel.recv(max(0.0, deadline - time.monotonic())), Closed):
             pass
         return reply.failures
 
     def _ask_to_close(self, deadline: float) -> list[WorkerHandle]:
-        """Tells the workers that can listen to close; those that hang in a step are not waited for."""
+        """Sends `Close` to the workers that can read it, and returns them; those that hang in a step are left out."""
         if not hasattr(self, "caller"):
             return []
         grace_end = min(time.monotonic() + _BUSY_GRACE_S, deadline)
@@ -409,7 +413,7 @@ class ProcessBackend(Backend):
         return asked
 
     def _holds_up(self, worker: WorkerHandle) -> bool:
-        """Whether it cannot listen now, but may soon."""
+        """Whether a worker is busy now, but may soon be able to read a message."""
         if worker.process.has_ended():
             return False
         if worker.starting_until is None:

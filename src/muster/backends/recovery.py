@@ -1,8 +1,8 @@
-"""``on_failure="restart"``: an env that raised, or whose worker died, is built anew and its episode ends truncated.
+"""``on_failure="restart"``: an env that raised, or whose worker died, is built again and its episode ends truncated.
 
-A failed env is not delivered. It stays pending while its worker builds it again, and what is delivered then is a row
-that says so: the last observation, reward 0, ``truncated=True``, ``infos["restarted"]`` with the reason; with
-``same_step`` the observation is the new episode's first and the last one is the final observation.
+The failure itself is not delivered. The env stays pending while its worker builds it again. Then one row is delivered
+that reports the restart: the last observation, reward 0, ``truncated=True``, and the reason in ``infos["restarted"]``.
+With ``same_step`` the observation is the first of the new episode, and the last one is the final observation.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ WINDOW_S = 60.0
 
 @dataclass(frozen=True)
 class _Restart:
-    """What a restarted env is to answer with. truncates: the row that ends its episode, else the one of a reset."""
+    """The answer that a restarted env owes. truncates: it is the row that ends the episode, else the row of a reset."""
 
     reason: str
     truncates: bool
-    options: Any  # of the reset that it was asked for
+    options: Any  # of the reset that the env owes
 
 
 class Recovery:
@@ -49,14 +49,14 @@ class Recovery:
         self._seeds: list[int | None] = [None] * num_envs
         self._options: Any = None  # of the last reset
         self._recent: dict[int, deque[float]] = {}
-        # Envs that died while nobody waited for them, by the reason: told when they are next sent to.
+        # Envs whose worker died while nobody waited for them, with the reason, which their next step reports.
         self.lost: dict[int, str] = {}
-        self._reasons: dict[int, str] = {}  # of workers' deaths, by env that was waited for
-        self._restarts: dict[int, _Restart] = {}  # by env that has not been delivered since
+        self._reasons: dict[int, str] = {}  # of workers' deaths, by the envs that were pending then
+        self._restarts: dict[int, _Restart] = {}  # by env, until the row of the restart is delivered
         self._caller.keep_rows(backend.slab.obs.arrays)
 
     def seeds_for_reset(self, env_ids: Array, seeds: Sequence[int | None], options: Any) -> list[int | None]:
-        """Seeds for a reset, which settles what died before it; remembers what was asked for."""
+        """Seeds for a reset, after which none of its envs is in `lost`; keeps seeds and options for later restarts."""
         self._options = options
         chosen = []
         for env, seed in zip(env_ids.tolist(), seeds, strict=True):
@@ -67,7 +67,7 @@ class Recovery:
         return chosen
 
     def worker_died(self, host: int, envs: range, reason: str) -> None:
-        """The backend has replaced a dead worker; its envs are built anew, their episodes lost."""
+        """Notes that the backend replaces a dead worker: its envs are built again, their episodes are lost."""
         self._count(host, reason)
         pending = self._caller.lose_host(host)
         self._info_reader.forget(host)
@@ -76,12 +76,12 @@ class Recovery:
             (self._reasons if env in pending else self.lost)[env] = reason
 
     def split(self, ids: Array) -> tuple[Array, Array]:
-        """Of envs about to be stepped: those that can be, and those whose worker died since their last row."""
+        """Splits envs that are about to be stepped into those that can be, and those in `lost`."""
         lost = [env for env in ids.tolist() if env in self.lost]
         return ids[~np.isin(ids, lost)], np.array(lost, np.int64)
 
     def answer_for(self, lost: Array) -> None:
-        """Makes envs from `split` pending; they answer as restarted."""
+        """Makes the `lost` envs of `split` pending; they answer as restarted."""
         self._caller.request_resets(lost)
         for env in lost.tolist():
             # An episode that had ended is no loss: its env resets next anyway.
@@ -89,9 +89,9 @@ class Recovery:
             self._restart(env, _Restart(self.lost.pop(env), truncates, None), rebuilds=False)
 
     def retry_failed(self) -> bool:
-        """Restarts pending envs that have failed. False if none has.
+        """Restarts the pending envs that have failed. False if none has.
 
-        Raises KeyboardInterrupt, once all are restarted, if that is what one of them raised: the caller's own Ctrl-C.
+        If one of them raised KeyboardInterrupt, the caller's own Ctrl-C, raises that once all are restarted.
         """
         failed, interrupt = self._caller.failed(), None
         for env in failed:
@@ -101,7 +101,7 @@ class Recovery:
             else:
                 failure = self._backend.failures(np.array([env]))[0]
                 reason = f"{failure.type_name}: {failure.message}"
-                untouched = interrupt is not None and failure.exception is interrupt  # Ctrl-C came before its turn
+                untouched = interrupt is not None and failure.exception is interrupt  # not stepped at all
                 if isinstance(failure.exception, KeyboardInterrupt):
                     interrupt = failure.exception
                 else:
@@ -112,7 +112,7 @@ class Recovery:
             self._caller.restore(env)
             if not died:
                 self._records["restarts"][env] += 1
-            restart = self._restarts.pop(env, None)  # there already: it has failed again before it could answer
+            restart = self._restarts.pop(env, None)  # not None where the restarted env has failed again
             if restart is None:
                 ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
                 restart = _Restart(reason, not (was_reset or ended), self._options if was_reset else None)
@@ -123,9 +123,9 @@ class Recovery:
         return bool(failed)
 
     def finish_rows(self, ids: Array, rewards: Array, terminated: Array, truncated: Array) -> dict[int, str]:
-        """Of envs `ids`, which have just been collected: writes over the rows of restarted ones; their reasons, by row.
+        """Overwrites the rows of restarted envs among `ids`, and returns the reasons by row.
 
-        Not before they are collected: until then one more may answer.
+        Called once the rows are collected: until then another restarted env may answer.
         """
         reasons = {}
         for row, env in enumerate(ids.tolist() if self._restarts else ()):

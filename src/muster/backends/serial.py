@@ -1,4 +1,4 @@
-"""The serial backend: all envs in the calling process, on the same stepping loop as everywhere."""
+"""The serial backend: all envs in the calling process, stepped by the same loop as in workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from muster.workers.options import EnvCall, HostOptions
 
 
 class SerialBackend(Backend):
-    """Steps every env itself. Arguments reach the envs as they are, and the caller's generators are left alone."""
+    """Steps every env in the calling thread. Arguments are not copied; global random generators are not seeded."""
 
     num_workers = 0
 
@@ -65,7 +65,7 @@ class SerialBackend(Backend):
         return False
 
     def watch(self, waited_s: float) -> None:
-        """There is no worker to lose."""
+        """Does nothing: there are no workers that could die."""
 
     def process_ids(self) -> list[int | None]:
         return [os.getpid()]

@@ -1,4 +1,4 @@
-"""The thread backend: threads of the calling process step the envs, for envs that release the GIL or share objects."""
+"""The thread backend: threads of the calling process step envs that release the GIL or share objects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SLICE_S = 0.05
 
 
 class ThreadBackend(Backend):
-    """Hosts 0 to W-1 are the workers. Arguments reach the envs as they are."""
+    """Steps envs in threads. Hosts 0 to W-1 are the workers. Arguments are not copied."""
 
     def __init__(self, recipes: Sequence[Recipe], num_workers: int, start_timeout_s: float) -> None:
         self.num_workers = num_workers
@@ -36,7 +36,7 @@ class ThreadBackend(Backend):
         self._mail = LocalMail()
         self._owner = os.getpid()
         self._closed = False
-        self._number = 0  # of calls, so that an answer is told from that to an interrupted call
+        self._number = 0  # of the last call: an answer with another number belongs to an interrupted call
         self._workers = []
         for host, (first, last) in enumerate(zip(self.first_envs, self.first_envs[1:], strict=False)):
             info = WorkerInfo(None, host, len(recipes), num_workers, seed=None)
@@ -48,7 +48,7 @@ class ThreadBackend(Backend):
         facts: list[EnvFacts] = []
         deadline = time.monotonic() + self._start_timeout_s
         try:
-            # One after the other: constructors are rarely written for threads, and warning filters are not either.
+            # One after the other: few constructors are thread-safe, and Python's warning filters are not.
             for worker in self._workers:
                 worker.thread.start()
                 facts += self._take(messages.EnvsBuilt, worker, deadline, "building its envs").facts
@@ -119,7 +119,7 @@ class ThreadBackend(Backend):
     # ---- closing
 
     def close(self, timeout_s: float) -> list[Failure]:
-        # In a forked child of the caller the threads do not exist.
+        # In a forked child of the caller these threads do not exist.
         if self._closed or self._owner != os.getpid():
             return []
         self._closed = True
@@ -127,14 +127,14 @@ class ThreadBackend(Backend):
             self.caller.closed = True
         for host in range(self.num_workers):
             self._send(host, messages.Close())
-        # The garbage collector may run this in any thread, a worker's own among them.
+        # The garbage collector may run this in any thread, even in a worker's own.
         started = [worker for worker in self._workers if worker.thread.ident not in (None, threading.get_ident())]
         return end_threads(started, timeout_s)
 
     # ---- messages
 
     def _send(self, host: int, message: messages.Message) -> None:
-        """Sends a message to a thread that may be asleep in the core, where it steps already."""
+        """Sends a message to a thread, and rings it where it may be asleep in the core."""
         self._workers[host].inbox.put(message)
         if hasattr(self, "caller"):
             self.caller.announce_message(host)
@@ -146,7 +146,7 @@ class ThreadBackend(Backend):
             raise WorkerTimeout(worker.name, doing, f"start_timeout={self._start_timeout_s} s") from None
 
     def _wait_for(self, kind: type[T], worker: ThreadWorker, deadline: float | None) -> T:
-        """The thread's reply of this kind, to the last call if it is an Answer.
+        """The thread's reply of this kind; an Answer must be the one to the last call.
 
         Raises TimeoutError at the deadline, ClosedError, WorkerDied, and what building its envs raised.
         """

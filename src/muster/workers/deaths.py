@@ -1,4 +1,4 @@
-"""What happened to a worker, in words: what it was doing, how it ended, and what that usually means."""
+"""The end of a worker in words: the last thing that it did, its exit code, and the usual cause of that."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def seconds_since(moment: int) -> float:
 
 @dataclass(frozen=True)
 class Nouns:
-    """What a pool's errors call its parts: whoever runs the pool gives it these.
+    """The names that a pool's errors use for its parts; the owner of the pool chooses them.
 
-    envs: for each worker those that it stands for, where users count others than the pool.
-    first_worker: the index of the first one.  is_env: a worker is named in place of the one env that it steps.
+    envs: for each worker the envs to name, where the indices that users know are not those of the pool.
+    first_worker: the index of the first worker.  is_env: each worker steps one env and is named in its place.
     """
 
     worker: str = "worker"
@@ -39,15 +39,15 @@ class Nouns:
     is_env: bool = False
 
     def name(self, host: int, envs: range = range(0)) -> WorkerName:
-        """Worker `host` by its name. envs: those that it steps; none where they are not to be told."""
+        """The name of worker `host`. envs: those that it steps; empty where the name leaves them out."""
         return WorkerName(self.worker, self.first_worker + host, self.envs[host] if self.envs else envs)
 
     def env(self, host: int, env: int) -> str:
-        """``env 5``, or nothing where that is the worker."""
+        """The words ``env 5``; empty where the worker's name stands for its env."""
         return "" if self.is_env else f"env {self.envs[host][env] if self.envs else env}"
 
     def doing(self, slab: Slab | None, host: int, busy: list[int]) -> str:
-        """``in step of env 5 for 3.2 s``. busy: the envs that the worker owes an answer for."""
+        """Words such as ``in step of env 5 for 3.2 s``. busy: the envs for which the worker owes an answer."""
         if slab is None:
             return "building its envs"
         state = slab.host(host)
@@ -64,7 +64,7 @@ NOUNS = Nouns()
 
 
 def likely_cause(exit_code: int | None) -> str:
-    """What an exit code usually means, in words."""
+    """The usual cause of an exit code, in words."""
     if exit_code == EXIT_FDS_CLOSED:
         return "the env closed file descriptors that it had not opened (os.closerange and the like)."
     if exit_code == -signal.SIGKILL:

@@ -1,4 +1,4 @@
-"""What the caller has to know of an env that it never builds."""
+"""The facts that the caller needs about an env that another process builds: its spaces, metadata and agents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from muster.spaces.tree import Space
 
 @dataclass(frozen=True)
 class EnvFacts:
-    """What the caller has to know of an env that it never builds."""
+    """The facts about one env that the caller needs, since it may never build one itself."""
 
     observation_space: Space
     action_space: Space
@@ -28,7 +28,7 @@ class EnvFacts:
 
 
 def facts_of(env: Any) -> EnvFacts:
-    """Raises AttributeError where `env` is no env, SpecMismatch where its spaces are none."""
+    """The facts of `env`. Raises AttributeError where it is no env, SpecMismatch for other spaces than Gymnasium's."""
     for name in ("observation_space", "action_space"):
         space = getattr(env, name)
         if not isinstance(space, spaces.Space):
@@ -48,12 +48,12 @@ def facts_of(env: Any) -> EnvFacts:
 def _spec_of(env: Any) -> Any:
     try:
         return getattr(env, "spec", None)
-    except Exception:  # Gymnasium's wrappers copy the arguments that are in it, which may raise anything
+    except Exception:  # Gymnasium's wrappers copy the arguments in their spec, which may raise anything
         return None
 
 
 def check_one_per_process(env: Any, num_envs: int) -> None:
-    """Raises OneEnvPerProcess if `env` says that it must be alone, and `num_envs` are to be built in its process."""
+    """Raises OneEnvPerProcess if `env` must be alone in its process, but `num_envs` > 1 are to be built there."""
     if num_envs > 1 and (getattr(env, "metadata", None) or {}).get("one_per_process"):
         raise OneEnvPerProcess(
             f'{type(getattr(env, "unwrapped", env)).__qualname__} declares metadata["one_per_process"] = True, but '

@@ -34,9 +34,9 @@ _RELEASE_TIMEOUT_S = 2.0
 
 
 class EnvHost:
-    """Builds the envs of `recipes` and steps them by way of `Stepper`, whose `env_host` it is.
+    """Builds the envs of `recipes`, and steps them by a `Stepper`, which calls back the methods that it needs.
 
-    dumps: pickles for the caller, where that is another process.  worker: what failures call the worker.
+    dumps: pickles for the caller; None where the caller is in this process.  worker: the noun that failures use.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class EnvHost:
     def build(self, on_built: Callable[[tuple[int, ...]], None] | None = None) -> Failure | None:
         """Builds the envs, in order. Where one fails, releases the others and returns the failure.
 
-        on_built: called after each of the first two with the memory that this process held before the first, and after
-        each.
+        on_built: called after each of the first two envs with the bytes of memory that this process held before the
+        first env and after each env so far.
         """
         memory_bytes = [own_memory_bytes()] if on_built is not None else []
         for i in range(len(self.recipes)):
@@ -82,7 +82,7 @@ class EnvHost:
         return None
 
     def info_of(self, i: int) -> WorkerInfo:
-        """What env i is told of where it is."""
+        """The WorkerInfo that code of env i sees, see `muster.get_worker_info`."""
         return dataclasses.replace(self.info, env_index=self.recipes[i].env_index)
 
     def _build_one(self, i: int) -> BuiltEnv:
@@ -92,13 +92,13 @@ class EnvHost:
         return built
 
     def facts(self) -> list[EnvFacts]:
-        """Each env's facts; the very first ones where they are equal to those, so that big spaces travel once."""
+        """The facts of each env. Where they equal the first env's, they are the same object: big spaces travel once."""
         first = facts_of(self.envs[0])
         rest = [facts_of(env) for env in self.envs[1:]]
         return [first, *(first if same_facts(first, facts) else facts for facts in rest)]
 
     def attach(self, slab: Slab, host: int, mail: Mail, options: HostOptions) -> None:
-        """Makes the host ready to step into `slab`."""
+        """Makes this host ready to step into `slab`."""
         self._slab = slab
         self._mail = mail
         self._host = host
@@ -119,7 +119,7 @@ class EnvHost:
         )
 
     def _misfit(self, i: int, env: Any) -> SpecMismatch | None:
-        """Why a new env cannot use the rows that were laid out when the vector env was made."""
+        """The reason why a new env does not fit the rows that were laid out for the first one; None if it does."""
         assert self._slab is not None
         plan, facts = self._slab.plan, facts_of(env)
         layout = plan.obs.layout if isinstance(plan.obs, RowNode) else None
@@ -141,15 +141,15 @@ class EnvHost:
     # ---- what the stepper calls, rarely
 
     def on_error(self, i: int, error: BaseException) -> int:
-        """Env i raised: mails the failure."""
+        """Mails the failure of env i; returns its bytes in the mail."""
         return self._mail.put(self.first_env + i, self.failure(i, error))
 
     def own(self, objects: list[Any]) -> list[Any]:
-        """Copies of what an env has given, which it may change before it is mailed or read."""
+        """Copies of objects of an env, which the env might change before they are mailed or read."""
         return self._mail.own(objects)
 
     def put_mail(self, i: int, objects: list[Any], final_objects: list[Any]) -> int:
-        """Mails what env i's observation and infos hold beside numbers."""
+        """Mails the objects in env i's observation and infos that are no numbers; returns their bytes in the mail."""
         try:
             return self._mail.put(self.first_env + i, (objects, final_objects))
         except Exception as error:
@@ -161,14 +161,14 @@ class EnvHost:
             ) from error
 
     def _culprits(self, i: int, objects: list[Any], final_objects: list[Any]) -> str:
-        """What env i has given that cannot be sent to the caller, by name."""
+        """The names of the objects of env i that cannot be sent to the caller, and the reasons."""
         assert self._slab is not None
         record, found = self._slab.records[self.first_env + i], []
         for given, schema in ((objects, record["info_schema"]), (final_objects, record["final_schema"])):
             if not given:
                 continue
             names = info_object_names(self.stepper.describe_schemas(), int(schema))
-            # Behind the observation's objects come the info's.
+            # The objects of the info follow those of the observation.
             names = ["the observation"] * (len(given) - len(names)) + names
             for name, value in zip(names, given, strict=True):
                 found += [f"{one.path} ({one.type}) cannot be sent: {one.reason}" for one in find_culprits(value, name)]
@@ -182,7 +182,7 @@ class EnvHost:
         return iter(self._mail.get(self._slab.plan.num_envs + env, length) or ())
 
     def on_new_schema(self) -> None:
-        """A new layout of infos: mails them all, in place of the last ones."""
+        """Mails all layouts of infos once a new one has come; they replace those mailed before."""
         assert self._slab is not None
         box = 2 * self._slab.plan.num_envs + self._host
         self._slab.schema_mail_bytes[self._host] = self._mail.put(box, self.stepper.describe_schemas())
@@ -190,10 +190,10 @@ class EnvHost:
     # ---- commands
 
     def reset(self, env_ids: Sequence[int], arguments: ResetArguments) -> None:
-        """Resets some envs; each is published as soon as it is done."""
+        """Resets some envs; each result is published as soon as it is there."""
         known = [seed for seed in arguments.seeds if seed is not None]
-        if known and self.dumps is not None:  # in the caller's own process the generators are the user's
-            # Neighbouring seeds, and neighbouring workers, must share nothing.
+        if known and self.dumps is not None:  # in the caller's own process the global generators belong to the user
+            # Neighbouring seeds, and neighbouring workers, must not share random numbers.
             seed_globals([*known, self.info.worker_index])
         interrupt: BaseException | None = None
         for env, seed in zip(env_ids, arguments.seeds, strict=True):
@@ -205,12 +205,12 @@ class EnvHost:
             interrupt = error if self.dumps is None else None  # the caller's own Ctrl-C: the rest fail with it
 
     def refuse(self, env_ids: Sequence[int], error: Exception) -> None:
-        """Answers the requests that are pending for some envs with an exception."""
+        """Answers the pending requests of some envs with an exception."""
         for env in env_ids:
             self.stepper.refuse(env - self.first_env, error)
 
     def restart(self, restart: Restart) -> None:
-        """Answers the request that is pending for an env with a new episode."""
+        """Answers the pending request of an env with a new episode."""
         i = restart.env - self.first_env
         if restart.rebuilds:
             try:
@@ -232,7 +232,7 @@ class EnvHost:
             self.stepper.acknowledge(i)
 
     def call(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """``env.name(*args, **kwargs)``, or the attribute's value, of each env; a Failure where it raised."""
+        """The result of ``env.name(*args, **kwargs)``, or the attribute, for each env; a Failure where it raised."""
         return self._for_each(lambda i, env: _call(env, self.first_env + i, name, args, kwargs))
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
@@ -264,16 +264,16 @@ class EnvHost:
         with worker_info_context(self.info_of(i)):
             try:
                 built.env.close()
-            except BaseException as raised:  # Ctrl-C, too: the others are to be closed
+            except BaseException as raised:  # even Ctrl-C: the other envs have to be closed
                 error = raised
             built.release(_RELEASE_TIMEOUT_S)
         return error
 
     def failure(self, i: int, error: BaseException) -> Failure:
-        """What `error`, raised by env i, will tell the caller."""
+        """The report of `error`, raised by env i, for the caller."""
         step = None if self._slab is None else int(self._slab.records["episode_length"][self.first_env + i])
         return Failure(
-            # As users count: a collector's envs are not the first of all.
+            # The index that users know: a collector's first env is not always env 0.
             env_index=self.recipes[i].env_index if self.recipes else self.first_env + i,
             worker_index=self.info.worker_index,
             step=step,
@@ -293,7 +293,8 @@ def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwar
     return value(*args, **kwargs) if callable(value) else value
 
 
-# The core knows env hosts as objects: this is the first place that knows both them and `get_worker_info`.
+# To the core an env host is any Python object, and `muster.worker_info` must not import env hosts. This module knows
+# both sides, so it connects them.
 ask_for_running(running)
 
 
@@ -307,9 +308,9 @@ def seed_globals(seed: int | Sequence[int]) -> None:
 
 
 def freeze_heap(*, collects: bool) -> None:
-    """Takes what exists now out of the garbage collector's way.
+    """Excludes all objects that exist now from garbage collections.
 
-    collects: not in a fork of the caller, where a collection would copy every page of the caller's heap.
+    collects: collect before. Not in a fork of the caller: a collection would copy every page of the caller's heap.
     """
     if collects:
         gc.collect()

@@ -14,17 +14,18 @@ from muster.envs.attributes import chain
 from muster.envs.dm_env import is_dm_env
 from muster.errors import ConfigError, EnvError, MusterError, UsageError, WrongType
 
-# What a vector env that the env uses itself may raise: unexplained it would seem to be about the one that steps it.
+# Errors that an env may raise because it uses a vector env itself. Raised as they are, they would seem to be about the
+# vector env that steps this env.
 _OF_CALLS = (UsageError, ConfigError, WrongType)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on its way to the caller.
+    """An env's exception in a form that can travel to the caller.
 
     exception: the original, pickled for another process, or None where it cannot be rebuilt there.
-    step: env steps into the episode, None while building.  note: what to tell besides.
-    worker: what the pool calls a worker.
+    step: the number of env steps in the episode, None while building.  note: added to the error by `add_note`.
+    worker: the pool's noun for a worker.
     """
 
     env_index: int
@@ -49,10 +50,10 @@ class Failure:
 
 
 def to_exception(failure: Failure) -> BaseException:
-    """What to raise in the caller: an EnvError, its cause the original where there is one."""
+    """The exception to raise in the caller: an EnvError, caused by the original exception where there is one."""
     original = failure.original()
     own = isinstance(original, EnvError)
-    if isinstance(failure.exception, KeyboardInterrupt):  # one from another process is no Ctrl-C, but the env's
+    if isinstance(failure.exception, KeyboardInterrupt):  # not pickled, so a Ctrl-C in this process
         return failure.exception
     if isinstance(original, MusterError) and not own and not isinstance(original, _OF_CALLS):
         return original
@@ -75,10 +76,10 @@ def to_exception(failure: Failure) -> BaseException:
 
 
 def to_one_exception(failures: Sequence[Failure]) -> BaseException:
-    """What to raise where envs failed in the same call: the caller's own Ctrl-C, else the first; it names the rest."""
+    """The exception to raise where envs failed in one call: the caller's own Ctrl-C, else the first; notes the rest."""
     first = next((one for one in failures if isinstance(one.exception, KeyboardInterrupt)), failures[0])
     error = to_exception(first)
-    # Those that hold the same Ctrl-C were not begun with because of it.
+    # Envs that failed with the same Ctrl-C were not stepped at all, because of it.
     others = [one for one in failures if one is not first and (one.exception is None or one.exception is not error)]
     if others:
         names = ", ".join(f"env {failure.env_index} ({failure.type_name})" for failure in others)
@@ -87,7 +88,7 @@ def to_one_exception(failures: Sequence[Failure]) -> BaseException:
 
 
 def reset_note(env: Any, error: BaseException) -> str | None:
-    """What to tell besides of an error in a reset: that it may be a reset which does not take Gymnasium's arguments."""
+    """The hint for a TypeError that comes from a reset which does not take Gymnasium's arguments; else None."""
     entered = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
     if isinstance(error, TypeError) and any(_refuses(one, entered) for one in chain(env) if not is_dm_env(one)):
         return "Muster calls it as Gymnasium does: write `def reset(self, *, seed=None, options=None)`."
@@ -95,16 +96,16 @@ def reset_note(env: Any, error: BaseException) -> str | None:
 
 
 def _refuses(env: Any, entered: Set[CodeType]) -> bool:
-    """Whether its reset, which is not among the functions `entered`, takes no seed or no options."""
+    """Whether ``env.reset``, if it is not among the functions `entered`, takes no seed or no options."""
     try:
         inspect.signature(env.reset).bind(seed=None, options=None)
-    except Exception as error:  # a TypeError, or it has none, or one that cannot be known
+    except Exception as error:  # a TypeError; others: there is no reset, or its signature is not known
         return isinstance(error, TypeError) and getattr(env.reset, "__code__", None) not in entered
     return False
 
 
 def portable(error: BaseException, dumps: Callable[[object], bytes]) -> bytes | None:
-    """Pickled, if it comes back as what it is: exceptions with arguments of their own often don't."""
+    """The pickled error; None if it would not arrive as the same type, as with many constructors of their own."""
     try:
         data = dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None
@@ -113,7 +114,7 @@ def portable(error: BaseException, dumps: Callable[[object], bytes]) -> bytes | 
 
 
 def message_of(error: BaseException) -> str:
-    """str(error), also where that raises."""
+    """The text ``str(error)``, or a replacement where that raises."""
     try:
         return str(error)
     except Exception as broken:

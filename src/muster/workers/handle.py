@@ -1,4 +1,4 @@
-"""The caller's handle of one worker process, and how one comes about."""
+"""The caller's handle of one worker process, and how that process is started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from muster.workers.deaths import NOUNS, Nouns, likely_cause
 from muster.workers.launcher_client import WorkerProcess, close_own, disown, fork_worker, own
 from muster.workers.worker_main import STACK_SIGNAL, main
 
-# Its pid, its pidfd, and the pipe that will tell its exit code, where it is no child of this process.
+# A worker's pid and pidfd, and the pipe that its exit code will come by; None where it is a child of this process.
 Started = tuple[int, int, int | None]
 
 _STACK_S = 0.5
@@ -32,26 +32,26 @@ UNPACKS_HINT = (
 
 @dataclass
 class WorkerHandle:
-    """One worker as the caller sees it."""
+    """The caller's view of one worker: its process, its channel, and its state while it starts or is watched."""
 
     index: int
     envs: range
     process: WorkerProcess
     channel: Channel
-    seen: tuple[int, ...] = ()  # its state when it last changed, and when that was
+    seen: tuple[int, ...] = ()  # the worker's state after its last change; `seen_at` is the time of that
     seen_at: float = 0.0
-    # A replacement starts while the caller goes on: until when it may, for what reason, and what it is to be sent then.
+    # A replacement starts while the caller continues: its deadline, the reason for it, and the messages that wait.
     starting_until: float | None = None
     replaces: str = ""
     outbox: list[bytes] = field(default_factory=list)
-    hint: str = ""  # what its stack means, while it rebuilds what was sent to it
+    hint: str = ""  # explains the worker's stack, while the worker rebuilds what was sent to it
     nouns: Nouns = NOUNS
-    ready_at: float = 0.0  # when it had started, if it is a replacement
+    ready_at: float = 0.0  # the time at which a replacement had started
     launched_at: float = field(default_factory=time.monotonic)
 
     @property
     def building(self) -> str:
-        """What a worker that has not started yet is doing, in words."""
+        """The activity, in words, of a worker that is still starting."""
         return f"building its envs for {time.monotonic() - self.launched_at:.3g} s"
 
     @property
@@ -59,24 +59,24 @@ class WorkerHandle:
         return self.nouns.name(self.index, self.envs)
 
     def died(self, doing: str) -> WorkerDied:
-        """The error that tells of its death. doing: what it was doing, in words."""
+        """The error that reports the worker's death. doing: its last activity, in words."""
         self.process.wait(1.0)
         exit_code = self.process.exit_code
         return WorkerDied(self.name, doing, exit_code, likely_cause(exit_code), self.process.tail())
 
     def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
-        """The error that tells that it hangs, with its Python stack. It is the caller's to kill it."""
+        """The error that reports that the worker hangs, with its Python stack. Does not kill the worker."""
         return WorkerTimeout(self.name, doing, limit, elapsed_s, python_stack(self.process), self.hint)
 
     def slow_to_start(self, limit_s: float) -> str:
-        """Tells that it has not started yet, and where it is, while it may still go on. limit_s: until when."""
+        """The warning, with the Python stack, that the worker is still starting. limit_s: the time that it has."""
         return (
             f"{self.name} has been {self.building}, and may go on until start_timeout={limit_s}.{self.hint}\n"
             f"Its Python stack:\n{python_stack(self.process)}"
         )
 
     def retire(self) -> None:
-        """Kills it, and closes what this end holds of it."""
+        """Kills the worker, and closes the fds that this process holds for it."""
         self.process.kill()
         self.process.wait(5.0)
         if (fd := self.channel.fileno()) >= 0:
@@ -95,7 +95,7 @@ def launch_worker(
     shares_main: bool,
     nouns: Nouns,
 ) -> WorkerHandle:
-    """Starts a worker by `start`, which is given the fds of `launcher.WORKER_FDS`.
+    """Starts a worker by `start`, which receives the fds of `launcher.WORKER_FDS`.
 
     watch, shares_main: see `Channel`, `mail.dumps`.
     """
@@ -129,7 +129,7 @@ def launch_worker(
 
 
 def fork_worker_for(recipes: Sequence[Recipe], fds: Mapping[str, int]) -> Started:
-    """Forks the caller into a worker for `recipes`, which are inherited."""
+    """Forks the caller into a worker for `recipes`, which the worker inherits."""
     with contextlib.ExitStack() as theirs:
         copies = {}
         for name, fd in fds.items():
@@ -140,7 +140,7 @@ def fork_worker_for(recipes: Sequence[Recipe], fds: Mapping[str, int]) -> Starte
 
 
 def python_stack(process: WorkerProcess) -> str:
-    """What a worker that hangs is doing, as faulthandler tells it."""
+    """The Python stack of a worker that hangs, as faulthandler reports it."""
     before = process.tail_size()
     process.send_signal(STACK_SIGNAL)
     deadline = time.monotonic() + _STACK_S
@@ -152,7 +152,7 @@ def python_stack(process: WorkerProcess) -> str:
 
 
 def name_workers(workers: Sequence[WorkerHandle]) -> str:
-    """``worker 1 has`` or ``workers 0, 2 have``."""
+    """The beginning of a sentence: ``worker 1 has`` or ``workers 0, 2 have``."""
     names = ", ".join(str(worker.index) for worker in workers)
     return f"worker {names} has" if len(workers) == 1 else f"workers {names} have"
 

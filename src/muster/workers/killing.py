@@ -1,4 +1,4 @@
-"""Ending workers, and what they have started."""
+"""Kills workers, and the processes that they have started."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from muster._core import kill_started
 
 
 def kill_with_all(pid: int, session: int, send: Callable[[int], object]) -> None:
-    """Kills the process `pid` and what it has started. send: sends it a signal, by its number."""
-    send(signal.SIGSTOP)  # it is to start nothing more
+    """Kills the process `pid` and all that it has started. send: sends the process a signal, by its number."""
+    send(signal.SIGSTOP)  # so that the process starts nothing more
     kill_started(root=pid, session=session)
     send(signal.SIGKILL)
 
 
 def kill_left(pid: int, pidfd: int, session: int) -> None:
-    """Waits until the worker `pid` has died; kills what it has left. The caller of this is its parent, and reaps it."""
-    # While it is a zombie no other process can have its pid, nor its group.
+    """Waits until the worker `pid` has died and kills what it has left. Only for its parent, which reaps it later."""
+    # While the worker is a zombie, no other process can have its pid, or its group's number.
     os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
     kill_started(root=pid, session=session)
     kill_group(pid)
@@ -27,6 +27,6 @@ def kill_left(pid: int, pidfd: int, session: int) -> None:
 
 def kill_group(pid: int) -> None:
     """Kills the worker `pid` and its process group."""
-    # It has died before it had one, or only such are left as run by another user.
+    # The worker died before it had a group, or only processes of another user are left in it.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

@@ -1,8 +1,9 @@
 """The launcher: a small, single-threaded process that is the parent of a caller's fresh workers.
 
-Why not the caller itself? Forking it would copy its threads' locks and its memory; and a worker whose parent is a
-thread of the caller cannot be told apart from one whose parent has died. The launcher never runs user code, so its
-forks are clean; it outlives nothing: when the caller is gone, by whatever signal, it kills the workers and ends.
+Why does the caller not fork them itself? A fork of the caller would copy the locks that its threads hold, and its
+memory. And a worker could not distinguish the end of the thread that forked it from the end of the caller. The launcher
+never runs user code, so its forks are clean. When the caller is gone, by whatever signal, the launcher kills the
+workers and ends.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from typing import Any, NoReturn
 from muster._core import set_death_signal
 from muster.workers.killing import kill_group, kill_left, kill_with_all
 
-# The fds that a worker gets, in the order in which they travel.
+# The names of the fds that a worker receives, in the order in which they are sent.
 WORKER_FDS = ("channel", "slab", "mail", "tail", "stderr_read", "stderr_write", "stdout", "stderr", "caller")
 HEADER = struct.Struct("<Q")
 
 
 class Launcher:
-    """The loop. Requests come from the caller over `control`; exit statuses go back over a pipe for each worker."""
+    """The launcher's loop. Requests come over `control`; each worker's exit status goes back over a pipe of its own."""
 
     def __init__(self, control: socket.socket, caller_pidfd: int) -> None:
         self._control = control
@@ -88,7 +89,7 @@ class Launcher:
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # not a session: see docs/adr/0001-launcher.md
             )
-            process.returncode = 0  # `_reap` waits for it; Popen must not
+            process.returncode = 0  # set, so that Popen does not wait for the process: `_reap` does
             return process.pid
         pid = os.fork()
         if pid == 0:
@@ -97,7 +98,7 @@ class Launcher:
 
     def _become_worker(self, request: dict[str, Any], fds: dict[str, int], status: int) -> NoReturn:
         try:
-            set_death_signal(signal.SIGKILL)  # reaches it while it is stopped, too
+            set_death_signal(signal.SIGKILL)  # this signal also reaches a stopped process
             os.setpgid(0, 0)
             for fd in (self._control.detach(), self._caller_pidfd, status, *self._workers):
                 os.close(fd)
@@ -136,11 +137,11 @@ class Launcher:
 def python_command(path: Sequence[str], entry: str, *arguments: Any) -> list[str]:
     """The command line of a fresh Python that calls `entry`, under this one's ``-O``, ``-X`` and ``-W``.
 
-    path: its ``sys.path``.  entry: ``"module:function"``.  arguments: the function's; what JSON can hold.
+    path: the new process's ``sys.path``.  entry: ``"module:function"``.  arguments: the function's, of JSON's types.
 
-    Not under those that decide what Python reads when it starts, such as ``-E`` and ``-S``: the environment and the
-    path are handed over as they are here. With -P, since a json.py in the working directory is not to stand for the
-    standard library's; and Python 3.13.0 cannot import NumPy without it where that directory is gone.
+    Flags that decide what Python reads when it starts, such as ``-E`` and ``-S``, are left out: the environment and the
+    path are handed over as they are here. -P is added: a json.py in the working directory must not hide the standard
+    library's; and without -P Python 3.13.0 cannot import NumPy where the working directory has been deleted.
     """
     flags = ["-O"] * sys.flags.optimize
     flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
@@ -154,7 +155,7 @@ def python_command(path: Sequence[str], entry: str, *arguments: Any) -> list[str
 
 
 def leave_terminal() -> None:
-    """Gives up the caller's terminal: what is not in its foreground is stopped for using it."""
+    """Gives up the caller's terminal: the kernel stops background processes that use their terminal."""
     with contextlib.suppress(OSError):  # there is none
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
         try:
@@ -164,7 +165,7 @@ def leave_terminal() -> None:
 
 
 def fill_standard_fds() -> list[int]:
-    """Opens /dev/null in the places of stdin, stdout and stderr that are closed; returns those."""
+    """Opens /dev/null as stdin, stdout or stderr where those are closed; returns the fds that it has opened."""
     filled = []
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
@@ -174,7 +175,7 @@ def fill_standard_fds() -> list[int]:
 
 
 def spawned(fds: dict[str, int]) -> NoReturn:
-    """A spawned worker, from its command line. It belongs to the launcher before it imports anything more."""
+    """Runs a spawned worker, from its command line. Its death is tied to the launcher's before any other import."""
     set_death_signal(signal.SIGKILL)
     from muster.workers.worker_main import main
 
@@ -182,20 +183,20 @@ def spawned(fds: dict[str, int]) -> NoReturn:
 
 
 def preload() -> None:
-    """Imports what every worker needs, once for all forks."""
+    """Imports the modules that every worker needs, once for all forks."""
     importlib.import_module("muster.workers.worker_main")
     gc.collect()
     gc.freeze()
 
 
 def main(control_fd: int, caller_pidfd: int, preloads: bool) -> NoReturn:
-    """The launcher process, from its command line."""
-    # The caller's stdout and stderr may have ended here, as what Python's `open` has opened does. What comes by the
-    # socket is not to take their places.
+    """Runs the launcher process, from its command line."""
+    # The caller's stdout and stderr may be closed in this process: Python marks files that it opens as not inheritable.
+    # The fds that come by the socket must not take their places.
     fill_standard_fds()
     leave_terminal()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it would have it ignored here, too
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored signal is inherited from the caller
     if preloads:
         preload()
     Launcher(socket.socket(fileno=control_fd), caller_pidfd).run()

@@ -1,4 +1,4 @@
-"""Starting worker processes: by the launcher (forkserver, spawn) or by forking the caller (fork)."""
+"""The start of worker processes: by the launcher (forkserver, spawn) or by forking the caller (fork)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from muster.workers.killing import kill_left, kill_with_all
 from muster.workers.launcher import HEADER, WORKER_FDS, fill_standard_fds, leave_terminal, python_command
 from muster.workers.worker_main import flush_streams
 
-# Variables that native libraries read when they are loaded.
+# Environment variables that native libraries read when they are loaded.
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -32,17 +32,17 @@ _THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
 )
 _TAIL_LINES = 20
-# It has 0.3 s of imports to do at first, and then only to fork.
+# The launcher's first answer takes 0.3 s of imports, later ones only a fork.
 _ANSWER_S = 60.0
 
 E = TypeVar("E", "Channel", "WorkerProcess", socket.socket)
 
-# The caller's ends of everything that belongs to workers: a forked worker closes what is not its own.
+# The caller's fds for its workers. A forked worker inherits them, and closes all but its own.
 _own_fds: set[int] = set()
 
 
 def own(*fds: int | None) -> None:
-    """Notes fds that only the caller is to have."""
+    """Notes fds that only the caller may keep open."""
     _own_fds.update(fd for fd in fds if fd is not None)
 
 
@@ -60,16 +60,16 @@ def close_own(*fds: int | None) -> None:
 
 
 class WorkerProcess:
-    """The caller's handle of one worker. Its `fileno` becomes readable when the worker has ended."""
+    """The caller's handle of one worker's process. `fileno` becomes readable when the process has ended."""
 
     def __init__(self, pid: int, pidfd: int, status_fd: int | None, tail_fd: int, stderr_fd: int) -> None:
         self.pid = pid
         self._pidfd = pidfd
-        self._status_fd = status_fd  # None: a child of this process, whose status the kernel tells
+        self._status_fd = status_fd  # None for a child of this process, whose status `waitpid` returns
         self._tail_fd = tail_fd
         self._stderr_fd = stderr_fd
-        self._session = os.getsid(0)  # the worker's, too; the caller may leave it
-        self.exit_code: int | None = None  # below 0 for a signal; stays None where somebody else has reaped it
+        self._session = os.getsid(0)  # also the worker's; noted now since the caller may leave its session later
+        self.exit_code: int | None = None  # negative for a signal; None where somebody else has reaped the process
         self._ended = False
         self._released = False
         own(pidfd, status_fd, tail_fd, stderr_fd)
@@ -78,19 +78,19 @@ class WorkerProcess:
         return self._pidfd if self._status_fd is None else self._status_fd
 
     def has_ended(self) -> bool:
-        """Whether it has; also reaps it and what it left running."""
+        """Whether the worker has ended; reaps it, and kills what it left running."""
         if not self._ended and readable([self], 0.0):
             self.exit_code = self._reap()
             self._ended = True
         return self._ended
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until it has ended."""
+        """Waits until the worker has ended, for `timeout_s` at most; returns whether it has."""
         readable([self], timeout_s)
         return self.has_ended()
 
     def kill(self) -> None:
-        """SIGKILL. What it has started dies with it."""
+        """Kills the worker with SIGKILL, and all that it has started."""
         if not self.has_ended():
             kill_with_all(self.pid, self._session, self.send_signal)
 
@@ -100,7 +100,7 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def tail(self) -> str:
-        """The last lines that it wrote to stderr, and its crash report."""
+        """The last lines that the worker wrote to stderr, and its crash report."""
         rest = b""
         os.set_blocking(self._stderr_fd, False)
         with contextlib.suppress(BlockingIOError):
@@ -113,7 +113,7 @@ class WorkerProcess:
         return os.fstat(self._tail_fd).st_size
 
     def release(self) -> None:
-        """Closes what this end holds. The process must have ended."""
+        """Closes the fds that the caller holds for the worker, whose process must have ended."""
         if not self._released:
             close_own(self._pidfd, self._status_fd, self._tail_fd, self._stderr_fd)
             self._released = True
@@ -121,7 +121,7 @@ class WorkerProcess:
     def _reap(self) -> int | None:
         if self._status_fd is not None:
             text = os.read(self._status_fd, 16)
-            if not text:  # the launcher is gone, and with it the worker, but not what the worker had started
+            if not text:  # the launcher has died, and the worker with it, but not what the worker had started
                 self.send_signal(signal.SIGKILL)
                 self._kill_orphans()
                 return None
@@ -129,13 +129,13 @@ class WorkerProcess:
         try:
             kill_left(self.pid, self._pidfd, self._session)
             _, raw = os.waitpid(self.pid, 0)
-        except ChildProcessError:  # the caller ignores SIGCHLD, or waits for any child itself
+        except ChildProcessError:  # the caller ignores SIGCHLD, or has waited for all its children
             self._kill_orphans()
             return None
         return os.waitstatus_to_exitcode(raw)
 
     def _kill_orphans(self) -> None:
-        """Kills what it has left running, where another process is to reap it, or has."""
+        """Kills what the worker has left running, where not this code but somebody else reaps the worker."""
         try:
             signal.pidfd_send_signal(self._pidfd, 0)
             is_reaped = False
@@ -145,7 +145,7 @@ class WorkerProcess:
 
 
 def _significant_lines(lines: list[str]) -> list[str]:
-    """The last lines; of a stack, whose most recent call comes first, the first ones."""
+    """The last lines; where they are a stack, the first lines of that: they hold the most recent calls."""
     stacks = [at for at, line in enumerate(lines) if line.startswith("Current thread")]
     if not stacks:
         return lines[-_TAIL_LINES:]
@@ -155,7 +155,7 @@ def _significant_lines(lines: list[str]) -> list[str]:
 
 
 def readable(ends: Sequence[E], timeout_s: float) -> list[E]:
-    """Those of `ends` that have a message within the time, or have been closed at the other end, or have ended."""
+    """The `ends` that, within the time, have something to read, were closed at the other end, or have ended."""
     poller = select.poll()
     by_fd = {end.fileno(): end for end in ends}
     for fd in by_fd:
@@ -164,11 +164,11 @@ def readable(ends: Sequence[E], timeout_s: float) -> list[E]:
 
 
 class LauncherLost(Exception):
-    """The launcher process ended while it started a worker."""
+    """Raised where the launcher process ended while it started a worker."""
 
 
 class LauncherClient:
-    """The caller's end of a launcher process. Shared by the vector envs of one caller, ended with the last of them."""
+    """The caller's end of a launcher process, which all vector envs of a caller share and the last of them ends."""
 
     _running: ClassVar[dict[tuple[int, str, int], LauncherClient]] = {}
     _lock = threading.Lock()
@@ -208,11 +208,11 @@ class LauncherClient:
         own(self._control.fileno())
 
     def is_usable(self) -> bool:
-        """Whether workers can be started by it."""
+        """Whether this launcher can start workers."""
         return self._in_step and self._process.poll() is None
 
     def release(self) -> None:
-        """One user less; with the last the launcher ends."""
+        """Counts one user less; the last one ends the launcher."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -220,7 +220,7 @@ class LauncherClient:
             if self._running.get(self._key) is self:
                 del self._running[self._key]
         disown(self._control.fileno())
-        # Not merely closed: a forked child of the caller may hold the socket open.
+        # Shut down before it is closed: a forked child of the caller may hold the socket open.
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
@@ -231,7 +231,7 @@ class LauncherClient:
             self._process.wait()
 
     def start(self, fds: Mapping[str, int]) -> tuple[int, int, int]:
-        """Starts a worker on `fds`; returns its pid, pidfd and the pipe that will tell its exit code."""
+        """Starts a worker on `fds`; returns its pid, its pidfd and the pipe that its exit code will come by."""
         _, method, threads = self._key
         request = {
             "method": method,
@@ -253,26 +253,26 @@ class LauncherClient:
         return pid, pidfd, status_read
 
     def _request(self, body: bytes, fds: Sequence[int]) -> tuple[int, int]:
-        """Has a worker started on `fds`; returns its pid and pidfd."""
+        """Sends the launcher a request to start a worker on `fds`; returns the worker's pid and pidfd."""
         with self._request_lock:
-            # Until the answer is here: an interrupt in between leaves one that nobody waits for.
+            # False until the answer is here: after an interrupt the next answer would be that to this request.
             self._in_step = False
             socket.send_fds(self._control, [HEADER.pack(len(body))], fds)
             self._control.sendall(body)
             if not readable([self._control], _ANSWER_S):
-                self._process.kill()  # stopped, or stuck: it must not start the worker later, beside another one
+                self._process.kill()  # stopped, or stuck: it must not start this worker later, after another one
             answer, pidfds, _, _ = socket.recv_fds(self._control, HEADER.size, 1)
             if len(answer) < HEADER.size:
                 raise LauncherLost
             self._in_step = True
-        if not pidfds:  # the kernel leaves out what this process may not open; the worker ends with its channel
+        if not pidfds:  # the kernel drops fds above this process's limit; the worker ends as its channel closes
             raise NoFilesLeft(errno.EMFILE, os.strerror(errno.EMFILE))
         return HEADER.unpack(answer)[0], pidfds[0]
 
 
 @contextlib.contextmanager
 def standard_fds() -> Iterator[None]:
-    """Holds the places of stdin, stdout and stderr where they are closed: nothing that is opened is to take them."""
+    """Occupies fds 0, 1 and 2 where they are closed, so that nothing that is opened meanwhile gets their numbers."""
     held = fill_standard_fds()
     try:
         yield
@@ -282,7 +282,7 @@ def standard_fds() -> Iterator[None]:
 
 
 def _working_directory() -> str | None:
-    """None where it has been deleted; a worker then stays where the launcher is."""
+    """The working directory; None where it has been deleted: a worker then stays in the launcher's."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -290,12 +290,12 @@ def _working_directory() -> str | None:
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """The caller's environment, with the limits of native thread pools that the caller did not set itself."""
+    """The caller's environment, with limits for those native thread pools that the caller did not limit itself."""
     return {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), **os.environ}
 
 
 def fork_worker(run: Callable[[Mapping[str, int]], NoReturn], fds: Mapping[str, int]) -> tuple[int, int]:
-    """Forks the caller; the child runs `run(fds)`, which ends it. Returns pid and pidfd."""
+    """Forks the caller; the child calls `run(fds)`, which never returns. Returns the child's pid and pidfd."""
     flush_streams()
     pid = os.fork()
     if pid:
@@ -308,7 +308,7 @@ def fork_worker(run: Callable[[Mapping[str, int]], NoReturn], fds: Mapping[str, 
     try:
         os.setpgid(0, 0)
         leave_terminal()
-        # Not killed with the parent: that would be with the thread that forked it, and spare the worker's children.
+        # No death signal that kills: it comes when the thread that forked ends, and would spare the worker's children.
         set_death_signal(signal.SIGCONT)  # the watchdog cannot run while this process is stopped
         for fd in _own_fds - set(fds.values()):
             os.close(fd)

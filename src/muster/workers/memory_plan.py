@@ -1,4 +1,4 @@
-"""Whether the envs asked for will fit into memory, judged by the first ones: before the machine is filled with them."""
+"""Estimates from the first envs whether all will fit into memory, before they fill the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMORY_CHECKS = ("error", "warn", "off")
 
 
 class MemoryPlan:
-    """What `num_envs` envs in `num_workers` workers will need. check: one of `MEMORY_CHECKS`."""
+    """The memory that `num_envs` envs in `num_workers` workers will need. check: one of `MEMORY_CHECKS`."""
 
     def __init__(self, num_envs: int, num_workers: int, check: str) -> None:
         self._num_envs = num_envs
@@ -22,11 +22,11 @@ class MemoryPlan:
         self._check = check
 
     def fits(self, built: BuildProgress) -> bool:
-        """Whether there is no doubt about it. After one env that may be too strict: it counts libraries, too."""
+        """Whether all envs certainly fit. After one env this may be too strict, since libraries are counted."""
         return self._check == "off" or self._needed(self._num_envs, built) <= memory_left()[0]
 
     def require(self, built: BuildProgress) -> None:
-        """Raises NotEnoughMemory, or warns, if it does not fit."""
+        """Raises NotEnoughMemory, or warns, if the envs do not fit."""
         if self.fits(built):
             return
         left_bytes, limit = memory_left()
@@ -45,13 +45,13 @@ class MemoryPlan:
         warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
 
     def _needed(self, num_envs: int, built: BuildProgress) -> int:
-        """Bytes for `num_envs` envs, besides those that are built."""
+        """Bytes for `num_envs` envs and their workers, without those that are built already."""
         worker_bytes, env_bytes = _costs(built)
         return (min(self._num_workers, num_envs) - 1) * worker_bytes + (num_envs - built.count) * env_bytes
 
 
 def _costs(built: BuildProgress) -> tuple[int, int]:
-    """Bytes of one worker without envs, and of one env. What the first env costs more than the second is libraries."""
+    """Bytes of one worker without envs, and of one env. Libraries make the first env cost more than the second."""
     before_bytes, *_ = built.memory_bytes
     first, *second = (max(0, after - before) for before, after in itertools.pairwise(built.memory_bytes))
     return (before_bytes + max(0, first - second[0]), second[0]) if second else (before_bytes, first)

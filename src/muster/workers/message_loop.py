@@ -1,4 +1,4 @@
-"""The life of a worker once its envs stand: it answers messages and, between them, steps."""
+"""The loop of a worker whose envs are built: it answers messages and, between them, steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from muster.workers.messages import Answer, Attach, Attached, Call, Close, Close
 class MessageLoop:
     """Answers the messages to one host, in a process and in a thread alike.
 
-    reply: sends a reply to the caller.  open_slab: the slab, for what `Attach` holds of it.
+    reply: sends a reply to the caller.  open_slab: makes the slab from the field `slab` of `Attach`.
     """
 
     env_host: EnvHost
@@ -26,13 +26,13 @@ class MessageLoop:
     open_slab: Callable[[Any], Slab]
 
     def run(self, receive: Callable[[], object]) -> None:
-        """Returns once the envs are closed. Raises UnknownMessage."""
+        """Answers messages until the envs are closed. receive: waits for the next one. Raises UnknownMessage."""
         # The core returns from stepping when a message has come.
         while self._answer(receive()):
             self.env_host.stepper.run()
 
     def _answer(self, message: object) -> bool:
-        """False once the worker is to end."""
+        """Answers one message; False if the worker has to end."""
         env_host = self.env_host
         match message:
             case Attach(slab, options):
@@ -54,6 +54,6 @@ class MessageLoop:
                 self.reply(Answer(number, env_host.set_attr(*arguments)))
             case Close():
                 self.reply(Closed(env_host.close()))
-            case _:  # the two ends do not agree on what is asked for: to go on could only do something else
+            case _:  # the two ends do not agree on the protocol: whatever came next would be wrong
                 raise UnknownMessage(f"worker {env_host.info.worker_index} knows no such message: {message!r:.200}")
         return not isinstance(message, Close)

@@ -1,4 +1,4 @@
-"""The messages between the caller and a worker, be it a process or a thread. `MessageLoop` answers them."""
+"""The messages between the caller and a worker, which is a process or a thread. `MessageLoop` answers them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Packed:
-    """What a user hands over to another process, pickled apart: once for all workers.
+    """A user's value on its way to another process, pickled apart from its message and once for all workers.
 
-    It arrives as what it was made of or, so that a worker can still say for what it came, as a CannotTravel.
+    Unpickling gives the value itself. Where the value cannot be rebuilt it gives a CannotTravel, so that the worker can
+    still read the message and answer it.
     """
 
     data: bytes
@@ -45,7 +46,7 @@ def _rebuilt(data: bytes) -> Any:
 
 
 class Message:
-    """A message, or a part of one. Pickled as the call that makes it: the default names each field and takes longer."""
+    """A message, or a part of one. Pickled as a call of its class: the default names every field and takes longer."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(vars(self).values())
@@ -63,20 +64,20 @@ class StartOrder(Message):
     first_env: int
     argv: list[str]
     threads: int
-    reports_building: bool  # whether it reports, before all else, each of its first two envs
-    awaits_build: bool = False  # whether it imports what its recipes need, but builds only after `Build`
-    replaces: bool = False  # it is a replacement: the facts of its envs are known
-    big_arrays: tuple[Place, ...] = ()  # where the big parts of the recipes lie
+    reports_building: bool  # whether the worker sends BuildProgress after each of its first two envs
+    awaits_build: bool = False  # whether the worker imports what its recipes need, but builds only after `Build`
+    replaces: bool = False  # whether the worker is a replacement: the facts of its envs are known
+    big_arrays: tuple[Place, ...] = ()  # places of the recipes' big parts in the mail's file
 
 
 @dataclass(frozen=True)
 class Build(Message):
-    """Lets a worker that awaits it build its envs."""
+    """Lets a worker that awaits this message build its envs."""
 
 
 @dataclass(frozen=True)
 class Attach(Message):
-    """Readies a host to step into the slab. slab: for another process its plan."""
+    """Makes a host ready to step into the slab. slab: a worker process receives the plan of it."""
 
     slab: Slab | SlabPlan
     options: HostOptions
@@ -84,7 +85,7 @@ class Attach(Message):
 
 @dataclass(frozen=True)
 class ResetArguments(Message):
-    """What a reset hands over. passes_options: whether envs' `reset` is given the keyword at all."""
+    """The arguments of a reset. passes_options: whether the keyword `options` is passed to ``env.reset`` at all."""
 
     seeds: Sequence[int | None]
     options: Any
@@ -93,7 +94,7 @@ class ResetArguments(Message):
 
 @dataclass(frozen=True)
 class Reset(Message):
-    """Resets some envs; the slab says when each is done."""
+    """Resets some envs. There is no reply: each env's record in the slab shows when the reset is done."""
 
     env_ids: Sequence[int]
     arguments: ResetArguments
@@ -101,9 +102,11 @@ class Reset(Message):
 
 @dataclass(frozen=True)
 class Restart(Message):
-    """Has a failed env answer anew: built again or, in a new worker, as it is; after a reset or without one.
+    """Makes a failed env answer again.
 
-    seed: for its first reset.  options: for that which it answers with.
+    rebuilds: the env is built again first; in a new worker it is new already.
+    resets_now: the answer is a reset; else the env answers without one and the caller makes up the row.
+    seed: for the env's first reset.  options: for the reset that is the answer.
     """
 
     env: int
@@ -115,7 +118,7 @@ class Restart(Message):
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Calls a method, or reads an attribute, of every env. arguments: of `EnvHost.call`."""
+    """Calls a method, or reads an attribute, of every env. arguments: those of `EnvHost.call`."""
 
     number: int
     arguments: Any
@@ -123,7 +126,7 @@ class Call(Message):
 
 @dataclass(frozen=True)
 class SetAttr(Message):
-    """Sets an attribute of every env. arguments: of `EnvHost.set_attr`."""
+    """Sets an attribute of every env. arguments: those of `EnvHost.set_attr`."""
 
     number: int
     arguments: Any
@@ -139,14 +142,14 @@ class Close(Message):
 
 @dataclass(frozen=True)
 class Unpacking(Message):
-    """A worker begins to rebuild its recipes, or has done so."""
+    """Reports that a worker begins to rebuild its recipes or, with `done`, has rebuilt them."""
 
     done: bool
 
 
 @dataclass(frozen=True)
 class BuildProgress(Message):
-    """Of a process that has built one env, or two: the memory that it held before the first, and after each."""
+    """The memory of a worker process that has built one env, or two: before the first env, and after each."""
 
     memory_bytes: tuple[int, ...]
 
@@ -158,19 +161,19 @@ class BuildProgress(Message):
 
 @dataclass(frozen=True)
 class EnvsBuilt(Message):
-    """All envs stand; else a Failure comes in its place. facts: see `EnvHost.facts`; none of a replacement."""
+    """Reports that all envs are built; a Failure comes instead where one failed. facts: empty for a replacement."""
 
     facts: Sequence[EnvFacts]
 
 
 @dataclass(frozen=True)
 class Attached(Message):
-    """The host is ready to step."""
+    """Reports that the host is ready to step."""
 
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """The results of the `Call` or `SetAttr` of this number, for each env; an earlier number is of no more use."""
+    """The results of the `Call` or `SetAttr` with this number, for each env; earlier numbers are dropped."""
 
     number: int
     results: list[Any]
@@ -178,13 +181,13 @@ class Answer(Message):
 
 @dataclass(frozen=True)
 class Closed(Message):
-    """What closing the envs raised."""
+    """The errors that closing the envs raised."""
 
     failures: list[Failure]
 
 
 def expect(kind: type[T], message: object) -> T:
-    """Returns `message`, which is to be of this kind. Raises UnknownMessage."""
+    """Returns `message` if it is of this kind; else raises UnknownMessage."""
     if not isinstance(message, kind):
         raise UnknownMessage(f"expected {kind.__name__}, got {message!r:.200}")
     return message

@@ -1,4 +1,4 @@
-"""Options of an env host, and what it may be asked to call."""
+"""Options of an env host, and the type of functions that it calls with its envs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# What `EnvHost.call` may be given in place of a name: called with each env and its index.
+# A function that `EnvHost.call` takes in place of a method's name, and calls with each env and its index.
 EnvCall = Callable[[Any, int], Any]
 
 
 class WaitBudget(NamedTuple):
-    """How long to wait awake before sleeping, see `WaitBudget` in _core/doorbell.hpp."""
+    """The time to wait awake before sleeping, see `WaitBudget` in _core/doorbell.hpp."""
 
     pauses: int
     yields: int
@@ -20,7 +20,7 @@ class WaitBudget(NamedTuple):
 
 @dataclass(frozen=True)
 class HostOptions:
-    """How a host steps its envs; equal for all hosts of a vector env."""
+    """Options of stepping, equal for all hosts of a vector env."""
 
     autoreset_mode: int  # of _core.Autoreset
     check_finite: bool

@@ -1,4 +1,4 @@
-"""What the machine grants this process, and what a process holds."""
+"""The cores and memory that this process may use, and the memory and fds that a process holds."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def memory_left() -> tuple[int, str]:
         if not limit.isdigit() or not usage.isdigit():
             continue
         statistics = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
-        # The page cache of files that nobody reads is given back when memory is wanted.
+        # The kernel frees the page cache of files that nobody reads when memory gets short.
         used = int(usage) - int(statistics.get(cache_name, 0))
         limits.append((max(0, int(limit) - used), f"of the cgroup's {limit_name}={limit}"))
     return min(limits)
 
 
 def _memory_cgroups() -> Iterator[tuple[Path, str, str, str]]:
-    """Every cgroup whose memory limit counts here: folder, and the names of its limit, usage and idle page cache."""
+    """The cgroups whose memory limits count here: folder, and the names of limit, usage and idle page cache."""
     for folder in _up_to(CGROUP, _own_cgroup()):
         yield folder, "memory.max", "memory.current", "inactive_file"
     for line in read_text(Path("/proc/self/cgroup")).splitlines():
@@ -64,7 +64,7 @@ def _memory_cgroups() -> Iterator[tuple[Path, str, str, str]]:
 
 
 def _up_to(top: Path, folder: Path) -> list[Path]:
-    """The folder and those above it, as far as `top`."""
+    """The folder and its parents, up to `top`."""
     return [one for one in (folder, *folder.parents) if top in (one, *one.parents)]
 
 
@@ -76,7 +76,7 @@ def _own_cgroup() -> Path:
 
 
 def process_usage(pid: int | None) -> dict[str, int | None]:
-    """``memory_bytes`` that only this process holds, and ``fds``; None where the process is gone."""
+    """The ``memory_bytes`` that only process `pid` holds, and the number of its ``fds``; None where it has ended."""
     if pid is None:
         return {"memory_bytes": None, "fds": None}
     private = [
@@ -92,7 +92,7 @@ def process_usage(pid: int | None) -> dict[str, int | None]:
 
 
 def worker_stats(slab: Slab, process_ids: Sequence[int | None]) -> list[dict[str, Any]]:
-    """For each worker the shares of its time (they add up to 1), its env steps and resets, and what it holds."""
+    """The shares of each host's time (they add up to 1), its env steps and resets, and its memory and fds."""
     stats = []
     for host, pid in enumerate(process_ids):
         state = slab.host(host)
@@ -111,12 +111,12 @@ def worker_stats(slab: Slab, process_ids: Sequence[int | None]) -> list[dict[str
 
 
 def own_memory_bytes() -> int:
-    """Memory that only this process holds; 0 where the kernel does not tell."""
+    """Bytes of memory that only this process holds; 0 where the kernel does not report them."""
     return process_usage(os.getpid())["memory_bytes"] or 0
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of the kernel; empty where there is none, or where it may not be read."""
+    """The text of a kernel's file; empty where there is no such file, or this process may not read it."""
     try:
         return path.read_text()
     except OSError:

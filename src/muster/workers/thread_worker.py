@@ -20,14 +20,14 @@ from muster.workers.message_loop import MessageLoop
 from muster.workers.messages import Closed, EnvsBuilt, Message
 
 _log = logging.getLogger("muster")
-# How long a thread may take to finish what it is at when the vector env closes, and then to end by an interrupt.
+# How long a thread may take to finish its current work when the vector env closes, and then to end by an interrupt.
 # Together under 2 s: after Ctrl-C nobody waits longer.
 _GRACE_S = 1.0
 _INTERRUPT_S = 0.5
 
 
 class _ThreadHost(EnvHost):
-    """An env host that announces when it is about to close its envs."""
+    """An env host that calls `before_close` when it is about to close its envs."""
 
     before_close: Callable[[], None]
 
@@ -37,14 +37,14 @@ class _ThreadHost(EnvHost):
 
 
 class ThreadWorker:
-    """One thread and the envs that it steps. Messages to it go into `inbox`.
+    """One thread and the envs that it steps. Messages to the thread go into `inbox`.
 
-    It holds no reference to the vector env, so that a vector env nobody uses any more is collected and closed.
-    last_reply: it is only looked at, never taken away, so that a wait that Ctrl-C ends loses nothing; `replied` holds
-    something after each, to wait for.
-    closes: whether it closes its envs, or has ended.  failures: what that raised.
+    The worker holds no reference to the vector env, so that a vector env that nobody uses is collected and closed.
+    last_reply: readers leave it in place, so that a wait that Ctrl-C ends loses nothing. `replied` receives an item
+    with each reply, to wait for.
+    closes: whether the thread is closing its envs, or has ended.  failures: the errors that closing raised.
 
-    No Event, nor anything else of `threading` that is written in Python: Ctrl-C in a wait may leave it broken.
+    Event and the other parts of `threading` that are written in Python are not used: Ctrl-C in a wait may break them.
     """
 
     def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo, first_env: int, mail: Mail) -> None:
@@ -60,18 +60,18 @@ class ThreadWorker:
         self.crash: BaseException | None = None
         self.closes = False
         self._interrupting = threading.Lock()
-        # A daemon: a step that never ends must not keep the interpreter from ending.
+        # A daemon: an endless step must not keep the interpreter from ending.
         name = f"muster-worker-{info.worker_index}"
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def interrupt_if(self, hangs: Callable[[ThreadWorker], bool]) -> None:
-        """Raises SystemExit in the thread; that reaches Python code, not a native call."""
+        """Raises SystemExit in the thread if it hangs; that interrupts Python code, not a native call."""
         with self._interrupting:
             if hangs(self):
                 _raise_exit_in(self.thread.ident)
 
     def _shield(self) -> None:
-        """From here on the thread is interrupted only where its closing hangs; what came a moment ago is dropped."""
+        """Sets `closes`: from now on the thread is interrupted only where closing hangs. Drops an earlier interrupt."""
         while not self.closes:
             with contextlib.suppress(SystemExit):
                 with self._interrupting:
@@ -83,9 +83,9 @@ class ThreadWorker:
             with worker_info_context(self.env_host.info):
                 try:
                     self._run()
-                except SystemExit:  # an interrupt that came between two envs
+                except SystemExit:  # an interrupt between the steps of two envs
                     self.failures += self.env_host.close()
-        except BaseException as error:  # told by the caller's watch: nobody reads a thread's traceback
+        except BaseException as error:  # reported by the caller's `watch`: nobody reads a thread's traceback
             self.crash = error
         finally:
             self.closes = True
@@ -105,16 +105,16 @@ class ThreadWorker:
 
 
 def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failure]:
-    """What ``env.close()`` raised, of threads that have been told to close; those that hang are interrupted.
+    """Waits for threads that `Close` was sent to, and interrupts those that hang; returns what ``env.close()`` raised.
 
-    A thread that goes on with something else is given `_GRACE_S`, one that closes its envs `timeout_s`.
+    A thread that is still busy with other work has `_GRACE_S`, a thread that closes its envs `timeout_s`.
     """
-    # What lives in the caller's own process is closed with care, also after an error and without a timeout.
+    # Threads in the caller's own process always have time to close, even after an error or with a timeout of 0.
     busy_until, deadline = time.monotonic() + _GRACE_S, time.monotonic() + timeout_s
     try:
         while not all(worker.closes for worker in workers) and time.monotonic() < busy_until:
             time.sleep(0.002)
-    finally:  # also where another Ctrl-C ends the wait
+    finally:  # also when another Ctrl-C ends the wait
         _interrupt(workers, lambda worker: not worker.closes)
     deadline = max(deadline, time.monotonic() + _INTERRUPT_S)
     try:
@@ -133,10 +133,10 @@ def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failu
 
 
 def _interrupt(workers: Sequence[ThreadWorker], hangs: Callable[[ThreadWorker], bool]) -> None:
-    """Interrupts those of the threads that hang, until none does, or for `_INTERRUPT_S`."""
+    """Interrupts the threads that hang, again and again until none does, for `_INTERRUPT_S` at most."""
     deadline = time.monotonic() + _INTERRUPT_S
     interrupted = False
-    # Again and again: a thread's next env may be no better. A thread that still runs Python code when the interpreter
+    # Repeated because the thread's next env may hang, too. A thread that still runs Python code when the interpreter
     # ends would crash the process.
     try:
         while (hanging := [worker for worker in workers if hangs(worker)]) and time.monotonic() < deadline:
@@ -154,15 +154,15 @@ def _raise_exit_in(ident: int | None) -> None:
 
 
 def _let_exit_come_up() -> None:
-    """What has been raised in this thread comes up behind a call at the latest."""
+    """Gives an exception that was set for this thread the chance to be raised: at the latest after a call."""
     time.sleep(0)
 
 
 def _forget_exits() -> None:
-    """Has Python forget that exceptions were raised in threads which ended, or hang, without having noticed.
+    """Clears Python's note of exceptions that were set for threads which ended, or hang, before they were raised.
 
-    Before 3.13 it notes that once for all threads, until one does notice. Until then Python 3.11 hangs in the next
-    function that is profiled or traced, as by a debugger.
+    Before 3.13 Python has one such note for all threads, and clears it when any thread raises its exception. Until then
+    Python 3.11 hangs in the next function that is profiled or traced, for example by a debugger.
     """
 
     def notice() -> None:

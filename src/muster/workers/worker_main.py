@@ -29,13 +29,13 @@ from muster.workers.killing import kill_group
 from muster.workers.message_loop import MessageLoop
 from muster.workers.messages import Answer, Build, BuildProgress, EnvsBuilt, Message, StartOrder, Unpacking, expect
 
-# Asks for the Python stack, also while native code holds the GIL. Not SIGUSR1: envs may use that.
+# Makes faulthandler write the Python stack, even while native code holds the GIL. Not SIGUSR1: envs may use that.
 STACK_SIGNAL = signal.SIGRTMIN + 7
 
 
 def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoReturn:
-    """Runs a worker on the fds of `launcher.WORKER_FDS`, then ends the process. `recipes`: inherited, under fork."""
-    os.environ[f"{MARK}{os.getpid()}"] = ""  # tells what this starts, see `kill_started`
+    """Runs a worker on the fds of `launcher.WORKER_FDS`, then ends the process. recipes: only under fork, inherited."""
+    os.environ[f"{MARK}{os.getpid()}"] = ""  # marks all processes that this one starts, see `kill_started`
     start_watchdog(fds["caller"], stderr_pipe=fds["stderr_read"], stderr_to=fds["stderr"], tail=fds["tail"])
     _take_over(fds)
     import_without_bots()
@@ -53,25 +53,25 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoR
         else:
             caller_gone = True
     flush_streams()
-    # The caller has closed, or is gone: this may end before the watchdog has looked.
+    # The caller has closed the worker, or is gone. The watchdog does the same, but may not have noticed yet.
     kill_started(root=os.getpid(), session=os.getsid(0))
     if caller_gone:
-        kill_group(os.getpid())  # in one go with what threads of the env start now: there may be none to reap that
-    os._exit(exit_code)  # an env's threads must not keep it alive
+        kill_group(os.getpid())  # at once with what threads of the env start now: nobody may be left to reap that
+    os._exit(exit_code)  # an env's threads must not keep the process alive
 
 
 def flush_streams() -> None:
-    """stdout and stderr, which may be None, closed, or anything that a user has put in their place."""
+    """Flushes stdout and stderr, which may be None, closed, or an object that the user has put in their place."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
 
 
 def _take_over(fds: Mapping[str, int]) -> None:
-    """This process's own stdin, stdout, stderr, crash report and signals."""
+    """Sets up stdin, stdout, stderr, the crash report and the signals of this process."""
     for fd in fds.values():
         os.set_inheritable(fd, False)
-    # The watchdog writes there, too.
+    # The watchdog writes to the same file.
     fcntl.fcntl(fds["tail"], fcntl.F_SETFL, os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (fds["stdout"], 1), (fds["stderr_write"], 2)):
@@ -83,12 +83,12 @@ def _take_over(fds: Mapping[str, int]) -> None:
     faulthandler.register(STACK_SIGNAL, file=fds["tail"], all_threads=True)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Ctrl-C is the caller's to handle. A handler, since an ignored signal would be inherited by the env's processes.
+    # The caller handles Ctrl-C. A handler that does nothing: processes of the env would inherit an ignored signal.
     signal.signal(signal.SIGINT, lambda *_: None)
 
 
 class Worker:
-    """Builds the envs, then answers the caller's messages; between them, the core steps."""
+    """Builds the envs, then answers the caller's messages; between them the core steps."""
 
     def __init__(self, channel: Channel, fds: Mapping[str, int], *, forked: bool) -> None:
         self._channel = channel
@@ -108,7 +108,7 @@ class Worker:
             self._env_host = EnvHost((), order.info, order.first_env, dumps=self._dumps)
             failure = self._build(order, recipes)
             self._channel.send(failure or EnvsBuilt(() if order.replaces else self._env_host.facts()))
-            while failure:  # until the caller closes it: one that has ended would be taken for dead
+            while failure:  # until the caller kills this worker: one that ends itself would be reported as dead
                 self._channel.recv()
             limit_threads(order.threads)
             freeze_heap(collects=not self._forked)
@@ -132,7 +132,7 @@ class Worker:
         return self._env_host.build(lambda memory_bytes: self._channel.send(BuildProgress(memory_bytes)))
 
     def _reply(self, reply: Message) -> None:
-        """Sends results one by one pickled, so that one that cannot travel costs only itself."""
+        """Sends a reply. Results are pickled one by one, so that one that cannot travel does not cost the others."""
         if isinstance(reply, Answer):
             reply = Answer(reply.number, [self._packed(i, result) for i, result in enumerate(reply.results)])
         self._channel.send(reply)
@@ -149,6 +149,6 @@ class Worker:
 
 
 def limit_threads(count: int) -> None:
-    """Tells torch, where the env has loaded it; OpenMP and BLAS read their limit from the environment."""
+    """Limits the threads of torch, where the env has loaded it; OpenMP and BLAS read the environment."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""The worker processes of one vector env: how they are started, readied to step, and replaced."""
+"""The worker processes of one vector env: their start, their replacement and their end."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from muster.workers.options import HostOptions
 
 T = TypeVar("T")
 SLICE_S = 0.05
-PATIENT_S = 60.0  # a wait that lasts longer is told of
+PATIENT_S = 60.0  # a longer wait gives a warning
 _BUILDING, _MAPPING = "building its envs", "mapping the slab"
 
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """How worker processes are started and watched. context: "fork", "forkserver" or "spawn"."""
+    """Options of starting and watching worker processes. context: "fork", "forkserver" or "spawn"."""
 
     context: str
     num_workers: int
@@ -45,16 +45,16 @@ class ProcessOptions:
     step_timeout_s: float | None = None
     threads_per_worker: int = 1
     caller_steps: bool = False
-    one_env_per_process: bool = False  # an env that has raised is built again in a fresh process
-    packs_carefully: bool = False  # the other workers build once the first has built two envs in one process
+    one_env_per_process: bool = False  # an env that has raised is built again in a new process
+    packs_carefully: bool = False  # the other workers build only after the first has built two envs
     memory_check: str = "error"  # one of memory_plan.MEMORY_CHECKS
     nouns: Nouns = NOUNS
 
 
 class Workers:
-    """Worker i steps the envs from ``first_envs[i]`` to ``first_envs[i + 1] - 1``.
+    """The worker processes; worker i steps the envs from ``first_envs[i]`` to ``first_envs[i + 1] - 1``.
 
-    watch(host): called every 50 ms while a message to worker `host` has to wait, and may raise to end the wait.
+    watch(host): called every 50 ms while a message to worker `host` has to wait; it may raise to end the wait.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Workers:
     # ---- starting
 
     def start(self) -> None:
-        """Starts them all; `build` goes on. Raises CannotTravel before anything is started."""
+        """Starts all workers; `send_orders` continues. Raises CannotTravel before anything is started."""
         if self._options.context == "fork":
             check_forkable(self._recipes)
         hosts = range(self._options.num_workers)
@@ -98,7 +98,7 @@ class Workers:
             self.handles.append(self._launch(host))
 
     def send_orders(self) -> None:
-        """Has them build their envs; the others once the first has shown that they may. All import at once."""
+        """Lets the workers build their envs: all import at once, but the others build after `_await_first_envs`."""
         for worker, order in zip(self.handles, self._orders, strict=True):
             self._send(worker, order, _BUILDING)
         if self._orders and self._orders[0].reports_building:
@@ -108,11 +108,11 @@ class Workers:
                 self._send(worker, Build(), _BUILDING)
 
     def facts(self) -> list[EnvFacts]:
-        """The facts of all their envs. Raises what building raised, by the first env."""
+        """The facts of all envs. Raises what building raised, for the first env that failed."""
         return [one for built in self._answers(EnvsBuilt, self.handles, _BUILDING) for one in built.facts]
 
     def attach(self, plan: SlabPlan, options: HostOptions) -> None:
-        """Readies them all to step into the slab."""
+        """Makes all workers ready to step into the slab."""
         self._attach = Attach(plan, options)
         self._deadline = time.monotonic() + self._options.start_timeout_s
         for worker in self.handles:
@@ -120,7 +120,7 @@ class Workers:
         self._answers(Attached, self.handles, _MAPPING)
 
     def _await_first_envs(self, worker: WorkerHandle) -> None:
-        """Waits until the first worker has built enough to tell that the others may build, too."""
+        """Waits until the envs that the first worker has built show that all will fit into memory, see `MemoryPlan`."""
         plan = MemoryPlan(len(self._recipes), len(self._orders), self._options.memory_check)
         enough = not self._options.packs_carefully
         for env in worker.envs[:2]:
@@ -131,9 +131,10 @@ class Workers:
             plan.require(built)
 
     def _answers(self, kind: type[T], workers: Sequence[WorkerHandle], doing: str) -> list[T]:
-        """One answer of each of `workers`, whoever answers first; progress that nobody waits for is skipped.
+        """One answer of each of `workers`, in their order; skips BuildProgress unless that is the kind.
 
-        Raises WorkerDied as soon as any worker has died, WorkerTimeout, and what building raised, by the first env.
+        Raises WorkerDied as soon as any worker has died, WorkerTimeout, and what building raised, for the first env
+        that failed.
         """
         answers: dict[int, object] = {}
         while owed := [worker for worker in workers if worker.index not in answers]:
@@ -142,7 +143,7 @@ class Workers:
             for worker in (one for one in owed if one.channel in ready):
                 try:
                     answer = self._recv(worker)
-                except TimeoutError:  # the rest of it comes later
+                except TimeoutError:  # only a part of the message has come
                     continue
                 if kind is BuildProgress or not isinstance(answer, BuildProgress):
                     answers[worker.index] = answer
@@ -166,7 +167,7 @@ class Workers:
             warnings.warn(worker.slow_to_start(self._options.start_timeout_s), RuntimeWarning, stacklevel=7)
 
     def _recv(self, worker: WorkerHandle) -> object:
-        """Its next message; notes what it says of its recipes. Raises TimeoutError where there is none, WorkerDied."""
+        """The worker's next message; notes the progress of Unpacking. Raises WorkerDied; TimeoutError for none."""
         try:
             while isinstance(message := worker.channel.recv(0.0), Unpacking):
                 worker.hint = "" if message.done else UNPACKS_HINT
@@ -175,7 +176,7 @@ class Workers:
             raise worker.died(worker.building) from None
 
     def _send(self, worker: WorkerHandle, message: object, doing: str) -> None:
-        with contextlib.suppress(ChannelClosed):  # it has died; the wait for its answer says so
+        with contextlib.suppress(ChannelClosed):  # the worker has died; the wait for its answer will report that
             try:
                 worker.channel.send(message, max(0.0, self._deadline - time.monotonic()))
             except TimeoutError:
@@ -186,7 +187,7 @@ class Workers:
         return worker.timed_out(doing, f"start_timeout={limit_s}, {doing}", limit_s)
 
     def _order(self, host: int, big: list[pickle.PickleBuffer]) -> StartOrder:
-        """big: takes what is too big for a message."""
+        """The order for the worker `host`. big: receives the buffers of its recipes that are too big for a message."""
         first, last = self._first_envs[host : host + 2]
         info = WorkerInfo(
             env_index=None,
@@ -232,16 +233,16 @@ class Workers:
     # ---- replacing
 
     def replace(self, host: int, reason: str) -> None:
-        """Starts another process in the place of one that has been retired; `continue_start` goes on."""
+        """Starts a process in the place of one that has been retired; `continue_start` continues."""
         worker = self.handles[host] = self._launch(host)
         worker.replaces = reason
         worker.starting_until = time.monotonic() + self._options.start_timeout_s
         order = dataclasses.replace(self._orders[host], reports_building=False, awaits_build=False, replaces=True)
-        with contextlib.suppress(ChannelClosed, TimeoutError):  # `continue_start` says so
+        with contextlib.suppress(ChannelClosed, TimeoutError):  # `continue_start` will report that
             worker.channel.send(order, self._options.start_timeout_s)
 
     def continue_start(self, worker: WorkerHandle) -> bool:
-        """Answers what a replacement sends while it starts; True once it is ready to step.
+        """Answers the messages of a replacement that starts; True once it is ready to step.
 
         Raises WorkerDied, WorkerTimeout, and what building its envs raised.
         """
@@ -266,7 +267,7 @@ class Workers:
     # ---- ending
 
     def end(self) -> None:
-        """Kills those that still run, and lets go of everything."""
+        """Kills the workers that still run, and releases their fds, the launcher and the big arrays."""
         kills = [worker.process.kill for worker in self.handles]
         retires = [worker.retire for worker in self.handles]
         interrupt: KeyboardInterrupt | None = None
@@ -275,7 +276,7 @@ class Workers:
                 try:
                     step()
                     break
-                except KeyboardInterrupt as error:  # told once all is done
+                except KeyboardInterrupt as error:  # raised once all is done
                     interrupt = error
         if interrupt is not None:
             raise interrupt
