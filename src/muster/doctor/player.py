@@ -50,7 +50,7 @@ class Player:
         """Bytes of an observation of fixed layout, by its space."""
         agents = isinstance(self._env, AgentsEnv)
         space = self._env.layout.observation_space(1) if agents else self._env.observation_space
-        return sum(leaf.row_bytes for leaf in tree(space, "observation").leaves())
+        return sum(leaf.row_bytes for leaf in tree(space, "observation").leaves)
 
     def play(
         self, seed: int, rows: int, meanwhile: Callable[[], None] | None = None, enough_s: float = math.inf

@@ -90,7 +90,7 @@ class AgentLayout:
             tree(self.shared_space, "observation"),
         )
         root = RowNode(self, parts)
-        for index, leaf in enumerate(root.leaves()):
+        for index, leaf in enumerate(root.leaves):
             leaf.index = index
         return root
 
@@ -121,13 +121,7 @@ class StackNode(Node):
         super().__init__(space, path)
         self.members = tuple(tree(space, f"{path}[{agent!r}]") for agent in agents)
         self.stacked = self._stack(self.members[0])
-
-    def leaves(self) -> Iterator[Leaf]:
-        return self.stacked.leaves()
-
-    @property
-    def has_objects(self) -> bool:
-        return False
+        self.leaves = self.stacked.leaves
 
     def obs_node(self, rows: Rows, final: Rows) -> ObsNode:
         children = [one.obs_node(self._part(a, rows), self._part(a, final)) for a, one in enumerate(self.members)]
@@ -141,10 +135,8 @@ class StackNode(Node):
 
     def _part(self, a: int, rows: Rows) -> Rows:
         """Where the leaves of member `a` lie, in the member's own numbering."""
-        whole = [one.index for one in self.stacked.leaves()]
-        offsets = [
-            rows.offsets[i] + a * part.row_bytes for i, part in zip(whole, self.members[a].leaves(), strict=True)
-        ]
+        whole = [one.index for one in self.leaves]
+        offsets = [rows.offsets[i] + a * part.row_bytes for i, part in zip(whole, self.members[a].leaves, strict=True)]
         return Rows([rows.arrays[i][:, a] for i in whole], offsets, [rows.lent[i] for i in whole])
 
     def _stack(self, member: Node) -> Node:

@@ -26,20 +26,19 @@ _CACHED_SCALARS = 4096
 
 
 class Node:
-    """One space of the tree. `path` names it in messages, e.g. ``observation['camera'][0]``."""
+    """One space of the tree.
+
+    path: the node's name in messages, e.g. ``observation['camera'][0]``.
+    leaves: the leaves at and below the node, in the order in which the slab numbers them.
+    has_objects: whether a value at or below the node travels through the mail.
+    """
+
+    leaves: tuple[Leaf, ...] = ()
+    has_objects = False
 
     def __init__(self, space: Space, path: str) -> None:
         self.space = space
         self.path = path
-
-    def leaves(self) -> Iterator[Leaf]:
-        """The leaves below, in the order in which the slab numbers them."""
-        raise NotImplementedError
-
-    @property
-    def has_objects(self) -> bool:
-        """Whether some value below travels through the mail."""
-        raise NotImplementedError
 
     def obs_node(self, rows: Rows, final: Rows) -> ObsNode:
         """The node for the core's writer, see _core/space_tree.hpp."""
@@ -98,13 +97,7 @@ class Leaf(Node):
         self.index = -1  # set by `tree`
         self.lenient = False  # likewise
         self.row_bytes = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
-
-    def leaves(self) -> Iterator[Leaf]:
-        yield self
-
-    @property
-    def has_objects(self) -> bool:
-        return False
+        self.leaves = (self,)
 
     def obs_node(self, rows: Rows, final: Rows) -> ObsNode:
         return ObsNode.leaf(
@@ -223,12 +216,7 @@ class IntegerLeaf(Leaf):
 class ObjectLeaf(Node):
     """A value without a fixed layout: it travels through the mail, and is batched as a tuple."""
 
-    def leaves(self) -> Iterator[Leaf]:
-        yield from ()
-
-    @property
-    def has_objects(self) -> bool:
-        return True
+    has_objects = True
 
     def obs_node(self, rows: Rows, final: Rows) -> ObsNode:
         return ObsNode()
@@ -261,14 +249,8 @@ class BranchNode(Node):
         self.children = children
         self.kind = "dict" if isinstance(space, spaces.Dict) else "tuple"
         self._branch = Branch.DICT if self.kind == "dict" else Branch.TUPLE
-
-    def leaves(self) -> Iterator[Leaf]:
-        for child in self.children:
-            yield from child.leaves()
-
-    @property
-    def has_objects(self) -> bool:
-        return any(child.has_objects for child in self.children)
+        self.leaves = tuple(leaf for child in children for leaf in child.leaves)
+        self.has_objects = any(child.has_objects for child in children)
 
     def obs_node(self, rows: Rows, final: Rows) -> ObsNode:
         children = [child.obs_node(rows, final) for child in self.children]
@@ -322,7 +304,7 @@ def tree(space: Space, path: str, *, lenient: bool = False, of_actions: bool = F
     many; discrete actions may be out of range, and single discrete values are ints. As other libraries' vector envs.
     """
     root = _node(space, path)
-    for index, leaf in enumerate(root.leaves()):
+    for index, leaf in enumerate(root.leaves):
         leaf.index = index
         leaf.lenient = lenient
         if lenient and of_actions and not leaf.shape and leaf.dtype.kind == "f":

@@ -68,9 +68,9 @@ class Slab:
         caller = self._reserve(CALLER_BYTES)
         hosts = self._reserve(plan.num_hosts * HOST_BYTES)
         records = self._reserve(n * RECORD_BYTES)
-        actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves()]
+        actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves]
         start = self._end
-        leaves = list(plan.obs.leaves())
+        leaves = plan.obs.leaves
         lent = [not plan.obs.has_objects and n * leaf.row_bytes >= _LENT_FROM_BYTES for leaf in leaves]
         places = {i: self._reserve(n * leaves[i].row_bytes) for i, one in enumerate(lent) if one}
         lent_bytes = self._end - start
@@ -123,7 +123,7 @@ class Slab:
 
     def _rows(self, node: Node, offsets: list[int], lent: list[bool] | None = None) -> Rows:
         n = self.plan.num_envs
-        leaves = zip(node.leaves(), offsets, strict=True)
+        leaves = zip(node.leaves, offsets, strict=True)
         arrays = [self.array(offset, (n, *leaf.shape), leaf.dtype) for leaf, offset in leaves]
         return Rows(arrays, offsets, lent)
 

@@ -26,7 +26,7 @@ class RowVectorEnv(VectorEnv):
         super().__init__(assembled)
         assert isinstance(self._obs, RowNode)
         self.layout = self._obs.layout
-        self._flags_index = next(self._obs.children[FLAGS].leaves()).index
+        self._flags_index = self._obs.children[FLAGS].leaves[0].index
 
     def flags(self) -> Array:
         """bool ``[N, 4, agents]``, of the last rows."""
