@@ -25,7 +25,7 @@ import pytest
 import zmq
 
 from muster.errors import CannotTravel
-from muster.pickling import Culprit, explain, find_culprits
+from muster.pickling import Culprit, find_culprits
 from muster.recipes.recipe import check_forkable, make_recipes, pack
 
 LIMIT_S = 5.0
@@ -212,7 +212,6 @@ def test_what_travels_has_no_culprits():
     assert find_culprits(make_env) == []
     assert find_culprits({"a": [1, (2, {3})], "b": np.zeros(3), "space": gym.spaces.Discrete(3)}) == []
     assert find_culprits(np) == []
-    assert "can be sent" in explain([])
 
 
 # Paths
@@ -485,12 +484,6 @@ def test_a_space_that_was_sampled_is_no_culprit():
 
 def test_a_module_made_by_hand_travels_by_value():
     assert "module of its own" in only(find_culprits(types.ModuleType("made_by_hand"))).reason
-
-
-def test_explain_without_blocking_culprits(tmp_path):
-    with open(__file__) as file:
-        text = explain(find_culprits(file, 'env_kwargs["x"]'))
-    assert text.startswith("What would not arrive as it is:\n  env_kwargs")
 
 
 def test_nothing_is_left_running_after_an_answer():

@@ -2,6 +2,6 @@
 
 from muster.pickling.culprits import Culprit, find_culprits, fork_hazards
 from muster.pickling.probe import takes
-from muster.pickling.travel import check_inheritable, dumps, explain, is_plain
+from muster.pickling.travel import check_inheritable, dumps, is_plain
 
-__all__ = ["Culprit", "check_inheritable", "dumps", "explain", "find_culprits", "fork_hazards", "is_plain", "takes"]
+__all__ = ["Culprit", "check_inheritable", "dumps", "find_culprits", "fork_hazards", "is_plain", "takes"]

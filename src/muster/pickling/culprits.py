@@ -69,7 +69,8 @@ def culprits_in(parts: dict[str, Any], *, limit_s: float, known: Sequence[Pickle
     if not failures and (first := _next_failure(parts, failures, deadline)) is not None:
         failures = [first]
     walk = Walk(parts, limit_s=max(limit_s / 4, deadline - time.monotonic()))
-    silent = [(value, kind) for value in walk if (kind := kind_of(value)) is not None and kind.silent]
+    known_kinds = ((value, kind) for value in walk if (kind := kind_of(value)) is not None)
+    silent = [(value, kind) for value, kind in known_kinds if kind.silent or kind.warns]
     while failures and len(failures) < _MAX_CULPRITS and _can_be_left_out(failures[-1], walk):
         another = _next_failure(parts, failures, deadline)
         if another is None or another.out_of_time:

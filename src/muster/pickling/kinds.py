@@ -91,13 +91,9 @@ def _text_file(file: Any) -> Kind | None:
     mode = str(vars(file).get("mode", "")) if hasattr(file, "__dict__") else ""
     if "r" not in mode and "+" not in mode:
         return _open_file(file)
-    opened = _open_file(file)
-    return Kind(
+    return replace(
+        _open_file(file),
         reason="an open text file travels as an io.StringIO with a copy of its contents: no file, no later changes",
-        lazy=opened.lazy,
-        inherited=opened.inherited,
-        idle=opened.idle,
-        silent=True,
         warns=True,
     )
 
@@ -157,25 +153,21 @@ def _generator(generator: Any) -> Kind:
 def _array(array: Any) -> Kind | None:
     if _nbytes(array) < HUGE_BYTES or _dtype(array).hasobject:
         return None
-    return Kind(
-        reason=f"{_megabytes(array)}, which are copied before workers start",
-        lazy='np.load, "data.npy", mmap_mode="r"',
+    return _array_kind(
+        f"{_megabytes(array)}, which are copied before workers start",
         inherited="workers inherit the memory, shared with the caller until one writes to it",
-        fork_is_safe=True,
-        silent=True,
-        warns=True,
     )
 
 
 def _memory_map(array: Any) -> Kind:
-    return Kind(
-        reason=f"a memory map travels as a copy of its contents ({_megabytes(array)}): no file behind it",
-        lazy='np.load, "data.npy", mmap_mode="r"',
+    return _array_kind(
+        f"a memory map travels as a copy of its contents ({_megabytes(array)}): no file behind it",
         inherited="workers inherit the same mapping of the same file",
-        fork_is_safe=True,
-        silent=True,
-        warns=True,
     )
+
+
+def _array_kind(reason: str, inherited: str) -> Kind:
+    return Kind(reason, 'np.load, "data.npy", mmap_mode="r"', inherited, fork_is_safe=True, warns=True)
 
 
 def _megabytes(array: Any) -> str:
@@ -195,7 +187,6 @@ def _module(module: types.ModuleType) -> Kind | None:
         lazy=f'importlib.import_module, "{module.__name__}"',
         inherited="workers inherit a copy of the module as it is now",
         fork_is_safe=True,
-        silent=True,
         warns=True,
     )
 
@@ -208,7 +199,6 @@ def _tensor(tensor: Any) -> Kind | None:
         lazy="torch.load, path",
         inherited="CUDA cannot be used in a forked child of a process that uses it",
         hangs_under_fork=True,
-        silent=True,
         warns=True,
     )
 

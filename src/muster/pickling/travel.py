@@ -41,9 +41,7 @@ def dumps(
     outcome = attempt(value, silence_s=_SILENCE_S, big=big)
     if outcome.data is None:
         culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome])
-        raise CannotTravel(
-            explain(culprits, start_method=start_method, parts=parts if inheritable else None)
-        ) from outcome.error
+        raise CannotTravel(_explain(culprits, start_method, parts if inheritable else None)) from outcome.error
     for culprit in noted_in(parts, outcome.noted) if outcome.noted else ():
         warnings.warn(
             f"{culprit.path} ({culprit.type}): {culprit.reason}. Build it in the worker instead:\n"
@@ -84,16 +82,12 @@ def check_inheritable(parts: dict[str, Any]) -> None:
         warnings.warn("\n".join(lines), UserWarning, stacklevel=caller_stacklevel())
 
 
-def explain(culprits: Sequence[Culprit], *, start_method: str = "spawn", parts: dict[str, Any] | None = None) -> str:
-    """The culprits as a message for people: what cannot travel, why, what to write instead, and whether fork helps.
+def _explain(culprits: Sequence[Culprit], start_method: str, parts: dict[str, Any] | None) -> str:
+    """The message about culprits, of which one at least blocks: what, why, the remedy, and whether fork helps.
 
     parts: what the culprits were found in; without it no word about ``context="fork"`` can be said.
     """
     blocking = [culprit for culprit in culprits if culprit.severity == "blocks"]
-    if not culprits:
-        return "Everything can be sent to a worker."
-    if not blocking:
-        return "\n".join(["What would not arrive as it is:", *_found(culprits)])
     lines = [f'{_argument(blocking[0].path)} cannot be sent to a worker (context="{start_method}").']
     lines += [*_found(blocking), _instead(blocking[0])]
     if parts is not None:

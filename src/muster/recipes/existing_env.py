@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import types
@@ -112,30 +113,22 @@ class LiveEnvs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_id: dict[int, weakref.ref[Any]] = {}
+        self._by_id: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def add(self, env: Any) -> bool:
         """Whether ``env`` is new here; a wrapper around an env that is in use is not."""
         core = _unwrapped(env)
         with self._lock:
-            known = self._by_id.get(id(core))
-            if known is not None and known() is core:
+            if self._by_id.get(id(core)) is core:
                 return False
-            try:
-                self._by_id[id(core)] = weakref.ref(core, functools.partial(self._forget, id(core)))
-            except TypeError:  # a class without __weakref__ cannot be recorded
-                return True
+            with contextlib.suppress(TypeError):  # a class without __weakref__ cannot be recorded
+                self._by_id[id(core)] = core
         return True
 
     def discard(self, env: Any) -> None:
         """Forget ``env``: its user is done with it."""
         with self._lock:
             self._by_id.pop(id(_unwrapped(env)), None)
-
-    def _forget(self, key: int, reference: weakref.ref[Any]) -> None:
-        # No lock: the collector may call this inside ``add``. A newer env may have taken the id.
-        if self._by_id.get(key) is reference:
-            self._by_id.pop(key, None)
 
 
 def _unwrapped(env: Any) -> Any:
