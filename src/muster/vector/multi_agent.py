@@ -32,10 +32,7 @@ from muster.spaces.tree import Array
 from muster.transport.infos import Infos
 from muster.vector.agent_rows import FINAL_ROWS, RowVectorEnv
 from muster.vector.checks import env_ids_of
-from muster.vector.interrupted import drop_interrupted, interruptible
 from muster.vector.results import Batch, Bools, any_true
-
-__all__ = ["AgentBatch", "MultiAgentVectorEnv", "RowVectorEnv"]
 
 ByGroup = dict[str, Any]
 Rewards = dict[str, npt.NDArray[np.float32]]
@@ -110,29 +107,17 @@ class MultiAgentVectorEnv:
         return self._layout.state_space
 
     @property
-    def interrupted(self) -> bool:
-        """As `VectorEnv.interrupted`."""
-        return self._rows.interrupted
-
-    @interrupted.setter
-    def interrupted(self, interrupted: bool) -> None:
-        self._rows.interrupted = interrupted
-
-    @property
     def mask_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of one agent's action mask, for the groups that may have masks."""
         return dict(self._layout.mask_shapes)
 
     # ---- stepping
 
-    @interruptible
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[ByGroup, Infos]:
         """Resets all envs, or those in ``options["reset_mask"]`` (bool ``[N]``). As `VectorEnv.reset`."""
-        drop_interrupted(self._rows, options)
-        self.reset_async(seed=seed, options=options)
-        return self.reset_wait()
+        return self._reset_result(lambda: self._rows.reset(seed=seed, options=options))
 
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -142,9 +127,7 @@ class MultiAgentVectorEnv:
 
     def reset_wait(self, timeout: float | None = None) -> tuple[ByGroup, Infos]:
         """What `reset_async` started. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
-        rows, infos = self._converting(lambda: self._rows.reset_wait(timeout), self.copy)
-        obs, _, infos = self._by_group(rows, infos, None, self.copy)
-        return obs, infos
+        return self._reset_result(lambda: self._rows.reset_wait(timeout))
 
     def step(self, actions: Mapping[str, Any]) -> StepResult:
         """Steps every env: obs, rewards, terminated, truncated, infos, as the class describes them.
@@ -249,6 +232,11 @@ class MultiAgentVectorEnv:
         self._rows.__exit__(kind, error, traceback)
 
     # ---- inside
+
+    def _reset_result(self, take: Callable[[], Any]) -> tuple[ByGroup, Infos]:
+        rows, infos = self._converting(take, self.copy)
+        obs, _, infos = self._by_group(rows, infos, None, self.copy)
+        return obs, infos
 
     def _step_result(self, take: Callable[[], Any], copies: bool) -> StepResult:
         rows, _, terminated, truncated, infos = self._converting(take, copies)
