@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from muster.lazy_values import LazyValues, lazy
-from muster.recipes.recipe import WorkerInfo, get_worker_info, worker_info_context
+from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
 
 class Resource:

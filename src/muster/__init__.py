@@ -9,10 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import MusterError
-from muster.recipes.recipe import get_worker_info, lazy
+from muster.lazy_values import lazy
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
+from muster.worker_info import get_worker_info
 
 if TYPE_CHECKING:
     from muster.doctor.diagnose import diagnose

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
+
+from muster._core import running
 
 
 @dataclass(frozen=True)
@@ -25,22 +27,9 @@ class WorkerInfo:
     seed: int | None
 
 
-class Host(Protocol):
-    """Whoever runs envs: `workers.env_host.EnvHost`."""
-
-    def info_of(self, i: int) -> WorkerInfo: ...
-
-
-Running = tuple[Host, int]  # the host's i-th env
-
-
-def _nothing() -> Running | None:
-    return None
-
-
-_running: Callable[[], Running | None] = _nothing  # what this thread steps or resets
-# And what was running when that was set: what runs now instead is further inside, and knows better.
-_current: ContextVar[tuple[WorkerInfo, Running | None] | None] = ContextVar("muster_worker_info", default=None)
+# The info of the innermost context, and what `running` returned when the context began: an EnvHost and the index of its
+# env. Where `running` returns something else now, an env is stepped inside that context, and the env's info counts.
+_current: ContextVar[tuple[WorkerInfo, tuple[Any, int] | None] | None] = ContextVar("muster_worker_info", default=None)
 
 
 def get_worker_info() -> WorkerInfo | None:
@@ -48,23 +37,19 @@ def get_worker_info() -> WorkerInfo | None:
 
     None elsewhere: in the caller, for one, and in threads that an env has started.
     """
-    running, told = _running(), _current.get()
-    if running is not None and (told is None or running != told[1]):
-        host, i = running
-        return host.info_of(i)
-    return None if told is None else told[0]
-
-
-def ask_for_running(ask: Callable[[], Running | None]) -> None:
-    """Has `ask` tell which env this thread steps or resets: a context for each step would take too long."""
-    global _running
-    _running = ask
+    # The core knows which env this thread steps or resets: a context for each step would take too long.
+    stepped, entered = running(), _current.get()
+    if stepped is not None and (entered is None or stepped != entered[1]):
+        env_host, i = stepped
+        info: WorkerInfo = env_host.info_of(i)
+        return info
+    return None if entered is None else entered[0]
 
 
 @contextmanager
 def worker_info_context(info: WorkerInfo) -> Iterator[None]:
     """Make ``get_worker_info()`` return ``info`` in this thread until the context ends; contexts nest."""
-    token = _current.set((info, _running()))
+    token = _current.set((info, running()))
     try:
         yield
     finally:

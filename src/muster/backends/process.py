@@ -18,11 +18,12 @@ from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitT
 from muster.introspection import type_name
 from muster.pickling import dumps as dumps_carefully
 from muster.pickling import is_plain
-from muster.recipes.recipe import Recipe, WorkerInfo
+from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.channel import ChannelClosed
 from muster.transport.mail import LocalMail, Mail, SharedMail, dumps
 from muster.transport.slab import Slab, SlabPlan, split_evenly
+from muster.worker_info import WorkerInfo
 from muster.workers.deaths import Nouns, seconds_since
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import EnvHost

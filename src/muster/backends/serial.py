@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from muster.backends.base import Backend, CallerOptions, attach_local_host, make_caller
-from muster.recipes.recipe import Recipe, WorkerInfo
+from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Slab, SlabPlan
+from muster.worker_info import WorkerInfo
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import EnvHost

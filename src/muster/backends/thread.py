@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from muster.backends.base import Backend, CallerOptions, make_caller
 from muster.errors import ClosedError, WaitTimeout, WorkerDied, WorkerTimeout
-from muster.recipes.recipe import Recipe, WorkerInfo
+from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Slab, SlabPlan, split_evenly
+from muster.worker_info import WorkerInfo
 from muster.workers import messages
 from muster.workers.deaths import NOUNS
 from muster.workers.env_facts import EnvFacts, check_one_per_process

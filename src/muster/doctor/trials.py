@@ -29,10 +29,11 @@ from muster.envs.light_melting_pot import import_without_bots
 from muster.errors import RecipeError
 from muster.introspection import find_in
 from muster.pickling import find_culprits
-from muster.recipes.recipe import Recipe, WorkerInfo, unpack, worker_info_context
+from muster.recipes.recipe import Recipe, unpack
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
+from muster.worker_info import WorkerInfo, worker_info_context
 from muster.workers.resources import own_memory_bytes
 
 _ROWS = 60

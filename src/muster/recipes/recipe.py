@@ -15,26 +15,11 @@ import gymnasium as gym
 from muster.arguments import as_whole, at_least
 from muster.errors import CannotTravel, ConfigError, RecipeError
 from muster.introspection import callable_name, subscript
-from muster.lazy_values import Lazy, LazyValues, lazy
+from muster.lazy_values import LazyValues
 from muster.pickling import check_inheritable, dumps, takes
 from muster.recipes.existing_env import LiveEnvs
 from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
 from muster.recipes.sources import Source, check_call, factory_example, sources_of
-from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
-
-__all__ = [
-    "BuiltEnv",
-    "Lazy",
-    "Recipe",
-    "WorkerInfo",
-    "check_forkable",
-    "get_worker_info",
-    "lazy",
-    "make_recipes",
-    "pack",
-    "unpack",
-    "worker_info_context",
-]
 
 _RELEASE_AFTER_ERROR_S = 5.0
 _live_envs = LiveEnvs()
@@ -175,11 +160,8 @@ def pack(recipes: Sequence[Recipe], *, start_method: str, big: list[pickle.Pickl
     even if an object hangs while it is pickled. big: takes the memory of what is big, which `unpack` is to be given.
     Warns about what arrives as something else than it was (an open file) or is huge. Raises CannotTravel.
     """
-    parts: dict[str, Any] = {}
-    for recipe in recipes:
-        parts |= recipe.parts()
     inner: list[pickle.PickleBuffer] | None = None if big is None else []
-    packed = dumps(list(recipes), parts, start_method=start_method, big=inner)
+    packed = dumps(list(recipes), _parts_of(recipes), start_method=start_method, big=inner)
     if big is None or inner is None:
         return pickle.dumps((pack_registrations(), packed))
     outer = pickle.PickleBuffer(packed)
@@ -216,10 +198,11 @@ def check_forkable(recipes: Sequence[Recipe]) -> None:
 
     Warns about what they may inherit, but not safely use: open files and sockets, ...
     """
-    parts: dict[str, Any] = {}
-    for recipe in recipes:
-        parts |= recipe.parts()
-    check_inheritable(parts)
+    check_inheritable(_parts_of(recipes))
+
+
+def _parts_of(recipes: Sequence[Recipe]) -> dict[str, Any]:
+    return {name: part for recipe in recipes for name, part in recipe.parts().items()}
 
 
 def _count_envs(sources: Sequence[Source], several: bool, num_envs: int | None) -> int:

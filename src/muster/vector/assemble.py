@@ -15,7 +15,7 @@ from muster.backends.base import Backend, CallerOptions
 from muster.backends.process import ProcessBackend, ProcessOptions
 from muster.backends.recovery import Recovery
 from muster.backends.serial import SerialBackend
-from muster.recipes.recipe import Recipe, WorkerInfo
+from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Node, tree
 from muster.transport.infos import InfoReader
 from muster.transport.slab import SlabPlan
@@ -25,6 +25,7 @@ from muster.vector.batched_spaces import BatchedSpaces, agents_spaces, equal_spa
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.raisers import Raiser, raise_env_error, raise_original
 from muster.vector.vector_env import Assembled, VectorEnv
+from muster.worker_info import WorkerInfo
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.options import HostOptions, WaitBudget

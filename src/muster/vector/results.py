@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from muster.transport.infos import Infos
 
-__all__ = ["Batch", "Bools", "Floats", "Rows", "StepResult", "any_true"]
-
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 StepResult = tuple[Any, Floats, Bools, Bools, Infos]

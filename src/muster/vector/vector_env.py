@@ -34,8 +34,6 @@ from muster.workers.messages import ResetArguments
 from muster.workers.options import EnvCall
 from muster.workers.resources import worker_stats
 
-__all__ = ["VectorEnv"]
-
 _WATCH_S = 0.05
 _CLOSE_S = 5.0
 _INFOS, _NOT_OK, _FINALS = Unusual.INFOS, Unusual.NOT_OK, Unusual.FINALS

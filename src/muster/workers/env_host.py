@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from muster._core import Stepper, running
+from muster._core import Stepper
 from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import RowNode, layout_difference
 from muster.errors import CannotTravel, SpecMismatch
 from muster.introspection import type_name
 from muster.pickling import find_culprits
-from muster.recipes.recipe import BuiltEnv, Recipe, WorkerInfo, worker_info_context
+from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.spaces.compare import first_difference
 from muster.transport.infos import info_object_names
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab
-from muster.worker_info import ask_for_running
+from muster.worker_info import WorkerInfo, worker_info_context
 from muster.workers.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
 from muster.workers.failures import Failure, message_of, portable, reset_note
 from muster.workers.messages import ResetArguments, Restart
@@ -291,11 +291,6 @@ def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwar
         return name(env, index)
     value = get_attribute(env, name)
     return value(*args, **kwargs) if callable(value) else value
-
-
-# To the core an env host is any Python object, and `muster.worker_info` must not import env hosts. This module knows
-# both sides, so it connects them.
-ask_for_running(running)
 
 
 def seed_globals(seed: int | Sequence[int]) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from muster.errors import CannotTravel, UnknownMessage
-from muster.recipes.recipe import WorkerInfo
 from muster.transport.big_arrays import Place
 from muster.transport.slab import Slab, SlabPlan
+from muster.worker_info import WorkerInfo
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
 from muster.workers.options import HostOptions

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from muster.recipes.recipe import Recipe, WorkerInfo, worker_info_context
+from muster.recipes.recipe import Recipe
 from muster.transport.mail import Mail
+from muster.worker_info import WorkerInfo, worker_info_context
 from muster.workers.deaths import NOUNS
 from muster.workers.env_host import EnvHost
 from muster.workers.failures import Failure

@@ -18,11 +18,12 @@ from muster._core import EXIT_FDS_CLOSED, MARK, kill_started, start_watchdog
 from muster.envs.light_melting_pot import import_without_bots
 from muster.errors import CannotTravel
 from muster.introspection import type_name
-from muster.recipes.recipe import Recipe, unpack, worker_info_context
+from muster.recipes.recipe import Recipe, unpack
 from muster.transport.big_arrays import map_big_arrays
 from muster.transport.channel import Channel, ChannelClosed
 from muster.transport.mail import SharedMail, dumps
 from muster.transport.slab import Slab
+from muster.worker_info import worker_info_context
 from muster.workers.env_host import EnvHost, freeze_heap, seed_globals
 from muster.workers.failures import Failure
 from muster.workers.killing import kill_group

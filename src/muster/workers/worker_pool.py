@@ -16,10 +16,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from muster.recipes.recipe import Recipe, WorkerInfo, check_forkable, pack
+from muster.recipes.recipe import Recipe, check_forkable, pack
 from muster.transport.big_arrays import BigArrays
 from muster.transport.channel import ChannelClosed
 from muster.transport.slab import SlabPlan, memfd
+from muster.worker_info import WorkerInfo
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure, to_exception

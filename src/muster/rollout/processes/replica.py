@@ -20,7 +20,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from muster.errors import EnvError, WorkerError
-from muster.recipes.recipe import get_worker_info, unpack
+from muster.recipes.recipe import unpack
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import collector_nouns
 from muster.rollout.fields import Array
@@ -30,7 +30,7 @@ from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes,
 from muster.rollout.storage import Storage
 from muster.rollout.weights import named_weights
 from muster.vector.assemble import serial_vec
-from muster.worker_info import WorkerInfo, worker_info_context
+from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
 # The counts of a replica's envs, since the replica was built.
 COUNTS = ("env_steps", "resets", "restarts")
