@@ -1,6 +1,7 @@
 """Muster: many reinforcement-learning environments in parallel, also those that cannot be pickled, copied or forked.
 
-The vector envs are here at once. What needs torch, or few programs use, is imported when it is first asked for.
+The vector envs are imported with the package. Parts that need torch, or that few programs use, are imported on first
+access.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every exception that Muster raises, in one tree. In brackets what users of the peers already catch::
+"""Every exception that Muster raises, in one tree. In brackets the builtin class that users may already catch::
 
     MusterError
-    ├── RecipeError (ValueError)        what was handed over builds no env
+    ├── RecipeError (ValueError)        the arguments do not describe an env
     ├── ConfigError (ValueError)        an option's value makes no sense
     ├── WrongType (TypeError)           an argument is of the wrong kind
     ├── ActionError (ValueError)        actions that do not fit; nothing was sent
@@ -20,11 +20,11 @@
     ├── OneEnvPerProcess (RuntimeError)
     ├── NotEnoughMemory (MemoryError)
     ├── NoFilesLeft (OSError)           the process may open no more files
-    ├── WrongIndex (IndexError)         there are not so many
-    ├── UnknownMessage (TypeError)      a worker and its caller do not agree on what is asked for
+    ├── WrongIndex (IndexError)         no element has this index
+    ├── UnknownMessage (TypeError)      a worker and its caller disagree on the messages between them
     └── TrainingDiverged (FloatingPointError)
 
-Errors are made from facts, as attributes, and put them into words themselves: `str` of one is never edited.
+Errors are made from facts, keep these as attributes, and write their own messages: no code edits the `str` of an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import gymnasium.error
 
 @dataclass(frozen=True)
 class WorkerName:
-    """A worker as errors name it. envs: those that it steps, as users count them."""
+    """The name of a worker in messages. envs: the envs that the worker steps, by the indices that users know."""
 
     noun: str
     index: int
@@ -54,18 +54,18 @@ class MusterError(Exception):
 
     @property
     def headline(self) -> str:
-        """The first line of what it says."""
+        """The first line of the message."""
         return (str(self).splitlines() or [type(self).__name__])[0]
 
 
 class RecipeError(MusterError, ValueError):
-    """What was handed over does not say how to build an env."""
+    """Arguments that do not describe how to build an env."""
 
 
 class CannotTravel(MusterError, TypeError):
     """An object cannot be sent to the process that needs it. The message names its path, its type and the remedy.
 
-    batch: as in EnvError, where it was an env that gave the object in a step.
+    batch: as in EnvError, where an env returned the object in a step.
     """
 
     batch: Any = None
@@ -74,8 +74,8 @@ class CannotTravel(MusterError, TypeError):
 class EnvError(MusterError, RuntimeError):
     """An env raised. ``__cause__`` is the original exception where it could be rebuilt here.
 
-    message: what happened; the rest of what it says is made from the attributes.
-    env_index, worker_index: where.  step: env steps into its episode (0 = in reset, None = while building).
+    message: what happened; `str` adds where it happened, from the attributes.
+    env_index, worker_index: the env that raised, and its worker.  step: env steps into its episode (0 = in reset, None = while building).
     original_type: qualified name of the original exception's class.  worker_traceback: the traceback as the worker
     printed it.  batch: a `Batch` of the envs that did not fail in the same call, or None.
     """
@@ -110,9 +110,10 @@ class SpecMismatch(EnvError, ValueError):
 
 
 class WorkerError(MusterError, RuntimeError):
-    """A worker is lost. The vector env it belonged to is closed, unless ``on_failure="restart"``.
+    """A worker is lost. The vector env that it belonged to is closed, unless ``on_failure="restart"``.
 
-    worker_index, env_indices: which, and the envs that it stepped.  exit_code: of its process, where it is known.
+    worker_index, env_indices: the worker, and the envs that it stepped.  exit_code: the exit code of its process, where
+    known.
     """
 
     exit_code: int | None = None
@@ -131,8 +132,8 @@ class WorkerError(MusterError, RuntimeError):
 class WorkerDied(WorkerError):
     """A worker process ended. ``exit_code`` is negative for a signal, as in ``subprocess``.
 
-    doing, cause: what it was doing, and the likely cause, in words.  last_words: the end of its stderr.
-    crash: what ended a thread; `cause` then tells what has become of the others.
+    doing, cause: what the worker was doing, and the likely cause, in words.  last_words: the end of its stderr.
+    crash: what ended the worker, if it was a thread; `cause` then says what became of the other threads.
     """
 
     def __init__(
@@ -145,14 +146,15 @@ class WorkerDied(WorkerError):
         worker, doing, exit_code, cause, last_words, crash = self.args
         if crash:
             return f"{worker}, a thread, ended by {crash}. It was {doing}. {cause}"
-        told = f"\nThe last lines of its stderr:\n{last_words}" if last_words else ""
-        return f"{worker} died: {_how_ended(exit_code)}. It was {doing}.\nLikely cause: {cause}{told}"
+        stderr = f"\nThe last lines of its stderr:\n{last_words}" if last_words else ""
+        return f"{worker} died: {_how_ended(exit_code)}. It was {doing}.\nLikely cause: {cause}{stderr}"
 
 
 class WorkerTimeout(WorkerError, TimeoutError):
     """A worker took longer than ``start_timeout`` or ``step_timeout`` and was killed. The message holds its stack.
 
-    doing, limit: in words.  stack: as faulthandler tells it; none of a thread, which nothing can kill.
+    doing, limit: what the worker was doing, and the limit, in words.  stack: the output of faulthandler; empty for a
+    thread, which nothing can kill.
     hint: what the stack may mean.
     """
 
@@ -171,8 +173,10 @@ class WorkerTimeout(WorkerError, TimeoutError):
 
 
 class CollectorError(WorkerError):
-    """A collector process could not collect, though its envs could: most often its policy raised. ``__cause__`` is the
-    original exception where it could be rebuilt here."""
+    """A collector process could not collect, though its envs did not fail: most often its policy raised.
+
+    ``__cause__`` is the original exception where it could be rebuilt here.
+    """
 
     _joint = ": "
 
@@ -201,7 +205,7 @@ class PendingError(UsageError, gymnasium.error.AlreadyPendingCallError):
 
 
 class NotPendingError(UsageError, gymnasium.error.NoAsyncCallError):
-    """There is nothing to wait for."""
+    """No call is pending, so there is nothing to wait for."""
 
     def __init__(self, message: str, name: str = "step") -> None:
         gymnasium.error.NoAsyncCallError.__init__(self, message, name)
@@ -212,7 +216,7 @@ class ConfigError(MusterError, ValueError):
 
 
 class WrongType(MusterError, TypeError):
-    """An argument is of a type that cannot serve here."""
+    """An argument has a type that cannot be used here."""
 
 
 class TrainingDiverged(MusterError, FloatingPointError):
@@ -228,7 +232,7 @@ class NotEnoughMemory(MusterError, MemoryError):
 
 
 class UnknownMessage(MusterError, TypeError):
-    """A worker, or its caller, was sent what it has no answer for. A worker process or thread ends by it."""
+    """A worker, or its caller, received a message that it does not know. A worker process or thread ends with it."""
 
 
 class NoFilesLeft(MusterError, OSError):
@@ -236,7 +240,7 @@ class NoFilesLeft(MusterError, OSError):
 
 
 class WrongIndex(MusterError, IndexError):
-    """There are not so many."""
+    """No element has this index."""
 
 
 def _how_ended(exit_code: int | None) -> str:

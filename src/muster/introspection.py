@@ -18,7 +18,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def attribute_dict(kind: type) -> Any:
-    """The descriptor that gives the attributes of the class's instances; None if they have none."""
+    """The descriptor of the attribute dict of the class's instances; None if instances have no such dict."""
     for base in kind.__mro__:
         descriptor = vars(base).get("__dict__")
         # A property of this name would be the class's own code.
@@ -37,7 +37,7 @@ def global_names(code: types.CodeType) -> set[str]:
 
 
 def subscript(key: Any) -> str:
-    """How a message writes an element: ``["server"]``, ``[3]``; a key that is no plain value by its class."""
+    """The subscript of an element in messages: ``["server"]``, ``[3]``; a key that is no plain value as its class."""
     if type(key) is str:
         return f'["{key}"]'
     return f"[{key!r}]" if type(key) in (int, float, bool, bytes, type(None)) else f"[<{type(key).__qualname__}>]"
@@ -55,7 +55,7 @@ def class_name(kind: type) -> str:
 
 
 def module_name(definition: Any) -> str:
-    """Of a class or function. Classes made by C code may have none, as SWIG's: they count as builtins."""
+    """The module of a class or function. Classes made by C code, such as SWIG's, may have none: they count as builtins."""
     return getattr(definition, "__module__", None) or "builtins"
 
 
@@ -68,7 +68,7 @@ def callable_name(function: Any) -> str:
 
 
 def caller_stacklevel() -> int:
-    """The ``stacklevel`` by which a warning of the function that asks points at the first line outside of Muster."""
+    """The ``stacklevel`` with which a warning of the calling function points at the first line outside Muster."""
     package = __name__.partition(".")[0]
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
@@ -77,7 +77,7 @@ def caller_stacklevel() -> int:
 
 
 def find_in(module: types.ModuleType, name: str) -> Any:
-    """What `module` calls `name`. Raises RecipeError, which tells what else it has."""
+    """The attribute `name` of `module`. Raises RecipeError, which lists the callables that `module` has."""
     found = getattr(module, name, None)
     if found is None:
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

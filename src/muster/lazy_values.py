@@ -19,7 +19,7 @@ _RELEASE_METHODS = ("close", "destroy", "term")
 
 
 class Lazy:
-    """An argument that is still to be built. ``muster.lazy`` makes it; ``Recipe.build`` turns it into its value."""
+    """An argument that is still to be built. ``muster.lazy`` makes one; ``Recipe.build`` replaces it with its value."""
 
     __slots__ = ("args", "fn", "kwargs")
 
@@ -42,9 +42,9 @@ def lazy(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Lazy:
     ``lazy(lambda: 5555 + muster.get_worker_info().env_index)``. Arguments may be lazy themselves, and one Lazy used
     twice is built once per env.
 
-    What ``fn`` returns is entered if it is a context manager (locks and database connections, whose ``with`` means
-    something else, are not) and released with the env, last built first: by leaving the context, else by ``close()``,
-    ``destroy()`` or ``term()``, the first that there is. Raises WrongType if ``fn`` is not callable.
+    If ``fn`` returns a context manager, its context is entered; not for locks and database connections, whose ``with``
+    means something else. The value is released with the env, last built first: by leaving the context, else by the
+    first of ``close()``, ``destroy()`` and ``term()`` that it has. Raises WrongType if ``fn`` is not callable.
     """
     if not callable(fn):
         raise WrongType(
@@ -60,15 +60,15 @@ class LazyValues:
     def __init__(self) -> None:
         # By id of the original, which is kept so that its id cannot be taken by another object.
         self._resolved: dict[int, tuple[Any, Any]] = {}
-        # By id: what has its release already, and what the env gets for it.
+        # By id: each resource whose release is noted already, and the value that the env gets for it.
         self._adopted: dict[int, tuple[Any, Any]] = {}
         self._releases: list[tuple[str, Callable[[], Any]]] = []
 
     def resolve(self, value: Any, path: str, depth: int = 0) -> Any:
-        """``value`` with every Lazy in it built, in dicts, lists and tuples too; the object itself if there is none.
+        """``value`` with every Lazy in it built, in dicts, lists and tuples too; ``value`` itself if it has none.
 
-        path: where the value stands, for messages: ``env_kwargs["server"]``.  depth: of containers around it; those
-        that are nested deeper than Python can follow are handed over as they are.
+        path: the place of the value, for messages: ``env_kwargs["server"]``.  depth: the number of containers around
+        it. Containers nested deeper than ``_MAX_DEPTH``, which Python might not be able to follow, stay as they are.
         """
         if id(value) in self._resolved:
             return self._resolved[id(value)][1]
@@ -76,7 +76,7 @@ class LazyValues:
             return self._build(value, path)
         if type(value) not in (dict, list, tuple) or depth > _MAX_DEPTH:
             return value
-        self._resolved[id(value)] = (value, value)  # what a container that holds itself finds
+        self._resolved[id(value)] = (value, value)  # for a container that holds itself
         items = value.items() if type(value) is dict else enumerate(value)
         resolved = {key: self.resolve(item, path + subscript(key), depth + 1) for key, item in items}
         originals = value.values() if type(value) is dict else value
@@ -91,15 +91,15 @@ class LazyValues:
         return {key: self.resolve(value, path + subscript(key)) for key, value in arguments.items()}
 
     def release(self, timeout_s: float) -> None:
-        """Release what was built, last first, within ``timeout_s`` seconds. Never raises; failures are logged."""
+        """Releases what was built, last first, within ``timeout_s`` seconds. Never raises; failures are logged."""
         deadline = time.monotonic() + timeout_s
         while self._releases:
             path, release = self._releases.pop()
             if hasattr(getattr(release, "__self__", None), "commit"):
-                # A database refuses to be closed by another thread; unlike a network's, its close does not wait.
+                # A database refuses to be closed by another thread; unlike the close of a network connection, its close does not wait.
                 _run(release, path)
                 continue
-            # One that hangs must not eat the time of those that wait behind it.
+            # A release that hangs must not use up the time of those that come after it.
             share_s = max(0.0, deadline - time.monotonic()) / (len(self._releases) + 1)
             if not _run_bounded(release, path, share_s):
                 _log.warning("%s was not released within %.3g s and is left behind.", path, share_s)
@@ -118,7 +118,7 @@ class LazyValues:
         return built
 
     def _adopt(self, resource: Any, path: str) -> Any:
-        """What the env gets for ``resource``, whose release is noted, once for all the lazies that return it."""
+        """The value that the env gets for ``resource``; notes its release, once for all lazies that return the same object."""
         if id(resource) in self._adopted:
             return self._adopted[id(resource)][1]
         kind = type(resource)
@@ -144,7 +144,7 @@ class LazyValues:
 
 
 def _is_context_manager(kind: type) -> bool:
-    """Whether ``with`` opens and closes: entering a lock takes it, entering a database starts a transaction."""
+    """Whether ``with`` opens and closes an instance: entering a lock takes it, entering a database starts a transaction."""
     return (
         hasattr(kind, "__enter__")
         and hasattr(kind, "__exit__")
@@ -154,7 +154,7 @@ def _is_context_manager(kind: type) -> bool:
 
 
 def _run_bounded(release: Callable[[], Any], path: str, timeout_s: float) -> bool:
-    """Whether ``release()`` ended in time; an exception of its own is logged and counts as ended."""
+    """Whether ``release()`` ended in time; an exception that it raises is logged, and counts as an end."""
     # The context carries get_worker_info() into the thread.
     thread = threading.Thread(
         target=contextvars.copy_context().run, args=(_run, release, path), daemon=True, name=f"muster-release {path}"

@@ -1,4 +1,4 @@
-"""Which env and worker is being built or stepped here, for factories and lazy arguments that must differ per env."""
+"""The env and the worker that are being built or stepped here, for factories and lazy arguments that differ per env."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from muster._core import running
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where the code that asks runs.
+    """The env and the worker that the calling code runs in.
 
     env_index: the env that is built, stepped, reset, called or closed; None elsewhere in a worker.
-    worker_index: of the worker that builds and steps it.
+    worker_index: the index of the worker that builds and steps the env.
     seed: the seed that the worker derived its global generators from, None where there is none.
     """
 
@@ -35,7 +35,7 @@ _current: ContextVar[tuple[WorkerInfo, tuple[Any, int] | None] | None] = Context
 def get_worker_info() -> WorkerInfo | None:
     """The WorkerInfo of the worker or env that this code runs in.
 
-    None elsewhere: in the caller, for one, and in threads that an env has started.
+    None elsewhere, for example in the caller and in threads that an env has started.
     """
     # The core knows which env this thread steps or resets: a context for each step would take too long.
     stepped, entered = running(), _current.get()
@@ -48,7 +48,7 @@ def get_worker_info() -> WorkerInfo | None:
 
 @contextmanager
 def worker_info_context(info: WorkerInfo) -> Iterator[None]:
-    """Make ``get_worker_info()`` return ``info`` in this thread until the context ends; contexts nest."""
+    """Makes ``get_worker_info()`` return ``info`` in this thread until the context ends; contexts nest."""
     token = _current.set((info, running()))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Why an object cannot be sent to another process: where it is, what it is, why, and what to write instead."""
+"""The reasons why an object cannot be sent to another process: its path, its type, the cause, and what to write."""
 
 from muster.pickling.culprits import Culprit, find_culprits, fork_hazards
 from muster.pickling.probe import takes

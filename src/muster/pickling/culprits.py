@@ -24,20 +24,20 @@ from muster.pickling.walk import Edge, Walk, deepest_trail
 _MAX_CULPRITS = 10
 _SILENCE_S = 1.0
 _HEAP_TYPE_FLAG = 1 << 9
-# Levels from which on the recursion limit is plausible as the reason, and how many of them a path shows.
+# The number of levels from which on the recursion limit is a plausible reason, and how many of them a path shows.
 _DEEP = 100
 _SHOWN_LEVELS = 4
 _DEEPEST_S = 0.5
 _ALONE_S = 0.2
-# What leads from an argument to what it is made of.
+# Objects that lead from an argument to what it is made of.
 _HOLDERS = (types.FunctionType, types.MethodType, functools.partial, type, abc.ABCMeta, EnvSpec)
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """An object that is in the way.
+    """An object that cannot be sent, or that would arrive as something else.
 
-    path: where it stands, ``factory.<closure>.server._context``.  type: its class, with module.  reason: why it cannot
+    path: the place of the object, ``factory.<closure>.server._context``.  type: its class, with module.  reason: why it cannot
     be sent, or what arrives instead of it.  remedy: code to write instead.  severity: it ``"blocks"`` sending, or
     arrives ``"silently_wrong"``.  inherited: what a forked worker would get, None where that is not known.
     fork_is_safe: whether that is known to be usable.
@@ -53,16 +53,16 @@ class Culprit:
 
 
 def find_culprits(obj: Any, name: str = "factory", *, limit_s: float = 2.0) -> list[Culprit]:
-    """What keeps ``obj`` from being sent to another process as it is, what blocks first; empty if nothing does.
+    """The objects that keep ``obj`` from being sent to another process as it is, blocking ones first; empty if none does.
 
-    Runs no property, and no code of the objects but what pickling them runs. Takes ``limit_s`` seconds at most, and
-    then returns what it found.
+    Runs no property, and no other code of the objects than pickling them runs. Returns after ``limit_s`` seconds at
+    most, with what was found by then.
     """
     return culprits_in({name: obj}, limit_s=limit_s)
 
 
 def culprits_in(parts: dict[str, Any], *, limit_s: float, known: Sequence[PickleAttempt] = ()) -> list[Culprit]:
-    """The culprits among several named objects. known: failures that were met before."""
+    """The culprits among several named objects. known: failures that were found before."""
     deadline = time.monotonic() + limit_s
     failures = list(known)
     # One failure before the walk, which may use up the time, and the others after it.
@@ -80,7 +80,7 @@ def culprits_in(parts: dict[str, Any], *, limit_s: float, known: Sequence[Pickle
 
 
 def noted_in(parts: dict[str, Any], noted: Iterable[Any]) -> list[Culprit]:
-    """The culprits for objects that pickling took note of."""
+    """The culprits for the objects that pickling has `noted`."""
     walk = Walk(parts, limit_s=1.0)
     wanted = {id(value) for value in noted}
     found = [(value, kind_of(value)) for value in walk if id(value) in wanted]
@@ -88,13 +88,16 @@ def noted_in(parts: dict[str, Any], noted: Iterable[Any]) -> list[Culprit]:
 
 
 def fork_hazards(parts: dict[str, Any]) -> list[Culprit]:
-    """What a forked worker would inherit but could not use."""
+    """The objects that a forked worker would inherit but could not use."""
     walk = Walk(parts, limit_s=0.5, inherited=True)
     return [_hazard(value, kind, walk) for value, kind in _unsafe_under_fork(walk)]
 
 
 def inherited_hazards(parts: dict[str, Any]) -> tuple[list[Culprit], list[Culprit]]:
-    """What a forked worker must not inherit at all, and what it inherits at its own risk, without what is in that."""
+    """The objects that a forked worker must not inherit at all, and those that it inherits at its own risk.
+
+    Parts of an object that is listed are not listed again.
+    """
     walk = Walk(parts, limit_s=0.5, inherited=True)
     forbidden: list[Culprit] = []
     risky: list[Culprit] = []
@@ -104,7 +107,7 @@ def inherited_hazards(parts: dict[str, Any]) -> tuple[list[Culprit], list[Culpri
         if kind.hangs_under_fork:
             forbidden.append(hazard)
         elif not hazard.path.startswith(tuple(met)):
-            met.append(f"{hazard.path}.")  # a file holds its buffer, and that another file
+            met.append(f"{hazard.path}.")  # a file holds its buffer, and the buffer holds another file
             if not kind.idle:
                 risky.append(hazard)
     return forbidden, risky
@@ -119,7 +122,7 @@ def _hazard(value: Any, kind: Kind, walk: Walk) -> Culprit:
 
 
 def _next_failure(parts: dict[str, Any], known: Sequence[PickleAttempt], deadline: float) -> PickleAttempt | None:
-    """The first failure when pickling without the objects that failed before."""
+    """The first failure when pickling without the objects that failed before; None if nothing fails in time."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         return None
@@ -129,7 +132,10 @@ def _next_failure(parts: dict[str, Any], known: Sequence[PickleAttempt], deadlin
 
 
 def _can_be_left_out(failure: PickleAttempt, walk: Walk) -> bool:
-    """Whether pickling can go on without it: what a __getstate__ makes is another object each time."""
+    """Whether pickling can go on without the object that failed.
+
+    An object that a __getstate__ makes cannot be left out: it is a new one each time.
+    """
     return not failure.out_of_time and not _is_too_deep(failure.error) and bool(walk.trail(failure.failed))
 
 
@@ -140,7 +146,7 @@ def _blocking(failure: PickleAttempt, walk: Walk) -> Culprit:
     if _is_too_deep(error) and (found := _too_deep(walk.parts)) is not None:
         return found
     if failure.out_of_time or _is_too_deep(error):
-        # What is too large is the whole; the object that met the limit is any one of many.
+        # The whole argument is too large; the object at which the limit was reached is only one of many.
         if _is_too_deep(error):
             name, root = _part_that_fails(walk.parts)
         value, trail = root, [(name, root)]
@@ -163,9 +169,9 @@ def _blocking(failure: PickleAttempt, walk: Walk) -> Culprit:
 
 
 def _too_deep(parts: Mapping[str, Any]) -> Culprit | None:
-    """What is nested deeper than pickling can follow; None where it is not that, but what a __reduce__ makes of it."""
+    """The culprit that is nested deeper than pickling can follow; None where a __reduce__ makes the depth instead."""
     steps = deepest_trail(parts, limit_s=_DEEPEST_S)
-    # Not the function that holds it, but the first of the objects that hold each other.
+    # Not the function that holds the nested objects, but the first of these objects.
     first = next((i for i, (_, value) in enumerate(steps) if type(value) not in _HOLDERS), 0)
     if len(steps) - first < _DEEP:
         return None
@@ -226,7 +232,7 @@ def _is_too_deep(error: BaseException | None) -> bool:
 
 
 def _is_plain_python(kind: type) -> bool:
-    """Whether instances hold nothing but Python objects: a fork copies those, while C++ parts may hold threads."""
+    """Whether instances of `kind` hold only Python objects: a fork copies those, while C++ parts may hold threads."""
     for base in kind.__mro__:
         if base in (object, list, dict, tuple, set, frozenset, BaseException, Exception):
             continue

@@ -1,6 +1,6 @@
-"""Caches and dispatchers of `functools`, which travel with the functions that they are around but without their memory.
+"""Pickling of `functools` caches and dispatchers, which travel with their functions but without what they remember.
 
-In a script's own classes pickle looks for them under names that no worker can find, or comes upon locks and weak
+In a script's own classes pickle looks for them under names that no worker can find, or fails on their locks and weak
 references.
 """
 
@@ -19,10 +19,10 @@ from muster.pickling.walk import is_importable
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
-    """Cloudpickle's, for those, too."""
+    """Cloudpickle's pickler, which here also pickles these caches and dispatchers."""
 
     def reducer_override(self, obj: Any) -> Any:
-        return made_anew(obj) or super().reducer_override(obj)
+        return reduction_of(obj) or super().reducer_override(obj)
 
 
 def dumps(value: object) -> bytes:
@@ -37,14 +37,14 @@ _DISPATCHER = cast(types.FunctionType, functools.singledispatch(len)).__code__
 _OWN_OF_DISPATCHERS = ("register", "dispatch", "registry", "_clear_cache", "__wrapped__")
 
 
-def made_anew(value: Any) -> tuple[Any, ...] | None:
-    """How pickle is to make `value`, which it cannot send by a name; None for all that it knows itself."""
+def reduction_of(value: Any) -> tuple[Any, ...] | None:
+    """The reduction from which pickle makes `value` again; None where cloudpickle can pickle `value` itself."""
     kind = type(value)
     if kind is functools.cached_property:
         return _cached_property, (value.func, value.attrname)
     if kind is _CACHE and not is_importable(value):
         function, parameters = (vars(value).get(name) for name in ("__wrapped__", "cache_parameters"))
-        # Whoever wraps a cache may have set another function as the wrapped one: then it is not known which is called.
+        # Code that wraps a cache may have replaced `__wrapped__`: then it is not known which function the cache calls.
         if parameters is None or not any(part is function for part in gc.get_referents(value)):
             return None
         return _cache, (parameters(), function), _without(value, "__wrapped__", "cache_parameters")

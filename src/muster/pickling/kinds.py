@@ -1,4 +1,4 @@
-"""What is known about objects that cannot travel, or not as they are: why, what to write instead, what fork does."""
+"""Kinds of objects that cannot travel, or not as they are: why, what to write instead, and what fork does."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ import numpy as np
 from muster.introspection import module_name
 
 HUGE_BYTES = 100 * 1000 * 1000
-"""Arrays of at least this size are worth a warning: they take their memory twice, and time."""
+"""Arrays of at least this size are worth a warning: sending them takes their memory twice, and time."""
 
 _SHARED_BY_INHERITANCE = ("multiprocessing.synchronize", "multiprocessing.queues", "multiprocessing.sharedctypes")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known about one kind of object.
+    """The facts about one kind of object.
 
     reason: why it cannot be sent, or what arrives instead.  lazy: the arguments of the ``muster.lazy`` that builds one.
     refused: pickling it "works", but what arrives is broken.  silent: it travels, but arrives as something else.
-    warns: silent, and worth a warning on every start.  inherited: what a forked worker gets of it.  fork_is_safe:
-    whether that is usable.  hangs_under_fork: it must not be inherited at all.  idle: it is closed, or was not started,
+    warns: like silent, and worth a warning on every start.  inherited: what a forked worker gets.  fork_is_safe: whether
+    that is usable.  hangs_under_fork: it must not be inherited at all.  idle: it is closed, or was not started,
     and does no harm in a forked worker.
     """
 
@@ -49,7 +49,7 @@ class Kind:
 
 
 def kind_of(value: Any) -> Kind | None:
-    """What is known about ``value``, None for nothing. Runs none of its code."""
+    """The kind of ``value``; None where nothing is known about it. Runs no code of ``value``."""
     bases = type(value).__mro__
     for base in bases:
         module = module_name(base)
@@ -72,7 +72,7 @@ def _zeromq(what: str, code: str) -> Kind:
 
 def _lock(code: str, show: Callable[[Any], str]) -> Callable[[Any], Kind]:
     def describe(lock: Any) -> Kind:
-        # An RLock has no locked() before Python 3.14, but its repr tells.
+        # An RLock has no locked() before Python 3.14, but its repr shows the state.
         held = show(lock).startswith("<locked")
         return Kind(
             reason="a lock works only within the process that made it",
@@ -109,7 +109,7 @@ def _open_file(file: Any) -> Kind:
 
 
 def _standard_streams() -> tuple[Any, ...]:
-    """Every process has them in common with its parent."""
+    """The standard streams, which every process shares with its parent."""
     return sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__
 
 
@@ -122,7 +122,7 @@ def _is_closed(file: Any) -> bool:
 
 def _file_name_and_mode(file: Any) -> tuple[str, str]:
     try:
-        # The name of a temporary file is a number, of which nobody can open it again.
+        # The name of a temporary file may be a number, by which no code can open the file again.
         return repr(file.name) if isinstance(file.name, str) else "path", repr(file.mode)
     except Exception:  # closed or detached files raise; BytesIO-backed ones have neither
         return "path", "mode"

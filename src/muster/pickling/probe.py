@@ -1,4 +1,4 @@
-"""Pickling that tells which object failed, and that comes back although an object hangs."""
+"""Pickling that reports which object failed, and that returns even if an object hangs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from muster.pickling import functools_pickling
 from muster.pickling.kinds import kind_of
 
 _POLL_S = 0.05
-# Smaller ones are not worth a place of their own.
+# Smaller buffers stay in the pickle: they are not worth a place of their own.
 _BIG_BYTES = 1 << 20
 _mp_main_lock = threading.Lock()
 
 
 @dataclass
 class PickleAttempt:
-    """What came of one attempt to pickle.
+    """The result of one attempt to pickle.
 
-    data: the pickle, None if there is none.  failed: the very object that could not be pickled, with ``error`` what it
-    raised, None if it hung.  out_of_time: the limit was reached before anything failed.  noted: objects that arrive as
+    data: the pickle, None if there is none.  failed: the very object that could not be pickled.  error: the exception
+    that it raised, None if it hung.  out_of_time: the limit was reached before anything failed.  noted: objects that arrive as
     something else, or are huge.
     """
 
@@ -48,11 +48,11 @@ def attempt(
     skip: Collection[int] = (),
     big: list[pickle.PickleBuffer] | None = None,
 ) -> PickleAttempt:
-    """Pickle ``value`` by cloudpickle.
+    """Pickles ``value`` with cloudpickle.
 
-    silence_s: an object that takes longer than this hangs.  limit_s: for the whole; None for as long as it goes on.
-    skip: ids of objects to put a placeholder in place of, to find what else fails.
-    big: takes the memory of big arrays, which is then no part of the pickle.
+    silence_s: an object that takes longer than this counts as hanging.  limit_s: the limit for the whole; None for no
+    limit.  skip: ids of objects that a placeholder replaces, to find what else fails.
+    big: receives the memory of big arrays, which is then no part of the pickle.
     """
     buffer = io.BytesIO()
     pickler = _ReportingPickler(buffer, skip, None if big is None else lambda one: not takes(one, big))
@@ -65,7 +65,7 @@ def attempt(
         except BaseException as error:  # a SystemExit from a __reduce__ must not get any further either
             outcome.error = error
 
-    # In a thread, because nothing else can leave an object behind that hangs while it is pickled.
+    # In a thread, because only a thread can be left behind with an object that hangs while it is pickled.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name="muster-pickling")
     with _main_by_value():
         thread.start()
@@ -78,7 +78,7 @@ def attempt(
 
 
 def takes(buffer: pickle.PickleBuffer, big: list[pickle.PickleBuffer]) -> bool:
-    """Whether `buffer` is big and in one piece; then it is added to `big`."""
+    """Whether `buffer` is big and in one piece; adds it to `big` if so."""
     try:
         is_big = buffer.raw().nbytes >= _BIG_BYTES
     except BufferError:  # not in one piece
@@ -89,7 +89,10 @@ def takes(buffer: pickle.PickleBuffer, big: list[pickle.PickleBuffer]) -> bool:
 
 
 class _ReportingPickler(functools_pickling.Pickler):
-    """Tells which object is being pickled. The pickler asks here for every object that is not a plain builtin."""
+    """A pickler that records which object is being pickled.
+
+    Pickling calls `reducer_override` for every object that is not a plain builtin.
+    """
 
     def __init__(
         self, file: io.BytesIO, skip: Collection[int], buffer_callback: Callable[[pickle.PickleBuffer], bool] | None
@@ -119,7 +122,7 @@ class _ReportingPickler(functools_pickling.Pickler):
 def _wait(
     thread: threading.Thread, progress: Callable[[], Any], silence_s: float, limit_s: float | None
 ) -> Literal["finished", "silent", "out of time"]:
-    """How the wait for the thread ended: made no progress for ``silence_s``, or took more than ``limit_s`` in all."""
+    """The end of the wait for `thread`. silent: no progress for ``silence_s``; out of time: over ``limit_s`` in all."""
     started = silent_since = time.monotonic()
     seen = None
     while True:
@@ -137,7 +140,10 @@ def _wait(
 
 @contextlib.contextmanager
 def _main_by_value() -> Iterator[None]:
-    """In a child of ``multiprocessing`` the script is called ``__mp_main__``, and no worker can import that either."""
+    """Pickles the script by value also under the name ``__mp_main__``, which it has in a child of ``multiprocessing``.
+
+    No worker can import a module of that name.
+    """
     main = sys.modules.get("__mp_main__")
     with _mp_main_lock:
         register = main is not None and main.__name__ not in cloudpickle.list_registry_pickle_by_value()

@@ -54,9 +54,9 @@ def remedy_for(trail: list[Edge], kind: Kind | None) -> str:
 
 
 def _for_kwargs(path: str | None, root_path: str, build: str) -> str:
-    """env_kwargs["server"] or env_kwargs[3]["server"], or something in a dict or list in there.
+    """The remedy for ``env_kwargs["server"]``, ``env_kwargs[3]["server"]``, or something in a dict or list in these.
 
-    path: of what is to be built in the worker; None where no assignment can put it there.
+    path: the path of what is to be built in the worker; None where no assignment can put it there.
     """
     if path is not None and path != root_path:
         return f"{path} = muster.lazy({build})   # before make_vec"
@@ -71,7 +71,7 @@ def _for_kwargs(path: str | None, root_path: str, build: str) -> str:
 
 
 def _for_running(root_path: str, build: str) -> str:
-    """For what is sent to envs that run already."""
+    """The remedy for what is sent to envs that run already."""
     if root_path == "options":
         return 'muster.make_vec(..., env_kwargs={"name": muster.lazy(...)})   # or options of numbers and strings'
     use = f'env.set_wrapper_attr("name", {build})' if root_path.startswith("values[") else f"return env.method({build})"
@@ -79,7 +79,7 @@ def _for_running(root_path: str, build: str) -> str:
 
 
 def _class_name(kind: type) -> str:
-    """How code names it: with its module, if that is where it is found."""
+    """The name of a class in code: with its module, if it can be imported from there."""
     return class_name(kind) if is_importable(kind) else kind.__name__
 
 
@@ -89,6 +89,9 @@ def _as_call(build: str) -> str:
 
 
 def _argument_name(path: str, owner: Any) -> str:
-    """``factory.<closure>.server`` and ``factory.keywords["server"]`` give ``server``; an unnamed owner its class."""
+    """The name of the argument for `owner`: that of the variable or key at the end of `path`, else of the owner's class.
+
+    ``factory.<closure>.server`` and ``factory.keywords["server"]`` become ``server``.
+    """
     last = re.split(r"[.\[]", path)[-1].strip('"]')
     return last if last.isidentifier() and last not in ("cell_contents",) else type(owner).__name__.lower().strip("_")

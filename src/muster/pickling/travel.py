@@ -1,4 +1,4 @@
-"""Sends objects to other processes, or says why not, where and what to write instead."""
+"""Pickles objects for other processes, or says which object cannot be sent, why, and what to write instead."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def dumps(
     """``value`` as a pickle.
 
     parts: what ``value`` is made of, by the names that messages use.  big: see `attempt`.
-    inheritable: whether a worker that is forked now would have no need of the pickle.
-    Warns about what arrives as something else. Raises CannotTravel.
+    inheritable: whether a worker that is forked now would not need the pickle.
+    Warns about objects that arrive as something else. Raises CannotTravel.
     """
     outcome = attempt(value, silence_s=_SILENCE_S, big=big)
     if outcome.data is None:
@@ -72,7 +72,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_inheritable(parts: dict[str, Any]) -> None:
-    """Raises CannotTravel if a forked worker must not inherit what is in there; warns if it does so at its own risk."""
+    """Raises CannotTravel for `parts` that a forked worker must not inherit; warns of those inherited at its own risk."""
     forbidden, risky = inherited_hazards(parts)
     if forbidden:
         lines = [f'{_argument(forbidden[0].path)} cannot be inherited by a worker (context="fork").']
@@ -83,9 +83,9 @@ def check_inheritable(parts: dict[str, Any]) -> None:
 
 
 def _explain(culprits: Sequence[Culprit], start_method: str, parts: dict[str, Any] | None) -> str:
-    """The message about culprits, of which one at least blocks: what, why, the remedy, and whether fork helps.
+    """The message about culprits, at least one of which blocks: paths, reasons, the remedy, and whether fork helps.
 
-    parts: what the culprits were found in; without it no word about ``context="fork"`` can be said.
+    parts: the objects that the culprits were found in; None leaves out the remarks about fork and the serial backend.
     """
     blocking = [culprit for culprit in culprits if culprit.severity == "blocks"]
     lines = [f'{_argument(blocking[0].path)} cannot be sent to a worker (context="{start_method}").']

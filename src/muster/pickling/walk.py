@@ -32,8 +32,8 @@ _MAIN_MODULES = ("__main__", "__mp_main__")
 class Walk:
     """Everything that can be reached from ``parts``, nearest first.
 
-    inherited: follow what a forked process sees (also the globals of importable functions), not just what is pickled.
-    Stops after ``limit_s`` seconds; ``complete`` tells whether it reached the end.
+    inherited: follows what a forked process sees (also the globals of importable functions), not just what is pickled.
+    Stops after ``limit_s`` seconds; ``complete`` says whether the walk reached the end.
     """
 
     def __init__(self, parts: Mapping[str, Any], *, limit_s: float, inherited: bool = False) -> None:
@@ -62,7 +62,7 @@ class Walk:
         self.complete = True
 
     def trail(self, value: Any) -> list[Edge]:
-        """From its root to ``value``: each object on the way, with its path. Empty if the walk did not reach it."""
+        """The way from a root to ``value``: each object on it, with its path. Empty if the walk did not reach ``value``."""
         steps: list[Edge] = []
         key: int | None = id(value)
         while key is not None and key in self._reached:
@@ -81,9 +81,9 @@ class Walk:
 
 
 def deepest_trail(parts: Mapping[str, Any], *, limit_s: float) -> list[Edge]:
-    """The way to what lies deepest when each object is followed into the next, as pickling does: places and objects.
+    """The way to the most deeply nested object when objects are followed depth first, as in pickling: places and objects.
 
-    The deepest that was met within ``limit_s`` seconds.
+    The deepest object that was found within ``limit_s`` seconds.
     """
     deadline = time.monotonic() + limit_s
     layouts: dict[type, _ClassLayout] = {}
@@ -109,10 +109,10 @@ def deepest_trail(parts: Mapping[str, Any], *, limit_s: float) -> list[Edge]:
 
 
 def edges(holder: Any, layouts: dict[type, _ClassLayout], *, inherited: bool) -> Iterator[Edge]:
-    """What ``holder`` holds: (place in it, object). Runs no property and no method of a user's class.
+    """Pairs (place, object) of what ``holder`` holds. Runs no property and no method of a user's class.
 
-    layouts: of the classes met before; more are added.
-    ``issubclass(type(x), ...)`` throughout, because ``isinstance`` asks an object for its ``__class__``.
+    layouts: the layouts of the classes met before; new ones are added.
+    The code uses ``issubclass(type(x), ...)``, because ``isinstance`` asks an object for its ``__class__``.
     """
     kind = type(holder)
     if kind in _ATOMS or issubclass(kind, _OPAQUE):
@@ -131,7 +131,7 @@ def edges(holder: Any, layouts: dict[type, _ClassLayout], *, inherited: bool) ->
 
 
 class _ClassLayout:
-    """Where the instances of a class keep what they hold."""
+    """The places where the instances of a class keep what they hold."""
 
     def __init__(self, kind: type) -> None:
         self.has_elements = issubclass(kind, _WITH_ELEMENTS)
@@ -143,7 +143,7 @@ class _ClassLayout:
             for name, member in vars(base).items()
             if type(member) is types.MemberDescriptorType and name != "__dict__"
         ]
-        # A space's generator is seeded anew by whoever draws from it.
+        # Code that draws from a space seeds the space's generator again, so the generator's state does not matter.
         self._hidden = "_np_random" if issubclass(kind, gym.Space) else None
 
     def attributes(self, holder: Any) -> Iterator[Edge]:
@@ -224,7 +224,7 @@ def _element_edges(holder: Any, kind: type) -> Iterator[Edge]:
 
 
 def _copied(holder: Any, kind: type) -> list[Any]:
-    """The elements as they are now: another thread may change the container meanwhile."""
+    """The elements, copied: another thread may change the container meanwhile."""
     base: Any = next(b for b in (list, tuple, set, frozenset, collections.deque) if issubclass(kind, b))
     return list(base.__iter__(holder))
 

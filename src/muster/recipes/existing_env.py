@@ -19,9 +19,9 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def is_env(value: Any) -> bool:
-    """Whether ``value`` is an env, of any API. Runs none of its code.
+    """Whether ``value`` is an env, of any API. Runs no code of ``value``.
 
-    Other APIs than Gymnasium's are told by their methods; a simulator has ``reset`` and ``step`` too, but no actions.
+    Other APIs than Gymnasium's are recognised by their methods; a simulator has ``reset`` and ``step`` too, but no actions.
     """
     kind = type(value)
     if issubclass(kind, (type, types.ModuleType)):
@@ -56,7 +56,7 @@ def find_existing_env(factory: Any, name: str = "factory") -> tuple[str, Any] | 
 
 
 def _held(holder: Any) -> Iterator[tuple[str, Any]]:
-    """What a callable holds by itself: (path suffix, object)."""
+    """Pairs (path suffix, object) of what a callable holds directly."""
     kind = type(holder)
     if issubclass(kind, functools.partial):
         yield ".func", holder.func
@@ -89,7 +89,10 @@ def _held(holder: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes_of_instance(prefix: str, held: Any, function: Any) -> Iterator[tuple[str, Any]]:
-    """Likewise, where `held` is a plain object, not a class, a module or a callable with a place of its own."""
+    """The attributes of `held` that the function's code names, where `held` is a plain object.
+
+    No attributes of a class, a module or a function: callables in `held` are looked into by themselves.
+    """
     if not issubclass(type(held), (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)):
         yield from _named_attributes(prefix, held, function)
 
@@ -116,7 +119,7 @@ class LiveEnvs:
         self._by_id: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def add(self, env: Any) -> bool:
-        """Whether ``env`` is new here; a wrapper around an env that is in use is not."""
+        """Whether ``env`` is new here; notes it if so. A wrapper around an env that is in use is not new."""
         core = _unwrapped(env)
         with self._lock:
             if self._by_id.get(id(core)) is core:
@@ -126,7 +129,7 @@ class LiveEnvs:
         return True
 
     def discard(self, env: Any) -> None:
-        """Forget ``env``: its user is done with it."""
+        """Forgets ``env``, which is no longer in use."""
         with self._lock:
             self._by_id.pop(id(_unwrapped(env)), None)
 

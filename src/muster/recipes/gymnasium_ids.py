@@ -22,11 +22,11 @@ from muster.pickling import is_plain
 FOREIGN_PREFIXES = ("pettingzoo/", "meltingpot/")
 """First parts of the ids that are resolved by the layer above instead of by Gymnasium."""
 
-# What stands before the names that other libraries' users write.
+# Prefixes of the names that users of other libraries write.
 _LIKELY_PREFIXES = (*FOREIGN_PREFIXES, *(f"pettingzoo/{family}/" for family in ("sisl", "butterfly", "classic", "mpe")))
 
 ForeignResolver = Callable[[str], Callable[..., Any]]
-"""Gives the factory of an id that starts with one of FOREIGN_PREFIXES; raises RecipeError for an unknown one."""
+"""Returns the factory of an id that starts with one of FOREIGN_PREFIXES; raises RecipeError for an unknown one."""
 
 _MAIN_MODULES = ("__main__", "__mp_main__")
 _GYMNASIUM = "gymnasium."
@@ -41,7 +41,8 @@ class MakeGym:
     """A factory that calls ``gymnasium.make``.
 
     target: the spec, which need not be registered where the env is made; or ``"module:Id-v0"`` for a module that is to
-    be imported only there.  late_wrappers: (class, kwargs) to apply after ``make``, which can only import them by name.
+    be imported only there.  late_wrappers: (class, kwargs) to apply after ``make``, which can only
+    apply wrappers that it imports by name.
     """
 
     target: EnvSpec | str
@@ -50,7 +51,7 @@ class MakeGym:
     def __call__(self, **kwargs: Any) -> Any:
         target = self.target
         if isinstance(target, EnvSpec):
-            # Gymnasium copies a spec's arguments deeply, which locks cannot be and sockets must not be.
+            # Gymnasium makes deep copies of a spec's arguments; locks cannot be copied, and sockets must not be.
             as_they_are = {
                 name: value
                 for name, value in target.kwargs.items()
@@ -68,7 +69,7 @@ class MakeGym:
 def factory_of_id(env_id: str, resolve_foreign_id: ForeignResolver | None = None) -> Callable[..., Any]:
     """The factory of an env id. Nothing is built, and no module is imported that only a worker needs.
 
-    Raises Gymnasium's own error for an id that it does not know, RecipeError for one of Muster's that is unknown.
+    Raises Gymnasium's own error for an id that it does not know, RecipeError for an unknown id of Muster's own.
     """
     if env_id.startswith(FOREIGN_PREFIXES) and env_id not in gym.registry:
         if resolve_foreign_id is not None:
@@ -100,7 +101,7 @@ def _suggest(error: Exception, env_id: str, resolve_foreign_id: ForeignResolver)
 
 
 def factory_of_spec(spec: EnvSpec) -> MakeGym:
-    """The factory of a spec: what the spec names in ``__main__`` is looked up here, because a worker's is another."""
+    """The factory of a spec. Names in ``__main__`` are looked up here, because a worker has another ``__main__``."""
     if spec.entry_point is None:
         raise RecipeError(
             f"EnvSpec {spec.id!r} has no entry_point, so no env can be made from it; register it with one."
@@ -116,9 +117,9 @@ def factory_of_spec(spec: EnvSpec) -> MakeGym:
 
 
 def pack_registrations() -> list[bytes]:
-    """What this process has registered beside Gymnasium's own envs, for `register_packed` in a fresh one.
+    """The ids that this process registered in addition to Gymnasium's own, for `register_packed` in a fresh process.
 
-    What cannot be pickled is left out: who asks for it there is told that it is unknown.
+    Specs that cannot be pickled are left out: their ids are unknown in the fresh process.
     """
     named, held = [], []
     for spec in gym.registry.values():
@@ -160,7 +161,7 @@ def unrecorded_wrapper(spec: EnvSpec) -> WrapperSpec | None:
 
 
 def _portable(spec: EnvSpec) -> EnvSpec:
-    """A copy that holds what it names in ``__main__``."""
+    """A copy of `spec` that holds its entry point itself where `spec` only names one in ``__main__``."""
     portable = copy.copy(spec)
     if _is_in_main(portable.entry_point):
         portable.entry_point = cast(EnvCreator, load_env_creator(str(portable.entry_point)))

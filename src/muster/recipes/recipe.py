@@ -1,4 +1,4 @@
-"""Recipes: what ``make_vec`` is given, turned into one instruction per env that can be carried out anywhere."""
+"""Recipes: the arguments of ``make_vec``, turned into one instruction per env that can be carried out anywhere."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _live_envs = LiveEnvs()
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How to build one env. Immutable; it travels if its parts do.
+    """The instruction for building one env. Immutable; can be sent to another process if its parts can.
 
     name: for messages, ``"CartPole-v1"`` or ``"my_module.make_env"``.
     factory: called with ``kwargs``, in which lazy values are built first; ``wrappers`` are applied in order.
-    labels: where factory and kwargs stand in the caller's ``make_vec(...)``, for messages.
-    may_reuse: the factory may return an env that is in use already, as some other libraries' vector envs allow.
+    labels: the names of factory and kwargs in the caller's ``make_vec(...)``, for messages.
+    may_reuse: whether the factory may return an env that is in use already, as some other libraries' vector envs allow.
     """
 
     env_index: int
@@ -44,9 +44,9 @@ class Recipe:
     may_reuse: bool = False
 
     def build(self) -> BuiltEnv:
-        """Build the env here and now.
+        """Builds the env in this process.
 
-        Raises RecipeError if the result is no new env; whatever the factory, a wrapper or a lazy value raises passes
+        Raises RecipeError if the result is no new env. Exceptions of the factory, a wrapper or a lazy value pass
         through, after the lazy values built so far are released.
         """
         values = LazyValues()
@@ -67,7 +67,7 @@ class Recipe:
             raise
 
     def parts(self) -> dict[str, Any]:
-        """What has to travel, by the name that messages call it by."""
+        """The objects that have to travel, by their names in messages."""
         named: dict[str, Any] = {self.labels[0]: self.factory}
         if type(self.factory) is MakeGym:
             named = {self.labels[0]: self.factory.target, f"{self.labels[0]}.wrappers": self.factory.late_wrappers}
@@ -81,7 +81,7 @@ class Recipe:
                 env = self._checked(wrapper(env), f"wrapper {callable_name(wrapper)}")
         except BaseException:
             _live_envs.discard(made)
-            with contextlib.suppress(Exception):  # the wrapper's own error is the one to tell
+            with contextlib.suppress(Exception):  # the wrapper's own error is the one to report
                 made.close()
             raise
         return env
@@ -103,7 +103,7 @@ class BuiltEnv:
         self._values = values
 
     def release(self, timeout_s: float) -> None:
-        """Release the env's lazy values within ``timeout_s`` seconds, after the env was closed. Never raises."""
+        """Releases the env's lazy values within ``timeout_s`` seconds, after the env was closed. Never raises."""
         _live_envs.discard(self._made)
         self._values.release(timeout_s)
 
@@ -118,9 +118,9 @@ def make_recipes(
 ) -> list[Recipe]:
     """One Recipe per env, for every form of ``make_vec``'s arguments. No env is built.
 
-    resolve_foreign_id: gives the factory of a ``pettingzoo/...`` or ``meltingpot/...`` id; without it they are refused.
-    Raises RecipeError for what says not how to build a new env, ConfigError for numbers that do not fit together, and
-    Gymnasium's own errors for ids that it does not know.
+    resolve_foreign_id: returns the factory of a ``pettingzoo/...`` or ``meltingpot/...`` id; None refuses such ids.
+    Raises RecipeError for arguments that do not describe a new env, ConfigError for numbers that do not fit together,
+    and Gymnasium's own errors for ids that Gymnasium does not know.
     """
     several = isinstance(env, (list, tuple))
     forms = list(env) if several else [env]
@@ -154,11 +154,11 @@ def make_recipes(
 
 
 def pack(recipes: Sequence[Recipe], *, start_method: str, big: list[pickle.PickleBuffer] | None = None) -> bytes:
-    """The recipes as bytes for another process; what lives in ``__main__`` goes by value.
+    """The recipes as bytes for another process; functions and classes of ``__main__`` travel by value.
 
-    With them go the ids that are registered here, for factories that call ``gymnasium.make``. Comes back in under 5 s
-    even if an object hangs while it is pickled. big: takes the memory of what is big, which `unpack` is to be given.
-    Warns about what arrives as something else than it was (an open file) or is huge. Raises CannotTravel.
+    The ids that are registered here travel too, for factories that call ``gymnasium.make``. Returns in under 5 s even
+    if an object hangs while it is pickled. big: receives the memory of big arrays, which `unpack` then needs.
+    Warns about objects that arrive as something else (an open file) or are huge. Raises CannotTravel.
     """
     inner: list[pickle.PickleBuffer] | None = None if big is None else []
     packed = dumps(list(recipes), _parts_of(recipes), start_method=start_method, big=inner)
@@ -173,7 +173,7 @@ def pack(recipes: Sequence[Recipe], *, start_method: str, big: list[pickle.Pickl
 
 
 def unpack(data: bytes, big: Iterable[Any] = ()) -> list[Recipe]:
-    """The recipes that ``pack`` packed. big: the memory that it took, if any, in the same order.
+    """The recipes that ``pack`` packed. big: the memory that ``pack`` took out, if any, in the same order.
 
     Raises CannotTravel where something in them cannot be rebuilt here.
     """
@@ -196,7 +196,7 @@ def unpack(data: bytes, big: Iterable[Any] = ()) -> list[Recipe]:
 def check_forkable(recipes: Sequence[Recipe]) -> None:
     """Raises CannotTravel if the recipes hold what a forked process must not inherit: ZeroMQ, held locks, threads, ...
 
-    Warns about what they may inherit, but not safely use: open files and sockets, ...
+    Warns about what the process may inherit but cannot use safely: open files and sockets, ...
     """
     check_inheritable(_parts_of(recipes))
 

@@ -1,4 +1,4 @@
-"""The forms that ``make_vec``'s env argument may take, each understood as a factory; what is no recipe is refused."""
+"""The forms that ``make_vec``'s env argument may take, each turned into a factory; other objects are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from muster.recipes.gymnasium_ids import (
 
 @dataclass(frozen=True)
 class Source:
-    """One element of ``make_vec``'s env argument, understood."""
+    """One element of ``make_vec``'s env argument: its factory, and its name in messages."""
 
     factory: Callable[..., Any]
     name: str
@@ -42,7 +42,7 @@ class Source:
 
 
 def sources_of(forms: Sequence[Any], several: bool, resolve_foreign_id: ForeignResolver | None) -> list[Source]:
-    """The source of each form; one that stands in the list many times (``[make_env] * 64``) is looked at once."""
+    """The source of each form; a form that is in the list many times (``[make_env] * 64``) is examined once."""
     known: dict[int, Source] = {}
     sources = []
     for i, form in enumerate(forms):
@@ -76,7 +76,7 @@ def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | Non
 
 
 def _makers_in(form: Any) -> str:
-    """What to hand over in place of a module of PettingZoo's kind."""
+    """The end of the message for a module of PettingZoo's kind: what to pass instead of the module."""
     if not inspect.ismodule(form):
         return ""
     names = [name for name in ("parallel_env", "env") if callable(getattr(form, name, None))]
@@ -85,7 +85,7 @@ def _makers_in(form: Any) -> str:
 
 
 def _spec_of_instance(env: Any, label: str) -> EnvSpec:
-    """The spec of an env that was handed over itself, with a warning. RecipeError where that is not enough."""
+    """The spec of an existing env that was passed itself; warns about it. Raises RecipeError if the spec is no help."""
     spec = None
     if isinstance(env, gym.Env):
         with contextlib.suppress(Exception):  # a property, of any user's class
@@ -109,26 +109,26 @@ def _spec_of_instance(env: Any, label: str) -> EnvSpec:
 
 
 def check_call(source: Source, kwargs: Mapping[str, Any]) -> None:
-    """Raises RecipeError if the factory's signature cannot take ``kwargs``: before workers start, and in the caller."""
+    """Raises RecipeError if the factory's signature does not accept ``kwargs``: in the caller, before workers start."""
     if type(source.factory) is MakeGym:
         return
     try:
-        # Not what it wraps: a decorator may well add the arguments that the decorated function asks for.
+        # Not the signature of the wrapped function: a decorator may add arguments that this function requires.
         signature = inspect.signature(source.factory, follow_wrapped=False)
     except (TypeError, ValueError):  # builtins without one
         return
     try:
         signature.bind(**kwargs)
     except TypeError as error:
-        given = f"with env_kwargs {sorted(kwargs)}" if kwargs else "without arguments"
+        passed = f"with env_kwargs {sorted(kwargs)}" if kwargs else "without arguments"
         raise RecipeError(
-            f"{source.label} {source.name}{signature} cannot be called {given}: {error}. Pass what it needs in "
+            f"{source.label} {source.name}{signature} cannot be called {passed}: {error}. Pass what it needs in "
             "env_kwargs (a dict, or a list with a dict per env); muster.get_worker_info().env_index tells envs apart."
         ) from None
 
 
 def constructor_of(env: Any) -> str:
-    """The code that builds such an env, wrappers included but for those that ``gymnasium.make`` puts on."""
+    """The code that builds an env like `env`, with its wrappers except those that ``gymnasium.make`` adds."""
     wrappers = []
     while isinstance(env, gym.Wrapper):
         if type(env).__module__ != "gymnasium.wrappers.common":
@@ -144,17 +144,17 @@ def constructor_of(env: Any) -> str:
 
 
 def _built_by_a_module(env: Any) -> str | None:
-    """The code for an env of PettingZoo or Melting Pot, whose classes nobody calls by themselves."""
+    """The code for an env of PettingZoo or Melting Pot, whose classes are not called directly; None for other envs."""
     with contextlib.suppress(Exception):  # of any user's class
         package, *rest = module_name(type(getattr(env, "unwrapped", env))).split(".")
         if package == "meltingpot":
             return 'substrate.build(...)   # from meltingpot import substrate; or give the id "meltingpot/<substrate>"'
-        # A package of PettingZoo's kind: its envs' modules are named as they name themselves.
+        # In a package of PettingZoo's kind an env's module has the name that the env's metadata contains.
         if isinstance(env, gym.Env) or not hasattr(env, "possible_agents"):
             return None
         name, make = env.metadata["name"], "env" if hasattr(env, "agent_iter") else "parallel_env"
         for parent in (".".join([package, *rest[:1]]), package):
-            # PettingZoo's are not among sys.modules. To look for one in a package that is loaded runs none of its code.
+            # PettingZoo's modules are not in sys.modules. Looking for a module in a loaded package runs no code of it.
             is_package = hasattr(sys.modules.get(parent), "__path__")
             module = f"{parent}.{name}"
             if is_package and str(name).isidentifier() and find_spec(module) is not None:
@@ -168,7 +168,7 @@ def factory_example(constructor: str) -> str:
 
 
 def _why_it_stays(env: Any, path: str) -> str:
-    """A line per part of the env that could not have travelled anyway, to tell people what their env holds."""
+    """A line per part of the env that could not have been sent anyway, to show users what their env holds."""
     blocking = [culprit for culprit in find_culprits(env, path, limit_s=1.0) if culprit.severity == "blocks"]
     lines = [f"\n  {culprit.path}: {culprit.type}: {culprit.reason}" for culprit in blocking[:3]]
     return "\nIt could not have been sent to a worker either:" + "".join(lines) if lines else ""

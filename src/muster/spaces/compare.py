@@ -1,4 +1,4 @@
-"""Where two spaces differ."""
+"""The first difference between two spaces, with its path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from muster.spaces.tree import Space
 
 
 class Difference(NamedTuple):
-    """Where two spaces disagree: `path` and `field`, and both values."""
+    """A place where two spaces disagree: `path` and `field`, and both values."""
 
     path: str
     field: str
@@ -20,7 +20,10 @@ class Difference(NamedTuple):
 
 
 def first_difference(expected: Space, got: Space, path: str, *, bounds: bool) -> Difference | None:
-    """Where two spaces differ in layout, or in bounds too. Dict keys are compared by value, whatever their order."""
+    """The first place where two spaces differ in layout, or with `bounds` also in bounds; None if there is none.
+
+    Dict keys are compared by value, in any order.
+    """
 
     def differ(field: str, a: object, b: object) -> Difference | None:
         same = isinstance(b, np.ndarray) and np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b

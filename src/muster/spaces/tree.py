@@ -19,7 +19,7 @@ from muster.errors import ActionError, SpecMismatch
 Array = npt.NDArray[Any]
 Space = spaces.Space[Any]
 
-# Casting may go right in this order, never left: nothing is lost in kind.
+# Kinds of dtypes in order: a cast may go to the right, never to the left, so that no kind of value is lost.
 _KINDS = "biufc"
 # Actions of discrete spaces up to this size are handed to envs as numpy scalars made once.
 _CACHED_SCALARS = 4096
@@ -49,9 +49,9 @@ class Node:
         raise NotImplementedError
 
     def batch_node(self, rows: Rows, *, checked: bool = False) -> BatchNode | None:
-        """The node for the core's batches of all envs, see _core/batches.hpp; None where they are made in Python.
+        """The node for the core's batches of all envs, see _core/batches.hpp; None where Python makes them.
 
-        checked: values are to lie within the space's bounds.
+        checked: whether the core refuses values outside the space's bounds.
         """
         raise NotImplementedError
 
@@ -93,9 +93,9 @@ class Leaf(Node):
     def __init__(self, space: Space, path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         super().__init__(space, path)
         self.shape = shape
-        self.dtype = np.dtype(dtype).newbyteorder("=")  # what the core copies, it does not swap
+        self.dtype = np.dtype(dtype).newbyteorder("=")  # the core copies values without swapping their bytes
         self.index = -1  # set by `tree`
-        self.lenient = False  # likewise
+        self.lenient = False  # set by `tree`
         self.row_bytes = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
         self.leaves = (self,)
 
@@ -132,7 +132,7 @@ class Leaf(Node):
         return np.array(rows.arrays[self.index][env])
 
     def store(self, value: Any, row: Array) -> None:
-        """Writes what the core does not copy as it is: casts it, or says what is wrong with it."""
+        """Writes a value that the core cannot copy unchanged: casts it, or raises SpecMismatch with the reason."""
         array = self._as_array(value)
         if array is None:
             raise SpecMismatch(f"{self.path} is {_brief(value)}, expected {self._expected()}")
@@ -282,7 +282,7 @@ class BranchNode(Node):
         raise SpecMismatch(f"{self.path} is a {type(value).__name__}, expected a plain {self.kind}")
 
     def parts(self, value: Any, error: type[ActionError | SpecMismatch]) -> list[Any]:
-        """The children's values, in the children's order."""
+        """The children's values in `value`, in the children's order. Raises `error` where they do not fit."""
         if self.kind == "dict":
             if not isinstance(value, Mapping):
                 raise error(f"{self.path}: expected a dict with keys {list(self.keys)}, got {_brief(value)}")
@@ -300,21 +300,22 @@ class BranchNode(Node):
 def tree(space: Space, path: str, *, lenient: bool = False, of_actions: bool = False) -> Node:
     """The tree of `space`, its leaves numbered from 0.
 
-    lenient: observations are cast to the space's dtype whatever is lost, and axes of length 1 may be missing or too
-    many; discrete actions may be out of range, and single discrete values are ints. As other libraries' vector envs.
+    lenient: observations are cast to the space's dtype even where values are lost, and axes of length 1 may be missing
+    or surplus; discrete actions may be out of range, and single discrete values are ints. Other libraries' vector envs
+    do the same.  of_actions: whether `space` is a space of actions.
     """
     root = _node(space, path)
     for index, leaf in enumerate(root.leaves):
         leaf.index = index
         leaf.lenient = lenient
         if lenient and of_actions and not leaf.shape and leaf.dtype.kind == "f":
-            # Single numbers reach envs as the caller's own type elsewhere, and only float64 is a Python float.
+            # Other libraries pass single numbers to envs in the caller's own type, and only float64 is a Python float.
             leaf.dtype, leaf.row_bytes = np.dtype(np.float64), 8
     return root
 
 
 def _squeezed(array: Array, shape: tuple[int, ...]) -> Array:
-    """`array` in `shape`, if they differ in axes of length 1 only; else as it is."""
+    """`array` reshaped to `shape` if the two differ only in axes of length 1; else `array` unchanged."""
     if [n for n in array.shape if n != 1] == [n for n in shape if n != 1]:
         return array.reshape(shape)
     return array
@@ -348,7 +349,7 @@ def keeps_kind(array: Array, dtype: np.dtype[Any]) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """Its type, itself, and what NumPy has against it: a tensor of a GPU or a graph says what it needs."""
+    """The type and the repr of `value`, and NumPy's error: that of a tensor on a GPU or in a graph says what to do."""
     text = repr(value)
     text = f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
     try:
