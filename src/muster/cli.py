@@ -69,6 +69,9 @@ def describe(
     ] = False,
 ) -> None:
     """Run many reinforcement-learning environments in parallel, and train on them."""
+    # As for ``python -m``: every command can name modules in the folder that it is called in.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def doctor(
@@ -97,7 +100,6 @@ def doctor(
     from muster.doctor.show import show
     from muster.doctor.targets import about_import, judge_target, parse_kwargs, prints_to_stderr, resolve_target
 
-    _find_modules_here()
     how_to_import = None
     with _reported_plainly(), prints_to_stderr():
         if (unusable := about_import(target, timeout)) is not None:
@@ -146,7 +148,6 @@ def bench(
     from muster.doctor.targets import parse_kwargs, prints_to_stderr, resolve_target
 
     console = Console(highlight=False)
-    _find_modules_here()
     with _reported_plainly(), prints_to_stderr():
         try:
             env, how_to_import = resolve_target(target)
@@ -200,7 +201,6 @@ def train(
     [dim]Example:[/] [bold]muster train CartPole-v1 --seed 1[/]
     """
     console = Console(highlight=False)
-    _find_modules_here()
     with _reported_plainly():
         from muster.algorithms import PPOConfig
         from muster.training import runs
@@ -240,7 +240,6 @@ def evaluate(
     [dim]Example:[/] [bold]muster eval runs/CartPole-v1-seed0-20260101-120000[/]
     """
     console = Console(highlight=False)
-    _find_modules_here()
     with _reported_plainly():
         from muster.training import runs
 
@@ -279,12 +278,6 @@ def _opened(plan: TrainingPlan, num_envs: int) -> Iterator[muster.VectorEnv]:
         if not isinstance(envs, muster.VectorEnv):
             raise UsageError(f"{plan.env} has several agents; muster train takes envs with one.")
         yield envs
-
-
-def _find_modules_here() -> None:
-    """As for ``python -m``: modules in the folder that the command is called in can be named."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from muster.training.learning_curve import plot_learning_curve, short_number
+from muster.training.learning_curve import plot_learning_curve
 from muster.training.run_folder import RunFolder
 
 
@@ -49,11 +49,3 @@ plot_learning_curve(Path({str(metrics)!r}), Path({str(tmp_path / "curve.png")!r}
 sys.exit("matplotlib.pyplot" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (999, "999"), (250_000, "250k"), (1_234_567, "1.23M"), (999_999, "1000k"), (-2e9, "-2G")],
-)
-def test_numbers_are_short(value: float, text: str):
-    assert short_number(value) == text

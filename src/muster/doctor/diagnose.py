@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
-import signal
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
@@ -217,37 +213,15 @@ def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) 
             return "the recipe cannot be sent to its workers, see above"
         if hazards := fork_hazards(recipe.parts()):
             return f"workers would inherit what they must not use: {hazards[0].path}: {hazards[0].reason}"
-    with warnings.catch_warnings(), _noting_interrupts() as interrupts:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with make_envs(recipe, 1, context=context, start_timeout=timeout_s, step_timeout=timeout_s) as envs:
                 envs.reset(seed=0)
                 envs.step(envs.action_space.sample())
-        except BaseException as error:  # an env may raise a KeyboardInterrupt or a SystemExit, too
-            if interrupts:
-                raise
+        except Exception as error:  # a KeyboardInterrupt or SystemExit that the env raises arrives as an EnvError
             return f"{type(error).__name__}: {error}"
     return None
-
-
-@contextmanager
-def _noting_interrupts() -> Iterator[list[int]]:
-    """A list that a Ctrl-C of the doctor's own is noted in, while it has its usual effect."""
-    interrupts: list[int] = []
-    usual = signal.getsignal(signal.SIGINT)
-    if not callable(usual) or threading.current_thread() is not threading.main_thread():
-        yield interrupts
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        interrupts.append(number)
-        usual(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 def _measured(behaviour: TrialOutcome, pair: TrialOutcome) -> Measurements:

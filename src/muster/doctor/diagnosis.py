@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Severity = Literal["blocks", "warns", "good", "note"]
+# The worst severity comes first: the report lists findings in this order.
 MARKS: dict[Severity, str] = {"blocks": "x", "warns": "!", "good": "+", "note": "-"}
 
 

@@ -46,12 +46,11 @@ def measure(
     env_kwargs: Mapping[str, Any] | None = None,
     rounds: int = 5,
     seconds: float = 1.0,
-    on_round: Callable[[], object] = lambda: None,
 ) -> list[Measured]:
     """Steps `num_envs` of `env` by random actions: Muster's ways, then Gymnasium's.
 
     seconds: for each way in each of the rounds, so that all of them meet the machine in the same states.
-    on_round: called after each.  What a way raises is its problem, and does not stop the others.
+    What a way raises is its problem, and does not stop the others.
     """
     measured: list[Measured] = []
     runs: list[Callable[[float], float] | None] = []
@@ -75,7 +74,6 @@ def measure(
                 except Exception as error:
                     measured[i] = Measured(measured[i].way, problem=f"{type(error).__name__}: {error}")
                     runs[i] = None
-            on_round()
     return measured
 
 

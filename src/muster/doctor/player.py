@@ -85,14 +85,13 @@ class Player:
         self.rows = rows
         return digest.hexdigest()
 
-    def step_some(self, count: int) -> None:
-        """`count` rows."""
-        for _ in range(count):
-            if self._over:
-                self._reset()
-            else:
-                self._step(self._act())
-            self._on_row()
+    def play_row(self) -> None:
+        """Takes one step, or resets the env where its episode is over."""
+        if self._over:
+            self._reset()
+        else:
+            self._step(self._act())
+        self._on_row()
 
     def _reset(self, **arguments: Any) -> Any:
         start = time.perf_counter()

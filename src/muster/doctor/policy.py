@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from muster.doctor.diagnosis import Finding, PolicyVerdict, size
-from muster.nn.marks import is_uncopyable
 from muster.rollout.processes.policy_travel import obstacle_to
 from muster.rollout.weights import named_weights
 
@@ -22,7 +21,7 @@ def judge_policy(policy: Any) -> tuple[Finding, PolicyVerdict]:
     verdict = PolicyVerdict(
         False, weight_bytes, obstacle.path, obstacle.type_name, obstacle.reason, obstacle.ways_out()
     )
-    if is_uncopyable(policy):
+    if obstacle.marked:
         text = f"it stays in the calling process, as it asks: {obstacle}. There it acts for the envs of all workers"
         return Finding("note", "policy", text), verdict
     text = f"it cannot be copied to collector processes, because of {obstacle}. MultiCollector lets it act here for all"

@@ -19,7 +19,6 @@ from muster.doctor.diagnosis import (
 )
 
 _STYLES: dict[Severity, str] = {"blocks": "bold red", "warns": "yellow", "good": "green", "note": "dim"}
-_WORST_FIRST: tuple[Severity, ...] = ("blocks", "warns", "good", "note")
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
@@ -27,7 +26,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     console.print(Text(diagnosis.target, "bold"), soft_wrap=True)
     console.print()
     found = Table.grid(padding=(0, 2))
-    for severity in _WORST_FIRST:
+    for severity in MARKS:
         for finding in diagnosis.findings:
             if finding.severity == severity:
                 found.add_row(Text(MARKS[severity], _STYLES[severity]), Text(finding.topic, "bold"), _body(finding))

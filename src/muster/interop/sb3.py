@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import reprlib
 import warnings
@@ -256,15 +255,14 @@ def make_vec_env(
             "Every env is built where it runs"
         )
     fns = [
-        functools.partial(
-            _MonitoredEnv(
-                env_id,
-                None if seed is None else seed + rank,
-                None if monitor_dir is None else os.path.join(monitor_dir, str(rank)),
-                monitor_kwargs or {},
-                wrapper_class,
-                wrapper_kwargs or {},
-            ),
+        partial(
+            _monitored,
+            env_id,
+            None if seed is None else seed + rank,
+            None if monitor_dir is None else os.path.join(monitor_dir, str(rank)),
+            monitor_kwargs or {},
+            wrapper_class,
+            wrapper_kwargs or {},
             **(env_kwargs or {}),
         )
         for rank in range(start_index, start_index + n_envs)
@@ -274,36 +272,27 @@ def make_vec_env(
     return vec_env
 
 
-class _MonitoredEnv:
+def _monitored(
+    env_id: str | Callable[..., Any],
+    action_seed: int | None,
+    monitor_path: str | None,
+    monitor_kwargs: dict[str, Any],
+    wrapper_class: Callable[..., Any] | None,
+    wrapper_kwargs: dict[str, Any],
+    /,
+    **env_kwargs: Any,
+) -> Any:
     """Builds one env of `make_vec_env`, where it will run."""
-
-    def __init__(
-        self,
-        env_id: str | Callable[..., Any],
-        action_seed: int | None,
-        monitor_path: str | None,
-        monitor_kwargs: dict[str, Any],
-        wrapper_class: Callable[..., Any] | None,
-        wrapper_kwargs: dict[str, Any],
-    ) -> None:
-        self.env_id = env_id
-        self.action_seed = action_seed
-        self.monitor_path = monitor_path
-        self.monitor_kwargs = monitor_kwargs
-        self.wrapper_class = wrapper_class
-        self.wrapper_kwargs = wrapper_kwargs
-
-    def __call__(self, **env_kwargs: Any) -> Any:
-        if not isinstance(self.env_id, str):
-            env = of_gymnasium(self.env_id(**env_kwargs))
-        else:
-            try:
-                env = gymnasium.make(self.env_id, **{"render_mode": "rgb_array", **env_kwargs})
-            except TypeError:  # an env without render modes
-                env = gymnasium.make(self.env_id, **env_kwargs)
-        if self.action_seed is not None:
-            env.action_space.seed(self.action_seed)
-        if self.monitor_path is not None:
-            os.makedirs(os.path.dirname(self.monitor_path), exist_ok=True)
-        env = Monitor(env, filename=self.monitor_path, **self.monitor_kwargs)
-        return env if self.wrapper_class is None else self.wrapper_class(env, **self.wrapper_kwargs)
+    if not isinstance(env_id, str):
+        env = of_gymnasium(env_id(**env_kwargs))
+    else:
+        try:
+            env = gymnasium.make(env_id, **{"render_mode": "rgb_array", **env_kwargs})
+        except TypeError:  # an env without render modes
+            env = gymnasium.make(env_id, **env_kwargs)
+    if action_seed is not None:
+        env.action_space.seed(action_seed)
+    if monitor_path is not None:
+        os.makedirs(os.path.dirname(monitor_path), exist_ok=True)
+    env = Monitor(env, filename=monitor_path, **monitor_kwargs)
+    return env if wrapper_class is None else wrapper_class(env, **wrapper_kwargs)

@@ -20,7 +20,7 @@ def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, MaxNLocator
+        from matplotlib.ticker import EngFormatter, MaxNLocator
     except ImportError as error:
         raise ImportError("Plots need matplotlib. Install it with: pip install 'muster-rl[cli]'") from error
 
@@ -46,7 +46,7 @@ def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal
     axes.set_ylabel("return", color=MUTED)
     axes.set_xlim(0, steps[-1])
     axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=MUTED, length=0)
@@ -56,14 +56,6 @@ def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal
     axes.legend(facecolor="white", edgecolor="none", labelcolor=MUTED, loc="best", fontsize=9)
     figure.savefig(plot_path)
     return True
-
-
-def short_number(value: float) -> str:
-    """1234567 as 1.23M, 250000 as 250k, 999 as 999."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.2f}".rstrip("0").rstrip(".") + unit
-    return f"{value:g}"
 
 
 def _read(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
 from torchrl.data import Composite, Unbounded
 
-from muster.interop.torchrl.specs import Codec, chosen, ends, ends_spec, flag_spec, no_ends
+from muster.interop.torchrl.specs import Codec, chosen, ends, ends_spec, flag_spec
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
 
@@ -36,9 +36,6 @@ class TensorDictShape(Protocol):
 
     def reward_fields(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
         """Rewards and who of a group has ended."""
-
-    def not_ended(self) -> Tensors:
-        """Who of a group has ended after a reset: nobody."""
 
     def actions(self, tensordict: TensorDictBase) -> Any:
         """The actions in `tensordict`, as the vector env takes them."""
@@ -68,16 +65,14 @@ class SingleAgent:
         return tensors
 
     def with_finals(self, observations: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
-        arrived: Tensors = _map(torch.clone, observations)
+        arrived = TensorDict(observations, self._lead, self._device).clone()
         for row in np.flatnonzero(over).tolist():
-            _put(arrived, self.observation_fields(infos["final_obs"][row], {}), row)
-        return arrived
+            arrived[row] = TensorDict(self.observation_fields(infos["final_obs"][row], {}), [], self._device)
+        tensors: Tensors = arrived.to_dict()
+        return tensors
 
     def reward_fields(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
         return {"reward": torch.from_numpy(rewards.astype(np.float32)).unsqueeze(-1).to(self._device)}
-
-    def not_ended(self) -> Tensors:
-        return {}
 
     def actions(self, tensordict: TensorDictBase) -> Any:
         return self._action.decode(tensordict.get("action"))
@@ -166,9 +161,6 @@ class AgentGroups:
             for group in self._leads
         }
 
-    def not_ended(self) -> Tensors:
-        return {group: no_ends(lead, self._device) for group, lead in self._leads.items()}
-
     def actions(self, tensordict: TensorDictBase) -> Any:
         return {group: codec.decode(tensordict.get((group, "action"))) for group, codec in self._actions.items()}
 
@@ -188,15 +180,3 @@ class AgentGroups:
     def _tensor(self, array: Any, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         tensor = torch.as_tensor(array if shape is None else np.broadcast_to(array, shape).copy())
         return tensor.to(self._device)
-
-
-def _map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    return {key: _map(function, item) for key, item in tree.items()} if isinstance(tree, dict) else function(tree)
-
-
-def _put(tree: Any, row_tree: Any, row: int) -> None:
-    for key, item in row_tree.items():
-        if isinstance(item, dict):
-            _put(tree[key], item, row)
-        else:
-            tree[key][row] = item

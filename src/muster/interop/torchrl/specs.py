@@ -108,11 +108,6 @@ def ends(terminated: Any, truncated: Any, device: torch.device | None) -> dict[s
     return {name: torch.from_numpy(flag).unsqueeze(-1).to(device) for name, flag in zip(_ENDS, flags, strict=True)}
 
 
-def no_ends(lead: tuple[int, ...], device: torch.device | None) -> dict[str, torch.Tensor]:
-    """The same after a reset, all False."""
-    return {name: torch.zeros((*lead, 1), dtype=torch.bool, device=device) for name in _ENDS}
-
-
 def chosen(mask: torch.Tensor, values: Any, others: Any) -> Any:
     """`values` in the rows where `mask`, bool ``[N]``, is True, else `others`. Both: tensors ``[N, ...]``, or dicts."""
     if isinstance(values, Mapping):
