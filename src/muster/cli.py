@@ -16,7 +16,7 @@ import gymnasium as gym
 import muster
 from muster.errors import EnvError, MusterError, UsageError
 
-# Told by ``main``, without a traceback; a program that only imports this module is not stopped.
+# A missing package is reported by ``main``, without a traceback; a program that only imports this module goes on.
 try:
     import typer
     from rich.console import Console
@@ -39,7 +39,7 @@ INTERRUPTED = 130  # the shell's exit status for Ctrl-C
 
 
 def main() -> None:
-    """What the installed ``muster`` script calls."""
+    """Entry point of the installed ``muster`` script."""
     if _missing is not None:
         raise SystemExit(f"The muster command needs {_missing}. Install it with: pip install 'muster-rl[cli]'")
     make_app()()
@@ -57,7 +57,7 @@ def make_app() -> typer.Typer:
 
 
 def show_version(asked: bool) -> None:
-    """What ``--version`` does, before a command is asked for."""
+    """Prints the version where ``--version`` was written, and exits before any command is looked for."""
     if asked:
         typer.echo(muster.__version__)
         raise typer.Exit
@@ -117,7 +117,7 @@ def doctor(
             if judged is not None:
                 diagnosis = replace(diagnosis, findings=(*diagnosis.findings, judged[0]), policy=judged[1])
     advice = diagnosis.recommendation
-    # The line may well be about something else than the target: the id of the env that a factory would give twice.
+    # The line need not be about the target: for a factory that returns the same env twice it names that env's id.
     if how_to_import is not None and advice is not None and f"({target.rpartition(':')[2]}," in advice.line:
         diagnosis = replace(diagnosis, recommendation=replace(advice, factory=f"import muster\n{how_to_import}\n"))
     if as_json:
@@ -251,24 +251,24 @@ def evaluate(
 
 
 def _resumed_plan(context: typer.Context, run: Path) -> TrainingPlan:
-    """The run's own plan, with what the command line says otherwise."""
+    """The plan that the run was begun with, changed by the options on the command line."""
     from muster.training import runs
 
-    given = {
+    provided = {
         name: value
         for name, value in context.params.items()
         if getattr(context.get_parameter_source(name), "name", None) == "COMMANDLINE"
     }
-    if settled := sorted(given.keys() - {"resume", "total_steps", "num_workers"}):
+    if settled := sorted(provided.keys() - {"resume", "total_steps", "num_workers"}):
         raise typer.BadParameter(f"the run has settled {', '.join(settled)}; --resume goes on with what it has")
     plan = runs.read_plan(run)
-    config = replace(plan.config, total_steps=given.get("total_steps", plan.config.total_steps))
-    return replace(plan, config=config, num_workers=given.get("num_workers", plan.num_workers))
+    config = replace(plan.config, total_steps=provided.get("total_steps", plan.config.total_steps))
+    return replace(plan, config=config, num_workers=provided.get("num_workers", plan.num_workers))
 
 
 @contextmanager
 def _opened(plan: TrainingPlan, num_envs: int) -> Iterator[muster.VectorEnv]:
-    """The plan's envs. As an option may be why they cannot be made, ValueErrors are told with the usage."""
+    """The plan's envs, closed at the end. A ValueError is reported with the usage: an option may be its cause."""
     workers = plan.num_workers if num_envs == plan.config.num_envs else None
     try:
         envs = muster.make_vec(plan.env, num_envs, num_workers=workers, autoreset_mode="same_step")
@@ -282,7 +282,7 @@ def _opened(plan: TrainingPlan, num_envs: int) -> Iterator[muster.VectorEnv]:
 
 @contextmanager
 def _reported_plainly() -> Iterator[None]:
-    """Errors that their message explains end the command with it, without a traceback through our own code."""
+    """Ends the command with the message alone where the message explains the error, without a traceback of our code."""
     try:
         yield
     except (MusterError, gym.error.Error, ImportError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What the doctor recommends."""
+"""Recommendations of the doctor: the lines that could run many of an env."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from muster.workers.resources import memory_left, usable_cores
 
 _LONGEST_REPR = 200
 _SHARE_OF_MEMORY = 0.5
-# How much work should lie between two rounds of waking the workers and being woken by them, which take 0.06 ms.
+# The caller wakes its workers and they wake it: a round of both takes 0.06 ms. This much work should lie between two.
 _ROUND_WORK_S = 500e-6
 _MOST_ENVS_PER_WORKER = 32
 
 
 @dataclass
 class Verdict:
-    """What the recommendation depends on. source: how a line of code names the env, its id or its factory.
+    """The facts that a recommendation depends on. source: the env's id or factory, as a line of code names it.
 
-    alone: only one env may live in a process.  travels: the recipe can be sent.  tried: for each start method what it
-    died of, or None.  fragile: it ended early while it was stepped.
+    alone: only one env may live in a process.  travels: the recipe can be sent.  tried: by start method the error that
+    ended its worker, or None.  fragile: the env ended its trial early while it was reset or stepped.
     """
 
     source: str
@@ -47,7 +47,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A line that could be recommended. options: of its `make_vec`, but for num_envs and env_kwargs."""
+    """A line that could be recommended. options: those of its `make_vec` call, without num_envs and env_kwargs."""
 
     advice: Recommendation
     options: Mapping[str, Any]
@@ -68,7 +68,7 @@ def candidates(verdict: Verdict, measured: Measurements) -> list[Candidate]:
         if verdict.fragile:
             options |= {"on_failure": "restart", "step_timeout": 60}
         ways.append(("process", workers, options))
-    if not (verdict.alone or verdict.fragile):  # what shares a process with others is lost with them
+    if not (verdict.alone or verdict.fragile):  # envs that share a process are lost together
         if verdict.travels and workers > 1:
             ways.append(("process", min(cores - 1, count - 1), {"caller_steps": True}))
         ways.append(("serial", 0, {"backend": "serial"}))
@@ -86,15 +86,15 @@ def _envs_per_worker(step_s: float | None) -> int:
 
 
 def _most_envs(num_workers: int, measured: Measurements) -> int:
-    """How many envs take their share of the memory that is left; the rest is for who trains on them. At least 1."""
+    """The number of envs that fit into half of the free memory, at least 1; the other half is for the training."""
     room = int(_SHARE_OF_MEMORY * memory_left()[0]) - num_workers * (measured.worker_bytes or 0)
     return max(1, room // max(1, measured.env_bytes or 0))
 
 
 def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recommendation:
-    """What to write for an env, or a factory of one, that exists already, or for a factory that lacks arguments.
+    """The line to write for an env that exists already, a factory that returns one, or one that lacks arguments.
 
-    source: how a line of code names it.
+    source: the env or factory as a line of code names it.
     """
     cores = usable_cores()
     existing = env if is_env(env) else None
@@ -105,8 +105,8 @@ def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recomme
     if spec is not None and (name := name_of_spec(spec)) is not None:
         line, factory = f"envs = muster.make_vec({name}, num_envs={cores})", None
     elif existing is None and (missing := _missing_arguments(env, env_kwargs)):
-        given = [f"{json.dumps(name)}: {value!r}" for name, value in env_kwargs.items()]
-        listed = ", ".join([*given, *(f"{json.dumps(name)}: ..." for name in missing)])
+        provided = [f"{json.dumps(name)}: {value!r}" for name, value in env_kwargs.items()]
+        listed = ", ".join([*provided, *(f"{json.dumps(name)}: ..." for name in missing)])
         line, factory = f"envs = muster.make_vec({source}, num_envs={cores}, env_kwargs={{{listed}}})", None
     else:
         call = constructor_of(existing) if existing is not None else "MyEnv(...)"
@@ -128,29 +128,29 @@ def spec_of(existing: Any) -> EnvSpec | None:
     """The spec that an env could be rebuilt from."""
     spec = None
     if isinstance(existing, gym.Env):
-        with contextlib.suppress(Exception):  # a property, of any user's class
+        with contextlib.suppress(Exception):  # it may be a property of a user's class, and raise anything
             spec = existing.spec
     usable = isinstance(spec, EnvSpec) and spec.entry_point is not None and unrecorded_wrapper(spec) is None
     return spec if usable else None
 
 
 def name_of_spec(spec: EnvSpec) -> str | None:
-    """The id, as code, that makes envs of just this spec; None where it is not the registered one any more."""
+    """The spec's id, as code; None where that id is registered with another spec by now."""
     registered = gym.registry.get(spec.id)
     try:
         return json.dumps(spec.id) if registered is not None and _as_made(registered) == _as_made(spec) else None
-    except Exception:  # of kwargs that cannot be compared
+    except Exception:  # kwargs need not be comparable
         return None
 
 
 def _as_made(spec: EnvSpec) -> dict[str, Any]:
-    """A spec's fields, but for what `gymnasium.make` adds to an env's by itself."""
+    """The fields of a spec that decide how envs are made, without those that `gymnasium.make` adds by itself."""
     fields = {key: getattr(spec, key) for key in ("entry_point", "max_episode_steps", "additional_wrappers")}
     return {**fields, "kwargs": {key: value for key, value in spec.kwargs.items() if key != "render_mode" or value}}
 
 
 def _missing_arguments(factory: Any, env_kwargs: Mapping[str, Any]) -> list[str]:
-    """The arguments that a factory needs and is not given, by name."""
+    """Names of the arguments that a factory needs and `env_kwargs` lacks."""
     try:
         parameters = inspect.signature(factory, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):
@@ -195,12 +195,12 @@ def _candidate(
 
 
 def _kwargs(env_kwargs: Mapping[str, Any]) -> str:
-    """As code that makes them anew, or else by the name that they are likely to have."""
+    """The arguments as a literal that can be pasted; "env_kwargs", their likely name, where no literal makes them again."""
     if not all(map(is_plain, env_kwargs.values())):
         return "env_kwargs"
     text = repr(dict(env_kwargs))
     try:
         again = ast.literal_eval(text) if len(text) <= _LONGEST_REPR else None
-    except (ValueError, SyntaxError):  # of an array
+    except (ValueError, SyntaxError):  # the repr of an array is no literal
         again = None
     return text if again == dict(env_kwargs) else "env_kwargs"

@@ -27,7 +27,7 @@ def name_api(env: Any) -> str:
 
 
 def check_api(env: Any) -> tuple[list[str], list[str]]:
-    """What the API's own checker refuses, and what it warns of, a line each. It steps and resets the env."""
+    """What the API's own checker refuses, and what it warns of, one line each. The checker resets and steps the env."""
     api = name_api(env)
     refused: list[str] = []
     with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):

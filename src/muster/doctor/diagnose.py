@@ -1,4 +1,4 @@
-"""`muster.diagnose`: tries an env out and says how to run many of it, or what is in the way."""
+"""`muster.diagnose`: tries an env out, and returns how to run many of it, or what is in the way."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from muster.recipes.existing_env import is_env
 from muster.recipes.recipe import Recipe, make_recipes, pack
 
 CONTEXTS = ("forkserver", "spawn", "fork")
-# What every worker and every trial does with an env, first what they do before it is stepped for the first time.
+# The stages of every worker and every trial, in order; first those before an env's first step.
 _BEFORE_STEPS = ("unpacking the recipe", "building it", "resetting it")
 _ON_THE_WAY = (*_BEFORE_STEPS, "stepping it", "closing it")
 _SHOWN_CULPRITS = 3
@@ -58,7 +58,7 @@ def diagnose(
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
     of a trial, and for each step.  seconds: how long each line that could be recommended is run, after its start.
     name: how messages call the env.
-    policy: is looked at, too: whether `MultiCollector` could copy it to its processes. It is not called. Needs PyTorch.
+    policy: examined as well: whether `MultiCollector` could copy it to its processes. It is never called. Needs PyTorch.
 
     Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense.
     """
@@ -130,7 +130,7 @@ def _run_lines(
     timeout_s: float,
     run_s: float,
 ) -> Diagnosis:
-    """The diagnosis, after the lines that it could recommend have been run. recipe: as for `try_lines`."""
+    """The diagnosis. Runs the lines that could be recommended first. recipe: as for `try_lines`."""
     lines = candidates(verdict, measured)
     tried, outcomes = try_lines(lines, recipe, measured.build_s, timeout_s, run_s)
     if outcomes and outcomes[0].results.get("episodes"):
@@ -139,7 +139,7 @@ def _run_lines(
     if isinstance(recipe, bytes) and outcomes and is_fatal(outcomes[-1]):
         ended = outcomes[-1]
         if ended.hung:
-            ended.detail = ""  # the stack of what called the envs, not theirs
+            ended.detail = ""  # this stack is the doctor's own, not the env's
         findings += about_early_end(ended, "blocks")
         verdict.fragile = True
         return Diagnosis(target, tuple(findings), measured, pick(candidates(verdict, measured), ()), tried=tuple(tried))
@@ -155,13 +155,13 @@ def _name(env: Any) -> str:
 
 
 def _source(env: Any, target: str) -> str:
-    """How a line of code names what was handed over; "make_env" where it has no name of its own."""
+    """The name of `env` in a line of code; "make_env" where it has none of its own."""
     if isinstance(env, str):
         return json.dumps(env)
     spec = env if isinstance(env, EnvSpec) else spec_of(env)
     if spec is not None:
         return name_of_spec(spec) or ("spec" if spec is env else "env.spec")
-    module, _, name = target.rpartition(":")  # as the command line names it
+    module, _, name = target.rpartition(":")  # the command line writes module:name
     if not module:
         name = callable_name(env).rpartition(".")[2] if inspect.isfunction(env) or inspect.isclass(env) else ""
     return name if name.isidentifier() else "make_env"
@@ -192,7 +192,7 @@ def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
 
 
 def _try_contexts(recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome) -> dict[str, str | None]:
-    """By start method: what a worker died of, None if it stepped. Those that would only hang again are left out."""
+    """The error that ended a worker, by start method; None where it stepped. Methods that would hang again are left out."""
     tried: dict[str, str | None] = {}
     if behaviour.hung and behaviour.stage in _BEFORE_STEPS:
         return tried
@@ -204,9 +204,9 @@ def _try_contexts(recipe: Recipe, timeout_s: float, travels: bool, behaviour: Tr
 
 
 def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) -> str | None:
-    """Starts one worker for real. What it died of, None if it stepped.
+    """The error that ended a worker started for real; None if it stepped.
 
-    A recipe that does not travel can still be inherited, though not everything in it may be of use then.
+    A recipe that does not travel can still be inherited, though forked workers must not use every object in it.
     """
     if not travels:
         if context != "fork":

@@ -1,4 +1,4 @@
-"""What the doctor says: findings, measurements, a recommendation."""
+"""The doctor's results: findings, measurements, a recommendation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ MARKS: dict[Severity, str] = {"blocks": "x", "warns": "!", "good": "+", "note": 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """One finding of the doctor.
 
-    severity: it ``"blocks"`` parallel use, deserves care (``"warns"``), is as it should be, or is a mere fact.
-    topic: what was looked at.  text: what was found.  remedy: code to write instead, or None.
+    severity: ``"blocks"`` keeps the env from running in parallel, ``"warns"`` deserves care, ``"good"`` is as it should
+    be, ``"note"`` is a mere fact.  topic: the subject of the trial.  text: the finding.  remedy: code to write instead,
+    or None.
     """
 
     severity: Severity
@@ -29,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What one env did in a process of its own. Seconds and bytes; None where it could not be measured.
+    """Figures of one env in a process of its own, in seconds and bytes; None where nothing could be measured.
 
     episode_rows: mean steps of an episode of the first line that was run, None if none ended.
     """
@@ -46,10 +47,10 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """How to run many of the env. line: ready to use.  factory: code to write first, or None.
+    """The way to run many of the env. line: ready to use.  factory: code to write before it, or None.
 
     steps_per_s: env steps a second that the line made, without a policy; None where it was not run, or failed.
-    memory_bytes: of all envs and workers, predicted from one; None where nothing was measured.
+    memory_bytes: memory of all envs and workers, predicted from one of each; None where nothing was measured.
     """
 
     line: str
@@ -76,8 +77,8 @@ class TriedLine:
 class PolicyVerdict:
     """Whether a policy can be copied to collector processes.
 
-    weight_bytes: of its parameters and buffers.  path, type, reason: of what is in the way, "" where nothing is.
-    ways_out: what can be done about it.
+    weight_bytes: size of its parameters and buffers.  path, type, reason: these describe the object in the way, ""
+    where there is none.  ways_out: what can be done about it.
     """
 
     copyable: bool
@@ -90,9 +91,9 @@ class PolicyVerdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `muster.diagnose` returns. Printing it shows it all.
+    """The result of `muster.diagnose`. Printing it shows everything.
 
-    tried: the lines that could be recommended, and how fast each was.  policy: None where none was given.
+    tried: the lines that could be recommended, and how fast each was.  policy: None where none was passed.
     """
 
     target: str
@@ -104,11 +105,11 @@ class Diagnosis:
 
     @property
     def blocks(self) -> bool:
-        """Whether something keeps the env from running in parallel as it was handed over."""
+        """Whether a finding keeps the env from running in parallel as it was handed over."""
         return any(finding.severity == "blocks" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """The diagnosis as plain values, for JSON."""
         return {**dataclasses.asdict(self), "blocks": self.blocks}
 
     def __str__(self) -> str:
@@ -128,13 +129,13 @@ class Diagnosis:
 
 
 def code_of(advice: Recommendation) -> str:
-    """The code to write, from its imports on."""
+    """The code to write, imports included."""
     code = f"{advice.factory}\n{advice.line}" if advice.factory else advice.line
     return code if "import muster\n" in code else f"import muster\n\n{code}"
 
 
 def measured_rows(measured: Measurements) -> list[tuple[str, str]]:
-    """The measurements in words, those there are."""
+    """The measurements in words, as (name, value); those that are None are left out."""
     rows = [
         ("build", seconds(measured.build_s)),
         ("step", seconds(measured.step_median_s)),
@@ -149,7 +150,7 @@ def measured_rows(measured: Measurements) -> list[tuple[str, str]]:
 
 
 def tried_rows(tried: Sequence[TriedLine]) -> list[tuple[str, str]]:
-    """The lines that were run: env steps a second, and what made them; for a problem "-"."""
+    """The tried lines, as (env steps a second, call); with a problem as ("-", call) and ("", problem)."""
     rows = []
     for one in tried:
         call = one.line.removeprefix("envs = ")
@@ -160,7 +161,7 @@ def tried_rows(tried: Sequence[TriedLine]) -> list[tuple[str, str]]:
 
 
 def recommended_rows(advice: Recommendation) -> list[tuple[str, str]]:
-    """The recommendation in words."""
+    """The recommendation in words, as (name, value)."""
     each = advice.num_envs / max(1, advice.num_workers + advice.caller_steps)
     workers = f"{advice.num_workers} worker{'s' * (advice.num_workers > 1)}{' and the caller' * advice.caller_steps}"
     rows = [
@@ -178,7 +179,7 @@ def recommended_rows(advice: Recommendation) -> list[tuple[str, str]]:
 
 
 def seconds(value: float | None) -> str:
-    """``41 us``, ``1.2 ms``, ``3.4 s``; nothing for None."""
+    """A duration as ``41 us``, ``1.2 ms``, ``3.4 s``; "" for None."""
     if value is None:
         return ""
     for unit, factor in (("us", 1e6), ("ms", 1e3)):
@@ -188,7 +189,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: int | None) -> str:
-    """``512 bytes``, ``38 MB``; nothing for None."""
+    """A size as ``512 bytes``, ``38 MB``; "" for None."""
     if value is None:
         return ""
     for unit, factor in (("bytes", 1.0), ("KB", 1e3), ("MB", 1e6)):

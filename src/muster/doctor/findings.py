@@ -1,4 +1,4 @@
-"""What the doctor's trials found, in words."""
+"""Findings of the doctor, made from the outcomes of its trials."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from muster.doctor.diagnosis import Finding, Severity, size
 from muster.doctor.guarded import STARTING, TrialOutcome
 
-# An env that ended early in one of these stages cannot be stepped; in the others it can.
+# An env that ends its trial early in one of these stages cannot be stepped; one that gets past them can.
 FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
-# What goes wrong only with a second one.
+# The stages that only a second env in the same process can break.
 _OF_TWO = ("building a second one in the same process", "stepping two of it in one process")
 _MANY_THREADS = 2
 _MUCH = 10_000
@@ -18,17 +18,17 @@ _SHOWN = 4
 
 
 def about_early_end(outcome: TrialOutcome, severity: Severity) -> list[Finding]:
-    """A finding if the trial did not come to its end."""
+    """One finding where the trial ended early; none where it came to its end."""
     if outcome.stage is None:
         return []
-    if outcome.stage == STARTING:  # no line of the env has run
+    if outcome.stage == STARTING:  # no code of the env has run
         return [Finding("warns", "life", f"{outcome.stage}, a trial {outcome.how}", outcome.detail or None)]
     text = f"{outcome.stage}, the env {outcome.how}"
     return [Finding(severity, "life", text, outcome.detail or None)]
 
 
 def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
-    """What the trial `behaviour` found."""
+    """Findings of the trial `behaviour`."""
     found = about_early_end(outcome, "blocks" if outcome.stage in FATAL else "warns")
     results = outcome.results
     if "api" in results:
@@ -55,7 +55,7 @@ def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
 
 
 def about_replay(behaviour: TrialOutcome, replay: TrialOutcome) -> list[Finding]:
-    """Whether seeds give what they promise, within a process and across."""
+    """Findings about seeds: whether they reproduce a trajectory, in one process and in two."""
     found = about_early_end(replay, "warns")
     first = behaviour.results
     if "digest" not in replay.results or "digest_other" not in first:
@@ -75,7 +75,7 @@ def about_replay(behaviour: TrialOutcome, replay: TrialOutcome) -> list[Finding]
 
 
 def about_pair(behaviour: TrialOutcome, pair: TrialOutcome) -> Finding:
-    """Whether two envs may live in one process."""
+    """The finding whether two envs may live in one process."""
     results = behaviour.results
     repeats = results["digest"] == results.get("digest_again")
     if behaviour.stage is None and pair.stage in _OF_TWO:
@@ -91,18 +91,18 @@ def about_pair(behaviour: TrialOutcome, pair: TrialOutcome) -> Finding:
 
 
 def about_untried(behaviour: TrialOutcome) -> Finding:
-    """What is not known because the trials for it would hang as `behaviour` did."""
+    """The finding that names what was not tried, since those trials would hang as `behaviour` did."""
     text = f"{behaviour.stage}, it hung: its speed, its seeds and two of it in one process were not tried"
     return Finding("note", "life", text)
 
 
 def about_start_methods(tried: Mapping[str, str | None], known: bool) -> list[Finding]:
-    """Which start methods work. tried: for each what it died of, or None.  known: the story is told already."""
+    """Findings about start methods. tried: the error of each, or None.  known: another finding explains it already."""
     works = [name for name, error in tried.items() if error is None]
     found = []
     if works:
         found.append(Finding("good", "start methods", f"{', '.join(works)} tried, and work"))
-    # Most often they fail alike, but for some figures.
+    # Most often all fail with the same words, and only figures (pids, times) differ.
     alike: dict[str, list[str]] = {}
     for name, error in tried.items():
         if error is not None:
@@ -111,8 +111,8 @@ def about_start_methods(tried: Mapping[str, str | None], known: bool) -> list[Fi
     for names in alike.values():
         subject = f"{', '.join(names)} {'do' if len(names) > 1 else 'does'} not work"
         error = tried[names[0]] or ""
-        told = error.partition("\n")[0] if known else error
-        found.append(Finding(severity, "start methods", f"{subject}: {told}"))
+        shown = error.partition("\n")[0] if known else error
+        found.append(Finding(severity, "start methods", f"{subject}: {shown}"))
     return found
 
 

@@ -25,7 +25,7 @@ from muster.workers.launcher_client import worker_environment
 from muster.workers.worker_main import flush_streams
 
 STARTING = "starting Python"
-"""The stage before the trial has the word."""
+"""The stage in which no code of the trial has run yet."""
 
 _STDERR_LINES = 12
 _ABORT_S = 2.0
@@ -33,10 +33,10 @@ _ABORT_S = 2.0
 
 @dataclass
 class TrialOutcome:
-    """What a trial told. stage: what it was doing when it ended early, None if it came to its end.
+    """The results that a trial has reported. stage: the one in which it ended early, None if it came to its end.
 
-    how: how it ended early: what it raised, the signal, the exit code, or that it hung.  hung: it was that.
-    detail: the traceback, or the last lines of its stderr with its Python stack.
+    how: the early end in words: an exception, a signal, an exit code or a hang.  hung: whether it was a hang.
+    detail: the traceback, or the last lines of the trial's stderr with its Python stack.
     """
 
     results: dict[str, Any] = field(default_factory=dict)
@@ -49,9 +49,10 @@ class TrialOutcome:
 def run_guarded(
     trial: str, recipe: bytes | Recipe, *, stage_timeout_s: float, options: dict[str, Any], hash_seed: int | None = None
 ) -> TrialOutcome:
-    """Runs `trial` of trials.py on a packed recipe, b"" for `importing`; in a fork of this process on one as it is.
+    """Runs `trial` of trials.py in a new process, and returns its outcome.
 
-    stage_timeout_s: for each of its stages, and for each row of an env that is played in it.
+    recipe: packed (b"" for trials without an env), or a Recipe that cannot be sent: then the trial runs in a fork of
+    this process.  stage_timeout_s: limit for each stage of the trial, and for each row that it plays.
     """
     read, write = os.pipe()
     doctor = os.pidfd_open(os.getpid())
@@ -89,12 +90,12 @@ def run_guarded(
 
 
 class _Fork:
-    """A trial in a fork of this process; of `Popen` what is needed here."""
+    """A trial in a fork of this process, with the part of `Popen`'s interface that is needed here."""
 
     def __init__(self, *arguments: Any, stderr: int) -> None:
         flush_streams()
         with warnings.catch_warnings():
-            # Of other threads, whose locks stay held in the fork: a trial that needs one hangs, and is ended.
+            # Python warns of other threads, whose locks stay held in the fork: a trial that needs one hangs, and is ended.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid:
@@ -137,7 +138,7 @@ def _listen(process: _Process, reports: IO[bytes], stderr: IO[bytes], stage_time
             if _take(outcome, json.loads(line)):
                 deadline = time.monotonic() + stage_timeout_s
         if outcome.stage is None:
-            break  # not once the pipe is closed: what it has forked may hold it
+            break  # without waiting for the pipe to close: a process that the env forked may hold it
     if outcome.stage is not None and not outcome.how:
         outcome.how = _how_ended(process)
     if outcome.stage is not None and not outcome.detail:
@@ -149,7 +150,7 @@ def _listen(process: _Process, reports: IO[bytes], stderr: IO[bytes], stage_time
 
 
 def _take(outcome: TrialOutcome, message: list[Any]) -> bool:
-    """Notes one message; True if the trial gets on."""
+    """Notes one message; returns whether it shows that the trial gets on."""
     kind, *rest = message
     if kind == "result":
         outcome.results[rest[0]] = rest[1]
@@ -167,9 +168,9 @@ def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:
 
 
 def _wait(process: _Process, timeout_s: float) -> os.waitid_result | None:
-    """How it has ended; None if it runs on. It stays a zombie: until then no other session can have its number.
+    """The way `process` has ended; None if it still runs. It is not reaped: a zombie keeps its number from other sessions.
 
-    Raises ProcessLookupError or ChildProcessError where the caller ignores SIGCHLD: nobody knows then.
+    Raises ProcessLookupError or ChildProcessError where the caller ignores SIGCHLD: the kernel then keeps no exit status.
     """
     pidfd = os.pidfd_open(process.pid)
     try:
@@ -180,14 +181,14 @@ def _wait(process: _Process, timeout_s: float) -> os.waitid_result | None:
 
 
 def _end(process: _Process) -> None:
-    """Kills it, and all that is in its session."""
+    """Kills `process` and everything in its session, and reaps it."""
     kill_with_all(process.pid, process.pid, partial(_signal, process))
     process.wait()
 
 
 def _signal(process: _Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, number)  # Popen's own would reap it
+        os.kill(process.pid, number)  # Popen's own `send_signal` would reap it
 
 
 def _how_ended(process: _Process) -> str:

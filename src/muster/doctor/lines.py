@@ -18,12 +18,12 @@ _LONG_BUILD_S = 5.0
 def try_lines(
     lines: Sequence[Candidate], recipe: bytes | Recipe, build_s: float | None, timeout_s: float, run_s: float
 ) -> tuple[list[TriedLine], list[TrialOutcome]]:
-    """Each line with the env steps a second that it made, or why there are none; and the trials of those that were run.
+    """The lines, each with its env steps a second or its problem, and the outcomes of the trials that were run.
 
-    The first alone is run where building one env takes long, and where its envs die or hang as they are stepped, unless
-    the fork may be why.
+    The first line alone is run where building one env takes long, and where its envs die or hang as they are stepped;
+    not so where the trial runs in a fork, which may be the cause.
 
-    recipe: packed, or as it is if it cannot be sent.  build_s: seconds to build one env, if known.
+    recipe: packed, or a Recipe if it cannot be sent.  build_s: seconds to build one env, if known.
     """
     if isinstance(recipe, Recipe) and (hazards := fork_hazards(recipe.parts())):
         why = f"not run: its process would inherit {hazards[0].path}, see above"
@@ -53,7 +53,7 @@ def is_fatal(outcome: TrialOutcome) -> bool:
 
 
 def pick(lines: Sequence[Candidate], tried: Sequence[TriedLine]) -> Recommendation | None:
-    """The fastest; the first where none was run to its end."""
+    """The fastest of the lines; the first where none was run to its end, None where there are none."""
     if not lines:
         return None
     speeds = [one.steps_per_s or 0.0 for one in tried] or [0.0]

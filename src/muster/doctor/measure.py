@@ -1,4 +1,4 @@
-"""How fast an env is stepped in each of the ways to run many of it, measured in turns on this machine."""
+"""Speeds of the ways to run many of an env, measured in turns on this machine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _NUM_ACTIONS = 64
 class Measured:
     """One way to run the envs.
 
-    way: as one writes it.  steps_per_s: of all envs together, a figure for each round; none where there is a problem.
-    options: what `make_vec` is to be given, None where it is not Muster's.
+    way: as one writes it.  steps_per_s: env steps a second of all envs together, a figure for each round; none where
+    there is a problem.  options: those of `make_vec`; None where the way is Gymnasium's.
     """
 
     way: str
@@ -49,8 +49,8 @@ def measure(
 ) -> list[Measured]:
     """Steps `num_envs` of `env` by random actions: Muster's ways, then Gymnasium's.
 
-    seconds: for each way in each of the rounds, so that all of them meet the machine in the same states.
-    What a way raises is its problem, and does not stop the others.
+    seconds: duration of each way's turn in each round. In turns all of them meet the machine in the same states.
+    An exception becomes the problem of the way that raised it, and does not stop the others.
     """
     measured: list[Measured] = []
     runs: list[Callable[[float], float] | None] = []
@@ -80,8 +80,8 @@ def measure(
 def _ways(
     env: Any, num_envs: int, num_workers: int | None, env_kwargs: Mapping[str, Any] | None
 ) -> list[tuple[str, Mapping[str, Any] | None, Callable[[], Any]]]:
-    """Name, options and how it is made, of each way."""
-    given: dict[str, Any] = {"env_kwargs": env_kwargs} if env_kwargs else {}
+    """Each way as (name, options, function that makes its vector env)."""
+    shared: dict[str, Any] = {"env_kwargs": env_kwargs} if env_kwargs else {}
     workers = {} if num_workers is None else {"num_workers": num_workers}
     ours: list[tuple[str, dict[str, Any]]] = [
         ('backend="serial"', {"backend": "serial"}),
@@ -92,7 +92,7 @@ def _ways(
     factories: Sequence[Any] = [functools.partial(factory, **(env_kwargs or {}))] * num_envs
     return [
         *(
-            (f"muster {way}", given | own, functools.partial(make_vec, env, num_envs, **given, **own))
+            (f"muster {way}", shared | own, functools.partial(make_vec, env, num_envs, **shared, **own))
             for way, own in ours
         ),
         ("gymnasium SyncVectorEnv", None, functools.partial(gym.vector.SyncVectorEnv, factories)),
@@ -101,7 +101,7 @@ def _ways(
 
 
 def warmed_up(envs: Any) -> Callable[[float], float]:
-    """Steps `envs`, which this resets, by random actions for the seconds that it is given: env steps a second."""
+    """A function that steps `envs` by random actions for some seconds and returns env steps a second. Resets `envs`."""
     envs.action_space.seed(0)
     run = functools.partial(_steps_per_s, envs, [envs.action_space.sample() for _ in range(_NUM_ACTIONS)])
     envs.reset(seed=0)
@@ -121,10 +121,10 @@ def _steps_per_s(envs: Any, actions: Sequence[Any], seconds: float) -> float:
 
 
 def _close(envs: Any) -> None:
-    with contextlib.suppress(Exception):  # it may have failed, and have been told of
+    with contextlib.suppress(Exception):  # an env that failed is reported already
         envs.close()
 
 
 def code_of_options(options: Mapping[str, Any]) -> list[str]:
-    """Keyword arguments as one writes them."""
+    """Keyword arguments as one writes them in a call."""
     return [f"{key}={json.dumps(value) if isinstance(value, str) else repr(value)}" for key, value in options.items()]

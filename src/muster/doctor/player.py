@@ -1,4 +1,4 @@
-"""Plays an env by seeded random actions, of any API, and sums up what came of it."""
+"""Plays an env of any API by seeded random actions, and sums up its trajectory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEWEST_ROWS = 3
 
 
 class Player:
-    """Plays one env. After `play`: rows, infos, reuses_buffers and changes_action tell what was seen.
+    """Plays one env. rows, infos, reuses_buffers and changes_action describe what `play` has seen.
 
     steps_s, resets_s: seconds of each step and reset.  on_row: called after every row.
     """
@@ -30,7 +30,7 @@ class Player:
         self._on_row = on_row
         agents = isinstance(self._env, AgentsEnv)
         # The adapter of a multi-agent env takes [A, ...] for each group; its layout knows [N, A, ...].
-        # Copied, as a class may have one space for all its envs: what is drawn here changes nothing for another.
+        # A class may have one space for all its envs: actions drawn from a copy change nothing for another env.
         self._actions = self._env.layout.action_space(1) if agents else copy.deepcopy(self._env.action_space)
         self._act = (lambda: _first_row(self._actions.sample())) if agents else self._actions.sample
         self._over = True
@@ -42,12 +42,12 @@ class Player:
         self.changes_action = False
 
     def reset(self, seed: int) -> Any:
-        """Starts an episode, and seeds the actions."""
+        """Starts an episode and seeds the actions; returns the first observation."""
         self._actions.seed(seed)
         return self._reset(seed=seed, options=None)
 
     def obs_bytes(self) -> int:
-        """Bytes of an observation of fixed layout, by its space."""
+        """Bytes of one observation, counted by its space: leaves of fixed layout alone."""
         agents = isinstance(self._env, AgentsEnv)
         space = self._env.layout.observation_space(1) if agents else self._env.observation_space
         return sum(leaf.row_bytes for leaf in tree(space, "observation").leaves)
@@ -55,7 +55,7 @@ class Player:
     def play(
         self, seed: int, rows: int, meanwhile: Callable[[], None] | None = None, enough_s: float = math.inf
     ) -> str:
-        """A digest of `rows` rows from a reset by `seed`, fewer after `enough_s` seconds; `meanwhile` between them."""
+        """Digest of `rows` rows after a reset by `seed`; of fewer after `enough_s` s. Calls `meanwhile` before each row."""
         start = time.monotonic()
         digest = hashlib.sha256()
         obs = self.reset(seed)

@@ -22,7 +22,7 @@ _STYLES: dict[Severity, str] = {"blocks": "bold red", "warns": "yellow", "good":
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
-    """Prints it: what is in the way first, then what was measured, then what to write."""
+    """Prints the diagnosis: obstacles first, then the measurements, then the code to write."""
     console.print(Text(diagnosis.target, "bold"), soft_wrap=True)
     console.print()
     found = Table.grid(padding=(0, 2))
@@ -43,7 +43,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         return
     console.print(_grid("Recommended", recommended_rows(diagnosis.recommendation)))
     console.print()
-    # Not broken at the terminal's edge: it is there to be copied.
+    # Code to be copied is not broken at the terminal's edge.
     console.print(Text(code_of(diagnosis.recommendation), "cyan"), soft_wrap=True)
 
 
@@ -51,12 +51,12 @@ def _show_tried(rows: list[tuple[str, str]], console: Console) -> None:
     console.print(Text("Tried, in env steps/s without a policy", "bold"))
     width = max(len(speed) for speed, _ in rows)
     for speed, text in rows:
-        # Not broken at the terminal's edge either.
+        # These lines are code, too, and are not broken at the terminal's edge.
         console.print(Text(f"  {speed:>{width}}  ").append(Text(text, "" if speed else "yellow")), soft_wrap=True)
 
 
 def _body(finding: Finding) -> RenderableType:
-    # What an env says of itself may be coloured.
+    # An env's own messages may contain terminal colours.
     text = Text.from_ansi(finding.text)
     if not finding.remedy:
         return text

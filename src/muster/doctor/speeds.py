@@ -1,4 +1,4 @@
-"""What a person sees of a measurement of speeds."""
+"""The table of measured speeds, for people."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from muster.workers.resources import usable_cores
 def show_speeds(
     target: str, how_to_import: str | None, num_envs: int, measured: Sequence[Measured], console: Console
 ) -> None:
-    """A row for each way, its speed as a multiple of the first one's, what stood in the way of the others, and what to
-    write for the fastest of ours.
+    """Prints a row for each way, with its speed as a multiple of the first one's, and the line for our fastest way.
 
+    Ways that failed follow with their problems.
     how_to_import: the line that imports the target's factory; None for an id.
     """
     cores = usable_cores()

@@ -1,4 +1,4 @@
-"""What the command line calls an env: an id, or ``module:factory``."""
+"""The command line's names of envs: an id, or ``module:factory``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from muster.introspection import find_in
 
 
 def about_import(target: str, timeout_s: float) -> Finding | None:
-    """What kept the module of ``module:factory`` from being imported in a process of its own; None if nothing did.
+    """The finding that the module of ``module:factory`` cannot be imported; None where it can, and for an id.
 
-    To be asked before `resolve_target`, whose caller an ``os._exit``, a crash or a hang of the module would end.
+    The import is tried in a process of its own. Call this before `resolve_target`, whose import would take the command
+    line with it: the module may crash, hang or call ``os._exit``.
     """
     module_name = _module_of(target)
     if module_name is None:
@@ -30,10 +31,10 @@ def about_import(target: str, timeout_s: float) -> Finding | None:
 
 
 def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict | None]:
-    """What `judge_policy` says of the policy that ``--policy module:make_policy`` names, built in a process of its own.
+    """What `judge_policy` says of the policy that ``--policy module:make_policy`` names.
 
-    What keeps it from being built there is a finding, without a verdict. Raises RecipeError where the module has
-    nothing of that name, ModuleNotFoundError.
+    The policy is built in a process of its own. Where it cannot be built, the finding says so and there is no verdict.
+    Raises RecipeError where the module has nothing of that name, ModuleNotFoundError.
     """
     module_name, name = _module_of(target), target.rpartition(":")[2]
     if module_name is None:
@@ -56,7 +57,7 @@ def _about_early_end(topic: str, outcome: TrialOutcome) -> Finding:
 
 @contextmanager
 def prints_to_stderr() -> Iterator[None]:
-    """What this process and those that it starts print goes to stderr meanwhile: stdout is for the report."""
+    """Sends to stderr what this process and its children print in the meantime: stdout is for the report."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -71,8 +72,8 @@ def prints_to_stderr() -> Iterator[None]:
 def resolve_target(target: str) -> tuple[Any, str | None]:
     """What `make_vec` takes for `target`, and the import that names it in code; None for an id.
 
-    ``module:name`` is a factory where the module has a callable of that name, else an id of an env that the module
-    registers. Raises ModuleNotFoundError, and RecipeError where it is neither.
+    In ``module:name`` the name is that of a callable in the module, else the id of an env that the module registers.
+    Raises ModuleNotFoundError, and RecipeError where it is neither.
     """
     module_name, name = _module_of(target), target.rpartition(":")[2]
     if module_name is None:
@@ -94,7 +95,7 @@ def _module_of(target: str) -> str | None:
 
 
 def parse_kwargs(text: str | None) -> dict[str, Any]:
-    """The keyword arguments that ``--kwargs`` gives as JSON. Raises ConfigError."""
+    """The keyword arguments that ``--kwargs`` holds as JSON. Raises ConfigError."""
     if text is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What the doctor tries out in a process of its own. Each trial tells its results as it goes: it may not come back."""
+"""The doctor's trials, each in a process of its own. Results are reported one by one: a trial may never return."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ _OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, im
 
 
 class Reporter:
-    """Tells the doctor what is going on, as lines of JSON."""
+    """Reports a trial's progress and results to the doctor, as lines of JSON."""
 
     def __init__(self, fd: int) -> None:
         self._pipe = os.fdopen(fd, "w", buffering=1)
         self._alive_at = 0.0
 
     def stage(self, name: str | None) -> None:
-        """What is tried next; None: nothing, all is done."""
+        """Reports the name of the next stage; None after the last."""
         self._send("stage", name)
 
     def alive(self) -> None:
-        """The stage takes long, but gets on."""
+        """Reports, at most every 0.2 s, that the stage gets on though it takes long."""
         if time.monotonic() > self._alive_at:
             self._alive_at = time.monotonic() + _ALIVE_EVERY_S
             self._send("alive")
@@ -73,11 +73,13 @@ class Reporter:
 
 
 def main(trial: str, fd: int, doctor: int, options: dict[str, Any], recipe: Recipe | None = None) -> NoReturn:
-    """The process, from its command line; the packed recipe, of trials of an env that are given none, is on stdin.
+    """Runs one trial; never returns. Where the trial needs a recipe and `recipe` is None, a packed one is on stdin.
 
-    fd: where to tell.  doctor: a pidfd, with whose process this one ends.
+    fd: the pipe to report to.  doctor: pidfd of the doctor's process; the trial ends with it.
     """
-    os.set_inheritable(fd, False)  # what the env starts is not to keep the doctor waiting for the trial's end
+    os.set_inheritable(
+        fd, False
+    )  # else processes that the env starts would hold the pipe, and the doctor would wait for them
     os.set_inheritable(doctor, False)
     set_death_signal(signal.SIGCONT)  # the watchdog cannot run while this process is stopped
     start_watchdog(doctor)
@@ -100,29 +102,29 @@ def main(trial: str, fd: int, doctor: int, options: dict[str, Any], recipe: Reci
             reporter.raised(error)
         except OSError:
             os._exit(EXIT_FDS_CLOSED)
-    # Not by way of the interpreter's own end, which threads of the env may keep from coming.
+    # At once: threads of the env may keep the interpreter's own shutdown from ending.
     os._exit(0)
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback from where the env's own code begins; nothing where it had no part in it."""
-    told = traceback.TracebackException.from_exception(error)
-    frames = [not frame.filename.startswith(_OUR_CODE) for frame in told.stack]
+    """The traceback from the env's first own frame on; "" where none of its code is in it."""
+    described = traceback.TracebackException.from_exception(error)
+    frames = [not frame.filename.startswith(_OUR_CODE) for frame in described.stack]
     if True not in frames:
         return ""
-    del told.stack[: frames.index(True)]
-    lines = "".join(told.format()).splitlines()
+    del described.stack[: frames.index(True)]
+    lines = "".join(described.format()).splitlines()
     return "\n".join(line for line in lines if line.strip(" ^~"))
 
 
 def importing(reporter: Reporter, module_name: str) -> None:
-    """Imports the module that the env is in."""
+    """Imports the module that holds the env's factory."""
     reporter.stage(f"importing the module {module_name}")
     importlib.import_module(module_name)
 
 
 def judging(reporter: Reporter, module_name: str, name: str) -> None:
-    """Builds a policy, or takes what is no function or class for one, and says whether it can be copied."""
+    """Reports whether a policy can be copied. `name` is a function or class that builds it, or the policy itself."""
     reporter.stage(f"importing the module {module_name}")
     try:
         found = find_in(importlib.import_module(module_name), name)
@@ -141,7 +143,7 @@ def judging(reporter: Reporter, module_name: str, name: str) -> None:
 
 
 def behaviour(recipe: Recipe, reporter: Reporter) -> None:
-    """Builds one env and looks at how it behaves."""
+    """Builds one env, plays it, and reports its behaviour and its costs."""
     threads, before = _threads(), own_memory_bytes()
     reporter.result("worker_bytes", before)
     reporter.stage("building it")
@@ -177,7 +179,7 @@ def behaviour(recipe: Recipe, reporter: Reporter) -> None:
 
 
 def replay(recipe: Recipe, reporter: Reporter, rows: int) -> None:
-    """Plays the same rows as `behaviour` in another process."""
+    """Plays the rows of `behaviour` again, in another process, and reports their digest."""
     reporter.stage("building it")
     with _built(recipe) as env:
         reporter.stage("stepping it")
@@ -185,7 +187,7 @@ def replay(recipe: Recipe, reporter: Reporter, rows: int) -> None:
 
 
 def pair(recipe: Recipe, reporter: Reporter, rows: int) -> None:
-    """Lets two envs live in one process, and step in turns."""
+    """Steps two envs in turns in one process, and reports whether the first one's trajectory changes."""
     reporter.stage("building the first of two in one process")
     with _built(recipe) as first:
         one = Player(first, reporter.alive)
@@ -202,7 +204,7 @@ def pair(recipe: Recipe, reporter: Reporter, rows: int) -> None:
 
 
 def line(recipe: Recipe, reporter: Reporter, num_envs: int, options: dict[str, Any], seconds: float) -> None:
-    """Runs many envs as a line would that the doctor may recommend."""
+    """Runs many envs by the options of a line that the doctor may recommend, and reports their speed."""
     reporter.stage("building many of it")
     started = time.perf_counter()
     with make_envs(recipe, num_envs, **options) as envs:
@@ -217,7 +219,7 @@ def line(recipe: Recipe, reporter: Reporter, num_envs: int, options: dict[str, A
 
 
 def make_envs(recipe: Recipe, num_envs: int, **options: Any) -> VectorEnv | MultiAgentVectorEnv:
-    """The vector env of envs of a recipe. options: of `make_vec`."""
+    """A vector env of `num_envs` envs of the recipe. options: those of `make_vec`."""
     return make_vec(recipe.factory, num_envs, env_kwargs=dict(recipe.kwargs), wrappers=recipe.wrappers, **options)
 
 
@@ -235,12 +237,12 @@ def _built(recipe: Recipe) -> Iterator[Any]:
 
 
 def _threads() -> int:
-    """Threads of this process, native ones too."""
+    """The number of threads of this process, native ones included."""
     return len(os.listdir("/proc/self/task"))
 
 
 def _costly(infos: list[dict[str, Any]]) -> list[list[Any]]:
-    """What in the infos is no plain number, or big: [key, type, bytes of its pickle or -1]."""
+    """The values of infos that are big or no plain number, as [key, type, bytes of the pickle or -1]."""
     costly: dict[str, list[Any]] = {}
     for info in infos:
         for key, value in info.items():
