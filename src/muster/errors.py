@@ -75,7 +75,8 @@ class EnvError(MusterError, RuntimeError):
     """An env raised. ``__cause__`` is the original exception where it could be rebuilt here.
 
     message: what happened; `str` adds where it happened, from the attributes.
-    env_index, worker_index: the env that raised, and its worker.  step: env steps into its episode (0 = in reset, None = while building).
+    env_index, worker_index: the env that raised, and its worker.  step: env steps into its episode (0 = in reset,
+    None = while building).
     original_type: qualified name of the original exception's class.  worker_traceback: the traceback as the worker
     printed it.  batch: a `Batch` of the envs that did not fail in the same call, or None.
     """

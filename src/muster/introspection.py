@@ -55,7 +55,7 @@ def class_name(kind: type) -> str:
 
 
 def module_name(definition: Any) -> str:
-    """The module of a class or function. Classes made by C code, such as SWIG's, may have none: they count as builtins."""
+    """The module of a class or function. Classes made by C code, as by SWIG, may have none: they count as builtins."""
     return getattr(definition, "__module__", None) or "builtins"
 
 

@@ -96,7 +96,7 @@ class LazyValues:
         while self._releases:
             path, release = self._releases.pop()
             if hasattr(getattr(release, "__self__", None), "commit"):
-                # A database refuses to be closed by another thread; unlike the close of a network connection, its close does not wait.
+                # A database refuses to be closed by another thread; its close does not wait, that of a connection may.
                 _run(release, path)
                 continue
             # A release that hangs must not use up the time of those that come after it.
@@ -118,7 +118,7 @@ class LazyValues:
         return built
 
     def _adopt(self, resource: Any, path: str) -> Any:
-        """The value that the env gets for ``resource``; notes its release, once for all lazies that return the same object."""
+        """The value that the env gets for ``resource``. Lazies that return the same object release it once."""
         if id(resource) in self._adopted:
             return self._adopted[id(resource)][1]
         kind = type(resource)
@@ -144,7 +144,7 @@ class LazyValues:
 
 
 def _is_context_manager(kind: type) -> bool:
-    """Whether ``with`` opens and closes an instance: entering a lock takes it, entering a database starts a transaction."""
+    """Whether ``with`` opens and closes an instance: a lock is taken by it, a database starts a transaction."""
     return (
         hasattr(kind, "__enter__")
         and hasattr(kind, "__exit__")

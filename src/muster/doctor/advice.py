@@ -195,7 +195,7 @@ def _candidate(
 
 
 def _kwargs(env_kwargs: Mapping[str, Any]) -> str:
-    """The arguments as a literal that can be pasted; "env_kwargs", their likely name, where no literal makes them again."""
+    """The arguments as a literal to paste; "env_kwargs", their likely name, where no literal makes them again."""
     if not all(map(is_plain, env_kwargs.values())):
         return "env_kwargs"
     text = repr(dict(env_kwargs))

@@ -58,7 +58,7 @@ def diagnose(
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
     of a trial, and for each step.  seconds: how long each line that could be recommended is run, after its start.
     name: how messages call the env.
-    policy: examined as well: whether `MultiCollector` could copy it to its processes. It is never called. Needs PyTorch.
+    policy: examined as well: could `MultiCollector` copy it to its processes? It is never called. Needs PyTorch.
 
     Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense.
     """
@@ -192,7 +192,7 @@ def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
 
 
 def _try_contexts(recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome) -> dict[str, str | None]:
-    """The error that ended a worker, by start method; None where it stepped. Methods that would hang again are left out."""
+    """The error that ended a worker, by start method; None where it stepped. Methods that would hang are left out."""
     tried: dict[str, str | None] = {}
     if behaviour.hung and behaviour.stage in _BEFORE_STEPS:
         return tried

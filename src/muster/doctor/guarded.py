@@ -95,7 +95,7 @@ class _Fork:
     def __init__(self, *arguments: Any, stderr: int) -> None:
         flush_streams()
         with warnings.catch_warnings():
-            # Python warns of other threads, whose locks stay held in the fork: a trial that needs one hangs, and is ended.
+            # Python warns of other threads, whose locks stay held in the fork: a trial that needs one hangs, is ended.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid:
@@ -168,9 +168,9 @@ def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:
 
 
 def _wait(process: _Process, timeout_s: float) -> os.waitid_result | None:
-    """The way `process` has ended; None if it still runs. It is not reaped: a zombie keeps its number from other sessions.
+    """The way `process` has ended; None if it still runs. It is not reaped: a zombie keeps its process id.
 
-    Raises ProcessLookupError or ChildProcessError where the caller ignores SIGCHLD: the kernel then keeps no exit status.
+    Raises ProcessLookupError or ChildProcessError where the caller ignores SIGCHLD: no exit status is kept then.
     """
     pidfd = os.pidfd_open(process.pid)
     try:

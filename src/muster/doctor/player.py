@@ -55,7 +55,7 @@ class Player:
     def play(
         self, seed: int, rows: int, meanwhile: Callable[[], None] | None = None, enough_s: float = math.inf
     ) -> str:
-        """Digest of `rows` rows after a reset by `seed`; of fewer after `enough_s` s. Calls `meanwhile` before each row."""
+        """Digest of `rows` rows after a reset by `seed`; of fewer after `enough_s` s. Calls `meanwhile` before each."""
         start = time.monotonic()
         digest = hashlib.sha256()
         obs = self.reset(seed)

@@ -37,9 +37,10 @@ _HOLDERS = (types.FunctionType, types.MethodType, functools.partial, type, abc.A
 class Culprit:
     """An object that cannot be sent, or that would arrive as something else.
 
-    path: the place of the object, ``factory.<closure>.server._context``.  type: its class, with module.  reason: why it cannot
-    be sent, or what arrives instead of it.  remedy: code to write instead.  severity: it ``"blocks"`` sending, or
-    arrives ``"silently_wrong"``.  inherited: what a forked worker would get, None where that is not known.
+    path: the place of the object, ``factory.<closure>.server._context``.  type: its class, with module.
+    reason: why it cannot be sent, or what arrives instead of it.  remedy: code to write instead.
+    severity: it ``"blocks"`` sending, or arrives ``"silently_wrong"``.
+    inherited: what a forked worker would get, None where that is not known.
     fork_is_safe: whether that is known to be usable.
     """
 
@@ -53,7 +54,7 @@ class Culprit:
 
 
 def find_culprits(obj: Any, name: str = "factory", *, limit_s: float = 2.0) -> list[Culprit]:
-    """The objects that keep ``obj`` from being sent to another process as it is, blocking ones first; empty if none does.
+    """The objects that keep ``obj`` from being sent to another process as it is, blocking ones first; [] if none does.
 
     Runs no property, and no other code of the objects than pickling them runs. Returns after ``limit_s`` seconds at
     most, with what was found by then.

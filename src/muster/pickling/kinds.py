@@ -32,9 +32,9 @@ class Kind:
 
     reason: why it cannot be sent, or what arrives instead.  lazy: the arguments of the ``muster.lazy`` that builds one.
     refused: pickling it "works", but what arrives is broken.  silent: it travels, but arrives as something else.
-    warns: like silent, and worth a warning on every start.  inherited: what a forked worker gets.  fork_is_safe: whether
-    that is usable.  hangs_under_fork: it must not be inherited at all.  idle: it is closed, or was not started,
-    and does no harm in a forked worker.
+    warns: like silent, and worth a warning on every start.  inherited: what a forked worker gets.
+    fork_is_safe: whether that is usable.  hangs_under_fork: it must not be inherited at all.
+    idle: it is closed, or was not started, and does no harm in a forked worker.
     """
 
     reason: str

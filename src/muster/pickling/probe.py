@@ -29,8 +29,8 @@ class PickleAttempt:
     """The result of one attempt to pickle.
 
     data: the pickle, None if there is none.  failed: the very object that could not be pickled.  error: the exception
-    that it raised, None if it hung.  out_of_time: the limit was reached before anything failed.  noted: objects that arrive as
-    something else, or are huge.
+    that it raised, None if it hung.  out_of_time: the limit was reached before anything failed.  noted: objects that
+    arrive as something else, or are huge.
     """
 
     data: bytes | None = None

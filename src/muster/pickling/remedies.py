@@ -89,7 +89,7 @@ def _as_call(build: str) -> str:
 
 
 def _argument_name(path: str, owner: Any) -> str:
-    """The name of the argument for `owner`: that of the variable or key at the end of `path`, else of the owner's class.
+    """The name of the argument for `owner`: the variable or key at the end of `path`, else the owner's class.
 
     ``factory.<closure>.server`` and ``factory.keywords["server"]`` become ``server``.
     """

@@ -62,7 +62,7 @@ class Walk:
         self.complete = True
 
     def trail(self, value: Any) -> list[Edge]:
-        """The way from a root to ``value``: each object on it, with its path. Empty if the walk did not reach ``value``."""
+        """The way from a root to ``value``: each object on it, with its path. [] if the walk did not reach it."""
         steps: list[Edge] = []
         key: int | None = id(value)
         while key is not None and key in self._reached:
@@ -81,7 +81,7 @@ class Walk:
 
 
 def deepest_trail(parts: Mapping[str, Any], *, limit_s: float) -> list[Edge]:
-    """The way to the most deeply nested object when objects are followed depth first, as in pickling: places and objects.
+    """The way to the most deeply nested object, followed depth first as in pickling: places and objects.
 
     The deepest object that was found within ``limit_s`` seconds.
     """

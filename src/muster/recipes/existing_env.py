@@ -21,7 +21,8 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 def is_env(value: Any) -> bool:
     """Whether ``value`` is an env, of any API. Runs no code of ``value``.
 
-    Other APIs than Gymnasium's are recognised by their methods; a simulator has ``reset`` and ``step`` too, but no actions.
+    APIs other than Gymnasium's are recognised by their methods; a simulator has ``reset`` and ``step``, but no
+    actions.
     """
     kind = type(value)
     if issubclass(kind, (type, types.ModuleType)):
