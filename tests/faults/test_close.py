@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from faulty_envs import CountingEnv, hang_in_c
 
 import muster
 from muster.errors import ClosedError, EnvError, WorkerDied
+from muster.workers.launcher_client import LauncherClient
 
 HERE = Path(__file__).parent
 ACTIONS = np.zeros(2, np.int64)
@@ -97,6 +99,38 @@ def test_garbage_collection_closes(tmp_path: Path) -> None:
     del envs
     gc.collect()
     assert closed(tmp_path) == ["closed-0", "closed-1"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("options", "halfway"),
+    [
+        ({"backend": "serial"}, weakref.WeakValueDictionary.get),
+        ({"num_workers": 1, "context": "spawn"}, LauncherClient.is_usable),
+    ],
+    ids=["serial", "process"],
+)
+def test_garbage_collection_may_close_a_vector_env_in_the_middle_of_another_start(options: Any, halfway: Any) -> None:
+    collected = []
+
+    def collect(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is halfway.__code__ and not collected:
+            collected.append(gc.collect())
+
+    dropped: Any = muster.make_vec(CountingEnv, 1, **options)
+    dropped.itself = dropped  # only garbage collection frees it
+    del dropped
+    gc.disable()
+    sys.setprofile(collect)
+    try:
+        envs = muster.make_vec(CountingEnv, 1, **options)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    assert collected
+    with envs:
+        envs.reset()
+        assert envs.step(ACTIONS[:1])[0].tolist() == [[0.0, 0.0, 1.0]]
 
 
 def test_close_is_silent_about_a_dead_worker_and_closes_the_others(tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ class LiveEnvs:
     """The envs that recipes built in this process and that are still in use, held weakly."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: garbage collection may close a dropped vector env, and so call `discard`, in the middle of `add`.
+        self._lock = threading.RLock()
         self._by_id: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def add(self, env: Any) -> bool:
@@ -131,8 +132,9 @@ class LiveEnvs:
 
     def discard(self, env: Any) -> None:
         """Forgets ``env``, which is no longer in use."""
+        core = _unwrapped(env)
         with self._lock:
-            self._by_id.pop(id(_unwrapped(env)), None)
+            self._by_id.pop(id(core), None)
 
 
 def _unwrapped(env: Any) -> Any:

@@ -171,7 +171,8 @@ class LauncherClient:
     """The caller's end of a launcher process, which all vector envs of a caller share and the last of them ends."""
 
     _running: ClassVar[dict[tuple[int, str, int], LauncherClient]] = {}
-    _lock = threading.Lock()
+    # Reentrant: garbage collection may close a dropped vector env, and so call `release`, in the middle of `acquire`.
+    _lock = threading.RLock()
 
     @classmethod
     def acquire(cls, method: str, threads: int) -> LauncherClient:
@@ -179,9 +180,13 @@ class LauncherClient:
         key = (os.getpid(), method, threads)
         with cls._lock:
             client = cls._running.get(key)
-            if client is None or not client.is_usable():
-                client = cls._running[key] = cls(key)
-            client._users += 1
+            if client is not None:
+                client._users += 1  # before it is asked: meanwhile garbage collection may release the last other user
+                if client.is_usable():
+                    return client
+                client._users -= 1
+            client = cls._running[key] = cls(key)
+            client._users = 1
             return client
 
     def __init__(self, key: tuple[int, str, int]) -> None:
