@@ -57,7 +57,7 @@ def make_app() -> typer.Typer:
 
 
 def show_version(asked: bool) -> None:
-    """Prints the version where ``--version`` was written, and exits before any command is looked for."""
+    """Prints the version if ``--version`` was passed, and exits before any command is looked up."""
     if asked:
         typer.echo(muster.__version__)
         raise typer.Exit
@@ -69,7 +69,7 @@ def describe(
     ] = False,
 ) -> None:
     """Run many reinforcement-learning environments in parallel, and train on them."""
-    # As for ``python -m``: every command can name modules in the folder that it is called in.
+    # Every command can name modules of the folder that it is called in, as with ``python -m``.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -117,7 +117,7 @@ def doctor(
             if judged is not None:
                 diagnosis = replace(diagnosis, findings=(*diagnosis.findings, judged[0]), policy=judged[1])
     advice = diagnosis.recommendation
-    # The line need not be about the target: for a factory that returns the same env twice it names that env's id.
+    # The line may name something else than the target: the id of the env, where a factory returns the same env twice.
     if how_to_import is not None and advice is not None and f"({target.rpartition(':')[2]}," in advice.line:
         diagnosis = replace(diagnosis, recommendation=replace(advice, factory=f"import muster\n{how_to_import}\n"))
     if as_json:
@@ -251,7 +251,7 @@ def evaluate(
 
 
 def _resumed_plan(context: typer.Context, run: Path) -> TrainingPlan:
-    """The plan that the run was begun with, changed by the options on the command line."""
+    """The plan that the run was started with, changed by the options on the command line."""
     from muster.training import runs
 
     provided = {
@@ -282,13 +282,13 @@ def _opened(plan: TrainingPlan, num_envs: int) -> Iterator[muster.VectorEnv]:
 
 @contextmanager
 def _reported_plainly() -> Iterator[None]:
-    """Ends the command with the message alone where the message explains the error, without a traceback of our code."""
+    """Ends the command with the error's message alone where the message is enough, without our code's traceback."""
     try:
         yield
     except (MusterError, gym.error.Error, ImportError, OSError) as error:
         console = Console(stderr=True, highlight=False)
         console.print(f"[bold red]{type(error).__name__}[/]  {escape(str(error))}", soft_wrap=True)
-        known = isinstance(error.__cause__, gym.error.Error)  # an id that the worker did not find, say
+        known = isinstance(error.__cause__, gym.error.Error)  # such as an id that the worker did not find
         if isinstance(error, EnvError) and error.worker_traceback and not known:
             console.print(f"[dim]{escape(error.worker_traceback.rstrip())}[/]", soft_wrap=True)
         raise typer.Exit(1) from error

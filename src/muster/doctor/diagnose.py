@@ -57,7 +57,7 @@ def diagnose(
     runs in a process of its own: a crash, a hang or an exit in the env is a finding, too.
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
     of a trial, and for each step.  seconds: how long each line that could be recommended is run, after its start.
-    name: how messages call the env.
+    name: the env's name in messages.
     policy: examined as well: could `MultiCollector` copy it to its processes? It is never called. Needs PyTorch.
 
     Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense.
@@ -130,7 +130,7 @@ def _run_lines(
     timeout_s: float,
     run_s: float,
 ) -> Diagnosis:
-    """The diagnosis. Runs the lines that could be recommended first. recipe: as for `try_lines`."""
+    """Runs the lines that could be recommended, and returns the diagnosis. recipe: as for `try_lines`."""
     lines = candidates(verdict, measured)
     tried, outcomes = try_lines(lines, recipe, measured.build_s, timeout_s, run_s)
     if outcomes and outcomes[0].results.get("episodes"):

@@ -105,7 +105,7 @@ class Diagnosis:
 
     @property
     def blocks(self) -> bool:
-        """Whether a finding keeps the env from running in parallel as it was handed over."""
+        """Whether a finding keeps the env from running in parallel in the form in which it was passed."""
         return any(finding.severity == "blocks" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:

@@ -95,7 +95,8 @@ class _Fork:
     def __init__(self, *arguments: Any, stderr: int) -> None:
         flush_streams()
         with warnings.catch_warnings():
-            # Python warns of other threads, whose locks stay held in the fork: a trial that needs one hangs, is ended.
+            # Python warns of other threads: locks that they hold stay held in the fork. A trial that needs one of these
+            # locks hangs, and is ended.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid:
@@ -150,7 +151,7 @@ def _listen(process: _Process, reports: IO[bytes], stderr: IO[bytes], stage_time
 
 
 def _take(outcome: TrialOutcome, message: list[Any]) -> bool:
-    """Notes one message; returns whether it shows that the trial gets on."""
+    """Records one message of the trial; returns whether it shows that the trial makes progress."""
     kind, *rest = message
     if kind == "result":
         outcome.results[rest[0]] = rest[1]

@@ -24,8 +24,8 @@ _NUM_ACTIONS = 64
 class Measured:
     """One way to run the envs.
 
-    way: as one writes it.  steps_per_s: env steps a second of all envs together, a figure for each round; none where
-    there is a problem.  options: those of `make_vec`; None where the way is Gymnasium's.
+    way: its name in the table.  steps_per_s: env steps a second of all envs together, a figure for each round; none
+    where there is a problem.  options: those of `make_vec`; None where the way is Gymnasium's.
     """
 
     way: str
@@ -49,7 +49,8 @@ def measure(
 ) -> list[Measured]:
     """Steps `num_envs` of `env` by random actions: Muster's ways, then Gymnasium's.
 
-    seconds: duration of each way's turn in each round. In turns all of them meet the machine in the same states.
+    seconds: duration of each way's turn in each round. The ways take turns, so that changes in the machine's load reach
+    all of them.
     An exception becomes the problem of the way that raised it, and does not stop the others.
     """
     measured: list[Measured] = []
@@ -126,5 +127,5 @@ def _close(envs: Any) -> None:
 
 
 def code_of_options(options: Mapping[str, Any]) -> list[str]:
-    """Keyword arguments as one writes them in a call."""
+    """Keyword arguments as they are written in a call."""
     return [f"{key}={json.dumps(value) if isinstance(value, str) else repr(value)}" for key, value in options.items()]

@@ -55,7 +55,10 @@ class Player:
     def play(
         self, seed: int, rows: int, meanwhile: Callable[[], None] | None = None, enough_s: float = math.inf
     ) -> str:
-        """Digest of `rows` rows after a reset by `seed`; of fewer after `enough_s` s. Calls `meanwhile` before each."""
+        """The digest of `rows` rows after a reset by `seed`, or of fewer rows once `enough_s` seconds have passed.
+
+        Calls `meanwhile` before each row.
+        """
         start = time.monotonic()
         digest = hashlib.sha256()
         obs = self.reset(seed)

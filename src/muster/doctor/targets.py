@@ -20,8 +20,8 @@ from muster.introspection import find_in
 def about_import(target: str, timeout_s: float) -> Finding | None:
     """The finding that the module of ``module:factory`` cannot be imported; None where it can, and for an id.
 
-    The import is tried in a process of its own. Call this before `resolve_target`, whose import would take the command
-    line with it: the module may crash, hang or call ``os._exit``.
+    The import is tried in a process of its own: the module may crash, hang or call ``os._exit``. Call this before
+    `resolve_target`, which imports the module into the command line's own process.
     """
     module_name = _module_of(target)
     if module_name is None:

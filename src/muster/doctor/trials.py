@@ -57,7 +57,7 @@ class Reporter:
         self._send("stage", name)
 
     def alive(self) -> None:
-        """Reports, at most every 0.2 s, that the stage gets on though it takes long."""
+        """Reports, at most every 0.2 s, that the stage makes progress although it takes long."""
         if time.monotonic() > self._alive_at:
             self._alive_at = time.monotonic() + _ALIVE_EVERY_S
             self._send("alive")
@@ -77,9 +77,8 @@ def main(trial: str, fd: int, doctor: int, options: dict[str, Any], recipe: Reci
 
     fd: the pipe to report to.  doctor: pidfd of the doctor's process; the trial ends with it.
     """
-    os.set_inheritable(
-        fd, False
-    )  # else processes that the env starts would hold the pipe, and the doctor would wait for them
+    # Otherwise processes that the env starts would hold the pipe, and the doctor would wait for them.
+    os.set_inheritable(fd, False)
     os.set_inheritable(doctor, False)
     set_death_signal(signal.SIGCONT)  # the watchdog cannot run while this process is stopped
     start_watchdog(doctor)
@@ -102,12 +101,12 @@ def main(trial: str, fd: int, doctor: int, options: dict[str, Any], recipe: Reci
             reporter.raised(error)
         except OSError:
             os._exit(EXIT_FDS_CLOSED)
-    # At once: threads of the env may keep the interpreter's own shutdown from ending.
+    # The process ends at once: threads of the env may keep the interpreter's own shutdown from ending.
     os._exit(0)
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback from the env's first own frame on; "" where none of its code is in it."""
+    """The traceback from the first frame of the env's own code on; "" where no frame is of that code."""
     described = traceback.TracebackException.from_exception(error)
     frames = [not frame.filename.startswith(_OUR_CODE) for frame in described.stack]
     if True not in frames:

@@ -1,4 +1,4 @@
-"""What `muster.interop.sb3` has workers do with an env. Free of SB3, which imports torch: workers may not need it."""
+"""The calls that `muster.interop.sb3` sends to workers. Imports no SB3, which loads torch: workers may not need it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muster.workers.options import EnvCall
 
 @dataclass(frozen=True)
 class OnSome:
-    """Does something to the envs `indices` only; None for the others."""
+    """Calls `act` on the envs `indices` only; returns None for the others."""
 
     indices: Collection[int]
     act: EnvCall
@@ -25,7 +25,7 @@ class OnSome:
 
 @dataclass(frozen=True)
 class GetAttribute:
-    """The attribute, looked up through wrappers."""
+    """Returns the attribute `name`, looked up through wrappers."""
 
     name: str
 
@@ -35,7 +35,7 @@ class GetAttribute:
 
 @dataclass(frozen=True)
 class HasAttribute:
-    """Whether the env has the attribute; it need not travel."""
+    """Whether the env has the attribute `name`; the attribute's value stays in the worker."""
 
     name: str
 
@@ -49,7 +49,7 @@ class HasAttribute:
 
 @dataclass(frozen=True)
 class SetAttribute:
-    """Sets an attribute of the outermost wrapper, as SB3 does."""
+    """Sets the attribute `name` of the outermost wrapper, as SB3 does."""
 
     name: str
     value: Any
@@ -60,7 +60,7 @@ class SetAttribute:
 
 @dataclass(frozen=True)
 class CallMethod:
-    """Calls a method, looked up through wrappers."""
+    """Calls the method `name`, looked up through wrappers, and returns its result."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -72,7 +72,7 @@ class CallMethod:
 
 @dataclass(frozen=True)
 class IsWrapped:
-    """Whether one of the env's wrappers is a `wrapper`."""
+    """Whether one of the env's wrappers is an instance of the class `wrapper`."""
 
     wrapper: type
 

@@ -1,4 +1,4 @@
-"""`AsyncVectorEnv` and `SyncVectorEnv` with the constructors of Gymnasium 1.4's, on Muster's engine."""
+"""`AsyncVectorEnv` and `SyncVectorEnv` on Muster's engine, with the constructors that Gymnasium 1.4's classes have."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _SPACES = (
 
 
 class TimedOut(WaitTimeout, multiprocessing.TimeoutError):
-    """A ``timeout`` ran out; also the class that Gymnasium raises. The call stays pending."""
+    """A call took longer than its ``timeout``, and stays pending. Derived from the class that Gymnasium raises, too."""
 
 
 class _Writer(LenientWriter):
-    """Says of actions that are no batch at all what Gymnasium says."""
+    """Raises TypeError for actions that are no batch at all, as Gymnasium does."""
 
     def write(self, actions: Any, ids: Array) -> bool:
         try:
@@ -67,11 +67,12 @@ class _Writer(LenientWriter):
 
 
 class _DropIn(VectorEnv):
-    """What both have in common: how spaces and arguments are checked, and whose exceptions are raised."""
+    """The base of both classes: the checks of spaces and arguments, and the choice of exceptions that are raised."""
 
     observation_mode: ObservationMode
     autoreset_mode: AutoresetMode
-    # What to say of sub-environments that differ: of observations that must be equal, must fit, and of actions.
+    # The messages for sub-environments that differ: in observation spaces that must be equal, in observation spaces
+    # that must have the same shape and dtype, and in action spaces.
     _complaints: tuple[str, str, str]
 
     def _set_up(self, observation_mode: ObservationMode, autoreset_mode: str | AutoresetMode) -> None:
@@ -81,7 +82,7 @@ class _DropIn(VectorEnv):
     def _start(self, backend: Backend, copy: bool, raiser: Raiser) -> None:
         parts = replace(LENIENT, spaces=self._agreed, writer=_Writer, raiser=raiser)
         super().__init__(assemble(backend, parts, drop_in_options(backend, self.autoreset_mode, copy=copy)))
-        self.spec = None  # make_vec sets it; the first env's says nothing about the others
+        self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
 
     def _agreed(self, facts: Sequence[EnvFacts]) -> BatchedSpaces:
         first, mode = facts[0], self.observation_mode
@@ -151,7 +152,7 @@ class _DropIn(VectorEnv):
         super().set_attr(name, values)
 
     def step(self, actions: Any) -> StepResult:
-        """Steps every env. Raises what an env raises; the others have then been stepped, too."""
+        """Steps every env. Raises an env's own exception, once the other envs have been stepped, too."""
         try:
             return super().step(actions)
         except ClosedError:
@@ -159,13 +160,13 @@ class _DropIn(VectorEnv):
             raise
 
     def require_open(self) -> None:
-        if not self._finalizer.alive:  # else it was not `close` that closed it
+        if not self._finalizer.alive:  # otherwise something other than `close` has closed it
             raise ClosedError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
         super().require_open()
 
 
 class SyncVectorEnv(_DropIn):
-    """Steps all envs in the calling thread, one after the other. Arguments and attributes as Gymnasium's class."""
+    """Steps all envs in the calling thread, one by one. Arguments and attributes are those of Gymnasium's class."""
 
     _complaints = (
         "SyncVectorEnv(..., observation_mode='same') however the sub-environments observation spaces are not "
@@ -191,7 +192,7 @@ class SyncVectorEnv(_DropIn):
         self.envs = backend.envs
 
     def step(self, actions: Any) -> StepResult:
-        """Steps every env. Raises what an env raises; the others have then been stepped, too."""
+        """Steps every env. Raises an env's own exception, once the other envs have been stepped, too."""
         if self.autoreset_mode is AutoresetMode.DISABLED and self._records["needs_reset"].any():
             ended = np.flatnonzero(self._records["needs_reset"]).tolist()
             raise AssertionError(
@@ -202,14 +203,14 @@ class SyncVectorEnv(_DropIn):
 
 
 class AsyncVectorEnv(_DropIn):
-    """Steps the envs in worker processes. Arguments and attributes as Gymnasium's class of that name, and:
+    """Steps the envs in worker processes. Has the arguments and attributes of Gymnasium's class of that name, and:
 
-    num_workers: processes; None for one per usable core, ``len(env_fns)`` for one env in each as with Gymnasium.
+    num_workers: processes; None for one per usable core, ``len(env_fns)`` for one process per env as in Gymnasium.
 
     No env is built in the calling process. `shared_memory` and `daemon` make no difference: observations are always
     shared, and workers never outlive the caller. `context`: None starts fresh processes instead of forking the caller.
-    `max_concurrency` is the number of workers, at most; it is no limit where envs must have a process each. With a
-    custom `worker`, which speaks the pipes of Gymnasium's own class, the call returns an instance of that class.
+    `max_concurrency` is the number of workers, at most; it is no limit where envs must have a process each. A custom
+    `worker` is written for the pipes of Gymnasium's own class: with one, the call returns an instance of that class.
     """
 
     _complaints = (
@@ -233,7 +234,7 @@ class AsyncVectorEnv(_DropIn):
         num_workers: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """A custom `worker` makes an instance of Gymnasium's class."""
+        """A new instance of this class; of Gymnasium's own class where `worker` is set."""
         if worker is None:
             return super().__new__(cls)
         if num_workers is not None:
@@ -286,7 +287,7 @@ class AsyncVectorEnv(_DropIn):
         self._kind = "reset"
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """What `reset_async` started. Raises multiprocessing.TimeoutError; the reset then stays pending."""
+        """The result of `reset_async`. Raises multiprocessing.TimeoutError; the reset then stays pending."""
         self._require_pending("reset")
         try:
             return super().reset_wait(timeout)
@@ -294,7 +295,7 @@ class AsyncVectorEnv(_DropIn):
             raise _timed_out("reset", timeout) from error
 
     def step(self, actions: Any) -> StepResult:
-        """Steps every env. Raises what an env raises, the last one's where several do."""
+        """Steps every env. Raises an env's own exception; where several envs raise, that of the last env."""
         try:
             return super().step(actions)
         except PendingError:
@@ -308,7 +309,7 @@ class AsyncVectorEnv(_DropIn):
         self._kind = "step"
 
     def step_wait(self, timeout: float | None = None) -> StepResult:
-        """What `step_async` started. Raises multiprocessing.TimeoutError; the step then stays pending."""
+        """The result of `step_async`. Raises multiprocessing.TimeoutError; the step then stays pending."""
         self._require_pending("step")
         try:
             return super().step_wait(timeout)
@@ -321,7 +322,7 @@ class AsyncVectorEnv(_DropIn):
         super().call_async(name, *args, **kwargs)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """What `call_async` started. Raises multiprocessing.TimeoutError; the call then stays pending."""
+        """The results of `call_async`. Raises multiprocessing.TimeoutError; the call then stays pending."""
         self._require_pending("call")
         try:
             return super().call_wait(timeout)

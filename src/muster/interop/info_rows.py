@@ -11,20 +11,20 @@ from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos
 
 _ROWS, _FINALS = "info_rows", "finals_by_env"
-# Of these dtypes an env's own number nearly always is Python's.
+# An env's number of one of these dtypes nearly always was a Python number before it was stored in a column.
 _PYTHON_DTYPES = (np.dtype(np.int64), np.dtype(np.float64), np.dtype(np.bool_))
 
 
 class RowReader(InfoReader):
-    """Reads infos as one dict for each env, which no other env's values have changed; numbers are Python's own.
+    """Reads infos as one dict for each env, which the values of other envs cannot change; numbers are Python's own.
 
-    Take them out with `info_rows` and `finals_by_env`. NumPy scalars of int64, float64 and bool become Python's, too.
+    `info_rows` and `finals_by_env` return the dicts. NumPy scalars of int64, float64 and bool become Python's, too.
     """
 
     in_core = False
 
     def __init__(self, reader: InfoReader) -> None:
-        vars(self).update(vars(reader))  # one memory of layouts: what the one forgets, both have forgotten
+        vars(self).update(vars(reader))  # both readers share their memory of layouts: `forget` works for both
 
     def read_plain(self, ids: Array) -> Infos | None:
         plan = self._plan_for(ids)
@@ -56,12 +56,12 @@ class RowReader(InfoReader):
 
 
 def info_rows(infos: Infos, num_envs: int) -> list[Infos]:
-    """One info for each env, with the keys that it gave itself. infos: as `RowReader` reads them."""
+    """One info for each env, with the keys that the env itself provided. infos: as `RowReader` reads them."""
     rows: list[Infos] | None = infos.get(_ROWS)
     return [{} for _ in range(num_envs)] if rows is None else rows
 
 
 def finals_by_env(infos: Infos) -> dict[int, tuple[Any, Infos]]:
-    """By env the observation and the info of the step that ended its episode. infos: as `RowReader` reads them."""
+    """The observation and info of each step that ended an episode, by env. infos: as `RowReader` reads them."""
     finals: dict[int, tuple[Any, Infos]] = infos.get(_FINALS, {})
     return finals

@@ -88,7 +88,7 @@ class MusterVecEnv(VecEnv):
         seeds, options = list(self._seeds), list(self._options)
         self._reset_seeds()
         self._reset_options()
-        drop_pending(self.vector_env)  # of a step that Ctrl-C has ended
+        drop_pending(self.vector_env)  # results of a step that Ctrl-C has ended
         _start_resets(self.vector_env, seeds, options)
         obs, infos = self.vector_env.reset_wait_with(None, True, self._rows)
         self.reset_infos = info_rows(infos, self.num_envs)
@@ -99,11 +99,11 @@ class MusterVecEnv(VecEnv):
         self.vector_env.step_async(actions)
 
     def step_wait(self) -> VecStep:
-        """obs ``[N, ...]``, rewards ``[N]``, dones bool ``[N]``, and N infos."""
+        """Returns obs ``[N, ...]``, rewards ``[N]``, dones bool ``[N]``, and N infos."""
         return self._as_rows(self.vector_env.step_wait_with(None, True, self._rows))
 
     def step(self, actions: Any) -> VecStep:
-        """`step_async` and `step_wait` in one."""
+        """Steps all envs: `step_async` and `step_wait` in one call."""
         return self._as_rows(self.vector_env.step_with(actions, True, self._rows))
 
     def close(self) -> None:
@@ -139,15 +139,15 @@ class MusterVecEnv(VecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Calls a method of the envs `indices`."""
+        """Calls a method of the envs `indices`, and returns its results."""
         return self._do(CallMethod(method_name, method_args, method_kwargs), indices)
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
-        """Whether the envs `indices` have such a wrapper."""
+        """Whether each of the envs `indices` has a wrapper of the class `wrapper_class`."""
         return self._do(IsWrapped(wrapper_class), indices)
 
     def get_images(self) -> Sequence[npt.NDArray[Any] | None]:
-        """What each env renders."""
+        """Images of all envs; None for each, with a warning, where the render mode is not ``rgb_array``."""
         if self.render_mode != "rgb_array":
             warnings.warn(
                 f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
@@ -173,7 +173,7 @@ def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[s
 
 
 class _Envs(VectorEnv):
-    """What SB3's own vector envs do otherwise than Muster's: a reset that knows no options will do."""
+    """A vector env that takes envs whose ``reset`` has no `options`, as SB3's own do and Muster's do not."""
 
     def __init__(self, backend: Backend, *, ignores_surplus: bool = False) -> None:
         writer = partial(OneByOneWriter, ignores_surplus=ignores_surplus)
@@ -183,7 +183,7 @@ class _Envs(VectorEnv):
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        """Starts `reset`, without options where there are none."""
+        """Starts `reset`; the envs' own ``reset`` receives `options` only where there are any."""
         if options:
             super().reset_async(seed=seed, options=options)
             return
@@ -214,10 +214,10 @@ class DummyVecEnv(MusterVecEnv):
 
 
 class SubprocVecEnv(MusterVecEnv):
-    """Steps the envs in worker processes, several in each where they bear that.
+    """Steps the envs in worker processes, several in each where the envs allow that.
 
     start_method: "forkserver", "spawn" or "fork"; None starts fresh processes that never fork the caller.
-    num_workers: processes; None for one per usable core, ``len(env_fns)`` for one env in each as with SB3.
+    num_workers: processes; None for one per usable core, ``len(env_fns)`` for one process per env as in SB3.
     """
 
     def __init__(self, env_fns: EnvFns, start_method: str | None = None, *, num_workers: int | None = None) -> None:
@@ -246,7 +246,7 @@ def make_vec_env(
 ) -> VecEnv:
     """`n_envs` monitored envs in one `VecEnv`, by default a `DummyVecEnv`; the arguments are SB3's.
 
-    env_kwargs: values may be `muster.lazy(...)`: they are built beside each env, and released with it. Raises WrongType
+    env_kwargs: values may be `muster.lazy(...)`: each is built where its env is, and released with it. Raises WrongType
     for an env that exists already.
     """
     if not isinstance(env_id, str) and not callable(env_id):
@@ -282,7 +282,7 @@ def _monitored(
     /,
     **env_kwargs: Any,
 ) -> Any:
-    """Builds one env of `make_vec_env`, where it will run."""
+    """Builds one env of `make_vec_env`, in the process that will step it."""
     if not isinstance(env_id, str):
         env = of_gymnasium(env_id(**env_kwargs))
     else:

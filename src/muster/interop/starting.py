@@ -29,7 +29,7 @@ class PackingWarning(RuntimeWarning):
 def recipes_of(
     env_fns: Iterable[Callable[[], Any]], wrappers: Sequence[Callable[[Any], Any]] = (), *, may_reuse: bool = False
 ) -> list[Recipe]:
-    """A recipe for each factory. may_reuse: see Recipe. Raises ConfigError for an empty list, WrongType."""
+    """Recipes, one for each factory. may_reuse: see Recipe. Raises ConfigError for an empty list, WrongType."""
     recipes = []
     for i, env_fn in enumerate(env_fns):
         if not callable(env_fn):
@@ -44,14 +44,14 @@ def recipes_of(
 def with_processes(
     make: Callable[..., Made], recipes: Sequence[Recipe], *, context: str | None, num_workers: int | None
 ) -> Made:
-    """``make(backend)`` with worker processes that step several envs each, where envs bear that.
+    """Returns ``make(backend)``, with worker processes that step several envs each where the envs allow that.
 
-    Other workers start only after the first has built a second env. If that raises, or the worker dies, all is built
-    again with one env per process. context: as for `multiprocessing`; None never forks the caller.
+    Other workers start only after the first has built a second env. If that raises, or the worker dies, all envs are
+    built again, each in a process of its own. context: as for `multiprocessing`; None never forks the caller.
     num_workers: None for one per usable core. Raises what `make` and building the envs raise, ValueError.
     """
     if context is not None:
-        get_context(context)  # raises for a name that it does not know
+        get_context(context)  # raises ValueError for an unknown name
     most = len(recipes)
     if num_workers is not None:
         at_least("num_workers", num_workers, 1)
@@ -66,9 +66,9 @@ def with_processes(
     try:
         return make(backend)
     except OneEnvPerProcess:
-        pass  # the env says so itself: nothing to warn of
+        pass  # the env itself asks for a process of its own: no reason to warn
     except (EnvError, RecipeError, WorkerError) as error:
-        # The first env in its process: then company is not to blame.
+        # The env that failed was the first in its process: other envs in the process are not the cause.
         alone = isinstance(error, EnvError) and error.env_index in backend.first_envs
         if options.num_workers == most or isinstance(error, SpecMismatch) or alone:
             raise

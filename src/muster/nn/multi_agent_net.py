@@ -28,20 +28,21 @@ class MultiAgentNet(nn.Module):
     share_params: one network for all agents, which is ``net`` itself; if centralised too, all agents' outputs are
         equal and computed once.
     agent_dim: the axis of ``A`` in the input, counted from the end: -2 for vectors, -4 for images.
-    use_vmap: False calls networks of other than the known layers one after the other, for those that ``torch.vmap``
-        cannot run: recurrent layers such as ``nn.GRU``, branches that depend on values.
+    use_vmap: False calls networks with other layers than the known ones one after the other. This is for networks that
+        ``torch.vmap`` cannot run: recurrent layers such as ``nn.GRU``, branches that depend on values.
 
     The parameters are ``net.<name>``, under the names of the single network. Unless shared, each has the agents in
     front, ``[A, ...]``; of a linear layer in an ``nn.Sequential`` of known layers (linear, convolution, flatten and the
     usual activations) the weight is ``[A, in, out]``. Other networks run under ``torch.vmap``,
     by one thread at a time. So do those with hooks or a ``forward`` of their own, which then see tensors that they may
     use and change, but not keep; with backward hooks the networks are called one after the other. Blocks inside them
-    may not be under ``torch.utils.checkpoint``, which would recompute them with all agents' tensors; the whole may.
+    may not be under ``torch.utils.checkpoint``, which would recompute them with all agents' tensors; the whole module
+    may.
 
     Raises ConfigError and WrongType for bad arguments, SpecMismatch where the networks differ in more than their values
     (options count where their ``repr`` shows them, others are taken from the first) or, in calls, the input's shape
-    does not fit, UsageError where they share tensors or keep references to their own, in a list or function say,
-    CannotTravel where a network of other layers cannot be copied.
+    does not fit, UsageError where they share tensors or keep references to their own (in a list or function, for
+    example), CannotTravel where a network of other layers cannot be copied.
     """
 
     net: nn.Module
@@ -165,7 +166,7 @@ class MultiAgentNet(nn.Module):
         self.load_state_dict(other.state_dict())
 
     def init_agents(self, init: Callable[[int, nn.Module], object]) -> None:
-        """Calls ``init(agent, module)`` with a plain module for each agent, then takes over what it left in them.
+        """Calls ``init(agent, module)`` with a plain module for each agent, then copies the modules' values back.
 
         A shared network is initialised once, as agent 0. The parameters stay the same objects.
         """

@@ -1,7 +1,7 @@
 """Modules that keep their parameters in a TensorDict, as TorchRL's multi-agent networks do.
 
-``torch.func.functional_call`` replaces what modules register. A TensorDict hands out tensors of its own, so that such a
-module would silently go on with those; here the TensorDict itself is replaced for the call.
+``torch.func.functional_call`` replaces what modules register. A TensorDict returns tensors of its own, so that such a
+module would silently continue to use those; here the TensorDict itself is replaced for the call.
 """
 
 from __future__ import annotations

@@ -43,14 +43,14 @@ from muster.rollout.weights import is_same_memory, load_weights, module_of, name
 class Collector(BatchSource):
     """Iterates batches of `frames_per_batch` frames, rounded up to whole steps: TensorDicts ``[T, N]``.
 
-    envs: a vector env, which stays the caller's, or what `muster.make_vec` takes as its first argument; then
-        `num_envs` and `make_vec_options` (its other options, as a dict) go with it, and `shutdown` closes it.
+    envs: a vector env, which stays the caller's, or what `muster.make_vec` takes as its first argument. In that case
+        `num_envs` and `make_vec_options` (make_vec's other options, as a dict) apply, and `shutdown` closes the envs.
     policy: a module with ``in_keys`` and ``out_keys``; any callable from observation to action, or to a dict with
         "action" in it; or None for random actions. It is neither copied nor pickled.
     policy_factory: builds the policy, instead of `policy`.
     total_frames: where to end, -1 for never.
     device: sets policy_device (where the policy computes: it is moved there; None: it stays where it is) and
-        storing_device (where batches are handed out; None: in memory).
+        storing_device (where the batches lie that are returned; None: in memory).
     seed: for envs, random actions and torch's generators while the policy acts. None leaves all as they are.
     overlap: steps one half of the envs while the policy computes for the other.
     init_random_frames: so many frames have random actions before the policy acts. The policy is called once at the
@@ -61,10 +61,11 @@ class Collector(BatchSource):
     compact: leaves ``("next", "observation")`` out, see `muster.rollout.next_observations`; not for a `replay_buffer`.
     replay_buffer: takes the valid frames of each batch by ``extend``; the iterator then yields None.
     initial_state: by key one env's recurrent state at the start of an episode; a TensorDict policy needs none where
-        its modules start without, or from zeros.
+        its modules start without a state, or from zeros.
     exploration: how distributions in the policy are drawn from.
 
-    policy_version: 1, and 1 more with each update of the weights.  acting_version: the last batch's.
+    policy_version: 1, and 1 more with each update of the weights.  acting_version: the version that acted in the last
+    batch.
     A RuntimeWarning reports envs that the vector env replaced; their rows are masked. Raises ConfigError, UsageError,
     and what `make_vec` raises.
     """
@@ -189,7 +190,7 @@ class Collector(BatchSource):
         return [Field(key, tuple(one.shape[2:]), numpy_dtype(key, one)) for key, one in self._trial_outputs().items()]
 
     def _trial_outputs(self) -> dict[Key, Tensor]:
-        """The policy's outputs ``[1, N, ...]``, found by acting once on what the envs show; nothing is stepped."""
+        """The policy's outputs ``[1, N, ...]``, found by acting once on the envs' observations; no env is stepped."""
         cuda = [self._policy_device] if self._policy_device.type == "cuda" else []
         with torch.random.fork_rng(cuda), self._acting():
             rows = self._stepping.start(self._actors, self._env_seeds())
@@ -221,7 +222,7 @@ class Collector(BatchSource):
             self.policy_version += 1
             self._staged = {}
             if self._acts:
-                # Not the policy's own memory: what a learner writes there meanwhile is newer.
+                # Tensors in the policy's own memory are left out: what a learner writes there meanwhile is newer.
                 others = {name: tensor for name, tensor in provided.items() if not is_same_memory(tensor, own[name])}
                 self._staged = {name: tensor.detach().clone() for name, tensor in others.items()}
             else:
@@ -279,7 +280,7 @@ class Collector(BatchSource):
         """Keeps one set of weights for a batch: updates that arrive meanwhile reach the policy after the batch."""
         try:
             with self._updating:
-                self._load_staged()  # Ctrl-C may have ended the last batch before it did so
+                self._load_staged()  # Ctrl-C may have ended the last batch before this was done
                 self._own = named_weights(self.policy)
                 self._acts = True
                 self.acting_version = self.policy_version

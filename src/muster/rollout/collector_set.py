@@ -77,7 +77,8 @@ class CollectorSet(Protocol):
     def reset(self, round_number: int, frames: int) -> None:
         """Begins new episodes in all envs, and drops what is under way.
 
-        round_number: a new one for each reset, so that seeds may differ.  frames: number collected before, by all.
+        round_number: a new one for each reset, so that seeds may differ.
+        frames: number that all collectors together have collected before.
         """
 
     def stats(self) -> dict[str, Any]:

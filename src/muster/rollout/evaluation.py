@@ -26,7 +26,7 @@ def evaluate(
 ) -> Episodes:
     """The first K = `episodes` whole episodes that `policy` plays, by env; each of the N envs plays its share of them.
 
-    With shares fixed beforehand, short episodes are not over-represented, as they are among the first K to end.
+    With shares fixed beforehand, short episodes are not over-represented, as they would be among the first K to end.
 
     envs: a vector env, which stays the caller's.  policy, seed: as for `Collector`.
     max_steps: how many steps all envs together may take, roughly; None for no limit.

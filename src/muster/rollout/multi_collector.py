@@ -34,9 +34,10 @@ _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state")
 class MultiCollector(BatchSource):
     """Iterates batches that several processes collect: TensorDicts ``[T, N]``, neither copied nor pickled on their way.
 
-    envs: what `muster.make_vec` takes as its first argument, with `num_envs` (None: one for each collector, or the
-        list's length) and of its other options ``env_kwargs``, ``wrappers``, ``groups`` and ``state`` in
-        `make_vec_options`. The envs are split evenly.
+    envs: what `muster.make_vec` takes as its first argument. The envs are split evenly.
+    num_envs: number of envs; None for one for each collector, or for the length of the list that `envs` is.
+    make_vec_options: those of make_vec's other options that concern single envs, as a dict: ``env_kwargs``,
+        ``wrappers``, ``groups`` and ``state``.
     policy: as for `Collector`, and copied to each collector; with `policy_factory` it is built there, and `policy`
         only says where weights come from. A policy that cannot be copied stays here, with a warning, and acts for all.
         In the factory `muster.get_worker_info` has the collector's ``worker_index``, and no ``env_index``.
@@ -44,12 +45,12 @@ class MultiCollector(BatchSource):
         whichever is ready first. Each collector then begins its next batch while the caller learns from the last one.
     preemptive_threshold: with `sync`: once this share of the collectors is done, the others stop; the rows that are
         missing are False in ``("collector", "mask")``. It does nothing for a policy that stays here.
-    context, start_timeout, threads_per_collector: as `make_vec` has them for workers.
+    context, start_timeout, threads_per_collector: as the options of `make_vec` for workers.
     on_failure: "restart" replaces an env that raised, in one masked row that is truncated; and, with all its envs, a
         collector that died, timed out or whose policy raised: its part of that batch is masked. Both with a
         RuntimeWarning.
-    max_restarts: how often within a minute one collector's envs may raise, or it may be replaced, before that is an
-        error after all.
+    max_restarts: how often within a minute one collector's envs may raise, or the collector may be replaced, before an
+        error is raised after all.
     collect_timeout: seconds that a collector may take for a batch before it is killed.
 
     Other options are `Collector`'s. ``("collector", "policy_version")``, int64 ``[T, N]``, says which weights acted.
@@ -150,7 +151,7 @@ class MultiCollector(BatchSource):
         return StayingCollector(Collector(envs, self.policy, **for_each))
 
     def update_policy_weights_(self, weights: Any = None) -> None:
-        """Has each collector act with these weights, whole, from the next batch that it begins.
+        """Makes each collector act with these weights, all of them at once, from the next batch that it begins.
 
         weights: None for the current ones of `policy`, else a module, a state dict or a TensorDict of parameters; they
         are copied into `policy` as well, if there is one. Raises SpecMismatch, UsageError.
@@ -167,12 +168,12 @@ class MultiCollector(BatchSource):
         self._collectors.reset(self.batches + 1, self.frames)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of frames and batches; ``collectors``: what their envs have done and how their time went.
+        """Counts of frames and batches; ``collectors``: counts of the collectors' envs, and shares of their time.
 
         In ``collectors``: ``env_steps`` and ``restarts`` (envs that were built again), and for each of ``workers`` the
         shares of its time that it spent ``collecting`` and ``waiting`` for the caller, its env steps, resets and
-        restarts, and what its process holds. Counts are of the batches that have arrived. With a policy that stays
-        here ``collectors`` is `VectorEnv.stats`.
+        restarts, and its process's ``pid``, ``memory_bytes`` and ``fds``. Counts are of the batches that have arrived.
+        With a policy that stays here ``collectors`` is `VectorEnv.stats`.
         """
         return {"frames": self.frames, "batches": self.batches, "collectors": self._collectors.stats()}
 

@@ -139,7 +139,7 @@ class PolicyActor:
         raise NotImplementedError
 
     def _carry(self, key: Key, state: Tensor, outputs: dict[Key, Tensor]) -> None:
-        """Keeps the state for the next step; the one before goes to the outputs. Starts from zeros if none is set."""
+        """Keeps `state` for the next step, and adds this step's to the outputs. Starts from zeros if none is set."""
         if key not in self._initial:
             self._initial[key] = torch.zeros_like(state[0])
             self._state[key] = self._expanded(self._initial[key])
@@ -230,7 +230,7 @@ class TensorDictActor(PolicyActor):
         try:
             td = self._policy(td)
         except Exception as error:
-            # Missing keys reach the modules as None, and fail there in any way.
+            # Missing keys reach the modules as None, which may raise any exception there.
             if self._keys is None and (missing := [key for key in self._in_keys if td.get(key, None) is None]):
                 raise self._explained(missing, error) from error
             raise

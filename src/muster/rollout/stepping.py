@@ -138,7 +138,10 @@ class Stepping:
                 storage.write_loss(Loss(t, int(ids[row]), rows.infos["restarted"][row]))
 
     def _close_row(self, storage: Storage, t: int, part: slice) -> Array | None:
-        """Notes what row t of `part` means for later rows; returns which envs begin trajectories there, or None."""
+        """Records what row t of `part` means for later rows; returns the envs whose next row begins a trajectory.
+
+        Returns bool ``[n]``, or None where there is no such env.
+        """
         if self._quiet and not (any_true(storage.terminated[t]) or any_true(storage.truncated[t])):
             return None
         begins = self._begins[part]

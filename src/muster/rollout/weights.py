@@ -100,7 +100,7 @@ def load_weights(policy: object, weights: Mapping[str, Tensor]) -> None:
         return
     own = named_weights(policy)
     starts = {_start(tensor) for tensor in own.values()}
-    # Own tensors that are to change places are cloned first.
+    # New values that lie in the policy's own tensors are cloned first: an earlier copy could overwrite them.
     others = {name: tensor for name, tensor in weights.items() if not is_same_memory(tensor, own[name])}
     copies = {name: tensor.clone() if _start(tensor) in starts else tensor for name, tensor in others.items()}
     for name, tensor in copies.items():

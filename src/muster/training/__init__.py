@@ -1,1 +1,1 @@
-"""Training runs: what they do, and what they leave behind."""
+"""Training runs: their work, and the files that they leave."""

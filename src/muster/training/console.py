@@ -1,4 +1,4 @@
-"""What a person sees in the terminal while a policy trains: one live line, then the result."""
+"""The display in the terminal while a policy trains: one live line, then the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PLAIN_EVERY_S = 10.0
 class TrainingDisplay:
     """Steps, steps/s, mean return and time left on one line, for use in a ``with`` block.
 
-    A terminal has it redrawn in place; a file or a pipe gets a line of its own every 10 s. steps: made before.
+    In a terminal the line is redrawn in place; a file or a pipe receives a new line every 10 s.
+    steps: env steps that the run had made before.
     """
 
     def __init__(self, console: Console, total_steps: int, *, steps: int = 0) -> None:
@@ -29,7 +30,7 @@ class TrainingDisplay:
             TextColumn("{task.description}"),
             console=console,
             transient=True,
-            # Redrawn by ``update`` alone: a thread that draws would take time from the training.
+            # Only ``update`` draws the line: a thread that draws would take time from the training.
             auto_refresh=False,
             expand=True,
             disable=not console.is_terminal,
@@ -70,7 +71,7 @@ def format_return(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """42 s, 3 min 20 s, 2 h 5 min."""
+    """A duration as ``42 s``, ``3 min 20 s``, ``2 h 5 min``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -59,7 +59,7 @@ def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal
 
 
 def _read(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Rows [R, 4] of steps, mean, low and high return, from the first ended episode on."""
+    """Rows [R, 4] of steps, mean, low and high return; from the first row on in which an episode had ended."""
     with metrics_path.open(newline="", encoding="utf-8") as file:
         rows = [
             [float(row[name]) for name in ("steps", "mean_return", "low_return", "high_return")]

@@ -1,6 +1,7 @@
 """The folder that one training run fills: config.json, metrics.csv, TensorBoard's event files, checkpoint.pt.
 
-Each file is whole at any moment: the CSV grows by whole lines, config and checkpoint are written aside, then renamed.
+Each file is complete at any moment: the CSV grows by whole lines; config and checkpoint are written to another file,
+which then replaces the old one.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from muster.training.events import EventWriter
 class RunFolder:
     """Writes a run's files into ``path``, which is created, and keeps other processes from doing so meanwhile.
 
-    resume: goes on with the run that lies there; call ``drop_metrics_after`` before anything is appended.
+    resume: goes on with the run in ``path``; call ``drop_metrics_after`` before anything is appended.
 
-    Raises UsageError where a run lies there already, where with ``resume`` none does, and where another process is at
-    it.
+    Raises UsageError where ``path`` holds a run already, where with ``resume`` it holds none, and where another process
+    is training there.
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
@@ -46,7 +47,7 @@ class RunFolder:
     def _create(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # Created exclusively: of two runs that start here at once, only one gets it.
+            # Created exclusively: of two runs that start here at once, only one gets the folder.
             self.metrics_path.open("x").close()
         except FileExistsError:
             if not self.path.is_dir():
@@ -58,7 +59,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, parent: Path, name: str) -> RunFolder:
-        """A folder of its own for a run called ``name`` (any text, an env id for example), stamped with the time."""
+        """A new folder for a run called ``name`` (any text, an env id for example), with the time in its name."""
         plain = "".join(char if char.isalnum() or char in "-_." else "-" for char in name)
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         path = parent / f"{plain}-{stamp}"
@@ -69,12 +70,12 @@ class RunFolder:
         return cls(path)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """``config`` as JSON."""
+        """Writes ``config`` as JSON."""
         text = json.dumps(config, indent=2) + "\n"
         _replace(self.config_path, lambda file: file.write(text.encode()))
 
     def append_metrics(self, row: Mapping[str, float], scalars: Mapping[str, float] | None = None) -> None:
-        """One more line of metrics.csv, and ``scalars`` (by ``group/name``) for TensorBoard; ``row`` has "steps".
+        """Appends a line to metrics.csv, and ``scalars`` (by ``group/name``) for TensorBoard; ``row`` has "steps".
 
         The first row names the columns; nan becomes an empty field. A row that is there already is left out.
         """
@@ -94,7 +95,7 @@ class RunFolder:
             self._events.add(scalars, step)
 
     def drop_metrics_after(self, steps: int) -> dict[str, str]:
-        """Drops the rows of metrics.csv beyond ``steps``, which the checkpoint does not know. Returns the last one."""
+        """Drops the rows of metrics.csv beyond ``steps``, which the checkpoint lacks. Returns the last row left."""
         text = self.metrics_path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]  # a process that was killed may leave half a line
         reader = csv.DictReader(io.StringIO(whole, newline=""))
@@ -112,7 +113,7 @@ class RunFolder:
         return rows[-1] if rows else {}
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """``state`` (state dicts, tensors, plain values), for ``torch.load(path, weights_only=True)``."""
+        """Saves ``state`` (state dicts, tensors, plain values), for ``torch.load(path, weights_only=True)``."""
         import torch
 
         _replace(self.checkpoint_path, lambda file: torch.save(dict(state), file))
@@ -162,7 +163,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _lock(path: Path) -> int:
-    """A lock on the folder that ends with the process, whichever way that ends."""
+    """A lock on the folder that ends with the process, in whatever way the process ends."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Training runs in their folders: begun, gone on with, evaluated. The command line calls nothing else to train."""
+"""Training runs in their folders: started, continued, evaluated. The command line calls nothing else to train."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHECKPOINT_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a run trains, and how. env: an id.  num_workers: processes for the envs, None for one per core."""
+    """The env and the options of a run. env: an id.  num_workers: processes for the envs, None for one per core."""
 
     env: str
     config: PPOConfig
@@ -41,13 +41,13 @@ class TrainingPlan:
         return f"{self.env}, PPO, seed {self.config.seed}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As config.json has it."""
+        """The plan as config.json holds it."""
         config = dataclasses.asdict(self.config)
         return {"env": self.env, "algorithm": "PPO", **config, "num_workers": self.num_workers, "with": _versions()}
 
 
 def read_plan(path: Path) -> TrainingPlan:
-    """The plan of the run in the folder ``path``. Raises UsageError where it is none that this version knows."""
+    """The plan of the run in the folder ``path``. Raises UsageError where this version of Muster cannot use it."""
     config = read_config(path)
     names = [field.name for field in dataclasses.fields(PPOConfig)]
     missing = [name for name in ("env", "num_workers", *names) if name not in config]
@@ -60,7 +60,7 @@ def read_plan(path: Path) -> TrainingPlan:
 
 
 def train(plan: TrainingPlan, envs: VectorEnv, console: Console, *, run_dir: Path | None, resume: bool = False) -> bool:
-    """Trains to the end, or until Ctrl-C and then returns False. Whatever happens, what was reached is saved.
+    """Trains to the end, or until Ctrl-C and then returns False. The state that was reached is saved in any case.
 
     run_dir: the run's folder, None for a new one in ``runs/``.  resume: goes on with the run that is in ``run_dir``.
     """
@@ -93,7 +93,7 @@ def evaluate_run(
     sample: bool,
     max_steps: int | None = None,
 ) -> None:
-    """Prints how well the run's policy plays, by whole episodes, with all statistics as the checkpoint has them.
+    """Prints returns and lengths of whole episodes that the run's policy plays; statistics stay as in the checkpoint.
 
     max_steps: as for `evaluate`, which raises UsageError where they are not enough.
     """
@@ -124,7 +124,7 @@ def evaluate_run(
 
 
 def _load(ppo: PPO, folder: RunFolder) -> float:
-    """The state that the run in ``folder`` had reached; returns the seconds that it had taken for it."""
+    """Loads the state that the run in ``folder`` had reached; returns the seconds that the run had taken until then."""
     ppo.load_state_dict(read_checkpoint(folder.path))
     total = ppo.config.total_steps
     if ppo.steps >= total:
@@ -161,7 +161,7 @@ def _train(
     finally:
         seconds = seconds_before + time.monotonic() - started
         if row:
-            folder.append_metrics(row, scalars)  # an interrupt may have kept it out: checkpoint and CSV must agree
+            folder.append_metrics(row, scalars)  # Ctrl-C may have come before this: checkpoint and CSV must agree
         folder.save_checkpoint(ppo.state_dict())
         plotted = plot_learning_curve(folder.metrics_path, folder.plot_path, title=title, goal=goal)
         if not finished:

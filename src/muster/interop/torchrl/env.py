@@ -44,13 +44,14 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
     Keys of one agent: ``observation`` (or those of a Dict space), ``action``, and ``("next", "observation" | "reward" |
     "terminated" | "truncated" | "done")``; the last four ``[N, 1]``, rewards float32.
 
-    Of several agents, for each group of `group_map`: ``(group, "observation" | "action" | "alive" | "acting" |
+    Keys of several agents, for each group of `group_map`: ``(group, "observation" | "action" | "alive" | "acting" |
     "action_mask")`` ``[N, A, ...]`` and ``("next", group, "reward" | "terminated" | "truncated" | "done")``
-    ``[N, A, 1]``; an agent's three flags tell of the step in which it ends. At the root the env's own ``done``,
-    ``terminated`` and ``truncated``, ``[N, 1]``, which decide about resets, and ``state`` and ``shared`` where the env
-    has them. Random actions keep to the masks.
+    ``[N, A, 1]``; an agent's three flags are set in the step in which the agent ends, and in no later one. At the root
+    are the env's own ``done``, ``terminated`` and ``truncated``, ``[N, 1]``, which decide about resets, and ``state``
+    and ``shared`` where the env has them. Random actions keep to the masks.
 
-    ``reset(seed=, options=)`` are Gymnasium's: env i gets ``seed + i``, or the list's i-th; options go to every env.
+    ``reset(seed=, options=)`` takes Gymnasium's arguments: env i receives ``seed + i``, or the i-th seed of a list;
+    every env receives the options.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
             )
         require_copies(envs)
         super().__init__(device=device, batch_size=torch.Size([envs.num_envs]))
-        self.is_closed = False  # to EnvBase every env is closed until it says otherwise
+        self.is_closed = False  # EnvBase takes every env for closed until this is set
         self.vector_env = envs
         self.group_map: dict[str, list[Any]] = {}
         self._resets_itself = mode is AutoresetMode.SAME_STEP
-        # Envs whose current observation is the first of a new episode already: their last step returned the final one.
+        # Envs whose current observation is already the first of a new episode: the last step returned the final one.
         self._fresh = np.zeros(envs.num_envs, np.bool_)
         self._masked_groups: set[str] = set()
         self._td_shape: TensorDictShape
@@ -87,7 +88,8 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         self.observation_spec, self.action_spec = self._td_shape.observation, self._td_shape.action
         self.reward_spec, self.done_spec = self._td_shape.reward, self._td_shape.done
         self._no_ends = self._td_shape.done.zero()  # made once: a spec takes 0.12 ms for it
-        # What is observed now, and in its place what the last step returned of those that are fresh.
+        # `_current` holds the observations that the next actions are for, `_arrived` those that the last step returned.
+        # They differ for fresh envs: the last step returned the final observation of the episode that ended.
         self._current: Any = self.observation_spec.zero()
         self._arrived = self._current
 
@@ -101,7 +103,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
             seeds.append(seed)
             if seed is not None and not static_seed:
                 seed = seed_generator(seed)
-        # At once, not in the reset that follows, which goes on from there: so do TorchRL's envs.
+        # The seeds take effect at once, as in TorchRL's envs: the reset that follows continues from this one.
         self._reset(seed=seeds)
         return seed
 
@@ -120,7 +122,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         if mask is not None and seed is None and options is None:
             rows = rows & ~self._fresh
         if rows.any():
-            drop_pending(self.vector_env)  # of a step that Ctrl-C has ended
+            drop_pending(self.vector_env)  # results of a step that Ctrl-C has ended
             provided = dict(options or {}) if mask is None else {**(options or {}), "reset_mask": rows}
             obs, infos = self.vector_env.reset(seed=seed, options=provided or None)
             self._keep_observation(self._td_shape.observation_fields(obs, infos), infos)
@@ -134,10 +136,11 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         return self._step_some(tensordict, mask.reshape(self.batch_size).to(self.device))
 
     def _step_some(self, tensordict: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
-        """Steps the envs in `mask`, bool ``[N]``. The others show what they last did, and earn nothing."""
+        """Steps the envs in `mask`, bool ``[N]``. The others repeat their last observation, and have no new reward."""
         shown = chosen(torch.from_numpy(~self._fresh).to(self.device), self._current, self._arrived)
         skipped = self._td_shape.joined(shown).update(self.full_reward_spec.zero()).update(self._no_ends, clone=True)
-        # Who is done stays so. Observations may have been through transforms there, which these are yet to go through.
+        # An env that is done stays done. Observations are not taken from `tensordict`: transforms may have changed them
+        # there already, and the result goes through the transforms again.
         skipped.update(tensordict.select(*self.reward_keys, *self.done_keys, strict=False).clone())
         if not mask.any():
             return skipped
@@ -150,7 +153,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         return torch.where(mask, stepped, skipped)
 
     def _stepped(self, result: tuple[Any, ...], mask: torch.Tensor | None = None) -> TensorDictBase:
-        """`result`, of the vector env's step, as a tensordict. mask: bool ``[N]``, who stepped; None for all."""
+        """Turns a step's `result` into a tensordict. mask: bool ``[N]``, the envs that stepped; None for all."""
         obs, rewards, terminated, truncated, infos = result
         observations = self._td_shape.observation_fields(obs, infos)
         self._keep_observation(observations if mask is None else chosen(mask, observations, self._current), infos)
@@ -166,7 +169,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
 
     def _keep_observation(self, observations: Any, infos: Mapping[str, Any]) -> None:
         self._current = observations
-        # Also where no env gives a mask now: the spec would keep the last one.
+        # A group that once had masks is updated even where no env provides one now: its spec would keep the last mask.
         self._masked_groups.update(infos.get("action_mask", ()))
         for group in self._masked_groups:
             spec = self.input_spec["full_action_spec", group, "action"]
@@ -181,19 +184,19 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         super().close(raise_if_closed=raise_if_closed)
 
     def __del__(self) -> None:
-        """Nothing: the vector env may have other users, and closes when it has none."""
+        """Does nothing: the vector env may have other users, and closes when it has none."""
 
 
 class ParallelEnv(MusterEnv):
-    """`num_workers` envs in worker processes, one per usable core, several envs in each where they bear that.
+    """`num_workers` envs in worker processes, one per usable core, several envs in each where the envs allow that.
 
     create_env_fn: returns TorchRL's `GymEnv`, `GymWrapper`, `PettingZooEnv` or `PettingZooWrapper`, or an env that
         `muster.make_vec` takes; or a list of such functions.
-    create_env_kwargs: keyword arguments for it, one dict or a list of them; values may be `muster.lazy`.
+    create_env_kwargs: keyword arguments for these functions, one dict or a list of dicts; values may be `muster.lazy`.
     mp_start_method: None starts fresh processes.  num_processes: None for one per usable core.
 
     Transforms belong around the batch: ``TransformedEnv(ParallelEnv(...), ...)``. The other options of TorchRL's class
-    say how it moves its data; there is nothing here for them to do, so they are not taken.
+    control how that class moves its data; they would have no effect here, so they are not accepted.
     """
 
     def __init__(
@@ -222,7 +225,7 @@ class ParallelEnv(MusterEnv):
         super().__init__(envs, categorical_action_encoding=envs.metadata.get(ENCODING), device=device)
 
     def __getattr__(self, name: str) -> Any:
-        """The list of an attribute's values in all envs, or a function that calls a method of all and lists results."""
+        """A list of the attribute's value in each env; a method's is a function that calls it in each env instead."""
         if name.startswith("_") or hasattr(type(self), name) or "vector_env" not in self.__dict__ or self.is_closed:
             return super().__getattr__(name)
         envs: Any = self.vector_env
@@ -230,12 +233,12 @@ class ParallelEnv(MusterEnv):
             if all(envs.call(lambda env, index: callable(get_attribute(env, name)))):
                 return lambda *args, **kwargs: list(envs.call(name, *args, **kwargs))
             return list(envs.get_attr(name))
-        except (UsageError, WorkerError) as error:  # the envs cannot be asked; `hasattr` is to say so and no more
+        except (UsageError, WorkerError) as error:  # the envs cannot answer: `hasattr` then returns False
             raise AttributeError(f"{name}: {error}", name=name, obj=self) from error
 
 
 class WrongCount(ConfigError, RuntimeError):
-    """Not one function, or not one dict of arguments, for each env; TorchRL's own class raises RuntimeError."""
+    """The number of functions, or of dicts of arguments, is not that of envs; TorchRL's class raises RuntimeError."""
 
 
 def _vector_env(backend: Backend) -> AnyVectorEnv:

@@ -1,4 +1,4 @@
-"""What workers of the TorchRL drop-in do to an env. Imports no torch: envs that need none are spared it."""
+"""The preparation of envs in workers of the TorchRL drop-in. Imports no torch: not all envs need it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from muster.envs.agents import AgentsEnv
 from muster.errors import RecipeError
 from muster.introspection import type_name
 
-# The metadata key that tells the caller whether discrete actions are integers.
+# The metadata key that reports to the caller whether discrete actions are integers.
 ENCODING = "torchrl_categorical_action_encoding"
 
 
 def inner_env_of(env: Any) -> Any:
-    """The env inside one of TorchRL's wrappers, or `env` itself, as the stepping loop takes it. Raises RecipeError."""
+    """The env inside one of TorchRL's wrappers, or `env` itself, adapted for the stepping loop. Raises RecipeError."""
     groups, categorical, state = None, None, True
     if _is_a(env, "gym", "GymWrapper"):
         if env.frame_skip != 1:
@@ -43,6 +43,6 @@ def inner_env_of(env: Any) -> Any:
 
 
 def _is_a(env: Any, module: str, name: str) -> bool:
-    """Whether `env` is of that class of TorchRL's; if its module was not imported, it is not."""
+    """Whether `env` is an instance of TorchRL's class `name`. No env is one before `module` was imported."""
     libs = sys.modules.get(f"torchrl.envs.libs.{module}")
     return libs is not None and isinstance(env, getattr(libs, name))

@@ -1,4 +1,4 @@
-"""Where the values of a vector env stand in TorchRL's tensordicts: at the root for one agent, nested for groups."""
+"""The places of a vector env's values in TorchRL's tensordicts: at the root for one agent, nested for groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = dict[str, Any]
 
 
 class TensorDictShape(Protocol):
-    """Turns what a vector env returns into tensors, and actions back."""
+    """Turns the results of a vector env into tensors, and tensors into actions."""
 
     observation: Composite
     action: Composite
@@ -29,13 +29,13 @@ class TensorDictShape(Protocol):
     done: Composite
 
     def observation_fields(self, obs: Any, infos: Mapping[str, Any]) -> Tensors:
-        """Observations, as tensors by key."""
+        """The observations as tensors by key."""
 
     def with_finals(self, observations: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
-        """`observations`, in the rows `over` as it was at the end of the episode (same_step)."""
+        """`observations` with the final ones in the rows `over`, whose episodes have ended (same_step)."""
 
     def reward_fields(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
-        """Rewards and who of a group has ended."""
+        """The rewards as tensors by key; for groups also the flags of the agents that have ended."""
 
     def actions(self, tensordict: TensorDictBase) -> Any:
         """The actions in `tensordict`, as the vector env takes them."""
@@ -45,7 +45,7 @@ class TensorDictShape(Protocol):
 
 
 class SingleAgent:
-    """``observation``, or the keys of a Dict space, ``action`` and ``reward`` at the root."""
+    """The layout for one agent: ``observation`` or the keys of a Dict space, ``action`` and ``reward`` at the root."""
 
     def __init__(self, envs: VectorEnv, *, categorical: bool, device: torch.device | None) -> None:
         lead = (envs.num_envs,)
@@ -82,17 +82,18 @@ class SingleAgent:
 
 
 class AgentGroups:
-    """For each group ``(group, name)`` with `name` one of ``observation``, ``action``, ``reward``, ``done``,
-    ``terminated``, ``truncated``, ``alive``, ``acting`` and, where the env may give masks, ``action_mask``.
+    """The layout for groups of agents: tensors ``[N, A, ...]`` under keys ``(group, name)``.
 
-    ``[N, A, ...]``. Where the env has them, ``state`` and ``shared`` stand at the root.
+    name: one of ``observation``, ``action``, ``reward``, ``done``, ``terminated``, ``truncated``, ``alive``, ``acting``
+    and, where the env may provide masks, ``action_mask``. At the root stand ``state`` and ``shared``, where the env has
+    them.
     """
 
     def __init__(self, envs: MultiAgentVectorEnv, *, categorical: bool, device: torch.device | None) -> None:
         self._count, self._device = envs.num_envs, device
         self._leads = {group: (envs.num_envs, len(agents)) for group, agents in envs.groups.items()}
         seen, acts = envs.single_observation_space.spaces, envs.single_action_space.spaces
-        # TorchRL's own multi-agent envs observe one-hot vectors, whichever way actions are given.
+        # TorchRL's own multi-agent envs observe one-hot vectors, whichever way actions are encoded.
         self._obs = {
             group: Codec(seen[group], lead, categorical=False, device=device) for group, lead in self._leads.items()
         }

@@ -1,4 +1,4 @@
-"""Values of Gymnasium's spaces as tensors of TorchRL's specs, and back."""
+"""Conversion of values of Gymnasium's spaces to tensors of TorchRL's specs, and back."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _ENDS = ("done", "terminated", "truncated")
 
 
 class Codec:
-    """Values of `space` with the leading axes `lead` as tensors of `spec`, and back.
+    """Converts values of `space`, with the leading axes `lead`, to tensors of `spec`, and back.
 
-    categorical: discrete values as integers, else as one-hot vectors. They count from 0, wherever the space starts.
+    categorical: True for discrete values as integers, False for one-hot vectors. The tensors count from 0, wherever the
+    space starts.
     Raises UsageError for spaces whose values are no tensors.
     """
 
@@ -31,7 +32,7 @@ class Codec:
         if isinstance(space, (spaces.Tuple, spaces.OneOf, spaces.Sequence, spaces.Graph, spaces.Text)):
             raise _no_tensors(space)
         if isinstance(space, spaces.MultiDiscrete) and (space.nvec != space.nvec[:1]).any() and space.nvec.ndim > 1:
-            raise _no_tensors(space)  # rows of different counts, which TorchRL fails on or stacks lazily
+            raise _no_tensors(space)  # rows of different counts: TorchRL raises, or stacks them lazily
         self.spec: Any
         self._device = device
         self._children: dict[str, Codec] | None = None
@@ -50,18 +51,18 @@ class Codec:
             self._single = _gym_to_torchrl_spec_transform(
                 space, device=device, categorical_action_encoding=categorical, remap_state_to_observation=False
             )
-        except Exception as error:  # whatever TorchRL comes upon: a KeyError of the dtype, a TypeError of the shape
+        except Exception as error:  # any error in TorchRL: a KeyError for the dtype, a TypeError for the shape
             raise _no_tensors(space) from error
         if isinstance(self._single, Stacked):
             raise _no_tensors(space)
         self.spec = self._single.expand(*lead, *self._single.shape)
 
     def encode(self, value: Any) -> Any:
-        """A tensor, for Dict spaces a dict of tensors. value: ``[..., *shape]``; it may share memory with them."""
+        """A tensor, or a dict of tensors for Dict spaces. value: ``[..., *shape]``; the result may share its memory."""
         if self._children is not None:
             return {key: child.encode(value[key]) for key, child in self._children.items()}
         value = np.asarray(value)
-        # Of a single number, NumPy's difference is no array.
+        # NumPy's difference of two single numbers is no array.
         tensor = torch.from_numpy(np.asarray(value - self._start) if np.any(self._start) else value)
         if isinstance(self._single, MultiOneHot):  # its own encode knows no leading axes
             parts = zip(tensor.long().unbind(-1), self._single.space, strict=True)
@@ -75,7 +76,7 @@ class Codec:
         return tensor.to(self._device)
 
     def decode(self, value: Any) -> Any:
-        """A NumPy array ``[..., *shape]``, for Dict spaces a dict of them. value: as `encode` returns it, a copy."""
+        """A NumPy array ``[..., *shape]``, for Dict spaces a dict of arrays; a copy. value: as `encode` returns it."""
         if self._children is not None:
             return {key: child.decode(value.get(key)) for key, child in self._children.items()}
         array = self.spec.to_numpy(value, safe=False)
@@ -93,12 +94,12 @@ def _no_tensors(space: Space) -> UsageError:
 
 
 def ends_spec(lead: tuple[int, ...], device: torch.device | None) -> Composite:
-    """Of ``done``, ``terminated`` and ``truncated``, bool ``[*lead, 1]``."""
+    """The spec of ``done``, ``terminated`` and ``truncated``, bool ``[*lead, 1]``."""
     return Composite({name: flag_spec((*lead, 1), device) for name in _ENDS}, shape=lead, device=device)
 
 
 def flag_spec(shape: tuple[int, ...], device: torch.device | None) -> Categorical:
-    """Of bools."""
+    """The spec of bools of shape `shape`."""
     return Categorical(2, shape=shape, dtype=torch.bool, device=device)
 
 
@@ -109,7 +110,7 @@ def ends(terminated: Any, truncated: Any, device: torch.device | None) -> dict[s
 
 
 def chosen(mask: torch.Tensor, values: Any, others: Any) -> Any:
-    """`values` in the rows where `mask`, bool ``[N]``, is True, else `others`. Both: tensors ``[N, ...]``, or dicts."""
+    """`values` where `mask`, bool ``[N]``, is True, else `others`. Both: tensors ``[N, ...]``, or dicts of them."""
     if isinstance(values, Mapping):
         return {key: chosen(mask, value, others[key]) for key, value in values.items()}
     return torch.where(mask.reshape(-1, *(1 for _ in values.shape[1:])), values, others)

@@ -1,4 +1,4 @@
-"""Shared memory for the batches of several processes: each batch a block, written by replicas, handed out as it is."""
+"""Shared memory for the batches of several processes: a block for each batch, which replicas write; never copied."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class BatchMemory:
             os.ftruncate(self.fd, self._end)
         offset = self._free.pop()
         block = mmap.mmap(self.fd, size, offset=offset)
-        # The mapping goes with the last tensor of a batch.
+        # The mapping ends with the last tensor of a batch.
         weakref.finalize(block, self._free.append, offset).atexit = False
         return offset, block
 

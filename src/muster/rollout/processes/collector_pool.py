@@ -49,7 +49,7 @@ class CollectorPool:
     raises, is replaced with all its envs: its part of the current batch is lost, and a warning says why.
 
     sync: a batch is of all envs; once `threshold` (a share) of the collectors is done, the others stop. Otherwise a
-    batch is of one collector's envs, and each collector begins its next batch before its last one is handed out.
+    batch is of one collector's envs, and each collector begins its next batch before its last one is returned.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CollectorPool:
             self._weights_fd = memfd("weights")
         self._finalizer = weakref.finalize(self, os.close, self._weights_fd)
         self._filling: dict[int, mmap.mmap] = {}  # by collector, the block that it is filling
-        # Frames handed out so far, by collector. Kept here, where they outlive a process that dies.
+        # Frames returned so far, by collector. They are counted here, so that they outlive a process that dies.
         self._frames = [0] * num_collectors
         # Counts of the collectors' envs, int64 [collectors, COUNTS]: of the current processes, and of earlier ones.
         self._counts, self._counts_before = np.zeros((2, num_collectors, len(COUNTS)), np.int64)

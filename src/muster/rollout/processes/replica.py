@@ -50,8 +50,8 @@ class Replica(gymnasium.Env[Array, Array]):
     action_space = spaces.Box(0, 2**62, (3,), np.int64)
 
     def __init__(self, plan: ReplicaPlan) -> None:
-        # A forked process has none of the threads that torch's pool expects, and would wait for them for ever. The
-        # worker sets the number that the user asked for once all is built.
+        # A forked process has none of the threads that torch's pool expects, and would wait for them forever. The
+        # worker sets the number that the user asked for once everything is built.
         torch.set_num_threads(1)
         self._plan = plan
         recipes = unpack(plan.recipes) if isinstance(plan.recipes, bytes) else plan.recipes

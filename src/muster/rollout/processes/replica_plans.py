@@ -73,7 +73,7 @@ def plans_for(
     collector_options: Mapping[str, Any],
     options: ProcessOptions,
 ) -> list[ReplicaPlan]:
-    """One plan for each part of the recipes. firsts: where each part begins, and at last the end of all.
+    """One plan for each part of the recipes. firsts: where each part begins, followed by the end of the last part.
 
     Raises CannotTravel, and what `check_forkable` raises.
     """

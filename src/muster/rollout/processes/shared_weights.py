@@ -57,7 +57,7 @@ class SharedWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the tensors that have any element."""
+        """Names of the tensors that have at least one element."""
         return frozenset(self._tensors)
 
     @property
