@@ -26,7 +26,10 @@ class SlabLayout:
     def host_state(self, host: int, /) -> dict[str, int]: ...
 
 class ObsNode:
-    """A node of the writer's tree. Like the others it moves into what it is handed to; ``ObsNode()`` is an object's."""
+    """A node of the tree that writes observations. ``ObsNode()`` is the node of a value that travels as an object.
+
+    Like the nodes of the other trees it moves into the object that it is passed to, and must not be used afterwards.
+    """
 
     @staticmethod
     def leaf(
@@ -153,7 +156,7 @@ def gather_columns(
     columns: list[tuple[str, str, npt.NDArray[Any]]], ids: npt.NDArray[np.int64] | None, provided: npt.NDArray[np.bool_]
 ) -> dict[str, npt.NDArray[Any]]: ...
 def running() -> tuple[Any, int] | None:
-    """(env_host, i) where this thread steps or resets the i-th env of the `Stepper` of that env host."""
+    """The pair (env_host, i) where this thread steps or resets env i of that env host, None where it does neither."""
 
 def map_bytes(*, fd: int, size: int) -> npt.NDArray[np.uint8]: ...
 def ticks() -> int: ...

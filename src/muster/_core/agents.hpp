@@ -1,4 +1,4 @@
-// A row of a multi-agent env in the making: what each agent is shown and told, in its fixed place.
+// Builds one row of a multi-agent env: the observation, reward and flags of each agent, in the agent's fixed place.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,13 @@ inline bool is_like_array(PyObject* obs) {
   return !PyArray_IsAnyScalar(obs) && PyObject_HasAttrString(obs, "__array__");  // a tensor, for example
 }
 
-// An observation that stays as it is: its arrays, in dicts, tuples and lists too, are copied.
+// Returns a copy of an observation that the env cannot change any more. Arrays are copied, also within dicts, tuples
+// and lists; an object that NumPy can convert, such as a tensor, becomes an array. All other values stay the same
+// objects.
 inline Ref copied(PyObject* obs) {
   if (PyArray_Check(obs)) return checked(PyArray_NewCopy(reinterpret_cast<PyArrayObject*>(obs), NPY_KEEPORDER));
   if (PyDict_Check(obs)) {
-    Ref dict = checked(PyDict_New()), given = checked(PyDict_Copy(obs));  // copying may run any code
+    Ref dict = checked(PyDict_New()), given = checked(PyDict_Copy(obs));  // copying may run code that edits `obs`
     PyObject *key, *value;
     for (Py_ssize_t at = 0; PyDict_Next(given.get(), &at, &key, &value);)
       check(PyDict_SetItem(dict.get(), key, copied(value).get()));
@@ -26,10 +28,10 @@ inline Ref copied(PyObject* obs) {
   }
   if (!PyTuple_Check(obs) && !PyList_Check(obs)) {
     if (!is_like_array(obs)) return Ref::borrow(obs);
-    // Not by NPY_ARRAY_ENSURECOPY, which not every `__array__` understands.
+    // Without NPY_ARRAY_ENSURECOPY, which some `__array__` methods do not support: the call of `copied` copies instead.
     PyObject* array = PyArray_FromAny(obs, nullptr, 0, 0, 0, nullptr);
     if (array) return copied(checked(array).get());
-    PyErr_Clear();  // whoever uses it says why
+    PyErr_Clear();  // the code that stores the observation will report why
     return Ref::borrow(obs);
   }
   Ref parts = checked(PySequence_List(obs));
@@ -40,7 +42,7 @@ inline Ref copied(PyObject* obs) {
   return checked(PyObject_CallMethod(obs, "_make", "O", parts.get()));  // a named tuple
 }
 
-// Makes `kept` a copy of `obs`, in its own memory where that fits and nothing else has it.
+// Makes `kept` a copy of `obs`. Reuses the memory of `kept` where it fits and nothing else refers to it.
 inline void keep(Ref& kept, PyObject* obs) {
   if (kept && Py_REFCNT(kept.get()) == 1 && PyArray_CheckExact(kept.get()) && PyArray_CheckExact(obs)) {
     auto* to = reinterpret_cast<PyArrayObject*>(kept.get());
@@ -54,9 +56,10 @@ class AgentRow {
  public:
   enum Flag { kAlive, kActing, kTerminated, kTruncated, kNumFlags };
 
-  // slots: a dict that has for each agent (column, group, member, keys, ...): where it stands among all agents, in which
-  // group and where there, and which entries of the dict that it is shown are its own; None: all of it is.
-  // sizes: of the groups.  rewards: float32 [agents].  flags: bool [Flag, agents].
+  // slots: a dict from each agent to (column, group, member, keys, ...). column: the agent's index among all agents.
+  // group, member: the index of its group, and the agent's index in that.  keys: the entries of its observation, a
+  // dict, that belong to its observation space; None where the whole observation does.
+  // sizes: the number of members of each group.  rewards: float32 [agents].  flags: bool [Flag, agents].
   AgentRow(PyObject* slots, const std::vector<Py_ssize_t>& sizes, PyObject* rewards, PyObject* flags)
       : slots_(Ref::borrow(slots)),
         sizes_(sizes),
@@ -72,7 +75,7 @@ class AgentRow {
     for (Ref& shown : last_shown_) shown = Ref();
   }
 
-  // Nobody is there yet.
+  // Clears the row: no agent is present yet.
   void start() {
     std::memset(PyArray_DATA(array(rewards_)), 0, count_ * sizeof(float));
     std::memset(PyArray_DATA(array(flags_)), 0, kNumFlags * count_);
@@ -85,7 +88,7 @@ class AgentRow {
     places_ = std::move(places);
   }
 
-  // What each of `agents`, a list, is to do: a dict. by_group: for each group a sequence of its members' actions.
+  // Returns {agent: action} for `agents`, a list. by_group: for each group a sequence of its members' actions.
   Ref choose(PyObject* by_group, PyObject* agents) const {
     Ref chosen = checked(PyDict_New());
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(agents); ++k) {
@@ -98,7 +101,7 @@ class AgentRow {
     return chosen;
   }
 
-  // One agent that is there. obs: None for zeros.  acts: its action counts in the next step.
+  // Stores one agent that is present. obs: None stands for zeros.  acts: whether its action counts in the next step.
   void put(PyObject* agent, PyObject* obs, PyObject* reward, bool terminated, bool truncated, bool acts) {
     if (!places_) start();
     PyObject* slot = slot_of(agent);
@@ -108,7 +111,7 @@ class AgentRow {
                          own(obs, PyTuple_GET_ITEM(slot, 3)).release()));
     if (reward) put_reward(agent, column, reward);
     flag(kAlive, column) = true;
-    // In turns an agent may end and return within one step.
+    // Where agents take turns (PettingZoo's AEC), an agent may end and return within one step.
     flag(kActing, column) |= acts;
     flag(kTerminated, column) |= terminated;
     flag(kTruncated, column) |= truncated;
@@ -116,7 +119,7 @@ class AgentRow {
     some_truncated_ |= truncated;
   }
 
-  // Agents of which all are told the same of their ends. agents, observations, rewards: lists.
+  // Stores agents that all have the same `terminated` and `truncated`. agents, observations, rewards: lists.
   void put_alike(PyObject* agents, PyObject* observations, PyObject* rewards, bool terminated, bool truncated) {
     const Py_ssize_t count = PyList_GET_SIZE(agents);
     if (PyList_GET_SIZE(observations) != count || PyList_GET_SIZE(rewards) != count) {
@@ -129,9 +132,9 @@ class AgentRow {
           truncated, !terminated && !truncated);
   }
 
-  // The agents of one step. before, after: lists of those that acted, and that are there for the next step.  The rest:
-  // mappings by agent. An agent that is told its reward or end, but shown nothing, keeps its last observation. Returns
-  // how many act in the next step.
+  // Stores the agents of one step. before: a list of the agents that acted.  after: a list of the agents that are
+  // present for the next step.  The other arguments: mappings by agent. An agent that receives a reward or its end, but
+  // no observation, keeps its last one. Returns the number of agents that act in the next step.
   size_t put_all(PyObject* before, PyObject* after, PyObject* all_observations, PyObject* all_rewards,
                  PyObject* all_terminations, PyObject* all_truncations) {
     const Ref held[] = {dict_of(all_observations, "observations"), dict_of(all_rewards, "rewards"),
@@ -152,7 +155,7 @@ class AgentRow {
       Ref& last_shown = last_shown_[column];
       PyObject* seen = obs ? obs.get() : last_shown ? last_shown.get() : Py_None;
       put(agent, seen, reward.get(), terminated, truncated, obs && acts);
-      // Copied: the env may write to its arrays again before the agent ends without being shown anything.
+      // Copied: the env may write to its arrays again before a step that ends the agent without an observation.
       if (obs) keep(last_shown, obs.get());
     };
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(before); ++k) {
@@ -166,10 +169,10 @@ class AgentRow {
     return acting;
   }
 
-  // The groups' observations, a list of lists; they are handed over.
+  // Returns the observations of the groups, a list of lists, and gives up this row's reference to them.
   Ref take_places() { return std::move(places_); }
 
-  // (sum of the rewards, terminated, truncated) of the env, whose episode may be over.
+  // Returns (sum of the rewards, terminated, truncated) for the whole env. over: whether its episode has ended.
   Ref end_of_step(bool over) const {
     double sum = 0;
     const auto* reward = static_cast<const float*>(PyArray_DATA(array(rewards_)));
@@ -187,7 +190,7 @@ class AgentRow {
     return static_cast<uint8_t*>(PyArray_DATA(array(flags_)))[which * count_ + column];
   }
 
-  // Borrowed. The dict itself complains of an agent that it does not have.
+  // Returns a borrowed reference. For an agent that is not in the dict, the dict itself raises its error.
   PyObject* slot_of(PyObject* agent) const {
     PyObject* slot = PyDict_GetItemWithError(slots_.get(), agent);
     if (!slot && !PyErr_Occurred()) Ref complaint = checked(PyObject_GetItem(slots_.get(), agent));
@@ -197,7 +200,7 @@ class AgentRow {
 
   static size_t column_of(PyObject* slot) { return PyLong_AsSize_t(PyTuple_GET_ITEM(slot, 0)); }
 
-  // Borrowed, or null where the agent has none.
+  // Returns a borrowed reference, or null where the agent has no entry.
   static PyObject* item(PyObject* by_agent, PyObject* agent) {
     PyObject* found = PyDict_GetItemWithError(by_agent, agent);
     if (!found && PyErr_Occurred()) throw PythonError{};
@@ -268,8 +271,8 @@ class AgentRow {
   Ref places_;
 };
 
-// What is said of all agents, by group. rewards: [n, agents].  flags: [n, names, agents].  slots: a list of (group, first
-// agent, end).  Returns ({group: rewards}, {name: {group: flags}}), views [n, agents of the group].
+// Splits the rewards and flags of all agents by group. rewards: [n, agents].  flags: [n, names, agents].  slots: a list
+// of (group, first agent, end).  Returns ({group: rewards}, {name: {group: flags}}), views [n, agents of the group].
 inline Ref split_agents(PyObject* rewards, PyObject* flags, PyObject* slots, PyObject* names) {
   auto by_group = [&](PyObject* all, npy_intp which) {
     auto* array = reinterpret_cast<PyArrayObject*>(all);

@@ -1,4 +1,4 @@
-// Batches of all envs at once, along a tree that spaces/tree.py makes: rows of the slab as arrays, arrays into rows.
+// Batches of all envs, along a tree that spaces/tree.py makes: turns slab rows into arrays and writes arrays to rows.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace muster {
 
-// Memory with rows of leaves: what lies at `offset` of the slab lies at start + (offset - first) here.
+// Memory that holds rows of leaves. A leaf at `offset` in the slab lies at start + (offset - first) here.
 struct RowMemory {
   char* start;
   size_t first;
@@ -20,7 +20,7 @@ struct RowMemory {
 
 class BatchNode {
  public:
-  // low, high: empty, or one each for each element of a row.
+  // low, high: the lowest and the highest allowed value of each element of a row; empty where all values are allowed.
   BatchNode(const LeafRows& rows, size_t offset, bool lent, std::vector<int64_t> low, std::vector<int64_t> high)
       : offset_(offset),
         bytes_(rows.row_bytes * size_t(PyArray_DIM(rows.array, 0))),
@@ -39,7 +39,7 @@ class BatchNode {
   int type_num() const { return type_num_; }
   const Shape& shape() const { return shape_; }
 
-  // Whether a batch is what is expected to the letter. Others are cast, or complained of, in Python.
+  // Whether a batch has exactly the expected types and shapes, and allowed values. Python casts others, or raises.
   bool fits(PyObject* batch) const {
     if (kind_ == Kind::kLeaf) return leaf_fits(batch);
     if (kind_ == Kind::kDict ? !PyDict_CheckExact(batch) : !PyTuple_CheckExact(batch)) return false;
@@ -59,8 +59,8 @@ class BatchNode {
     for (size_t i = 0; i < children_.size(); ++i) children_[i].write(child(batch, i), slab);
   }
 
-  // The rows, each leaf in an array of its own: copies of the slab, or views of it; views of `lent`, if that is given,
-  // where leaves are lent.
+  // Returns the rows of all envs, each leaf as an array of its own: a copy of the slab's rows, or a view of them. Where
+  // `lent` is not null, the arrays of leaves that are lent are views of `lent`.
   Ref batch(const RowMemory& slab, bool copies, const RowMemory* lent = nullptr) const {
     if (kind_ == Kind::kLeaf) {
       const bool in_lent = lent && lent_;
@@ -85,7 +85,7 @@ class BatchNode {
     return array;
   }
 
-  // A leaf's rows in an array of its own.
+  // Returns a leaf's rows in an array that owns its memory.
   Ref copy(const char* slab) const {
     Ref array = checked(PyArray_SimpleNew(int(shape_.size()), const_cast<npy_intp*>(shape_.data()), type_num_));
     std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.get())), slab + offset_, bytes_);
@@ -106,7 +106,7 @@ class BatchNode {
     return true;
   }
 
-  // Borrowed, or null where there is none.
+  // Returns a borrowed reference, or null where a dict lacks the key.
   PyObject* child(PyObject* batch, size_t i) const {
     if (kind_ == Kind::kTuple) return PyTuple_GET_ITEM(batch, Py_ssize_t(i));
     PyObject* part = PyDict_GetItemWithError(batch, PyTuple_GET_ITEM(keys_.get(), Py_ssize_t(i)));

@@ -25,7 +25,7 @@
 
 namespace muster {
 
-// Counts forks seen by this process, so that a Caller can tell that it lives in a copy of the process that made it.
+// Increases in each forked child, so that a Caller can detect that it is a copy in a child of the process that made it.
 inline std::atomic<uint32_t> g_forks{0};
 
 [[noreturn]] inline void raise(const char* type, const std::string& message) {
@@ -37,14 +37,15 @@ inline std::atomic<uint32_t> g_forks{0};
 
 class Caller {
  public:
-  // Bits of what a step has come to besides numbers.
+  // Bits that report what a step has produced in addition to plain numbers: infos, envs that failed, final rows.
   enum Unusual { kInfos = 1, kNotOk = 2, kFinals = 4 };
 
-  // How long a wait lasts before Python looks after signals and workers: a death is noticed within this.
+  // The longest wait in the core before Python checks for signals and dead workers: a death is noticed that soon.
   static constexpr int64_t kSliceNs = 20'000'000;
 
-  // memory: what keeps the slab mapped.  first_envs: for each host the first of its envs, and num_envs at the end.  obs,
-  // action: null where Python has to make batches, or to take them apart.  lent: the arrays of leaves that are lent.
+  // memory: the Python object that keeps the slab mapped.  first_envs: the first env of each host, and num_envs at the
+  // end.  obs, action: null where Python has to make the batches of observations, or to split those of actions.
+  // lent: the arrays of leaves that are lent.  must_reset: the user has to reset envs whose episode has ended.
   // steps_unreset: envs may be stepped before their first reset.
   Caller(const SlabLayout& slab, PyObject* memory, std::vector<uint32_t> first_envs, BatchNode* obs, BatchNode* action,
          PyObject* lent, bool must_reset, bool steps_unreset, WaitBudget budget)
@@ -85,7 +86,7 @@ class Caller {
             "this vector env belongs to the process that this one was forked from; make another one here");
   }
 
-  // One call at a time, in the process that made the vector env.
+  // Guards a call: raises unless it is the only one now, in the process that made the vector env.
   class Entry {
    public:
     explicit Entry(Caller& caller) : caller_(caller) {
@@ -101,8 +102,8 @@ class Caller {
     Caller& caller_;
   };
 
-  // Actions of all envs (env_ids None) or of some into the slab. False, with nothing written, where Python has to: it
-  // casts them, or says what is wrong. Raises where one of the envs cannot be sent to now.
+  // Writes the actions of all envs (env_ids None) or of some to the slab. False, with nothing written, where Python has
+  // to write: it casts the actions, or reports what is wrong. Raises where one of the envs cannot be sent to now.
   bool write(PyObject* actions, PyObject* env_ids) {
     Entry entry(*this);
     require_sendable(env_ids);
@@ -111,8 +112,8 @@ class Caller {
     return true;
   }
 
-  // How to read the infos of a step of all envs if their layouts are these. schemas: bytes, uint32 for each env.  columns,
-  // provided: see gather_columns.
+  // Notes how to read the infos of a step of all envs if their layouts are these. schemas: bytes, uint32 for each env.
+  // columns, provided: see gather_columns.
   void expect_infos(PyObject* schemas, PyObject* columns, PyObject* provided) {
     schemas_expected_ = Ref::borrow(schemas);
     columns_expected_ = Ref::borrow(columns);
@@ -121,8 +122,9 @@ class Caller {
 
   void forget_infos() { columns_expected_ = Ref(); }
 
-  // Sends to all envs (env_ids None) or to some. objects: the actions lie in the mail, one for each env, not in the slab.
-  // as_whole: what is sent is waited for as a whole; with `copies`, for which big leaves are lent then.
+  // Sends to all envs (env_ids None) or to some. objects: the actions lie in the mail, one for each env, not the slab.
+  // as_whole: the caller will wait for all these envs together.  copies: observations are returned as the caller's own;
+  // with both flags and all envs, big leaves are lent instead of copied.
   void send(PyObject* env_ids, bool objects, bool as_whole, bool copies) {
     const Command command = objects ? Command::kStepProvided : Command::kStep;
     Entry entry(*this);
@@ -132,7 +134,7 @@ class Caller {
     const auto [ids, count] = ids_of(env_ids);
     std::vector<uint8_t> rings(slab_.num_hosts, 0);
     bring_home();
-    announce_awaits_all(false);  // before the requests: a worker that is looking sees them at once
+    announce_awaits_all(false);  // before the requests: a worker that is awake sees them at once
     for (size_t k = 0; k < count; ++k) {
       request(uint32_t(ids[k]), command);
       rings[host_of_[ids[k]]] = 1;
@@ -175,13 +177,14 @@ class Caller {
       GilReleased released;
       ready = wait_for_finished(slab_.bell(), target, waits_long_ ? nullptr : &awake_wait_, slice_ns);
     }
-    waits_long_ = !ready;  // what took a slice may take many
+    waits_long_ = !ready;  // a wait that took a whole slice may take many
     if (!ready) check(PyErr_CheckSignals());
     return ready;
   }
 
-  // (env_ids, obs, rewards, terminated, truncated, infos, unusual) of what is ready, n rows in the order of env ids. obs and
-  // infos are None where Python has to read them. copies: observations are the caller's own.  columns: infos as columns.
+  // Returns (env_ids, obs, rewards, terminated, truncated, infos, unusual) for the envs that are ready: n rows in the
+  // order of env ids. obs and infos are None where Python has to read them. copies: observations are returned as the
+  // caller's own.  columns: infos are returned as columns.
   Ref collect(bool copies, bool columns) {
     Entry entry(*this);
     ready_.clear();
@@ -206,7 +209,7 @@ class Caller {
                                 scalars.truncated.get(), infos.get(), unusual.get()));
   }
 
-  // Rows of envs that have answered go where they are looked for by all but `step`.
+  // Copies the lent leaves of envs that have answered to block 0, where all calls but `step` look for their rows.
   void bring_home() {
     for (uint32_t i = 0; i < slab_.num_envs; ++i)
       if (finished(i)) bring_home(i);
@@ -214,7 +217,7 @@ class Caller {
 
   // ---- recovery: envs that raised, or whose worker died, are asked again instead of being delivered
 
-  // Keeps every env's last delivered rows from now on, those in the leaves' arrays.
+  // Keeps a copy of every env's last delivered rows from now on. arrays: the leaves' arrays, which hold the rows.
   void keep_rows(PyObject* arrays) {
     for (const Rows& rows : rows_of(arrays))
       kept_.push_back({rows, std::vector<char>(rows.row_bytes * slab_.num_envs)});
@@ -230,7 +233,7 @@ class Caller {
     return envs;
   }
 
-  // Puts back env's rows and record as they were when it was last sent to.
+  // Restores the rows and the record of `env` as they were when the env was last sent to.
   void restore(uint32_t env) {
     EnvRecord& record = slab_.records[env];
     const auto* kept = reinterpret_cast<const EnvRecord*>(kept_records_.data()) + env;
@@ -242,17 +245,18 @@ class Caller {
                   rows.row_bytes);
   }
 
-  // Asks a pending env that has failed for another answer, to come from its worker's restart.
+  // Asks a pending env that has failed for another answer, which comes once its worker has restarted it.
   void ask_again(uint32_t env) {
     EnvRecord& record = slab_.records[env];
-    ++delivered_;  // its failure was an answer, too
+    ++delivered_;  // the failure was an answer, too
     record.status = Status::kOk;
     record.command = Command::kReset;
     count_request(env);
   }
 
-  // A dead worker cannot answer for its envs any more; the caller does, so that waiting for them ends. Rows that it had
-  // finished are lost, too: the infos' layouts and the mail behind them have died with it. Returns the pending envs.
+  // Answers for the envs of a dead worker, which cannot do so any more: waiting for them then ends. Rows that the
+  // worker had finished are lost, too: the infos' layouts and the mail behind them have died with it. Returns the
+  // pending envs.
   std::vector<uint32_t> lose_host(uint32_t host) {
     HostRecord& lost = slab_.hosts[host];
     std::vector<uint32_t> envs;
@@ -267,7 +271,7 @@ class Caller {
       record.finished.store(requested, std::memory_order_release);
       envs.push_back(i);
     }
-    // Counted anew: the worker may have died between finishing a row and counting it.
+    // Counted again: the worker may have died between finishing a row and counting it.
     lost.finished.store(answers, std::memory_order_release);
     lost.doing.store(Doing::kNothing);
     lost.asleep.store(0);
@@ -318,7 +322,7 @@ class Caller {
     return rows;
   }
 
-  // An int64 array that Python has checked already: distinct and in range.
+  // The numbers and the size of an int64 array. Python has checked already that the ids are distinct and in range.
   static std::pair<const int64_t*, size_t> ids_of(PyObject* env_ids) {
     auto* array = reinterpret_cast<PyArrayObject*>(env_ids);
     return {static_cast<const int64_t*>(PyArray_DATA(array)), size_t(PyArray_SIZE(array))};
@@ -355,16 +359,18 @@ class Caller {
                                  "reset(options={\"reset_mask\": terminated | truncated}) before stepping it");
   }
 
-  // What workers go by when they announce and when they choose a core.
+  // Publishes the facts by which workers decide when to announce their answers and which core to use.
   void announce_awaits_all(bool awaits_all) {
     slab_.caller->awaits_all.store(awaits_all, std::memory_order_relaxed);
     slab_.caller->core.store(uint32_t(sched_getcpu()), std::memory_order_relaxed);
   }
 
-  // Envs that are reset one by one leave the other rows as they were, which an array's owner may have changed.
+  // Whether big leaves may be lent. Not where envs are reset one by one: the rows of the other envs then have to be
+  // those of their last step, and the owner of a lent array may have changed them. Nor with recovery, which keeps block
+  // 0's rows.
   bool lends() const { return slab_.num_obs_blocks > 1 && !must_reset_ && !recovers_; }
 
-  // An env that has failed keeps the row that it gave before.
+  // Copies one env's lent leaves to block 0. An env that has failed keeps the rows that it delivered before.
   void bring_home(uint32_t env) {
     EnvRecord& record = slab_.records[env];
     if (!record.obs_block) return;
@@ -434,7 +440,8 @@ class Caller {
     return gather_columns(columns_expected_.get(), Py_None, provided_expected_.get());
   }
 
-  // The observations of all envs. Those that are lent lie in the block that all were sent with, where it was one.
+  // Returns the observations of all envs. Lends the block that all envs were sent with; if they were not all sent with
+  // the same block, brings their rows home instead.
   Ref whole_obs(bool copies) {
     uint32_t block = copies ? slab_.records[0].obs_block : 0;
     for (uint32_t i = 0; i < slab_.num_envs; ++i)
@@ -454,7 +461,7 @@ class Caller {
   Ref memory_;
   Lending lending_;
   std::vector<Rows> lent_rows_;
-  uint32_t block_before_ = 0;  // in which the rows lay that were there before the last step of all envs
+  uint32_t block_before_ = 0;  // the block of the rows before the last step of all envs
   std::optional<BatchNode> obs_;
   std::optional<BatchNode> action_;
   Ref schemas_expected_, columns_expected_, provided_expected_;
@@ -465,7 +472,7 @@ class Caller {
   std::vector<uint32_t> first_envs_;
   std::vector<uint32_t> host_of_;
   std::vector<uint8_t> pending_;
-  std::vector<uint32_t> ready_;  // while they are collected
+  std::vector<uint32_t> ready_;  // the envs that `collect` returns
   std::vector<uint8_t> started_;
   bool all_started_ = false;
   uint32_t num_pending_ = 0;

@@ -1,4 +1,4 @@
-// Finding and killing what a process has started: its children, theirs, and their orphans.
+// Finds and kills the processes that a process has started: its children, their children, and their orphans.
 #pragma once
 
 #include <errno.h>
@@ -18,15 +18,17 @@
 
 namespace muster {
 
-// Each worker has this, its pid and a '=' in its environment: what it starts inherits that, and keeps it as an orphan.
+// Each worker has this, its pid and a '=' in its environment. The processes that it starts inherit that mark, and keep
+// it when they become orphans.
 constexpr char kMark[] = "MUSTER_WORKER_";
 
 struct Descent {
   long parent = 0;
-  bool ends = true;  // it is a zombie, about to be one, or gone
+  bool ends = true;  // the process is a zombie, about to be one, or gone
 };
 
-// Like all that follows it allocates nothing: the worker may have died holding malloc's lock.
+// Reads a process's entry in /proc. Like all functions below, allocates nothing: the worker may have died while it held
+// malloc's lock.
 inline Descent descent_of(long pid) {
   char path[32], stat[512];
   std::snprintf(path, sizeof path, "/proc/%ld/stat", pid);
@@ -46,7 +48,7 @@ inline Descent descent_of(long pid) {
   constexpr unsigned long kExiting = 4;
   const bool exiting = std::strtoul(at, &at, 10) & kExiting;
   for (int skipped = 0; skipped < 10; ++skipped) std::strtol(at, &at, 10);
-  // The main thread alone may have ended.
+  // While other threads run, a zombie means only that the main thread has ended.
   const long threads = std::strtol(at, &at, 10);
   return {parent, state == 'X' || (threads <= 1 && (state == 'Z' || exiting))};
 }
@@ -60,7 +62,7 @@ inline bool is_marked(long pid, long root) {
   const int fd = open(path, O_RDONLY | O_CLOEXEC);
   if (fd < 0) return false;
   bool found = false;
-  size_t kept = 0;  // of the chunk before, which may end within the mark
+  size_t kept = 0;  // bytes of the chunk before, which may end within the mark
   for (ssize_t length; !found && (length = read(fd, block + kept, kChunk)) > 0;) {
     const size_t filled = kept + size_t(length);
     found = memmem(block, filled, mark, size) != nullptr;
@@ -82,23 +84,24 @@ struct Pids {
 struct Search {
   long root;
   long session;
-  bool by_mark_alone;  // another process has root's number by now
+  bool by_mark_alone;  // another process has root's pid by now
   Pids above;          // the calling process and its ancestors; one of these adopts orphans
 };
 
-// Whether root, or what it has started, has started `pid`, which is in the session.
+// Whether root, or a process that root has started, has started `pid`, a process in the session.
 inline bool finds(const Search& search, long pid) {
   if (!search.by_mark_alone && (search.session == search.root || getpgid(pid_t(pid)) == search.root)) return true;
   for (;;) {
     const long parent = descent_of(pid).parent;
     if (!search.by_mark_alone && parent == search.root) return true;
-    // Only where it may be an orphan: reading the environment of what hangs in the kernel may take for ever.
+    // The mark is read only where the process may be an orphan: reading the environment of a process that hangs in the
+    // kernel may never return.
     if (parent <= 1 || search.above.has(parent)) return is_marked(pid, search.root);
     pid = parent;
   }
 }
 
-// Stops what root has started and adds it to `stopped`, as far as there is room. False if nothing was new.
+// Stops the processes that root has started and adds them to `stopped`, as far as there is room. False if none was new.
 inline bool stop_started(const Search& search, Pids& stopped) {
   struct Entry {
     uint64_t inode;
@@ -118,7 +121,7 @@ inline bool stop_started(const Search& search, Pids& stopped) {
       const long pid = std::strtol(entry->name, nullptr, 10);
       if (!pid || pid == search.root || getsid(pid_t(pid)) != search.session || search.above.has(pid)) continue;
       if (stopped.full() || stopped.has(pid) || descent_of(pid).ends || !finds(search, pid)) continue;
-      // Not what another user runs: that would be waited for in vain.
+      // The signal fails for another user's process. That is not added: waiting for its end would be useless.
       if (kill(pid_t(pid), SIGSTOP) == 0) stopped.pids[stopped.count++] = pid;
     }
   }
@@ -126,11 +129,11 @@ inline bool stop_started(const Search& search, Pids& stopped) {
   return stopped.count != before;
 }
 
-// Kills what `root` has started, of what has not left `session`; if that is root's own, all that is in it. Root itself
-// may be the calling process, stopped, a zombie, or with `is_reaped` gone: the kernel gives its number to another process
-// only once nothing is left in its group. All are stopped before the first is killed: what one of them forks
-// meanwhile would else lose its place in the line with its parent. Goes on until nothing is left, for a second at most:
-// what hangs in the kernel stays.
+// Kills the processes that `root` has started and that have not left `session`; if root leads the session, all
+// processes in it. Root itself may be the calling process, stopped, a zombie, or, with `is_reaped`, gone: the kernel
+// gives root's pid to another process only once nothing is left in root's group. All processes are stopped before the
+// first is killed: otherwise a process could fork and be killed, and its child would have no parent that leads back to
+// root. Goes on until nothing is left, for a second at most: a process that hangs in the kernel stays.
 inline void kill_started(long root, long session, bool is_reaped) {
   const int64_t deadline = now_ns() + int64_t{1'000'000'000};
   Search search = {root, session, is_reaped && (kill(pid_t(root), 0) == 0 || errno == EPERM), {}};
@@ -141,7 +144,7 @@ inline void kill_started(long root, long session, bool is_reaped) {
   do {
     stopped.count = 0;
     while (stop_started(search, stopped) && now_ns() < deadline) usleep(1000);
-    // Children first, mostly: a group whose parents are gone is told to go on.
+    // Mostly children first: once the parents of a stopped process group are gone, the kernel lets the group continue.
     for (size_t k = stopped.count; k-- > 0;) kill(pid_t(stopped.pids[k]), SIGKILL);
   } while (stopped.count && now_ns() < deadline);
 }

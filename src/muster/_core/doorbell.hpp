@@ -47,16 +47,18 @@ struct WaitBudget {
   bool spreads;  // workers take care that no two of them share a core
 };
 
-// A yield that gives nothing away takes half a microsecond. One beside a process that steps costs as little and lasts
-// until that one yields, so that they are counted.
+// The longest time awake before a sleep. A yield while nothing else wants the core takes half a microsecond. A yield
+// while another process steps on that core costs as little and lasts until that process yields; so WaitBudget counts
+// yields.
 inline constexpr int64_t kAwakeNs = 10'000'000;
 
-// One that lasts longer gave a time slice to something that never yields: another program, a learner's thread, a
-// spinning pool of threads. An env's step may last as long; then it hardly matters how it is waited for.
+// A yield that lasts longer than this gave a time slice to something that never yields: another program, a learner's
+// thread, a spinning pool of threads. An env's step may last as long; then it hardly matters how the wait is done.
 inline constexpr int64_t kSliceNs = 1'200'000;
 
-// The wait awake before a sleep, and whether it is worth it. Where a yield has cost a slice, waits sleep at once for a
-// while, a short one where slices are lost now and then, a longer one each time while every try loses one.
+// The wait awake before a sleep, and the decision whether it is worth its time. After a yield that has cost a slice,
+// waits sleep at once for a while: a short while where slices are lost now and then, twice as long each time where
+// every try loses one.
 class AwakeWait {
  public:
   explicit AwakeWait(const WaitBudget& budget) : budget_(budget) {}
@@ -78,7 +80,7 @@ class AwakeWait {
       for (int k = 0; has_core && k < kPausesPerYield && !done(); ++k) pause_core();
       sched_yield();
       const int64_t now = now_ns();
-      // Where nothing else has run here since the wait began, the host of this virtual machine took the core.
+      // If nothing else has run on this core since the wait began, the host of this virtual machine took the core.
       if (now - before > kSliceNs && !(given_way > 0 && times_given_way() == given_way)) {
         lost_a_slice(now);
         return done();
@@ -90,12 +92,13 @@ class AwakeWait {
   }
 
  private:
-  // On a core of its own hardly any yield is of use. 64 pauses take about 1.2 us (x86): often enough to give way.
+  // A process with a core of its own hardly ever has to yield: once after 64 pauses, about 1.2 us (x86), is enough.
   static constexpr int kPausesPerYield = 64;
   static constexpr int64_t kShortestRestNs = 5'000'000, kLongestRestNs = 1'280'000'000;
-  static constexpr uint32_t kChance = 8;  // beside what never yields not that many waits go by without a loss
+  static constexpr uint32_t kChance = 8;  // next to what never yields, fewer waits than this pass without a loss
 
-  // How often this thread has given its core to another, ready as it was. 0 or less where the kernel does not tell.
+  // The number of times that this thread lost its core to another one while it was ready to run. 0 or less where the
+  // kernel does not report it.
   static long times_given_way() {
     rusage usage;
     return getrusage(RUSAGE_THREAD, &usage) ? -1 : usage.ru_nivcsw;
@@ -139,12 +142,12 @@ struct Bell {
 
 // ---- caller -> workers
 
-// Release: the records and actions written before are visible to whoever sees the new count.
+// Release: the records and actions written before are visible to a worker that sees the new count.
 inline void count_ring(HostRecord& host) {
   host.rung.store(host.rung.load(std::memory_order_relaxed) + 1, std::memory_order_release);
 }
 
-// After count_ring and a fence.
+// Wakes a worker that sleeps; called after count_ring and a fence.
 inline void wake_worker(HostRecord& host) {
   if (host.asleep.load(std::memory_order_relaxed)) futex_wake(host.rung);
 }
@@ -158,16 +161,16 @@ inline void ring(HostRecord& host) {
 inline void ring_all(const Bell& bell) {
   for (uint32_t w = 0; w < bell.num_hosts; ++w) count_ring(bell.hosts[w]);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  // Whoever sleeps on the caller's own core comes last: it may take that core at once.
+  // Workers that sleep on the caller's own core come last: once awake, they may take that core at once.
   for (const bool own_core : {false, true})
     for (uint32_t w = 0; w < bell.num_hosts; ++w)
       if ((bell.hosts[w].cpu.load(std::memory_order_relaxed) == bell.callers_cpu()) == own_core)
         wake_worker(bell.hosts[w]);
 }
 
-// Two workers on one core would step one after the other, and the kernel leaves them there for long: it looks at cores
-// that idle for less than half a millisecond as busy. The one with the higher index moves over; so does one beside the
-// caller where every process has a core.
+// Moves this worker to a free core if it shares one. Two workers on one core would step one after the other, and the
+// kernel leaves them there for long: it regards cores that idle for less than half a millisecond as busy. The worker
+// with the higher index moves; so does a worker on the caller's core where every process has a core.
 inline void take_cpu(const Bell& bell, uint32_t index, const WaitBudget& budget) {
   auto& own = bell.hosts[index].cpu;
   const uint32_t cpu = 1 + uint32_t(sched_getcpu());
@@ -185,7 +188,7 @@ inline void take_cpu(const Bell& bell, uint32_t index, const WaitBudget& budget)
   CPU_CLR(bell.callers_cpu() - 1, &without_caller);
   if (CPU_COUNT(&without_caller)) free = without_caller;
   if (!CPU_COUNT(&free) || sched_setaffinity(0, sizeof free, &free)) return;
-  // Moving may take ms. Whoever has confined this worker meanwhile, from outside, is obeyed.
+  // Moving may take milliseconds. If another program has set this worker's affinity meanwhile, that setting stays.
   cpu_set_t now;
   if (!sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(&now, &free)) sched_setaffinity(0, sizeof allowed, &allowed);
   own.store(1 + uint32_t(sched_getcpu()), std::memory_order_relaxed);
@@ -210,15 +213,16 @@ inline void wait_for_ring(const Bell& bell, uint32_t index, uint32_t seen, Awake
 inline void announce_finished(const Bell& bell, HostRecord& host) {
   const uint32_t finished = host.finished.load(std::memory_order_relaxed) + 1;
   host.finished.store(finished, std::memory_order_release);
-  // Only a worker's last answer can complete a whole. To look for more after each would cost as much as a microsecond's
-  // step: the fence waits for cache lines that the caller has read, and the others' counts are on their cores.
+  // Only a worker's last answer can complete the whole. A check after each answer would cost as much as a step of a
+  // microsecond: the fence waits for cache lines that the caller has read, and the other workers' counts are on their
+  // cores.
   if (bell.caller.awaits_all.load(std::memory_order_relaxed) && finished != host.asked.load(std::memory_order_relaxed))
     return;
   std::atomic_thread_fence(std::memory_order_seq_cst);
   bell.wake_caller_if_done();
 }
 
-// Waits until `target` steps are finished, for `slice_ns` at most; without `awake` asleep. True if they are.
+// Waits until `target` steps are finished, for `slice_ns` at most; sleeps at once if `awake` is null. True if they are.
 inline bool wait_for_finished(const Bell& bell, uint32_t target, AwakeWait* awake, int64_t slice_ns) {
   auto done = [&] { return bell.reached(target); };
   const int64_t start = now_ns();

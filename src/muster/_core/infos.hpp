@@ -28,7 +28,7 @@ struct InfoColumn {
 
 class InfoTable {
  public:
-  // kPickled: the whole dict is one object in the mail.  From kFirst on: that of a layout.
+  // kEmpty: there is no info.  kPickled: the whole dict is one object in the mail.  kFirst + i: the i-th layout.
   enum Schema : uint32_t { kEmpty, kPickled, kFirst };
   static constexpr size_t kMaxSchemas = 64;
   static constexpr int kDeepest = 32;
@@ -37,7 +37,7 @@ class InfoTable {
 
   size_t size() const { return schemas_.size(); }
 
-  // Stores `info` in `row` and returns its schema's number. `hint`: the number that this env's last info had.
+  // Stores `info` in `row` and returns the number of its schema. hint: the number that this env's last info had.
   uint32_t write(PyObject* info, char* row, PyObject* objects, uint32_t hint) {
     if (!PyDict_Check(info)) {
       PyErr_Format(PyExc_TypeError, "info must be a dict, got %.200s", Py_TYPE(info)->tp_name);
@@ -65,7 +65,8 @@ class InfoTable {
     return kPickled;
   }
 
-  // ((key, kind, dtype number, shape, offset, children), ...) for each schema, for transport/infos.py on the caller's side.
+  // Returns ((key, kind, dtype number, shape, offset, children), ...) for each schema; transport/infos.py reads it in
+  // the caller.
   Ref describe() const {
     Ref all = checked(PyTuple_New(Py_ssize_t(schemas_.size())));
     for (size_t i = 0; i < schemas_.size(); ++i)
@@ -85,7 +86,7 @@ class InfoTable {
     return PyArray_IsScalar(value, Number) || PyArray_IsScalar(value, Bool);
   }
 
-  // depth: how many dicts within each other may follow; one that holds itself has no end.
+  // depth: how many levels of dicts may follow; a dict that holds itself has no end.
   bool classify(PyObject* info, Columns& columns, size_t& end, int depth) const {
     if (!depth) return false;
     Py_ssize_t position = 0;
@@ -187,7 +188,7 @@ class InfoTable {
       }
       case Kind::kDict: return PyDict_CheckExact(value) && store(column.children, value, row, objects);
       case Kind::kObject:
-        // A number deserves a column of its own: None at a reset must not make it an object on all steps to come.
+        // A number gets a column of its own: None at a reset must not make it an object in all later steps.
         if (!column.takes_numbers && schemas_.size() < kMaxSchemas / 2 && is_number(value)) return false;
         break;
     }
@@ -214,8 +215,9 @@ class InfoTable {
   std::vector<std::unique_ptr<Columns>> schemas_;
 };
 
+// Copies columns of infos out of the slab.
 // columns: a list of (key, key of the mask, view [num_envs, *shape] of the slab, C-contiguous from the second axis on).
-// ids: the rows to take, int64 [n], or None for all.  provided: bool [n]; rows without are zero.
+// ids: the rows to take, int64 [n], or None for all.  provided: bool [n]; rows where it is false are zero.
 // Returns {key: [n, *shape], key of the mask: bool [n]} in memory of its own.
 inline Ref gather_columns(PyObject* columns, PyObject* ids, PyObject* provided) {
   auto* mask = reinterpret_cast<PyArrayObject*>(provided);

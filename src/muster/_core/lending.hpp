@@ -12,20 +12,23 @@ namespace muster {
 // Counts the forks that this process has begun.
 inline std::atomic<uint32_t> g_forks_begun{0};
 
-// Block 0 is never lent: it is where rows lie that are waited for and taken one by one.
+// Lends blocks of observation rows to Python's arrays. Block 0 is never lent: it holds the rows that are waited for and
+// returned one by one.
 class Lending {
  public:
   // memory: the Python object that keeps the slab mapped.
   Lending(PyObject* memory, uint32_t num_blocks)
       : memory_(Ref::borrow(memory)), all_(uint32_t((uint64_t{1} << num_blocks) - 2)) {}
 
-  // A block that no array owns, the same again where it can be, since the cores have it in their caches; else 0.
+  // Returns a block that no array owns, or 0 if there is none. The lowest: it is then often the one used last, which
+  // the cores have in their caches.
   uint32_t free_block() const {
     const uint32_t free = all_ & ~lent_->load(std::memory_order_acquire);
     return free ? uint32_t(std::countr_zero(free)) : 0;
   }
 
-  // A writable array at `rows`, which lie in `block`; the block is free again with the last view of the array.
+  // Returns a writable array over `rows`, which lie in `block`. The block is free again once the last view of the array
+  // is gone.
   Ref lend(uint32_t block, char* rows, int type_num, const std::vector<npy_intp>& shape) {
     Ref array =
         checked(PyArray_SimpleNewFromData(int(shape.size()), const_cast<npy_intp*>(shape.data()), type_num, rows));
@@ -49,7 +52,7 @@ class Lending {
 
   static void give_back(PyObject* capsule) {
     const std::unique_ptr<Loan> loan(static_cast<Loan*>(PyCapsule_GetPointer(capsule, nullptr)));
-    // A child forked meanwhile may still read the array, in the same memory: then the block is not used again.
+    // A child that was forked meanwhile may still read the array, in the same memory: then the block stays lent.
     if (loan->forks_begun == g_forks_begun.load()) loan->lent->fetch_and(~loan->bit, std::memory_order_release);
   }
 

@@ -1,4 +1,4 @@
-// muster._core: what Python sees of the core.
+// The module muster._core: the part of the core that Python can use.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -40,7 +40,7 @@ namespace {
 
 using namespace muster;
 
-// Of workers/options.py.
+// Converts the WaitBudget of workers/options.py.
 WaitBudget wait_budget_of(nb::handle budget) {
   return {nb::cast<int>(budget.attr("pauses")), nb::cast<int>(budget.attr("yields")),
           nb::cast<bool>(budget.attr("spreads"))};
@@ -79,8 +79,8 @@ nb::dict host_state(const SlabLayout& slab, uint32_t index) {
   return state;
 }
 
-// uint8 [size]: memory of the file, shared, or of this process alone for fd -1. Python's mmap would keep a copy of the fd
-// open for as long as any view lives.
+// Returns an array, uint8 [size], over shared memory of the file `fd`; for fd -1 over memory of this process alone.
+// Python's mmap would keep a copy of the fd open as long as any view lives.
 Ref map_bytes(int fd, size_t size) {
   const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
   void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, fd, 0);
@@ -100,7 +100,7 @@ Ref map_bytes(int fd, size_t size) {
   return array;
 }
 
-// A class of ints: Python's own enums take longer to make than all else in this module.
+// Binds an enum as a class of ints: creating Python's own enums would take longer than everything else in this module.
 template <class Enum>
 void bind_enum(nb::module_& m, const char* name, std::initializer_list<std::pair<const char*, Enum>> members) {
   nb::dict values;
@@ -283,7 +283,7 @@ void bind_functions(nb::module_& m) {
 
 NB_MODULE(_core, m) {
   m.doc() = "The doorbell, the stepping loop and the watchdog of Muster's workers.";
-  // The objects live as long as the interpreter's module; a report of them at exit would only confuse.
+  // The objects live as long as the interpreter's module; a report about them at exit would only confuse.
   nb::set_leak_warnings(false);
   // The Python exception of a PythonError is set already.
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {

@@ -36,7 +36,7 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
-// Raised to leave C++ with the Python exception that is set.
+// Thrown in C++ when a Python exception is set, so that Python raises it.
 struct PythonError {};
 
 inline Ref checked(PyObject* owned) {

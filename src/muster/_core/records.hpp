@@ -1,5 +1,5 @@
-// The shared block as both sides see it: plain structs at offsets that transport/slab.py computes. Python has the names,
-// offsets and sizes from module.cpp.
+// The records of the shared block, as the caller and the workers see them: plain structs at offsets that
+// transport/slab.py computes. Python gets the names, offsets and sizes from module.cpp.
 #pragma once
 
 #include <time.h>
@@ -17,8 +17,8 @@ enum class Command : uint8_t { kStep = 1, kReset = 2, kStepProvided = 3 };
 enum class Status : uint8_t { kOk = 0, kRaised = 1, kLost = 2 };
 enum class Doing : uint32_t { kNothing = 0, kStepping = 1, kResetting = 2, kTalking = 3 };
 
-// All that an env says about one step, on one cache line. The caller writes it before it rings the worker, the worker
-// from then until `finished` equals `requested`; so neither ever sees a half-written record.
+// All that an env reports about one step, on one cache line. The caller writes the record before it rings the worker;
+// from then on the worker writes it, until `finished` equals `requested`. So neither ever sees a half-written record.
 struct alignas(kCacheLine) EnvRecord {
   std::atomic<uint32_t> requested;
   std::atomic<uint32_t> finished;
@@ -36,25 +36,25 @@ struct alignas(kCacheLine) EnvRecord {
   double reward;
   double episode_return;
   int64_t episode_length;
-  uint32_t obs_block;  // of the slab's blocks of observation rows, the one that this env's lent rows go to
+  uint32_t obs_block;  // the block of observation rows to which this env's lent leaves are written
 };
 static_assert(sizeof(EnvRecord) == kCacheLine);
 
-// What NumPy calls a field's type; null for one that it has not been told of.
+// NumPy's name of a field's type; null for a type that is not listed here.
 template <class Field>
 inline constexpr const char* kFormat =
     std::is_same_v<Field, bool> ? "?" : std::is_same_v<Field, double> ? "f8" : std::is_same_v<Field, int64_t> ? "i8"
     : sizeof(Field) == 4 ? "u4" : sizeof(Field) == 1 ? "u1" : nullptr;
 
-// What the caller and a host say to each other. Each cache line has one writer, and none is shared by ringing, finishing
-// and diagnosis.
+// The counters and states by which the caller and one host communicate. Each cache line has one writer, except that the
+// worker writes `asleep`; and ringing, finishing and diagnosis have a line each.
 struct alignas(kCacheLine) HostRecord {
   std::atomic<uint32_t> rung;    // futex word; the caller adds 1
   std::atomic<uint32_t> asleep;  // the worker is, or is about to be, in futex_wait
   std::atomic<uint32_t> messages;  // control messages the caller has sent
   std::atomic<uint32_t> asked;     // env steps the caller has asked for
 
-  alignas(kCacheLine) std::atomic<uint32_t> finished;  // env steps finished; also the worker's to write
+  alignas(kCacheLine) std::atomic<uint32_t> finished;  // env steps finished; the worker writes this line
   std::atomic<uint32_t> cpu;  // 1 + the core on which the worker last began to wait; 0: not known
 
   alignas(kCacheLine) std::atomic<Doing> doing;
@@ -70,9 +70,9 @@ static_assert(sizeof(HostRecord) == 3 * kCacheLine);
 
 struct alignas(kCacheLine) CallerRecord {
   std::atomic<uint32_t> armed;   // futex word: 1 while the caller sleeps, or is about to
-  std::atomic<uint32_t> target;  // sum of `finished` over the workers that it waits for
-  std::atomic<uint32_t> core;    // on which it last rang
-  std::atomic<uint32_t> awaits_all;  // 1: what it asked for last, it waits for as a whole
+  std::atomic<uint32_t> target;  // the sum of all hosts' `finished` that the caller waits for
+  std::atomic<uint32_t> core;    // the core on which the caller last rang
+  std::atomic<uint32_t> awaits_all;  // 1: the caller waits as a whole for all that it asked for last
 };
 
 inline int64_t now_ns() {

@@ -1,4 +1,4 @@
-// Where things lie in the slab. transport/slab.py decides, and says it by name.
+// The places of all things in the slab. transport/slab.py computes them and passes them by name.
 #pragma once
 
 #include "doorbell.hpp"
@@ -9,7 +9,7 @@ namespace muster {
 struct SlabLayout {
   char* base;
   uint32_t num_envs;
-  uint32_t num_hosts;  // workers, and the caller itself if it steps some
+  uint32_t num_hosts;  // workers, and the caller itself if it steps envs
   CallerRecord* caller;
   HostRecord* hosts;
   EnvRecord* records;

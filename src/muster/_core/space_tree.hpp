@@ -1,5 +1,5 @@
-// Observations into slab rows and slab rows into actions, along a tree that spaces/tree.py makes once. A node moves into
-// what it is handed to.
+// Writes observations to slab rows and reads actions from slab rows, along a tree that spaces/tree.py makes once. A
+// node moves into the object that it is passed to.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace muster {
 
 using Shape = std::vector<npy_intp>;
 
-// What a leaf's array [N, *shape] in the slab says of its rows.
+// The dtype, the shape and the size of a leaf's rows, read from the leaf's array [N, *shape] in the slab.
 struct LeafRows {
   LeafRows(PyObject* rows)
       : array(reinterpret_cast<PyArrayObject*>(rows)),
@@ -30,7 +30,7 @@ struct LeafRows {
   size_t row_bytes;
 };
 
-enum class Branch { kDict, kTuple, kStack };  // kStack: of observations, a member for each agent of a group
+enum class Branch { kDict, kTuple, kStack };  // kStack: of observations, one member for each agent of a group
 
 inline bool same_layout(PyArrayObject* array, int type_num, const Shape& shape) {
   return PyArray_TYPE(array) == type_num && PyArray_ISCARRAY_RO(array) && PyArray_NDIM(array) == int(shape.size()) &&
@@ -39,8 +39,8 @@ inline bool same_layout(PyArrayObject* array, int type_num, const Shape& shape) 
 
 // ---- observations: Python -> slab
 
-// Where one env's observation is written to. final: to its final rows.  lent_shift: from where leaves that are lent have
-// their rows otherwise, see lending.hpp.
+// The place that one env's observation is written to. final: whether that is the env's final rows.  lent_shift: the
+// bytes from block 0 to the block that leaves that are lent are written to, see lending.hpp.
 struct ObsPlace {
   char* slab;
   size_t env;
@@ -51,7 +51,7 @@ struct ObsPlace {
 class ObsNode {
  public:
   ObsNode() : kind_(Kind::kObject) {}
-  // A member of a stack has its rows as far apart as the whole stack takes.
+  // The rows of a stack's member are as far apart as the rows of the whole stack.
   ObsNode(bool is_integer, PyObject* store, const LeafRows& rows, size_t offset, size_t final_offset, bool lent)
       : kind_(is_integer ? Kind::kInteger : Kind::kArray),
         slow_(Ref::borrow(store)),
@@ -68,7 +68,7 @@ class ObsNode {
         keys_(Ref::borrow(keys)),
         children_(std::move(children)) {}
 
-  // What has no fixed layout is appended to `objects`.
+  // Writes an observation. Values without a fixed layout are appended to `objects`.
   void write(PyObject* value, const ObsPlace& place, PyObject* objects) const {
     switch (kind_) {
       case Kind::kArray: return write_array(value, row(place));
@@ -139,7 +139,7 @@ class ObsNode {
     write_slowly(value, to);
   }
 
-  // Casts, and the errors that name path, expected and got, are Python's: spaces/tree.py.
+  // Calls spaces/tree.py, which casts the value or raises an error with the path, what was expected and what came.
   void write_slowly(PyObject* value, char* to) const {
     Ref row_view = checked(
         PyArray_SimpleNewFromData(int(shape_.size()), const_cast<npy_intp*>(shape_.data()), type_num_, to));
@@ -166,7 +166,7 @@ class ObsNode {
       return complain(value);
     for (size_t i = 0; i < children_.size(); ++i) {
       Ref held = Ref::borrow(PySequence_Fast_GET_ITEM(value, Py_ssize_t(i)));
-      // A stack's absent members (agents that are not there) are rows of zeros.
+      // A stack's absent members (None, agents that are not present) are rows of zeros.
       if (kind_ == Kind::kStack && held.get() == Py_None)
         children_[i].clear(place);
       else
@@ -179,7 +179,7 @@ class ObsNode {
     if (kind_ == Kind::kArray || kind_ == Kind::kInteger) std::memset(row(place), 0, row_bytes_);
   }
 
-  // Calls the node's Python side, which raises and says what is missing or too much.
+  // Calls the node's Python side, which raises an error that names what is missing or too much.
   void complain(PyObject* value) const {
     checked(PyObject_CallFunctionObjArgs(slow_.get(), value, nullptr));
     PyErr_SetString(PyExc_RuntimeError, "an observation was refused without a reason");
@@ -204,8 +204,8 @@ class ObsNode {
 class ActionNode {
  public:
   ActionNode() : kind_(Kind::kObject) {}
-  // Rows without a shape are scalars: what iterating over an array gives, and so what Gymnasium's vector envs hand out.
-  // scalars: a tuple of those from `first` on, made once; may be empty.
+  // Rows without a shape become NumPy scalars, as iterating over an array returns them: Gymnasium's vector envs pass
+  // these to their envs. scalars: a tuple of the scalars from the value `first` on, made once; may be empty.
   ActionNode(const LeafRows& rows, size_t offset, int64_t first, PyObject* scalars)
       : kind_(rows.shape.empty() ? Kind::kScalar : Kind::kArray),
         offset_(offset),
@@ -219,8 +219,8 @@ class ActionNode {
         keys_(Ref::borrow(keys)),
         children_(std::move(children)) {}
 
-  // What env `env` is to be given: its own object, never a view that the next send would change under it.
-  // `objects`: an iterator over what came through the mail, in the tree's order.
+  // Returns the action for env `env`: an object of its own, never a view, which the next send would change.
+  // objects: an iterator over the objects that came through the mail, in the tree's order.
   Ref read(const char* slab, size_t env, PyObject* objects) const {
     switch (kind_) {
       case Kind::kScalar: return read_scalar(slab + offset_ + env * row_bytes_);

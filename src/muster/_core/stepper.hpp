@@ -14,10 +14,10 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 
 // Steps the envs of one worker: reads actions from the slab, calls Python's env.step, writes the rows in place.
 //
-// `env_host` is the Python object around it. It is called only for what is rare: on_error(env, exception) -> mail bytes,
-// put_mail(env, objects, final_objects) -> mail bytes, own(objects) -> copies, take_actions(env) -> iterator,
-// on_new_schema().
-// lends_objects: the mail hands over the very objects, which the env may go on using.
+// `env_host` is the Python object that owns the stepper. Its methods are called only in rare cases:
+// on_error(env, exception) -> mail bytes, put_mail(env, objects, final_objects) -> mail bytes, own(objects) -> copies,
+// take_actions(env) -> iterator, on_new_schema().
+// lends_objects: the mail passes the objects themselves, not copies, and the env may go on using them.
 class Stepper {
  public:
   Stepper(const SlabLayout& slab, uint32_t host, uint32_t first_env, PyObject* envs, ObsNode obs, ActionNode action,
@@ -49,7 +49,7 @@ class Stepper {
 
   uint32_t num_envs() const { return uint32_t(PyList_GET_SIZE(envs_.get())); }
 
-  // Steps what is asked for until the caller has sent a message.
+  // Steps the envs that the caller asks for, until the caller has sent a message.
   void run() {
     for (;;) {
       const uint32_t seen = own_.rung.load(std::memory_order_acquire);
@@ -69,10 +69,11 @@ class Stepper {
     }
   }
 
-  // in_caller: Ctrl-C in one env is the caller's own, so the rest are not stepped but fail with it.
+  // Steps all envs that have a request to step. in_caller: a Ctrl-C in one env is the caller's own, so the envs after
+  // that one are not stepped but fail with the same Ctrl-C.
   void step_requested(bool in_caller = false) {
     interrupt_ = Ref();
-    // The caller has written them last: all come from its core at once, not one before each step.
+    // The caller wrote the records last: all are fetched from its core at once, not one by one before each step.
     for (uint32_t i = 0; i < num_envs(); ++i) __builtin_prefetch(&slab_.records[first_env_ + i], 1);
     for (uint32_t i = 0; i < num_envs(); ++i) {
       EnvRecord& record = slab_.records[first_env_ + i];
@@ -96,7 +97,7 @@ class Stepper {
     return false;
   }
 
-  // The answer to the caller's reset command for one env. Returns the KeyboardInterrupt that it was, or None.
+  // Answers the caller's reset command for one env. Returns the KeyboardInterrupt that the env raised, or None.
   Ref reset_env(uint32_t i, PyObject* seed, PyObject* options, bool passes_options) {
     EnvRecord& record = slab_.records[first_env_ + i];
     interrupt_ = Ref();
@@ -108,7 +109,7 @@ class Stepper {
     return interrupt ? std::move(interrupt) : Ref::borrow(Py_None);
   }
 
-  // Env i has been built anew. `seed` is for its first reset, unless that is given one.
+  // Replaces env i, which has been built again. `seed` is for its first reset, unless that reset has a seed of its own.
   void replace_env(uint32_t i, PyObject* env, PyObject* seed) {
     check(PyList_SetItem(envs_.get(), i, Py_NewRef(env)));
     next_seeds_[i] = Ref::borrow(seed);
@@ -131,7 +132,7 @@ class Stepper {
 
   Ref describe_schemas() const { return infos_.describe(); }
 
-  // (env_host, i) where this thread steps or resets env i, else None.
+  // Returns (env_host, i) where this thread steps or resets env i, else None.
   static Ref running() {
     if (!running_.env_host) return Ref::borrow(Py_None);
     return checked(Py_BuildValue("(OI)", running_.env_host, running_.env));
@@ -186,7 +187,7 @@ class Stepper {
 
   void step(uint32_t i, EnvRecord& record) {
     record.has_final = 0;
-    // same_step: the reset that belonged to the last step has failed.
+    // next_step: the last step ended the episode.  same_step: the reset that belonged to the last step has failed.
     if (record.needs_reset && autoreset_ != Autoreset::kDisabled) return store_reset(call_reset(i), i, record);
 
     const bool provided = record.command == Command::kStepProvided;
@@ -220,7 +221,7 @@ class Stepper {
     record.episode_over = over;
     if (!reset_now) return;
 
-    // The env may reuse in its reset what it has just given.
+    // In its reset the env may reuse the objects that its step has just returned.
     if (PyList_GET_SIZE(final_objects_.get())) own(final_objects_);
     store_reset_rows(call_reset(i), i, record);
     record.has_final = 1;
@@ -375,9 +376,9 @@ class Stepper {
   Ref seed_keyword_;
   Ref objects_;
   Ref final_objects_;
-  Ref interrupt_;  // while envs are stepped or reset
+  Ref interrupt_;  // the Ctrl-C of an env, while envs are stepped or reset
   inline static thread_local Running running_{};
-  Running around_{};  // while an env is stepped or reset: what was running before, where envs step others
+  Running around_{};  // while an env is stepped or reset: the env that was running before, where envs step other envs
 };
 
 }  // namespace muster

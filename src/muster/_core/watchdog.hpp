@@ -1,6 +1,7 @@
-// Two threads in each worker that outlive any hold on the GIL. One ends the worker, and what the worker started, once the
-// caller is gone; the doctor's trials have that one alone. The other passes the worker's stderr on while keeping it
-// readable for the caller; it may block where nobody reads that, which the first must not.
+// Two threads in each worker that run however long an env holds the GIL. One ends the worker, and the processes that
+// the worker has started, once the caller is gone; the doctor's trials have only this thread. The other passes on what
+// the worker writes to stderr, and keeps the last of it readable for the caller; it may block where nobody reads the
+// caller's stderr, and the first thread must not.
 #pragma once
 
 #include <poll.h>
@@ -24,14 +25,14 @@ constexpr int kExitFdsClosed = 87;
 struct WatchdogFds {
   int caller;       // pidfd; readable once the caller is gone
   int stderr_pipe;  // what the worker writes to stderr; -1 to leave that alone
-  int stderr_to;    // where it goes on to
-  int tail;         // a file that keeps the last of it, for the caller to quote
+  int stderr_to;    // where that is passed on to
+  int tail;         // a file that keeps the last of that, for the caller to quote
 };
 
 constexpr off_t kTailBytes = 1 << 20;
 
-// Puts the fds out of reach of an env that closes what it does not own, and everything else out of these threads' reach.
-// Where a container forbids that, the fds stay shared with the env.
+// Gives these threads a table of fds of their own: an env that closes fds that it does not own cannot reach this table,
+// and all other fds are closed in it. Where a container forbids that, the fds stay shared with the env.
 inline void own_fds(const WatchdogFds& fds) {
   if (unshare(CLONE_FILES) != 0) return;
   int kept[] = {fds.caller, fds.stderr_pipe, fds.stderr_to, fds.tail};
@@ -49,7 +50,7 @@ inline void* relay_stderr(void* raw) {
   const WatchdogFds fds = *static_cast<WatchdogFds*>(raw);
   off_t tail_at = 0;
   for (;;) {
-    // The caller makes its end of the pipe non-blocking, which both ends share.
+    // The caller makes its copy of this fd non-blocking, and the two copies share that setting.
     pollfd polled = {fds.stderr_pipe, POLLIN, 0};
     if (poll(&polled, 1, -1) < 0) continue;
     if (polled.revents & POLLNVAL) return nullptr;
@@ -67,13 +68,14 @@ inline void* relay_stderr(void* raw) {
   }
 }
 
-// Ends this process, and what it has started. From another one, which can stop it meanwhile: else its threads might start
-// more after the last look. Not by fork(): that waits for locks that other threads may hold.
+// Ends this process, and all processes that it has started. A child does the work, since it can stop this process
+// meanwhile: otherwise this process's threads might start more after the last search. The child does not come from
+// fork(), which waits for locks that other threads may hold.
 inline void end_with_all() {
   const pid_t self = getpid();
   const long child = syscall(SYS_clone, SIGCHLD, nullptr, nullptr, nullptr, nullptr);
   if (child == 0) {
-    setpgid(0, 0);  // it is to outlive the worker's group
+    setpgid(0, 0);  // so that this child outlives the worker's group
     kill(self, SIGSTOP);
   }
   if (child <= 0) {
@@ -89,7 +91,8 @@ inline void* watch_caller(void* raw) {
   const WatchdogFds& fds = *static_cast<WatchdogFds*>(raw);
   own_fds(fds);
   pthread_t relay;
-  // Started here, so that it shares this thread's fds. Without it the worker's stderr would fill up and block.
+  // The relay is started here, so that it shares this thread's fds. Without it the worker's stderr would fill up and
+  // block.
   if (fds.stderr_pipe >= 0 && pthread_create(&relay, nullptr, relay_stderr, raw) != 0) _exit(1);
   for (;;) {
     pollfd polled = {fds.caller, POLLIN, 0};
@@ -102,7 +105,8 @@ inline void* watch_caller(void* raw) {
   }
 }
 
-// The threads never end before the process does, nor is what they are given freed. Returns an errno value, 0 on success.
+// Starts the threads. They never end before the process does, so the memory that they receive is never freed. Returns
+// an errno value, 0 on success.
 inline int start_watchdog(int caller_pidfd, int stderr_pipe, int stderr_to, int tail) {
   auto* fds = static_cast<WatchdogFds*>(std::malloc(sizeof(WatchdogFds)));
   *fds = {caller_pidfd, stderr_pipe, stderr_to, tail};

@@ -42,7 +42,7 @@ class CallerOptions:
 
 
 class Backend(ABC):
-    """Builds envs somewhere and steps them.
+    """Builds envs, in this process or in others, and steps them.
 
     The order of calls: `start` builds the envs and returns their facts, `attach` provides the slab that they are
     stepped into. From then on `caller` sends and waits, and the methods below do everything that is not a step.
@@ -88,7 +88,7 @@ class Backend(ABC):
 
     @abstractmethod
     def restart(self, restart: Restart) -> bool:
-        """Makes a failed env answer again; True if its worker has been replaced for that."""
+        """Makes a failed env answer again; True if the env's worker has been replaced for that."""
 
     @abstractmethod
     def watch(self, waited_s: float) -> None:

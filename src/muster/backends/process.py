@@ -324,7 +324,7 @@ class ProcessBackend(Backend):
         host, reason = worker.index, str(error)
         if replaces:
             reason += f" (while {self.nouns.worker} {host} was replaced, after: {replaces})"
-        if self._calling is not None and host not in self._results:  # the error is the result of the call, then
+        if self._calling is not None and host not in self._results:  # then the error is the result of the call
             first = worker.envs.start
             self._results[host] = [Failure(first, host, None, type(error).__name__, str(error), "", error)]
         # Killed before its envs are marked as lost: a worker that only hung could still write to their rows.
@@ -336,7 +336,7 @@ class ProcessBackend(Backend):
     # ---- messages
 
     def _packed(self, value: Any, parts: dict[str, Any]) -> Packed:
-        """Packs a value of the user. parts: its parts, by the names for errors. Raises CannotTravel, in under 5 s."""
+        """Packs a user's value. parts: its parts, by their names in errors. Raises CannotTravel, in under 5 s."""
         if is_plain(value):
             return Packed(dumps(value))
         context = self._options.context
@@ -426,7 +426,7 @@ class ProcessBackend(Backend):
 
 
 def _unpacked(worker: WorkerHandle, i: int, data: bytes) -> Any:
-    """The result of the worker's i-th env, or the Failure to rebuild it here."""
+    """The result of the worker's i-th env; a Failure where the result cannot be rebuilt in this process."""
     try:
         return pickle.loads(data)
     except Exception as error:

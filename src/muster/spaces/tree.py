@@ -21,7 +21,7 @@ Space = spaces.Space[Any]
 
 # Kinds of dtypes in order: a cast may go to the right, never to the left, so that no kind of value is lost.
 _KINDS = "biufc"
-# Actions of discrete spaces up to this size are handed to envs as numpy scalars made once.
+# Actions of discrete spaces up to this size are passed to envs as NumPy scalars that are made once.
 _CACHED_SCALARS = 4096
 
 
@@ -88,7 +88,7 @@ Take = Callable[[Array], Array]
 
 
 class Leaf(Node):
-    """A value of fixed shape and dtype."""
+    """A space whose values have a fixed shape and dtype."""
 
     def __init__(self, space: Space, path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         super().__init__(space, path)
@@ -214,7 +214,7 @@ class IntegerLeaf(Leaf):
 
 
 class ObjectLeaf(Node):
-    """A value without a fixed layout: it travels through the mail, and is batched as a tuple."""
+    """A space whose values have no fixed layout: they travel through the mail, and a batch is a tuple of them."""
 
     has_objects = True
 

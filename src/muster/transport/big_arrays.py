@@ -1,7 +1,7 @@
 """The big arrays of recipes, written once into memory that all workers map, instead of a copy for each.
 
-They lie in the mail's sparse memfd, behind all boxes. A worker maps them privately: what it reads is one memory for all
-workers, and the pages it writes to become its own.
+They lie in the mail's sparse memfd, behind all boxes. A worker maps them privately: all workers read the same memory,
+and a page that a worker writes to becomes its own.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 _START = 1 << 60
 
 Place = tuple[int, int, bool]
-"""Offset in the file, bytes, and whether it must not be written to."""
+"""Offset in the file, size in bytes, and whether the buffer is read-only."""
 
 
 class BigArrays:
-    """The caller's end, once the buffers of all workers are known.
+    """The caller's end: stores the buffers of all workers in the mail's file, and maps them.
 
-    buffers: for each worker those that it gets; one that several get is stored once.
-    places: for each worker where its buffers lie.
+    buffers: for each worker the buffers that it gets; a buffer that several workers get is stored once.
+    places: for each worker the places of its buffers.
     """
 
     def __init__(self, fd: int, buffers: Sequence[Sequence[pickle.PickleBuffer]]) -> None:
-        # By address and length: buffers of one array are many objects.
+        # The keys are addresses and lengths: the buffers of one array may be different objects.
         known: dict[tuple[int, int, bool], Place] = {}
         end = _START
         sources: list[tuple[int, memoryview]] = []
@@ -59,7 +59,7 @@ class BigArrays:
 
 
 def map_big_arrays(fd: int, places: Sequence[Place]) -> list[memoryview]:
-    """A worker's buffers, in the order of their places."""
+    """Maps a worker's buffers; returns them in the order of their places."""
     if not places:
         return []
     start = min(offset for offset, _, _ in places)

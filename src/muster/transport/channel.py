@@ -1,6 +1,7 @@
 """Messages between the caller and one worker: everything that is not a step.
 
-Pickles over an inherited socket pair, each behind its length. Only the two processes at its ends can reach it.
+They are pickles, each behind its length, over an inherited socket pair. Only the processes at its two ends can reach
+it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One end. `watch()` is called every 50 ms while a call of this end has to wait, and may raise to end the wait.
+    """One end of the channel between the caller and a worker.
 
+    watch: called every 50 ms while a call of this end has to wait; it may raise to end the wait.
     shares_main: see `mail.dumps`.
     """
 
@@ -36,23 +38,23 @@ class Channel:
         self._socket = end
         self._watch = watch
         self._shares_main = shares_main
-        self._received = bytearray()  # of a message that has not come whole
+        self._received = bytearray()  # of a message that has not arrived as a whole
         self.heard_at = 0.0  # time.monotonic() of the last bytes received
         end.setblocking(False)
 
     def fileno(self) -> int:
-        """For polling: readable when there is a message, or a part of one."""
+        """The fd to poll: readable when there is a message, or a part of one."""
         return self._socket.fileno()
 
     def send(self, message: object, timeout_s: float | None = None) -> None:
-        """Raises ChannelClosed, TimeoutError, and whatever `watch` raises."""
+        """Sends a message. Raises ChannelClosed, TimeoutError, and whatever `watch` raises."""
         self.send_bytes(dumps(message, shares_main=self._shares_main), timeout_s)
 
     def send_bytes(self, data: bytes, timeout_s: float | None = None) -> None:
-        """As `send`, for what is pickled already.
+        """Sends a message that is pickled already. Raises what `send` raises.
 
-        Raises TimeoutError once the other end has taken nothing for `timeout_s`: then half a message is on its way, and
-        the channel is of no more use.
+        TimeoutError is raised once the other end has taken nothing for `timeout_s`: then half a message is on its way,
+        and the channel cannot be used any more.
         """
         view = memoryview(_LENGTH.pack(len(data)) + data)
         while view:
@@ -65,9 +67,10 @@ class Channel:
                 raise ChannelClosed from error
 
     def recv(self, timeout_s: float | None = None) -> Any:
-        """The next message. Raises ChannelClosed, and what `watch` raises.
+        """The next message. Raises ChannelClosed, TimeoutError, and whatever `watch` raises.
 
-        Raises TimeoutError if it has not come whole within the time; the part that has come is kept for the next call.
+        TimeoutError is raised if the message has not arrived as a whole within `timeout_s`; the part that has arrived
+        is kept for the next call.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._fill():
@@ -81,7 +84,7 @@ class Channel:
         self._socket.close()
 
     def _fill(self) -> bool:
-        """Reads what is there of the next message; True once it is whole."""
+        """Reads the part of the next message that is there; True once the message is whole."""
         while missing := self._missing():
             try:
                 part = self._socket.recv(min(missing, _CHUNK_BYTES))
@@ -96,7 +99,7 @@ class Channel:
         return True
 
     def _missing(self) -> int:
-        """Bytes of the next message that are still to come, as far as that is known."""
+        """Bytes of the next message that have not arrived, as far as its length is known."""
         known = len(self._received)
         if known < _LENGTH.size:
             return _LENGTH.size - known
@@ -104,7 +107,7 @@ class Channel:
         return int(_LENGTH.size + length - known)
 
     def _poll(self, event: int, timeout_s: float | None) -> bool:
-        """Whether `event` comes within the time."""
+        """Whether `event` occurs within `timeout_s`. Raises what `watch` raises."""
         poller = select.poll()
         poller.register(self._socket, event)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

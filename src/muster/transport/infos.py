@@ -1,8 +1,8 @@
-"""Infos as Gymnasium gives them, from the columns that workers store them in.
+"""Infos in Gymnasium's form, made from the columns that workers store them in.
 
-``infos[key]`` holds one value per env and ``infos["_" + key]`` says which envs gave one. Envs nearly always agree in
-the layout of their infos, or have none after a reset; then each key is one copy out of the slab. What differs is
-merged env by env.
+``infos[key]`` holds one value per env and ``infos["_" + key]`` reports which envs provided one. Envs nearly always
+agree in the layout of their infos, or have none after a reset; then each key is one copy out of the slab. Infos that
+differ are merged env by env.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Column = tuple[str, int, int, tuple[int, ...], int, Any]  # key, kind, dtype num
 
 
 class _ReadPlan(NamedTuple):
-    """How to read the infos of some envs with some schemas.
+    """The columns to read for the infos of some envs whose schemas are known.
 
-    columns: for each key itself, its mask's key and the values in the slab ``[num_envs, ...]``; None where infos are
-    no plain columns that all agree.  provided: bool ``[n]``, which of the envs gave an info.
+    columns: for each key the key itself, the key of its mask, and the values in the slab ``[num_envs, ...]``; None
+    where the infos are not the same plain columns in all envs.  provided: bool ``[n]``, which envs provided an info.
     """
 
     columns: list[tuple[str, str, Array]] | None
@@ -37,9 +37,9 @@ class _ReadPlan(NamedTuple):
 
 
 class InfoReader:
-    """Reads infos out of one slab. `fetch_schemas(host)` gives what that host's worker has mailed last.
+    """Reads infos out of one slab. fetch_schemas(host): returns the schemas that the host's worker has mailed last.
 
-    What a step of all envs gave last is left to the core to read, as long as the layouts stay the same.
+    The core reads the infos of a step of all envs itself, as long as their layouts stay those of the last such step.
     """
 
     in_core = True  # whether the core may read infos in this reader's place
@@ -56,13 +56,13 @@ class InfoReader:
         self._views: dict[tuple[int, tuple[int, ...], int, int], Array] = {}
 
     def forget(self, host: int) -> None:
-        """Forgets a lost worker's schemas: its successor numbers its own."""
+        """Forgets the schemas of a worker that has died: its replacement numbers its own."""
         self._schemas[host] = ()
         self._plans.clear()
         self._caller.forget_infos()
 
     def read_plain(self, ids: Array) -> Infos | None:
-        """The infos of a step of envs `ids` ``[n]``, where these are plain columns that all agree in; else None."""
+        """The infos of a step of envs `ids` ``[n]``, where all envs have the same plain columns; else None."""
         plan = self._plan_for(ids)
         if plan.columns is None:
             return None
@@ -83,7 +83,7 @@ class InfoReader:
         return plan
 
     def read(self, ids: Array, objects: Sequence[Iterator[Any]]) -> Infos:
-        """The infos of a step of envs `ids` ``[n]``; `objects`: for each the rest of its mail, in order."""
+        """The infos of a step of envs `ids` ``[n]``. objects: for each env the rest of its mail, in order."""
         infos = self.read_plain(ids)
         if infos is None:
             infos = {}
@@ -92,7 +92,7 @@ class InfoReader:
         return infos
 
     def add(self, infos: Infos, info: Infos, row: int, count: int) -> None:
-        """Adds to what `read` has given for `count` envs what is to be told of the one at `row`, besides."""
+        """Adds `info`, a further report about the env at `row`, to the infos that `read` returned for `count` envs."""
         merge(infos, info, row, count)
 
     def add_final(self, infos: Infos, obs: Any, info: Infos, row: int, count: int) -> None:
@@ -100,11 +100,11 @@ class InfoReader:
         merge(infos, {"final_obs": obs, "final_info": info}, row, count)
 
     def final(self, env: int, objects: Iterator[Any]) -> Infos:
-        """The info of the step that ended env's episode (autoreset_mode="same_step")."""
+        """The info of the step that ended the episode of `env` (autoreset_mode="same_step")."""
         return self.single(env, _FINAL, objects)
 
     def single(self, env: int, which: int, objects: Iterator[Any]) -> Infos:
-        """One env's info, in memory of its own."""
+        """The info of one env, in memory of its own. which: `_STEP` or `_FINAL`."""
         schema = int((self._final_schemas if which else self._last_schemas)[env])
         if schema == InfoSchema.EMPTY:
             return {}
@@ -158,7 +158,7 @@ class InfoReader:
 
 
 def info_object_names(schemas: Sequence[Sequence[Column]], schema: int) -> list[str]:
-    """Where in an info of this schema the objects stand that go by mail, in their order."""
+    """The paths of the objects that travel through the mail in an info of this schema, in the order of the mail."""
     if schema == InfoSchema.PICKLED:
         return ["info"]
 
@@ -177,7 +177,7 @@ _DTYPES: dict[int, str] = {np.dtype(char).num: char for char in np.typecodes["Al
 
 
 def merge(infos: Infos, info: Infos, row: int, count: int) -> Infos:
-    """Adds one env's info at `row` of `count`, as Gymnasium does; dtypes promote where envs differ in them."""
+    """Adds one env's info at `row` of `count`, as Gymnasium does; promotes a column's dtype where envs differ in it."""
     for key, value in info.items():
         if key == "final_obs":
             column = infos.get(key)
@@ -194,7 +194,7 @@ def merge(infos: Infos, info: Infos, row: int, count: int) -> Infos:
 
 
 def spread(column: Any, ids: Array, num_envs: int) -> Any:
-    """A column of the envs `ids` as one of all envs."""
+    """Spreads a column of the envs `ids` to all envs; the other envs have zeros, or None in a column of objects."""
     if isinstance(column, dict):
         return {key: spread(value, ids, num_envs) for key, value in column.items()}
     if column.dtype == object:
@@ -227,7 +227,7 @@ def _with_value(column: Any, provided: Any, value: Any, row: int, count: int) ->
 
 
 def _as_objects(column: Any, provided: Array) -> Array:
-    """The values that were provided, as objects: what follows is of another shape or kind."""
+    """The values that were provided, as a column of objects: the next value has another shape or kind."""
     objects = np.full(len(provided), None, object)
     for row in np.flatnonzero(provided).tolist():
         objects[row] = _value(column, row)

@@ -1,7 +1,8 @@
-"""The mail: what has no place in the slab, from worker to caller and back. Rare, and never on a step of plain numbers.
+"""The mail, which carries what has no place in the slab from worker to caller and back.
 
-Each object is a pickle at a place of its own in a sparse memfd, so that writing never waits for a reader: a pipe would
-fill up while the caller waits for a worker that waits for the pipe.
+It is used rarely, and never by a step of plain numbers. Each object is a pickle at a place of its own in a sparse
+memfd, so that writing never waits for a reader: a pipe would fill up while the caller waits for a worker that waits for
+the pipe.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ _BOX_BYTES = 1 << 32
 
 
 class Mail(Protocol):
-    """Boxes that hold one object each. Both backends' stepping loops write and read through this."""
+    """Boxes that hold one object each. The stepping loops of all backends write and read through this interface."""
 
     lends_objects: bool
-    """Whether `get` returns the very object that was put, not a copy."""
+    """Whether `get` returns the same object that was put, not a copy."""
 
     def own(self, objects: list[Any]) -> list[Any]:
         """Copies of `objects`, as `get` would return them."""
 
     def put(self, box: int, value: object) -> int:
-        """Stores `value` and returns a length to hand to `get`, more than 0."""
+        """Stores `value`; returns a length, more than 0, to pass to `get`."""
 
     def get(self, box: int, length: int) -> Any:
-        """The object in `box`, or for length 0 None."""
+        """The object in `box`; None for length 0."""
 
 
 class SharedMail:
@@ -46,7 +47,7 @@ class SharedMail:
     def own(self, objects: list[Any]) -> list[Any]:
         try:
             copies: list[Any] = pickle.loads(dumps(objects, shares_main=True))
-        except Exception:  # `put` will say it better
+        except Exception:  # `put` will raise a clearer error
             return objects
         return copies
 
@@ -72,7 +73,7 @@ class SharedMail:
 
 
 class LocalMail:
-    """Mail within one process: the very objects."""
+    """Mail within one process: passes the objects themselves."""
 
     lends_objects = True
 
@@ -93,7 +94,7 @@ class LocalMail:
 def _copied(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
-    except Exception:  # nothing else to be had of it than itself
+    except Exception:  # an object that cannot be copied is passed itself
         return value
 
 
@@ -106,7 +107,7 @@ def dumps(value: object, *, shares_main: bool = False) -> bytes:
         data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception:
         return by_value(value)
-    # What pickle wrote as a name in __main__ names nothing, or something else, in the other process.
+    # A name that pickle wrote for an object of __main__ names nothing, or something else, in the other process.
     if b"__main__" in data and not shares_main:
         return by_value(value)
     return data

@@ -17,23 +17,23 @@ import numpy.typing as npt
 from muster._core import CACHE_LINE, CALLER_BYTES, HOST_BYTES, RECORD_BYTES, RECORD_FIELDS, SlabLayout, map_bytes
 from muster.spaces.tree import Array, Node, Rows
 
-# Numbers that one env's info may fill before the rest goes through the mail. Untouched pages cost nothing. A line more
-# than whole pages: rows that begin alike in their pages push each other out of the caches.
+# Bytes that the numbers of one env's info may fill before the rest goes through the mail. Untouched pages cost nothing.
+# One cache line more than whole pages: rows that begin at the same place in a page push each other out of the caches.
 _INFO_BYTES = 16384 + CACHE_LINE
 
-# Leaves whose batches are at least so big are handed out without being copied while a spare block is free. Two are
+# Leaves whose batches have at least this size are returned without a copy while a spare block is free. Two blocks are
 # enough for a loop that holds the last observations and the ones before.
 _LENT_FROM_BYTES = 1 << 16
 _SPARE_BLOCKS = 3
 
-# EnvRecord of _core/records.hpp.
+# The dtype of EnvRecord in _core/records.hpp.
 _NAMES, _FORMATS, _OFFSETS = zip(*RECORD_FIELDS, strict=True)
 RECORD = np.dtype({"names": _NAMES, "formats": _FORMATS, "offsets": _OFFSETS, "itemsize": RECORD_BYTES})
 
 
 @dataclass(frozen=True)
 class SlabPlan:
-    """What the slab's layout follows from; the same in the caller and in every worker.
+    """The facts that determine the layout of the slab, equal in the caller and in every worker.
 
     first_envs: for each host (a worker, or the caller itself) its first env, and num_envs at the end.
     """
@@ -52,13 +52,13 @@ class SlabPlan:
 
 
 class Slab:
-    """The block, and NumPy views of what lies in it.
+    """The shared block, and NumPy views of its parts.
 
     memory: uint8, the block itself.
     records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
     info_bytes: uint8 ``[N, 2, ...]``, the step's info and the final one.
     action_mail_bytes ``[N]``, schema_mail_bytes ``[hosts]``: bytes in the mail, see mail.py.
-    layout: where all this lies, for the core.
+    layout: the places of all these parts, for the core.
     """
 
     def __init__(self, plan: SlabPlan, fd: int | None = None) -> None:
@@ -109,11 +109,11 @@ class Slab:
         self.final_obs = self._rows(plan.obs, final)
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """A view of the block."""
+        """A view of the block, at `offset` in bytes."""
         return np.ndarray(shape, dtype, self.memory.data, offset)
 
     def host(self, index: int) -> dict[str, int]:
-        """What worker `index` is doing and has done, see HostRecord in _core/records.hpp."""
+        """The state and the counts of host `index`, see HostRecord in _core/records.hpp."""
         return self.layout.host_state(index)
 
     def _reserve(self, size: int) -> int:
@@ -145,6 +145,6 @@ def memfd(name: str) -> int:
 
 
 def contiguous(ids: Sequence[int] | npt.NDArray[np.int64]) -> slice | None:
-    """The slice that `ids` make up, or None if they don't."""
+    """The slice that selects exactly `ids`; None where they are not consecutive."""
     first, last = int(ids[0]), int(ids[-1])
     return slice(first, last + 1) if last - first == len(ids) - 1 else None

@@ -175,7 +175,7 @@ class EnvHost:
         return "; ".join(found)
 
     def take_actions(self, i: int) -> Iterator[Any]:
-        """The objects among env i's actions."""
+        """An iterator over those parts of env i's action that came through the mail."""
         assert self._slab is not None
         env = self.first_env + i
         length = int(self._slab.action_mail_bytes[env])

@@ -105,7 +105,7 @@ def _refuses(env: Any, entered: Set[CodeType]) -> bool:
 
 
 def portable(error: BaseException, dumps: Callable[[object], bytes]) -> bytes | None:
-    """The pickled error; None if it would not arrive as the same type, as with many constructors of their own."""
+    """The pickled error; None where it would not arrive as the same type, often because of its own constructor."""
     try:
         data = dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None

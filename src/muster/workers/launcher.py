@@ -140,7 +140,7 @@ def python_command(path: Sequence[str], entry: str, *arguments: Any) -> list[str
     path: the new process's ``sys.path``.  entry: ``"module:function"``.  arguments: the function's, of JSON's types.
 
     Flags that decide what Python reads when it starts, such as ``-E`` and ``-S``, are left out: the environment and the
-    path are handed over as they are here. -P is added: a json.py in the working directory must not hide the standard
+    path are passed as they are here. -P is added: a json.py in the working directory must not hide the standard
     library's; and without -P Python 3.13.0 cannot import NumPy where the working directory has been deleted.
     """
     flags = ["-O"] * sys.flags.optimize

@@ -105,7 +105,7 @@ class Restart(Message):
     """Makes a failed env answer again.
 
     rebuilds: the env is built again first; in a new worker it is new already.
-    resets_now: the answer is a reset; else the env answers without one and the caller makes up the row.
+    resets_now: the answer is a reset; else the env answers without one and the caller fills in the row.
     seed: for the env's first reset.  options: for the reset that is the answer.
     """
 

@@ -57,7 +57,7 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoR
     # The caller has closed the worker, or is gone. The watchdog does the same, but may not have noticed yet.
     kill_started(root=os.getpid(), session=os.getsid(0))
     if caller_gone:
-        kill_group(os.getpid())  # at once with what threads of the env start now: nobody may be left to reap that
+        kill_group(os.getpid())  # together with what threads of the env start now: nobody may be left to reap those
     os._exit(exit_code)  # an env's threads must not keep the process alive
 
 

@@ -99,7 +99,7 @@ class Workers:
             self.handles.append(self._launch(host))
 
     def send_orders(self) -> None:
-        """Lets the workers build their envs: all import at once, but the others build after `_await_first_envs`."""
+        """Lets the workers build their envs. All import at once; only the first builds before `_await_first_envs`."""
         for worker, order in zip(self.handles, self._orders, strict=True):
             self._send(worker, order, _BUILDING)
         if self._orders and self._orders[0].reports_building:
@@ -168,7 +168,7 @@ class Workers:
             warnings.warn(worker.slow_to_start(self._options.start_timeout_s), RuntimeWarning, stacklevel=7)
 
     def _recv(self, worker: WorkerHandle) -> object:
-        """The worker's next message; notes the progress of Unpacking. Raises WorkerDied; TimeoutError for none."""
+        """The next message of `worker`; notes Unpacking. Raises WorkerDied; TimeoutError if none is there."""
         try:
             while isinstance(message := worker.channel.recv(0.0), Unpacking):
                 worker.hint = "" if message.done else UNPACKS_HINT
