@@ -1,8 +1,9 @@
 """How fast are rollouts collected, against peers and against a loop written by hand?
 
-Frames per second on CartPole-v1, 1 torch thread, collected in rollouts of 128 steps. Once with random actions, once
+Frames per second on CartPole-v1, 1 torch thread, collected in rollouts of 128 steps: once with random actions, once
 with an actor-critic of two 64-64 tanh networks that samples actions and stores log-probabilities and values. All
-contenders live in one run and take turns; a figure is the median of the rounds, the ratio is Muster's to each.
+contenders run in turns in one process. A figure is the median of the rounds; the ratio is Muster's frames per second
+to those of each contender.
 
 `--loop-only` leaves the peers out: Muster's collector against the hand-written loop over the same kind of vector env.
 """
@@ -33,7 +34,7 @@ Run = Callable[[], int]  # collects one rollout, returns its frames
 
 
 class ActorCritic(nn.Module):
-    """Observations [N, 4] to a dict of sampled actions [N], their log-probabilities [N] and values [N]."""
+    """An actor-critic: observations [N, 4] to a dict of actions [N], their log-probabilities [N] and values [N]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,14 +52,14 @@ def _mlp(outputs: int) -> nn.Sequential:
 
 
 def with_keys(net: ActorCritic) -> TensorDictModule:
-    """The same policy with TensorDict's keys."""
+    """The policy `net` as a module with TensorDict's keys."""
     return TensorDictModule(
         lambda obs: tuple(net(obs).values()), in_keys=["observation"], out_keys=["action", "log_prob", "value"]
     )
 
 
 def collector(policy: nn.Module | None, num_envs: int) -> tuple[Run, Callable[[], None]]:
-    """Muster's own."""
+    """Muster's collector."""
     made = muster.Collector(
         _ENV, policy, num_envs=num_envs, frames_per_batch=_STEPS * num_envs, seed=0, make_vec_options=_OPTIONS
     )
@@ -66,7 +67,7 @@ def collector(policy: nn.Module | None, num_envs: int) -> tuple[Run, Callable[[]
 
 
 def hand_written(policy: nn.Module | None, num_envs: int) -> tuple[Run, Callable[[], None]]:
-    """What one would write for `policy` over Muster's vector env: arrays made once, every step stored."""
+    """The loop that one would write for `policy` over Muster's vector env: arrays made once, every step stored."""
     envs = muster.make_vec(_ENV, num_envs, autoreset_mode="same_step", copy=False, **_OPTIONS)
     state = {"obs": torch.from_numpy(np.array(envs.reset(seed=0)[0]))}
     obs = torch.empty(_STEPS + 1, num_envs, 4)
@@ -132,7 +133,7 @@ def torchrl(kind: str, with_policy: bool, num_envs: int) -> tuple[Run, Callable[
 
 
 def contenders(with_policy: bool, num_envs: int, loop_only: bool) -> dict[str, tuple[Run, Callable[[], None]]]:
-    """By name; Muster's collector first."""
+    """The contenders by name, Muster's collector first."""
     policy = ActorCritic() if with_policy else None
     found = {"Muster": collector(policy, num_envs), "loop by hand": hand_written(policy, num_envs)}
     if policy is not None:
@@ -146,7 +147,7 @@ def contenders(with_policy: bool, num_envs: int, loop_only: bool) -> dict[str, t
 
 
 def measure(runs: dict[str, Run], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Frames per second of each, round by round."""
+    """Frames per second of each contender, round by round."""
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():

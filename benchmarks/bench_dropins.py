@@ -2,7 +2,7 @@
 
 SB3: ``PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, ...), n_steps=128, batch_size=256)`` with Muster's
 SubprocVecEnv, with SB3's own, and with SB3's DummyVecEnv. TorchRL: a PPO loop over 8 CartPole-v1 with Muster's
-`as_torchrl` and with TorchRL's ParallelEnv. One torch thread; envs and workers are started before the clock is. The
+`as_torchrl` and with TorchRL's ParallelEnv. One torch thread. Envs and workers are started before the clock. The
 contenders take turns within each round; a ratio is the median over the rounds of the ratio within the round.
 """
 
@@ -23,7 +23,7 @@ Opened = tuple[Learn, Callable[[], None]]
 
 
 def sb3_ppo(make_vec_env: Callable[..., object], vec_env_cls: type) -> Opened:
-    """SB3's PPO on these classes: what learns for a number of env steps, and what closes it."""
+    """SB3's PPO on these classes: a function that learns for a number of env steps, and one that closes the envs."""
     from stable_baselines3 import PPO
 
     envs = make_vec_env("CartPole-v1", n_envs=_NUM_ENVS, vec_env_cls=vec_env_cls, seed=0)
@@ -99,7 +99,7 @@ def measure(programs: list[str], rounds: int, steps: int) -> dict[str, list[floa
     seconds: dict[str, list[float]] = {name: [] for name in opened}
     try:
         for learn, _ in opened.values():
-            learn(1024)  # what is compiled or allocated on first use
+            learn(1024)  # compiles and allocates what the first use needs
         for turn in range(rounds):
             names = list(opened)[turn % len(opened) :] + list(opened)[: turn % len(opened)]
             for name in names:

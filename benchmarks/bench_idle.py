@@ -1,8 +1,8 @@
 """What does an idle vector environment cost, and how long does it take to wake?
 
 8 CartPole-v1 envs are stepped for a while, then left alone. The idle cost is the CPU time that the caller and all its
-descendants spend meanwhile, on all their threads, as a share of one core. The wake cost is the first step after the
-pause less the median step before it. The serial backend has nobody to wake: its cost is that of a core that has slept.
+descendants spend during that pause, on all their threads, as a share of one core. The wake cost is the first step after
+the pause less the median step before it. The serial backend wakes no worker: its cost is that of a core that has slept.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def family_cpu_ns() -> int:
 
 
 def measure(make: Callable[[], Any], rounds: int, idle_s: float) -> tuple[list[float], list[float]]:
-    """Per round, the share of a core spent idle and the milliseconds that the wake cost."""
+    """For each round the share of a core that was used while idle, and the milliseconds that the wake cost."""
     envs = make()
     envs.reset(seed=0)
     actions = np.zeros(_NUM_ENVS, np.int64)

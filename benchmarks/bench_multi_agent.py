@@ -2,12 +2,11 @@
 
 Env steps (all agents once) per second of: Muster's process backend, the same with ``caller_steps``, Muster's serial
 backend, one bare loop, and two unconnected bare loops in two processes, which is the limit (100 %) on two cores. The
-limit in step is the same two loops waiting for each other, awake, after every round: what is left of the limit for
-whoever steps all envs at once. Every contender lives in a process of its own and they run in turns. A turn begins
-with a reset and a warm-up that are not counted. Medians of at least 3 rounds. ``layout`` is how much more CPU time the
-serial backend takes for a step than the bare loop. Nobody looks at the envs' states here, so they are not asked for
-them, but for one contender that shows what that costs. With ``--torchrl`` TorchRL's ParallelEnv runs on simple_spread,
-too.
+limit in step is the same two loops, which wait for each other, awake, after every round: the most that a vector env
+that steps all envs at once can reach. Every contender has a process of its own, and the contenders run in turns. A turn
+begins with a reset and a warm-up that are not counted. Medians of at least 3 rounds. ``layout`` is how much more CPU
+time the serial backend takes for a step than the bare loop. The envs' ``state()`` is called for one contender only,
+which shows what it costs. With ``--torchrl`` TorchRL's ParallelEnv runs on simple_spread, too.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ import numpy as np
 from results import heading, machine, table, versions, write_section
 
 _QUESTION = "Multi-agent envs"
-# Id, number of envs, and the longest turn in seconds: Melting Pot builds its substrates anew for each episode, which
-# takes as long as hundreds of steps, so that a turn with its warm-up stays within the thousand steps of one.
+# Id, number of envs, and the longest turn in seconds. Melting Pot builds its substrates again for each episode, which
+# takes as long as hundreds of steps, so a turn with its warm-up stays within the thousand steps of one episode.
 _WORKLOADS = {
     "multiwalker_v9": ("pettingzoo/sisl/multiwalker_v9", 4, 10.0),
     "commons_harvest__open": ("meltingpot/commons_harvest__open", 4, 0.25),
@@ -51,7 +50,7 @@ def _nothing() -> None:
 class Contender:
     some: Callable[[], int]  # makes some env steps and returns how many
     reset: Callable[[], object]  # before a turn
-    leave: Callable[[], None] = _nothing  # after it
+    leave: Callable[[], None] = _nothing  # after a turn
 
     def run(self, seconds: float) -> tuple[float, float]:
         """Env steps per second, and per second of the process's own CPU time."""
@@ -72,7 +71,7 @@ class Contender:
 def bare(env_id: str, num_envs: int, progress: Any = None, index: int = 0) -> Contender:
     """A loop without Muster over the very objects that the id stands for.
 
-    progress: shared by the loops that keep in step, one entry each: the rounds that it has done.  index: of this loop.
+    progress: shared by the loops that keep in step; for each loop the rounds that it has done.  index: of this loop.
     """
     from muster.envs import resolve_foreign_id
 
@@ -96,12 +95,12 @@ def bare(env_id: str, num_envs: int, progress: Any = None, index: int = 0) -> Co
 
     def leave() -> None:
         if progress is not None:
-            progress[index] = _DONE  # nobody is to wait for this loop any more
+            progress[index] = _DONE  # so that no loop waits for this one any more
 
     return Contender(some, reset, leave)
 
 
-# The step of an env, which returns how many it made, and its reset.
+# The step of an env, which returns the number of steps that it made, and the env's reset.
 Loop = tuple[Callable[[], int], Callable[[], object]]
 
 

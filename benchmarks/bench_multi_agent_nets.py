@@ -1,10 +1,10 @@
-"""How fast are MultiAgentMLP and MultiAgentConvNet, forward and forward with backward, beside TorchRL's?
+"""How fast are MultiAgentMLP and MultiAgentConvNet, forward and forward with backward, compared with TorchRL's?
 
-Both start from the same seed, so that their outputs must agree; they are timed in turns, on one torch thread. A ratio
-above 1 says that Muster's is faster. Where the agents share one network, the last column is the ratio that calling the
-bare ``nn.Sequential`` reaches, which neither checks nor reshapes anything. ``--products`` measures instead the two ways
-in which Muster computes unshared networks, all agents together and one after the other, from which
-``muster.nn.stacked`` takes its thresholds.
+Both start from the same seed, so that their outputs have to agree, and are timed in turns, on one torch thread. A ratio
+above 1 says that Muster's is faster. Where the agents share one network, the last column is the ratio for a call of the
+bare ``nn.Sequential``, which neither checks nor reshapes anything. ``--products`` measures instead the two ways in
+which Muster computes unshared networks: all agents together, and one after the other. The thresholds of
+``muster.nn.stacked`` come from these figures.
 
     python benchmarks/bench_multi_agent_nets.py [--products] [--rounds 21]
 """
@@ -42,7 +42,7 @@ def machine() -> str:
 
 
 def interleaved(calls: Sequence[Callable[[], object]], rounds: int, round_s: float = 0.03) -> list[list[float]]:
-    """Microseconds a call, [calls][rounds]; each round gives every call the same time, one after the other."""
+    """Microseconds per call, [calls][rounds]; in each round every call runs for the same time, one after the other."""
     repeats = []
     for call in calls:
         for _ in range(3):
@@ -72,7 +72,7 @@ def forward_backward(net: nn.Module, x: torch.Tensor) -> Callable[[], object]:
     parameters = list(net.parameters())
 
     def call() -> None:
-        for parameter in parameters:  # as an optimizer does; zero_grad() of a module looks them up each time
+        for parameter in parameters:  # as an optimizer does; a module's zero_grad() looks them up each time
             parameter.grad = None
         net(x).sum().backward()
 

@@ -1,9 +1,9 @@
 """How long until a vector environment is ready, and how much memory does each of its workers hold?
 
 Ready means that the first observations of 8 CartPole-v1 envs on 2 workers have arrived, counted from before the call
-that makes the vector env, in a fresh caller that has torch imported. Memory is what a worker shares with nobody
+that makes the vector env, in a fresh caller that has torch imported. Memory is what a worker shares with no process
 (private clean and dirty pages, /proc/<pid>/smaps_rollup) after 100 steps. The peers start one worker per env, with
-their own default start method. Import time is of `import muster` in a fresh interpreter.
+their own default start method. Import time is that of `import muster` in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ _CONTENDERS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def private_mb(pid: int) -> float:
-    """What process ``pid`` shares with nobody, in MB."""
+    """The memory, in MB, that process ``pid`` shares with no other."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) / 1e3
 
 
 def measure_here(contender: str) -> dict[str, float]:
-    """Start ``contender`` in this process, which is fresh: seconds until ready, and MB of its largest worker."""
+    """Starts ``contender`` in this process, which is fresh: seconds until ready, and MB of its largest worker."""
     module, make = _CONTENDERS[contender]
     importlib.import_module("torch")
     importlib.import_module(module)
@@ -97,7 +97,7 @@ def measure_here(contender: str) -> dict[str, float]:
 
 
 def measure(contender: str) -> dict[str, float] | None:
-    """`measure_here` in a fresh interpreter; None, with its traceback printed, where that fails."""
+    """Runs `measure_here` in a fresh interpreter. Returns None where that fails; its traceback is printed."""
     command = [sys.executable, __file__, "--here", contender]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT_S, check=False)
     return json.loads(done.stdout) if done.returncode == 0 else None

@@ -2,12 +2,12 @@
 
 The limit is a bare loop of ``env.step`` per core, unconnected, on envs from the identical factory, resets included. The
 contenders run one after another in every round, each for the same wall time and in an order that turns from round to
-round, so that whatever else the machine does hits all of them. A share is the median over the rounds of the ratio to
-the limit of the same round, with the smallest and the largest beside it. Rows that only reset an env are not counted as
+round, so that other work of the machine affects all of them. A share is the median over the rounds of the ratio to the
+limit of the same round; the smallest and the largest ratio follow it. Rows that only reset an env are not counted as
 env steps.
 
-The limit in step is the same loops waiting for each other after every round, in Python and awake: what is left of the
-limit where a batch is complete only with its slowest env, before a vector env has cost anything.
+The limit in step is the same loops, which wait for each other after every round, in Python and awake: the most that a
+vector env can reach whose batches are complete only with their slowest env.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ Speeds = dict[str, list[float]]  # of each contender, env steps per second, one 
 
 @dataclass
 class Measured:
-    """notes: why a contender did not take part.  busy: of the machine, by others, while all contenders slept."""
+    """The results of one workload.
+
+    notes: why a contender did not take part.
+    busy: the share of the machine that other programs used while all contenders slept.
+    """
 
     speeds: Speeds
     notes: list[str]
@@ -73,7 +77,7 @@ def measure(workload: Workload, contenders: Sequence[str], rounds: int, seconds:
 
 
 def ratios(speeds: Speeds, contender: str, reference: str) -> list[float]:
-    """Of the contender to the reference, round by round; empty where one of them did not take part."""
+    """The ratios of the contender to the reference, round by round; empty where one of them did not take part."""
     pairs = zip(speeds.get(contender, []), speeds.get(reference, []), strict=False)
     return [mine / theirs for mine, theirs in pairs]
 
@@ -85,7 +89,7 @@ def _spread(values: list[float], form: str = ".3f") -> str:
 def speeds_table(speeds: Speeds) -> str:
     """One line per contender: env steps per second and share of the limit, as median and spread.
 
-    The limit's own spread tells how quiet the machine was.
+    The limit's own spread shows how quiet the machine was.
     """
     rows = []
     for name, values in speeds.items():
@@ -96,7 +100,7 @@ def speeds_table(speeds: Speeds) -> str:
 
 
 def goal_lines(workload: Workload, measured: Measured) -> list[str]:
-    """What had to be reached and what was, for the goals whose two sides took part."""
+    """The goals whose two sides took part, each with the ratio that was reached."""
     lines = []
     for goal in workload.goals:
         if reached := ratios(measured.speeds, goal.contender, goal.reference):

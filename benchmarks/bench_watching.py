@@ -5,7 +5,7 @@
 
 Paired runs alternate within a fraction of a second; the interval is a bootstrap over pairs. Instructions are counted on
 the serial backend, whose process runs both the caller's code and the envs' (valgrind knows no pidfd, which workers
-need), as the difference of a long and a short run, so that imports and start fall out. `step_timeout` and the watching
+need), as the difference of a long and a short run, which leaves out imports and start. `step_timeout` and the watching
 of workers execute nothing while a wait takes less than 20 ms, and neither option reaches the workers.
 """
 
@@ -45,7 +45,7 @@ def step(envs: Any, steps: int) -> None:
 
 
 def compare(backend: str, steps: int, repeats: int, clock: Callable[[], float]) -> None:
-    """Prints the cost, and its 95 % interval. A run is the median of `repeats` alternating ones of so many steps."""
+    """Prints the cost, and its 95 % interval. A run is the median of `repeats` alternating runs of so many steps."""
     both = [make(backend, watched) for watched in (0, 1)]
     seconds = np.empty((PAIRS, repeats, 2))
     for run in np.ndindex(PAIRS, repeats):
@@ -64,7 +64,7 @@ def compare(backend: str, steps: int, repeats: int, clock: Callable[[], float]) 
 
 
 def count() -> None:
-    """Prints instructions per step with and without, as callgrind counts them."""
+    """Prints the instructions per step with restarts and without, as callgrind counts them."""
     plain, watched = ((_instructions(one, LONG) - _instructions(one, SHORT)) / (LONG - SHORT) for one in (0, 1))
     print(f"serial: {plain:,.0f} instructions for a step of {NUM_ENVS} envs, {watched:,.0f} with restart")
     print(f"    cost {watched / plain - 1:+.2%}")
@@ -73,7 +73,7 @@ def count() -> None:
 def _instructions(watched: int, steps: int) -> int:
     valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
     own = [sys.executable, __file__, "--run", str(watched), str(steps)]
-    # Without hash randomisation, or starts differ by some per cent of what is counted.
+    # Without hash randomisation: with it, starts differ by some per cent of the instructions that are counted.
     fixed = {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run([*valgrind, *own], capture_output=True, text=True, check=True, env=fixed)
     found = re.search(r"Collected : (\d+)", done.stderr)

@@ -1,7 +1,7 @@
 """The vector environments that `bench_stepping.py` compares, each in a host process of its own.
 
-A host opens its contender, warms it up and then sleeps on a pipe until it is told to run for a while. Nothing that one
-contender imports, forks or allocates touches another, no start is paid inside a measurement, and an idle contender
+A host opens its contender, warms it up and then sleeps on a pipe until a message has it run for a while. Nothing that
+one contender imports, forks or allocates touches another, no start falls into a measurement, and an idle contender
 costs nothing: the workers of all of them sleep too.
 """
 
@@ -39,7 +39,7 @@ _ACTION_BATCHES = 256
 _WARM_UP_S = 0.3
 _STOP_TIMEOUT_S = 20.0
 _DONE = 1 << 62
-# The share of a window that is stepped a second time to see how many of the rows were resets.
+# After each window so large a share of it is stepped again, to count how many of the rows are resets.
 _COUNTING_SHARE = 0.15
 
 # Hosts start afresh, so that they inherit nothing from each other.
@@ -47,7 +47,7 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class NotHere(Exception):
-    """This contender does not have this workload, or is not installed."""
+    """Raised where a contender does not have the workload, or is not installed."""
 
 
 class Contender(Protocol):
@@ -70,9 +70,9 @@ def action_batches(single_action_space: gymnasium.Space[Any], num_envs: int) -> 
 class Stepper:
     """A vector env behind ``step(actions)``.
 
-    resets: tells how many rows of a result make the next step of their env a reset (Gymnasium's next-step autoreset);
-    such rows are no env steps. They are counted beside the measured window, since looking at every result inside it
-    would cost the fast contenders some per cent. None: every row is an env step.
+    resets: returns how many rows of a result make the next step of their env a reset (Gymnasium's next-step autoreset);
+    such rows are no env steps. They are counted outside the measured window, since looking at every result inside the
+    window would cost the fast contenders some per cent. None: every row is an env step.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ def _ended(result: tuple[Any, ...]) -> int:
 class BareLoop:
     """One process that only loops ``env.step`` over its envs and resets those that end.
 
-    progress: shared by the loops that keep in step, one entry each: the rounds that it has done.  index: of this loop.
+    progress: shared by the loops that keep in step; for each loop the rounds that it has done.  index: of this loop.
     """
 
     def __init__(self, workload: Workload, first_env: int, num_envs: int, progress: Any = None, index: int = 0) -> None:
@@ -155,7 +155,7 @@ class BareLoop:
                     pass
             now = clock()
         if progress is not None:
-            progress[index] = _DONE  # nobody is to wait for this loop any more
+            progress[index] = _DONE  # so that no loop waits for this one any more
         return rows * len(steppers) / (now - start)
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ def _host(connection: Connection, open_contender: Callable[..., Contender], argu
     try:
         while True:
             connection.send(contender.run(connection.recv()))
-    except EOFError:  # nobody is at the other end any more
+    except EOFError:  # the other end of the pipe is closed
         contender.close()
 
 
@@ -301,16 +301,16 @@ def open_by_name(contender: str, workload: str) -> Contender:
 def start_host(
     open_contender: Callable[..., Contender], *arguments: Any
 ) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    """A process that holds a contender. Its first message is None once it is warm, or why it cannot take part."""
+    """A process that holds a contender. Its first message is None once it is warm, or the reason not to take part."""
     ours, theirs = multiprocessing.Pipe()
     process = _spawn.Process(target=_host, args=(theirs, open_contender, arguments))
     process.start()
-    theirs.close()  # so that a host that dies is an EOFError here, not a wait for ever
+    theirs.close()  # so that a host that dies is an EOFError here, not an endless wait
     return process, ours
 
 
 def stop_host(process: multiprocessing.process.BaseProcess, connection: Connection) -> None:
-    """The host notices that its pipe is closed, closes its contender and ends; one that does not is killed."""
+    """Closes the pipe, at which the host closes its contender and ends; kills a host that does not end."""
     connection.close()
     process.join(_STOP_TIMEOUT_S)
     if process.is_alive():

@@ -1,7 +1,7 @@
 """The environments that the benchmarks step, and the factories that build them.
 
 The synthetic ones burn CPU time of their own thread: a spin on the wall clock would go on "working" while it is
-descheduled, and would flatter whoever starts more processes than there are cores.
+descheduled, and would flatter contenders that start more processes than there are cores.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _burn_until(end_ns: int) -> None:
 
 @functools.cache
 def _overshoot_ns() -> int:
-    """What a burn costs above what it was asked for: the clock is a system call and is read once too often."""
+    """Nanoseconds that a burn lasts too long: the clock is a system call and is read once too often."""
     asked_ns = 10_000
     costs = []
     for _ in range(_CALIBRATION_BURNS):
@@ -74,7 +74,7 @@ class BusyEnv(gymnasium.Env[np.ndarray, np.int64]):
 
 
 class FrameEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """Observes uint8 frames of ``shape``, made beforehand: a step costs nothing, so what is timed is the transport."""
+    """Observes uint8 frames of ``shape``, made in advance: a step costs nothing, so only the transport is timed."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.observation_space = spaces.Box(0, 255, shape, np.uint8)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a description of the machine, plain tables, and `benchmarks/RESULTS.md`."""
+"""Shared parts of the benchmarks: a description of the machine, plain tables, and `benchmarks/RESULTS.md`."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def heading(question: str) -> str:
-    """The question, when, how, where and with what it was answered."""
+    """The heading of a section: the question, the date, the command, the machine and the versions."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return f"## {question}\n\n{today}, `{command}`\n\n- {machine()}\n- {versions()}\n"
 
 
 def write_section(name: str, text: str) -> None:
-    """Put ``text`` between the markers of section ``name`` of RESULTS.md, which is made where it is missing."""
+    """Puts ``text`` between the markers of section ``name`` of RESULTS.md, which is made where it is missing."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     section = f"{begin}\n{text.rstrip()}\n{end}"
     old = RESULTS_PATH.read_text(encoding="utf-8") if RESULTS_PATH.exists() else _TITLE

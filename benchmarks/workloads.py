@@ -1,4 +1,4 @@
-"""What `bench_stepping.py` steps, and the ratios that Muster has to reach there."""
+"""The workloads of `bench_stepping.py`, and the ratios that Muster has to reach on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENVPOOL = "envpool"
 
 @dataclass(frozen=True)
 class Goal:
-    """``contender`` makes at least ``ratio`` times the env steps per second of ``reference``, in the same round."""
+    """A goal: ``contender`` makes at least ``ratio`` times the env steps/s of ``reference``, in the same round."""
 
     contender: str
     ratio: float
@@ -35,7 +35,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Workload:
-    """``num_envs`` envs from one factory. ``envpool_id``: the id of the same env in EnvPool, where it has one.
+    """A number of envs from one factory. ``envpool_id``: the id of the same env in EnvPool, where EnvPool has it.
 
     copy=False asks the contenders that offer it for views instead of copies of their observations.
     """
@@ -52,7 +52,7 @@ def _shares(process: float, caller_steps: float) -> tuple[Goal, ...]:
     return Goal(PROCESS, process), Goal(CALLER_STEPS, caller_steps)
 
 
-# EnvPool's Pong observes 84x84 grey frames of its own making, another env than ALE/Pong-v5: it is left out there.
+# EnvPool's Pong is another env than ALE/Pong-v5, with 84x84 grey frames of its own making: it is left out there.
 _SERIAL_IS_A_LOOP = Goal(SERIAL, 0.95, ONE_LOOP)
 _PROCESS_PAYS = Goal(PROCESS, 1.0, SERIAL)
 _TIMES_ASYNC = (Goal(PROCESS, 15.0, GYMNASIUM_ASYNC),)

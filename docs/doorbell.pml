@@ -1,12 +1,12 @@
 /* The doorbell's protocol, src/muster/_core/doorbell.hpp, as a model for spin: a caller rings two workers and waits for
  * both, round after round; one of the workers may be killed between any two of its statements, and is replaced.
  *
- * Checked in every interleaving: nobody sleeps for ever (a lost wake-up is an invalid end state), and every round ends
- * with each worker's answer counted once.
+ * Checked in every interleaving: no process sleeps forever (a lost wake-up is an invalid end state), and every round
+ * ends with each worker's answer counted once.
  *
  * Stores are not visible at once: each of them waits in a buffer until the "memory" process, or a fence of its writer,
- * carries it out. That is more freedom than x86 and less than ARM; it is what the fences are there for. With NO_FENCE
- * the same model has to fail, which shows that it can.
+ * carries it out. That is more freedom than x86 and less than ARM; the fences are there for this. With NO_FENCE
+ * the same model has to fail, which shows that the check can find an error.
  *
  *     apt-get install spin
  *     cd $(mktemp -d) && spin -a <here>/doorbell.pml && gcc -O2 -DSAFETY -o pan pan.c && ./pan -m100000
@@ -14,10 +14,10 @@
  *
  * tests/faults/test_doorbell_model.py does both.
  *
- * A ring asks for one step here. Where it asks for several and all of them are awaited, what comes before the last is a
- * store to `finished` that nobody waits for; the last is announced as here.
+ * A ring asks for one step here. Where it asks for several and all of them are awaited, the answers before the last are
+ * stores to `finished` that nobody waits for; the last answer is announced as here.
  *
- * What is left out: how long a burst of yields lasts (any number of looks, here), counters that wrap, and the slice that
+ * Left out: how long a wait stays awake (any number of looks, here), counters that wrap, and the slice that
  * bounds the caller's sleep. The model ends a slice only once a worker is dead, since a slice that ends by itself would
  * hide every lost wake-up.
  */
@@ -32,7 +32,7 @@
 #define FENCE_WORKER(w) atomic { !asleep_waits[w] && !finished_waits[w] }
 #endif
 
-/* The words that both sides see, and for each the store that is on its way. */
+/* The words of memory that both sides see, and for each the store that is not visible yet. */
 byte rung[WORKERS], rung_next[WORKERS];
 bool rung_waits[WORKERS];
 bool asleep[WORKERS], asleep_next[WORKERS], asleep_waits[WORKERS];
@@ -56,7 +56,7 @@ bool over;
 active proctype memory() {
 end:
     do
-       /* A release store: what was stored before lands before it. */
+       /* A release store: all earlier stores land before it. */
     :: atomic { rung_waits[0] && !target_waits -> rung[0] = rung_next[0]; rung_waits[0] = false }
     :: atomic { rung_waits[1] && !target_waits -> rung[1] = rung_next[1]; rung_waits[1] = false }
     :: LAND_AT(asleep, 0)
@@ -73,7 +73,7 @@ inline wake_caller_if_done(w) {
     if
     :: !armed || TOTAL < target -> skip
     :: armed && TOTAL >= target ->
-       /* An exchange: it acts on memory itself, and what was stored before has landed. */
+       /* An exchange acts on memory itself, and all earlier stores have landed. */
        atomic {
            !finished_waits[w] && !asleep_waits[w];
            if
@@ -84,7 +84,7 @@ inline wake_caller_if_done(w) {
     fi
 }
 
-/* Serves what has been asked for: as many answers as rings. `mine` is what it has stored, landed or not. */
+/* Serves all requests: as many answers as rings. `mine` is the last value that the worker has stored, landed or not. */
 proctype worker(byte w) {
     byte seen, mine;
     {
@@ -99,7 +99,7 @@ proctype worker(byte w) {
               FENCE_WORKER(w);
               wake_caller_if_done(w)
            :: else ->
-              /* wait_for_ring, once it is no longer awake */
+              /* wait_for_ring, once the worker is no longer awake */
               if
               :: rung[w] != seen -> skip
               :: else ->
@@ -135,7 +135,8 @@ active proctype killer() {
     fi
 }
 
-/* watch, then lose_line: what the dead worker owed is counted, and a new worker takes over. */
+/* Caller::lose_host, called once the death is noticed: the steps that the dead worker owed count as finished, and a new
+ * worker takes over. */
 inline replace(w) {
     atomic {
         /* The process is gone: all its stores have landed. */

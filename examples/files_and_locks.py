@@ -40,7 +40,7 @@ class Logbook(gym.Env[Any, Any]):
 
 
 def open_log(folder: str) -> IO[str]:
-    """A file for each env, closed with it: called in the worker, by muster.lazy."""
+    """Opens a file for each env, closed with the env. muster.lazy calls this in the worker."""
     info = muster.get_worker_info()
     assert info is not None
     return open(Path(folder) / f"env-{info.env_index}.log", "w")
@@ -62,7 +62,7 @@ def main() -> None:
             envs.step(np.array([0, 1, 0, 1]))
         print("own files:", [Path(folder, f"env-{i}.log").read_text().strip() for i in range(4)])
 
-        # In threads of this process: all envs share one file and one lock, the very objects.
+        # In threads of this process: all envs share one file and one lock, which are the same objects.
         lock = threading.Lock()
         with open(Path(folder) / "all.log", "w+") as log:
             shared = {"levels": own["levels"], "log": log, "lock": lock}

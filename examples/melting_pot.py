@@ -17,13 +17,13 @@ SUBSTRATE = "commons_harvest__open"
 
 
 def make_commons() -> Any:
-    """One substrate. Runs in the worker, where `from meltingpot import substrate` does as well."""
+    """Builds one substrate. Runs in the worker, where `from meltingpot import substrate` works, too."""
     substrate = load_substrates()
     return substrate.build(SUBSTRATE, roles=substrate.get_config(SUBSTRATE).default_player_roles)
 
 
 def play(envs: Any, num_steps: int) -> None:
-    """Random actions, and what they cost."""
+    """Steps with random actions, and prints the time and memory that this takes."""
     start = time.perf_counter()
     obs, _ = envs.reset(seed=0)
     print(f"{envs.num_envs} envs reset in {time.perf_counter() - start:.1f} s, groups {dict(envs.groups)}")

@@ -35,7 +35,7 @@ def main() -> None:
         for _ in range(args.num_steps):
             obs, rewards, terminated, truncated, infos = envs.step(envs.action_space.sample())
             for group in envs.groups:
-                # A row counts where its agent was there, be it for the last time.
+                # A row counts where its agent was there, also if for the last time.
                 returns[group] += np.where(infos["alive"][group], rewards[group], 0)
             episodes += int((terminated | truncated).sum())
         for group, agents in envs.groups.items():

@@ -1,7 +1,7 @@
 """Four collector processes for PettingZoo's multiwalker, and one policy for its three walkers.
 
-Elsewhere a multi-agent network keeps a placeholder on the meta device, and handing it to several processes ends in
-"share_fd: only available on CPU". Here the network has ordinary parameters, and the envs need no wrapper.
+In other libraries a multi-agent network keeps a placeholder on the meta device, and passing it to several processes
+ends in "share_fd: only available on CPU". Here the network has ordinary parameters, and the envs need no wrapper.
 
     pip install "muster-rl[torch,pettingzoo]" "pettingzoo[sisl]"
     python examples/multiwalker.py [auto | forkserver | spawn | fork]

@@ -22,7 +22,7 @@ void simulator_restart(void) { height = 0; }
 
 
 class Climber(gym.Env[Any, Any]):
-    """obs ``[height]``. The library refuses a second ``simulator_init`` in the same process."""
+    """A climber, obs ``[height]``. The library refuses a second ``simulator_init`` in the same process."""
 
     # Enough for Muster to give every env a process, also without one_env_per_process=True.
     metadata = {"one_per_process": True}  # noqa: RUF012  # Gymnasium's own form
@@ -54,7 +54,7 @@ def build_library(folder: Path) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         library = build_library(Path(folder))
-        Climber(library)  # this process has used up its own instance: no matter
+        Climber(library)  # uses up the one instance of this process, which does not matter
         with muster.make_vec(Climber, num_envs=3, env_kwargs={"library": library}, one_env_per_process=True) as envs:
             envs.reset(seed=0)
             for _ in range(2):

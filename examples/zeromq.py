@@ -1,4 +1,4 @@
-"""Envs that talk to a ZeroMQ server: each builds its own socket where it runs. Needs: pip install pyzmq"""
+"""Envs that talk to a ZeroMQ server: each env's socket is built where the env runs. Needs: pip install pyzmq"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import muster
 
 
 class RemoteWalk(gym.Env[Any, Any]):
-    """Its state lives in a server that answers ``[env, move]`` by the env's position. obs ``[position]``."""
+    """A walk whose state lives in a server, which answers ``[env, move]`` by the env's position. obs ``[position]``."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float64)
     action_space = gym.spaces.Discrete(3)
@@ -36,7 +36,7 @@ class RemoteWalk(gym.Env[Any, Any]):
 
 
 def connect(host: str, port: int) -> zmq.Socket[bytes]:
-    """A socket of this process: called in the worker, by muster.lazy."""
+    """Connects a socket of this process. muster.lazy calls this in the worker."""
     socket = zmq.Context.instance().socket(zmq.REQ)
     socket.linger = 0
     socket.connect(f"tcp://{host}:{port}")
@@ -44,7 +44,7 @@ def connect(host: str, port: int) -> zmq.Socket[bytes]:
 
 
 def env_name() -> str:
-    """Tells the envs apart: called in the worker, too."""
+    """A name that no other env has. Called in the worker, too."""
     info = muster.get_worker_info()
     assert info is not None
     return f"env-{info.env_index}"

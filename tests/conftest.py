@@ -1,4 +1,4 @@
-"""What every test may ask for: a check that it leaves nothing behind."""
+"""Fixtures for every test: a check that the test leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# Their asserts say what they compared, as those of test modules do.
+# With this their asserts show the values that they compared, as those of test modules do.
 pytest.register_assert_rewrite(
     "backend_under_test",
     "backend_contract",
@@ -32,7 +32,7 @@ _PATIENCE_S = 5.0
 
 @dataclass
 class Holdings:
-    """What this process holds and has started, each as a set of names."""
+    """The things that this process holds and has started, each kind as a set of names."""
 
     processes: set[str]
     threads: set[str]
@@ -44,19 +44,19 @@ class Holdings:
         threads = {f"{thread.name} {thread.ident}" for thread in threading.enumerate()}
         shared_memory = set(os.listdir("/dev/shm"))
         if "PYTEST_XDIST_WORKER" in os.environ:
-            # Python's named semaphores may be of tests that run beside this one, and nobody need have them mapped.
+            # Python's named semaphores may belong to tests that run at the same time, and may be mapped by no process.
             shared_memory = {name for name in shared_memory if not name.startswith("sem.mp-")}
         return cls(set(descendants(os.getpid())), threads, _open_fds(), shared_memory)
 
     def beyond(self, before: Holdings) -> dict[str, set[str]]:
-        """What there is now and was not before, by kind."""
+        """The things that exist now and did not exist before, by kind."""
         more = {field.name: getattr(self, field.name) - getattr(before, field.name) for field in fields(self)}
         return {kind: names for kind, names in more.items() if names}
 
 
 @pytest.fixture(scope="session")
 def _adopts_orphans() -> None:
-    """Processes whose parent has ended become children of this process, so that none can hide."""
+    """Makes processes whose parent has ended children of this process, so that none can hide."""
     assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
@@ -64,7 +64,7 @@ def _adopts_orphans() -> None:
 def leaves_nothing(_adopts_orphans: None) -> Iterator[None]:
     """Fails if the test leaves a process, a thread, an fd or an entry in /dev/shm (semaphores are there, too)."""
     gc.collect()
-    gc.freeze()  # so that the collections below are about what the test makes, and not about all modules
+    gc.freeze()  # so that the collections below look only at what the test makes, and not at all modules
     before = Holdings.now()
     yield
     deadline = time.monotonic() + _PATIENCE_S
@@ -81,7 +81,7 @@ def leaves_nothing(_adopts_orphans: None) -> Iterator[None]:
 
 
 def descendants(pid: int) -> dict[str, int]:
-    """Living processes below `pid`: ``name pid`` by what they are, for messages, and their pids."""
+    """Living processes below `pid`: their names as ``name pid``, for messages, and their pids."""
     children: dict[int, list[tuple[int, str]]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -91,7 +91,7 @@ def descendants(pid: int) -> dict[str, int]:
         except OSError:
             continue
         state, parent = rest.split()[:2]
-        if state != "Z":  # a zombie holds nothing, and somebody may still ask for its exit code
+        if state != "Z":  # a zombie holds nothing, and its exit code may still be read
             children.setdefault(int(parent), []).append((int(entry.name), name))
     found: dict[str, int] = {}
     queue = [pid]
@@ -103,7 +103,7 @@ def descendants(pid: int) -> dict[str, int]:
 
 
 def _used_by_others() -> set[str]:
-    """Entries of /dev/shm that processes have mapped which are neither this one nor its descendants."""
+    """Entries of /dev/shm that other processes have mapped: neither this one nor its descendants."""
     ours = {os.getpid(), *descendants(os.getpid()).values()}
     used: set[str] = set()
     for entry in Path("/proc").iterdir():
@@ -122,5 +122,5 @@ def _open_fds() -> set[str]:
         try:
             fds.add(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
         except OSError:
-            continue  # the one that listed the folder
+            continue  # the fd that listed the folder
     return fds

@@ -29,7 +29,7 @@ def compile_library(folder: Path) -> Path:
 
 
 class Simulator(gym.Env[Any, Any]):
-    """obs ``[position]``; one step moves by the action."""
+    """An env with obs ``[position]``; one step moves by the action."""
 
     observation_space = gym.spaces.Box(-1e6, 1e6, (1,), np.float64)
     action_space = gym.spaces.Discrete(3)

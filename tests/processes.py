@@ -1,4 +1,4 @@
-"""Looking at, and killing, processes that are not this one's children."""
+"""Functions that look at, and kill, processes that are not this one's children."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def stat_of(pid: int) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie, which whoever adopted it may leave unreaped, is not."""
+    """Whether a process is alive. A zombie is not: the process that adopted it may never reap it."""
     return stat_of(pid)[0] not in ("Z", "X")
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether it will be a zombie soon. It may have lost its command line already, so that `running` passes it by."""
+    """Whether a process will be a zombie soon. Its command line may be gone already, so that `running` misses it."""
     state, *rest = stat_of(pid)
     return state != "X" and bool(int(rest[5]) & _PF_EXITING)
 
 
 def running(word: str) -> set[int]:
-    """The living processes with `word` in their command line, but for this one."""
+    """The living processes with `word` in their command line, without this one."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid() and is_alive(int(entry.name)):
@@ -43,7 +43,7 @@ def running(word: str) -> set[int]:
 
 
 def wait_for(word: str) -> None:
-    """Until one is `running`."""
+    """Waits until a process with `word` in its command line is `running`."""
     deadline = time.monotonic() + 20
     while not running(word):
         assert time.monotonic() < deadline
@@ -51,7 +51,7 @@ def wait_for(word: str) -> None:
 
 
 def left_of(word: str, within_s: float = 20.0) -> set[int]:
-    """Those of `running` that do not end by themselves within the time; they are killed."""
+    """The processes of `running` that do not end by themselves within the time. Kills them."""
     deadline = time.monotonic() + within_s
     while (left := running(word)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -71,7 +71,7 @@ def wait_for_end(pid: int) -> None:
 
 
 def kill_worker(envs: Any, worker: int) -> None:
-    """Returns once it is dead."""
+    """Kills a worker, and returns once it is dead."""
     pid = envs.stats()["workers"][worker]["pid"]
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)

@@ -1,4 +1,4 @@
-"""Small envs whose every row can be predicted, for tests of the engine."""
+"""Small envs whose rows can all be predicted, for tests of vector envs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Counter(gym.Env[Any, Any]):
-    """obs ``[seed, episode, step]``; ends after `length` steps; reuses its observation buffer on purpose."""
+    """Observes ``[seed, episode, step]``; ends after `length` steps; reuses its observation buffer on purpose."""
 
     metadata = {"render_modes": ["ansi"], "speed": 7}  # noqa: RUF012  # Gymnasium's own form
     action_space = spaces.Discrete(3)
@@ -103,7 +103,7 @@ class Everything(gym.Env[Any, Any]):
 
 
 class Infos(gym.Env[Any, Any]):
-    """Reports the infos it is told to, one per step: ``script[step % len]``."""
+    """Returns the infos of a script, one per step: ``script[step % len]``."""
 
     observation_space = spaces.Discrete(100)
     action_space = spaces.Discrete(2)
@@ -124,7 +124,7 @@ class Infos(gym.Env[Any, Any]):
 
 
 class Returning(gym.Env[Any, Any]):
-    """Returns from its steps what it is told to, right or wrong."""
+    """Returns a chosen result, right or wrong, from step number `at`."""
 
     observation_space = spaces.Box(-1, 1, (3,), np.float32)
     action_space = spaces.Discrete(2)
@@ -144,7 +144,7 @@ class Returning(gym.Env[Any, Any]):
 
 
 class Reporting(Counter):
-    """Tells what its process looks like."""
+    """Reports the state of its process."""
 
     def report(self) -> dict[str, Any]:
         return {

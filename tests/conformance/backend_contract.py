@@ -1,4 +1,4 @@
-"""What every backend has to do. `BackendContract` is for subclasses that say how a vector env is made on one:
+"""The contract of every backend. A subclass of `BackendContract` says how a vector env is made on its backend:
 
 class TestMine(BackendContract):
     def make_vec(self, env, num_envs=None, **options):
@@ -45,7 +45,7 @@ REPRODUCIBLE: dict[str, Callable[[], gym.Env[Any, Any]]] = {
 
 
 class Stuck(Counter):
-    """Its steps take a minute."""
+    """An env whose steps take a minute."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         for _ in range(6000):
@@ -104,7 +104,7 @@ class StartContract(BackendUnderTest):
 
 
 class BackendContract(StepContract, InfoContract, ErrorContract, StartContract):
-    """The tests that every backend has to pass unchanged. Those below are about who steps when."""
+    """The tests that every backend has to pass unchanged. Those in this class are about who steps when."""
 
     def test_first_ready_envs_come_first(self, make: MakeVec) -> None:
         envs = make([functools.partial(Counter, step_s=0.3 if i == 3 else 0.0) for i in range(4)])

@@ -1,4 +1,4 @@
-"""How a contract's tests come by vector envs, and how they compare two of them."""
+"""The backend that a contract tests: how vector envs are made on it, and how two of them are compared."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ MakeVec = Callable[..., Any]
 
 
 class BackendUnderTest:
-    """A backend by how vector envs are made on it, and by what it cannot do."""
+    """A backend, described by how vector envs are made on it and by what it cannot do."""
 
-    # Whether envs live in other processes: their deaths are noticed then, and so is what they leave.
+    # Whether envs live in other processes. Then the tests look at deaths of workers and at what these leave.
     has_worker_processes: ClassVar[bool] = True
-    # Whether the caller steps envs itself while it waits: a wait cannot time out then.
+    # Whether the caller steps envs itself while it waits. Then a wait cannot time out.
     steps_in_the_caller: ClassVar[bool] = False
     # `num_workers` of a run of six envs, other than what `make_vec` takes; None where the backend takes no number.
     other_num_workers: ClassVar[int | None] = 3
 
     def make_vec(self, env: Any, num_envs: int | None = None, **options: Any) -> Any:
-        """Makes a vector env on the backend. options: further ones of `muster.make_vec`."""
+        """Makes a vector env on the backend. options: other options of `muster.make_vec`."""
         raise NotImplementedError
 
     @pytest.fixture
     def make(self, leaves_nothing: None) -> Iterator[MakeVec]:
-        """Provides `make_vec`. What it makes is closed after the test, and has to leave nothing behind."""
+        """Provides `make_vec`. Its vector envs are closed after the test, and have to leave nothing behind."""
         made: list[Any] = []
 
         def make(*args: Any, **options: Any) -> Any:

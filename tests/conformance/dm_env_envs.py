@@ -1,4 +1,4 @@
-"""A dm_env env that is right by its API and that a careless adapter gets wrong, for `EnvApiContract`."""
+"""A dm_env env that follows its API and that a careless adapter gets wrong, for `EnvApiContract`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dm_env import specs
 
 
 class Task:
-    """Holds the generator, as dm_control's tasks do."""
+    """A task that holds the random generator, as dm_control's tasks do."""
 
     def __init__(self) -> None:
         self.random = np.random.RandomState(0)
 
 
 class Physics:
-    """Draws how far the walk has come."""
+    """Renders the walk's position."""
 
     def __init__(self) -> None:
         self.t = 0
@@ -27,9 +27,9 @@ class Physics:
 
 
 class Walk(dm_env.Environment):
-    """Ends after four steps with one of three discounts in turn. Its observations are nested, and one array is reused.
+    """A walk that ends after four steps, with one of three discounts in turn. Its nested observations reuse one array.
 
-    Its first rewards are None.
+    The first rewards are None.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What an env has to be on Muster, whatever its API. `EnvApiContract` is for subclasses that name one env of an API:
+"""The contract of env APIs. A subclass of `EnvApiContract` names one env of an API:
 
     class TestMine(EnvApiContract):
         def env(self):
@@ -7,7 +7,7 @@
         def bare_loop(self):
             return BareMine(mine.make("walk"))  # a BareLoop: how the env is reset and stepped by its own API
 
-The env to name is a quick one that does what is hard for an adapter: it reuses the arrays that it hands out.
+Name a quick env that does what is hard for an adapter: it reuses the arrays that it returns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MakeLoops = Callable[[int], list[BareLoop]]
 
 
 class Around:
-    """A wrapper of the user's that does nothing, and belongs to no API."""
+    """A user's wrapper that does nothing, and belongs to no API."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -49,24 +49,24 @@ class Around:
 class EnvApiContract:
     """The tests that envs of every API have to pass unchanged."""
 
-    # So many steps with random actions are compared.
+    # The number of steps with random actions that are compared.
     steps: ClassVar[int] = 30
-    # Whether an episode ends within them.
+    # Whether an episode ends within these steps.
     ends: ClassVar[bool] = True
-    # Whether the env draws itself, made as `env` makes it.
+    # Whether the env, made as `env` makes it, can render.
     renders: ClassVar[bool] = True
     # An attribute that may be set, and its value before the first reset.
     attribute: ClassVar[tuple[str, Any]]
-    # The packages of the API that callers need not have imported, and `env` as an expression for one that has not.
+    # The packages of the API, which callers need not import, and `env` as an expression for a caller without them.
     packages: ClassVar[tuple[str, ...]] = ()
     env_expression: ClassVar[str] = ""
 
     def env(self) -> Any:
-        """What `muster.make_vec` is handed: an id or a factory."""
+        """The env argument of `muster.make_vec`: an id or a factory."""
         raise NotImplementedError
 
     def bare_loop(self) -> BareLoop:
-        """The same env, made without Muster and stepped by its own API."""
+        """The env of `env`, made without Muster and stepped by its own API."""
         raise NotImplementedError
 
     @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ class EnvApiContract:
 
     @pytest.fixture
     def make_loops(self) -> Iterator[MakeLoops]:
-        """Provides so many bare loops, which are closed after the test."""
+        """Provides a number of bare loops, which are closed after the test."""
         made: list[BareLoop] = []
 
         def make_loops(count: int) -> list[BareLoop]:
@@ -234,7 +234,7 @@ class EnvApiContract:
         assert closed == [1, 1]
 
     def _run(self, backend: str) -> list[tuple[Any, Any]]:
-        """What a reset and steps give, each with a copy made at once."""
+        """The results of a reset and of steps, each with a copy made at once."""
         rng = np.random.default_rng(2)
         with muster.make_vec(self.env(), 2, backend=backend) as envs:
             envs.action_space.seed(2)

@@ -1,4 +1,4 @@
-"""What is refused and what is raised, whatever backend the envs live on."""
+"""The errors of vector envs, on every backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sample_envs import Counter, Returning
 
 
 class ErrorContract:
-    """The part of `BackendContract` that is about errors, of envs and of callers."""
+    """The part of `BackendContract` that is about errors: mistakes of callers, and exceptions of envs."""
 
     def test_an_error_says_where_and_keeps_the_original(self, make: MakeVec) -> None:
         class Failing(Counter):

@@ -1,4 +1,4 @@
-"""Envs that are right by their APIs and that a careless adapter gets wrong, for `EnvApiContract`."""
+"""Envs that follow their APIs and that a careless adapter gets wrong, for `EnvApiContract`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Telling(Counter):
 
 
 class ReusingAgents(Masked):
-    """A parallel env whose agents come late, die and return, each with an array of its own that is written again."""
+    """A parallel env whose agents come late, die and return. Each agent has one array, which is written again."""
 
     def __init__(self) -> None:
         super().__init__()

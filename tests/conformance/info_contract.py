@@ -1,4 +1,4 @@
-"""How infos arrive, whatever backend the envs live on."""
+"""The infos that a vector env returns, on every backend."""
 
 from __future__ import annotations
 

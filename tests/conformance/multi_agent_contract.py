@@ -1,4 +1,4 @@
-"""What every backend has to do for envs of several agents, given as `BackendContract` is."""
+"""The contract of every backend for envs of several agents. It is used like `BackendContract`."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ class MultiAgentBackendContract(BackendUnderTest):
                 assert "final_obs" not in infos
             obs, rewards, _, truncated, infos = envs.step(ones(2))
             assert truncated.all()
-            assert obs["a"][0].tolist() == [[0, 0], [0, 0]]  # of the new episode, as alive and acting
+            assert obs["a"][0].tolist() == [[0, 0], [0, 0]]  # of the new episode, like alive and acting
             assert infos["alive"]["a"][0].tolist() == [True, False]
             assert infos["acting"]["a"][0].tolist() == [True, False]
-            np.testing.assert_allclose(rewards["a"], [[4.0, 4.1]] * 2)  # of the step, as how agents ended
+            np.testing.assert_allclose(rewards["a"], [[4.0, 4.1]] * 2)  # of the step, like the agents' ends
             assert infos["agent_terminated"]["a"].all()
             assert infos["final_obs"]["a"][0].tolist() == [[4, 0], [4, 1]]
             assert infos["_final_obs"].all()
@@ -171,7 +171,7 @@ class MultiAgentBackendContract(BackendUnderTest):
         with make(Turns, 2) as envs:
             obs, infos = envs.reset(seed=0)
             act = {"p": np.zeros((2, 3, 1), np.float32)}
-            assert obs["p"][0].tolist() == [[0, 0], [0, 1], [0, 2]]  # not the array that all were shown
+            assert obs["p"][0].tolist() == [[0, 0], [0, 1], [0, 2]]  # not the array that all agents share
             assert infos["acting"]["p"][0].tolist() == [True, False, False]
             obs, rewards, *_, infos = envs.step(act)
             assert infos["alive"]["p"].all()

@@ -1,4 +1,4 @@
-"""What steps, resets and calls deliver, whatever backend the envs live on."""
+"""The results of steps, resets and calls, on every backend."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sample_envs import Counter, Returning
 
 
 class ReusingAll(gym.Env[Any, Any]):
-    """Reuses the objects, arrays and lists that it gives, in its reset too."""
+    """An env that reuses the objects, arrays and lists that it returns, in its reset too."""
 
     observation_space = spaces.Dict(x=spaces.Box(-9, 9, (1,)), graph=spaces.Graph(spaces.Box(-9, 9, (1,)), None))
     action_space = spaces.Discrete(2)
 
     def __init__(self) -> None:
         self.nodes = np.zeros((2, 1), np.float32)
-        self.large = np.zeros(100_000)  # has no place in the infos' rows
+        self.large = np.zeros(100_000)  # too big for the infos' part of the slab
         self.trace: list[int] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -44,7 +44,7 @@ class ReusingAll(gym.Env[Any, Any]):
 
 
 class BusySimulator(Counter):
-    """Its second reset raises."""
+    """A simulator whose second reset raises."""
 
     resets = 0
 
@@ -56,7 +56,7 @@ class BusySimulator(Counter):
 
 
 class Constant(gym.Env[Any, Any]):
-    """Observes ``values`` in a dtype, for ever."""
+    """An env that always observes ``values``, in a dtype."""
 
     action_space = spaces.Discrete(2)
 
@@ -69,7 +69,7 @@ class Constant(gym.Env[Any, Any]):
 
 
 class StepContract:
-    """The part of `BackendContract` that is about what steps, resets and calls deliver."""
+    """The part of `BackendContract` that is about the results of steps, resets and calls."""
 
     @pytest.mark.parametrize("mode", ["next_step", "same_step"])
     @pytest.mark.parametrize("env_id", ["CartPole-v1", "HalfCheetah-v5", "Pendulum-v1"])
@@ -258,7 +258,7 @@ class StepContract:
 
     def test_record_video_films_the_envs(self, make: MakeVec, tmp_path: Path) -> None:
         pytest.importorskip("moviepy")
-        # pygame loads it when it is first used, as CartPole does to draw: two threads at once find it half made.
+        # pygame loads surfarray at its first use, in CartPole's render: two threads at once would find it half loaded.
         assert hasattr(pytest.importorskip("pygame").surfarray, "pixels3d")
         envs: Any = make("CartPole-v1", 2, env_kwargs={"render_mode": "rgb_array"})
         folder = tmp_path / "films"

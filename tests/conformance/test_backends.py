@@ -1,6 +1,6 @@
-"""The contracts of backends, for all that exist.
+"""The contracts of backends, for all backends that exist.
 
-Start methods differ in starting only; what comes after is tested on one of them.
+Start methods differ in the start only; everything after the start is tested on one of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The contract of env APIs, for all that exist: for each an env that makes it hard, and one of the API's own."""
+"""The contract of env APIs, for all APIs that exist: for each a hostile env, and one of the API's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Envs with one trait each for the doctor to find."""
+"""Envs with one trait each, which the doctor has to find."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Patient(gym.Env[Any, Any]):
-    """A healthy env, but for what `trait` says happens in its third step."""
+    """A healthy env, except for its `trait`, which most often shows in the third step."""
 
     observation_space = gym.spaces.Box(0, 1, (3,), np.float64)
     action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
@@ -113,7 +113,7 @@ class Starting(Patient):
 
 
 class Shelling(Patient):
-    """Starts a process that inherits whatever is inheritable."""
+    """Starts a process that inherits all inheritable fds."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Shelling(Patient):
 
 
 class Holding(Patient):
-    """Starts a process in a group of its own, and is never built."""
+    """Starts a process in a group of its own, and hangs while it is built."""
 
     def __init__(self, file: str) -> None:
         super().__init__()

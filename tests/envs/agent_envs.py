@@ -1,4 +1,4 @@
-"""Small multi-agent envs after PettingZoo's APIs, without PettingZoo: what real ones do rarely, these do often."""
+"""Small multi-agent envs after PettingZoo's APIs, without PettingZoo. They do often what real envs do rarely."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Script:
 
 
 class Failing(Script):
-    """Raises in its second step if its seed is 1."""
+    """An env that raises in its second step if its seed is 1."""
 
     def step(self, actions: dict[str, Any]) -> Any:
         if self.t == 1 and muster.get_worker_info() is None:
@@ -86,7 +86,7 @@ class Failing(Script):
 
 
 class Masked(Script):
-    """Masks in infos; agent a_1's forbids everything. Its state is ``[t / 10, 0.5]``."""
+    """An env with masks in infos; agent a_1's forbids every action. The state is ``[t / 10, 0.5]``."""
 
     state_space = spaces.Box(-1, 1, (2,), np.float64)
 
@@ -107,7 +107,7 @@ class Masked(Script):
 
 
 class Structured(Script):
-    """Observations and actions that are structures; keys in another order in every env."""
+    """An env whose observations and actions are structures, with the keys in another order in every env."""
 
     def __init__(self, flip: bool = False) -> None:
         super().__init__(["a_0 a_1 b_0"] * 3 + [""], {(3, agent): "truncated" for agent in ("a_0", "a_1", "b_0")})
@@ -192,5 +192,5 @@ class Turns:
 
 
 def ones(n: int) -> dict[str, Any]:
-    """The action 1 for each agent of `n` of the envs above, but `Turns`."""
+    """The action 1 for each agent of `n` of the envs above, `Turns` excepted."""
     return {"a": np.ones((n, 2), np.int64), "b": np.ones((n, 1), np.int64)}

@@ -1,4 +1,4 @@
-"""Envs stepped by their own APIs, without Muster: what its rows have to equal, field by field and agent by agent."""
+"""Envs stepped by their own APIs, without Muster. Muster's rows have to equal theirs, field by field."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import muster
 class BareLoop(ABC):
     """One env, stepped by its own API. `over`: its episode has ended. `terminated`, `truncated`: how.
 
-    repeats: whether what happens follows from the seed alone.
+    repeats: whether an episode follows from its seed and actions alone.
     """
 
     env: Any
@@ -40,7 +40,7 @@ class BareLoop(ABC):
 
     @abstractmethod
     def reset(self, seed: int | None) -> None:
-        """Starts an episode. seed: None to go on with the generators that there are."""
+        """Starts an episode. seed: None to go on with the current state of the generators."""
 
     def start_alike(self, seed: int, assert_alike: Callable[[], None]) -> None:
         """Starts an episode of this seed that `assert_alike` accepts."""
@@ -53,13 +53,13 @@ class BareLoop(ABC):
 
     @abstractmethod
     def own_action(self, envs: Any, actions: Any, i: int) -> Any:
-        """The action of env i, as this env takes it, out of a vector env's."""
+        """The action of env i, taken from a vector env's actions, in the form that this env takes."""
 
     @abstractmethod
     def assert_row(self, envs: Any, i: int, obs: Any, rewards: Any, infos: Any, *, has_ended: bool = True) -> None:
-        """Asserts that the rows of env i equal what the last step, or reset, gave.
+        """Asserts that the rows of env i equal the results of the last step or reset.
 
-        rewards: None after a reset.  has_ended: whether infos are also of the step and its ends, and not of a reset.
+        rewards: None after a reset.  has_ended: whether infos describe a step and its ends, too, and not only a reset.
         """
 
     @abstractmethod
@@ -107,7 +107,7 @@ class BareGymnasium(BareSingle):
 
 
 class BareDmEnv(BareSingle):
-    """dm_env knows no seeds: a subclass says how its env's generators are seeded."""
+    """An env of dm_env's API, which has no seeds: a subclass says how its env's generators are seeded."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -139,7 +139,7 @@ class BareDmEnv(BareSingle):
 
 @dataclass
 class Agent:
-    """What one agent is told in one step."""
+    """The results of one agent in one step."""
 
     obs: Any
     reward: float = 0.0
@@ -150,7 +150,7 @@ class Agent:
 
 @dataclass
 class BareAgents(BareLoop):
-    """An env of several agents. told, infos: by agent, what those that are there were told last.
+    """An env of several agents. told, infos: the last results of the agents that are there, by agent.
 
     cut: whether an agent was truncated in this episode.
     """
@@ -250,7 +250,7 @@ class BareTurns(BareAgents):
 
 
 class BarePlayers(BareAgents):
-    """A dm_env env of lists, as Melting Pot's are. What all players see alike is told once, as ``shared``.
+    """A dm_env env of lists, like Melting Pot's. Observations that all players share are kept once, in `shared`.
 
     A subclass says how its env is seeded.
     """
@@ -301,9 +301,9 @@ class BarePlayers(BareAgents):
 
 
 class BareSubstrate(BarePlayers):
-    """A substrate of Melting Pot. Who spawns where is not for any seed to decide.
+    """A substrate of Melting Pot. No seed decides which player spawns where.
 
-    build: makes it, with whatever seed it draws.
+    build: makes the substrate, with the seed that it draws.
     """
 
     repeats = False
@@ -347,7 +347,7 @@ def make(module: str, api: str, **kwargs: Any) -> Any:
 def assert_rows_equal_a_bare_loop(
     module: str, api: str, steps: int, *, num_envs: int = 2, seed: int = 5, backend: str = "process", **kwargs: Any
 ) -> int:
-    """Steps both side by side with random allowed actions, resets included; returns how many episodes ended."""
+    """Steps a vector env and bare loops side by side by random allowed actions; returns how many episodes ended."""
     loop = BareTurns if api == "env" else BareParallel
     bare = [loop(make(module, api, **kwargs)) for _ in range(num_envs)]
     with muster.make_vec(make, num_envs, backend=backend, env_kwargs={"module": module, "api": api, **kwargs}) as envs:
@@ -358,9 +358,9 @@ def assert_rows_equal_a_bare_loop(
 
 
 def assert_rows_equal_bare_loops(envs: Any, bare: Sequence[BareLoop], steps: int, *, seed: int = 5) -> int:
-    """As above, of a vector env that resets on the step after an end, and of one loop for each of its envs.
+    """Steps `envs`, which reset on the step after an end, and one loop for each env; returns how many episodes ended.
 
-    Where what happens does not follow from the seed alone, it ends with the first episode.
+    Where an episode does not follow from its seed alone, this returns at the first end.
     """
     rng = np.random.default_rng(seed)
     ended = 0

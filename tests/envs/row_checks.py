@@ -1,4 +1,4 @@
-"""Comparisons of a vector env's rows, infos and spaces with what one env gave, and actions that its masks allow."""
+"""Comparisons of a vector env's rows, infos and spaces with those of one env, and actions that its masks allow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sample(envs: Any, masks: Any, rng: np.random.Generator) -> Any:
 
 
 def at(batch: Any, *where: int) -> Any:
-    """The part of a batch, which may be a structure of arrays, that is at these indices."""
+    """The part of a batch, which may be a structure of arrays, at the indices `where`."""
     if isinstance(batch, dict):
         return {key: at(one, *where) for key, one in batch.items()}
     if isinstance(batch, tuple):
@@ -36,7 +36,7 @@ def assert_all_zero(row: Any) -> None:
 
 
 def assert_same(row: Any, value: Any) -> None:
-    """Asserts that a row holds what an env gave: dicts in any order, tuples for lists, dtypes of the space."""
+    """Asserts that a row holds an env's `value`: dicts in any order, tuples for lists, dtypes of the space."""
     if isinstance(row, dict):
         assert set(row) == set(value)
         for key, one in row.items():
@@ -50,7 +50,7 @@ def assert_same(row: Any, value: Any) -> None:
 
 
 def assert_info(infos: Any, i: int, info: dict[str, Any]) -> None:
-    """Asserts that infos in Gymnasium's format hold for env i what it gave, and nothing else."""
+    """Asserts that infos in Gymnasium's format hold the env's own `info` for env i, and nothing else."""
     for key, value in info.items():
         assert infos[f"_{key}"][i], key
         if isinstance(value, dict):
@@ -72,7 +72,7 @@ def assert_obs_equal(row: Any, obs: Any, infos: Any, group: str, i: int, a: int)
 
 
 def without_mask(space: spaces.Space[Any]) -> spaces.Space[Any]:
-    """What is left of an agent's observation space once its action mask is among the infos."""
+    """The rest of an agent's observation space once its action mask is among the infos."""
     if not isinstance(space, spaces.Dict) or "action_mask" not in space.spaces:
         return space
     rest = {key: one for key, one in space.spaces.items() if key != "action_mask"}

@@ -1,4 +1,4 @@
-"""Envs that go wrong in every way that we have seen, each once."""
+"""Envs that fail once each, in every way that we have seen."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ FAULT_STEP = 3
 
 
 class TwoArguments(Exception):
-    """Comes back from a pickle as a TypeError."""
+    """An exception that raises a TypeError when it is unpickled."""
 
     def __init__(self, what: str, where: str) -> None:
         super().__init__(f"{what} in {where}")
 
 
 class KeywordOnly(Exception):
-    """The same, in another way."""
+    """Another exception that raises a TypeError when it is unpickled."""
 
     def __init__(self, *, what: str) -> None:
         super().__init__(what)
 
 
 class HoldsLock(Exception):
-    """Cannot be pickled."""
+    """An exception that cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__("holds a lock")
@@ -44,7 +44,7 @@ class HoldsLock(Exception):
 
 
 class CountingEnv(gym.Env[Any, Any]):
-    """Observes ``[env_index, episode, step]``, which tells a stale or doubled row from a right one."""
+    """Observes ``[env_index, episode, step]``, which shows whether a row is stale or doubled."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -70,9 +70,9 @@ class CountingEnv(gym.Env[Any, Any]):
 
 
 class FaultyEnv(CountingEnv):
-    """Env `at` does `fault` in its step number `FAULT_STEP` or in the place that the fault is named after, once.
+    """Does `fault` once in env `at`, in its step number `FAULT_STEP` or in the place that the fault is named after.
 
-    mark: a file that exists once the fault has happened, so that a restarted env does better.
+    mark: a file that exists once the fault has happened, so that a restarted env does not repeat it.
     """
 
     def __init__(self, fault: str, mark: str, at: int = 1) -> None:
@@ -139,9 +139,9 @@ def start_threads() -> None:
 
 
 def start_children(process_group: int | None = None) -> None:
-    """One that ignores SIGTERM and closes its fds, and its own child, beside a plain one.
+    """Starts a child that ignores SIGTERM and closes its fds, that child's own child, and a plain forked child.
 
-    process_group: of the first; 0 for one of its own, as `timeout` and a shell's jobs have.
+    process_group: of the first child; 0 for a group of its own, as `timeout` and a shell's jobs have.
     """
     code = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "

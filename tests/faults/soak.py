@@ -2,8 +2,8 @@
 
     python tests/faults/soak.py --seconds 300
 
-Each row says which env, episode and step it is of, under a checksum, so that one which is wrong, stale, doubled or lost
-is seen. At the end memory, fds and processes must be where they were after the first tenth.
+Each row holds its env, episode and step, and a checksum of these, so that a wrong, stale, doubled or lost row is
+noticed. At the end memory, fds and processes have to be where they were after the first tenth of the time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def row_of(env: int, episode: int, step: int) -> Any:
 
 
 class UnderFire(gym.Env[Any, Any]):
-    """Counts its steps; raises or crashes at random. Episodes have numbers that no other process gives."""
+    """Counts its steps; raises or crashes at random. Episodes have numbers that no other process uses."""
 
     observation_space = gym.spaces.Box(np.iinfo(np.int64).min, np.iinfo(np.int64).max, (_WORDS,), np.int64)
     action_space = gym.spaces.Discrete(2)
@@ -72,7 +72,7 @@ class UnderFire(gym.Env[Any, Any]):
 
 @dataclass
 class Report:
-    """What a soak has seen. problems: empty if all was well."""
+    """The results of a soak. problems: empty if all was well."""
 
     rows: int = 0
     kills: int = 0
@@ -143,7 +143,7 @@ class Killer(threading.Thread):
 
 
 def soak(seconds: float, seed: int = 0) -> Report:
-    """Steps for so long, by `step` and by `send` and `recv` in turn."""
+    """Steps for `seconds`, by `step` and by `send` and `recv` in turn."""
     envs = muster.make_vec(
         UnderFire,
         NUM_ENVS,
@@ -166,7 +166,7 @@ def soak(seconds: float, seed: int = 0) -> Report:
             some_halves(envs, checker)
     finally:
         killer.stop()
-    some_steps(envs, checker)  # repairs what the killer has left broken
+    some_steps(envs, checker)  # replaces the workers that the killer has left broken
     report.kills, report.restarts = killer.kills, envs.stats()["restarts"]
     after = holdings()
     for kind, before in (held or after).items():
@@ -213,7 +213,7 @@ def workers_of(caller: int) -> list[int]:
 
 
 def holdings() -> dict[str, int]:
-    """Of this process: memory, fds, threads; and the processes that it has started."""
+    """Memory, fds and threads of this process, and the processes that it has started."""
     memory = Path("/proc/self/statm").read_text().split()
     return {
         "memory_bytes": (int(memory[1]) - int(memory[2])) * os.sysconf("SC_PAGESIZE"),

@@ -1,7 +1,7 @@
 """The caller ends by a signal: its workers and what they started are gone, within a second on a machine at rest.
 
-On a busy one everything takes longer, so that the bound here is wider; nothing that waits or retries on the way takes
-between the one and the other.
+On a busy machine everything takes longer, so the bound here is wider. No wait or retry on the way takes a time between
+one second and this bound.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ signal.pause()
 
 
 def run_caller(method: str, state: str, *, threaded: bool = False, by: Any = signal.SIGKILL) -> set[int]:
-    """Starts a caller, ends it by the signal, and tells which of its processes live on."""
+    """Starts a caller, ends it by the signal, and returns its processes that live on."""
     caller = subprocess.Popen(
         [sys.executable, "-c", CALLER, method, state, str(threaded)],
         stdout=subprocess.PIPE,
@@ -84,7 +84,7 @@ def run_caller(method: str, state: str, *, threaded: bool = False, by: Any = sig
     assert caller.stderr is not None
     if not caller.stdout.readline():
         pytest.fail(caller.communicate()[1])
-    # Two workers, and env 0's three children; the launcher beside them.
+    # Two workers, env 0's three children and, except under fork, the launcher.
     expected, deadline = 5 + (method != "fork"), time.monotonic() + BOUND_S
     while len(before := family(caller.pid)) != expected:
         assert time.monotonic() < deadline
@@ -102,7 +102,7 @@ def run_caller(method: str, state: str, *, threaded: bool = False, by: Any = sig
 
 
 def family(pid: int) -> set[int]:
-    """All living descendants, also those whose parent has ended."""
+    """All living descendants of `pid`, also those whose parent has ended."""
     from_parent: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and is_alive(int(entry.name)):

@@ -1,4 +1,4 @@
-"""What callers do that other libraries don't reckon with: ignored signals, many vector envs, many resets."""
+"""Habits of callers that other libraries do not expect: ignored signals, many vector envs, many resets."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_garbage_collection_while_something_is_pending(options: Any, pending: st
         envs.call_async("reset")
     box = [envs]
     del envs
-    thread = threading.Thread(target=box.clear)  # the last reference goes in another thread
+    thread = threading.Thread(target=box.clear)  # another thread drops the last reference
     thread.start()
     thread.join()
     gc.collect()

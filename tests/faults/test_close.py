@@ -1,4 +1,4 @@
-"""Closing: always bounded, always complete, however the end comes."""
+"""Closing: always bounded, always complete, whatever ends the vector env."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from muster.workers.launcher_client import LauncherClient
 
 HERE = Path(__file__).parent
 ACTIONS = np.zeros(2, np.int64)
-# On a busy machine; what hangs here hangs for ever, or for 1,000 s.
+# Wide enough for a busy machine: a test that hangs here hangs forever, or for 1,000 s.
 BOUND_S = 30.0
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 class Closing(CountingEnv):
-    """Leaves a file when it is closed. hangs: the step of env 0 never ends."""
+    """Leaves a file when it is closed. hangs: whether the step of env 0 never ends."""
 
     def __init__(self, folder: str, hangs: bool = False) -> None:
         super().__init__()
@@ -189,8 +189,8 @@ def test_env_that_exits_in_a_call(tmp_path: Path) -> None:
 
 # ---- the end of the whole program
 
-# Lines that several workers write are one `write` each: where Python is unbuffered, print() makes two of a line, and
-# the lines of two workers run into each other.
+# Each line that a worker writes is one `write`. Where Python is unbuffered, print() makes two writes of a line, and the
+# lines of two workers get mixed.
 PROGRAM = """
 import os, signal, sys, threading, time
 import faulty_envs, muster
@@ -245,7 +245,7 @@ INTERRUPTED = {
 
 
 def some_slow(names: dict[str, str]) -> list[Any]:
-    """Every name with every start method; those that are not slow have each name once."""
+    """Every name with every start method; the cases that are not slow have each name once."""
     return [
         pytest.param(name, method, marks=() if row % 2 == column else pytest.mark.slow)
         for row, name in enumerate(names)
@@ -278,7 +278,7 @@ def test_ctrl_c_is_one_keyboard_interrupt(place: str, method: str) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "there\n", process.communicate(timeout=100)
     time.sleep(0.5)
-    # To the whole group, as a terminal does.
+    # A terminal sends it to the whole group, too.
     os.killpg(process.pid, signal.SIGINT)
     start = time.monotonic()
     _, errors = process.communicate(timeout=100)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 class Interrupted(faulty_envs.CountingEnv):
-    """Env 1 is interrupted where `place` says, once. Notes which envs were stepped, reset and closed."""
+    """Interrupts env 1 once, in `place`. Notes which envs were stepped, reset and closed."""
 
     def __init__(self, place: str, notes: list[str]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_it_does_not_wait_for_a_worker_that_hangs() -> None:
         envs.reset()
         with pytest.raises(KeyboardInterrupt):
             envs.step(ACTIONS[:2])
-        with pytest.raises(EnvError, match="env 1 .*KeyboardInterrupt"):  # it has been told
+        with pytest.raises(EnvError, match="env 1 .*KeyboardInterrupt"):  # env 1 has answered with its error
             envs.recv(min_envs=1)
         with pytest.raises(WaitTimeout):
             envs.recv(timeout=0.0)
@@ -112,7 +112,7 @@ def test_with_restarts_it_is_raised_once_and_counts_as_no_failure() -> None:
             envs.step(ACTIONS)
         assert envs.recv().truncated.tolist() == [False, True, True, True]
         assert [note for note in notes if note.startswith("step")] == ["step 0", "step 1"]
-        assert [note for note in notes if note.startswith("close")] == ["close 1"]  # the only one built anew
+        assert [note for note in notes if note.startswith("close")] == ["close 1"]  # the only env that was built again
 
 
 def test_in_close_all_envs_are_closed_and_a_second_close_is_silent() -> None:
@@ -139,7 +139,7 @@ CALLS: list[Any] = [
 
 
 def take_what_is_pending(envs: Any) -> bool:
-    """False if the vector env is closed."""
+    """Takes all pending answers. Returns False if the vector env is closed."""
     for take in (envs.call_wait, envs.recv):
         try:
             take()
@@ -172,7 +172,7 @@ def test_at_any_moment_it_leaves_the_vector_env_in_step_or_closed(options: dict[
             while True:
                 CALLS[turn % len(CALLS)](envs, turn)
         timer.join()
-        waited_in_recv = turn % len(CALLS) == 4  # for what was sent by itself: reset() does not drop that
+        waited_in_recv = turn % len(CALLS) == 4  # for requests of `send`, which reset() does not drop
         if envs.closed or ((waited_in_recv or turn % 2) and not take_what_is_pending(envs)):
             envs.close()
             envs = muster.make_vec(Echoing, 4, **options)
@@ -184,7 +184,7 @@ def test_at_any_moment_it_leaves_the_vector_env_in_step_or_closed(options: dict[
 
 
 class Raising(faulty_envs.CountingEnv):
-    """Raises what could be taken for the caller's own Ctrl-C, or for an error of the vector env itself."""
+    """Raises an exception that looks like the caller's own Ctrl-C, or like an error of the vector env itself."""
 
     def step(self, action: Any) -> Any:
         raise (KeyboardInterrupt, ClosedError)[self.index]("of the env")
@@ -200,7 +200,7 @@ def test_what_an_env_in_a_worker_raises_is_told_as_the_envs(env: int, name: str)
 
 
 class InterruptsItsCaller(faulty_envs.CountingEnv):
-    """Env 0, in its worker: by action 1, or by a call, while the caller waits for it."""
+    """Interrupts the caller from env 0, in its worker, by action 1 or by a call, while the caller waits for env 0."""
 
     def __init__(self, caller: int) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class InterruptsItsCaller(faulty_envs.CountingEnv):
 
     def interrupt(self) -> None:
         if self.index == 0:
-            time.sleep(0.05)  # until all workers are told, without which a call has only half begun
+            time.sleep(0.05)  # until all workers have the message; before that, a call has only half begun
             os.kill(self.caller, signal.SIGINT)
             time.sleep(0.2)
 
@@ -232,7 +232,7 @@ def test_after_it_all_envs_may_be_reset_at_once_but_not_some(blocks: Any) -> Non
         assert obs.tolist() == [[env, 1, 0] for env in range(4)]
         assert envs.step(ACTIONS)[0][:, 2].tolist() == [1, 1, 1, 1]
         envs.send(ACTIONS)
-        with pytest.raises(PendingError):  # what was sent by itself is not dropped
+        with pytest.raises(PendingError):  # requests of `send` are not dropped
             envs.reset()
 
 
@@ -252,7 +252,7 @@ def test_what_was_sent_since_is_not_dropped(backend: str) -> None:
 
 
 class InterruptingAgents:
-    """A parallel env of PettingZoo's; env 0, in its worker, interrupts the caller by action 1."""
+    """A parallel env of PettingZoo's. Env 0 interrupts the caller from its worker, by action 1."""
 
     possible_agents = ("a", "b")
 

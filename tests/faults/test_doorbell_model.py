@@ -16,7 +16,7 @@ pytestmark = [
 
 
 def check(folder: Path, *options: str) -> str:
-    """What spin says of the model, all of its states searched."""
+    """The output of spin, which searches all states of the model."""
     subprocess.run(["spin", *options, "-a", str(MODEL)], cwd=folder, check=True)
     subprocess.run(["gcc", "-w", "-O2", "-DSAFETY", "-o", "pan", "pan.c"], cwd=folder, check=True)
     return subprocess.run(["./pan", "-m100000"], cwd=folder, check=True, capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""What an env has started, in whatever way a shell or `subprocess` offers, ends with its worker."""
+"""The processes that an env has started end with its worker, however a shell or `subprocess` has started them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Orphaning(CountingEnv):
 
 
 class Multiplying(CountingEnv):
-    """Its step starts processes for as long as it is let."""
+    """Starts processes in its step, until it is killed."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Multiplying(CountingEnv):
 
 
 class Supervising(CountingEnv):
-    """Starts its process anew whenever that ends."""
+    """Starts its process again whenever that process ends."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Supervising(CountingEnv):
 
 
 class Watching(Supervising):
-    """That process has a group of its own."""
+    """Starts its process again whenever that ends, each time in a process group of its own."""
 
     def supervise(self) -> None:
         while True:
@@ -80,7 +80,7 @@ class Watching(Supervising):
 
 
 class Headless(CountingEnv):
-    """Its process goes on in a thread after the main thread has ended."""
+    """Starts a process that goes on in a thread after its main thread has ended."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Headless(CountingEnv):
 
 
 def num_threads(pid: int) -> int:
-    """A zombie has one."""
+    """The threads of a process. A zombie has one; 0 means that there is no such process."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -181,7 +181,8 @@ def test_what_is_still_starting_processes_is_ended(method: str, file: str) -> No
 
 
 @pytest.mark.parametrize("ending", ["envs.close()", "os.kill(os.getpid(), signal.SIGKILL)"])
-# What starts anew in a group of its own gets away between two looks once in hundreds: that is no gate.
+# A process that is started again in a group of its own escapes between two searches once in hundreds of runs, which is
+# too often for a test that every change has to pass.
 @pytest.mark.parametrize("env", ["Supervising", pytest.param("Watching", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", CONTEXTS)
 def test_what_is_started_anew_is_ended(method: str, env: str, ending: str, file: str) -> None:
@@ -227,7 +228,7 @@ def test_a_pid_namespace_without_the_session_leader(method: str, file: str) -> N
     enter = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
     if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no user namespaces here")
-    # Its end would end all that is in it.
+    # The end of the namespace's first process would end all processes in the namespace.
     body = (
         "envs = make('Chatty'); envs.reset(); envs.close(); import processes; assert not processes.left_of(sys.argv[2])"
     )

@@ -26,14 +26,14 @@ FAULTS = (*RAISED, *OBSERVATIONS, "unpicklable info", *DIED, *HUNG, *HARMLESS, *
 
 NUM_ENVS, MATES = 4, (0, 1)  # two workers; env 1 goes wrong, env 0 shares its worker
 ACTIONS = np.zeros(NUM_ENVS, np.int64)
-# A worker that is fine must not run into it on a machine so busy that nothing moves for a second.
+# A healthy worker must not reach this limit on a machine so busy that nothing runs for a second.
 STEP_TIMEOUT_S = 2.5
 # Noticing takes 20 ms, killing and explaining less than a second, starting a worker on a busy machine the rest.
 BOUND_S = 60.0
 
 
 def cases() -> list[Any]:
-    """All; those that are not slow cover each pair of fault with method, mode and reaction, and of method with mode."""
+    """All cases. The fast ones cover each pair of fault with method, mode and reaction, and of method with mode."""
     params = []
     for fault, method, mode, on_failure in itertools.product(FAULTS, CONTEXTS, MODES, FAILURES):
         row, column = FAULTS.index(fault), CONTEXTS.index(method)
@@ -76,7 +76,7 @@ def test_fault(fault: str, method: str, mode: str, on_failure: str, tmp_path: An
 
 
 def play(envs: Any, steps: int, episode: int = 0) -> None:
-    """A reset and so many steps in which nothing goes wrong."""
+    """Resets and makes `steps` steps, in which nothing goes wrong."""
     obs, _ = envs.reset(seed=0)
     for step in range(steps + 1):
         np.testing.assert_array_equal(obs, expected_obs(episode, step))
@@ -136,7 +136,7 @@ def expected_error(fault: str) -> type[Exception]:
 
 
 def expect_call_fails(envs: Any) -> None:
-    """Steps need no fd; what needs one tells why it fails."""
+    """Asserts that steps, which need no fd, work, and that calls, which need one, say why they fail."""
     play(envs, FAULT_STEP + 1)
     with pytest.raises(WorkerDied, match="closed file descriptors"):
         envs.get_attr("steps")

@@ -35,14 +35,14 @@ def refuse() -> None:
 
 
 class NotRebuilt:
-    """Can be pickled, but not unpickled."""
+    """An object that can be pickled, but not unpickled."""
 
     def __reduce__(self) -> Any:
         return refuse, ()
 
 
 class Env(CountingEnv):
-    """options["gate"]: the first step waits until there is such a file; it leaves one itself, ``gate-INDEX``."""
+    """Waits in its first step until the file ``options["gate"]`` exists, and makes the file ``gate-INDEX`` before."""
 
     def step(self, action: Any) -> Any:
         gate = (self.options or {}).get("gate")
@@ -93,7 +93,7 @@ def remote() -> Iterator[Any]:
 
 
 def check_in_step(envs: Any) -> None:
-    """A whole episode's start, right in every row."""
+    """Asserts that the start of an episode is right in every row."""
     obs, _ = envs.reset()
     episode = obs[0, 1]
     for step in range(1, 4):
@@ -353,7 +353,7 @@ def test_a_forked_child_that_exits_leaves_the_workers_alone() -> None:
         "import os, sys, faulty_envs, muster, numpy as np\n"
         "envs = muster.make_vec(faulty_envs.CountingEnv, 2, num_workers=2); envs.reset()\n"
         "pid = os.fork()\n"
-        "if pid == 0: sys.exit(0)\n"  # runs what is registered for the interpreter's exit
+        "if pid == 0: sys.exit(0)\n"  # runs the functions that are registered with atexit
         "assert os.waitpid(pid, 0)[1] == 0\n"
         "assert envs.step(np.zeros(2, np.int64))[0][:, 2].tolist() == [1, 1]\n"
     )

@@ -1,4 +1,4 @@
-"""Envs that follow another API than the one they are taken for: the error says which, and what to write."""
+"""Envs that follow another API than Muster expects: the error says which, and what to write."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TakesNoSeed(Plain):
 
 
 class Agents:
-    """A parallel env of PettingZoo's, but for what its subclasses do."""
+    """A parallel env of PettingZoo's. Each subclass breaks the API in one way."""
 
     possible_agents = ("a", "bc")
 

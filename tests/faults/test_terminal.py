@@ -1,4 +1,4 @@
-"""A caller in a terminal: workers may use it or not, but are never stopped for it."""
+"""A caller in a terminal: whether or not workers use the terminal, they are never stopped for it."""
 
 from __future__ import annotations
 

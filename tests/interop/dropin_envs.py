@@ -42,7 +42,7 @@ class Counter(gymnasium.Env):
 
 
 class Repeater(Counter):
-    """Tells what it was given."""
+    """Reports the last action that it received."""
 
     def step(self, action):
         self.given = action
@@ -69,7 +69,7 @@ class Raising(Counter):
 
 
 class Interrupted(Counter):
-    """Ctrl-C arrives in its first step."""
+    """Raises KeyboardInterrupt in its first step, as Ctrl-C does."""
 
     def step(self, action):
         if self.count == 0:
@@ -87,7 +87,7 @@ class Slow(Counter):
 
 
 class Alone(Counter):
-    """Like a library that can be loaded once per process: a second one raises, or with `dies` ends the process."""
+    """Behaves like a library that loads once per process: a second one raises, or with `dies` ends the process."""
 
     def __init__(self, dies=False):
         super().__init__()
@@ -99,7 +99,7 @@ class Alone(Counter):
 
 
 class SeedOnly(Counter):
-    """Its reset knows no options."""
+    """Has a reset without options."""
 
     def reset(self, *, seed=None):
         return super().reset(seed=seed)
@@ -121,7 +121,7 @@ class Structured(Repeater):
 
 
 class InterruptsCaller(Counter):
-    """Sends Ctrl-C to `caller`, a pid, in its first step, and answers a while after it."""
+    """Sends Ctrl-C to `caller`, a pid, in its first step, and answers 0.2 s later."""
 
     def __init__(self, caller):
         super().__init__()

@@ -4,7 +4,7 @@ import sys
 from types import FunctionType
 from typing import Any
 
-import gymnasium  # noqa: F401  # what is loaded with it holds the names, too
+import gymnasium  # noqa: F401  # the modules that it loads hold the names, too
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as TheirAsync
 from gymnasium.vector.sync_vector_env import SyncVectorEnv as TheirSync
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Holder(nn.Module):
-    """A linear policy that holds something that nothing can copy."""
+    """A linear policy that holds an object that cannot be copied."""
 
     def __init__(self, held: Any) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ UNCOPYABLE: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture(params=UNCOPYABLE.values(), ids=UNCOPYABLE)
 def uncopyable_policy(request: pytest.FixtureRequest) -> Iterator[nn.Module]:
-    """A linear policy, [*B, 3] to [*B, 2], that holds in ``held`` what cannot be copied."""
+    """A linear policy, [*B, 3] to [*B, 2], that holds an object in ``held`` that cannot be copied."""
     policy = request.param()
     yield policy
     if isinstance(policy.held, socket.socket):

@@ -1,4 +1,4 @@
-"""Short ways to one batch."""
+"""A short way to one batch."""
 
 from __future__ import annotations
 

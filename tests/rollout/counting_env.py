@@ -34,7 +34,7 @@ class CountingEnv(gym.Env):
 
 
 class NoisyEnv(CountingEnv):
-    """Random first observations and rewards, from the env's own generator; episodes of 3 to 7 steps."""
+    """Random first observations and rewards from the env's own generator; episodes of 3 to 7 steps."""
 
     def reset(self, *, seed=None, options=None):
         obs, info = super().reset(seed=seed)
@@ -47,7 +47,7 @@ class NoisyEnv(CountingEnv):
 
 
 class DictEnv(gym.Env):
-    """Dict observations with a nested one, Dict actions; the reward is what the actions were."""
+    """Dict observations with a nested Dict, Dict actions; the reward repeats the actions."""
 
     def __init__(self) -> None:
         inner = spaces.Dict({"left": spaces.Box(0, 255, (2, 2), np.uint8), "right": spaces.Discrete(5)})

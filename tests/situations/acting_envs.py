@@ -1,4 +1,4 @@
-"""Envs that do something at a certain moment, and what they do. Imports no torch, which workers would import, too."""
+"""Envs that do a deed at a certain moment, and the deeds. Imports no torch, which workers would import, too."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LONG_S = 600.0
 
 
 class Doing(Counter):
-    """Does what it was given for a moment: `build`, `reset`, `step` (its second one of an episode), `close`.
+    """Does the deed for each moment: `build`, `reset`, `step` (the second one of an episode), `close`.
 
-    What a deed returns, if not None, takes the place of the right result. at: the env that does so; the others don't.
+    A deed's result, if not None, replaces the right result. at: the env that does the deeds; the others do none.
     """
 
     def __init__(self, at: int = 0, **deeds: Deed) -> None:
@@ -51,13 +51,13 @@ class Doing(Counter):
 
 
 class Alone(Counter):
-    """Must have its process to itself, and says so."""
+    """Declares that it must be alone in its process."""
 
     metadata = {"one_per_process": True}  # noqa: RUF012  # Gymnasium's own form
 
 
 class FullHouse(Counter):
-    """Its library bears one env in a process."""
+    """Has a library that allows one env in a process."""
 
     built = 0
 
@@ -69,14 +69,14 @@ class FullHouse(Counter):
 
 
 class Unasked(Counter):
-    """Its reset takes no arguments, as before Gym 0.26."""
+    """Has a reset without arguments, as before Gym 0.26."""
 
     def reset(self) -> Any:  # type: ignore[override]
         return super().reset()
 
 
 class Observing(Counter):
-    """Observes `space`, of which it gives samples."""
+    """Observes samples of `space`."""
 
     def __init__(self, space: gym.Space[Any], action_space: gym.Space[Any] | None = None) -> None:
         super().__init__()
@@ -98,14 +98,14 @@ class Big(Counter):
 
 
 class NotRebuilt:
-    """Can be pickled, but not unpickled."""
+    """An object that can be pickled, but not unpickled."""
 
     def __reduce__(self) -> Any:
         return refuse, ()
 
 
 class Sticky:
-    """Hangs where it is unpickled."""
+    """An object that hangs where it is unpickled."""
 
     def __reduce__(self) -> Any:
         return hang, ()
@@ -143,7 +143,7 @@ def leave() -> None:
 
 def leave_with_words() -> None:
     os.write(2, b"simulator: licence expired\nsimulator: giving up\n")  # sys.stderr may be one that pytest has replaced
-    time.sleep(0.2)  # what the worker's relay has read, but not written yet, would be lost
+    time.sleep(0.2)  # otherwise the lines that the worker's relay has read, but not written yet, are lost
     os._exit(3)
 
 
@@ -168,7 +168,7 @@ def give_lock() -> Any:
 
 
 class OnceOnly:
-    """Does the deed the first time only, of all processes: it leaves a file."""
+    """A deed that is done the first time only, in all processes together: it leaves a file."""
 
     def __init__(self, deed: Deed, mark: Path) -> None:
         self.deed, self.mark = deed, mark
@@ -181,7 +181,7 @@ class OnceOnly:
 
 
 class NotFirst(OnceOnly):
-    """Does the deed each time but the first."""
+    """A deed that is done each time except the first."""
 
     def __call__(self) -> Any:
         if self.mark.exists():

@@ -1,4 +1,4 @@
-"""What `make_vec` is given, and how envs are built from it."""
+"""Arguments of `make_vec`, and how envs are built from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOX = spaces.Box(-1, 1, (3,), np.float32)
 
 
 def making(env: Any = Counter, num_envs: int | None = 2, **options: Any) -> Callable[[], Any]:
-    """A call that makes no vector env."""
+    """A call of `make_vec` that fails."""
     options = {"backend": "serial", **options}
     return functools.partial(muster.make_vec, env, num_envs, **options)
 

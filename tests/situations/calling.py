@@ -1,4 +1,4 @@
-"""Steps, resets and calls of vector envs that stand: what is handed over, what comes back, and in which order."""
+"""Steps, resets and calls of vector envs that exist: arguments, results, and the order of calls."""
 
 from __future__ import annotations
 

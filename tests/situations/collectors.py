@@ -1,4 +1,4 @@
-"""`Collector` and `MultiCollector`: what they are given, policies, and what happens while they collect."""
+"""`Collector` and `MultiCollector`: arguments, policies, and events while they collect."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Net(nn.Module):
 
 
 def collector(env: Any = Counter, policy: Any = zeros, **options: Any) -> Any:
-    """Of two envs in this process."""
+    """A collector of two envs in this process."""
     given = {"num_envs": 2, "frames_per_batch": 8, "make_vec_options": SERIAL, **options}
     return muster.Collector(env, policy, **{name: one for name, one in given.items() if one is not None})
 
 
 def collectors(env: Any = Doing, policy: Any = zeros, *, deeds: Any = None, **options: Any) -> Any:
-    """Of two envs each, of which the last one does the deeds. Forked: a fresh process takes seconds to import torch."""
+    """Two collectors of two envs each; the last env does the deeds. Forked: else torch's import takes seconds."""
     own = {"env_kwargs": {"at": 3, **(deeds or {})}} if env is Doing else {}
     given = {"num_collectors": 2, "num_envs": 4, "frames_per_batch": 16, "context": "fork", "make_vec_options": own}
     return muster.MultiCollector(env, policy, **{**given, **options})
@@ -131,7 +131,7 @@ def giving(outputs: Any) -> Callable[[Any], Any]:
 
 
 class Reading:
-    """Reads one key of a TensorDict, and is surprised."""
+    """A policy that reads one key of a TensorDict, and raises."""
 
     def __init__(self, key: str, *out_keys: Any) -> None:
         self.in_keys, self.out_keys = [key], ["action", *out_keys]

@@ -1,4 +1,4 @@
-"""The drop-ins for Gymnasium, Stable-Baselines3 and TorchRL: in their originals' words, where those have any."""
+"""The drop-ins for Gymnasium, Stable-Baselines3 and TorchRL, in the words of the originals where these have any."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERIAL = {"backend": "serial"}
 
 
 def fns(*envs: Any, **deeds: Any) -> list[Any]:
-    """Of `envs`, or of two, of which the second one does the deeds."""
+    """The env functions of `envs`, or of two envs, of which the second one does the deeds."""
     return list(envs) or [functools.partial(Doing, at=1, **deeds)] * 2
 
 

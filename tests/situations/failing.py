@@ -40,13 +40,13 @@ from situations.acting_envs import (
 from situations.recording import raised, situation, situations
 
 ACTIONS = np.zeros(2, np.int64)
-# Starving for as long must not look like hanging.
+# A worker that gets no CPU time for so long must not look as if it hung.
 STEP_TIMEOUT_S = 1.0
 START_TIMEOUT_S = 2.0
 
 
 def two_envs(backend: str = "process", *, env: Any = Doing, env_kwargs: Any = None, **options: Any) -> Any:
-    """Two envs with one worker, if any. options: deeds of env 1, and what `make_vec` takes."""
+    """Two envs with one worker, if any. options: deeds of env 1, and options of `make_vec`."""
     deeds = {name: options.pop(name) for name in ("build", "reset", "step", "close") if name in options}
     workers = {} if backend == "serial" else {"num_workers": 1}
     kwargs = {"at": 1, **deeds} if env is Doing else env_kwargs
@@ -54,7 +54,7 @@ def two_envs(backend: str = "process", *, env: Any = Doing, env_kwargs: Any = No
 
 
 def play(envs: Any, steps: int = DEED_STEP) -> Any:
-    """The last of so many steps after a reset."""
+    """The result of the last of `steps` steps after a reset."""
     envs.reset(seed=0)
     result = None
     for _ in range(steps):
@@ -64,7 +64,7 @@ def play(envs: Any, steps: int = DEED_STEP) -> Any:
 
 @contextmanager
 def file_reads(**texts: str) -> Iterator[None]:
-    """Files of the system hold these texts: ``proc__meminfo`` is /proc/meminfo, and one _ stands for a dot."""
+    """Makes files of the system hold these texts: ``proc__meminfo`` is /proc/meminfo, and one _ stands for a dot."""
     opened, made_up = io.open, {f"/{name.replace('__', '/').replace('_', '.')}": text for name, text in texts.items()}
 
     def read(file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ def _() -> None:
 
 
 def reasons(envs: Any, infos: Any) -> str:
-    """Of the envs that were restarted."""
+    """The reasons of the envs that were restarted."""
     told = [f"{env}: {infos['restarted'][env]}" for env in range(envs.num_envs) if infos["_restarted"][env]]
     return "restarted: " + "\n".join(told)
 

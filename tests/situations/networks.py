@@ -57,7 +57,7 @@ situations(
 
 
 class Counting(nn.Module):
-    """Replaces a buffer in each call."""
+    """A module that replaces a buffer in each call."""
 
     def __init__(self) -> None:
         super().__init__()

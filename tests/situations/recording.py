@@ -1,4 +1,4 @@
-"""Situations in which users read something, what they read there, and how it is written down."""
+"""Situations in which users read a message, and how these messages are recorded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def situations(kind: str, table: Mapping[str, Situation]) -> None:
 
 
 def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> BaseException:
-    """What the call raises."""
+    """The exception that the call raises."""
     try:
         result = call(*args, **kwargs)
     except Exception as error:
@@ -51,7 +51,7 @@ def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> BaseException
 
 
 def warned(call: Callable[..., Any], *args: Any, **kwargs: Any) -> list[object]:
-    """What the call warns of, then what it raises, if anything."""
+    """The warnings of the call, then the exception that it raises, if any."""
     errors: list[object] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -64,7 +64,7 @@ def warned(call: Callable[..., Any], *args: Any, **kwargs: Any) -> list[object]:
 
 
 def sentences_of(function: Situation) -> str:
-    """All that users read in a situation, as the golden file has it."""
+    """All messages that users read in a situation, in the form of sentences.txt."""
     sentences = "\n".join(_written(one) for one in _read_in(function))
     assert sentences, "nothing was said"
     return sentences
@@ -107,9 +107,9 @@ def _private_modules() -> re.Pattern[str]:
 _FRAME = r' *File "[^"\n]*", line \d+,? in [\w<>.]+'
 _VOLATILE: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"\x1b\[\d+m"), ""),  # colours
-    # Of Python: to the end of the note that it is in.
+    # A traceback of Python's: to the end of the note that it is in.
     (re.compile(r"Traceback \(most recent call last\):\n.*", re.DOTALL), "<traceback>"),
-    # Of faulthandler: what stands behind the last frame is not a part of it.
+    # A stack of faulthandler's: the text behind the last frame is not a part of it.
     (
         re.compile(rf"(?:(?:Current thread|Thread) 0x[^\n]*(?:\n{_FRAME}|\n *<no Python frame>)*\n*)+(?=\n|[ (]|$)"),
         "<stack>",
