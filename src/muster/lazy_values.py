@@ -96,7 +96,7 @@ class LazyValues:
         while self._releases:
             path, release = self._releases.pop()
             if hasattr(getattr(release, "__self__", None), "commit"):
-                # A database refuses to be closed by another thread; its close does not wait, that of a connection may.
+                # SQLite refuses to close a database in another thread. Its close never waits; another database's may.
                 _run(release, path)
                 continue
             # A release that hangs must not use up the time of those that come after it.
@@ -144,7 +144,7 @@ class LazyValues:
 
 
 def _is_context_manager(kind: type) -> bool:
-    """Whether ``with`` opens and closes an instance: a lock is taken by it, a database starts a transaction."""
+    """Whether ``with`` opens and closes an instance, and does not merely take a lock or start a transaction."""
     return (
         hasattr(kind, "__enter__")
         and hasattr(kind, "__exit__")

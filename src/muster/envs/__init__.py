@@ -1,4 +1,4 @@
-"""Adapter: envs of other APIs, adapted in the worker to the one that the stepping loop knows."""
+"""Adapters that turn envs of other APIs, in the worker, into envs of the API that the stepping loop knows."""
 
 from __future__ import annotations
 

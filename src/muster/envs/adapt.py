@@ -1,4 +1,4 @@
-"""Which API an env speaks, found by its methods in the worker that built it, and the adapter for it."""
+"""Finds the API of an env by the env's methods, in the worker that built the env, and adapts the env."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from muster.introspection import type_name
 class Adapter:
     """A wrapper for recipes, applied last: turns an env of any API into one that the stepping loop knows.
 
-    groups: for multi-agent envs, each agent's group; None to go by their names.
-    state: whether multi-agent envs that have a state are asked for it after every step.
+    groups: for multi-agent envs, each agent's group; None groups agents by name and spaces.
+    state: whether the state of multi-agent envs that have one is read after every step.
     """
 
     groups: Mapping[Agent, str] | None = None
@@ -54,7 +54,7 @@ class Adapter:
 
 
 def is_torchrl(env: Any) -> bool:
-    """Whether `env` is one of TorchRL's own. Told by its methods: TorchRL need not be there."""
+    """Whether `env` is one of TorchRL's own. Recognised by its methods: TorchRL need not be installed."""
     return hasattr(env, "full_action_spec") and hasattr(env, "rand_step")
 
 

@@ -1,7 +1,7 @@
 """Multi-agent envs behind the single-env API of the stepping loop.
 
 An adapter's "observation" is a row: everything one step says of all agents, in the parts that `layout.AgentLayout`
-describes. The core puts agents into their places, since Python would take a tenth of a small env's step for it, and
+describes. The core puts agents into their places, because Python would take a tenth of a small env's step for it, and
 copies their arrays once, from the env's own objects into the slab.
 """
 
@@ -29,7 +29,7 @@ Split = Callable[[Any], Sequence[Any]]
 
 @dataclass(frozen=True)
 class AgentSpecs:
-    """What an env says of its agents: their spaces by agent, and the env's state and shared observations."""
+    """The specs of an env's agents: spaces by agent, and the spaces of the env's state and shared observations."""
 
     agents: Sequence[Agent]
     observation_spaces: Mapping[Agent, Space]
@@ -39,12 +39,12 @@ class AgentSpecs:
 
 
 class _Slot(NamedTuple):
-    """Where an agent stands: among all agents, in its group, and which of the layout's masks is its own, or -1."""
+    """The place of an agent: among all agents, and in its group. mask: which of the layout's masks it has, or -1."""
 
     column: int
     group: int
     member: int
-    keys: tuple[str, ...] | None  # of the observation, where the env may show more in it: what all agents share
+    keys: tuple[str, ...] | None  # the observation's own, where the env may add keys: those that all agents share
     mask: int
     unwrap: Callable[[Any], Any] | None  # the observation without its action mask
 
@@ -110,7 +110,7 @@ class AgentsEnv(ABC):
     # ---- making rows
 
     def _chosen(self, actions: dict[str, Any], agents: list[Agent]) -> dict[Agent, Any]:
-        """Each agent's own action."""
+        """Each agent's own action. actions: by group.  agents: those that act."""
         by_group = [split(actions[name]) if split else actions[name] for name, split in self._splits]
         return self._agents_row.choose(by_group, agents)
 
@@ -120,15 +120,15 @@ class AgentsEnv(ABC):
         self._last_state = None
 
     def _start_row(self) -> None:
-        """Nobody is there yet."""
+        """Starts a row in which no agent is there yet."""
         self._agents_row.start()
         if self._has_masks[0]:
             for mask in self._masks:
                 mask.fill(True)
-        self._has_masks[0] = self._masked  # announced by the spaces: also while no agent that has one is there
+        self._has_masks[0] = self._masked  # where spaces announce masks, even while no agent that has one is there
 
     def _put(self, agent: Agent, obs: Any, reward: float, terminated: bool, truncated: bool, acts: bool) -> None:
-        """One agent that is there. obs: None for zeros. acts: its action counts in the next step."""
+        """Puts one agent that is there into the row. obs: None for zeros.  acts: its action counts in the next step."""
         if self._masked:
             obs = self._unmasked({agent: obs})[agent]
         self._agents_row.put(agent, obs, reward, bool(terminated), bool(truncated), acts)
@@ -142,10 +142,10 @@ class AgentsEnv(ABC):
         terminations: Mapping[Agent, Any],
         truncations: Mapping[Agent, Any],
     ) -> int:
-        """Agents of a step. before, after: those that acted, and those that are there for the next step.
+        """Puts the agents of a step into the row. before, after: those that acted, and those there for the next step.
 
-        An agent that is told its reward or end, but shown nothing, keeps its last observation. Returns how many act in
-        the next step.
+        An agent with a reward or an end, but without an observation, keeps its last observation. Returns the number of
+        agents that act in the next step.
         """
         if self._masked:
             there = dict.fromkeys([*before, *after])
@@ -173,7 +173,7 @@ class AgentsEnv(ABC):
         if np.shape(mask) != row.shape:
             raise SpecMismatch(f"the action mask of {agent!r} has shape {np.shape(mask)}, expected {row.shape}")
         row[...] = mask
-        # No distribution can be made of no action at all: an agent that may do nothing is free to choose.
+        # No policy can draw from no action at all: a mask that allows no action becomes one that allows every action.
         if not row.any():
             row.fill(True)
         self._has_masks[0] = True
@@ -188,13 +188,13 @@ class AgentsEnv(ABC):
         try:
             self._last_state = np.array(self.env.state())
         except Exception:
-            # Some envs take themselves apart with their last agent, as multiwalker does. They keep their last state.
+            # Some envs, such as multiwalker, destroy their world with the last agent. Then the last state is kept.
             if self.env.agents or self._last_state is None:
                 raise
         return self._last_state
 
     def _infos(self, infos: Mapping[Agent, Any]) -> dict[str, Any]:
-        """Agents' infos as one; their action masks become part of the row."""
+        """The infos of all agents in one dict; action masks in them become part of the row."""
         if not any(infos.values()):
             return {}
         kept = {}
@@ -216,7 +216,7 @@ class AgentsEnv(ABC):
 def _layout_of(
     specs: AgentSpecs, override: Mapping[Agent, str] | None
 ) -> tuple[AgentLayout, dict[str, Callable[[Any], Any]]]:
-    """The layout, and for groups whose observations hold the action mask how to take the rest out."""
+    """The layout, and for each group whose observations hold the action mask, a function that removes the mask."""
     observation_spaces = {agent: sorted_space(space) for agent, space in specs.observation_spaces.items()}
     groups = group_agents(specs.agents, observation_spaces, specs.action_spaces, override)
     by_group: dict[str, Space] = {}
@@ -264,7 +264,7 @@ def _slots_of(layout: AgentLayout, unwraps: Mapping[str, Callable[[Any], Any]], 
 
 
 def _splitter(space: Space) -> Split | None:
-    """Takes agents' own actions out of their group's structures. None for arrays: their elements are just that."""
+    """A function that splits a group's structure into the agents' actions; None for arrays, which need no function."""
     if isinstance(space, spaces.Dict):
         by_key = {key: _splitter(one) or list for key, one in space.items()}
         return lambda actions: [

@@ -1,4 +1,4 @@
-"""Attributes of foreign envs, looked up through whatever wraps them."""
+"""Attributes of envs of other libraries, looked up through the wrappers around the envs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def chain(env: Any) -> Iterator[Any]:
 
 
 def get_through(adapter: Any, env: Any, name: str) -> Any:
-    """The attribute of the outermost of the env's chain that has it, else the adapter's own. Raises AttributeError."""
+    """The attribute of the first object in the env's chain that has it, else the adapter's. Raises AttributeError."""
     for one in (*chain(env), adapter):
         try:
             return getattr(one, name)
@@ -32,7 +32,7 @@ def get_through(adapter: Any, env: Any, name: str) -> Any:
 
 
 def set_through(env: Any, name: str, value: Any) -> None:
-    """Sets the attribute on the object of the chain that owns it, else on the innermost."""
+    """Sets the attribute on the first object in the env's chain that has it, else on the innermost one."""
     owner = env
     for owner in chain(env):
         if name in getattr(owner, "__dict__", {}) or hasattr(type(owner), name):
@@ -41,12 +41,12 @@ def set_through(env: Any, name: str, value: Any) -> None:
 
 
 def get_attribute(env: Any, name: str) -> Any:
-    """Through wrappers, as Gymnasium does, where the env has wrappers."""
+    """The attribute `name` of an env, looked up through the env's wrappers, if any, as Gymnasium does."""
     return env.get_wrapper_attr(name) if hasattr(env, "get_wrapper_attr") else getattr(env, name)
 
 
 def set_attribute(env: Any, name: str, value: Any) -> None:
-    """Through wrappers, as Gymnasium does, where the env has wrappers."""
+    """Sets the attribute `name` of an env, through the env's wrappers, if any, as Gymnasium does."""
     if hasattr(env, "set_wrapper_attr"):
         env.set_wrapper_attr(name, value)
     else:

@@ -20,8 +20,8 @@ def is_dm_env(env: Any) -> bool:
 class DmEnv(gymnasium.Env[Any, Any]):
     """A dm_env env. Its last step terminates the episode where the discount is 0, and truncates it otherwise.
 
-    A discount of its own, neither 0 nor 1, is told as ``info["discount"]``. dm_env knows no seeds: `reset` seeds the
-    generators of NumPy's and Python's that the env, or its task (dm_control), keeps as attributes.
+    A discount that is neither 0 nor 1 is reported as ``info["discount"]``. dm_env has no seeds: `reset` seeds the
+    generators of NumPy and Python that the env, or its task (dm_control), keeps as attributes.
     """
 
     def __init__(self, env: Any) -> None:
@@ -38,14 +38,14 @@ class DmEnv(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         timestep = self.env.step(action)
         last, discount = timestep.last(), timestep.discount
-        # None where the env leaves them out.
+        # Reward and discount are None where the env leaves them out.
         reward = 0.0 if timestep.reward is None else timestep.reward
         info = {} if discount is None or discount in (0.0, 1.0) else {"discount": float(discount)}
         terminated = last and discount == 0.0
         return timestep.observation, reward, terminated, last and not terminated, info
 
     def render(self) -> Any:
-        """What ``physics.render`` draws, in envs that have it. Raises AttributeError."""
+        """The image that ``physics.render`` draws, in envs that have it. Raises AttributeError."""
         return get_through(None, self.env, "physics").render()
 
     def close(self) -> None:

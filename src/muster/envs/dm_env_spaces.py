@@ -1,4 +1,4 @@
-"""dm_env's specs as Gymnasium's spaces. Told by their attributes: dm_env itself is not needed."""
+"""dm_env's specs as Gymnasium's spaces. Specs are recognised by their attributes: dm_env itself is not needed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from muster.spaces.tree import Space
 def space_of(spec: Any, path: str) -> Space:
     """The space of a spec, or of a nested structure of specs; keys of dicts are sorted.
 
-    DiscreteArray -> Discrete; BoundedArray and Array -> Box of the spec's shape, dtype and bounds, the dtype's own
-    where it has none. Raises SpecMismatch for strings and for what is no spec.
+    DiscreteArray -> Discrete; BoundedArray and Array -> Box of the spec's shape, dtype and bounds; a spec without
+    bounds has those of its dtype. Raises SpecMismatch for strings and for objects that are no specs.
     """
     if isinstance(spec, Mapping):
         return spaces.Dict([(key, space_of(spec[key], f"{path}[{key!r}]")) for key in sorted(spec, key=str)])

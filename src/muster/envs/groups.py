@@ -1,4 +1,4 @@
-"""Which agents form a group: agents of one kind, whose arrays lie in one block ``[N, A, ...]``."""
+"""Groups of agents: a group holds the agents of one kind, whose arrays lie in one block ``[N, A, ...]``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muster.spaces.tree import Space
 Agent = Hashable
 Groups = dict[str, tuple[Agent, ...]]
 
-# Names that stand beside the groups in observations.
+# Names that observations use for something other than a group.
 RESERVED = ("shared",)
 _NAME = re.compile(r"(.*?)[_\-. ]*\d+", re.DOTALL)
 
@@ -27,10 +27,10 @@ def group_agents(
 ) -> Groups:
     """Groups by name, ordered by name, their agents in the order of `agents`.
 
-    Without `override` agents form groups by what stands before their number (``walker_0`` -> ``walker``; without that:
-    ``agents``); a group of unequal spaces is split into ``<name>_a``, ``<name>_b``, ..., past other groups' names.
-    `override` maps every agent to its group. Raises ConfigError, SpecMismatch where a group of `override` has unequal
-    spaces.
+    Without `override` agents form groups by the part of their name before the number (``walker_0`` -> ``walker``;
+    ``agents`` where there is none). A group of unequal spaces is split into ``<name>_a``, ``<name>_b``, ..., without
+    the names that other groups have. `override` maps every agent to its group. Raises ConfigError, SpecMismatch where
+    a group of `override` has unequal spaces.
     """
     groups: dict[str, list[Agent]] = {}
     if override is None:
@@ -46,7 +46,7 @@ def group_agents(
 
 
 def group_name(agent: Agent) -> str:
-    """What stands before the agent's number: the name of its kind.
+    """The part of the agent's name before its number, which names its kind; ``agents`` where there is none.
 
     >>> group_name("walker_0"), group_name("lead_adversary_12"), group_name("7"), group_name("alice")
     ('walker', 'lead_adversary', 'agents', 'agents')
@@ -116,7 +116,7 @@ def _require_equal(
 
 
 def sorted_space(space: Space) -> Space:
-    """The same space with the keys of its Dicts sorted: their order may be another one in every process."""
+    """`space` with the keys of its Dicts sorted, because their order may differ between processes."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict([(key, sorted_space(space[key])) for key in sorted(space.spaces, key=str)])
     if isinstance(space, spaces.Tuple):

@@ -1,4 +1,4 @@
-"""The layout of a multi-agent env: agents in fixed slots, and the tree of all that one step says of them."""
+"""The layout of a multi-agent env: agents in fixed slots, and the tree of everything one step says of them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from muster.errors import SpecMismatch
 from muster.spaces.stacking import stacked_space
 from muster.spaces.tree import Array, BranchNode, Leaf, Node, Rows, Space, Take, tree
 
-# The parts of a row, in order: what `AgentsEnv` hands to the stepping loop as one env's observation.
+# The parts of a row, in order: what `AgentsEnv` returns to the stepping loop as one env's observation.
 OBS, REWARDS, FLAGS, MASKS, HAS_MASKS, STATE, SHARED = range(7)
 ALIVE, ACTING, TERMINATED, TRUNCATED = AgentFlag.ALIVE, AgentFlag.ACTING, AgentFlag.TERMINATED, AgentFlag.TRUNCATED
-# What the flags are called in infos, in order.
+# The names of the flags in infos, in order.
 FLAG_NAMES = ("alive", "acting", "agent_terminated", "agent_truncated")
 
 
 @dataclass(frozen=True)
 class AgentLayout:
-    """What the caller has to know of a multi-agent env.
+    """The facts about a multi-agent env that the caller needs.
 
-    groups: agents by group, the groups sorted.  observation_spaces, action_spaces: of one agent, by group.
+    groups: agents by group, the groups sorted.  observation_spaces, action_spaces: spaces of one agent, by group.
     mask_shapes: shape of one agent's action mask, for the groups that may have masks.
-    state_space: of the whole env's state.  shared_space: of what all agents observe alike.
+    state_space: space of the whole env's state.  shared_space: space of the observations that all agents share.
     """
 
     groups: Groups
@@ -43,7 +43,7 @@ class AgentLayout:
         return sum(len(agents) for agents in self.groups.values())
 
     def slots(self) -> dict[str, slice]:
-        """Where each group's agents stand among all agents."""
+        """The slice of each group's agents among all agents."""
         found, at = {}, 0
         for name, agents in self.groups.items():
             found[name] = slice(at, at + len(agents))
@@ -51,14 +51,17 @@ class AgentLayout:
         return found
 
     def observation_space(self, *batch: int) -> spaces.Dict:
-        """Of one agent by group, or ``[*batch, A, ...]``; what agents share under ``"shared"``, ``[*batch, ...]``."""
+        """The observation space by group: of one agent, or ``[*batch, A, ...]``.
+
+        The space of shared observations, ``[*batch, ...]``, is added as ``"shared"``.
+        """
         by_group: dict[str, Space] = self._batched(self.observation_spaces, batch)
         if self.shared_space.spaces:
             by_group["shared"] = stacked_space(self.shared_space, batch)
         return spaces.Dict(by_group)
 
     def action_space(self, *batch: int) -> spaces.Dict:
-        """Of one agent by group, or ``[*batch, A, ...]``."""
+        """The action space by group: of one agent, or ``[*batch, A, ...]``."""
         return spaces.Dict(self._batched(self.action_spaces, batch))
 
     def _batched(self, by_group: dict[str, Space], batch: tuple[int, ...]) -> dict[str, Space]:
@@ -71,7 +74,7 @@ class AgentLayout:
         return tuple(np.ones((len(self.groups[name]), *shape), np.bool_) for name, shape in self.mask_shapes.items())
 
     def row_tree(self) -> BranchNode:
-        """The tree of one env's row, see `OBS` and the like."""
+        """The tree of one env's row, see `OBS` and the constants next to it."""
         count = self.num_agents
         stacks = tuple(
             StackNode(self.observation_spaces[name], agents, "observation") for name, agents in self.groups.items()
@@ -114,7 +117,7 @@ class RowNode(BranchNode):
 class StackNode(Node):
     """The observations of a group: one member for each agent; the slab holds ``[N, A, ...]``, each member a part of it.
 
-    A member that is None, an agent that is not there, is a row of zeros.
+    Where a member's observation is None, because the agent is not there, the member's part becomes zeros.
     """
 
     def __init__(self, space: Space, agents: Sequence[Any], path: str) -> None:
@@ -134,7 +137,7 @@ class StackNode(Node):
         return self.stacked.batch(rows, take, objects)
 
     def _part(self, a: int, rows: Rows) -> Rows:
-        """Where the leaves of member `a` lie, in the member's own numbering."""
+        """The memory in which the leaves of member `a` lie, in the member's own numbering."""
         whole = [one.index for one in self.leaves]
         offsets = [rows.offsets[i] + a * part.row_bytes for i, part in zip(whole, self.members[a].leaves, strict=True)]
         return Rows([rows.arrays[i][:, a] for i in whole], offsets, [rows.lent[i] for i in whole])
@@ -152,7 +155,10 @@ class StackNode(Node):
 
 
 def layout_difference(expected: AgentLayout | None, got: AgentLayout | None) -> str | None:
-    """What keeps two envs from sharing a slab as far as agents are concerned. None: an env of one agent."""
+    """The difference in agents that keeps two envs from sharing a slab; None without one.
+
+    expected, got: the layouts of the two envs; None for an env of one agent.
+    """
     if expected is None and got is None:
         return None
     if expected is None or got is None:

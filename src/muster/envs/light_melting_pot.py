@@ -38,7 +38,7 @@ def load_substrates() -> Any:
 
 
 def melting_pot_package() -> ModuleSpec:
-    """Where Melting Pot lies. Raises ModuleNotFoundError."""
+    """The spec of the installed package, which says where it lies. Raises ModuleNotFoundError."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
@@ -50,16 +50,16 @@ def melting_pot_package() -> ModuleSpec:
 
 
 def import_without_bots() -> None:
-    """From now on ``import meltingpot`` gives the substrates, in this process, if TensorFlow is not installed.
+    """Makes ``import meltingpot`` import the substrates alone in this process, if TensorFlow is not installed.
 
-    For workers: what refers to a module of Melting Pot imports it there before any code of the user's has run.
+    For workers: objects that refer to a module of Melting Pot import it there before any code of the user has run.
     """
     if not any(isinstance(finder, _WithoutBots) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WithoutBots())
 
 
 class _WithoutBots(MetaPathFinder):
-    """Finds the package ``meltingpot`` as the others do, and has it imported as its substrates alone."""
+    """Finds the package ``meltingpot`` as the other finders do, but makes Python load its substrates alone."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -79,7 +79,7 @@ class _WithoutBots(MetaPathFinder):
 
 class _SubstratesAlone(SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
-        _load()  # without the lock: whoever holds that may be waiting for this import
+        _load()  # without the lock: the thread that holds it may be waiting for this import
 
 
 def _load() -> Any:
@@ -93,7 +93,7 @@ def _load() -> Any:
 
 @contextlib.contextmanager
 def _with_chex() -> Iterator[None]:
-    """Melting Pot takes nothing but a decorator from chex, which brings JAX along."""
+    """Puts a substitute for chex, which requires JAX, into ``sys.modules``: Melting Pot uses only a decorator of it."""
     if _is_installed("chex"):
         yield
         return
@@ -107,7 +107,10 @@ def _with_chex() -> Iterator[None]:
 
 
 def _is_installed(name: str) -> bool:
-    """Or put in its place by the user. A bare folder of that name, which has no origin, is not."""
+    """Whether a module is installed, or replaced by the user's own in ``sys.modules``.
+
+    A bare folder of that name, which has no origin, does not count.
+    """
     if name in sys.modules:
         return sys.modules[name] is not None  # None blocks its import
     spec = importlib.util.find_spec(name)

@@ -32,8 +32,8 @@ def is_list_shaped(env: Any) -> bool:
 class Players(AgentsEnv):
     """A Melting Pot substrate. Its players are ``player_0``, ``player_1``, ...; none ever leaves before the end.
 
-    What all players see alike (``WORLD.RGB``, ``COLLECTIVE_REWARD``) is kept once, as shared observations. Seeds reach
-    the substrate's own generators; substrates that draw from others as well do not repeat themselves.
+    Observations that are equal for all players (``WORLD.RGB``, ``COLLECTIVE_REWARD``) are kept once, as shared ones.
+    Seeds reach the substrate's own generators; a substrate that draws from others as well is not reproducible.
     """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None) -> None:
@@ -52,7 +52,7 @@ class Players(AgentsEnv):
         )
         super().__init__(env, specs, groups)
         self._shared_keys = tuple(shared)
-        self._world: Any = None  # for envs that do not tell later what they show
+        self._world: Any = None  # the last picture of envs that have no `observation`
         self._started = False
         is_substrate = any(hasattr(one, "_rebuild_environment") for one in chain(env))
         if is_substrate and all(isinstance(space, spaces.Discrete) for space in self.layout.action_spaces.values()):
@@ -74,7 +74,7 @@ class Players(AgentsEnv):
         return self._end_of_step(row, over, {})
 
     def render(self) -> Any:
-        """The whole world as it is now, uint8 ``[H, W, 3]``; None where the env does not tell."""
+        """The whole world as it is now, uint8 ``[H, W, 3]``; None where the env does not provide it."""
         observation = getattr(self.env, "observation", None)
         return observation()[0].get(_WORLD) if self._started and callable(observation) else self._world
 
@@ -83,7 +83,7 @@ class Players(AgentsEnv):
         self._started = True
         observations, truncated = list(timestep.observation), over and not terminated
         first = observations[0]
-        # A picture that is kept makes the env write the next ones to memory that is not in the caches.
+        # Keeping a picture makes the env write the next ones to other memory, which is not in the CPU's caches.
         if not hasattr(self.env, "observation"):
             self._world = first.get(_WORLD)
         if self._masked:
@@ -97,7 +97,10 @@ def _is_shared(key: str) -> bool:
 
 
 def _seed_rebuilds(env: Any, seed: int) -> bool:
-    """Substrates are built anew for each episode, with seeds that count up: makes them count from `seed`."""
+    """Makes the seeds of a substrate count from `seed`; returns whether `env` is such a substrate.
+
+    Substrates are rebuilt for each episode, with seeds that count up.
+    """
     for one in chain(env):
         rebuild = getattr(one, "_rebuild_environment", None)
         cells = dict(zip(rebuild.__code__.co_freevars, rebuild.__closure__ or (), strict=True)) if rebuild else {}
@@ -119,8 +122,8 @@ class MakeSubstrate:
     def __call__(self, roles: Sequence[str] | None = None, num_players: int | None = None, **config: Any) -> Any:
         """Builds the substrate.
 
-        roles: a role for each player, the substrate's default roles if None.  num_players: that many players, their
-        roles the default ones, repeated where there are not enough.  config: replaces entries of the substrate's
+        roles: a role for each player, the substrate's default roles if None.  num_players: that many players, with
+        the default roles, repeated where there are not enough.  config: replaces entries of the substrate's
         config.
         """
         substrate = load_substrates()

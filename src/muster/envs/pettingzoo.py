@@ -1,4 +1,4 @@
-"""What PettingZoo envs of both APIs say of their agents. Told by their methods: PettingZoo itself is not needed."""
+"""The agents of PettingZoo envs of both APIs. Envs are recognised by their methods: PettingZoo is not needed."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def is_pettingzoo(env: Any) -> bool:
 
 
 def is_turn_based(env: Any) -> bool:
-    """Whether its agents act in turns (AEC)."""
+    """Whether the agents of `env` act in turns (AEC)."""
     return callable(getattr(env, "last", None)) and callable(getattr(env, "observe", None))
 
 
 def specs_of(env: Any, state: bool) -> AgentSpecs:
-    """What `env` says of its agents; state: and of its state, where it has one.
+    """The agents of `env` and their spaces. state: whether to add the space of the env's state, where it has one.
 
     Raises SpecMismatch for an env that does not name each agent once.
     """
@@ -84,7 +84,7 @@ def specs_of(env: Any, state: bool) -> AgentSpecs:
 def _state_space(env: Any) -> Space | None:
     try:
         space = env.state_space
-    except Exception:  # envs that inherit it without having a state raise whatever they like
+    except Exception:  # envs that inherit `state_space` without having a state may raise anything
         return None
     fixed = isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
     return space if fixed and callable(getattr(env, "state", None)) else None

@@ -12,15 +12,15 @@ from muster.envs.groups import Agent
 from muster.envs.pettingzoo import specs_of
 from muster.errors import SpecMismatch
 
-_NUM_TOLD = 5  # by `last`
+_NUM_TOLD = 5  # the number of values that `last` returns
 
 
 class TurnBasedAgents(AgentsEnv):
     """A PettingZoo AEC env: a step is one agent's turn, and `acting` names the one agent whose turn comes next.
 
-    Every live agent's row holds what it observes now, copied, since all of them may be shown one array. Rewards are
-    told to an agent when its turn comes, or when it ends: all that it got since its last action. That is in steps in
-    which others act, so returns are sums over all of an agent's live rows, not over those alone in which it acts.
+    Every live agent's row holds what the agent observes now, copied, because the env may return one array for all. An
+    agent's reward is reported when its turn comes, or when it ends: the sum since its last action. Others act in these
+    steps, so an agent's return is the sum over all its live rows, not only over those in which it acts.
     """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
@@ -32,18 +32,18 @@ class TurnBasedAgents(AgentsEnv):
         return self._next_turn()
 
     def step(self, actions: dict[str, Any]) -> Step:
-        if self.env.agents:  # else all have ended with the reset
+        if self.env.agents:  # else all agents have ended with the reset
             agent = self.env.agent_selection
             self.env.step(self._chosen(actions, [agent])[agent])
         row, infos = self._next_turn()
         return self._end_of_step(row, not self.env.agents, infos)
 
     def _next_turn(self) -> tuple[Row, dict[str, Any]]:
-        """Takes leave of the agents that have ended, until it is a live agent's turn or nobody is left."""
+        """Removes the agents that have ended, until it is a live agent's turn or none is left. Returns row, infos."""
         self._start_row()
         env, infos = self.env, {}
         acting: Agent | None = None
-        last_rewards: dict[Agent, Any] = {}  # of those that have ended, and may be back in the same turn
+        last_rewards: dict[Agent, Any] = {}  # of agents that have ended, and may return in the same turn
         for _ in range(len(self._slots) + 1):
             if not env.agents:
                 break

@@ -16,9 +16,9 @@ _STEP = ("step", ("observations", "rewards", "terminations", "truncations", "inf
 
 
 class ParallelAgents(AgentsEnv):
-    """A PettingZoo parallel env. Agents may die, return, and join late; the episode is over when nobody is left.
+    """A PettingZoo parallel env. Agents may die, return, and join late; the episode is over when no agent is left.
 
-    An agent that is told a reward or its end, but shown nothing, keeps its last observation.
+    An agent with a reward or an end, but without an observation, keeps its last observation.
     """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
@@ -27,7 +27,7 @@ class ParallelAgents(AgentsEnv):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         observations, infos = _by_agent(self.env.reset(seed=seed, options=options), _RESET)
-        # A copy: some envs hand out the very list that they change.
+        # A copy: some envs return the very list that they change later.
         agents = self._agents = list(self.env.agents)
         self._start_episode()
         self._start_row()
@@ -47,7 +47,7 @@ class ParallelAgents(AgentsEnv):
 
 
 def _by_agent(result: Any, expected: tuple[str, tuple[str, ...]]) -> Any:
-    """What a call has returned, if it is so many dicts. expected: the call, and their names. Raises SpecMismatch."""
+    """`result`, if it has the expected dicts. expected: the call, and the names of its dicts. Raises SpecMismatch."""
     call, names = expected
     if isinstance(result, (tuple, list)) and len(result) == len(names) and isinstance(result[-1], Mapping):
         return result

@@ -174,7 +174,7 @@ def _megabytes(array: Any) -> str:
     return f"{_nbytes(array) / 1e6:.3g} MB"
 
 
-# By ndarray's own descriptors, because a subclass may have properties of these names.
+# Read by ndarray's own descriptors, because a subclass may have properties of these names.
 _nbytes: Callable[[Any], int] = np.ndarray.nbytes.__get__
 _dtype: Callable[[Any], np.dtype[Any]] = np.ndarray.dtype.__get__
 
@@ -307,7 +307,7 @@ _BY_CLASS: dict[type, Callable[[Any], Kind | None]] = {
     mmap: _always(_MAPPING),
 }
 
-# By topmost module and class: optional packages, and modules that are not worth importing for this.
+# The keys are topmost module and class: of optional packages, and of modules that are not worth importing for this.
 _BY_NAME: dict[tuple[str, str], Callable[[Any], Kind | None]] = {
     ("zmq", "Context"): _always(_zeromq("context", "zmq.Context")),
     ("zmq", "Socket"): _always(_zeromq("socket", "lambda: zmq.Context.instance().socket(zmq.REQ)")),

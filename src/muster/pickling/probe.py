@@ -122,7 +122,7 @@ class _ReportingPickler(functools_pickling.Pickler):
 def _wait(
     thread: threading.Thread, progress: Callable[[], Any], silence_s: float, limit_s: float | None
 ) -> Literal["finished", "silent", "out of time"]:
-    """The end of the wait for `thread`. silent: no progress for ``silence_s``; out of time: over ``limit_s`` in all."""
+    """The end of waiting for `thread`. silent: no progress for ``silence_s``; out of time: over ``limit_s`` in all."""
     started = silent_since = time.monotonic()
     seen = None
     while True:

@@ -72,7 +72,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_inheritable(parts: dict[str, Any]) -> None:
-    """Raises CannotTravel for `parts` that a forked worker must not inherit; warns of those that are risky in it."""
+    """Raises CannotTravel for `parts` that a forked worker must not inherit; warns about those that are risky there."""
     forbidden, risky = inherited_hazards(parts)
     if forbidden:
         lines = [f'{_argument(forbidden[0].path)} cannot be inherited by a worker (context="fork").']

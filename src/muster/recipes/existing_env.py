@@ -121,7 +121,7 @@ class LiveEnvs:
         self._by_id: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def add(self, env: Any) -> bool:
-        """Whether ``env`` is new here; notes it if so. A wrapper around an env that is in use is not new."""
+        """Whether ``env`` is new here; records it if so. A wrapper around an env that is in use is not new."""
         core = _unwrapped(env)
         with self._lock:
             if self._by_id.get(id(core)) is core:

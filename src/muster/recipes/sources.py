@@ -85,10 +85,10 @@ def _makers_in(form: Any) -> str:
 
 
 def _spec_of_instance(env: Any, label: str) -> EnvSpec:
-    """The spec of an existing env that was passed itself; warns about it. Raises RecipeError if the spec is no help."""
+    """The spec of an existing env that was passed itself; warns about it. Raises RecipeError if the spec is no use."""
     spec = None
     if isinstance(env, gym.Env):
-        with contextlib.suppress(Exception):  # a property, of any user's class
+        with contextlib.suppress(Exception):  # a property of a user's class may raise anything
             spec = env.spec
     lost = unrecorded_wrapper(spec) if isinstance(spec, EnvSpec) else None
     if not isinstance(spec, EnvSpec) or spec.entry_point is None or lost is not None:
@@ -145,7 +145,7 @@ def constructor_of(env: Any) -> str:
 
 def _built_by_a_module(env: Any) -> str | None:
     """The code for an env of PettingZoo or Melting Pot, whose classes are not called directly; None for other envs."""
-    with contextlib.suppress(Exception):  # of any user's class
+    with contextlib.suppress(Exception):  # code of a user's class may raise anything
         package, *rest = module_name(type(getattr(env, "unwrapped", env))).split(".")
         if package == "meltingpot":
             return 'substrate.build(...)   # from meltingpot import substrate; or give the id "meltingpot/<substrate>"'

@@ -1,1 +1,1 @@
-"""Vector envs: the verbs, and how one is put together from a backend and parts."""
+"""Vector envs: the methods that users call, and the assembly of a vector env from a backend and parts."""

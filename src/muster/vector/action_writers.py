@@ -1,4 +1,4 @@
-"""How actions that the core does not write by itself get to the envs."""
+"""Writers for the actions that the core does not write itself: into the slab, or as objects into the mail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muster.spaces.tree import Array, Node, Space
 
 
 class ActionWriter:
-    """Casts actions where nothing is lost in kind, and says what is wrong with others.
+    """Casts actions where the kind of number is kept (bool to int to float), and raises ActionError for others.
 
     actions: the tree of one env's actions.  batched: the space of all envs' actions.
     """
@@ -29,8 +29,8 @@ class ActionWriter:
     def write(self, actions: Any, ids: Array) -> bool:
         """Writes the actions of envs `ids`, and mails what has no place in the slab.
 
-        True where they are mailed as they were provided, one object for each env. Raises ActionError before anything is
-        written.
+        Returns True if the actions are mailed as provided, one object for each env. Raises ActionError before anything
+        is written.
         """
         objects: list[list[Any]] = [[] for _ in ids]
         self._actions.write_batch(actions, self._backend.slab.actions, ids, len(ids), objects)
@@ -40,7 +40,7 @@ class ActionWriter:
 
 
 class LenientWriter(ActionWriter):
-    """Has envs decide about actions that fit no slab: each gets its own as it was given, as Gymnasium's envs do."""
+    """Leaves actions that do not fit into the slab to the envs: each receives its own as provided, as in Gymnasium."""
 
     def write(self, actions: Any, ids: Array) -> bool:
         try:
@@ -52,7 +52,7 @@ class LenientWriter(ActionWriter):
             return self._mail(provided, ids)
 
     def _taken_apart(self, actions: Any) -> Sequence[Any]:
-        """The action of each env, as Gymnasium takes batches apart; none if it can not."""
+        """The action of each env, as Gymnasium splits a batch; [] if Gymnasium cannot split it."""
         try:
             return list(iterate(self._batched, actions))
         except (TypeError, ValueError, KeyError, IndexError):
@@ -64,7 +64,7 @@ class LenientWriter(ActionWriter):
 
 
 class OneByOneWriter(LenientWriter):
-    """Takes actions as a sequence with one for each env, as Stable-Baselines3 does; it knows no batches of structures.
+    """Takes a sequence with one action for each env, as Stable-Baselines3 does, even where actions are dicts or tuples.
 
     ignores_surplus: more actions than envs are no error.
     """

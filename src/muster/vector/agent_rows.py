@@ -1,4 +1,4 @@
-"""The vector env of rows beneath a multi-agent one."""
+"""The vector env beneath a `MultiAgentVectorEnv`: its observations are rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, merge
 from muster.vector.vector_env import Assembled, VectorEnv
 
-# What a same_step batch holds of ended episodes, on its way to final_obs and final_info.
+# Key in the infos of a same_step batch: the last rows of ended episodes, from which final_obs and final_info are made.
 FINAL_ROWS = "final_rows"
 
 
 class RowVectorEnv(VectorEnv):
-    """The vector env underneath: its observations are rows of all that is said of the agents."""
+    """The vector env beneath: an env's observation is a row that holds everything one step says of its agents."""
 
     def __init__(self, assembled: Assembled) -> None:
         super().__init__(assembled)
@@ -29,7 +29,7 @@ class RowVectorEnv(VectorEnv):
         self._flags_index = self._obs.children[FLAGS].leaves[0].index
 
     def flags(self) -> Array:
-        """bool ``[N, 4, agents]``, of the last rows."""
+        """The flags in the last rows, bool ``[N, 4, agents]``, in the order of `FLAG_NAMES`."""
         self._caller.bring_home()
         return self._backend.slab.obs.arrays[self._flags_index]
 

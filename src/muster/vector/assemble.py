@@ -36,12 +36,12 @@ _SAME_STEP: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP, "observ
 
 @dataclass(frozen=True)
 class Parts:
-    """What tells one kind of vector env from another.
+    """The parts in which one kind of vector env differs from another.
 
-    spaces: makes the vector env's spaces of its envs', or says which env does not agree.
-    trees: the trees of one env's observations and actions.
-    writer: makes what writes the actions that the core does not.
-    raiser: raises what is to be raised where envs failed.
+    spaces: makes the vector env's spaces from those of its envs; raises SpecMismatch for an env that does not agree.
+    trees: makes the trees of one env's observations and actions.
+    writer: makes the object that writes the actions that the core does not write.
+    raiser: raises the exception for envs that failed.
     steps_unreset: whether envs may be stepped before their first reset.
     """
 
@@ -54,7 +54,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class AssemblyOptions:
-    """How one vector env steps. max_restarts: None where a failure is an error at once."""
+    """The options by which one vector env steps. max_restarts: None where a failure is an error at once."""
 
     autoreset_mode: AutoresetMode
     caller_wait_budget: WaitBudget
@@ -65,12 +65,12 @@ class AssemblyOptions:
 
 
 def strict_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
-    """Trees that cast where nothing is lost in kind."""
+    """Trees that cast only where the kind of number is kept: bool to int to float to complex."""
     return tree(spaces.single_observation, "observation"), tree(spaces.single_action, "action")
 
 
 def lenient_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
-    """Trees that cast whatever is lost, as other libraries' vector envs do."""
+    """Trees that cast observations even where values are lost, as other libraries' vector envs do."""
     obs = tree(spaces.single_observation, "observation", lenient=True)
     return obs, tree(spaces.single_action, "action", lenient=True, of_actions=True)
 
@@ -88,9 +88,9 @@ LENIENT = Parts(equal_spaces, lenient_trees, LenientWriter, raise_original, step
 def assemble(
     backend: Backend, parts: Parts, options: AssemblyOptions, facts: Sequence[EnvFacts] | None = None
 ) -> Assembled:
-    """Starts `backend`, unless `facts` tell that it has been, and puts it together with `parts`.
+    """Starts `backend`, unless its `facts` are passed, and combines it with `parts`.
 
-    After an error nothing of it is left behind.
+    After an error the backend is closed, so that nothing of it is left behind.
     """
     facts = backend.start() if facts is None else facts
     try:
@@ -130,7 +130,7 @@ def assemble(
 def vector_env_of(
     backend: Backend, parts: Parts, options: AssemblyOptions, facts: Sequence[EnvFacts] | None = None
 ) -> VectorEnv | MultiAgentVectorEnv:
-    """The vector env for what kind of envs `backend` turns out to build. facts: of them, if it has started."""
+    """The vector env for the envs that `backend` builds, of one agent or several. facts: theirs, if it has started."""
     facts = backend.start() if facts is None else facts
     if facts[0].agents is None:
         return VectorEnv(assemble(backend, parts, options, facts))
@@ -141,12 +141,12 @@ def vector_env_of(
 def serial_vec(
     recipes: Sequence[Recipe], info: WorkerInfo, *, max_restarts: int | None = None, nouns: Nouns = NOUNS
 ) -> VectorEnv | MultiAgentVectorEnv:
-    """A vector env of views over recipes that were understood elsewhere, stepped in this thread.
+    """A vector env that steps the envs of `recipes` in this thread and returns views.
 
-    info: what the envs are told of where they are built, but for their index.
-    max_restarts: with a number, envs that raise are replaced, as by ``on_failure="restart"``; but not one that must be
-        alone in its process, which only another process can replace.
-    nouns: what errors call its parts.
+    info: the WorkerInfo that the envs see, apart from their index.
+    max_restarts: with a number, envs that raise are replaced, as with ``on_failure="restart"``. An env that must be
+        alone in its process is not replaced: only another process can do that.
+    nouns: the names that errors use for its parts.
     """
     backend = SerialBackend(recipes, info, nouns)
     facts = backend.start()
@@ -156,28 +156,28 @@ def serial_vec(
 
 
 def process_vec(recipes: Sequence[Recipe], options: ProcessOptions, max_restarts: int | None) -> VectorEnv:
-    """A vector env of copies over recipes of Muster's own envs, which have one agent, stepped by processes."""
+    """A vector env whose processes step Muster's own envs, which have one agent; it returns copies."""
     backend = ProcessBackend(recipes, options)
     assembly = drop_in_options(backend, AutoresetMode.SAME_STEP, max_restarts=max_restarts)
     return VectorEnv(assemble(backend, STRICT, assembly))
 
 
 def wait_budgets(cores: int, processes: int, *, caller_steps: bool = False) -> tuple[WaitBudget, WaitBudget]:
-    """How long the caller and the workers wait awake; measured in docs/adr/0003-doorbell.md.
+    """The wait budgets of the caller and of the workers; measured in docs/adr/0003-doorbell.md.
 
-    Processes that share cores yield to each other, which costs half of a sleep and a wake-up; a caller that shares its
-    core with a busy worker takes nothing from it by that. Out of a cgroup's quota they hardly stay awake: it would end
-    in being throttled.
+    Processes that share cores yield to each other. That costs half as much as a sleep and a wake-up, and a caller that
+    shares its core with a busy worker takes no time from it. With a cgroup's quota below the number of cores they
+    hardly stay awake: the kernel would throttle them for it.
     """
     if cores < len(os.sched_getaffinity(0)):
         return WaitBudget(0, 0, False), WaitBudget(0, 100, False)
     if processes > cores:
         pauses, yields = 0, 2000  # about 1 ms: most policies take less between two steps
-    else:  # with pauses between them 3 ms; 10 where it is another's reset that a process with envs to step waits for
+    else:  # 3 ms, with pauses in between; 10 ms where processes with envs to step wait for a reset in another
         pauses, yields = 1000, 6000 if caller_steps else 2000
     return WaitBudget(pauses, yields, False), WaitBudget(pauses, yields, processes <= cores + 1)
 
 
 def drop_in_options(backend: Backend, autoreset_mode: AutoresetMode, **options: Any) -> AssemblyOptions:
-    """The options of a vector env that leaves waiting to Muster, as drop-ins do. options: others of AssemblyOptions."""
+    """The options of a vector env with Muster's own wait budgets, as in drop-ins. options: other fields."""
     return AssemblyOptions(autoreset_mode, *wait_budgets(usable_cores(), backend.num_workers + 1), **options)

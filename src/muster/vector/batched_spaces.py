@@ -1,4 +1,4 @@
-"""The spaces of a vector env, made of its envs' spaces: who has to agree in what."""
+"""The spaces of a vector env, made from those of its envs, and the properties in which the envs have to agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muster.workers.env_facts import EnvFacts
 
 @dataclass(frozen=True)
 class BatchedSpaces:
-    """Of one env (single_...) and of all, ``[N, ...]``."""
+    """The spaces of one env (``single_...``), and of all envs, ``[N, ...]``."""
 
     single_observation: Space
     single_action: Space
@@ -25,24 +25,27 @@ class BatchedSpaces:
 
 
 def equal_spaces(facts: Sequence[EnvFacts]) -> BatchedSpaces:
-    """Spaces of envs that agree in all. Raises SpecMismatch for the first that differs from env 0."""
+    """The spaces of envs whose spaces are equal. Raises SpecMismatch for the first env that differs from env 0."""
     return _agreed(facts, "same")
 
 
 def alike_spaces(facts: Sequence[EnvFacts]) -> BatchedSpaces:
-    """Spaces of envs whose observations may have bounds of their own. Raises SpecMismatch."""
+    """The spaces of envs whose observations may differ in their bounds. Raises SpecMismatch."""
     return _agreed(facts, "different")
 
 
 def first_envs_spaces(facts: Sequence[EnvFacts]) -> BatchedSpaces:
-    """Env 0's spaces for all: bounds may differ, a different layout could not be stored. Raises SpecMismatch."""
+    """The spaces of env 0, used for all envs.
+
+    Bounds may differ; an env with another layout could not be stored, so it raises SpecMismatch.
+    """
     observations, actions = [one.observation_space for one in facts], [one.action_space for one in facts]
     require_agreement(observations, actions, bounds=False, action_bounds=False)
     return _agreed([facts[0]] * len(facts), "same")
 
 
 def agents_spaces(rest: Callable[[Sequence[EnvFacts]], BatchedSpaces], facts: Sequence[EnvFacts]) -> BatchedSpaces:
-    """Spaces of multi-agent envs that agree in their agents, and in the `rest`. Raises SpecMismatch."""
+    """The spaces of multi-agent envs, made by `rest`. Raises SpecMismatch where the agents, or other parts, differ."""
     for env, other in enumerate(facts[1:], 1):
         if found := layout_difference(facts[0].agents, other.agents):
             raise SpecMismatch(f"env {env} differs from env 0: {found}", env_index=env)

@@ -1,4 +1,4 @@
-"""What users hand to a vector env, checked before anything is done with it."""
+"""Checks of the arguments that users pass to a vector env, made before anything else is done with them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from muster.errors import ActionError, ConfigError, SpecMismatch, UsageError, Wr
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Space
 
-# What poll can still wait for.
+# 11.6 days: poll, which takes milliseconds as a C int, cannot wait for more than 24.8 days.
 _LONGEST_S = 1e6
 
 
 def seeds_of(seed: Any, num_envs: int) -> list[int | None]:
-    """One seed for each env: `seed` + i, or the list's own. Raises UsageError, ConfigError."""
+    """One seed for each env i: ``seed + i``, or the i-th of the list. Raises UsageError, ConfigError."""
     if seed is None:
         return [None] * num_envs
     seeds: list[int | None]
@@ -50,7 +50,7 @@ def reset_mask_of(mask: Any, num_envs: int) -> npt.NDArray[np.bool_]:
 
 
 def env_ids_of(env_ids: Any, num_envs: int) -> npt.NDArray[np.int64]:
-    """int64 ``[n]``: distinct ids below `num_envs`. Raises ActionError."""
+    """The ids as int64 ``[n]``, if they are distinct and below `num_envs`. Raises ActionError."""
     ids = np.asarray(env_ids)
     if ids.ndim == 1 and ids.size == 0:
         raise ActionError("env_ids is empty: name the envs that the actions are for, or leave it out for all of them")
@@ -62,19 +62,19 @@ def env_ids_of(env_ids: Any, num_envs: int) -> npt.NDArray[np.int64]:
 
 
 def require_options(options: Any) -> None:
-    """Raises UsageError for options of a reset that are no dict."""
+    """Raises UsageError for options of a reset that are neither a dict nor None."""
     if options is not None and not isinstance(options, dict):
         raise UsageError(f"reset(options=...) must be a dict or None, got {options!r}")
 
 
 def require_count(min_envs: Any) -> None:
-    """Raises UsageError for a `min_envs` that is no int."""
+    """Raises UsageError for a `min_envs` that is neither an int nor None."""
     if min_envs is not None and as_whole(min_envs) is None:
         raise UsageError(f"recv(min_envs=...) must be an int or None, got {min_envs!r}")
 
 
 def timeout_of(timeout: Any) -> float | None:
-    """Seconds from 0 to `_LONGEST_S`, which is as good as for ever, or None. Raises UsageError."""
+    """`timeout` in seconds, from 0 to `_LONGEST_S`, which is practically for ever; None for None. Raises UsageError."""
     if timeout is None:
         return None
     is_number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
@@ -84,7 +84,7 @@ def timeout_of(timeout: Any) -> float | None:
 
 
 def require_callable(name: Any) -> None:
-    """Raises UsageError for what can neither be looked up in an env nor be called with one."""
+    """Raises UsageError if `name` is neither the name of an attribute nor a function to call with an env."""
     if not isinstance(name, str) and not callable(name):
         raise UsageError(
             f"call() takes the name of a method or attribute, or a function of (env, env_index); got {name!r}"
@@ -94,7 +94,10 @@ def require_callable(name: Any) -> None:
 def require_agreement(
     observation_spaces: Sequence[Space], action_spaces: Sequence[Space], *, bounds: bool, action_bounds: bool = True
 ) -> None:
-    """Raises SpecMismatch for the first env whose spaces differ from env 0's. bounds: observations' bounds count."""
+    """Raises SpecMismatch for the first env whose spaces differ from those of env 0.
+
+    bounds, action_bounds: whether the bounds of observation spaces, and of action spaces, have to agree.
+    """
     for path, all_spaces, with_bounds in (
         ("observation", observation_spaces, bounds),
         ("action", action_spaces, action_bounds),

@@ -1,4 +1,4 @@
-"""What an interrupted call has left behind."""
+"""Drops the answers that envs still owe after an interrupted call."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def drop_pending(envs: Any) -> None:
-    """Waits for every answer that a vector env still owes, and drops it: for those whose users cannot take it."""
-    # Every recv() takes the answer of an env at least, or its error.
+    """Waits for every answer that a vector env still owes, and drops it: for vector envs whose users cannot take it."""
+    # Every recv() takes the answer, or the error, of at least one env.
     for take in (envs.call_wait, *[envs.recv] * envs.num_envs):
         try:
             take()
-        except (NoAsyncCallError, EnvError, CannotTravel):  # told already, or as good as: these steps are given up
+        except (NoAsyncCallError, EnvError, CannotTravel):  # nothing is pending, or a step that is given up failed
             continue
         except (MusterError, gymnasium.error.Error):
             raise
-        except Exception:  # an env's own, as the drop-ins raise them
+        except Exception:  # an env's own exception, as drop-ins raise it
             continue
 
 
 def interruptible(method: C) -> C:
-    """For methods that wait for answers: notes in `interrupted` that Ctrl-C, or another end of the program, came."""
+    """Decorates a method that waits for answers: it sets `interrupted` if Ctrl-C, or another exit, ends the method."""
 
     @functools.wraps(method)
     def noting(envs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ def interruptible(method: C) -> C:
 
 
 def drop_interrupted(envs: Any, options: Mapping[str, Any] | None) -> None:
-    """Before a reset with `options`: if that is of all envs, drops what an interrupted call has left behind."""
+    """Drops the answers of an interrupted call, if a reset with `options` resets all envs; called before the reset."""
     if envs.interrupted and "reset_mask" not in (options or ()):
         drop_pending(envs)
         envs.interrupted = False

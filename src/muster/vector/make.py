@@ -54,7 +54,7 @@ def make_vec(
 ) -> VectorEnv | MultiAgentVectorEnv:
     """A vector env: N envs, stepped in parallel by worker processes, behind Gymnasium's `VectorEnv` API.
 
-    Of envs with several agents a `MultiAgentVectorEnv`, which has the same verbs.
+    For envs with several agents it is a `MultiAgentVectorEnv`, which has the same methods.
 
     env: a Gymnasium id, an `EnvSpec`, a factory, or a list of factories; never an env that exists already.
     num_envs: None for 1, or for the list's length.
@@ -65,22 +65,22 @@ def make_vec(
     wrappers: callables ``env -> env``, applied in the worker, the first innermost.
     context: how workers start. "auto" starts fresh processes and never forks the caller.
     autoreset_mode: "next_step", "same_step" or "disabled", as Gymnasium defines them.
-    observation_mode: "different" lets the envs' bounds differ; shapes, dtypes and keys never may.
+    observation_mode: "different" lets the envs' bounds differ; shapes, dtypes and keys must be equal.
     copy: False returns observations as views, valid until that env's next send.
     one_env_per_process: for libraries that can be loaded only once per process; num_workers is then num_envs. An env
-        class can ask for it itself by ``metadata["one_per_process"] = True``.
-    caller_steps: the calling process steps a share of the envs instead of sleeping, and shares their crashes.
+        class can request it with ``metadata["one_per_process"] = True``.
+    caller_steps: the calling process steps some of the envs instead of sleeping; if one of these crashes, so does it.
     start_timeout, step_timeout: seconds for a worker to build its envs, and for one ``env.step``.
     on_failure: "restart" replaces an env that raised, and a worker that died or timed out; their episodes end
         truncated, with the reason in ``infos["restarted"]``.
-    max_restarts: how often within a minute one worker may fail before that is an error after all.
+    max_restarts: how often one worker may fail within a minute before its failure is an error after all.
     check_finite: raise on NaN or infinity in observations and rewards.
     threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker.
-    groups: for multi-agent envs the group of every agent; None groups them by name and spaces.
-    state: multi-agent envs that have a state are asked for it after every step, which may cost a fifth of that;
-        ``infos["state"]`` holds it.
-    memory_check: what to do if so many envs in worker processes will not fit into the memory that the cgroup or the
-        machine has left, going by the first ones: "error", "warn" or "off".
+    groups: for multi-agent envs the group of every agent; None groups agents by name and spaces.
+    state: True reads the state of multi-agent envs that have one after every step, into ``infos["state"]``; this may
+        take a fifth of the step's time.
+    memory_check: what to do if the envs in worker processes will not fit into the memory that the cgroup or the
+        machine has left, estimated from the first ones that were built: "error", "warn" or "off".
 
     Raises RecipeError, CannotTravel, EnvError (an env could not be built), SpecMismatch (the envs differ), WorkerDied,
     WorkerTimeout, NotEnoughMemory, OneEnvPerProcess, ConfigError.

@@ -1,4 +1,4 @@
-"""`MultiAgentVectorEnv`: N envs of many agents behind the verbs of `VectorEnv`, with agents batched by group."""
+"""`MultiAgentVectorEnv`: N envs of many agents behind the methods of `VectorEnv`, with agents batched by group."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ class MultiAgentVectorEnv:
     """Many multi-agent envs, stepped by a backend. Made by `muster.make_vec`.
 
     Agents stand in fixed slots: group g has A slots, in the order of ``groups[g]``; arrays are ``[N, A, ...]``. An
-    agent that is not there is a row of zeros with ``alive`` False; the step in which it ends still carries its
-    observation.
+    agent that is not there is a row of zeros with ``alive`` False; the row of the step in which it ends still
+    holds its observation.
 
     obs: by group, an array or a structure of arrays ``[N, A, ...]``; what all agents observe alike stands once under
     ``obs["shared"]``, ``[N, ...]``.  rewards: float32 ``[N, A]`` by group.
     terminated, truncated: bool ``[N]``, of the whole env: terminated if every agent ended and none was truncated.
-    infos: by group, bool ``[N, A]``: ``alive`` the agent's row holds something, ``acting`` its action counts in the
-    next step, ``agent_terminated``, ``agent_truncated`` it ended in this step; ``action_mask`` ``[N, A, n]`` where
-    the env gives masks, or announces them in its spaces, never all False; ``state`` ``[N, ...]`` and ``_state``
-    ``[N]``, all True, where it has a state and `make_vec` was given ``state=True``; ``agent_infos`` by agent, whatever
-    else the env tells.
+    infos: by group, bool ``[N, A]``: ``alive``, the agent's row holds something; ``acting``, the agent's action counts
+    in the next step; ``agent_terminated`` and ``agent_truncated``, the agent ended in this step. ``action_mask``
+    ``[N, A, n]`` where the env provides masks, or announces them in its spaces, never all False. ``state``
+    ``[N, ...]`` and ``_state`` ``[N]``, all True, where the env has a state and `make_vec` was called with
+    ``state=True``. ``agent_infos`` by agent: everything else that the env reports.
     With same_step autoreset `obs`, ``alive``, ``acting``, ``action_mask`` and ``state`` are the new episode's;
-    ``final_obs`` and ``final_info`` hold the old one's in the rows where ``_final_obs`` is True.
+    ``final_obs`` and ``final_info`` hold those of the old episode in the rows where ``_final_obs`` is True.
 
     Actions are ``[N, A, ...]`` by group; those of agents that are not acting are ignored. With ``copy=False`` obs,
     ``action_mask`` and ``state`` are views, valid until that env's next send.
@@ -93,22 +93,22 @@ class MultiAgentVectorEnv:
 
     @functools.cached_property
     def observation_space(self) -> spaces.Dict:
-        """Of `obs`: ``[N, A, ...]`` by group."""
+        """The space of `obs`: ``[N, A, ...]`` by group."""
         return self._layout.observation_space(self.num_envs)
 
     @functools.cached_property
     def action_space(self) -> spaces.Dict:
-        """Of actions: ``[N, A, ...]`` by group."""
+        """The space of actions: ``[N, A, ...]`` by group."""
         return self._layout.action_space(self.num_envs)
 
     @property
     def state_space(self) -> spaces.Space[Any] | None:
-        """Of one env's ``infos["state"]``, None where there is none: without a state, or without ``state=True``."""
+        """The space of one env's ``infos["state"]``; None for envs without a state, or without ``state=True``."""
         return self._layout.state_space
 
     @property
     def mask_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of one agent's action mask, for the groups that may have masks."""
+        """The shape of one agent's action mask, for the groups that may have masks."""
         return dict(self._layout.mask_shapes)
 
     # ---- stepping
@@ -116,7 +116,7 @@ class MultiAgentVectorEnv:
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[ByGroup, Infos]:
-        """Resets all envs, or those in ``options["reset_mask"]`` (bool ``[N]``). As `VectorEnv.reset`."""
+        """Resets all envs, or those in ``options["reset_mask"]`` (bool ``[N]``). See `VectorEnv.reset`."""
         return self._reset_result(lambda: self._rows.reset(seed=seed, options=options))
 
     def reset_async(
@@ -126,7 +126,7 @@ class MultiAgentVectorEnv:
         self._rows.reset_async(seed=seed, options=options)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[ByGroup, Infos]:
-        """What `reset_async` started. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
+        """The result of `reset_async`. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
         return self._reset_result(lambda: self._rows.reset_wait(timeout))
 
     def step(self, actions: Mapping[str, Any]) -> StepResult:
@@ -137,7 +137,7 @@ class MultiAgentVectorEnv:
         return self.step_with(actions, self.copy)
 
     def step_with(self, actions: Mapping[str, Any], copies: bool) -> StepResult:
-        """`step`, with copies or views of observations, whatever the owner of the vector env has asked for."""
+        """Steps as `step` does. copies: True for copies of observations, False for views, whatever `copy` says."""
         return self._step_result(
             lambda: self._sending(lambda acts: self._rows.step_with(acts, copies), actions, None), copies
         )
@@ -147,28 +147,28 @@ class MultiAgentVectorEnv:
         self._sending(self._rows.step_async, actions, None)
 
     def step_wait(self, timeout: float | None = None) -> StepResult:
-        """What `step_async` started. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
+        """The result of `step_async`. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
         return self._step_result(lambda: self._rows.step_wait(timeout), self.copy)
 
     def send(
         self, actions: Mapping[str, Any], env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None
     ) -> None:
-        """Sends actions ``[n, A, ...]`` by group to envs `env_ids`, or to all. As `VectorEnv.send`."""
+        """Sends actions ``[n, A, ...]`` by group to envs `env_ids`, or to all. See `VectorEnv.send`."""
         self._sending(lambda acts: self._rows.send(acts, env_ids), actions, env_ids)
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> AgentBatch:
-        """The results of the envs that are ready, once at least `min_envs` are. As `VectorEnv.recv`."""
+        """The results of the envs that are ready, once at least `min_envs` are. See `VectorEnv.recv`."""
         return self.recv_with(min_envs, timeout, self.copy)
 
     def recv_with(self, min_envs: int | None, timeout: float | None, copies: bool) -> AgentBatch:
-        """`recv`, with copies or views of observations, whatever the owner of the vector env has asked for."""
+        """Receives as `recv` does. copies: True for copies of observations, False for views, whatever `copy` says."""
         batch = self._converting(lambda: self._rows.recv_with(min_envs, timeout, copies), copies)
         return self._batch(batch, copies)
 
     # ---- everything else, as VectorEnv
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """``env.name(*args, **kwargs)`` of every env, or the attribute's value where it is not callable."""
+        """The results of ``env.name(*args, **kwargs)`` of every env; the attribute's value where it is not callable."""
         return self._rows.call(name, *args, **kwargs)
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
@@ -176,7 +176,7 @@ class MultiAgentVectorEnv:
         self._rows.call_async(name, *args, **kwargs)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """What `call_async` started. Raises WaitTimeout after `timeout` seconds; the call then stays pending."""
+        """The results of `call_async`. Raises WaitTimeout after `timeout` seconds; the call then stays pending."""
         return self._rows.call_wait(timeout)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -192,7 +192,7 @@ class MultiAgentVectorEnv:
         return self._rows.render()
 
     def stats(self) -> dict[str, Any]:
-        """How the time went, and what is held: see `VectorEnv.stats`."""
+        """The time and resources that each worker has used, see `VectorEnv.stats`."""
         return self._rows.stats()
 
     @property
@@ -216,7 +216,7 @@ class MultiAgentVectorEnv:
 
     @property
     def closed(self) -> bool:
-        """Whether it is beyond use: by `close`, or by an error that says so."""
+        """Whether the vector env is closed for good: by `close`, or after an error that says so."""
         return bool(self._rows.closed)
 
     def close(self, timeout: float = 5.0, terminate: bool = False) -> None:
@@ -248,7 +248,7 @@ class MultiAgentVectorEnv:
         return AgentBatch(batch.env_ids, obs, rewards, batch.terminated, batch.truncated, infos)
 
     def _converting(self, take: Callable[[], Any], copies: bool) -> Any:
-        """What `take` returns; the rows of envs that did not fail are converted in its error, too."""
+        """The result of `take()`; an error's `batch`, the rows of envs that did not fail, becomes an AgentBatch."""
         try:
             return take()
         except (EnvError, CannotTravel) as error:
@@ -260,7 +260,7 @@ class MultiAgentVectorEnv:
         self, rows: Any, infos: Infos, truncated: Bools | None, copies: bool
     ) -> tuple[ByGroup, Rewards, Infos]:
         rewards, flags = rows[REWARDS], rows[FLAGS]
-        if not copies:  # views of observations alone, as from `VectorEnv`
+        if not copies:  # only observations are views, as from `VectorEnv`
             rewards, flags = rewards.copy(), flags.copy()
         if infos:
             final = infos.pop(FINAL_ROWS, None)
@@ -293,7 +293,7 @@ class MultiAgentVectorEnv:
         return obs
 
     def _about_agents(self, rows: Any, about: Infos) -> Infos:
-        """`about` and what else of a row belongs into infos."""
+        """`about`, with the other parts of a row that belong into infos: action masks and the state."""
         if any_true(rows[HAS_MASKS]):
             about["action_mask"] = dict(zip(self._layout.mask_shapes, rows[MASKS], strict=True))
         if self._layout.state_space is not None:
@@ -301,7 +301,7 @@ class MultiAgentVectorEnv:
         return about
 
     def _sending(self, send: Callable[[Any], Any], actions: Any, env_ids: Any) -> Any:
-        """Sends; actions that are refused are tried again without those of agents that are not acting."""
+        """Sends `actions`; if they are refused, tries again with allowed actions for agents that are not acting."""
         try:
             return send(actions)
         except ActionError:
@@ -321,14 +321,14 @@ class MultiAgentVectorEnv:
                 name: _without_idle(self._layout.action_spaces[name], actions[name], acting[:, slot])
                 for name, slot in self._slots.items()
             }
-        except (ValueError, TypeError, RuntimeError):  # what NumPy and others make of anything at all
+        except (ValueError, TypeError, RuntimeError):  # NumPy and others may raise any of these for arbitrary objects
             return None
 
 
 def _without_idle(space: spaces.Space[Any], given: Any, acting: Bools) -> Any:
     """`given`, actions ``[n, A, ...]`` of `space`, with allowed values where `acting` ``[n, A]`` is False.
 
-    Raises ActionError where it is no such batch.
+    Raises ActionError where `given` is no such batch.
     """
     if isinstance(space, spaces.Dict):
         if not isinstance(given, Mapping) or set(given) != set(space.spaces):
@@ -350,7 +350,10 @@ def _without_idle(space: spaces.Space[Any], given: Any, acting: Bools) -> Any:
 
 
 def _cut_off(rewards: Array, flags: Array, lost: Bools) -> tuple[Array, Array]:
-    """Both for rows in which the envs `lost`, which repeat their last row, truncate all agents that were left."""
+    """Copies of `rewards` and `flags` in which the envs `lost` truncate all agents that were left.
+
+    lost: bool ``[n]``, the envs that were restarted. Their rows repeat the last ones, so their rewards become 0.
+    """
     rewards, flags = rewards.copy(), flags.copy()
     left = flags[lost, ALIVE] & ~flags[lost, TERMINATED] & ~flags[lost, TRUNCATED]
     rewards[lost], flags[lost] = 0, False

@@ -1,4 +1,4 @@
-"""Which exception a vector env raises where envs failed."""
+"""The exceptions that a vector env raises where envs failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Raiser = Callable[[Sequence[Failure], Batch | None], NoReturn]
 
 
 def raise_env_error(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
-    """Raises the first as EnvError; its `batch` holds the rows of the envs that did not fail."""
+    """Raises the first failure as an EnvError, whose `batch` holds the rows of the envs that did not fail."""
     error = to_one_exception(failures)
     if isinstance(error, (EnvError, CannotTravel)):
         error.batch = batch
@@ -23,12 +23,12 @@ def raise_env_error(failures: Sequence[Failure], batch: Batch | None) -> NoRetur
 
 
 def raise_original(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
-    """Raises the first env's own exception."""
+    """Raises the env's own exception for the first of `failures`."""
     raise original_error(failures, 0)
 
 
 def original_error(failures: Sequence[Failure], which: int) -> BaseException:
-    """The env's own exception of one of `failures` where it could be rebuilt in this process, else an EnvError.
+    """The env's own exception in ``failures[which]``, if it could be rebuilt in this process; else an EnvError.
 
     The caller's own Ctrl-C comes first: another env's exception must not swallow it.
     """

@@ -1,4 +1,4 @@
-"""What stepping returns."""
+"""The types of the results that stepping returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muster.transport.infos import Infos
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 StepResult = tuple[Any, Floats, Bools, Bools, Infos]
-# A Batch's six, and what was unusual in it.
+# The six fields of a Batch, and the bits of `Unusual` that apply to it.
 Rows = tuple[npt.NDArray[np.int64], Any, Floats, Bools, Bools, Infos, int]
 
 
@@ -32,5 +32,5 @@ class Batch(NamedTuple):
 
 
 def any_true(flags: Bools) -> bool:
-    """As ``flags.any()``, which takes five times as long for a few flags."""
+    """Whether any flag is True; ``flags.any()`` takes five times as long for a few flags."""
     return 1 in flags.tobytes()

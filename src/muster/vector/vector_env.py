@@ -41,9 +41,9 @@ _INFOS, _NOT_OK, _FINALS = Unusual.INFOS, Unusual.NOT_OK, Unusual.FINALS
 
 @dataclass(frozen=True)
 class Assembled:
-    """What `assemble` hands to a vector env.
+    """The parts of one vector env, put together by `assemble`.
 
-    facts: env 0's.  obs: the tree of one env's observations.
+    facts: those of env 0.  obs: the tree of one env's observations.
     """
 
     backend: Backend
@@ -65,7 +65,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     the caller's own (`copy` is True), or views of the slab that stay valid until that env's next send.
     """
 
-    interrupted = False  # a wait was, and nothing has been sent since: reset() drops what the envs owe
+    interrupted = False  # True after an interrupted wait, until something is sent: `reset` drops pending answers
 
     def __init__(self, assembled: Assembled) -> None:
         self._backend = assembled.backend
@@ -98,8 +98,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, Infos]:
         """Resets all envs, or those in ``options["reset_mask"]`` (bool ``[N]``); returns obs ``[N, ...]`` and infos.
 
-        seed: env i gets ``seed + i``, or the list's i-th. Other options are handed to every env. After a call that
-        Ctrl-C has ended all envs may be reset as ever: what they owe is dropped. Raises EnvError, UsageError.
+        seed: env i gets ``seed + i``, or the list's i-th. Other options are passed to every env. After a Ctrl-C in
+        another call, a reset of all envs drops the answers that they owe. Raises EnvError, UsageError.
         """
         drop_interrupted(self, options)
         self.reset_async(seed=seed, options=options)
@@ -119,7 +119,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.reset_some(ids, ResetArguments([seeds[i] for i in ids.tolist()], options))
 
     def reset_some(self, ids: Array, arguments: ResetArguments) -> None:
-        """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked what they hand over."""
+        """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked the arguments."""
         if self._recovery is not None:
             seeds = self._recovery.seeds_for_reset(ids, arguments.seeds, arguments.options)
             arguments = replace(arguments, seeds=seeds)
@@ -127,18 +127,18 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.interrupted = False
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Infos]:
-        """What `reset_async` started. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
+        """The result of `reset_async`. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
         return self.reset_wait_with(timeout, self.copy)
 
     def reset_wait_with(
         self, timeout: float | None, copies: bool, reader: InfoReader | None = None
     ) -> tuple[Any, Infos]:
-        """`reset_wait`, read as `step_with` reads a step."""
+        """Waits as `reset_wait` does, with `copies` and `reader` as in `step_with`."""
         ids, obs, *_, infos, _ = self._take_all("reset", timeout, copies, reader)
         if len(ids) == self.num_envs:
             return obs, infos
         infos = {key: spread(column, ids, self.num_envs) for key, column in infos.items()}
-        # An env that has not been reset yet has none.
+        # An env that has not been reset yet has no objects.
         last = self._backend.last_objects
         objects = [iter(last[env]) if env in last else repeat(None) for env in range(self.num_envs)]
         return self._batch_obs(self._all, objects, copies), infos
@@ -153,11 +153,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return self.step_with(actions, self.copy)
 
     def step_with(self, actions: Any, copies: bool, reader: InfoReader | None = None) -> StepResult:
-        """`step`, for those to whom a vector env was handed that stands already.
+        """Steps as `step` does, for code that uses an existing vector env in its own way.
 
-        copies: of observations, or views.  reader: reads the infos; None for the vector env's own `info_reader`.
+        copies: True for copies of observations, False for views.  reader: reads the infos; None for `info_reader`.
         """
-        try:  # as @interruptible, whose call would take time
+        try:  # as @interruptible does, without the time of one more call
             self._send(actions, None, True, copies)
             self._wait(self.num_envs, None, "step")
             return self._read(copies, reader)[1:6]
@@ -173,11 +173,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._send(actions, None, True, self.copy)
 
     def step_wait(self, timeout: float | None = None) -> StepResult:
-        """What `step_async` started. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
+        """The result of `step_async`. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
         return self.step_wait_with(timeout, self.copy)
 
     def step_wait_with(self, timeout: float | None, copies: bool, reader: InfoReader | None = None) -> StepResult:
-        """`step_wait`, read as `step_with` reads a step."""
+        """Waits as `step_wait` does, with `copies` and `reader` as in `step_with`."""
         return self._take_all("step", timeout, copies, reader)[1:6]
 
     def send(self, actions: Any, env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None) -> None:
@@ -205,7 +205,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def recv_with(
         self, min_envs: int | None, timeout: float | None, copies: bool, reader: InfoReader | None = None
     ) -> Batch:
-        """`recv`, read as `step_with` reads a step."""
+        """Receives as `recv` does, with `copies` and `reader` as in `step_with`."""
         self.require_open()
         checks.require_count(min_envs)
         pending = self._caller.num_pending
@@ -224,7 +224,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     @interruptible
     def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """``env.name(*args, **kwargs)`` of every env, or the attribute's value, or ``name(env, env_index)``."""
+        """The results of ``env.name(*args, **kwargs)``, or of ``name(env, env_index)`` for a function, one per env.
+
+        An attribute that is not callable is returned itself.
+        """
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
@@ -241,7 +244,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             raise
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """What `call_async` started. Raises WaitTimeout after `timeout` seconds; the call then stays pending."""
+        """The results of `call_async`. Raises WaitTimeout after `timeout` seconds; the call then stays pending."""
         self.require_open()
         if not self._caller.calling:
             raise NotPendingError("call_wait() without call_async() before it", "call")
@@ -275,7 +278,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return self.call("render")
 
     def stats(self) -> dict[str, Any]:
-        """How the time went, and what is held.
+        """Env steps and restarts so far, and the time and resources that each worker has used.
 
         ``workers``: for each worker the share of its time spent in envs, waiting and copying (they add up to 1), its
         env steps and resets, its private memory in bytes, and its open fds. ``env_steps`` is their sum.
@@ -316,7 +319,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     @property
     def closed(self) -> bool:
-        """Whether it is beyond use: by `close`, or by an error that says so."""
+        """Whether the vector env is closed for good: by `close`, or after an error that says so."""
         return self._caller.closed
 
     @closed.setter
@@ -326,7 +329,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes envs and workers, within about `timeout` seconds (None: 5); `terminate` does not wait for env.close().
 
-        Raises EnvError if an ``env.close()`` did, after everything is closed. Dead workers are no error.
+        Raises EnvError if an ``env.close()`` raised, after everything is closed. Dead workers are no error.
         """
         timeout = checks.timeout_of(timeout)
         self._finalizer.detach()
@@ -350,7 +353,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         except EnvError as failure:
             if error is None:
                 raise
-            error.add_note(f"Then an env failed to close: {failure}")  # not in its place: it may be a Ctrl-C
+            error.add_note(f"Then an env failed to close: {failure}")  # a note alone: `error` may be a Ctrl-C
 
     # ---- inside
 
@@ -368,7 +371,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             )
 
     def _send(self, actions: Any, ids: Array | None, as_whole: bool, copies: bool) -> None:
-        """Sends to the envs `ids`, or to all. as_whole: they are waited for as a whole, for `copies` or views."""
+        """Sends to the envs `ids`, or to all. as_whole: all of these are waited for at once, for `copies` or views."""
         caller, recovery = self._caller, self._recovery
         objects = not caller.write(actions, ids) and self._writer.write(actions, self._all if ids is None else ids)
         self.interrupted = False
@@ -387,7 +390,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return self._read(copies, reader)
 
     def _wait(self, min_envs: int, timeout: float | None, doing: str) -> None:
-        """Waits in slices until so many pending envs are ready, and looks after the workers between two of them."""
+        """Waits in slices until `min_envs` pending envs are ready, and checks the workers between two slices."""
         if timeout is None and self._recovery is None and self._caller.wait(min_envs, SLICE_NS):
             return
         ends, slice_ns = math.inf, SLICE_NS
@@ -411,7 +414,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             slice_ns = int(min(SLICE_NS, (ends - now) * 1e9))
 
     def _read(self, copies: bool, reader: InfoReader | None) -> Rows:
-        """The rows of the envs that are ready, as the core has read them; what it could not read is read here."""
+        """The rows of the envs that are ready, as the core has read them; the rest is read here."""
         reader = reader or self.info_reader
         rows = self._caller.collect(copies, reader.in_core)
         ids, obs, rewards, terminated, truncated, infos, unusual = rows
@@ -428,7 +431,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return ids, obs, rewards, terminated, truncated, infos, unusual
 
     def _read_by_row(self, rows: Rows, reasons: Mapping[int, str], copies: bool, reader: InfoReader) -> Rows:
-        """The rows, with failures, objects, final observations and the reasons of restarts."""
+        """The rows, completed with objects, final observations and the reasons of restarts. Raises if envs failed."""
         ids, obs, rewards, terminated, truncated, _, unusual = rows
         failures = self._backend.failures(ids) if unusual & _NOT_OK else []
         if failures:
