@@ -7,10 +7,13 @@ import os
 import signal
 import threading
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from collecting import zeros_policy
 from counting_env import CountingEnv, FailingEnv, NoisyEnv
+from gymnasium import spaces
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
@@ -145,6 +148,28 @@ def test_batches_keep_their_memory_while_later_ones_are_collected():
     ) as c:
         batches = [c.rollout() for _ in range(6)]
     assert [batch["observation"][0, 0, 1].item() for batch in batches] == [0, 5, 10, 15, 20, 25]
+
+
+def test_batches_of_collectors_with_unequal_shares_keep_their_memory():
+    class Frames(gym.Env):
+        observation_space, action_space = spaces.Box(0, 255, (84, 84), np.uint8), spaces.Discrete(100)
+        count = 0
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros((84, 84), np.uint8), {}
+
+        def step(self, action):
+            self.count += 1
+            return np.full((84, 84), self.count % 256, np.uint8), 0.0, False, False, {}
+
+    held = []
+    with MultiCollector(Frames, Constant(), num_envs=3, num_collectors=2, frames_per_batch=10, sync=False) as collector:
+        for i in range(60):
+            batch = collector.rollout()
+            held.append((batch, batch["observation"].clone()))
+            assert all(torch.equal(kept["observation"], copy) for kept, copy in held)
+            if len(held) > 3:
+                del held[i % 3]
 
 
 def test_uncopyable_policy_stays_with_a_warning():

@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,24 +62,25 @@ class BatchLayout:
 
 
 class BatchMemory:
-    """One file in memory, cut into blocks of one size. A block is used again once nothing refers to its arrays."""
+    """One file in memory, cut into blocks. A block is used again, at its size, once nothing refers to its arrays."""
 
     def __init__(self) -> None:
         self.fd = memfd("batches")
-        self._free: list[int] = []
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets by size
         self._end = 0
         self._finalizer = weakref.finalize(self, os.close, self.fd)
 
     def take_block(self, size: int) -> tuple[int, mmap.mmap]:
         """The offset of a block that nobody uses, and its memory."""
-        if not self._free:
-            self._free.append(self._end)
+        free = self._free[size]
+        if not free:
+            free.append(self._end)
             self._end += size
             os.ftruncate(self.fd, self._end)
-        offset = self._free.pop()
+        offset = free.pop()
         block = mmap.mmap(self.fd, size, offset=offset)
         # The mapping ends with the last tensor of a batch.
-        weakref.finalize(block, self._free.append, offset).atexit = False
+        weakref.finalize(block, free.append, offset).atexit = False
         return offset, block
 
 
