@@ -20,9 +20,9 @@ inline bool is_like_array(PyObject* obs) {
 inline Ref copied(PyObject* obs) {
   if (PyArray_Check(obs)) return checked(PyArray_NewCopy(reinterpret_cast<PyArrayObject*>(obs), NPY_KEEPORDER));
   if (PyDict_Check(obs)) {
-    Ref dict = checked(PyDict_New()), given = checked(PyDict_Copy(obs));  // copying may run code that edits `obs`
+    Ref dict = checked(PyDict_New()), snapshot = checked(PyDict_Copy(obs));  // copying may run code that edits `obs`
     PyObject *key, *value;
-    for (Py_ssize_t at = 0; PyDict_Next(given.get(), &at, &key, &value);)
+    for (Py_ssize_t at = 0; PyDict_Next(snapshot.get(), &at, &key, &value);)
       check(PyDict_SetItem(dict.get(), key, copied(value).get()));
     return dict;
   }
@@ -282,7 +282,8 @@ inline Ref split_agents(PyObject* rewards, PyObject* flags, PyObject* slots, PyO
     Ref dict = checked(PyDict_New());
     for (Py_ssize_t g = 0; g < PyList_GET_SIZE(slots); ++g) {
       PyObject* slot = PyList_GET_ITEM(slots, g);
-      const npy_intp first = PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 1)), end = PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 2));
+      const npy_intp first = PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 1));
+      const npy_intp end = PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 2));
       npy_intp shape[] = {PyArray_DIM(array, 0), end - first};
       Py_INCREF(PyArray_DESCR(array));
       Ref view = checked(PyArray_NewFromDescr(&PyArray_Type, PyArray_DESCR(array), 2, shape, strides,

@@ -12,7 +12,7 @@ from muster.envs.groups import Agent
 from muster.envs.pettingzoo import specs_of
 from muster.errors import SpecMismatch
 
-_NUM_TOLD = 5  # the number of values that `last` returns
+_LAST_LENGTH = 5  # the number of values that `last` returns
 
 
 class TurnBasedAgents(AgentsEnv):
@@ -48,13 +48,13 @@ class TurnBasedAgents(AgentsEnv):
             if not env.agents:
                 break
             agent = env.agent_selection
-            told = env.last()
-            if not isinstance(told, (tuple, list)) or len(told) != _NUM_TOLD:
+            last = env.last()
+            if not isinstance(last, (tuple, list)) or len(last) != _LAST_LENGTH:
                 raise SpecMismatch(
                     "last() must return (observation, reward, terminated, truncated, info), as PettingZoo's turn-based "
-                    f"API has it; got {reprlib.repr(told)}"
+                    f"API has it; got {reprlib.repr(last)}"
                 )
-            obs, reward, terminated, truncated, infos[agent] = told
+            obs, reward, terminated, truncated, infos[agent] = last
             ended = terminated or truncated
             if agent in last_rewards:
                 reward = last_rewards[agent] + reward

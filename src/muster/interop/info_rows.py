@@ -31,11 +31,11 @@ class RowReader(InfoReader):
         if plan.columns is None:
             return None
         rows: list[Infos] = [{} for _ in range(len(ids))]
-        givers = np.flatnonzero(plan.provided).tolist()
+        with_infos = np.flatnonzero(plan.provided).tolist()
         for key, _, column in plan.columns:
             column = column[ids]
             values = column.tolist() if column.ndim == 1 and column.dtype in _PYTHON_DTYPES else column
-            for row in givers:
+            for row in with_infos:
                 rows[row][key] = values[row]
         return {_ROWS: rows}
 

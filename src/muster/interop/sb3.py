@@ -168,8 +168,8 @@ def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[s
         envs.reset_async(seed=seeds)
         return
     envs.require_idle("reset")
-    for env, given in enumerate(options):
-        envs.reset_some(np.array([env]), ResetArguments(seeds[env : env + 1], given, passes_options=bool(given)))
+    for env, one in enumerate(options):
+        envs.reset_some(np.array([env]), ResetArguments(seeds[env : env + 1], one, passes_options=bool(one)))
 
 
 class _Envs(VectorEnv):

@@ -76,8 +76,8 @@ class MultiAgentNet(nn.Module):
         modules: list[Any] = [make_net() for _ in range(1 if share_params else n_agents)]
         for module in modules:
             if not isinstance(module, nn.Module):
-                given = type(module).__qualname__
-                raise WrongType(f"expected a torch.nn.Module for each agent, got a {given}; does make_net return one?")
+                kind = type(module).__qualname__
+                raise WrongType(f"expected a torch.nn.Module for each agent, got a {kind}; does make_net return one?")
         self._takes_several = _takes_several(modules[0])
         self.n_agent_inputs = _input_size(modules[0], n_agents if centralised else 1)
         if share_params:

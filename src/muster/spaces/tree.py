@@ -149,8 +149,8 @@ class Leaf(Node):
         if array is None:
             raise ActionError(f"{self.path}: expected an array of shape {(count, *self.shape)}, got {_brief(value)}")
         if array.shape[:1] != (count,):
-            rows_given = f"{len(array)} row{'s' * (len(array) != 1)}" if array.ndim else "a single number"
-            raise ActionError(f"{self.path}: expected {count} actions, one for each env, got {rows_given}")
+            got = f"{len(array)} row{'s' * (len(array) != 1)}" if array.ndim else "a single number"
+            raise ActionError(f"{self.path}: expected {count} actions, one for each env, got {got}")
         if array.shape[1:] != self.shape:
             raise ActionError(f"{self.path}: expected shape {(count, *self.shape)}, got {array.shape}")
         if not keeps_kind(array, self.dtype):

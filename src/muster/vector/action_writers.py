@@ -58,8 +58,8 @@ class LenientWriter(ActionWriter):
         except (TypeError, ValueError, KeyError, IndexError):
             return []
 
-    def _mail(self, given: Sequence[Any], ids: Array) -> bool:
-        self._backend.put_actions(ids, [[action] for action in given])
+    def _mail(self, provided: Sequence[Any], ids: Array) -> bool:
+        self._backend.put_actions(ids, [[action] for action in provided])
         return True
 
 

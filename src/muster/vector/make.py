@@ -165,8 +165,8 @@ def _count_workers(num_envs: int, num_workers: int | None, cores: int, one_each:
 
 
 def _refuse_without_processes(one_env_per_process: bool, caller_steps: bool, step_timeout: float | None) -> None:
-    given = {"one_env_per_process": one_env_per_process, "caller_steps": caller_steps, "step_timeout": step_timeout}
-    if name := next((name for name, value in given.items() if value), None):
+    provided = {"one_env_per_process": one_env_per_process, "caller_steps": caller_steps, "step_timeout": step_timeout}
+    if name := next((name for name, value in provided.items() if value), None):
         raise ConfigError(f'{name} needs worker processes; leave it out, or use backend="process"')
 
 

@@ -325,28 +325,28 @@ class MultiAgentVectorEnv:
             return None
 
 
-def _without_idle(space: spaces.Space[Any], given: Any, acting: Bools) -> Any:
-    """`given`, actions ``[n, A, ...]`` of `space`, with allowed values where `acting` ``[n, A]`` is False.
+def _without_idle(space: spaces.Space[Any], actions: Any, acting: Bools) -> Any:
+    """`actions`, ``[n, A, ...]`` of `space`, with allowed values where `acting` ``[n, A]`` is False.
 
-    Raises ActionError where `given` is no such batch.
+    Raises ActionError where `actions` is no such batch.
     """
     if isinstance(space, spaces.Dict):
-        if not isinstance(given, Mapping) or set(given) != set(space.spaces):
+        if not isinstance(actions, Mapping) or set(actions) != set(space.spaces):
             raise ActionError("other keys")
-        return {key: _without_idle(one, given[key], acting) for key, one in space.items()}
+        return {key: _without_idle(one, actions[key], acting) for key, one in space.items()}
     if isinstance(space, spaces.Tuple):
-        if not isinstance(given, (tuple, list)):
+        if not isinstance(actions, (tuple, list)):
             raise ActionError("no tuple")
-        return tuple(_without_idle(one, part, acting) for one, part in zip(space.spaces, given, strict=True))
+        return tuple(_without_idle(one, part, acting) for one, part in zip(space.spaces, actions, strict=True))
     if not isinstance(space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
-        return given
-    given, shape = np.asarray(given), space.shape or ()
-    if given.shape != (*acting.shape, *shape) or given.dtype.kind not in "iub":
+        return actions
+    actions, shape = np.asarray(actions), space.shape or ()
+    if actions.shape != (*acting.shape, *shape) or actions.dtype.kind not in "iub":
         raise ActionError("another shape, or no integers")
-    if given.dtype == np.uint64:  # which together with int64 would become floats
-        given = given.astype(np.int64)
+    if actions.dtype == np.uint64:  # which together with int64 would become floats
+        actions = actions.astype(np.int64)
     allowed = 0 if isinstance(space, spaces.MultiBinary) else space.start
-    return np.where(acting.reshape(*acting.shape, *(1 for _ in shape)), given, allowed)
+    return np.where(acting.reshape(*acting.shape, *(1 for _ in shape)), actions, allowed)
 
 
 def _cut_off(rewards: Array, flags: Array, lost: Bools) -> tuple[Array, Array]:

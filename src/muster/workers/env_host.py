@@ -164,13 +164,13 @@ class EnvHost:
         """The names of the objects of env i that cannot be sent to the caller, and the reasons."""
         assert self._slab is not None
         record, found = self._slab.records[self.first_env + i], []
-        for given, schema in ((objects, record["info_schema"]), (final_objects, record["final_schema"])):
-            if not given:
+        for sent, schema in ((objects, record["info_schema"]), (final_objects, record["final_schema"])):
+            if not sent:
                 continue
             names = info_object_names(self.stepper.describe_schemas(), int(schema))
             # The objects of the info follow those of the observation.
-            names = ["the observation"] * (len(given) - len(names)) + names
-            for name, value in zip(names, given, strict=True):
+            names = ["the observation"] * (len(sent) - len(names)) + names
+            for name, value in zip(names, sent, strict=True):
                 found += [f"{one.path} ({one.type}) cannot be sent: {one.reason}" for one in find_culprits(value, name)]
         return "; ".join(found)
 
