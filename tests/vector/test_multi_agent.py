@@ -55,6 +55,26 @@ def test_no_kind_of_action_is_checked_where_the_agent_does_not_act(space: Any, a
         envs.step({"a": allowed, "b": b})
 
 
+def test_an_env_that_raises_an_action_error_of_its_own_does_not_have_the_others_stepped_again() -> None:
+    class Counting(Script):
+        raises, steps = False, 0
+
+        def step(self, actions: Any) -> Any:
+            self.steps += 1
+            if self.raises:
+                raise ActionError("of a vector env that this env uses itself")
+            return super().step(actions)
+
+    class Raising(Counting):
+        raises = True
+
+    with muster.make_vec([Raising, Counting], backend="serial") as envs:
+        envs.reset(seed=0)
+        with pytest.raises(EnvError, match="ActionError: of a vector env that this env uses itself"):
+            envs.step(ones(2))
+        assert envs.get_attr("steps") == (1, 1)
+
+
 def test_without_copies_rewards_and_flags_stay_as_they_were() -> None:
     with muster.make_vec(Script, 1, backend="serial", copy=False) as envs:
         envs.reset(seed=0)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
 from muster.backends.base import Backend
+from muster.envs.layout import ACTING, FLAGS, AgentLayout
 from muster.errors import ActionError
 from muster.spaces.tree import Array, Node, Space
+from muster.vector.results import Bools
 
 
 class ActionWriter:
@@ -85,3 +88,60 @@ class OneByOneWriter(LenientWriter):
     def _taken_apart(self, actions: Any) -> Sequence[Any]:
         provided = list(actions)
         return provided[: self._backend.slab.plan.num_envs] if self._ignores_surplus else provided
+
+
+class AgentsWriter(ActionWriter):
+    """Ignores the actions of agents that are not acting, whatever they are. layout: of the envs' agents."""
+
+    def __init__(self, actions: Node, batched: Space, backend: Backend, *, layout: AgentLayout) -> None:
+        super().__init__(actions, batched, backend)
+        self._layout = layout
+        self._flags_index = layout.row_tree().children[FLAGS].leaves[0].index
+
+    def write(self, actions: Any, ids: Array) -> bool:
+        try:
+            return super().write(actions, ids)
+        except ActionError:
+            allowed = self._ignoring_idle(actions, ids)
+            if allowed is None:
+                raise
+            return super().write(allowed, ids)
+
+    def _ignoring_idle(self, actions: Any, ids: Array) -> dict[str, Any] | None:
+        """`actions` with allowed values for agents whose actions do not count; None where the actions are no batch."""
+        slots = self._layout.slots()
+        if not isinstance(actions, Mapping) or set(actions) != set(slots):
+            return None
+        self._backend.caller.bring_home()
+        acting = self._backend.slab.obs.arrays[self._flags_index][ids, ACTING]
+        try:
+            return {
+                name: _without_idle(self._layout.action_spaces[name], actions[name], acting[:, slot])
+                for name, slot in slots.items()
+            }
+        except (ValueError, TypeError, RuntimeError):  # NumPy and others may raise any of these for arbitrary objects
+            return None
+
+
+def _without_idle(space: spaces.Space[Any], actions: Any, acting: Bools) -> Any:
+    """`actions`, ``[n, A, ...]`` of `space`, with allowed values where `acting` ``[n, A]`` is False.
+
+    Raises ActionError where `actions` is no such batch.
+    """
+    if isinstance(space, spaces.Dict):
+        if not isinstance(actions, Mapping) or set(actions) != set(space.spaces):
+            raise ActionError("other keys")
+        return {key: _without_idle(one, actions[key], acting) for key, one in space.items()}
+    if isinstance(space, spaces.Tuple):
+        if not isinstance(actions, (tuple, list)):
+            raise ActionError("no tuple")
+        return tuple(_without_idle(one, part, acting) for one, part in zip(space.spaces, actions, strict=True))
+    if not isinstance(space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        return actions
+    actions, shape = np.asarray(actions), space.shape or ()
+    if actions.shape != (*acting.shape, *shape) or actions.dtype.kind not in "iub":
+        raise ActionError("another shape, or no integers")
+    if actions.dtype == np.uint64:  # which together with int64 would become floats
+        actions = actions.astype(np.int64)
+    allowed = 0 if isinstance(space, spaces.MultiBinary) else space.start
+    return np.where(acting.reshape(*acting.shape, *(1 for _ in shape)), actions, allowed)

@@ -19,7 +19,7 @@ from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Node, tree
 from muster.transport.infos import InfoReader
 from muster.transport.slab import SlabPlan
-from muster.vector.action_writers import ActionWriter, LenientWriter
+from muster.vector.action_writers import ActionWriter, AgentsWriter, LenientWriter
 from muster.vector.agent_rows import RowVectorEnv
 from muster.vector.batched_spaces import BatchedSpaces, agents_spaces, equal_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -134,7 +134,12 @@ def vector_env_of(
     facts = backend.start() if facts is None else facts
     if facts[0].agents is None:
         return VectorEnv(assemble(backend, parts, options, facts))
-    parts = replace(parts, spaces=partial(agents_spaces, parts.spaces), trees=agents_trees)
+    parts = replace(
+        parts,
+        spaces=partial(agents_spaces, parts.spaces),
+        trees=agents_trees,
+        writer=partial(AgentsWriter, layout=facts[0].agents),
+    )
     return MultiAgentVectorEnv(RowVectorEnv(assemble(backend, parts, options, facts)))
 
 

@@ -137,11 +137,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         ids, obs, *_, infos, _ = self._take_all("reset", timeout, copies, reader)
         if len(ids) == self.num_envs:
             return obs, infos
-        infos = {key: spread(column, ids, self.num_envs) for key, column in infos.items()}
-        # An env that has not been reset yet has no objects.
-        last = self._backend.last_objects
-        objects = [iter(last[env]) if env in last else repeat(None) for env in range(self.num_envs)]
-        return self._batch_obs(self._all, objects, copies), infos
+        return self._all_after_reset(ids, infos, copies)
 
     # ---- step
 
@@ -457,6 +453,14 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             env = int(ids[row])
             final_obs = self._obs.single(self._backend.slab.final_obs, env, objects[row])
             reader.add_final(infos, final_obs, reader.final(env, objects[row]), row, len(ids))
+
+    def _all_after_reset(self, ids: Array, infos: Infos, copies: bool) -> tuple[Any, Infos]:
+        """The observations and infos of all envs after a reset of the envs `ids`, whose infos are `infos`."""
+        infos = {key: spread(column, ids, self.num_envs) for key, column in infos.items()}
+        # An env that has not been reset yet has no objects.
+        last = self._backend.last_objects
+        objects = [iter(last[env]) if env in last else repeat(None) for env in range(self.num_envs)]
+        return self._batch_obs(self._all, objects, copies), infos
 
     def _batch_obs(self, ids: Array, objects: Sequence[Any], copies: bool) -> Any:
         rows = self._backend.slab.obs
