@@ -46,8 +46,3 @@ class AgentBatch(NamedTuple):
     terminated: Bools
     truncated: Bools
     infos: Infos
-
-
-def any_true(flags: Bools) -> bool:
-    """Whether any flag is True; ``flags.any()`` takes five times as long for a few flags."""
-    return 1 in flags.tobytes()
