@@ -24,6 +24,10 @@ from results import busy_share, heading, machine, table, versions, write_section
 from workloads import LIMIT, WORKLOADS, Workload
 
 _QUESTION = "Env steps per second"
+_TERMS = """\
+*limit*: a bare loop of `env.step` on each core, unconnected. *limit, in step*: the same loops, which wait for each
+other after every round. *muster process*: isolated workers, the default of `make_vec`.
+"""
 _QUIET = 0.05  # the share of the machine that others may use before the figures stop meaning anything
 _LISTEN_S = 0.2
 
@@ -152,7 +156,7 @@ def main() -> None:
         report = {"machine": machine(), "versions": versions(), "seconds": arguments.seconds, "workloads": records}
         arguments.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
     if arguments.write:
-        write_section("stepping", "\n".join([heading(_QUESTION), *sections]))
+        write_section("stepping", "\n".join([heading(_QUESTION), _TERMS, *sections]))
 
 
 if __name__ == "__main__":

@@ -122,7 +122,8 @@ class MultiAgentVectorEnv:
 
     def recv_with(self, min_envs: int | None, timeout: float | None, copies: bool) -> AgentBatch:
         """Receives as `recv` does. copies: True for copies of observations, False for views, whatever `copy` says."""
-        return self._rows.recv_with(min_envs, timeout, copies)
+        batch: AgentBatch = self._rows.recv_with(min_envs, timeout, copies)
+        return batch
 
     # ---- everything else, as VectorEnv
 
