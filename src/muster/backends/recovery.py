@@ -20,7 +20,7 @@ from muster._core import Command, InfoSchema, Status
 from muster.backends.base import Backend
 from muster.errors import WorkerError
 from muster.spaces.tree import Array
-from muster.transport.infos import InfoReader
+from muster.transport.infos import InfoColumns
 from muster.workers.messages import Restart
 
 WINDOW_S = 60.0
@@ -38,9 +38,9 @@ class _Restart:
 class Recovery:
     """Restarts envs of one vector env. max_restarts: per worker, within `WINDOW_S` seconds."""
 
-    def __init__(self, backend: Backend, autoreset_mode: AutoresetMode, max_restarts: int, infos: InfoReader) -> None:
+    def __init__(self, backend: Backend, autoreset_mode: AutoresetMode, max_restarts: int, infos: InfoColumns) -> None:
         self._backend = backend
-        self._info_reader = infos
+        self._infos = infos
         self._caller = backend.caller
         self._records = backend.slab.records
         self._mode = autoreset_mode
@@ -70,7 +70,7 @@ class Recovery:
         """Notes that the backend replaces a dead worker: its envs are built again, their episodes are lost."""
         self._count(host, reason)
         pending = self._caller.lose_host(host)
-        self._info_reader.forget(host)
+        self._infos.forget(host)
         for env in envs:
             self._records["restarts"][env] += 1
             (self._reasons if env in pending else self.lost)[env] = reason
@@ -147,7 +147,7 @@ class Recovery:
         resets_now = not restart.truncates or self._mode is AutoresetMode.SAME_STEP
         seed = self._new_seed(env)
         if self._backend.restart(Restart(env, seed, restart.options, resets_now, rebuilds)):
-            self._info_reader.forget(self._caller.host_of(env))
+            self._infos.forget(self._caller.host_of(env))
 
     def _new_seed(self, env: int) -> int | None:
         seed = self._seeds[env]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from muster.spaces.tree import Array
-from muster.transport.infos import InfoReader, Infos
+from muster.transport.infos import InfoColumns, InfoReader, Infos
 
 _ROWS, _FINALS = "info_rows", "finals_by_env"
 # An env's number of one of these dtypes nearly always was a Python number before it was stored in a column.
@@ -23,11 +23,11 @@ class RowReader(InfoReader):
 
     in_core = False
 
-    def __init__(self, reader: InfoReader) -> None:
-        vars(self).update(vars(reader))  # both readers share their memory of layouts: `forget` works for both
+    def __init__(self, columns: InfoColumns) -> None:
+        super().__init__(columns, _pythons_own)
 
     def read_plain(self, ids: Array) -> Infos | None:
-        plan = self._plan_for(ids)
+        plan = self.columns.plan_for(ids)
         if plan.columns is None:
             return None
         rows: list[Infos] = [{} for _ in range(len(ids))]
@@ -41,7 +41,7 @@ class RowReader(InfoReader):
 
     def read(self, ids: Array, objects: Sequence[Iterator[Any]]) -> Infos:
         plain = self.read_plain(ids)
-        return plain or {_ROWS: [self.single(env, 0, rest) for env, rest in zip(ids.tolist(), objects, strict=True)]}
+        return plain or {_ROWS: [self.last(env, rest) for env, rest in zip(ids.tolist(), objects, strict=True)]}
 
     def add(self, infos: Infos, info: Infos, row: int, count: int) -> None:
         infos.setdefault(_ROWS, [{} for _ in range(count)])[row] |= info
@@ -51,8 +51,9 @@ class RowReader(InfoReader):
     def add_final(self, infos: Infos, obs: Any, info: Infos, row: int, count: int) -> None:
         infos.setdefault(_FINALS, {})[row] = obs, info
 
-    def _number(self, value: Any) -> Any:
-        return value.item() if value.dtype in _PYTHON_DTYPES else value
+
+def _pythons_own(value: Any) -> Any:
+    return value.item() if value.dtype in _PYTHON_DTYPES else value
 
 
 def info_rows(infos: Infos, num_envs: int) -> list[Infos]:

@@ -72,7 +72,7 @@ class MusterVecEnv(VecEnv):
             )
         require_copies(envs)
         self.vector_env = envs
-        self._rows = RowReader(envs.info_reader)
+        self._rows = RowReader(envs.info_reader.columns)
         check_for_nested_spaces(envs.single_observation_space)
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
 

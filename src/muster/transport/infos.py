@@ -18,14 +18,14 @@ from muster._core import Caller, InfoKind, InfoSchema, gather_columns
 from muster.spaces.tree import Array
 from muster.transport.slab import Slab
 
-_STEP, _FINAL = 0, 1
 _MAX_PLANS = 4096
 
 Infos = dict[str, Any]
+Number = Callable[[Any], Any]
 Column = tuple[str, int, int, tuple[int, ...], int, Any]  # key, kind, dtype number, shape, offset, children
 
 
-class _ReadPlan(NamedTuple):
+class ReadPlan(NamedTuple):
     """The columns to read for the infos of some envs whose schemas are known.
 
     columns: for each key the key itself, the key of its mask, and the values in the slab ``[num_envs, ...]``; None
@@ -36,13 +36,11 @@ class _ReadPlan(NamedTuple):
     provided: npt.NDArray[np.bool_]
 
 
-class InfoReader:
-    """Reads infos out of one slab. fetch_schemas(host): returns the schemas that the host's worker has mailed last.
+class InfoColumns:
+    """The infos in one slab, and their layouts; several readers may share it.
 
-    The core reads the infos of a step of all envs itself, as long as their layouts stay those of the last such step.
+    fetch_schemas(host): returns the schemas that the host's worker has mailed last.
     """
-
-    in_core = True  # whether the core may read infos in this reader's place
 
     def __init__(self, slab: Slab, caller: Caller, fetch_schemas: Callable[[int], Any]) -> None:
         self._slab = slab
@@ -52,8 +50,8 @@ class InfoReader:
         self._schemas: list[tuple[Any, ...]] = [()] * slab.plan.num_hosts
         self._last_schemas = slab.records["info_schema"]
         self._final_schemas = slab.records["final_schema"]
-        self._plans: dict[tuple[bytes, bytes], _ReadPlan] = {}
-        self._views: dict[tuple[int, tuple[int, ...], int, int], Array] = {}
+        self._plans: dict[tuple[bytes, bytes], ReadPlan] = {}
+        self._views: dict[tuple[int, tuple[int, ...], int, bool], Array] = {}
 
     def forget(self, host: int) -> None:
         """Forgets the schemas of a worker that has died: its replacement numbers its own."""
@@ -61,9 +59,12 @@ class InfoReader:
         self._plans.clear()
         self._caller.forget_infos()
 
-    def read_plain(self, ids: Array) -> Infos | None:
-        """The infos of a step of envs `ids` ``[n]``, where all envs have the same plain columns; else None."""
-        plan = self._plan_for(ids)
+    def gather(self, ids: Array) -> Infos | None:
+        """Copies of the columns for the envs `ids` ``[n]``, where all of these have the same plain ones; else None.
+
+        From then on the core gathers them for steps of all envs, as long as the layouts stay the same.
+        """
+        plan = self.plan_for(ids)
         if plan.columns is None:
             return None
         everything = len(ids) == len(self._host_of)
@@ -71,7 +72,8 @@ class InfoReader:
             self._caller.expect_infos(self._last_schemas.tobytes(), plan.columns, plan.provided)
         return gather_columns(plan.columns, None if everything else ids, plan.provided)
 
-    def _plan_for(self, ids: Array) -> _ReadPlan:
+    def plan_for(self, ids: Array) -> ReadPlan:
+        """The columns to read for the last infos of the envs `ids` ``[n]``."""
         everything = len(ids) == len(self._host_of)
         schemas = self._last_schemas if everything else self._last_schemas[ids]
         key = (schemas.tobytes(), b"" if everything else ids.tobytes())
@@ -82,13 +84,90 @@ class InfoReader:
             plan = self._plans[key] = self._plan(ids, schemas)
         return plan
 
+    def single(self, env: int, objects: Iterator[Any], number: Number, *, final: bool) -> Infos:
+        """The info of one env, in memory of its own.
+
+        objects: the rest of its mail, in order.  number: see `InfoReader`.  final: whether to read the info of the step
+        that ended the last episode.
+        """
+        schema = int((self._final_schemas if final else self._last_schemas)[env])
+        if schema == InfoSchema.EMPTY:
+            return {}
+        if schema == InfoSchema.PICKLED:
+            info: Infos = next(objects)
+            return info
+        return self._decode(self._columns(int(self._host_of[env]), schema), env, final, objects, number)
+
+    def _plan(self, ids: Array, schemas: Array) -> ReadPlan:
+        provided = schemas != InfoSchema.EMPTY
+        pairs = set(zip(self._host_of[ids[provided]].tolist(), schemas[provided].tolist(), strict=True))
+        if any(schema < InfoSchema.FIRST for _, schema in pairs):
+            return ReadPlan(None, provided)
+        layouts = {self._columns(host, schema) for host, schema in pairs}
+        layout = layouts.pop() if layouts else ()
+        if layouts or any(column[1] in (InfoKind.DICT, InfoKind.OBJECT) for column in layout):
+            return ReadPlan(None, provided)
+        return ReadPlan([(column[0], f"_{column[0]}", self._column(column, False)) for column in layout], provided)
+
+    def _columns(self, host: int, schema: int) -> tuple[Column, ...]:
+        if schema - InfoSchema.FIRST >= len(self._schemas[host]):
+            self._schemas[host] = self._fetch_schemas(host)
+        columns: tuple[Column, ...] = self._schemas[host][schema - InfoSchema.FIRST]
+        return columns
+
+    def _column(self, column: Column, final: bool) -> Array:
+        _, _, number, shape, offset, _ = column
+        view = self._views.get((number, shape, offset, final))
+        if view is None:
+            dtype = np.dtype(_DTYPES[number])
+            end = offset + math.prod(shape) * dtype.itemsize
+            rows = self._slab.info_bytes[:, int(final), offset:end].view(dtype)
+            view = self._views[number, shape, offset, final] = rows.reshape(len(rows), *shape)
+        return view
+
+    def _decode(
+        self, columns: tuple[Column, ...], env: int, final: bool, objects: Iterator[Any], number: Number
+    ) -> Infos:
+        info: Infos = {}
+        for column in columns:
+            key, kind, *_, children = column
+            if kind == InfoKind.OBJECT:
+                info[key] = next(objects)
+            elif kind == InfoKind.DICT:
+                info[key] = self._decode(children, env, final, objects, number)
+            else:
+                value = self._column(column, final)[env]
+                info[key] = np.array(value) if kind == InfoKind.ARRAY else number(value)
+        return info
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+class InfoReader:
+    """Reads infos in Gymnasium's form.
+
+    number: applied to each number of an info that is read by itself, a NumPy scalar.
+    """
+
+    in_core = True  # whether the core may read infos in this reader's place
+
+    def __init__(self, columns: InfoColumns, number: Number = _unchanged) -> None:
+        self.columns = columns
+        self._number = number
+
+    def read_plain(self, ids: Array) -> Infos | None:
+        """The infos of a step of envs `ids` ``[n]``, where all envs have the same plain columns; else None."""
+        return self.columns.gather(ids)
+
     def read(self, ids: Array, objects: Sequence[Iterator[Any]]) -> Infos:
         """The infos of a step of envs `ids` ``[n]``. objects: for each env the rest of its mail, in order."""
         infos = self.read_plain(ids)
         if infos is None:
             infos = {}
             for row, env in enumerate(ids):
-                merge(infos, self.single(int(env), _STEP, objects[row]), row, len(ids))
+                merge(infos, self.last(int(env), objects[row]), row, len(ids))
         return infos
 
     def add(self, infos: Infos, info: Infos, row: int, count: int) -> None:
@@ -99,62 +178,13 @@ class InfoReader:
         """Adds the observation and the info of the step that ended the episode of the env at `row` of `count`."""
         merge(infos, {"final_obs": obs, "final_info": info}, row, count)
 
+    def last(self, env: int, objects: Iterator[Any]) -> Infos:
+        """The last info of `env`."""
+        return self.columns.single(env, objects, self._number, final=False)
+
     def final(self, env: int, objects: Iterator[Any]) -> Infos:
         """The info of the step that ended the episode of `env` (autoreset_mode="same_step")."""
-        return self.single(env, _FINAL, objects)
-
-    def single(self, env: int, which: int, objects: Iterator[Any]) -> Infos:
-        """The info of one env, in memory of its own. which: `_STEP` or `_FINAL`."""
-        schema = int((self._final_schemas if which else self._last_schemas)[env])
-        if schema == InfoSchema.EMPTY:
-            return {}
-        if schema == InfoSchema.PICKLED:
-            info: Infos = next(objects)
-            return info
-        return self._decode(self._columns(int(self._host_of[env]), schema), env, which, objects)
-
-    def _plan(self, ids: Array, schemas: Array) -> _ReadPlan:
-        provided = schemas != InfoSchema.EMPTY
-        pairs = set(zip(self._host_of[ids[provided]].tolist(), schemas[provided].tolist(), strict=True))
-        if any(schema < InfoSchema.FIRST for _, schema in pairs):
-            return _ReadPlan(None, provided)
-        layouts = {self._columns(host, schema) for host, schema in pairs}
-        layout = layouts.pop() if layouts else ()
-        if layouts or any(column[1] in (InfoKind.DICT, InfoKind.OBJECT) for column in layout):
-            return _ReadPlan(None, provided)
-        return _ReadPlan([(column[0], f"_{column[0]}", self._column(column, _STEP)) for column in layout], provided)
-
-    def _columns(self, host: int, schema: int) -> tuple[Column, ...]:
-        if schema - InfoSchema.FIRST >= len(self._schemas[host]):
-            self._schemas[host] = self._fetch_schemas(host)
-        columns: tuple[Column, ...] = self._schemas[host][schema - InfoSchema.FIRST]
-        return columns
-
-    def _column(self, column: Column, which: int) -> Array:
-        _, _, number, shape, offset, _ = column
-        view = self._views.get((number, shape, offset, which))
-        if view is None:
-            dtype = np.dtype(_DTYPES[number])
-            end = offset + math.prod(shape) * dtype.itemsize
-            rows = self._slab.info_bytes[:, which, offset:end].view(dtype)
-            view = self._views[number, shape, offset, which] = rows.reshape(len(rows), *shape)
-        return view
-
-    def _decode(self, columns: tuple[Column, ...], env: int, which: int, objects: Iterator[Any]) -> Infos:
-        info: Infos = {}
-        for column in columns:
-            key, kind, *_, children = column
-            if kind == InfoKind.OBJECT:
-                info[key] = next(objects)
-            elif kind == InfoKind.DICT:
-                info[key] = self._decode(children, env, which, objects)
-            else:
-                value = self._column(column, which)[env]
-                info[key] = np.array(value) if kind == InfoKind.ARRAY else self._number(value)
-        return info
-
-    def _number(self, value: Any) -> Any:
-        return value
+        return self.columns.single(env, objects, self._number, final=True)
 
 
 def info_object_names(schemas: Sequence[Sequence[Column]], schema: int) -> list[str]:

@@ -17,7 +17,7 @@ from muster.backends.recovery import Recovery
 from muster.backends.serial import SerialBackend
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Node, tree
-from muster.transport.infos import InfoReader
+from muster.transport.infos import InfoColumns, InfoReader
 from muster.transport.slab import SlabPlan
 from muster.vector.action_writers import ActionWriter, AgentsWriter, LenientWriter
 from muster.vector.agent_rows import RowVectorEnv
@@ -108,10 +108,10 @@ def assemble(
     except BaseException:
         backend.close(0.0)
         raise
-    info_reader = InfoReader(backend.slab, backend.caller, backend.fetch_schemas)
+    columns = InfoColumns(backend.slab, backend.caller, backend.fetch_schemas)
     recovery: Recovery | None = None
     if options.max_restarts is not None:
-        recovery = Recovery(backend, options.autoreset_mode, options.max_restarts, info_reader)
+        recovery = Recovery(backend, options.autoreset_mode, options.max_restarts, columns)
         backend.on_worker_died = recovery.worker_died
     return Assembled(
         backend=backend,
@@ -120,7 +120,7 @@ def assemble(
         obs=obs,
         autoreset_mode=options.autoreset_mode,
         copy=options.copy,
-        info_reader=info_reader,
+        info_reader=InfoReader(columns),
         recovery=recovery,
         writer=writer,
         raiser=parts.raiser,
