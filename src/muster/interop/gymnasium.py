@@ -80,7 +80,8 @@ class _DropIn(VectorEnv):
         self.autoreset_mode = AutoresetMode(autoreset_mode)
 
     def _start(self, backend: Backend, copy: bool, raiser: Raiser) -> None:
-        parts = replace(LENIENT, spaces=self._agreed, writer=_Writer, raiser=raiser)
+        closed = partial(_raise_closed, type(self).__name__)
+        parts = replace(LENIENT, spaces=self._agreed, writer=_Writer, raiser=raiser, raise_closed=closed)
         super().__init__(assemble(backend, parts, drop_in_options(backend, self.autoreset_mode, copy=copy)))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
 
@@ -156,13 +157,8 @@ class _DropIn(VectorEnv):
         try:
             return super().step(actions)
         except ClosedError:
-            self.require_open()
+            self.require_open()  # raises in Gymnasium's words where `close` has closed it
             raise
-
-    def require_open(self) -> None:
-        if not self._finalizer.alive:  # otherwise something other than `close` has closed it
-            raise ClosedError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
-        super().require_open()
 
 
 class SyncVectorEnv(_DropIn):
@@ -193,8 +189,8 @@ class SyncVectorEnv(_DropIn):
 
     def step(self, actions: Any) -> StepResult:
         """Steps every env. Raises an env's own exception, once the other envs have been stepped, too."""
-        if self.autoreset_mode is AutoresetMode.DISABLED and self._records["needs_reset"].any():
-            ended = np.flatnonzero(self._records["needs_reset"]).tolist()
+        if self.autoreset_mode is AutoresetMode.DISABLED and (needs_reset := self.needs_reset).any():
+            ended = np.flatnonzero(needs_reset).tolist()
             raise AssertionError(
                 f"envs {ended} have ended their episodes and autoreset_mode is disabled; call "
                 "reset(options={'reset_mask': terminated | truncated}) before stepping them"
@@ -336,16 +332,16 @@ class AsyncVectorEnv(_DropIn):
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes envs and workers, within about `timeout` seconds (None: 5)."""
-        if self._pending() != "default" and not self._caller.closed:
+        if self._pending() != "default" and not self.closed:
             logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending()}` to complete.")
         super().close_extras(5.0 if timeout is None else timeout, terminate)
 
     # ---- inside
 
     def _pending(self) -> str:
-        if self._caller.calling:
+        if self.calling:
             return "call"
-        return self._kind if self._caller.num_pending else "default"
+        return self._kind if self.num_pending else "default"
 
     def _require_default(self, doing: str) -> None:
         self.require_open()
@@ -366,6 +362,10 @@ def _raise_last(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
         logger.error(failure.worker_traceback)
     logger.error("Raising the last exception back to the main process.")
     raise original_error(failures, -1)
+
+
+def _raise_closed(name: str) -> NoReturn:
+    raise ClosedError(f"Trying to operate on `{name}`, after a call to `close()`.")
 
 
 def _timed_out(kind: str, timeout: float | None) -> TimedOut:

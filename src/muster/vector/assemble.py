@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from gymnasium.vector import AutoresetMode
 
@@ -43,6 +43,7 @@ class Parts:
     writer: makes the object that writes the actions that the core does not write.
     raiser: raises the exception for envs that failed.
     steps_unreset: whether envs may be stepped before their first reset.
+    raise_closed: raises the ClosedError for a call after `close`, where its words are not Muster's own.
     """
 
     spaces: Callable[[Sequence[EnvFacts]], BatchedSpaces]
@@ -50,6 +51,7 @@ class Parts:
     writer: Callable[..., ActionWriter]
     raiser: Raiser
     steps_unreset: bool
+    raise_closed: Callable[[], NoReturn] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def assemble(
         recovery=recovery,
         writer=writer,
         raiser=parts.raiser,
+        raise_closed=parts.raise_closed,
     )
 
 

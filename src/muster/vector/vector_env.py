@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, NoReturn, Self, cast
@@ -56,6 +56,7 @@ class Assembled:
     recovery: Recovery | None
     writer: ActionWriter
     raiser: Raiser
+    raise_closed: Callable[[], NoReturn] | None
 
 
 class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
@@ -84,6 +85,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._has_objects = assembled.obs.has_objects
         self._writer = assembled.writer
         self._raise = assembled.raiser
+        self._raise_closed = assembled.raise_closed
         self._recovery = assembled.recovery
         self._all = np.arange(self.num_envs)
         self._watch_at = 0.0
@@ -353,7 +355,26 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     # ---- inside
 
+    @property
+    def needs_reset(self) -> npt.NDArray[np.bool_]:
+        """bool ``[N]``: the envs whose last row ended an episode that no reset has followed yet."""
+        return cast("npt.NDArray[np.bool_]", self._records["needs_reset"].copy())
+
+    @property
+    def num_pending(self) -> int:
+        """The number of envs that owe an answer to a step, send or reset."""
+        return self._caller.num_pending
+
+    @property
+    def calling(self) -> bool:
+        """Whether a call is pending, whose results `call_wait` takes."""
+        return self._caller.calling
+
     def require_open(self) -> None:
+        """Raises ClosedError where the vector env is closed, or belongs to the process that this one is a fork of."""
+        # `close` ends the finalizer; an error that closes the vector env does not.
+        if self._raise_closed is not None and not self._finalizer.alive:
+            self._raise_closed()
         self._caller.require_open()
 
     def require_idle(self, doing: str) -> None:
