@@ -37,7 +37,10 @@ __all__ = ["AsyncVectorEnv", "SyncVectorEnv"]
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 ObservationMode = str | tuple[spaces.Space[Any], spaces.Space[Any]]
 Seeds = int | Sequence[int | None] | None
-
+# The messages for sub-environments that differ: in observation spaces that must be equal, in observation spaces that
+# must have the same shape and dtype, and in action spaces.
+Complaints = tuple[str, str, str]
+Agree = Callable[[Sequence[EnvFacts]], BatchedSpaces]  # see `spaces` of `Parts`
 
 _SPACES = (
     spaces.Box,
@@ -47,6 +50,21 @@ _SPACES = (
     spaces.Text,
     spaces.Graph,
     spaces.Sequence,
+)
+_SYNC_COMPLAINTS: Complaints = (
+    "SyncVectorEnv(..., observation_mode='same') however the sub-environments observation spaces are not "
+    "equivalent. If this is intentional, use `observation_mode='different'` instead.",
+    "SyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environments observation "
+    "spaces do not share a common shape and dtype.",
+    "Sub-environment action space doesn't make the `single_action_space`.",
+)
+_ASYNC_COMPLAINTS: Complaints = (
+    "AsyncVectorEnv(..., observation_mode='same') however some of the sub-environments observation spaces are not "
+    "equivalent. If this is intentional, use `observation_mode='different'` instead.",
+    "AsyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environment's observation "
+    "spaces do not share a common shape and dtype.",
+    "Some environments have an action space different from `single_action_space`. In order to batch actions, the "
+    "action spaces from all environments must be equal.",
 )
 
 
@@ -71,53 +89,16 @@ class _DropIn(VectorEnv):
 
     observation_mode: ObservationMode
     autoreset_mode: AutoresetMode
-    # The messages for sub-environments that differ: in observation spaces that must be equal, in observation spaces
-    # that must have the same shape and dtype, and in action spaces.
-    _complaints: tuple[str, str, str]
 
     def _set_up(self, observation_mode: ObservationMode, autoreset_mode: str | AutoresetMode) -> None:
         self.observation_mode = observation_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)
 
-    def _start(self, backend: Backend, copy: bool, raiser: Raiser) -> None:
+    def _start(self, backend: Backend, copy: bool, agree: Agree, raiser: Raiser) -> None:
         closed = partial(_raise_closed, type(self).__name__)
-        parts = replace(LENIENT, spaces=self._agreed, writer=_Writer, raiser=raiser, raise_closed=closed)
+        parts = replace(LENIENT, spaces=agree, writer=_Writer, raiser=raiser, raise_closed=closed)
         super().__init__(assemble(backend, parts, drop_in_options(backend, self.autoreset_mode, copy=copy)))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
-
-    def _agreed(self, facts: Sequence[EnvFacts]) -> BatchedSpaces:
-        first, mode = facts[0], self.observation_mode
-        if isinstance(mode, tuple) and len(mode) == 2:
-            if not all(isinstance(space, spaces.Space) for space in mode):
-                raise TypeError(
-                    f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
-                )
-            observations, single = mode
-        elif mode == "same":
-            single = first.observation_space
-            observations = batch_space(single, len(facts))
-        elif mode == "different":
-            single = first.observation_space
-            observations = batch_differing_spaces([one.observation_space for one in facts])
-        else:
-            raise ValueError(
-                "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
-                f"space, actual got {mode}"
-            )
-        for env, one in enumerate(facts):
-            self._check_spaces(env, one, single, first.action_space)
-        return BatchedSpaces(single, first.action_space, observations, batch_space(first.action_space, len(facts)))
-
-    def _check_spaces(self, env: int, facts: EnvFacts, expected: spaces.Space[Any], action: spaces.Space[Any]) -> None:
-        same, fitting, actions = self._complaints
-        got = facts.observation_space
-        suffix = f" Sub-environment {env} has {got}, expected {expected}."
-        if self.observation_mode == "same" and got != expected:
-            raise RuntimeError(same + suffix)
-        if first_difference(expected, got, "observation", bounds=False):
-            raise RuntimeError(fitting + suffix)
-        if facts.action_space != action:
-            raise RuntimeError(f"{actions} Sub-environment {env} has {facts.action_space}, expected {action}.")
 
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
         """Starts `reset`; `reset_wait` takes the result. Raises ValueError, TypeError."""
@@ -164,14 +145,6 @@ class _DropIn(VectorEnv):
 class SyncVectorEnv(_DropIn):
     """Steps all envs in the calling thread, one by one. Arguments and attributes are those of Gymnasium's class."""
 
-    _complaints = (
-        "SyncVectorEnv(..., observation_mode='same') however the sub-environments observation spaces are not "
-        "equivalent. If this is intentional, use `observation_mode='different'` instead.",
-        "SyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environments observation "
-        "spaces do not share a common shape and dtype.",
-        "Sub-environment action space doesn't make the `single_action_space`.",
-    )
-
     def __init__(
         self,
         env_fns: EnvFns,
@@ -183,8 +156,9 @@ class SyncVectorEnv(_DropIn):
         self.copy = copy
         self._set_up(observation_mode, autoreset_mode)
         backend = SerialBackend(recipes_of(self.env_fns, may_reuse=True))
+        agree = partial(_agreed_spaces, observation_mode, _SYNC_COMPLAINTS)
         with originals_raised():
-            self._start(backend, copy, raise_original)
+            self._start(backend, copy, agree, raise_original)
         self.envs = backend.envs
 
     def step(self, actions: Any) -> StepResult:
@@ -208,15 +182,6 @@ class AsyncVectorEnv(_DropIn):
     `max_concurrency` is the number of workers, at most; it is no limit where envs must have a process each. A custom
     `worker` is written for the pipes of Gymnasium's own class: with one, the call returns an instance of that class.
     """
-
-    _complaints = (
-        "AsyncVectorEnv(..., observation_mode='same') however some of the sub-environments observation spaces are not "
-        "equivalent. If this is intentional, use `observation_mode='different'` instead.",
-        "AsyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environment's observation "
-        "spaces do not share a common shape and dtype.",
-        "Some environments have an action space different from `single_action_space`. In order to batch actions, the "
-        "action spaces from all environments must be equal.",
-    )
 
     def __new__(
         cls,
@@ -261,18 +226,10 @@ class AsyncVectorEnv(_DropIn):
             num_workers = min(max_concurrency, num_workers or max_concurrency)
         self.max_concurrency = max_concurrency
         self._kind = "default"
-        start = partial(self._start, copy=copy, raiser=_raise_last)
+        agree = partial(_shareable_spaces if shared_memory else _agreed_spaces, observation_mode, _ASYNC_COMPLAINTS)
+        start = partial(self._start, copy=copy, agree=agree, raiser=_raise_last)
         with originals_raised():
             with_processes(start, recipes_of(self.env_fns), context=context, num_workers=num_workers)
-
-    def _agreed(self, facts: Sequence[EnvFacts]) -> BatchedSpaces:
-        agreed = super()._agreed(facts)
-        if self.shared_memory and _is_custom(agreed.single_observation):
-            raise ConfigError(
-                f"the observation space {agreed.single_observation} is none of Gymnasium's: pass "
-                "`shared_memory=False` to have observations pickled"
-            )
-        return agreed
 
     # ---- the calls, each refused while another is pending
 
@@ -354,6 +311,52 @@ class AsyncVectorEnv(_DropIn):
         self.require_open()
         if self._pending() != kind:
             raise NoAsyncCallError(f"Calling `{kind}_wait` without any prior call to `{kind}_async`.", kind)
+
+
+def _agreed_spaces(mode: ObservationMode, complaints: Complaints, facts: Sequence[EnvFacts]) -> BatchedSpaces:
+    """The spaces of Gymnasium's classes. Raises their exceptions, with `complaints`, for an env that does not agree."""
+    first = facts[0]
+    if isinstance(mode, tuple) and len(mode) == 2:
+        if not all(isinstance(space, spaces.Space) for space in mode):
+            raise TypeError(
+                f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
+            )
+        observations, single = mode
+    elif mode == "same":
+        single = first.observation_space
+        observations = batch_space(single, len(facts))
+    elif mode == "different":
+        single = first.observation_space
+        observations = batch_differing_spaces([one.observation_space for one in facts])
+    else:
+        raise ValueError(
+            "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
+            f"space, actual got {mode}"
+        )
+    same, fitting, actions = complaints
+    for env, one in enumerate(facts):
+        got = one.observation_space
+        suffix = f" Sub-environment {env} has {got}, expected {single}."
+        if mode == "same" and got != single:
+            raise RuntimeError(same + suffix)
+        if first_difference(single, got, "observation", bounds=False):
+            raise RuntimeError(fitting + suffix)
+        if one.action_space != first.action_space:
+            raise RuntimeError(
+                f"{actions} Sub-environment {env} has {one.action_space}, expected {first.action_space}."
+            )
+    return BatchedSpaces(single, first.action_space, observations, batch_space(first.action_space, len(facts)))
+
+
+def _shareable_spaces(mode: ObservationMode, complaints: Complaints, facts: Sequence[EnvFacts]) -> BatchedSpaces:
+    """The spaces that `_agreed_spaces` returns. Raises ConfigError for custom ones: shared memory cannot hold them."""
+    agreed = _agreed_spaces(mode, complaints, facts)
+    if _is_custom(agreed.single_observation):
+        raise ConfigError(
+            f"the observation space {agreed.single_observation} is none of Gymnasium's: pass "
+            "`shared_memory=False` to have observations pickled"
+        )
+    return agreed
 
 
 def _raise_last(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
