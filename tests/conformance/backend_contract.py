@@ -1,8 +1,10 @@
 """The contract of every backend. A subclass of `BackendContract` says how a vector env is made on its backend:
 
-class TestMine(BackendContract):
-    def make_vec(self, env, num_envs=None, **options):
-        return muster.make_vec(env, num_envs, backend="mine", **options)
+    class TestMine(BackendContract):
+        def make_vec(self, env, num_envs=None, **options):
+            return muster.make_vec(env, num_envs, backend="mine", **options)
+
+All tests of the contract then run on that backend.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class AgentsEnv(ABC):
         self.render_mode = getattr(env, "render_mode", None)
         self.layout, unwraps = _layout_of(specs, groups)
         self.observation_space = self.layout.observation_space()
-        self.action_space = self.layout.action_space(*())
+        self.action_space = self.layout.action_space()
         self._slots = _slots_of(self.layout, unwraps, shows_more=specs.shared_space is not None)
         self._masked = bool(unwraps)
         self._splits = [(name, _splitter(space)) for name, space in self.layout.action_spaces.items()]

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -51,7 +51,6 @@ __all__ = ["DummyVecEnv", "MusterVecEnv", "SubprocVecEnv", "as_sb3", "make_vec_e
 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 Indices = None | int | Iterable[int]
-Made = TypeVar("Made")
 VecStep = tuple[Any, npt.NDArray[Any], npt.NDArray[np.bool_], list[dict[str, Any]]]
 
 

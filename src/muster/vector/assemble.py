@@ -31,8 +31,6 @@ from muster.workers.env_facts import EnvFacts
 from muster.workers.options import HostOptions, WaitBudget
 from muster.workers.resources import usable_cores
 
-_SAME_STEP: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP, "observation_mode": "same"}
-
 
 @dataclass(frozen=True)
 class Parts:
