@@ -78,7 +78,8 @@ def make_vec(
     threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker.
     groups: for multi-agent envs the group of every agent; None groups agents by name and spaces.
     state: True reads the state of multi-agent envs that have one after every step, into ``infos["state"]``; this may
-        take a fifth of the step's time.
+        take a fifth of the step's time. Exceptions of ``state()`` are raised, except after the last agent has gone:
+        then the episode's last state is kept.
     memory_check: what to do if the envs in worker processes will not fit into the memory that the cgroup or the
         machine has left, estimated from the first ones that were built: "error", "warn" or "off".
 
