@@ -135,8 +135,8 @@ active proctype killer() {
     fi
 }
 
-/* Caller::lose_host, called once the death is noticed: the steps that the dead worker owed count as finished, and a new
- * worker takes over. */
+/* Recovery::lose_host, called once the death is noticed: the steps that the dead worker owed count as finished, and a
+ * new worker takes over. */
 inline replace(w) {
     atomic {
         /* The process is gone: all its stores have landed. */

@@ -20,6 +20,7 @@
 #include "infos.hpp"
 #include "lending.hpp"
 #include "python.hpp"
+#include "recovery.hpp"
 #include "slab.hpp"
 #include "stepper.hpp"
 
@@ -189,7 +190,7 @@ class Caller {
     Entry entry(*this);
     ready_.clear();
     for (uint32_t i = 0; i < slab_.num_envs; ++i)
-      if (pending_[i] && finished(i) && !(recovers_ && slab_.records[i].status != Status::kOk)) ready_.push_back(i);
+      if (pending_[i] && finished(i) && !(recovery_ && slab_.records[i].status != Status::kOk)) ready_.push_back(i);
     npy_intp count = npy_intp(ready_.size());
     Ref ids = checked(PyArray_SimpleNew(1, &count, NPY_INT64));
     auto* id = static_cast<int64_t*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(ids.get())));
@@ -217,33 +218,13 @@ class Caller {
 
   // ---- recovery: envs that raised, or whose worker died, are asked again instead of being delivered
 
-  // Keeps a copy of every env's last delivered rows from now on. arrays: the leaves' arrays, which hold the rows.
-  void keep_rows(PyObject* arrays) {
-    for (const Rows& rows : rows_of(arrays))
-      kept_.push_back({rows, std::vector<char>(rows.row_bytes * slab_.num_envs)});
-    kept_records_.resize(slab_.num_envs * sizeof(EnvRecord));
-    recovers_ = true;
-  }
+  // Keeps a copy of every env's last delivered rows from now on. arrays: the leaves' arrays, which hold the rows. The
+  // next four may be called only then.
+  void keep_rows(PyObject* arrays) { recovery_.emplace(slab_, rows_of(arrays), first_envs_, pending_); }
 
-  // Pending envs that have answered with a failure.
-  std::vector<uint32_t> failed() const {
-    std::vector<uint32_t> envs;
-    for (uint32_t i = 0; i < slab_.num_envs; ++i)
-      if (pending_[i] && finished(i) && slab_.records[i].status != Status::kOk) envs.push_back(i);
-    return envs;
-  }
-
-  // Restores the rows and the record of `env` as they were when the env was last sent to.
-  void restore(uint32_t env) {
-    EnvRecord& record = slab_.records[env];
-    const auto* kept = reinterpret_cast<const EnvRecord*>(kept_records_.data()) + env;
-    const uint32_t requested = record.requested.load(), finished = record.finished.load(), restarts = record.restarts;
-    std::memcpy(static_cast<void*>(&record), kept, sizeof record);
-    record.requested.store(requested), record.finished.store(finished), record.restarts = restarts;
-    for (const KeptRows& rows : kept_)
-      std::memcpy(slab_.base + rows.offset + env * rows.row_bytes, rows.bytes.data() + env * rows.row_bytes,
-                  rows.row_bytes);
-  }
+  std::vector<uint32_t> failed() const { return recovery_.value().failed(); }
+  void restore(uint32_t env) { recovery_.value().restore(env); }
+  std::vector<uint32_t> lose_host(uint32_t host) { return recovery_.value().lose_host(host); }
 
   // Asks a pending env that has failed for another answer, which comes once its worker has restarted it.
   void ask_again(uint32_t env) {
@@ -254,49 +235,10 @@ class Caller {
     count_request(env);
   }
 
-  // Answers for the envs of a dead worker, which cannot do so any more: waiting for them then ends. Rows that the
-  // worker had finished are lost, too: the infos' layouts and the mail behind them have died with it. Returns the
-  // pending envs.
-  std::vector<uint32_t> lose_host(uint32_t host) {
-    HostRecord& lost = slab_.hosts[host];
-    std::vector<uint32_t> envs;
-    uint32_t answers = 0;
-    for (uint32_t i = first_envs_[host]; i < first_envs_[host + 1]; ++i) {
-      EnvRecord& record = slab_.records[i];
-      const uint32_t requested = record.requested.load(std::memory_order_relaxed);
-      answers += requested;
-      if (!pending_[i]) continue;
-      record.status = Status::kLost;
-      record.mail_bytes = 0;
-      record.finished.store(requested, std::memory_order_release);
-      envs.push_back(i);
-    }
-    // Counted again: the worker may have died between finishing a row and counting it.
-    lost.finished.store(answers, std::memory_order_release);
-    lost.doing.store(Doing::kNothing);
-    lost.asleep.store(0);
-    lost.asked.store(answers);
-    lost.cpu.store(0);
-    return envs;
-  }
-
-  bool finished(uint32_t env) const {
-    const EnvRecord& record = slab_.records[env];
-    return record.finished.load(std::memory_order_acquire) == record.requested.load(std::memory_order_relaxed);
-  }
-
+  bool finished(uint32_t env) const { return slab_.records[env].is_finished(); }
   uint32_t host_of(uint32_t env) const { return host_of_.at(env); }
 
  private:
-  struct Rows {
-    size_t offset;
-    size_t row_bytes;
-  };
-
-  struct KeptRows : Rows {
-    std::vector<char> bytes;
-  };
-
   struct Scalars {
     explicit Scalars(npy_intp count)
         : rewards(checked(PyArray_SimpleNew(1, &count, NPY_DOUBLE))),
@@ -313,8 +255,8 @@ class Caller {
     int unusual = 0;
   };
 
-  std::vector<Rows> rows_of(PyObject* arrays) const {
-    std::vector<Rows> rows;
+  std::vector<SlabRows> rows_of(PyObject* arrays) const {
+    std::vector<SlabRows> rows;
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(arrays); ++k) {
       const LeafRows leaf(PyList_GET_ITEM(arrays, k));
       rows.push_back({size_t(PyArray_BYTES(leaf.array) - slab_.base), leaf.row_bytes});
@@ -368,15 +310,15 @@ class Caller {
   // Whether big leaves may be lent. Not where envs are reset one by one: the rows of the other envs then have to be
   // those of their last step, and the owner of a lent array may have changed them. Nor with recovery, which keeps block
   // 0's rows.
-  bool lends() const { return slab_.num_obs_blocks > 1 && !must_reset_ && !recovers_; }
+  bool lends() const { return slab_.num_obs_blocks > 1 && !must_reset_ && !recovery_; }
 
   // Copies one env's lent leaves to block 0. An env that has failed keeps the rows that it delivered before.
   void bring_home(uint32_t env) {
     EnvRecord& record = slab_.records[env];
     if (!record.obs_block) return;
     const uint32_t block = record.status == Status::kOk ? record.obs_block : block_before_;
-    for (const Rows& rows : lent_rows_) {
-      char* home = slab_.base + rows.offset + env * rows.row_bytes;
+    for (const SlabRows& rows : lent_rows_) {
+      char* home = slab_.row(rows, env);
       if (block) std::memcpy(home, home + slab_.obs_block_shift(block), rows.row_bytes);
     }
     record.obs_block = 0;
@@ -384,7 +326,7 @@ class Caller {
 
   void request(uint32_t env, Command command) {
     EnvRecord& record = slab_.records[env];
-    if (recovers_) keep(env);
+    if (recovery_) recovery_->keep(env);
     record.command = command;
     count_request(env);
     pending_[env] = 1;
@@ -396,14 +338,6 @@ class Caller {
     bump<uint32_t>(slab_.hosts[host_of_[env]].asked, 1);
     auto& requested = slab_.records[env].requested;
     requested.store(requested.load(std::memory_order_relaxed) + 1, std::memory_order_release);
-  }
-
-  void keep(uint32_t env) {
-    std::memcpy(kept_records_.data() + env * sizeof(EnvRecord), static_cast<const void*>(&slab_.records[env]),
-                sizeof(EnvRecord));
-    for (KeptRows& rows : kept_)
-      std::memcpy(rows.bytes.data() + env * rows.row_bytes, slab_.base + rows.offset + env * rows.row_bytes,
-                  rows.row_bytes);
   }
 
   void send_all(Command command, bool awaits_all, uint32_t obs_block = 0) {
@@ -460,7 +394,7 @@ class Caller {
   SlabLayout slab_;
   Ref memory_;
   Lending lending_;
-  std::vector<Rows> lent_rows_;
+  std::vector<SlabRows> lent_rows_;
   uint32_t block_before_ = 0;  // the block of the rows before the last step of all envs
   std::optional<BatchNode> obs_;
   std::optional<BatchNode> action_;
@@ -478,9 +412,7 @@ class Caller {
   uint32_t num_pending_ = 0;
   uint32_t delivered_ = 0;
   std::atomic<bool> busy_{false};
-  bool recovers_ = false;
-  std::vector<KeptRows> kept_;
-  std::vector<char> kept_records_;
+  std::optional<Recovery> recovery_;  // where rows are kept
   Stepper* local_ = nullptr;
   Ref local_owner_;
 };

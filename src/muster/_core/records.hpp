@@ -37,6 +37,11 @@ struct alignas(kCacheLine) EnvRecord {
   double episode_return;
   int64_t episode_length;
   uint32_t obs_block;  // the block of observation rows to which this env's lent leaves are written
+
+  // For the caller. Acquire: what the worker wrote before is visible.
+  bool is_finished() const {
+    return finished.load(std::memory_order_acquire) == requested.load(std::memory_order_relaxed);
+  }
 };
 static_assert(sizeof(EnvRecord) == kCacheLine);
 

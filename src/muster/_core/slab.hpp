@@ -6,6 +6,12 @@
 
 namespace muster {
 
+// The rows of one leaf, env after env.
+struct SlabRows {
+  size_t offset;
+  size_t row_bytes;
+};
+
 struct SlabLayout {
   char* base;
   uint32_t num_envs;
@@ -21,6 +27,7 @@ struct SlabLayout {
   uint32_t num_obs_blocks;  // block 0 is the slab's own, see lending.hpp
 
   Bell bell() const { return {*caller, hosts, num_hosts}; }
+  char* row(const SlabRows& rows, uint32_t env) const { return base + rows.offset + env * rows.row_bytes; }
   size_t obs_block_shift(uint32_t block) const { return block * obs_block_bytes; }
   char* info_row(size_t env, bool final) const { return base + info_offset + (2 * env + final) * info_bytes; }
 };
