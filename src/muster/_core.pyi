@@ -16,6 +16,7 @@ Status: _Enum  # OK, RAISED, LOST
 Doing: _Enum  # NOTHING, STEPPING, RESETTING, TALKING
 Autoreset: _Enum  # NEXT_STEP, SAME_STEP, DISABLED
 Unusual: _Enum  # bits INFOS, NOT_OK, FINALS
+InfoRow: _Enum  # STEP, FINAL, COUNT
 InfoSchema: _Enum  # EMPTY, PICKLED, FIRST
 InfoKind: _Enum  # ARRAY, DICT, OBJECT; others are numbers
 Branch: _Enum  # DICT, TUPLE, STACK

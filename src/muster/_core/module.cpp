@@ -118,6 +118,7 @@ void bind_numbers(nb::module_& m) {
                                         {"DISABLED", Autoreset::kDisabled}});
   bind_enum<Caller::Unusual>(
       m, "Unusual", {{"INFOS", Caller::kInfos}, {"NOT_OK", Caller::kNotOk}, {"FINALS", Caller::kFinals}});
+  bind_enum<InfoRow>(m, "InfoRow", {{"STEP", kStepInfo}, {"FINAL", kFinalInfo}, {"COUNT", kNumInfoRows}});
   bind_enum<InfoTable::Schema>(m, "InfoSchema", {{"EMPTY", InfoTable::kEmpty}, {"PICKLED", InfoTable::kPickled},
                                                  {"FIRST", InfoTable::kFirst}});
   bind_enum<InfoColumn::Kind>(m, "InfoKind", {{"ARRAY", InfoColumn::Kind::kArray}, {"DICT", InfoColumn::Kind::kDict},

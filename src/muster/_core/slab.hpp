@@ -12,6 +12,9 @@ struct SlabRows {
   size_t row_bytes;
 };
 
+// The infos of one env: the step's, and that of the step that ended the episode (same_step).
+enum InfoRow { kStepInfo, kFinalInfo, kNumInfoRows };
+
 struct SlabLayout {
   char* base;
   uint32_t num_envs;
@@ -20,7 +23,7 @@ struct SlabLayout {
   HostRecord* hosts;
   EnvRecord* records;
   size_t info_offset;
-  size_t info_bytes;  // of one info; each env has two: the step's and the final one
+  size_t info_bytes;  // of one info; each env has kNumInfoRows
   size_t obs_offset;
   size_t obs_block_bytes;
   size_t obs_lent_bytes;  // of the leaves that are lent; they come first in a block
@@ -29,7 +32,9 @@ struct SlabLayout {
   Bell bell() const { return {*caller, hosts, num_hosts}; }
   char* row(const SlabRows& rows, uint32_t env) const { return base + rows.offset + env * rows.row_bytes; }
   size_t obs_block_shift(uint32_t block) const { return block * obs_block_bytes; }
-  char* info_row(size_t env, bool final) const { return base + info_offset + (2 * env + final) * info_bytes; }
+  char* info_row(size_t env, InfoRow which) const {
+    return base + info_offset + (kNumInfoRows * env + which) * info_bytes;
+  }
 };
 
 }  // namespace muster

@@ -1,6 +1,7 @@
 // The stepping and autoreset loop: the only one, for every backend.
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "doorbell.hpp"
@@ -37,7 +38,7 @@ class Stepper {
         env_host_(env_host),
         awake_wait_(budget),
         infos_(slab_.info_bytes),
-        hints_(2 * size_t(PyList_GET_SIZE(envs)), 0),
+        hints_(size_t(PyList_GET_SIZE(envs))),
         next_seeds_(size_t(PyList_GET_SIZE(envs))),
         messages_read_(own_.messages.load()),
         step_name_(checked(PyUnicode_InternFromString("step"))),
@@ -113,7 +114,7 @@ class Stepper {
   void replace_env(uint32_t i, PyObject* env, PyObject* seed) {
     check(PyList_SetItem(envs_.get(), i, Py_NewRef(env)));
     next_seeds_[i] = Ref::borrow(seed);
-    hints_[2 * i] = hints_[2 * i + 1] = 0;
+    hints_[i] = {};
   }
 
   // Answers a request for env i without touching its rows.
@@ -209,7 +210,7 @@ class Stepper {
 
     write_obs(items[0], i, reset_now, reset_now ? final_objects_ : objects_);
     uint32_t& schema = reset_now ? record.final_schema : record.info_schema;
-    schema = write_info(items[4], i, reset_now, reset_now ? final_objects_ : objects_);
+    schema = write_info(items[4], i, reset_now ? kFinalInfo : kStepInfo, reset_now ? final_objects_ : objects_);
 
     if (record.episode_over) record.episode_return = 0, record.episode_length = 0;
     record.reward = reward;
@@ -255,7 +256,7 @@ class Stepper {
     if (!result) throw PythonError{};
     result = as_tuple(std::move(result), 2, "reset must return (obs, info)");
     write_obs(PyTuple_GET_ITEM(result.get(), 0), i, false, objects_);
-    record.info_schema = write_info(PyTuple_GET_ITEM(result.get(), 1), i, false, objects_);
+    record.info_schema = write_info(PyTuple_GET_ITEM(result.get(), 1), i, kStepInfo, objects_);
   }
 
   void write_obs(PyObject* obs, uint32_t i, bool final, Ref& objects) {
@@ -271,9 +272,9 @@ class Stepper {
 
   void own(Ref& objects) { objects = checked(PyObject_CallMethod(env_host_, "own", "O", objects.get())); }
 
-  uint32_t write_info(PyObject* info, uint32_t i, bool final, const Ref& objects) {
-    uint32_t& hint = hints_[2 * i + final];
-    const uint32_t schema = infos_.write(info, slab_.info_row(first_env_ + i, final), objects.get(), hint);
+  uint32_t write_info(PyObject* info, uint32_t i, InfoRow which, const Ref& objects) {
+    uint32_t& hint = hints_[i][which];
+    const uint32_t schema = infos_.write(info, slab_.info_row(first_env_ + i, which), objects.get(), hint);
     if (schema >= InfoTable::kFirst) hint = schema;
     return schema;
   }
@@ -366,7 +367,7 @@ class Stepper {
   PyObject* env_host_;  // borrowed: the env host owns this stepper
   AwakeWait awake_wait_;
   InfoTable infos_;
-  std::vector<uint32_t> hints_;
+  std::vector<std::array<uint32_t, kNumInfoRows>> hints_;
   std::vector<Ref> next_seeds_;
   uint32_t messages_read_;
   size_t schemas_announced_ = 0;

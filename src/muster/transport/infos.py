@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from muster._core import Caller, InfoKind, InfoSchema, gather_columns
+from muster._core import Caller, InfoKind, InfoRow, InfoSchema, gather_columns
 from muster.spaces.tree import Array
 from muster.transport.slab import Slab
 
@@ -84,19 +84,18 @@ class InfoColumns:
             plan = self._plans[key] = self._plan(ids, schemas)
         return plan
 
-    def single(self, env: int, objects: Iterator[Any], number: Number, *, final: bool) -> Infos:
+    def single(self, env: int, which: int, objects: Iterator[Any], number: Number) -> Infos:
         """The info of one env, in memory of its own.
 
-        objects: the rest of its mail, in order.  number: see `InfoReader`.  final: whether to read the info of the step
-        that ended the last episode.
+        which: the info's number in `InfoRow`.  objects: the rest of the env's mail, in order.  number: see `InfoReader`.
         """
-        schema = int((self._final_schemas if final else self._last_schemas)[env])
+        schema = int((self._final_schemas if which == InfoRow.FINAL else self._last_schemas)[env])
         if schema == InfoSchema.EMPTY:
             return {}
         if schema == InfoSchema.PICKLED:
             info: Infos = next(objects)
             return info
-        return self._decode(self._columns(int(self._host_of[env]), schema), env, final, objects, number)
+        return self._decode(self._columns(int(self._host_of[env]), schema), env, which, objects, number)
 
     def _plan(self, ids: Array, schemas: Array) -> ReadPlan:
         provided = schemas != InfoSchema.EMPTY
@@ -107,7 +106,7 @@ class InfoColumns:
         layout = layouts.pop() if layouts else ()
         if layouts or any(column[1] in (InfoKind.DICT, InfoKind.OBJECT) for column in layout):
             return ReadPlan(None, provided)
-        return ReadPlan([(column[0], f"_{column[0]}", self._column(column, False)) for column in layout], provided)
+        return ReadPlan([(column[0], f"_{column[0]}", self._column(column, InfoRow.STEP)) for column in layout], provided)
 
     def _columns(self, host: int, schema: int) -> tuple[Column, ...]:
         if schema - InfoSchema.FIRST >= len(self._schemas[host]):
@@ -115,18 +114,18 @@ class InfoColumns:
         columns: tuple[Column, ...] = self._schemas[host][schema - InfoSchema.FIRST]
         return columns
 
-    def _column(self, column: Column, final: bool) -> Array:
+    def _column(self, column: Column, which: int) -> Array:
         _, _, number, shape, offset, _ = column
-        view = self._views.get((number, shape, offset, final))
+        view = self._views.get((number, shape, offset, which))
         if view is None:
             dtype = np.dtype(_DTYPES[number])
             end = offset + math.prod(shape) * dtype.itemsize
-            rows = self._slab.info_bytes[:, int(final), offset:end].view(dtype)
-            view = self._views[number, shape, offset, final] = rows.reshape(len(rows), *shape)
+            rows = self._slab.info_bytes[:, which, offset:end].view(dtype)
+            view = self._views[number, shape, offset, which] = rows.reshape(len(rows), *shape)
         return view
 
     def _decode(
-        self, columns: tuple[Column, ...], env: int, final: bool, objects: Iterator[Any], number: Number
+        self, columns: tuple[Column, ...], env: int, which: int, objects: Iterator[Any], number: Number
     ) -> Infos:
         info: Infos = {}
         for column in columns:
@@ -134,9 +133,9 @@ class InfoColumns:
             if kind == InfoKind.OBJECT:
                 info[key] = next(objects)
             elif kind == InfoKind.DICT:
-                info[key] = self._decode(children, env, final, objects, number)
+                info[key] = self._decode(children, env, which, objects, number)
             else:
-                value = self._column(column, final)[env]
+                value = self._column(column, which)[env]
                 info[key] = np.array(value) if kind == InfoKind.ARRAY else number(value)
         return info
 
@@ -180,11 +179,11 @@ class InfoReader:
 
     def last(self, env: int, objects: Iterator[Any]) -> Infos:
         """The last info of `env`."""
-        return self.columns.single(env, objects, self._number, final=False)
+        return self.columns.single(env, InfoRow.STEP, objects, self._number)
 
     def final(self, env: int, objects: Iterator[Any]) -> Infos:
         """The info of the step that ended the episode of `env` (autoreset_mode="same_step")."""
-        return self.columns.single(env, objects, self._number, final=True)
+        return self.columns.single(env, InfoRow.FINAL, objects, self._number)
 
 
 def info_object_names(schemas: Sequence[Sequence[Column]], schema: int) -> list[str]:

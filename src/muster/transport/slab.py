@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from muster._core import CACHE_LINE, CALLER_BYTES, HOST_BYTES, RECORD_BYTES, RECORD_FIELDS, SlabLayout, map_bytes
+from muster._core import (
+    CACHE_LINE,
+    CALLER_BYTES,
+    HOST_BYTES,
+    RECORD_BYTES,
+    RECORD_FIELDS,
+    InfoRow,
+    SlabLayout,
+    map_bytes,
+)
 from muster.spaces.tree import Array, Node, Rows
 
 # Bytes that the numbers of one env's info may fill before the rest goes through the mail. Untouched pages cost nothing.
@@ -56,7 +65,7 @@ class Slab:
 
     memory: uint8, the block itself.
     records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
-    info_bytes: uint8 ``[N, 2, ...]``, the step's info and the final one.
+    info_bytes: uint8 ``[N, InfoRow, ...]``, the step's info and the final one.
     action_mail_bytes ``[N]``, schema_mail_bytes ``[hosts]``: bytes in the mail, see mail.py.
     layout: the places of all these parts, for the core.
     """
@@ -81,7 +90,7 @@ class Slab:
         self._reserve(spares * block_bytes)
         final = [self._reserve(n * leaf.row_bytes) for leaf in leaves]
         lengths = self._reserve((n + plan.num_hosts) * 4)
-        infos = self._reserve(n * 2 * _INFO_BYTES)
+        infos = self._reserve(n * InfoRow.COUNT * _INFO_BYTES)
 
         if fd is not None and os.fstat(fd).st_size < self._end:
             os.ftruncate(fd, self._end)
@@ -103,7 +112,7 @@ class Slab:
         self.records = self.array(records, (n,), RECORD)
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
         self.schema_mail_bytes = self.array(lengths + 4 * n, (plan.num_hosts,), np.dtype(np.uint32))
-        self.info_bytes = self.array(infos, (n, 2, _INFO_BYTES), np.dtype(np.uint8))
+        self.info_bytes = self.array(infos, (n, InfoRow.COUNT, _INFO_BYTES), np.dtype(np.uint8))
         self.actions = self._rows(plan.action, actions)
         self.obs = self._rows(plan.obs, obs, lent)
         self.final_obs = self._rows(plan.obs, final)
