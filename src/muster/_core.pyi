@@ -165,6 +165,7 @@ def start_watchdog(caller_pidfd: int, *, stderr_pipe: int = -1, stderr_to: int =
 def set_death_signal(number: int, /) -> None: ...
 def kill_started(*, root: int, session: int, is_reaped: bool = False) -> None: ...
 
+FLAG_NAMES: tuple[str, ...]  # the names of agents' flags in infos, in the order of AgentFlag
 RECORD_FIELDS: tuple[tuple[str, str, int], ...]  # name, NumPy's format, offset
 RECORD_BYTES: int
 HOST_BYTES: int

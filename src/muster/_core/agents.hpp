@@ -56,6 +56,9 @@ class AgentRow {
  public:
   enum Flag { kAlive, kActing, kTerminated, kTruncated, kNumFlags };
 
+  // The flags' names in infos, in the order of Flag.
+  static constexpr const char* kFlagNames[kNumFlags] = {"alive", "acting", "agent_terminated", "agent_truncated"};
+
   // slots: a dict from each agent to (column, group, member, keys, ...). column: the agent's index among all agents.
   // group, member: the index of its group, and the agent's index in that.  keys: the entries of its observation, a
   // dict, that belong to its observation space; None where the whole observation does.

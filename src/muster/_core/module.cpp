@@ -127,6 +127,9 @@ void bind_numbers(nb::module_& m) {
   bind_enum<AgentRow::Flag>(m, "AgentFlag", {{"ALIVE", AgentRow::kAlive}, {"ACTING", AgentRow::kActing},
                                              {"TERMINATED", AgentRow::kTerminated},
                                              {"TRUNCATED", AgentRow::kTruncated}});
+  nb::list flag_names;  // interned, so that users' own literals are the same objects
+  for (const char* name : AgentRow::kFlagNames) flag_names.append(nb::steal(PyUnicode_InternFromString(name)));
+  m.attr("FLAG_NAMES") = nb::tuple(flag_names);
 #define FIELD(name) nb::make_tuple(#name, kFormat<decltype(EnvRecord::name)>, offsetof(EnvRecord, name))
   m.attr("RECORD_FIELDS") = nb::make_tuple(
       FIELD(requested), FIELD(finished), FIELD(command), FIELD(status), FIELD(terminated), FIELD(truncated),

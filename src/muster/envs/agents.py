@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import spaces
 
-from muster._core import AgentRow
+from muster._core import FLAG_NAMES, AgentRow
 from muster.envs.attributes import get_through, set_through
 from muster.envs.groups import Agent, group_agents, sorted_space
-from muster.envs.layout import FLAG_NAMES, AgentLayout
+from muster.envs.layout import AgentLayout
 from muster.errors import SpecMismatch
 from muster.spaces.tree import Space
 

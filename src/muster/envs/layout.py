@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from muster._core import AgentFlag, BatchNode, Branch, ObsNode
+from muster._core import FLAG_NAMES, AgentFlag, BatchNode, Branch, ObsNode
 from muster.envs.groups import Groups
 from muster.errors import SpecMismatch
 from muster.spaces.stacking import stacked_space
@@ -18,8 +18,6 @@ from muster.spaces.tree import Array, BranchNode, Leaf, Node, Rows, Space, Take,
 # The parts of a row, in order: what `AgentsEnv` returns to the stepping loop as one env's observation.
 OBS, REWARDS, FLAGS, MASKS, HAS_MASKS, STATE, SHARED = range(7)
 ALIVE, ACTING, TERMINATED, TRUNCATED = AgentFlag.ALIVE, AgentFlag.ACTING, AgentFlag.TERMINATED, AgentFlag.TRUNCATED
-# The names of the flags in infos, in order.
-FLAG_NAMES = ("alive", "acting", "agent_terminated", "agent_truncated")
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ class InfoColumns:
     def single(self, env: int, which: int, objects: Iterator[Any], number: Number) -> Infos:
         """The info of one env, in memory of its own.
 
-        which: the info's number in `InfoRow`.  objects: the rest of the env's mail, in order.  number: see `InfoReader`.
+        which: the info's number in `InfoRow`.  objects: the rest of the env's mail, in order.
+        number: see `InfoReader`.
         """
         schema = int((self._final_schemas if which == InfoRow.FINAL else self._last_schemas)[env])
         if schema == InfoSchema.EMPTY:
@@ -106,7 +107,8 @@ class InfoColumns:
         layout = layouts.pop() if layouts else ()
         if layouts or any(column[1] in (InfoKind.DICT, InfoKind.OBJECT) for column in layout):
             return ReadPlan(None, provided)
-        return ReadPlan([(column[0], f"_{column[0]}", self._column(column, InfoRow.STEP)) for column in layout], provided)
+        columns = [(column[0], f"_{column[0]}", self._column(column, InfoRow.STEP)) for column in layout]
+        return ReadPlan(columns, provided)
 
     def _columns(self, host: int, schema: int) -> tuple[Column, ...]:
         if schema - InfoSchema.FIRST >= len(self._schemas[host]):

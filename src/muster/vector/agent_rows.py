@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from muster._core import split_agents
+from muster._core import FLAG_NAMES, split_agents
 from muster.envs.layout import (
     ALIVE,
-    FLAG_NAMES,
     FLAGS,
     HAS_MASKS,
     MASKS,
