@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from muster._core import CACHE_LINE
 from muster.rollout.fields import Array, Field
 from muster.rollout.storage import Storage
 from muster.transport.slab import memfd
 
 # A block starts with the flag that ends a batch early.
-_HEADER = 64
-_ALIGN = 64
+_HEADER = CACHE_LINE
 
 
 @dataclass(frozen=True)
@@ -90,4 +90,4 @@ def stop_flag(block: mmap.mmap) -> Array:
 
 
 def _size(shape: Sequence[int], field: Field) -> int:
-    return -(-math.prod(shape) * field.dtype.itemsize // _ALIGN) * _ALIGN
+    return -(-math.prod(shape) * field.dtype.itemsize // CACHE_LINE) * CACHE_LINE

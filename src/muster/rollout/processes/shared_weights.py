@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from muster._core import CACHE_LINE
 from muster.rollout.weights import require_fitting
-
-_ALIGN = 64
-
 
 WeightShapes = dict[str, tuple[tuple[int, ...], str]]
 
@@ -39,10 +37,10 @@ class SharedWeights:
     def __init__(self, like: Mapping[str, Tensor], fd: int) -> None:
         like = dict(sorted(like.items()))  # modules that register the same weights in another order fit, too
         places: dict[str, int] = {}
-        size = _ALIGN
+        size = CACHE_LINE  # the version's
         for name, tensor in like.items():
             places[name] = size
-            size += (tensor.numel() * tensor.element_size() + _ALIGN - 1) // _ALIGN * _ALIGN
+            size += (tensor.numel() * tensor.element_size() + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
         self.fd = fd
         self._threads = threading.Lock()
         if os.fstat(self.fd).st_size < size:
