@@ -54,7 +54,7 @@ inline constexpr int64_t kAwakeNs = 10'000'000;
 
 // A yield that lasts longer than this gave a time slice to something that never yields: another program, a learner's
 // thread, a spinning pool of threads. An env's step may last as long; then it hardly matters how the wait is done.
-inline constexpr int64_t kSliceNs = 1'200'000;
+inline constexpr int64_t kLostSliceNs = 1'200'000;
 
 // The wait awake before a sleep, and the decision whether it is worth its time. After a yield that has cost a slice,
 // waits sleep at once for a while: a short while where slices are lost now and then, twice as long each time where
@@ -81,7 +81,7 @@ class AwakeWait {
       sched_yield();
       const int64_t now = now_ns();
       // If nothing else has run on this core since the wait began, the host of this virtual machine took the core.
-      if (now - before > kSliceNs && !(given_way > 0 && times_given_way() == given_way)) {
+      if (now - before > kLostSliceNs && !(given_way > 0 && times_given_way() == given_way)) {
         lost_a_slice(now);
         return done();
       }
