@@ -304,7 +304,7 @@ class Caller {
   // Publishes the facts by which workers decide when to announce their answers and which core to use.
   void announce_awaits_all(bool awaits_all) {
     slab_.caller->awaits_all.store(awaits_all, std::memory_order_relaxed);
-    slab_.caller->core.store(uint32_t(sched_getcpu()), std::memory_order_relaxed);
+    slab_.caller->cpu.store(1 + uint32_t(sched_getcpu()), std::memory_order_relaxed);
   }
 
   // Whether big leaves may be lent. Not where envs are reset one by one: the rows of the other envs then have to be

@@ -131,7 +131,7 @@ struct Bell {
   // Counters wrap; compare them as distances.
   bool reached(uint32_t target) const { return int32_t(total_finished() - target) >= 0; }
 
-  uint32_t callers_cpu() const { return 1 + caller.core.load(std::memory_order_relaxed); }
+  uint32_t callers_cpu() const { return caller.cpu.load(std::memory_order_relaxed); }
 
   void wake_caller_if_done() const {
     if (!caller.armed.load(std::memory_order_acquire)) return;
@@ -185,7 +185,7 @@ inline void take_cpu(const Bell& bell, uint32_t index, const WaitBudget& budget)
   for (uint32_t w = 0; w < bell.num_hosts; ++w)
     if (const uint32_t taken = bell.hosts[w].cpu.load(std::memory_order_relaxed)) CPU_CLR(taken - 1, &free);
   cpu_set_t without_caller = free;
-  CPU_CLR(bell.callers_cpu() - 1, &without_caller);
+  if (const uint32_t taken = bell.callers_cpu()) CPU_CLR(taken - 1, &without_caller);
   if (CPU_COUNT(&without_caller)) free = without_caller;
   if (!CPU_COUNT(&free) || sched_setaffinity(0, sizeof free, &free)) return;
   // Moving may take milliseconds. If another program has set this worker's affinity meanwhile, that setting stays.

@@ -76,7 +76,7 @@ static_assert(sizeof(HostRecord) == 3 * kCacheLine);
 struct alignas(kCacheLine) CallerRecord {
   std::atomic<uint32_t> armed;   // futex word: 1 while the caller sleeps, or is about to
   std::atomic<uint32_t> target;  // the sum of all hosts' `finished` that the caller waits for
-  std::atomic<uint32_t> core;    // the core on which the caller last rang
+  std::atomic<uint32_t> cpu;     // 1 + the core on which the caller last rang; 0: not known
   std::atomic<uint32_t> awaits_all;  // 1: the caller waits as a whole for all that it asked for last
 };
 
