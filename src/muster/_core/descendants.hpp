@@ -22,14 +22,15 @@ namespace muster {
 // it when they become orphans.
 constexpr char kMark[] = "MUSTER_WORKER_";
 
-struct Descent {
+// Facts from /proc/<pid>/stat. The defaults are those of a process that is gone.
+struct ProcessStat {
   long parent = 0;
   bool ends = true;  // the process is a zombie, about to be one, or gone
 };
 
-// Reads a process's entry in /proc. Like all functions below, allocates nothing: the worker may have died while it held
-// malloc's lock.
-inline Descent descent_of(long pid) {
+// Reads /proc/<pid>/stat. Like all functions below, allocates nothing: the worker may have died while it held malloc's
+// lock.
+inline ProcessStat stat_of(long pid) {
   char path[32], stat[512];
   std::snprintf(path, sizeof path, "/proc/%ld/stat", pid);
   const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -92,7 +93,7 @@ struct Search {
 inline bool finds(const Search& search, long pid) {
   if (!search.by_mark_alone && (search.session == search.root || getpgid(pid_t(pid)) == search.root)) return true;
   for (;;) {
-    const long parent = descent_of(pid).parent;
+    const long parent = stat_of(pid).parent;
     if (!search.by_mark_alone && parent == search.root) return true;
     // The mark is read only where the process may be an orphan: reading the environment of a process that hangs in the
     // kernel may never return.
@@ -120,7 +121,7 @@ inline bool stop_started(const Search& search, Pids& stopped) {
       at += entry->length;
       const long pid = std::strtol(entry->name, nullptr, 10);
       if (!pid || pid == search.root || getsid(pid_t(pid)) != search.session || search.above.has(pid)) continue;
-      if (stopped.full() || stopped.has(pid) || descent_of(pid).ends || !finds(search, pid)) continue;
+      if (stopped.full() || stopped.has(pid) || stat_of(pid).ends || !finds(search, pid)) continue;
       // The signal fails for another user's process. That is not added: waiting for its end would be useless.
       if (kill(pid_t(pid), SIGSTOP) == 0) stopped.pids[stopped.count++] = pid;
     }
@@ -137,7 +138,7 @@ inline bool stop_started(const Search& search, Pids& stopped) {
 inline void kill_started(long root, long session, bool is_reaped) {
   const int64_t deadline = now_ns() + int64_t{1'000'000'000};
   Search search = {root, session, is_reaped && (kill(pid_t(root), 0) == 0 || errno == EPERM), {}};
-  for (long pid = getpid(); pid > 0 && !search.above.full(); pid = descent_of(pid).parent) {
+  for (long pid = getpid(); pid > 0 && !search.above.full(); pid = stat_of(pid).parent) {
     search.above.pids[search.above.count++] = pid;
   }
   Pids stopped;
