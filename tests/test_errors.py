@@ -27,7 +27,7 @@ NAME = WorkerName("worker", 1, range(2, 4))
 ERRORS = [
     WorkerError(NAME, "failed 2 times"),
     WorkerDied(NAME, "in step of env 3", -9, "a person.", "the last words"),
-    WorkerDied(NAME, "in step of env 3", None, "The vector env is closed.", crash="ValueError: no"),
+    WorkerDied(NAME, "in step of env 3", None, "ValueError: no", is_thread=True),
     WorkerTimeout(NAME, "in step of env 3", "step_timeout=1.0", 1.5, "<stack>", " It waits."),
     WorkerTimeout(NAME, "building its envs", "start_timeout=1.0 s"),
     CollectorError(NAME, "ValueError: no"),
@@ -57,6 +57,23 @@ def test_a_workers_name_tells_its_envs(envs: Any, name: str) -> None:
 
 
 def test_a_death_has_public_facts() -> None:
-    error = WorkerDied(NAME, "in step of env 3", -9, "a person.")
+    error = WorkerDied(NAME, "in step of env 3", -9, "a person.", "the last words")
     assert (error.worker_index, error.env_indices, error.exit_code) == (1, (2, 3), -9)
+    assert (error.doing, error.cause, error.last_words) == ("in step of env 3", "a person.", "the last words")
+    assert not error.is_thread
     assert error.headline == "worker 1 (envs 2 to 3) died: killed by SIGKILL. It was in step of env 3."
+
+
+def test_the_death_of_a_thread_names_its_exception() -> None:
+    error = WorkerDied(NAME, "in step of env 3", None, "ValueError: no", is_thread=True)
+    assert str(error) == (
+        "worker 1 (envs 2 to 3), a thread, ended by ValueError: no. It was in step of env 3. The vector env is closed."
+    )
+
+
+def test_a_timeout_has_public_facts() -> None:
+    error = WorkerTimeout(NAME, "in step of env 3", "step_timeout=1.0", 1.5, "", " It waits.")
+    assert (error.doing, error.limit, error.elapsed_s) == ("in step of env 3", "step_timeout=1.0", 1.5)
+    assert (error.stack, error.hint) == ("", " It waits.")
+    assert "and was killed" in str(error)  # a process whose stack is not known is no thread
+    assert "A thread cannot be killed" in str(WorkerTimeout(NAME, "building its envs", "start_timeout=1.0 s"))

@@ -113,64 +113,76 @@ class SpecMismatch(EnvError, ValueError):
 class WorkerError(MusterError, RuntimeError):
     """A worker is lost. The vector env that it belonged to is closed, unless ``on_failure="restart"``.
 
-    worker_index, env_indices: the worker, and the envs that it stepped.  exit_code: the exit code of its process, where
-    known.
+    worker: its name.  worker_index, env_indices: the worker, and the envs that it stepped.  exit_code: the exit code of
+    its process, where known.
     """
 
     exit_code: int | None = None
 
     def __init__(self, worker: WorkerName, *facts: Any) -> None:
-        super().__init__(worker, *facts)
-        self.worker_index, self.env_indices = worker.index, tuple(worker.envs)
+        super().__init__(worker, *facts)  # all arguments of the class: pickle calls it with `args`
+        self.worker, self.worker_index, self.env_indices = worker, worker.index, tuple(worker.envs)
 
     _joint = " "
 
     def __str__(self) -> str:
-        worker, happened = self.args
-        return f"{worker}{self._joint}{happened}"
+        _, happened = self.args
+        return f"{self.worker}{self._joint}{happened}"
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended. ``exit_code`` is negative for a signal, as in ``subprocess``.
+    """A worker process or thread ended. ``exit_code`` is negative for a signal, as in ``subprocess``.
 
-    doing, cause: what the worker was doing, and the likely cause, in words.  last_words: the end of its stderr.
-    crash: what ended the worker, if it was a thread; `cause` then says what became of the other threads.
+    doing, cause: what the worker was doing, and the likely cause, in words; of a thread, the exception that ended it.
+    last_words: the end of the process's stderr.
     """
 
     def __init__(
-        self, worker: WorkerName, doing: str, exit_code: int | None, cause: str, last_words: str = "", crash: str = ""
+        self,
+        worker: WorkerName,
+        doing: str,
+        exit_code: int | None,
+        cause: str,
+        last_words: str = "",
+        is_thread: bool = False,
     ) -> None:
-        super().__init__(worker, doing, exit_code, cause, last_words, crash)
-        self.exit_code = exit_code
+        super().__init__(worker, doing, exit_code, cause, last_words, is_thread)
+        self.doing, self.exit_code, self.cause = doing, exit_code, cause
+        self.last_words, self.is_thread = last_words, is_thread
 
     def __str__(self) -> str:
-        worker, doing, exit_code, cause, last_words, crash = self.args
-        if crash:
-            return f"{worker}, a thread, ended by {crash}. It was {doing}. {cause}"
-        stderr = f"\nThe last lines of its stderr:\n{last_words}" if last_words else ""
-        return f"{worker} died: {_how_ended(exit_code)}. It was {doing}.\nLikely cause: {cause}{stderr}"
+        if self.is_thread:
+            return f"{self.worker}, a thread, ended by {self.cause}. It was {self.doing}. The vector env is closed."
+        stderr = f"\nThe last lines of its stderr:\n{self.last_words}" if self.last_words else ""
+        happened = f"died: {_how_ended(self.exit_code)}. It was {self.doing}."
+        return f"{self.worker} {happened}\nLikely cause: {self.cause}{stderr}"
 
 
 class WorkerTimeout(WorkerError, TimeoutError):
     """A worker took longer than ``start_timeout`` or ``step_timeout`` and was killed. The message holds its stack.
 
-    doing, limit: what the worker was doing, and the limit, in words.  stack: the output of faulthandler; empty for a
-    thread, which nothing can kill.
-    hint: what the stack may mean.
+    doing, limit: what the worker was doing, and the limit, in words.  elapsed_s: seconds without an answer.
+    stack: the output of faulthandler; None for a thread, which nothing can kill.  hint: what the stack may mean.
     """
 
     def __init__(
-        self, worker: WorkerName, doing: str, limit: str, elapsed_s: float = 0.0, stack: str = "", hint: str = ""
+        self,
+        worker: WorkerName,
+        doing: str,
+        limit: str,
+        elapsed_s: float = 0.0,
+        stack: str | None = None,
+        hint: str = "",
     ) -> None:
         super().__init__(worker, doing, limit, elapsed_s, stack, hint)
+        self.doing, self.limit, self.elapsed_s, self.stack, self.hint = doing, limit, elapsed_s, stack, hint
 
     def __str__(self) -> str:
-        worker, doing, limit, elapsed_s, stack, hint = self.args
-        if not stack:
+        if self.stack is None:
             remedy = 'A thread cannot be killed, so it is left behind; backend="process" would end it.'
-            return f"{worker} did not answer within {limit} while {doing}. {remedy}"
-        happened = f"did not answer for {elapsed_s:.1f} s ({limit}) and was killed; it was {doing}."
-        return f"{worker} {happened}{hint}\nIts Python stack:\n{stack}"
+            return f"{self.worker} did not answer within {self.limit} while {self.doing}. {remedy}"
+        happened = f"did not answer for {self.elapsed_s:.1f} s ({self.limit}) and was killed; it was {self.doing}."
+        return f"{self.worker} {happened}{self.hint}\nIts Python stack:\n{self.stack}"
 
 
 class CollectorError(WorkerError):

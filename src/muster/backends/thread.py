@@ -170,5 +170,5 @@ class ThreadBackend(Backend):
             return
         doing = NOUNS.doing(getattr(self, "slab", None), worker.name.index, [])
         self.close(0.0)
-        crash = f"{type(worker.crash).__name__}: {worker.crash}"
-        raise WorkerDied(worker.name, doing, None, "The vector env is closed.", crash=crash) from worker.crash
+        cause = f"{type(worker.crash).__name__}: {worker.crash}"
+        raise WorkerDied(worker.name, doing, None, cause, is_thread=True) from worker.crash
