@@ -25,7 +25,7 @@ from muster.doctor import Diagnosis, Finding, Measurements
 from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnose import _source as source_of
 from muster.doctor.diagnose import _try_contexts as try_contexts
-from muster.doctor.diagnosis import recommended_rows
+from muster.doctor.diagnosis import Problem, recommended_rows
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
 from muster.doctor.guarded import STARTING, TrialOutcome, run_guarded
 from muster.doctor.lines import try_lines
@@ -360,7 +360,8 @@ def test_multi_agent_envs_are_played_and_run():
 
 
 def test_start_methods_that_fail_alike_are_told_once():
-    tried = {"forkserver": "died after 0.2 s\nin env.py", "spawn": "died after 0.31 s\nin env.py", "fork": "odd"}
+    texts = {"forkserver": "died after 0.2 s\nin env.py", "spawn": "died after 0.31 s\nin env.py", "fork": "odd"}
+    tried = {name: Problem(text) for name, text in texts.items()}
     texts = [one.text for one in about_start_methods(tried, known=False)]
     assert texts == ["forkserver, spawn do not work: died after 0.2 s\nin env.py", "fork does not work: odd"]
     assert about_start_methods(tried, known=True)[0].text == "forkserver, spawn do not work: died after 0.2 s"

@@ -321,9 +321,9 @@ class ProcessBackend(Backend):
         """
         if self.on_worker_died is None:
             raise error
-        host, reason = worker.index, str(error)
-        if replaces:
-            reason += f" (while {self.nouns.worker} {host} was replaced, after: {replaces})"
+        host = worker.index
+        during = f" (while {self.nouns.worker} {host} was replaced, after: {replaces})" if replaces else ""
+        reason = f"{error}{during}"
         if self._calling is not None and host not in self._results:  # then the error is the result of the call
             first = worker.envs.start
             self._results[host] = [Failure(first, host, None, type(error).__name__, str(error), "", error)]

@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
-from muster.doctor.diagnosis import Measurements, Recommendation
+from muster.doctor.diagnosis import Measurements, Problem, Recommendation
 from muster.doctor.measure import code_of_options
 from muster.pickling import is_plain
 from muster.recipes.existing_env import find_existing_env, is_env
@@ -32,15 +32,15 @@ _MOST_ENVS_PER_WORKER = 32
 class Verdict:
     """The facts that a recommendation depends on. source: the env's id or factory, as a line of code names it.
 
-    alone: only one env may live in a process.  travels: the recipe can be sent.  tried: by start method the error that
-    ended its worker, or None.  fragile: the env ended its trial early while it was reset or stepped.
+    alone: only one env may live in a process.  travels: the recipe can be sent.  tried: by start method the problem
+    that ended its worker, or None.  fragile: the env ended its trial early while it was reset or stepped.
     """
 
     source: str
     env_kwargs: Mapping[str, Any]
     num_envs: int | None
     travels: bool
-    tried: Mapping[str, str | None]
+    tried: Mapping[str, Problem | None]
     alone: bool = False
     fragile: bool = False
 
@@ -56,7 +56,7 @@ class Candidate:
 def candidates(verdict: Verdict, measured: Measurements) -> list[Candidate]:
     """The ways to run many of the env, the safest first; empty where nothing works."""
     cores = usable_cores()
-    context = next((name for name, error in verdict.tried.items() if error is None), None)
+    context = next((name for name, problem in verdict.tried.items() if problem is None), None)
     if context is None and verdict.travels:
         return []
     per_worker = 1 if verdict.alone else _envs_per_worker(measured.step_median_s)

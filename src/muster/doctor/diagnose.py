@@ -13,7 +13,7 @@ from typing import Any
 from gymnasium.envs.registration import EnvSpec
 
 from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
-from muster.doctor.diagnosis import Diagnosis, Finding, Measurements
+from muster.doctor.diagnosis import Diagnosis, Finding, Measurements, Problem
 from muster.doctor.findings import (
     FATAL,
     about_behaviour,
@@ -191,9 +191,11 @@ def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
     return packed
 
 
-def _try_contexts(recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome) -> dict[str, str | None]:
-    """The error that ended a worker, by start method; None where it stepped. Methods that would hang are left out."""
-    tried: dict[str, str | None] = {}
+def _try_contexts(
+    recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome
+) -> dict[str, Problem | None]:
+    """The problem that ended a worker, by start method; None where it stepped. Methods that would hang are left out."""
+    tried: dict[str, Problem | None] = {}
     if behaviour.hung and behaviour.stage in _BEFORE_STEPS:
         return tried
     for context in CONTEXTS:
@@ -203,16 +205,17 @@ def _try_contexts(recipe: Recipe, timeout_s: float, travels: bool, behaviour: Tr
     return tried
 
 
-def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) -> str | None:
-    """The error that ended a worker started for real; None if it stepped.
+def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) -> Problem | None:
+    """The problem that ended a worker started for real; None if it stepped.
 
     A recipe that does not travel can still be inherited, though forked workers must not use every object in it.
     """
     if not travels:
         if context != "fork":
-            return "the recipe cannot be sent to its workers, see above"
+            return Problem("the recipe cannot be sent to its workers, see above")
         if hazards := fork_hazards(recipe.parts()):
-            return f"workers would inherit what they must not use: {hazards[0].path}: {hazards[0].reason}"
+            found = f"{hazards[0].path}: {hazards[0].reason}"
+            return Problem(f"workers would inherit what they must not use: {found}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -220,7 +223,7 @@ def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) 
                 envs.reset(seed=0)
                 envs.step(envs.action_space.sample())
         except Exception as error:  # a KeyboardInterrupt or SystemExit that the env raises arrives as an EnvError
-            return f"{type(error).__name__}: {error}"
+            return Problem(f"{type(error).__name__}: {error}")
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from muster.doctor.diagnosis import Finding, Severity, size
+from muster.doctor.diagnosis import Finding, Problem, Severity, size
 from muster.doctor.guarded import STARTING, TrialOutcome
 
 # An env that ends its trial early in one of these stages cannot be stepped; one that gets past them can.
@@ -79,9 +79,9 @@ def about_pair(behaviour: TrialOutcome, pair: TrialOutcome) -> Finding:
     results = behaviour.results
     repeats = results["digest"] == results.get("digest_again")
     if behaviour.stage is None and pair.stage in _OF_TWO:
-        text = f"only one may live in a process: {pair.stage}, it {pair.how}"
+        text = f"only one may live in a process: {pair.problem.text}"
     elif pair.stage is not None:
-        text = f"whether several may live in one process is not known: {pair.stage}, it {pair.how}"
+        text = f"whether several may live in one process is not known: {pair.problem.text}"
         return Finding("note", "isolation", text)
     elif repeats and pair.results["digest"] != results["digest"]:
         text = "two in one process disturb each other: a trajectory changes when another env is stepped in between"
@@ -96,22 +96,21 @@ def about_untried(behaviour: TrialOutcome) -> Finding:
     return Finding("note", "life", text)
 
 
-def about_start_methods(tried: Mapping[str, str | None], known: bool) -> list[Finding]:
-    """Findings about start methods. tried: the error of each, or None.  known: another finding explains it already."""
-    works = [name for name, error in tried.items() if error is None]
+def about_start_methods(tried: Mapping[str, Problem | None], known: bool) -> list[Finding]:
+    """Findings about start methods. tried: each one's problem, or None.  known: another finding explains it."""
+    works = [name for name, problem in tried.items() if problem is None]
     found = []
     if works:
         found.append(Finding("good", "start methods", f"{', '.join(works)} tried, and work"))
     # Most often all fail with the same words, and only figures (pids, times) differ.
-    alike: dict[str, list[str]] = {}
-    for name, error in tried.items():
-        if error is not None:
-            alike.setdefault(re.sub(r"[\d.]+", "", error.partition("\n")[0]), []).append(name)
+    alike: dict[str, tuple[Problem, list[str]]] = {}
+    for name, problem in tried.items():
+        if problem is not None:
+            alike.setdefault(re.sub(r"[\d.]+", "", problem.headline), (problem, []))[1].append(name)
     severity: Severity = "note" if works else "blocks"
-    for names in alike.values():
+    for problem, names in alike.values():
         subject = f"{', '.join(names)} {'do' if len(names) > 1 else 'does'} not work"
-        error = tried[names[0]] or ""
-        shown = error.partition("\n")[0] if known else error
+        shown = problem.headline if known else problem.text
         found.append(Finding(severity, "start methods", f"{subject}: {shown}"))
     return found
 

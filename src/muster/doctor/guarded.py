@@ -17,6 +17,7 @@ from functools import partial
 from typing import IO, Any
 
 from muster._core import EXIT_FDS_CLOSED
+from muster.doctor.diagnosis import Problem
 from muster.doctor.trials import main
 from muster.recipes.recipe import Recipe
 from muster.workers.killing import kill_with_all
@@ -44,6 +45,11 @@ class TrialOutcome:
     how: str = ""
     hung: bool = False
     detail: str = ""
+
+    @property
+    def problem(self) -> Problem:
+        """The early end."""
+        return Problem(f"{self.stage}, it {self.how}")
 
 
 def run_guarded(

@@ -39,7 +39,7 @@ def try_lines(
         outcome = run_guarded("line", recipe, stage_timeout_s=limit_s, options=options)
         outcomes.append(outcome)
         steps_per_s = outcome.results.get("steps_per_s")
-        tried.append(TriedLine(one.advice.line, steps_per_s, None if steps_per_s else _problem(outcome)))
+        tried.append(TriedLine(one.advice.line, steps_per_s, None if steps_per_s else outcome.problem.headline))
         if build_s is None and "start_s" in outcome.results:
             build_s = outcome.results["start_s"] * max(1, one.advice.num_workers) / one.advice.num_envs
         if isinstance(recipe, bytes) and is_fatal(outcome):
@@ -59,7 +59,3 @@ def pick(lines: Sequence[Candidate], tried: Sequence[TriedLine]) -> Recommendati
     speeds = [one.steps_per_s or 0.0 for one in tried] or [0.0]
     best = max(speeds)
     return replace(lines[speeds.index(best)].advice, steps_per_s=best or None)
-
-
-def _problem(outcome: TrialOutcome) -> str:
-    return f"{outcome.stage}, it {outcome.how}".partition("\n")[0]
