@@ -27,11 +27,16 @@ def whole(name: str, value: Any, least: int, what: str = "an int") -> int:
     return number
 
 
-def at_least(name: str, value: int, least: int, end: str = "") -> int:
-    """`value`, a number, if it is at least `least`. end: the end of the message. Raises ConfigError."""
-    if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value!r}{end}")
-    return value
+def at_least(name: str, value: Any, least: int, end: str = "") -> int:
+    """`value` as a whole number of at least `least`. end: the end of the message. Raises ConfigError.
+
+    Unlike that of `whole`, the message for a whole number that is too small names no kind.
+    """
+    number = as_whole(value)
+    kind = "a whole number of " if number is None else ""
+    if number is None or number < least:
+        raise ConfigError(f"{name} must be {kind}at least {least}, got {value!r}{end}")
+    return number
 
 
 def seconds(name: str, value: Any) -> float:

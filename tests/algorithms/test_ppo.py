@@ -386,6 +386,9 @@ class TestRefusals:
         ("options", "message"),
         [
             ({"num_envs": 0}, "num_envs must be at least 1, got 0"),
+            ({"num_envs": "8"}, r"num_envs must be a whole number of at least 1, got '8'\."),
+            ({"update_epochs": 2.5}, r"update_epochs must be a whole number of at least 1, got 2\.5\."),
+            ({"total_steps": "many"}, "total_steps must be a whole number of at least 1, got 'many'"),
             ({"total_steps": 0}, "total_steps must be at least 1"),
             ({"seed": -1}, "seed must not be negative"),
             ({"gamma": 99}, r"gamma must lie in \[0, 1\], got 99"),
@@ -395,3 +398,6 @@ class TestRefusals:
     def test_senseless_options_are_named(self, options: dict[str, Any], message: str):
         with pytest.raises(ConfigError, match=message):
             PPOConfig(**options)
+
+    def test_total_steps_may_be_written_as_a_float(self):
+        assert PPOConfig(total_steps=1e5).num_iterations == 49  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import pytest
 from dropin_envs import Alone, Careless, Counter, Interrupted, InterruptsCaller, Raising, Repeater, SeedOnly, Structured
 
 import muster
-from muster.errors import CannotTravel
+from muster.errors import CannotTravel, ConfigError
 from muster.interop.starting import PackingWarning
 
 sb3 = pytest.importorskip("stable_baselines3")
@@ -144,6 +144,11 @@ def test_a_library_that_loads_once_per_process_gets_one_process_for_each_env(mak
         envs = make(make_vec_env(Alone, n_envs=3, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"num_workers": 1}))
     assert envs.reset().shape == (3, 1)
     assert len(set(envs.env_method("where"))) == 3
+
+
+def test_a_number_of_workers_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match="num_workers must be a whole number of at least 1, got 'auto'"):
+        SubprocVecEnv([Counter], num_workers="auto")
 
 
 class Lock:

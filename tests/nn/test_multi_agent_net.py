@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.errors import CannotTravel, SpecMismatch, UsageError
+from muster.errors import CannotTravel, ConfigError, SpecMismatch, UsageError
 from muster.nn import MultiAgentMLP, MultiAgentNet
 
 
@@ -356,6 +356,8 @@ def test_what_builds_no_network_is_refused():
 
 
 def test_wrong_numbers_of_modules_and_a_wrong_axis():
+    with pytest.raises(ConfigError, match="n_agents must be an int of at least 1, got '3'"):
+        MultiAgentNet(lambda: nn.Linear(2, 2), "3")
     with pytest.raises(ValueError, match="n_agents=0; expected at least one agent"):
         MultiAgentNet.from_modules([])
     with pytest.raises(ValueError, match="got 2 modules; expected 3, as many as to_modules returns"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torchrl.modules
@@ -189,6 +190,9 @@ def test_sizes_are_asked_for():
         MultiAgentMLP(None, 2, 3, centralised=False, share_params=True)
     with pytest.raises(ValueError, match="in_features=None is not a positive integer"):
         MultiAgentConvNet(3, False, True)
+    with pytest.raises(ValueError, match="n_agents='3' is not a positive integer"):
+        MultiAgentMLP(5, 2, "3", centralised=False, share_params=True)
+    assert MultiAgentMLP(5, np.int64(2), 3, centralised=False, share_params=True)(torch.zeros(3, 5)).shape == (3, 2)
     with pytest.raises(ValueError, match="n_agents=0"):
         MultiAgentMLP(5, 2, 0, centralised=False, share_params=True)
     with pytest.raises(TypeError, match="share_params is missing"):

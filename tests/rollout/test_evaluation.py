@@ -32,6 +32,8 @@ def test_fewer_episodes_than_envs():
         assert evaluate(envs, zeros, episodes=2).env_ids.tolist() == [0, 1]
         with pytest.raises(ConfigError, match="episodes must be at least 1"):
             evaluate(envs, zeros, episodes=0)
+        with pytest.raises(ConfigError, match="episodes must be a whole number of at least 1, got 'x'"):
+            evaluate(envs, zeros, episodes="x")
 
 
 def test_the_seed_decides():

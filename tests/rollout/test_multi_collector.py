@@ -23,6 +23,7 @@ from muster.errors import (
     CollectorError,
     ConfigError,
     EnvError,
+    RecipeError,
     SpecMismatch,
     UsageError,
     WorkerDied,
@@ -416,6 +417,8 @@ def test_matches_what_a_collector_gives_row_by_row():
     [
         ({"num_collectors": 3, "num_envs": 2}, "only 2 envs"),
         ({"num_collectors": 1, "make_vec_options": {"backend": "serial"}}, "backend"),
+        ({"num_collectors": 1, "make_vec_options": {"groups": ["a", "b"]}}, "groups must be a dict"),
+        ({"num_collectors": 1, "make_vec_options": {"state": "no"}}, "state must be True or False, got 'no'"),
         ({"num_collectors": 0}, "num_collectors"),
         ({"num_collectors": 1, "preemptive_threshold": 2.0}, "preemptive_threshold"),
         ({"num_collectors": 1, "compact": True, "replay_buffer": []}, "replay_buffer"),
@@ -424,6 +427,13 @@ def test_matches_what_a_collector_gives_row_by_row():
 def test_options_that_make_no_sense_are_refused_before_anything_starts(options, message):
     with pytest.raises(ConfigError, match=message):
         MultiCollector(CountingEnv, Constant(), frames_per_batch=4, **options)
+
+
+def test_wrappers_that_are_no_list_are_refused_as_by_make_vec():
+    with pytest.raises(RecipeError, match="wrappers must be a list of callables"):
+        MultiCollector(
+            CountingEnv, Constant(), num_collectors=1, frames_per_batch=4, make_vec_options={"wrappers": Constant}
+        )
 
 
 # ---- policies of other kinds

@@ -73,8 +73,9 @@ class PPOConfig:
         return math.ceil(self.total_steps / self.batch_size)
 
     def __post_init__(self) -> None:
-        counts = ("total_steps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads")
-        for name in counts:
+        total = self.total_steps
+        at_least("PPOConfig: total_steps", int(total) if isinstance(total, float) else total, 1, end=".")  # 1e6 is fine
+        for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads"):
             at_least(f"PPOConfig: {name}", getattr(self, name), 1, end=".")
         if self.seed < 0:
             raise ConfigError(f"PPOConfig: seed must not be negative, got {self.seed}.")

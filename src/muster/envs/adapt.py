@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
 
+from muster.arguments import flags
+from muster.envs import resolve_foreign_id
 from muster.envs.agents import AgentsEnv
 from muster.envs.dm_env import DmEnv, is_dm_env
 from muster.envs.groups import Agent
@@ -17,6 +19,7 @@ from muster.envs.pettingzoo_aec import TurnBasedAgents
 from muster.envs.pettingzoo_parallel import ParallelAgents
 from muster.errors import ConfigError, RecipeError
 from muster.introspection import type_name
+from muster.recipes.recipe import Recipe, make_recipes
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,26 @@ class Adapter:
             )
         _require(env, ("reset", "step", "observation_space", "action_space"))
         return env
+
+
+def adapted_recipes(
+    env: Any,
+    num_envs: int | None,
+    env_kwargs: Any,
+    wrappers: Sequence[Callable[[Any], Any]] | None,
+    groups: Mapping[Any, str] | None,
+    state: bool,
+) -> list[Recipe]:
+    """The recipes of `make_recipes`, each with an Adapter as its last wrapper.
+
+    Raises what `make_recipes` raises, and ConfigError for invalid groups and state.
+    """
+    (state,) = flags(state=state)
+    if groups is not None and not isinstance(groups, Mapping):
+        raise ConfigError(f"groups must be a dict of each agent's group, got {type(groups).__name__}: {groups!r}")
+    if wrappers is None or isinstance(wrappers, (list, tuple)):  # else `make_recipes` refuses them
+        wrappers = [*(wrappers or ()), Adapter(groups, state)]
+    return make_recipes(env, num_envs, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
 
 
 def is_torchrl(env: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from muster.arguments import as_whole
 from muster.errors import ConfigError, SpecMismatch, WrongIndex, WrongType
 from muster.nn.alike import require_alike
 from muster.nn.fast_call import does_more, has_backward_hooks, run_layers
@@ -64,6 +65,8 @@ class MultiAgentNet(nn.Module):
                 "such as lambda: nn.Linear(4, 2). MultiAgentNet.from_modules takes networks that exist; for one that "
                 "all agents share give lambda: net and share_params=True"
             )
+        if as_whole(n_agents) is None:
+            raise ConfigError(f"n_agents must be an int of at least 1, got {n_agents!r}")
         if n_agents < 1:
             raise ConfigError(f"n_agents={n_agents}; expected at least one agent")
         if agent_dim > -2:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from muster.arguments import as_whole
 from muster.errors import ConfigError, WrongType
 from muster.nn.multi_agent_net import MultiAgentNet
 from muster.nn.stacked import channels_last
@@ -135,7 +136,7 @@ def _one_spelling(centralised: bool | None, centralized: bool | None) -> bool:
 
 def _require_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+        if (as_whole(size) or 0) < 1:
             raise ConfigError(
                 f"{name}={size!r} is not a positive integer; sizes are not taken from the first input, so that the "
                 "parameters can be copied, moved and shared from the start"

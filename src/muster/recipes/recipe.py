@@ -12,7 +12,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from muster.arguments import as_whole, at_least
+from muster.arguments import at_least
 from muster.errors import CannotTravel, ConfigError, RecipeError
 from muster.introspection import callable_name, subscript
 from muster.lazy_values import LazyValues
@@ -208,9 +208,7 @@ def _parts_of(recipes: Sequence[Recipe]) -> dict[str, Any]:
 def _count_envs(sources: Sequence[Source], several: bool, num_envs: int | None) -> int:
     if num_envs is None:
         return len(sources) if several else sources[0].num_envs or 1
-    if (whole := as_whole(num_envs)) is None:
-        raise ConfigError(f"num_envs must be a whole number of at least 1, got {num_envs!r}.")
-    count = at_least("num_envs", whole, 1, end=".")
+    count = at_least("num_envs", num_envs, 1, end=".")
     if several and count != len(sources):
         raise ConfigError(
             f"num_envs={count}, but env is a list of {len(sources)}; leave num_envs out, or make them equal."

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from muster.arguments import whole
 from muster.backends.process import check_pool
-from muster.envs import resolve_foreign_id
-from muster.envs.adapt import Adapter
+from muster.envs.adapt import adapted_recipes
 from muster.errors import ConfigError
 from muster.introspection import caller_stacklevel
-from muster.recipes.recipe import Recipe, make_recipes
+from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import CollectorSet, ProcessOptions, collector_nouns
@@ -215,8 +214,14 @@ def _understood(
         )
     if num_envs is None and not isinstance(envs, (list, tuple)):
         num_envs = num_collectors
-    wrappers = [*(options.get("wrappers") or ()), Adapter(options.get("groups"), options.get("state", True))]
-    recipes = make_recipes(envs, num_envs, options.get("env_kwargs"), wrappers, resolve_foreign_id=resolve_foreign_id)
+    recipes = adapted_recipes(
+        envs,
+        num_envs,
+        env_kwargs=options.get("env_kwargs"),
+        wrappers=options.get("wrappers"),
+        groups=options.get("groups"),
+        state=options.get("state", True),
+    )
     if len(recipes) < num_collectors:
         raise ConfigError(f"num_collectors={num_collectors}, but there are only {len(recipes)} envs; each needs one")
     return recipes

@@ -13,10 +13,8 @@ from muster.backends.base import Backend
 from muster.backends.process import ProcessBackend, ProcessOptions, check_pool
 from muster.backends.serial import SerialBackend
 from muster.backends.thread import ThreadBackend
-from muster.envs import resolve_foreign_id
-from muster.envs.adapt import Adapter
+from muster.envs.adapt import adapted_recipes
 from muster.errors import ConfigError, OneEnvPerProcess
-from muster.recipes.recipe import make_recipes
 from muster.vector.assemble import STRICT, AssemblyOptions, vector_env_of, wait_budgets
 from muster.vector.batched_spaces import alike_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -91,13 +89,9 @@ def make_vec(
     one_of("observation_mode", observation_mode, ("same", "different"))
     one_of("memory_check", memory_check, MEMORY_CHECKS)
     check_pool(NOUNS, context, start_timeout, step_timeout, on_failure, max_restarts, threads_per_worker)
-    copy, check_finite, state = flags(copy=copy, check_finite=check_finite, state=state)
+    copy, check_finite = flags(copy=copy, check_finite=check_finite)
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
-    if groups is not None and not isinstance(groups, Mapping):
-        raise ConfigError(f"groups must be a dict of each agent's group, got {type(groups).__name__}: {groups!r}")
-    if wrappers is None or isinstance(wrappers, (list, tuple)):
-        wrappers = [*(wrappers or ()), Adapter(groups, state)]
-    recipes = make_recipes(env, num_envs, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
+    recipes = adapted_recipes(env, num_envs, env_kwargs, wrappers, groups, state)
     cores = usable_cores()
     if backend != "process":
         _refuse_without_processes(one_env_per_process, caller_steps, step_timeout)
