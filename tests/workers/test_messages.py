@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 import muster
+from muster.backends.process import ProcessBackend
 from muster.errors import CannotTravel, UnknownMessage, WorkerDied
 from muster.transport.mail import LocalMail, dumps
 from muster.workers.message_loop import MessageLoop
@@ -129,3 +130,25 @@ def test_what_cannot_be_rebuilt_is_refused_for_whom_it_came() -> None:
 def test_another_answer_than_the_one_expected_is_named() -> None:
     with pytest.raises(UnknownMessage, match="expected Attached, got Build"):
         expect(Attached, Build())
+
+
+def test_a_thread_that_replies_what_nobody_knows_is_named() -> None:
+    with muster.make_vec("CartPole-v1", 2, backend="thread", num_workers=2) as envs:
+        envs._backend._workers[0].last_reply = Build()
+        with pytest.raises(UnknownMessage, match="expected Answer, got Build"):
+            envs._backend._wait_for(Answer, envs._backend._workers[0], None)
+
+
+@pytest.mark.parametrize("waiting", [Attached(), Answer(1, [])], ids=repr)
+def test_closing_skips_replies_that_nobody_has_waited_for(waiting: Message) -> None:
+    failures: list[Any] = [Mock()]
+    worker = Mock()
+    worker.channel.recv.side_effect = [waiting, Closed(failures)]
+    assert ProcessBackend._last_results(Mock(), worker, 0.0) is failures
+
+
+def test_an_unknown_reply_to_close_is_named() -> None:
+    worker = Mock()
+    worker.channel.recv.side_effect = [Build()]
+    with pytest.raises(UnknownMessage, match="expected Closed, got Build"):
+        ProcessBackend._last_results(Mock(), worker, 0.0)

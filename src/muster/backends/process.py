@@ -30,7 +30,18 @@ from muster.workers.env_host import EnvHost
 from muster.workers.failures import Failure, message_of, to_exception
 from muster.workers.handle import WorkerHandle, name_workers
 from muster.workers.launcher_client import readable
-from muster.workers.messages import Answer, Call, Close, Closed, Packed, ResetArguments, Restart, SetAttr, expect
+from muster.workers.messages import (
+    Answer,
+    Attached,
+    Call,
+    Close,
+    Closed,
+    Packed,
+    ResetArguments,
+    Restart,
+    SetAttr,
+    expect,
+)
 from muster.workers.options import EnvCall, HostOptions
 from muster.workers.worker_pool import PATIENT_S, SLICE_S, ProcessOptions, Workers
 
@@ -41,6 +52,8 @@ CONTEXTS = ("auto", "fork", "forkserver", "spawn")
 _BUSY_GRACE_S = 1.0
 # How long a Ctrl-C in an env that the caller steps is held back: if the workers answer in time, the whole step ends.
 _INTERRUPT_GRACE_S = 0.5
+# Replies that may come before `Closed`: a wait for them may have been interrupted.
+_BEFORE_CLOSED = (Attached, Answer)
 
 
 def check_pool(
@@ -392,10 +405,10 @@ class ProcessBackend(Backend):
         return failures
 
     def _last_results(self, worker: WorkerHandle, deadline: float) -> list[Failure]:
-        """The errors that ``env.close()`` raised in `worker`. Skips an answer that nobody has waited for."""
-        while not isinstance(reply := worker.channel.recv(max(0.0, deadline - time.monotonic())), Closed):
+        """The errors that ``env.close()`` raised in `worker`. Skips replies that nobody has waited for."""
+        while isinstance(reply := worker.channel.recv(max(0.0, deadline - time.monotonic())), _BEFORE_CLOSED):
             pass
-        return reply.failures
+        return expect(Closed, reply).failures
 
     def _ask_to_close(self, deadline: float) -> list[WorkerHandle]:
         """Sends `Close` to the workers that can read it, and returns them; those that hang in a step are left out."""

@@ -25,6 +25,12 @@ from muster.workers.thread_worker import ThreadWorker, end_threads
 
 T = TypeVar("T")
 _SLICE_S = 0.05
+# The reply before one of each kind: a thread's last reply stays in place until the next.
+_BEFORE: dict[type, tuple[type, ...]] = {
+    messages.EnvsBuilt: (),
+    messages.Attached: (messages.EnvsBuilt,),
+    messages.Answer: (messages.Attached,),
+}
 
 
 class ThreadBackend(Backend):
@@ -149,14 +155,15 @@ class ThreadBackend(Backend):
     def _wait_for(self, kind: type[T], worker: ThreadWorker, deadline: float | None) -> T:
         """The thread's reply of this kind; an Answer must be the one to the last call.
 
-        Raises TimeoutError at the deadline, ClosedError, WorkerDied, and what building its envs raised.
+        Raises TimeoutError at the deadline, ClosedError, WorkerDied, UnknownMessage, and what building its envs raised.
         """
         while True:
             reply = worker.last_reply
             if isinstance(reply, Failure):
                 raise to_exception(reply)
-            if isinstance(reply, kind) and (not isinstance(reply, messages.Answer) or reply.number == self._number):
-                return reply
+            earlier = isinstance(reply, messages.Answer) and reply.number != self._number
+            if not (reply is None or earlier or isinstance(reply, _BEFORE[kind])):
+                return messages.expect(kind, reply)
             left_s = _SLICE_S if deadline is None else min(_SLICE_S, max(0.0, deadline - time.monotonic()))
             try:
                 worker.replied.get(timeout=left_s)
