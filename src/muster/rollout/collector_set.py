@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from muster.backends import process
+from muster.backends.process import ProcessOptions
 from muster.rollout.fields import Array
 from muster.rollout.storage import Storage
 from muster.workers.deaths import Nouns
@@ -21,7 +21,7 @@ class Filled(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ProcessOptions:
+class CollectorOptions:
     """Options for starting and watching the processes of collectors, or of envs; named as in `make_vec`."""
 
     num_workers: int
@@ -37,9 +37,9 @@ class ProcessOptions:
         """The number of restarts that a collector may need; None where a failure is raised."""
         return self.max_restarts if self.on_failure == "restart" else None
 
-    def for_backend(self, nouns: Nouns) -> process.ProcessOptions:
+    def for_backend(self, nouns: Nouns) -> ProcessOptions:
         """These options for the backend that runs the collectors."""
-        return process.ProcessOptions(
+        return ProcessOptions(
             context="forkserver" if self.context == "auto" else self.context,
             num_workers=self.num_workers,
             start_timeout_s=self.start_timeout,

@@ -20,7 +20,7 @@ from muster.introspection import caller_stacklevel
 from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
-from muster.rollout.collector_set import CollectorSet, ProcessOptions, collector_nouns
+from muster.rollout.collector_set import CollectorOptions, CollectorSet, collector_nouns
 from muster.rollout.devices import Device
 from muster.rollout.processes.collector_pool import CollectorPool
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
@@ -103,7 +103,7 @@ class MultiCollector(BatchSource):
         self._threshold = _share(preemptive_threshold, sync)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
         check_pool(collector_nouns(()), *how)
-        options = ProcessOptions(whole("num_collectors", num_collectors, 1), *how)
+        options = CollectorOptions(whole("num_collectors", num_collectors, 1), *how)
         for_each = {
             **self._limits,
             "policy_device": device if policy_device is None else policy_device,
@@ -123,7 +123,7 @@ class MultiCollector(BatchSource):
         make_vec_options: Mapping[str, Any] | None,
         policy_factory: Callable[[], Callable[..., Any]] | None,
         sync: bool,
-        options: ProcessOptions,
+        options: CollectorOptions,
         for_each: dict[str, Any],
     ) -> CollectorSet:
         """Starts the collectors, or the one that acts for all where the policy stays here. for_each: their options."""

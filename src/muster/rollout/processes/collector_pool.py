@@ -26,7 +26,7 @@ from muster.errors import (
 )
 from muster.introspection import caller_stacklevel
 from muster.recipes.recipe import Recipe, make_recipes
-from muster.rollout.collector_set import Filled, ProcessOptions, collector_nouns
+from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
 from muster.rollout.processes.batch_memory import BatchMemory, stop_flag
 from muster.rollout.processes.replica import COUNTS, Replica
 from muster.rollout.processes.replica_plans import ReplicaPlan, plans_for
@@ -62,7 +62,7 @@ class CollectorPool:
         threshold: float,
         seed: int | None,
         collector_options: Mapping[str, Any],
-        options: ProcessOptions,
+        options: CollectorOptions,
     ) -> None:
         num_collectors = options.num_workers
         self._firsts = split_evenly(len(recipes), num_collectors)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from muster.recipes.recipe import Recipe, check_forkable, pack
-from muster.rollout.collector_set import ProcessOptions
+from muster.rollout.collector_set import CollectorOptions
 from muster.rollout.fields import Field
 from muster.rollout.processes.batch_memory import BatchLayout
 from muster.rollout.processes.policy_travel import pack_factory, pack_policy
@@ -71,7 +71,7 @@ def plans_for(
     batch_memory_fd: int,
     weights_fd: int,
     collector_options: Mapping[str, Any],
-    options: ProcessOptions,
+    options: CollectorOptions,
 ) -> list[ReplicaPlan]:
     """One plan for each part of the recipes. firsts: where each part begins, followed by the end of the last part.
 
