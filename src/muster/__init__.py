@@ -17,7 +17,7 @@ from muster.vector.vector_env import VectorEnv
 from muster.worker_info import get_worker_info
 
 if TYPE_CHECKING:
-    from muster.doctor.diagnose import diagnose
+    from muster.doctor.diagnosing import diagnose
     from muster.rollout.collector import Collector
     from muster.rollout.multi_collector import MultiCollector
     from muster.rollout.processes.policy_travel import rebuild_with
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LATER = {
     "Collector": "rollout.collector",
     "MultiCollector": "rollout.multi_collector",
-    "diagnose": "doctor.diagnose",
+    "diagnose": "doctor.diagnosing",
     "rebuild_with": "rollout.processes.policy_travel",
 }
 _SUBMODULES = ("algorithms", "interop", "nn")
