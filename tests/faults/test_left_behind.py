@@ -16,7 +16,7 @@ import pytest
 from faulty_envs import CountingEnv
 
 import muster
-from muster import _core
+from muster._core import MARK, kill_started
 from muster.errors import WorkerDied
 from processes import kill_worker, left_of, parent_of, running, stat_of, wait_for, wait_for_end
 
@@ -203,12 +203,12 @@ def test_so_is_a_process_whose_main_thread_has_ended(file: str) -> None:
 
 def test_strangers_live_on_where_one_has_the_number_of_a_worker_that_was_reaped(file: str) -> None:
     stranger = subprocess.Popen(["sh", "-c", f"tail -f {file}; true"], process_group=0)
-    environ = {**os.environ, f"{_core.MARK}{stranger.pid}": ""}
+    environ = {**os.environ, f"{MARK}{stranger.pid}": ""}
     orphan = subprocess.Popen(["sleep", "1000"], env=environ, process_group=0)
     try:
         wait_for(f"-f\0{file}")
         before = running(file)
-        _core.kill_started(root=stranger.pid, session=os.getsid(0), is_reaped=True)
+        kill_started(root=stranger.pid, session=os.getsid(0), is_reaped=True)
         assert running(file) == before
         assert orphan.wait(10) == -signal.SIGKILL
     finally:
