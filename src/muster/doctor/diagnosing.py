@@ -235,7 +235,9 @@ def _measured(behaviour: TrialOutcome, pair: TrialOutcome) -> Measurements:
     return Measurements(
         build_s=behaviour.results.get("build_s"),
         step_median_s=behaviour.results.get("step_median_s"),
+        step_p99_s=behaviour.results.get("step_p99_s"),
         reset_median_s=behaviour.results.get("reset_median_s"),
+        reset_p99_s=behaviour.results.get("reset_p99_s"),
         obs_bytes=behaviour.results.get("obs_bytes"),
         env_bytes=env_bytes,
         worker_bytes=None if base_bytes is None or libraries is None else base_bytes + libraries,

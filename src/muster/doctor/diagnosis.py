@@ -44,12 +44,15 @@ class Problem:
 class Measurements:
     """Figures of one env in a process of its own, in seconds and bytes; None where nothing could be measured.
 
+    step_p99_s, reset_p99_s: the 99th percentiles.
     episode_rows: mean steps of an episode of the first line that was run, None if none ended.
     """
 
     build_s: float | None = None
     step_median_s: float | None = None
+    step_p99_s: float | None = None
     reset_median_s: float | None = None
+    reset_p99_s: float | None = None
     episode_rows: float | None = None
     obs_bytes: int | None = None
     env_bytes: int | None = None

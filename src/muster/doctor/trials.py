@@ -167,8 +167,9 @@ def behaviour(recipe: Recipe, reporter: Reporter) -> None:
         reporter.result("costly_infos", _costly(player.infos))
         reporter.result("digest_again", player.play(0, rows))
         reporter.result("digest_other", player.play(1, rows))
-        reporter.result("step_median_s", statistics.median(player.steps_s))
-        reporter.result("reset_median_s", statistics.median(player.resets_s))
+        for kind, durations_s in (("step", player.steps_s), ("reset", player.resets_s)):
+            reporter.result(f"{kind}_median_s", statistics.median(durations_s))
+            reporter.result(f"{kind}_p99_s", float(np.percentile(durations_s, 99)))
         reporter.result("obs_bytes", player.obs_bytes())
         reporter.stage("checking it by its API's own checker")
         refused, warned = check_api(env)
