@@ -183,6 +183,8 @@ class MultiCollector(BatchSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state_dict`, in new episodes with seeds of their own."""
         self._load_counters(state)
+        # States of earlier versions count the trajectories of a policy that stays in "staying" alone.
+        self._trajectories.next_id = max(self._trajectories.next_id, state.get("staying", state)["next_traj_id"])
         self._collectors.load_state_dict(state)
         self.reset()
 
