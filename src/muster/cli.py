@@ -259,8 +259,8 @@ def _resumed_plan(context: typer.Context, run: Path) -> TrainingPlan:
         for name, value in context.params.items()
         if getattr(context.get_parameter_source(name), "name", None) == "COMMANDLINE"
     }
-    if settled := sorted(provided.keys() - {"resume", "total_steps", "num_workers"}):
-        raise typer.BadParameter(f"the run has settled {', '.join(settled)}; --resume goes on with what it has")
+    if fixed := sorted(provided.keys() - {"resume", "total_steps", "num_workers"}):
+        raise typer.BadParameter(f"the run has settled {', '.join(fixed)}; --resume goes on with what it has")
     plan = runs.read_plan(run)
     config = replace(plan.config, total_steps=provided.get("total_steps", plan.config.total_steps))
     return replace(plan, config=config, num_workers=provided.get("num_workers", plan.num_workers))

@@ -29,7 +29,7 @@ class SerialBackend(Backend):
         self.nouns = nouns
         self.first_envs = (0, len(recipes))
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
-        self._env_host = EnvHost(recipes, info, 0, worker=nouns.worker)
+        self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker)
         self.envs = self._env_host.envs
         self._mail = LocalMail()
 

@@ -1,4 +1,4 @@
-"""What the checkers of Gymnasium and PettingZoo say of an env."""
+"""The complaints of Gymnasium's and PettingZoo's own checkers about an env."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def name_api(env: Any) -> str:
 
 
 def check_api(env: Any) -> tuple[list[str], list[str]]:
-    """What the API's own checker refuses, and what it warns of, one line each. The checker resets and steps the env."""
+    """The complaints and the warnings of the API's own checker, one line each. The checker resets and steps the env."""
     api = name_api(env)
     refused: list[str] = []
     with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):

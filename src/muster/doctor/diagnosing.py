@@ -51,7 +51,7 @@ def diagnose(
     seconds: float = 1.0,
     name: str | None = None,
 ) -> Diagnosis:
-    """What keeps an env from running in parallel, and the fastest of the `make_vec` lines that suit it.
+    """The obstacles to running an env in parallel, and the fastest of the `make_vec` lines that suit it.
 
     env, env_kwargs, wrappers: as for `make_vec`; an env that exists already is a finding, not an error. Every trial
     runs in a process of its own: a crash, a hang or an exit in the env is a finding, too.

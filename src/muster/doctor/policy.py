@@ -10,7 +10,7 @@ from muster.rollout.weights import named_weights
 
 
 def judge_policy(policy: Any) -> tuple[Finding, PolicyVerdict]:
-    """What `MultiCollector` decides about `policy` before any process starts, as a finding and a verdict."""
+    """The decision of `MultiCollector` about `policy`, made before any process starts, as a finding and a verdict."""
     weights = named_weights(policy)
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     obstacle = obstacle_to(policy)

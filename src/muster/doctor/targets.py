@@ -31,7 +31,7 @@ def about_import(target: str, timeout_s: float) -> Finding | None:
 
 
 def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict | None]:
-    """What `judge_policy` says of the policy that ``--policy module:make_policy`` names.
+    """The finding and verdict of `judge_policy` on the policy that ``--policy module:make_policy`` names.
 
     The policy is built in a process of its own. Where it cannot be built, the finding says so and there is no verdict.
     Raises RecipeError where the module has nothing of that name, ModuleNotFoundError.
@@ -70,7 +70,7 @@ def prints_to_stderr() -> Iterator[None]:
 
 
 def resolve_target(target: str) -> tuple[Any, str | None]:
-    """What `make_vec` takes for `target`, and the import that names it in code; None for an id.
+    """The argument of `make_vec` for `target`, and the import that names it in code; None for an id.
 
     In ``module:name`` the name is that of a callable in the module, else the id of an env that the module registers.
     Raises ModuleNotFoundError, and RecipeError where it is neither.

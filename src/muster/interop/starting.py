@@ -1,4 +1,4 @@
-"""What the drop-ins share: recipes from ``env_fns``, and how many envs share a worker process."""
+"""The parts that drop-ins share: recipes from ``env_fns``, and how many envs share a worker process."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class MultiCollector(BatchSource):
             compact=compact,
             replay_buffer=replay_buffer,
         )
-        self._threshold = _share(preemptive_threshold, sync)
+        self._threshold = _threshold_of(preemptive_threshold, sync)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
         check_pool(collector_nouns(()), *how)
         options = CollectorOptions(whole("num_collectors", num_collectors, 1), *how)
@@ -229,8 +229,8 @@ def _understood(
     return recipes
 
 
-def _share(threshold: float | None, sync: bool) -> float:
-    """The share of the collectors that a batch waits for."""
+def _threshold_of(threshold: float | None, sync: bool) -> float:
+    """The fraction of the collectors that a batch waits for."""
     if threshold is not None and not (sync and 0 < threshold <= 1):
         raise ConfigError(f"preemptive_threshold must lie in (0, 1], with sync=True, got {threshold!r}")
     return 1.0 if threshold is None else threshold

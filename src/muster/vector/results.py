@@ -20,7 +20,7 @@ AgentsStepResult = tuple[ByGroup, Rewards, Bools, Bools, Infos]
 
 
 class Batch(NamedTuple):
-    """What `VectorEnv.recv` returns for the n envs that were ready, in the order of their ids.
+    """The result of `VectorEnv.recv` for the n envs that were ready, in the order of their ids.
 
     env_ids: int64 ``[n]``.  obs: ``[n, ...]``.  rewards: float64 ``[n]``.  terminated, truncated: bool ``[n]``.
     infos: as from `step`, with n rows.
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 class AgentBatch(NamedTuple):
-    """What `MultiAgentVectorEnv.recv` returns for the n envs that were ready, in the order of their ids.
+    """The result of `MultiAgentVectorEnv.recv` for the n envs that were ready, in the order of their ids.
 
     env_ids: int64 ``[n]``.  The rest as from `step`, with n rows.
     """

@@ -36,7 +36,7 @@ _RELEASE_TIMEOUT_S = 2.0
 class EnvHost:
     """Builds the envs of `recipes`, and steps them by a `Stepper`, which calls back the methods that it needs.
 
-    dumps: pickles for the caller; None where the caller is in this process.  worker: the noun that failures use.
+    dumps: pickles for the caller; None where the caller is in this process.  worker_noun: for a worker, in failures.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class EnvHost:
         first_env: int,
         *,
         dumps: Callable[[object], bytes] | None = None,
-        worker: str = "worker",
+        worker_noun: str = "worker",
     ) -> None:
-        self.worker = worker
+        self.worker_noun = worker_noun
         self.recipes = list(recipes)
         self.info = info
         self.first_env = first_env
@@ -282,7 +282,7 @@ class EnvHost:
             worker_traceback="".join(traceback.format_exception(error)),
             exception=error if self.dumps is None else portable(error, self.dumps),
             note=reset_note(self.envs[i], error) if step == 0 else None,
-            worker=self.worker,
+            worker_noun=self.worker_noun,
         )
 
 

@@ -25,7 +25,7 @@ class Failure:
 
     exception: the original, pickled for another process, or None where it cannot be rebuilt there.
     step: the number of env steps in the episode, None while building.  note: added to the error by `add_note`.
-    worker: the pool's noun for a worker.
+    worker_noun: the pool's noun for a worker.
     """
 
     env_index: int
@@ -36,7 +36,7 @@ class Failure:
     worker_traceback: str
     exception: BaseException | bytes | None
     note: str | None = None
-    worker: str = "worker"
+    worker_noun: str = "worker"
 
     def original(self) -> BaseException | None:
         """The original exception, where it can be rebuilt."""
@@ -65,7 +65,7 @@ def to_exception(failure: Failure) -> BaseException:
         step=failure.step,
         original_type=failure.type_name,
         worker_traceback=failure.worker_traceback,
-        worker_noun=failure.worker,
+        worker_noun=failure.worker_noun,
     )
     error.__cause__ = original
     if original is None or original.__traceback__ is None:

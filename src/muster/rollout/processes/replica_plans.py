@@ -89,7 +89,7 @@ def plans_for(
     count, num_envs = len(firsts) - 1, len(recipes)
     plans = []
     for k, (first, last) in enumerate(pairwise(firsts)):
-        share = recipes[first:last]
+        part = recipes[first:last]
         columns = (first, last) if sync else (0, last - first)
         batch_envs = num_envs if sync else last - first
         T = -(-collector_options["frames_per_batch"] // batch_envs)
@@ -97,7 +97,7 @@ def plans_for(
             ReplicaPlan(
                 index=k,
                 # A forked process has the recipes already, whatever they hold.
-                recipes=list(share) if is_forked else pack(share, start_method=start_method),
+                recipes=list(part) if is_forked else pack(part, start_method=start_method),
                 first_env=first,
                 num_envs=num_envs,
                 num_collectors=count,
