@@ -8,57 +8,19 @@ import numpy.typing as npt
 
 _Check = Callable[..., None]
 
-class Command:
-    STEP: int
-    RESET: int
-    STEP_PROVIDED: int
+class _Enum:
+    def __getattr__(self, name: str) -> int: ...
 
-class Status:
-    OK: int
-    RAISED: int
-    LOST: int
-
-class Doing:
-    NOTHING: int
-    STEPPING: int
-    RESETTING: int
-    TALKING: int
-
-class Autoreset:
-    NEXT_STEP: int
-    SAME_STEP: int
-    DISABLED: int
-
-class Unusual:  # bits
-    INFOS: int
-    NOT_OK: int
-    FINALS: int
-
-class InfoRow:
-    STEP: int
-    FINAL: int
-    COUNT: int
-
-class InfoSchema:
-    EMPTY: int
-    PICKLED: int
-    FIRST: int
-
-class InfoKind:  # others are numbers
-    ARRAY: int
-    DICT: int
-    OBJECT: int
-
-class Branch:
-    DICT: int
-    TUPLE: int
-    STACK: int
-
-class AgentFlag:
-    ALIVE: int
-    ACTING: int
-    TERMINATED: int
-    TRUNCATED: int
+Command: _Enum  # STEP, RESET, STEP_PROVIDED
+Status: _Enum  # OK, RAISED, LOST
+Doing: _Enum  # NOTHING, STEPPING, RESETTING, TALKING
+Autoreset: _Enum  # NEXT_STEP, SAME_STEP, DISABLED
+Unusual: _Enum  # bits INFOS, NOT_OK, FINALS
+InfoRow: _Enum  # STEP, FINAL, COUNT
+InfoSchema: _Enum  # EMPTY, PICKLED, FIRST
+InfoKind: _Enum  # ARRAY, DICT, OBJECT; others are numbers
+Branch: _Enum  # DICT, TUPLE, STACK
+AgentFlag: _Enum  # ALIVE, ACTING, TERMINATED, TRUNCATED
 
 class SlabLayout:
     def __init__(self, **fields: int) -> None: ...
