@@ -166,13 +166,7 @@ class WorkerTimeout(WorkerError, TimeoutError):
     """
 
     def __init__(
-        self,
-        worker: WorkerName,
-        doing: str,
-        limit: str,
-        elapsed_s: float = 0.0,
-        stack: str | None = None,
-        hint: str = "",
+        self, worker: WorkerName, doing: str, limit: str, elapsed_s: float = 0, stack: str | None = None, hint: str = ""
     ) -> None:
         super().__init__(worker, doing, limit, elapsed_s, stack, hint)
         self.doing, self.limit, self.elapsed_s, self.stack, self.hint = doing, limit, elapsed_s, stack, hint

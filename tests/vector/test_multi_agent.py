@@ -70,7 +70,7 @@ def test_an_env_that_raises_an_action_error_of_its_own_does_not_have_the_others_
 
     with muster.make_vec([Raising, Counting], backend="serial") as envs:
         envs.reset(seed=0)
-        with pytest.raises(EnvError, match="ActionError: of a vector env that this env uses itself"):
+        with pytest.raises(ActionError, match="of a vector env that this env uses itself"):
             envs.step(ones(2))
         assert envs.get_attr("steps") == (1, 1)
 

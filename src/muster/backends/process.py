@@ -24,24 +24,13 @@ from muster.transport.channel import ChannelClosed
 from muster.transport.mail import LocalMail, Mail, SharedMail, dumps
 from muster.transport.slab import Slab, SlabPlan, split_evenly
 from muster.worker_info import WorkerInfo
+from muster.workers import messages
 from muster.workers.deaths import Nouns, seconds_since
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import EnvHost
 from muster.workers.failures import Failure, message_of, to_exception
 from muster.workers.handle import WorkerHandle, name_workers
 from muster.workers.launcher_client import readable
-from muster.workers.messages import (
-    Answer,
-    Attached,
-    Call,
-    Close,
-    Closed,
-    Packed,
-    ResetArguments,
-    Restart,
-    SetAttr,
-    expect,
-)
 from muster.workers.options import EnvCall, HostOptions
 from muster.workers.worker_pool import PATIENT_S, SLICE_S, ProcessOptions, Workers
 
@@ -53,7 +42,7 @@ _BUSY_GRACE_S = 1.0
 # How long a Ctrl-C in an env that the caller steps is held back: if the workers answer in time, the whole step ends.
 _INTERRUPT_GRACE_S = 0.5
 # Replies that may come before `Closed`: a wait for them may have been interrupted.
-_BEFORE_CLOSED = (Attached, Answer)
+_BEFORE_CLOSED = (messages.Attached, messages.Answer)
 
 
 def check_pool(
@@ -127,20 +116,20 @@ class ProcessBackend(Backend):
     def mail_of(self, host: int) -> Mail:
         return self._mail if host < self.num_workers else self._local_mail
 
-    def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
+    def reset(self, env_ids: Array, arguments: messages.ResetArguments) -> None:
         # First of all: if the options cannot travel, the vector env stays as it was.
         packed = self._packed(arguments.options, {"options": arguments.options})
         resets = dict(self.resets_by_host(env_ids, dataclasses.replace(arguments, options=packed)))
         local = resets.pop(self.num_workers, None)
-        messages = {host: dumps(reset) for host, reset in resets.items()}
+        pickles = {host: dumps(reset) for host, reset in resets.items()}
         with self.whole():
             self.caller.request_resets(env_ids)
-            for host, message in messages.items():
+            for host, message in pickles.items():
                 self._send_or_replace(host, message)
             if self._local is not None and local is not None:
                 self._local.reset(local.env_ids, dataclasses.replace(arguments, seeds=local.arguments.seeds))
 
-    def restart(self, restart: Restart) -> bool:
+    def restart(self, restart: messages.Restart) -> bool:
         host = self.caller.host_of(restart.env)
         replaces = restart.rebuilds and self._one_per_process
         with self.whole():
@@ -155,7 +144,7 @@ class ProcessBackend(Backend):
     def _end_gently(self, worker: WorkerHandle) -> None:
         """Gives a worker time to close its envs, then ends it."""
         with contextlib.suppress(ChannelClosed, TimeoutError):
-            self._send(worker, dumps(Close()), _BUSY_GRACE_S)
+            self._send(worker, dumps(messages.Close()), _BUSY_GRACE_S)
             worker.process.wait(_BUSY_GRACE_S)
         worker.retire()
 
@@ -163,19 +152,19 @@ class ProcessBackend(Backend):
         self._number += 1
         parts: dict[str, Any] = {"the function": name} | {f"args[{i}]": one for i, one in enumerate(args)}
         parts |= {f'kwargs["{key}"]': one for key, one in kwargs.items()}
-        message = dumps(Call(self._number, self._packed((name, args, kwargs), parts)))
+        message = dumps(messages.Call(self._number, self._packed((name, args, kwargs), parts)))
         self._call([message] * self.num_workers, f"call({name!r})" if isinstance(name, str) else "call()")
         if self._local is not None:
             self._results[self.num_workers] = self._local.call(name, args, kwargs)
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
         self._number += 1
-        messages = []
+        pickles = []
         for worker in self._workers.handles:
             parts = {f"values[{env}]": values[env] for env in worker.envs}
-            messages.append(dumps(SetAttr(self._number, self._packed((name, list(parts.values())), parts))))
+            pickles.append(dumps(messages.SetAttr(self._number, self._packed((name, list(parts.values())), parts))))
         try:
-            self._call(messages, f"set_attr({name!r})")
+            self._call(pickles, f"set_attr({name!r})")
             if self._local is not None:
                 self._results[self.num_workers] = self._local.set_attr(name, values[self._local.first_env :])
             return self.call_wait(None)
@@ -183,11 +172,11 @@ class ProcessBackend(Backend):
             self._calling = None
             raise
 
-    def _call(self, messages: Sequence[bytes], calling: str) -> None:
+    def _call(self, pickles: Sequence[bytes], calling: str) -> None:
         self._results = {}
         self._calling, self._called_at = calling, time.monotonic()
         with self.whole():
-            for host, message in enumerate(messages):
+            for host, message in enumerate(pickles):
                 self._send_or_replace(host, message)
 
     def call_wait(self, timeout_s: float | None) -> list[Any]:
@@ -210,7 +199,7 @@ class ProcessBackend(Backend):
         if worker.starting_until is not None:
             return self._continue_start(worker)
         try:
-            answer = expect(Answer, worker.channel.recv(0.0))
+            answer = messages.expect(messages.Answer, worker.channel.recv(0.0))
             if answer.number == self._number:  # else this answers a call that was interrupted
                 self._results[worker.index] = [_unpacked(worker, i, one) for i, one in enumerate(answer.results)]
         except ChannelClosed:
@@ -348,13 +337,13 @@ class ProcessBackend(Backend):
 
     # ---- messages
 
-    def _packed(self, value: Any, parts: dict[str, Any]) -> Packed:
+    def _packed(self, value: Any, parts: dict[str, Any]) -> messages.Packed:
         """Packs a user's value. parts: its parts, by their names in errors. Raises CannotTravel, in under 5 s."""
         if is_plain(value):
-            return Packed(dumps(value))
+            return messages.Packed(dumps(value))
         context = self._options.context
         packed = dumps_carefully(value, parts, start_method=context, inheritable=False)
-        return Packed(dumps(value, shares_main=True) if context == "fork" else packed)
+        return messages.Packed(dumps(value, shares_main=True) if context == "fork" else packed)
 
     def _send_or_replace(self, host: int, message: bytes) -> None:
         """Sends a message for pending envs or a call; if the worker is unusable, its replacement will answer."""
@@ -408,7 +397,7 @@ class ProcessBackend(Backend):
         """The errors that ``env.close()`` raised in `worker`. Skips replies that nobody has waited for."""
         while isinstance(reply := worker.channel.recv(max(0.0, deadline - time.monotonic())), _BEFORE_CLOSED):
             pass
-        return expect(Closed, reply).failures
+        return messages.expect(messages.Closed, reply).failures
 
     def _ask_to_close(self, deadline: float) -> list[WorkerHandle]:
         """Sends `Close` to the workers that can read it, and returns them; those that hang in a step are left out."""
@@ -422,7 +411,7 @@ class ProcessBackend(Backend):
             if worker.process.has_ended() or self._holds_up(worker):
                 continue
             with contextlib.suppress(ChannelClosed, TimeoutError):
-                self._send(worker, dumps(Close()), max(0.0, deadline - time.monotonic()))
+                self._send(worker, dumps(messages.Close()), max(0.0, deadline - time.monotonic()))
                 asked.append(worker)
         return asked
 

@@ -51,7 +51,7 @@ class InfoColumns:
         self._last_schemas = slab.records["info_schema"]
         self._final_schemas = slab.records["final_schema"]
         self._plans: dict[tuple[bytes, bytes], ReadPlan] = {}
-        self._views: dict[tuple[int, tuple[int, ...], int, bool], Array] = {}
+        self._views: dict[tuple[int, tuple[int, ...], int, int], Array] = {}
 
     def forget(self, host: int) -> None:
         """Forgets the schemas of a worker that has died: its replacement numbers its own."""

@@ -14,16 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from muster._core import (
-    CACHE_LINE,
-    CALLER_BYTES,
-    HOST_BYTES,
-    RECORD_BYTES,
-    RECORD_FIELDS,
-    InfoRow,
-    SlabLayout,
-    map_bytes,
-)
+from muster._core import CACHE_LINE, CALLER_BYTES, HOST_BYTES, RECORD_BYTES, RECORD_FIELDS, InfoRow, SlabLayout, map_fd
 from muster.spaces.tree import Array, Node, Rows
 
 # Bytes that the numbers of one env's info may fill before the rest goes through the mail. Untouched pages cost nothing.
@@ -94,7 +85,7 @@ class Slab:
 
         if fd is not None and os.fstat(fd).st_size < self._end:
             os.ftruncate(fd, self._end)
-        self.memory: npt.NDArray[np.uint8] = map_bytes(fd=-1 if fd is None else fd, size=self._end)
+        self.memory: npt.NDArray[np.uint8] = map_fd(fd=-1 if fd is None else fd, size=self._end)
         self.layout = SlabLayout(
             address=self.memory.ctypes.data,
             num_envs=n,

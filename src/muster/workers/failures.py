@@ -12,11 +12,11 @@ from typing import Any
 
 from muster.envs.attributes import chain
 from muster.envs.dm_env import is_dm_env
-from muster.errors import ActionError, ConfigError, EnvError, MusterError, UsageError, WrongType
+from muster.errors import ConfigError, EnvError, MusterError, UsageError, WrongType
 
 # Errors that an env may raise because it uses a vector env itself. Raised as they are, they would seem to be about the
 # vector env that steps this env.
-_OF_CALLS = (ActionError, UsageError, ConfigError, WrongType)
+_OF_CALLS = (UsageError, ConfigError, WrongType)
 
 
 @dataclass(frozen=True)
