@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import site
 import subprocess
 import sys
+import venv
 from collections import Counter
 from pathlib import Path
 
@@ -30,7 +32,6 @@ AGENTS = {
 # Steps so many times, then reports which files of the package run Python code in one more step.
 PROGRAM = """
 import json, sys
-sys.path.insert(0, sys.argv[2])
 import muster
 envs = {make}
 envs.reset(seed=0)
@@ -49,7 +50,7 @@ envs.close()
 
 @pytest.fixture(scope="module")
 def measured_core(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package and a core that counts how often each of its lines is executed."""
+    """A folder with a core that counts how often each of its lines is executed, and an environment that uses it."""
     folder = tmp_path_factory.mktemp("coverage")
     cmake = Path(sys.executable).with_name("cmake")
     flags = ("-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS=--coverage", f"-DPython_EXECUTABLE={sys.executable}")
@@ -62,6 +63,10 @@ def measured_core(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (package / path.name).symlink_to(path)
     (core,) = (folder / "build").glob("_core*.so")
     (package / core.name).symlink_to(core)
+    # The environment finds all other packages, but not an editable install: .pth files count in its own folder only.
+    venv.create(folder / "venv", symlinks=True)
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    (packages / "paths.pth").write_text("\n".join([str(folder / "site"), *site.getsitepackages()]) + "\n")
     return folder
 
 
@@ -70,7 +75,7 @@ def files_of_a_step(make: str, folder: Path, counts: Path) -> set[str]:
     executed: list[Counter[str]] = []
     for steps in (5, 8):
         environment = {**os.environ, "GCOV_PREFIX": str(counts / str(steps))}
-        command = [sys.executable, "-c", PROGRAM.format(make=make), str(steps), str(folder / "site")]
+        command = [folder / "venv" / "bin" / "python", "-c", PROGRAM.format(make=make), str(steps)]
         result = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
         executed.append(lines_executed(folder, counts / str(steps)))
     seen = {Path(name).resolve() for name in json.loads(result.stdout.splitlines()[-1])}
