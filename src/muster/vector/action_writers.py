@@ -10,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
 from muster.backends.base import Backend
-from muster.envs.layout import ACTING, FLAGS, AgentLayout
+from muster.envs.layout import ACTING, FLAGS, RowNode
 from muster.errors import ActionError
 from muster.spaces.tree import Array, Node, Space
 from muster.vector.results import Bools
@@ -91,12 +91,7 @@ class OneByOneWriter(LenientWriter):
 
 
 class AgentsWriter(ActionWriter):
-    """Ignores the actions of agents that are not acting, whatever they are. layout: of the envs' agents."""
-
-    def __init__(self, actions: Node, batched: Space, backend: Backend, *, layout: AgentLayout) -> None:
-        super().__init__(actions, batched, backend)
-        self._layout = layout
-        self._flags_index = layout.row_tree().children[FLAGS].leaves[0].index
+    """Ignores the actions of agents that are not acting, whatever they are."""
 
     def write(self, actions: Any, ids: Array) -> bool:
         try:
@@ -109,14 +104,17 @@ class AgentsWriter(ActionWriter):
 
     def _ignoring_idle(self, actions: Any, ids: Array) -> dict[str, Any] | None:
         """`actions` with allowed values for agents whose actions do not count; None where the actions are no batch."""
-        slots = self._layout.slots()
+        slab = self._backend.slab
+        rows = slab.plan.obs
+        assert isinstance(rows, RowNode)
+        slots = rows.layout.slots()
         if not isinstance(actions, Mapping) or set(actions) != set(slots):
             return None
         self._backend.caller.bring_home()
-        acting = self._backend.slab.obs.arrays[self._flags_index][ids, ACTING]
+        acting = slab.obs.arrays[rows.children[FLAGS].leaves[0].index][ids, ACTING]
         try:
             return {
-                name: _without_idle(self._layout.action_spaces[name], actions[name], acting[:, slot])
+                name: _without_idle(rows.layout.action_spaces[name], actions[name], acting[:, slot])
                 for name, slot in slots.items()
             }
         except (ValueError, TypeError, RuntimeError):  # NumPy and others may raise any of these for arbitrary objects

@@ -135,12 +135,7 @@ def vector_env_of(
     facts = backend.start() if facts is None else facts
     if facts[0].agents is None:
         return VectorEnv(assemble(backend, parts, options, facts))
-    parts = replace(
-        parts,
-        spaces=partial(agents_spaces, parts.spaces),
-        trees=agents_trees,
-        writer=partial(AgentsWriter, layout=facts[0].agents),
-    )
+    parts = replace(parts, spaces=partial(agents_spaces, parts.spaces), trees=agents_trees, writer=AgentsWriter)
     return MultiAgentVectorEnv(RowVectorEnv(assemble(backend, parts, options, facts)))
 
 
