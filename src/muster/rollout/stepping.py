@@ -12,6 +12,7 @@ from muster.rollout.env_side import EnvSide, StepRows
 from muster.rollout.fields import Array
 from muster.rollout.policies import Actor
 from muster.rollout.storage import Final, Loss, Storage
+from muster.vector.agent_rows import any_true
 
 
 class Stepping:
@@ -141,10 +142,10 @@ class Stepping:
 
         Returns bool ``[n]``, or None where there is no such env.
         """
-        if self._quiet and not (_any_true(storage.terminated[t]) or _any_true(storage.truncated[t])):
+        if self._quiet and not (any_true(storage.terminated[t]) or any_true(storage.truncated[t])):
             return None
         begins = self._begins[part]
-        if _any_true(begins):
+        if any_true(begins):
             storage.begins[t, part] = begins
             begins[:] = False
         ended = storage.terminated[t, part] | storage.truncated[t, part]
@@ -158,8 +159,8 @@ class Stepping:
         if self._max_frames is not None:
             self._cut(storage, t, part, ended, self._max_frames)
         else:
-            self._quiet = not (_any_true(self._begins) or _any_true(self._resets))
-        return begins.copy() if _any_true(begins) else None
+            self._quiet = not (any_true(self._begins) or any_true(self._resets))
+        return begins.copy() if any_true(begins) else None
 
     def _cut(self, storage: Storage, t: int, part: slice, ended: Array, max_frames: int) -> None:
         """Ends trajectories of `max_frames_per_traj` frames: truncated, and reset at once."""
@@ -183,8 +184,3 @@ class Stepping:
             array[t + 1, ids] = rows[ids]
         begins[cut] = True
         frames[cut] = 0
-
-
-def _any_true(flags: Array) -> bool:
-    """Whether any flag is True; ``flags.any()`` takes five times as long for a few flags."""
-    return 1 in flags.tobytes()

@@ -105,7 +105,7 @@ class RowVectorEnv(VectorEnv):
 
     def _about_agents(self, rows: Any, about: Infos) -> Infos:
         """`about`, with the other parts of a row that belong into infos: action masks and the state."""
-        if 1 in rows[HAS_MASKS].tobytes():  # `any` takes five times as long for a few flags
+        if any_true(rows[HAS_MASKS]):
             about["action_mask"] = dict(zip(self.layout.mask_shapes, rows[MASKS], strict=True))
         if self.layout.state_space is not None:
             about["state"], about["_state"] = rows[STATE], np.ones(len(rows[REWARDS]), np.bool_)
@@ -139,3 +139,8 @@ def _cut_off(rewards: Array, flags: Array, lost: Bools) -> tuple[Array, Array]:
     rewards[lost], flags[lost] = 0, False
     flags[lost, ALIVE] = flags[lost, TRUNCATED] = left
     return rewards, flags
+
+
+def any_true(flags: Bools) -> bool:
+    """Whether any flag is True; ``flags.any()`` takes five times as long for a few flags."""
+    return 1 in flags.tobytes()
