@@ -15,10 +15,10 @@ IN_PARALLEL := --numprocesses logical --dist worksteal
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak sanitize lint bench
+.PHONY: help demo test test-all soak sanitize lint bench wheels test-wheels
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.core ## Train CartPole-v1 to a mean return of 475, in about a minute
 	$(BIN)/muster train CartPole-v1 $(ARGS)
@@ -45,6 +45,12 @@ lint: $(VENV)/.core ## Check style and types
 
 bench: $(VENV)/.bench $(VENV)/.core ## Measure env steps per second, and write benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/bench_stepping.py --write $(ARGS)
+
+wheels: ## Build the wheels and the source distribution into dist/, without a compiler
+	$(PYTHON) packaging/build_wheels.py
+
+test-wheels: ## Test the wheels of dist/ on every Python found, and on those that PYTHONS names
+	$(PYTHON) packaging/try_wheels.py
 
 # Three stamps, so that a second call has nothing to do: the packages, the compiled core, the benchmarks' peers.
 # torch comes first and by itself: its pin decides which build of it everything after it gets.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import os
 import random
 import sys
@@ -15,6 +16,9 @@ import numpy as np
 from gymnasium import spaces
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+# Before Gymnasium 1.3 Discrete has no dtype.
+INT32 = {"dtype": np.int32} if "dtype" in inspect.signature(spaces.Discrete).parameters else {}
 
 
 class Counter(gym.Env[Any, Any]):
@@ -57,7 +61,10 @@ class Counter(gym.Env[Any, Any]):
 
 
 class Everything(gym.Env[Any, Any]):
-    """Samples from a space that nests every kind of space, in observations and in actions."""
+    """Samples from a space that nests every kind of space, in observations and in actions.
+
+    The texts name their letters: older Gymnasiums sample the default ones in an order that differs between processes.
+    """
 
     def __init__(self, length: int = 7) -> None:
         self.observation_space = spaces.Dict(
@@ -67,10 +74,10 @@ class Everything(gym.Env[Any, Any]):
                 "bytes": spaces.Box(0, 255, (5,), np.uint8),
                 "scalar": spaces.Box(-1, 1, (), np.float32),
                 "discrete": spaces.Discrete(5, start=-2),
-                "small": spaces.Discrete(5, dtype=np.int32),
+                "small": spaces.Discrete(5, **INT32),
                 "multi": spaces.MultiDiscrete([3, 4]),
                 "binary": spaces.MultiBinary((2, 2)),
-                "text": spaces.Text(6),
+                "text": spaces.Text(6, charset=LETTERS),
                 "either": spaces.OneOf([spaces.Discrete(3), spaces.Box(0, 1, (2,))]),
                 "graph": spaces.Graph(spaces.Box(0, 1, (2,)), spaces.Discrete(3)),
                 "sequence": spaces.Sequence(spaces.Discrete(4)),
@@ -81,7 +88,7 @@ class Everything(gym.Env[Any, Any]):
             {
                 "move": spaces.Discrete(4),
                 "push": spaces.Box(-1, 1, (2,), np.float32),
-                "say": spaces.Text(3),
+                "say": spaces.Text(3, charset=LETTERS),
                 "pick": spaces.Tuple((spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(2))),
             }
         )

@@ -44,6 +44,7 @@ REPRODUCIBLE: dict[str, Callable[[], gym.Env[Any, Any]]] = {
     "Pong": _pong,
     "nested Dict": functools.partial(Everything, length=30),
 }
+_SIMULATORS = {"HalfCheetah": "mujoco", "Pong": "ale_py"}
 
 
 class Stuck(Counter):
@@ -182,6 +183,8 @@ class BackendContract(StepContract, InfoContract, ErrorContract, StartContract):
 
 def bit_identical_run(make: MakeVec, name: str, steps: int, num_workers: int | None) -> None:
     """Asserts that 6 envs on the backend give the rows that they give on the serial one."""
+    if name in _SIMULATORS:
+        pytest.importorskip(_SIMULATORS[name])
     recipes = [REPRODUCIBLE[name]] * 6
     envs = make(recipes, **({} if num_workers is None else {"num_workers": num_workers}))
     with muster.make_vec(recipes, backend="serial") as reference:

@@ -56,7 +56,7 @@ class ErrorContract:
             ({"obs": "text"}, "observation is str 'text'"),
             ({"obs": {"a": 1}}, "observation is dict"),
             ({"reward": None}, "reward must be one number, got NoneType"),
-            ({"reward": np.zeros(1)}, "reward must be one number, got numpy.ndarray"),
+            ({"reward": np.zeros(1)}, "reward must be one number, got ndarray"),
             ({"terminated": None}, "terminated must be a bool, got NoneType"),
             ({"terminated": "no"}, "terminated must be a bool, got str"),
         ],

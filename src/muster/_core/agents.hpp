@@ -288,7 +288,7 @@ inline Ref split_agents(PyObject* rewards, PyObject* flags, PyObject* slots, PyO
       const npy_intp first = PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 1));
       const npy_intp end = PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 2));
       npy_intp shape[] = {PyArray_DIM(array, 0), end - first};
-      Py_INCREF(PyArray_DESCR(array));
+      Py_INCREF(reinterpret_cast<PyObject*>(PyArray_DESCR(array)));
       Ref view = checked(PyArray_NewFromDescr(&PyArray_Type, PyArray_DESCR(array), 2, shape, strides,
                                               row + first * strides[1], PyArray_FLAGS(array) & NPY_ARRAY_WRITEABLE,
                                               nullptr));

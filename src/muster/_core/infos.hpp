@@ -40,7 +40,7 @@ class InfoTable {
   // Stores `info` in `row` and returns the number of its schema. hint: the number that this env's last info had.
   uint32_t write(PyObject* info, char* row, PyObject* objects, uint32_t hint) {
     if (!PyDict_Check(info)) {
-      PyErr_Format(PyExc_TypeError, "info must be a dict, got %.200s", Py_TYPE(info)->tp_name);
+      PyErr_Format(PyExc_TypeError, "info must be a dict, got %U", type_name(info).get());
       throw PythonError{};
     }
     if (PyDict_GET_SIZE(info) == 0) return kEmpty;

@@ -4,12 +4,14 @@
 
 #define PY_SSIZE_T_CLEAN
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
-#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_1_25_API_VERSION  // that of NumPy 1.26, the oldest that Muster runs on
 #include <Python.h>
 #include <numpy/arrayobject.h>
 #include <numpy/arrayscalars.h>
 
 #include <utility>
+
+#include "stable_abi.hpp"
 
 namespace muster {
 
@@ -47,6 +49,9 @@ inline Ref checked(PyObject* owned) {
 inline void check(int result) {
   if (result < 0) throw PythonError{};
 }
+
+// The name of an object's class, for an error's sentence.
+inline Ref type_name(PyObject* object) { return checked(PyType_GetName(Py_TYPE(object))); }
 
 class GilReleased {
  public:

@@ -131,7 +131,7 @@ class ObsNode {
         number = PyLong_AsLongLongAndOverflow(value, &overflow);
         if (overflow) return write_slowly(value, to);
       } else {
-        number = PyArrayScalar_VAL(value, Int64);
+        PyArray_ScalarAsCtype(value, &number);
       }
       std::memcpy(to, &number, sizeof number);
       return;

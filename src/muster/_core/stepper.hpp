@@ -201,16 +201,16 @@ class Stepper {
     bump<uint64_t>(own_.env_steps, 1);
     if (!result) throw PythonError{};
     result = as_tuple(std::move(result), 5, "step must return (obs, reward, terminated, truncated, info)");
-    PyObject** items = &PyTuple_GET_ITEM(result.get(), 0);
-    const double reward = as_reward(items[1]);
-    const bool terminated = as_flag(items[2], "terminated");
-    const bool truncated = as_flag(items[3], "truncated");
+    const double reward = as_reward(PyTuple_GET_ITEM(result.get(), 1));
+    const bool terminated = as_flag(PyTuple_GET_ITEM(result.get(), 2), "terminated");
+    const bool truncated = as_flag(PyTuple_GET_ITEM(result.get(), 3), "truncated");
     const bool over = terminated || truncated;
     const bool reset_now = over && autoreset_ == Autoreset::kSameStep;
 
-    write_obs(items[0], i, reset_now, reset_now ? final_objects_ : objects_);
+    write_obs(PyTuple_GET_ITEM(result.get(), 0), i, reset_now, reset_now ? final_objects_ : objects_);
     uint32_t& schema = reset_now ? record.final_schema : record.info_schema;
-    schema = write_info(items[4], i, reset_now ? kFinalInfo : kStepInfo, reset_now ? final_objects_ : objects_);
+    schema = write_info(PyTuple_GET_ITEM(result.get(), 4), i, reset_now ? kFinalInfo : kStepInfo,
+                        reset_now ? final_objects_ : objects_);
 
     if (record.episode_over) record.episode_return = 0, record.episode_length = 0;
     record.reward = reward;
@@ -294,12 +294,12 @@ class Stepper {
     if (PyFloat_Check(value)) return finite_reward(PyFloat_AS_DOUBLE(value), value);
     const bool scalar = PyLong_Check(value) || PyArray_IsScalar(value, Number) || PyArray_IsScalar(value, Bool) ||
                         (PyArray_Check(value) && PyArray_NDIM(reinterpret_cast<PyArrayObject*>(value)) == 0);
-    if (scalar || (!PyArray_Check(value) && PyNumber_Check(value) && Py_TYPE(value)->tp_as_number->nb_float)) {
+    if (scalar || (!PyArray_Check(value) && PyNumber_Check(value) && PyType_GetSlot(Py_TYPE(value), Py_nb_float))) {
       const double number = PyFloat_AsDouble(value);
       if (number == -1.0 && PyErr_Occurred()) throw PythonError{};
       return finite_reward(number, value);
     }
-    PyErr_Format(PyExc_TypeError, "the reward must be one number, got %.200s: %.300R", Py_TYPE(value)->tp_name, value);
+    PyErr_Format(PyExc_TypeError, "the reward must be one number, got %U: %.300R", type_name(value).get(), value);
     throw PythonError{};
   }
 
@@ -320,7 +320,7 @@ class Stepper {
       check(truth);
       return truth;
     }
-    PyErr_Format(PyExc_TypeError, "%s must be a bool, got %.200s: %.300R", name, Py_TYPE(value)->tp_name, value);
+    PyErr_Format(PyExc_TypeError, "%s must be a bool, got %U: %.300R", name, type_name(value).get(), value);
     throw PythonError{};
   }
 

@@ -1,0 +1,95 @@
+"""Builds the source distribution and the wheels into dist/, and checks them: ``python packaging/build_wheels.py``.
+
+It needs Linux, Python 3.11 and 3.12 with their headers, and PyPI, but no compiler: ziglang from PyPI compiles for both
+processors. The same commit gives the same files, byte for byte, wherever it is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pythons
+from workshop import DIST, PROJECT, ROOT, WORK, environment, run, tools_of
+
+# 3.11 has no stable ABI that the core could use. The wheel that is built by 3.12 serves all later versions.
+BUILT_BY = ("3.11", "3.12")
+MACHINES = ("x86_64", "aarch64")
+# zig.cmake compiles for this glibc.
+PLATFORM = "manylinux_2_17"
+
+
+def main() -> None:
+    by_name = {python.name: python.path for python in pythons.found()}
+    missing = [name for name in BUILT_BY if name not in by_name]
+    if missing:
+        sys.exit(f"No Python {' and no Python '.join(missing)} found in PATH, pyenv or PYTHONS. The wheels need both.")
+    shutil.rmtree(DIST, ignore_errors=True)
+    tools = tools_of(by_name["3.11"])
+    print("building the source distribution", flush=True)
+    run([*tools, "build", "--sdist", "--outdir", str(DIST), str(ROOT)])
+    (sdist,) = DIST.glob("*.tar.gz")
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, filter="data")
+        (source,) = Path(folder).iterdir()
+        for name in BUILT_BY:
+            build = environment(
+                by_name[name], f"python{name}", [*PROJECT["build-system"]["requires"], "cmake", "ninja"]
+            )
+            for machine in MACHINES:
+                print(f"building the wheel of Python {name} for {machine}", flush=True)
+                build_wheel(build, source, name, machine, zig_of(tools))
+                (built,) = DIST.glob(f"*-linux_{machine}.whl")
+                run([*tools, "wheel", "tags", "--remove", "--platform-tag", f"{PLATFORM}_{machine}", str(built)])
+    print("checking tags, symbols and texts", flush=True)
+    check(tools)
+    for path in sorted(DIST.iterdir()):
+        print(f"{path.stat().st_size:>9,} bytes  {hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}")
+
+
+def zig_of(tools: list[str]) -> str:
+    """The path of the compiler in the environment of the command ``tools``."""
+    find = "import importlib.util; print(importlib.util.find_spec('ziglang').submodule_search_locations[0])"
+    return run([tools[0], "-c", find]).strip() + "/zig"
+
+
+def build_wheel(build: list[str], source: Path, name: str, machine: str, zig: str) -> None:
+    """Builds the wheel of Python ``name`` for the processor ``machine`` from an unpacked source distribution."""
+    settings = {
+        "build-dir": str(source / "build"),
+        "cmake.toolchain-file": str(ROOT / "packaging" / "zig.cmake"),
+        "wheel.reproducible": "true",
+    }
+    shutil.rmtree(source / "build", ignore_errors=True)
+    options = ["--no-deps", "--no-build-isolation", *(f"--config-settings={k}={v}" for k, v in settings.items())]
+    run(
+        [*build, "pip", "--disable-pip-version-check", "wheel", *options, "--wheel-dir", str(DIST), str(source)],
+        MUSTER_ZIG=zig,
+        MUSTER_WHEEL_MACHINE=machine,
+        ZIG_GLOBAL_CACHE_DIR=str(WORK / "zig"),
+        # The names of CPython's cross builds: the platform of the wheel, and what ends the name of its module.
+        _PYTHON_HOST_PLATFORM=f"linux-{machine}",
+        SETUPTOOLS_EXT_SUFFIX=f".cpython-{name.replace('.', '')}-{machine}-linux-gnu.so",
+    )
+
+
+def check(tools: list[str]) -> None:
+    """Checks the tags, the symbols and the texts of everything in dist/."""
+    wheels = sorted(DIST.glob("*.whl"))
+    for wheel in wheels:
+        shown = run([*tools, "auditwheel", "show", str(wheel)])
+        machine = wheel.stem.removeprefix(wheel.stem.split(PLATFORM)[0] + PLATFORM + "_")
+        if f'platform tag: "{PLATFORM}_{machine}"' not in shown.replace("\n", " "):
+            sys.exit(f"{wheel.name} is not {PLATFORM}_{machine}:\n{shown}")
+    run([*tools, "abi3audit", "--strict", *(str(wheel) for wheel in wheels if "-abi3-" in wheel.name)])
+    run([*tools, "check_wheel_contents", *map(str, wheels)])
+    run([*tools, "twine", "check", "--strict", *map(str, DIST.iterdir())])
+
+
+if __name__ == "__main__":
+    main()
