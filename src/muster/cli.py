@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import gymnasium as gym
 
@@ -51,7 +51,7 @@ def make_app() -> typer.Typer:
     app.callback()(describe)
     app.command("train", no_args_is_help=True)(train)
     app.command("eval", no_args_is_help=True)(evaluate)
-    app.command("doctor", no_args_is_help=True)(doctor)
+    app.command("doctor")(doctor)
     app.command("bench", no_args_is_help=True)(bench)
     return app
 
@@ -75,7 +75,10 @@ def describe(
 
 
 def doctor(
-    target: Target,
+    context: typer.Context,
+    target: Annotated[
+        str | None, typer.Argument(metavar="TARGET", help="An env id or module:factory. Left out: this machine.")
+    ] = None,
     kwargs: Kwargs = None,
     num_envs: Annotated[
         int | None, typer.Option(min=1, show_default="what suits the machine", help="Envs to recommend a line for.")
@@ -90,12 +93,14 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Try an env out, and say how to run many of it, or what is in the way.
+    """Try an env out, and say how to run many of it, or what is in the way; without a TARGET examine the machine.
 
     Every trial runs in a process of its own. The exit status is 1 when something blocks parallel use.
 
     [dim]Example:[/] [bold]muster doctor my_game:make_env --kwargs '{"level": 3}'[/]
     """
+    if target is None:
+        _report_machine(context, as_json)
     from muster.doctor import Diagnosis, Measurements, diagnose
     from muster.doctor.show import show
     from muster.doctor.targets import about_import, judge_target, parse_kwargs, prints_to_stderr, resolve_target
@@ -125,6 +130,24 @@ def doctor(
     else:
         show(diagnosis, Console(highlight=False))
     raise typer.Exit(int(diagnosis.blocks))
+
+
+def _report_machine(context: typer.Context, as_json: bool) -> NoReturn:
+    """Runs ``muster doctor`` without a target."""
+    from muster.doctor.machine import examine
+    from muster.doctor.show import show_machine
+    from muster.doctor.targets import prints_to_stderr
+
+    if options := [f"--{name.replace('_', '-')}" for name in _provided(context) if name != "as_json"]:
+        needs = "needs" if len(options) == 1 else "need"
+        raise typer.BadParameter(f"{', '.join(options)} {needs} a TARGET, the env to try out")
+    with _reported_plainly(), prints_to_stderr():
+        report = examine()
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        show_machine(report, Console(highlight=False))
+    raise typer.Exit(int(report.blocks))
 
 
 def bench(
@@ -254,16 +277,21 @@ def _resumed_plan(context: typer.Context, run: Path) -> TrainingPlan:
     """The plan that the run was started with, changed by the options on the command line."""
     from muster.training import runs
 
-    provided = {
-        name: value
-        for name, value in context.params.items()
-        if getattr(context.get_parameter_source(name), "name", None) == "COMMANDLINE"
-    }
+    provided = _provided(context)
     if fixed := sorted(provided.keys() - {"resume", "total_steps", "num_workers"}):
         raise typer.BadParameter(f"the run has settled {', '.join(fixed)}; --resume goes on with what it has")
     plan = runs.read_plan(run)
     config = replace(plan.config, total_steps=provided.get("total_steps", plan.config.total_steps))
     return replace(plan, config=config, num_workers=provided.get("num_workers", plan.num_workers))
+
+
+def _provided(context: typer.Context) -> dict[str, Any]:
+    """The options that were passed on the command line."""
+    return {
+        name: value
+        for name, value in context.params.items()
+        if getattr(context.get_parameter_source(name), "name", None) == "COMMANDLINE"
+    }
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import muster
 from muster.doctor import Diagnosis, Finding, Measurements
 from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnosing import _source as source_of
-from muster.doctor.diagnosing import _try_contexts as try_contexts
+from muster.doctor.diagnosing import try_contexts
 from muster.doctor.diagnosis import Problem, recommended_rows
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
 from muster.doctor.guarded import STARTING, TrialOutcome, run_guarded

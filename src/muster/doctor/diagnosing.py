@@ -96,7 +96,7 @@ def _diagnose_env(
         return run_guarded(trial, packed or b"", stage_timeout_s=timeout, options=options, hash_seed=hash_seed)
 
     behaviour = run("behaviour", hash_seed=1) if packed is not None else TrialOutcome()
-    tried = _try_contexts(recipe, timeout, packed is not None, behaviour)
+    tried = try_contexts(recipe, timeout, packed is not None, behaviour)
     findings += about_behaviour(behaviour)
     findings += about_start_methods(tried, known=behaviour.stage in FATAL)
     verdict = Verdict(_source(env, target), env_kwargs, num_envs, packed is not None, tried)
@@ -191,9 +191,7 @@ def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
     return packed
 
 
-def _try_contexts(
-    recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome
-) -> dict[str, Problem | None]:
+def try_contexts(recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome) -> dict[str, Problem | None]:
     """The problem that ended a worker, by start method; None where it stepped. Methods that would hang are left out."""
     tried: dict[str, Problem | None] = {}
     if behaviour.hung and behaviour.stage in _BEFORE_STEPS:

@@ -1,6 +1,8 @@
-"""The doctor's report for people, in the terminal. Needs rich, of the extra ``cli``."""
+"""The doctor's reports for people, in the terminal. Needs rich, of the extra ``cli``."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -17,6 +19,7 @@ from muster.doctor.diagnosis import (
     recommended_rows,
     tried_rows,
 )
+from muster.doctor.machine import Fact, MachineReport
 
 _STYLES: dict[Severity, str] = {"blocks": "bold red", "warns": "yellow", "good": "green", "note": "dim"}
 
@@ -25,12 +28,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     """Prints the diagnosis: obstacles first, then the measurements, then the code to write."""
     console.print(Text(diagnosis.target, "bold"), soft_wrap=True)
     console.print()
-    found = Table.grid(padding=(0, 2))
-    for severity in MARKS:
-        for finding in diagnosis.findings:
-            if finding.severity == severity:
-                found.add_row(Text(MARKS[severity], _STYLES[severity]), Text(finding.topic, "bold"), _body(finding))
-    console.print(found)
+    console.print(_listed(diagnosis.findings))
     if rows := measured_rows(diagnosis.measured):
         console.print()
         console.print(_grid("One env alone", rows))
@@ -47,6 +45,30 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     console.print(Text(code_of(diagnosis.recommendation), "cyan"), soft_wrap=True)
 
 
+def show_machine(report: MachineReport, console: Console) -> None:
+    """Prints the report: the facts, obstacles first, then the packages, then whether workers run here."""
+    console.print(Text(f"Muster {report.version}", "bold"))
+    console.print()
+    console.print(_listed(report.facts))
+    console.print()
+    console.print(Text("Packages", "bold"))
+    console.print(_listed(report.packages))
+    console.print()
+    if report.blocks:
+        console.print(Text("Worker processes cannot run here: see what is in the way, above.", "bold red"))
+    else:
+        console.print("Workers run here. To try an env out: muster doctor TARGET")
+
+
+def _listed(findings: Sequence[Finding]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for severity in MARKS:
+        for finding in findings:
+            if finding.severity == severity:
+                table.add_row(Text(MARKS[severity], _STYLES[severity]), Text(finding.topic, "bold"), _body(finding))
+    return table
+
+
 def _show_tried(rows: list[tuple[str, str]], console: Console) -> None:
     console.print(Text("Tried, in env steps/s without a policy", "bold"))
     width = max(len(speed) for speed, _ in rows)
@@ -57,10 +79,12 @@ def _show_tried(rows: list[tuple[str, str]], console: Console) -> None:
 
 def _body(finding: Finding) -> RenderableType:
     # An env's own messages may contain terminal colours.
-    text = Text.from_ansi(finding.text)
-    if not finding.remedy:
-        return text
-    return Group(text, Padding(Text.from_ansi(finding.remedy, style="cyan"), (0, 0, 0, 2)))
+    parts: list[RenderableType] = [Text.from_ansi(finding.text)]
+    if isinstance(finding, Fact) and finding.meaning:
+        parts.append(Text(finding.meaning, "dim"))
+    if finding.remedy:
+        parts.append(Padding(Text.from_ansi(finding.remedy, style="cyan"), (0, 0, 0, 2)))
+    return Group(*parts)
 
 
 def _grid(title: str, rows: list[tuple[str, str]]) -> Table:

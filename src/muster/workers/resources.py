@@ -1,4 +1,4 @@
-"""The cores and memory that this process may use, and the memory and fds that a process holds."""
+"""The cores, memory and threads that this process may use, and the memory and fds that a process holds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ CGROUP = Path("/sys/fs/cgroup")
 def usable_cores() -> int:
     """The cores that this process may keep busy: affinity and cgroup quota (v2 and v1), at least 1."""
     cores = len(os.sched_getaffinity(0))
-    quota = _quota_v2() or _quota_v1()
+    quota = cpu_quota()
     return max(1, min(cores, round(quota))) if quota else cores
+
+
+def cpu_quota() -> float | None:
+    """The cgroup's limit of CPU time, in cores (v2 and v1); None where there is none."""
+    return _quota_v2() or _quota_v1()
 
 
 def _quota_v2() -> float | None:
@@ -55,12 +60,28 @@ def _memory_cgroups() -> Iterator[tuple[Path, str, str, str]]:
     """The cgroups whose memory limits count here: folder, and the names of limit, usage and idle page cache."""
     for folder in _up_to(CGROUP, _own_cgroup()):
         yield folder, "memory.max", "memory.current", "inactive_file"
+    for folder in _folders_v1("memory"):
+        yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+
+
+def threads_left() -> tuple[int, str] | None:
+    """Threads that the cgroup lets its processes start, and what sets that limit; None where nothing does."""
+    limits = []
+    for folder in (*_up_to(CGROUP, _own_cgroup()), *_folders_v1("pids")):
+        limit, current = (read_text(folder / f"pids.{name}").strip() for name in ("max", "current"))
+        if limit.isdigit() and current.isdigit():
+            limits.append((max(0, int(limit) - int(current)), f"of the cgroup's pids.max={limit}"))
+    return min(limits, default=None)
+
+
+def _folders_v1(controller: str) -> list[Path]:
+    """The cgroups of version 1 whose limits count here, of one controller."""
+    folders: list[Path] = []
     for line in read_text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            top = CGROUP / "memory"
-            for folder in _up_to(top, top / path.lstrip("/")):
-                yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        if controller in controllers.split(","):
+            folders += _up_to(CGROUP / controller, CGROUP / controller / path.lstrip("/"))
+    return folders
 
 
 def _up_to(top: Path, folder: Path) -> list[Path]:

@@ -1,0 +1,223 @@
+"""The doctor's examination of the machine and the installation. Imports none of the packages that it lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from muster.doctor.diagnosing import try_contexts
+from muster.doctor.diagnosis import Finding, Severity, size
+from muster.doctor.findings import about_start_methods
+from muster.doctor.guarded import TrialOutcome
+from muster.recipes.recipe import make_recipes
+from muster.workers.resources import cpu_quota, memory_left, read_text, threads_left, usable_cores
+
+PROC, DEV = Path("/proc"), Path("/dev")
+
+# A worker takes open files of the caller, and threads of what a user or a cgroup may have. The other files are for the
+# slab, the mail, the launcher, and while a worker starts.
+FDS_PER_WORKER = 5
+THREADS_PER_WORKER = 3
+OTHER_FDS = 6
+_LITTLE_MEMORY = 500_000_000
+_LITTLE_SHM = 64 << 20  # docker's default
+_TRIAL_S = 30.0
+
+
+@dataclass(frozen=True)
+class Fact(Finding):
+    """A finding about the machine. meaning: what follows from it for Muster; "" where that needs no words."""
+
+    meaning: str = ""
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """The result of `examine`. packages: one finding for each group of packages, under the name of its extra."""
+
+    version: str
+    facts: tuple[Fact, ...]
+    packages: tuple[Finding, ...]
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a fact keeps worker processes from running here."""
+        return any(fact.severity == "blocks" for fact in self.facts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        return {**dataclasses.asdict(self), "blocks": self.blocks}
+
+
+def examine() -> MachineReport:
+    """The facts about this machine, and the packages that are installed. Starts a worker by each start method."""
+    facts = [_about_python(), _about_system(), _about_cores(), _about_memory(), _about_shm()]
+    facts += [_about_gpu(), _about_limits(), *_about_file_size(), *_about_starts()]
+    return MachineReport(version_of("muster-rl") or "of unknown version", tuple(facts), tuple(_about_packages()))
+
+
+def version_of(package: str) -> str | None:
+    """The installed version, read without importing the package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _about_python() -> Fact:
+    text = f"{platform.python_version()}, {sys.executable}"
+    return Fact("good", "Python", text, meaning="workers run the same Python, with the packages below")
+
+
+def _about_system() -> Fact:
+    text = " ".join(filter(None, [platform.system(), platform.release(), platform.machine(), *platform.libc_ver()]))
+    return Fact("good", "system", text, meaning="workers need Linux 5.3 or newer: pidfd_open, memfd_create")
+
+
+def _about_cores() -> Fact:
+    count, allowed, quota, cores = os.cpu_count() or 1, len(os.sched_getaffinity(0)), cpu_quota(), usable_cores()
+    text = f"{count} logical CPU{'s' * (count > 1)}"
+    if allowed < count:
+        text = f"{allowed} of {count} logical CPUs, by this process's affinity"
+    if quota is not None:
+        text += f"; the cgroup allows the time of {quota:.3g}"
+    if cores == 1:
+        return Fact("note", "cores", text, meaning='make_vec starts 1 worker; backend="serial" does without it')
+    return Fact("good", "cores", text, meaning=f"make_vec starts {cores} workers, fewer for fewer envs")
+
+
+def _about_memory() -> Fact:
+    left, limit = memory_left()
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    severity: Severity = "warns" if left < _LITTLE_MEMORY else "good"
+    meaning = "make_vec refuses envs that will not fit (memory_check)"
+    return Fact(severity, "memory", f"{size(left)} {limit}; {size(installed)} installed", meaning=meaning)
+
+
+def _about_shm() -> Fact:
+    """Muster's own memory lies in memfds, which the size of /dev/shm does not limit."""
+    needs = "Muster's memory (memfd) is not in it; what torch shares is"
+    remedy = "docker run --shm-size=2g ..."
+    try:
+        found = os.statvfs(DEV / "shm")
+    except OSError:
+        return Fact("warns", "shared memory", "there is no /dev/shm", meaning=needs)
+    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    text = f"{size(free)} free of {size(total)} in /dev/shm"
+    if free > _LITTLE_SHM:
+        return Fact("good", "shared memory", text, meaning=needs)
+    return Fact("warns", "shared memory", text, remedy if total <= _LITTLE_SHM else None, needs)
+
+
+def _about_gpu() -> Fact:
+    count, torch = len([*DEV.glob("nvidia[0-9]*")]), version_of("torch") or ""
+    about_each = map(read_text, PROC.glob("driver/nvidia/gpus/*/information"))
+    models = sorted(set(re.findall(r"Model:\s*(.+)", "\n".join(about_each))))
+    if not count and (PROC / "driver/nvidia/version").exists():
+        meaning = "this container was given no GPU; policies compute on the CPU"
+        return Fact("warns", "GPU", "NVIDIA's driver is here, but no GPU in /dev", "docker run --gpus all ...", meaning)
+    if not count and not (DEV / "kfd").exists():
+        return Fact("note", "GPU", "none found", meaning="policies compute on the CPU")
+    text = f"{count}, {', '.join(models) or 'of NVIDIA'}" if count else "of AMD (/dev/kfd)"
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        text += f"; CUDA_VISIBLE_DEVICES={visible!r}"
+    if visible in ("", "-1"):
+        return Fact("note", "GPU", text, meaning="it is hidden; policies compute on the CPU")
+    if torch.endswith("+cpu"):
+        return Fact("warns", "GPU", text, meaning=f"the installed torch ({torch}) cannot use it")
+    meaning = 'policies can use it (policy_device="cuda"); workers do not'
+    return Fact("good", "GPU", text, meaning=meaning)
+
+
+def _about_limits() -> Fact:
+    files, threads = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    in_cgroup = threads_left()
+    texts, rooms = [], []
+    if files != resource.RLIM_INFINITY:
+        texts.append(f"{files:,} open files (ulimit -n)")
+        rooms.append((files - len(os.listdir("/proc/self/fd")) - OTHER_FDS) // FDS_PER_WORKER)
+    if threads != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
+        texts.append(f"{threads:,} threads of this user (ulimit -u)")
+        rooms.append(threads // THREADS_PER_WORKER)
+    if in_cgroup is not None:
+        texts.append(f"{in_cgroup[0]:,} more threads {in_cgroup[1]}")
+        rooms.append(in_cgroup[0] // THREADS_PER_WORKER)
+    if not rooms:
+        return Fact("good", "limits", "none on open files and threads")
+    room = max(0, min(rooms))
+    meaning = f"enough for about {room:,} workers: {FDS_PER_WORKER} files and {THREADS_PER_WORKER} threads each"
+    severity: Severity = "warns" if room < usable_cores() else "good"
+    return Fact(severity, "limits", ", ".join(texts), meaning=meaning)
+
+
+def _about_file_size() -> list[Fact]:
+    """The mail's boxes lie 4 GiB apart in a memory file, whose size counts as any file's does."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return []
+    text = f"no file may be larger than {size(limit)}"
+    meaning = "it applies to Muster's memory files, too, 4 GB for each env"
+    return [Fact("warns", "limits", text, "ulimit -f unlimited", meaning)]
+
+
+def _about_starts() -> list[Fact]:
+    """The start methods, each tried with a CartPole."""
+    tried = try_contexts(make_recipes("CartPole-v1", 1)[0], _TRIAL_S, travels=True, behaviour=TrialOutcome())
+    works = [name for name, problem in tried.items() if problem is None]
+    first, *others = (Fact(**dataclasses.asdict(one)) for one in about_start_methods(tried, known=False))
+    if "forkserver" in works:
+        meaning = 'context="auto" is forkserver, which never forks the caller'
+        return [dataclasses.replace(first, meaning=meaning), *others]
+    if works:
+        meaning = 'context="auto" is forkserver, which fails here'
+        remedy = f'muster.make_vec(..., context="{works[0]}")'
+        return [dataclasses.replace(first, severity="warns", remedy=remedy, meaning=meaning), *others]
+    meaning = 'make_vec works with backend="thread" and backend="serial" alone'
+    return [dataclasses.replace(first, meaning=meaning), *others]
+
+
+# The topic, which is the extra's name where there is one; what the packages are for; their names; what installs them.
+_GROUPS = (
+    ("required", "vector envs", "numpy gymnasium cloudpickle", "pip install muster-rl"),
+    ("torch", "collectors, networks", "torch tensordict", "pip install 'muster-rl[torch]'"),
+    ("train", "muster train", "tensorboard matplotlib", "pip install 'muster-rl[train]'"),
+    ("torchrl", "as_torchrl", "torchrl", "pip install 'muster-rl[torchrl]'"),
+    ("sb3", "drop-ins for SB3", "stable-baselines3", "pip install 'muster-rl[sb3]'"),
+    ("marl", "PettingZoo's envs", "pettingzoo mpe2", "pip install 'muster-rl[marl]'"),
+    ("meltingpot", "what Melting Pot needs", "dmlab2d dm-env", "pip install 'muster-rl[meltingpot]'"),
+    ("meltingpot", "Melting Pot itself", "dm-meltingpot", "python -m muster.envs.install_meltingpot"),
+    ("gymnasium", "Atari, MuJoCo", "ale-py mujoco", "pip install 'gymnasium[atari,mujoco]'"),
+)
+
+
+def _about_packages() -> Iterator[Finding]:
+    oldest = _oldest_versions()
+    for topic, purpose, names, command in _GROUPS:
+        versions = {name: version_of(name) for name in names.split()}
+        old = [name for name, found in versions.items() if found and _numbers(found) < _numbers(oldest.get(name, ""))]
+        texts = [f"{name} {found}" if found else f"no {name}" for name, found in versions.items()]
+        texts += [f"{name} must be {oldest[name]} or newer" for name in old]
+        severity: Severity = "warns" if old else "good" if all(versions.values()) else "note"
+        yield Finding(severity, topic, f"{purpose}: {', '.join(texts)}", None if severity == "good" else command)
+
+
+def _oldest_versions() -> dict[str, str]:
+    """By package the oldest version that works, where Muster's own metadata names one."""
+    try:
+        needed = metadata.requires("muster-rl") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    return dict(re.findall(r"^([\w.-]+) *>= *([\d.]+)", "\n".join(needed), re.MULTILINE))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)][:3]

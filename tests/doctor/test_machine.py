@@ -1,0 +1,322 @@
+"""`muster doctor` without a target: the machine, the installation, and what they mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import muster
+from muster.cli import make_app
+from muster.doctor import machine
+from muster.doctor.diagnosis import Finding, Problem
+from muster.doctor.machine import Fact, MachineReport, examine
+from muster.workers import resources
+from test_layers import OPTIONAL
+
+REPOSITORY = Path(__file__).parents[2]
+RUN_MUSTER = "from muster.cli import main; main()"
+ALL_START = {"forkserver": None, "spawn": None, "fork": None}
+
+Only = Callable[[str], Fact]
+
+
+def run(code: str, *arguments: str, cwd: Path, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    environment = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment)
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Only:
+    """Examines the machine without starting workers, and returns the only fact about a topic."""
+    monkeypatch.setattr(machine, "try_contexts", lambda *args, **options: ALL_START)
+
+    def examined(topic: str) -> Fact:
+        [fact] = [fact for fact in examine().facts if fact.topic == topic]
+        return fact
+
+    return examined
+
+
+@contextmanager
+def limited(limit: int, soft: int) -> Iterator[None]:
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, before)
+
+
+def test_a_machine_in_order_is_told_on_one_screen(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise AssertionError('the doctor imports torch')")
+    done = run(RUN_MUSTER, "doctor", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"Muster {muster.__version__}"
+    assert lines[-1] == "Workers run here. To try an env out: muster doctor TARGET"
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 50
+    for topic in ("Python", "system", "cores", "memory", "shared memory", "GPU", "limits", "start methods", "required"):
+        assert re.search(rf"^[x!+-]  {topic} ", done.stdout, re.MULTILINE), topic
+    assert "forkserver, spawn, fork tried, and work" in done.stdout
+
+
+def test_programs_read_the_report_as_json(tmp_path: Path) -> None:
+    told = json.loads(run(RUN_MUSTER, "doctor", "--json", cwd=tmp_path).stdout)
+    assert told["blocks"] is False
+    assert told["version"] == muster.__version__
+    assert all(fact["text"] and fact["meaning"] for fact in told["facts"])
+
+
+def test_no_optional_package_is_imported(tmp_path: Path) -> None:
+    code = "import json, sys; from muster.doctor.machine import examine; examine(); print(json.dumps([*sys.modules]))"
+    loaded = {name.partition(".")[0] for name in json.loads(run(code, cwd=tmp_path).stdout)}
+    assert loaded & OPTIONAL == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num-envs", "3"], "--num-envs needs a TARGET"),
+        (["--policy", "my_game:make_policy", "--json"], "--policy needs a TARGET"),
+        (["--kwargs", "{}", "--seconds", "1"], "need a TARGET"),
+    ],
+)
+def test_options_that_need_a_target_say_so(arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(make_app(), ["doctor", *arguments])
+    assert done.exit_code == 2
+    assert words in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_affinity_limits_the_cores(tmp_path: Path) -> None:
+    code = f"import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); {RUN_MUSTER}"
+    facts = json.loads(run(code, "doctor", "--json", cwd=tmp_path).stdout)["facts"]
+    [cores] = [fact for fact in facts if fact["topic"] == "cores"]
+    count = os.cpu_count()
+    assert cores["text"].startswith("1 logical CPU" if count == 1 else f"1 of {count} logical CPUs, by")
+    assert cores["meaning"] == 'make_vec starts 1 worker; backend="serial" does without it'
+
+
+def test_a_cgroup_limits_cores_memory_and_threads(only: Only, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_and_pids = {"cpu.max": "150000 100000", "pids.max": "40", "pids.current": "10"}
+    memory_files = {"memory.max": "400000000", "memory.current": "100000000", "memory.stat": "anon 5"}
+    for name, text in (cpu_and_pids | memory_files).items():
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(resources, "CGROUP", tmp_path)
+    monkeypatch.setattr(resources, "_own_cgroup", lambda: tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    cores, memory, limits = only("cores"), only("memory"), only("limits")
+    assert cores.text == "64 logical CPUs; the cgroup allows the time of 1.5"
+    assert cores.meaning.startswith("make_vec starts 2 workers")
+    assert memory.text.startswith("300 MB of the cgroup's memory.max=400000000; ")
+    assert memory.severity == "warns"
+    assert "30 more threads of the cgroup's pids.max=40" in limits.text
+    assert limits.meaning.startswith("enough for about 10 workers")
+    (tmp_path / "pids.current").write_text("39\n")
+    assert only("limits").severity == "warns"
+
+
+def test_version_1_of_cgroups_limits_threads_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pids" / "box").mkdir(parents=True)
+    (tmp_path / "pids" / "box" / "pids.max").write_text("30\n")
+    (tmp_path / "pids" / "box" / "pids.current").write_text("10\n")
+    monkeypatch.setattr(resources, "CGROUP", tmp_path)
+    read = resources.read_text
+    monkeypatch.setattr(
+        resources, "read_text", lambda path: "8:pids:/box\n" if path == Path("/proc/self/cgroup") else read(path)
+    )
+    assert resources.threads_left() == (20, "of the cgroup's pids.max=30")
+
+
+def test_open_files_limit_the_workers(only: Only, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
+    monkeypatch.setattr(machine, "threads_left", lambda: None)
+    soft = len(os.listdir("/proc/self/fd")) + 31
+    with limited(resource.RLIMIT_NOFILE, soft):
+        limits = only("limits")
+    assert limits.severity == "warns"
+    assert limits.text.startswith(f"{soft} open files (ulimit -n)")
+    assert limits.meaning.startswith("enough for about 5 workers")
+
+
+def test_a_user_may_have_few_threads(only: Only, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(machine, "threads_left", lambda: None)
+    with limited(resource.RLIMIT_NPROC, 300):
+        limits = only("limits")
+    assert "300 threads of this user (ulimit -u)" in limits.text
+    assert limits.meaning.startswith("enough for about 100 workers")
+
+
+def test_a_limit_on_files_sizes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "try_contexts", lambda *args, **options: ALL_START)
+    with limited(resource.RLIMIT_FSIZE, 10**9):
+        facts = examine().facts
+    [fact] = [fact for fact in facts if fact.remedy == "ulimit -f unlimited"]
+    assert (fact.severity, fact.text) == ("warns", "no file may be larger than 1 GB")
+
+
+def test_a_worker_takes_what_the_limits_are_divided_by() -> None:
+    held = {}
+    for num_workers in (1, 3):
+        with muster.make_vec("CartPole-v1", 3, num_workers=num_workers) as envs:
+            envs.reset()
+            held[num_workers] = len(os.listdir("/proc/self/fd"))
+            pids = {worker["pid"] for worker in envs.stats()["workers"]}
+            threads = [len(os.listdir(f"/proc/{pid}/task")) for pid in pids]
+        assert threads == [machine.THREADS_PER_WORKER] * num_workers
+    assert held[3] - held[1] == 2 * machine.FDS_PER_WORKER
+    needed = len(os.listdir("/proc/self/fd")) + machine.OTHER_FDS + 3 * machine.FDS_PER_WORKER
+    with limited(resource.RLIMIT_NOFILE, needed), muster.make_vec("CartPole-v1", 3, num_workers=3) as envs:
+        envs.reset()
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "total_mb", "severity", "remedy"),
+    [(64, 64, "warns", "docker run --shm-size=2g ..."), (1, 4000, "warns", None), (4000, 4000, "good", None)],
+)
+def test_a_small_or_full_dev_shm_is_marked_though_muster_does_without(
+    only: Only, monkeypatch: pytest.MonkeyPatch, free_mb: int, total_mb: int, severity: str, remedy: str | None
+) -> None:
+    found = SimpleNamespace(f_bavail=free_mb, f_blocks=total_mb, f_frsize=1 << 20)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    fact = only("shared memory")
+    assert (fact.severity, fact.remedy) == (severity, remedy)
+    assert fact.meaning == "Muster's memory (memfd) is not in it; what torch shares is"
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an empty proc and an empty dev, which are examined in place of the kernel's."""
+    for name in ("proc", "dev"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setattr(machine, name.upper(), tmp_path / name)
+    monkeypatch.setattr(machine, "version_of", lambda package: "2.13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def put_gpu(kernel: Path, *, driver_only: bool = False) -> None:
+    folder = kernel / "proc" / "driver" / "nvidia" / "gpus" / "0000:01:00.0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text("Model: \t\t NVIDIA H100\nIRQ:   \t\t 16\n")
+    (folder.parent.parent / "version").write_text("NVRM version\n")
+    if not driver_only:
+        (kernel / "dev" / "nvidia0").touch()
+        (kernel / "dev" / "nvidiactl").touch()
+
+
+def test_a_machine_without_gpu_and_dev_shm(only: Only, kernel: Path) -> None:
+    assert only("GPU").text == "none found"
+    assert (only("shared memory").severity, only("shared memory").text) == ("warns", "there is no /dev/shm")
+
+
+def test_a_gpu_is_for_policies(only: Only, kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_gpu(kernel)
+    gpu = only("GPU")
+    assert (gpu.severity, gpu.text) == ("good", "1, NVIDIA H100")
+    assert gpu.meaning == 'policies can use it (policy_device="cuda"); workers do not'
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert only("GPU").meaning == "it is hidden; policies compute on the CPU"
+
+
+def test_a_gpu_that_the_installed_torch_cannot_use(only: Only, kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_gpu(kernel)
+    monkeypatch.setattr(machine, "version_of", lambda package: "2.13.0+cpu")
+    assert (only("GPU").severity, only("GPU").meaning) == ("warns", "the installed torch (2.13.0+cpu) cannot use it")
+
+
+def test_a_driver_without_gpu_is_a_container_that_was_given_none(only: Only, kernel: Path) -> None:
+    put_gpu(kernel, driver_only=True)
+    assert (only("GPU").severity, only("GPU").remedy) == ("warns", "docker run --gpus all ...")
+
+
+def test_a_kernel_that_refuses_what_workers_need_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(make_app(), ["doctor"])
+    assert done.exit_code == 1
+    first = done.stdout.split("\n\n")[1]
+    assert first.startswith("x  start methods  forkserver, spawn, fork do not work: OSError: [Errno 38] Function not")
+    assert done.stdout.rstrip().endswith("Worker processes cannot run here: see what is in the way, above.")
+
+
+def test_a_default_start_method_that_fails_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = {"forkserver": Problem("WorkerDied: it died"), "spawn": None, "fork": None}
+    monkeypatch.setattr(machine, "try_contexts", lambda *args, **options: tried)
+    report = examine()
+    works, fails = [fact for fact in report.facts if fact.topic == "start methods"]
+    assert (works.severity, works.remedy) == ("warns", 'muster.make_vec(..., context="spawn")')
+    assert fails.text == "forkserver does not work: WorkerDied: it died"
+    assert not report.blocks
+
+
+def packages(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> dict[str, Finding]:
+    """The findings about packages by topic, where only `versions` are installed."""
+    monkeypatch.setattr(machine, "try_contexts", lambda *args, **options: ALL_START)
+    monkeypatch.setattr(machine, "version_of", versions.get)
+    return {finding.topic: finding for finding in examine().packages}
+
+
+def test_what_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = packages(monkeypatch, {"numpy": "2.4.6", "gymnasium": "1.4.0", "cloudpickle": "3.1.2", "dmlab2d": "1.0"})
+    assert found["required"].severity == "good"
+    assert found["sb3"].text == "drop-ins for SB3: no stable-baselines3"
+    assert found["sb3"].remedy == "pip install 'muster-rl[sb3]'"
+    assert found["torch"].remedy == "pip install 'muster-rl[torch]'"
+    assert found["meltingpot"].text == "Melting Pot itself: no dm-meltingpot"
+    assert found["meltingpot"].remedy == "python -m muster.envs.install_meltingpot"
+
+
+def test_a_version_that_is_too_old_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = packages(monkeypatch, {"stable-baselines3": "2.3.2", "torch": "2.13.0+cpu", "tensordict": "0.12"})
+    assert found["sb3"].severity == "warns"
+    assert found["sb3"].text == "drop-ins for SB3: stable-baselines3 2.3.2, stable-baselines3 must be 2.9 or newer"
+    assert found["torch"].severity == "good"
+
+
+def test_every_extra_brings_what_it_is_named_for() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    def brought(extra: str) -> set[str]:
+        names = set()
+        for line in extras[extra]:
+            name, inner = re.match(r"([\w.-]+)(?:\[(.*?)\])?", line).groups()
+            names |= {one for each in inner.split(",") for one in brought(each)} if name == "muster-rl" else {name}
+        return names
+
+    named = {}
+    for _, _, packages, command in machine._GROUPS:
+        if extra := re.fullmatch(r"pip install 'muster-rl\[(\w+)\]'", command):
+            named[extra[1]] = set(packages.split())
+    assert {"torch", "sb3", "torchrl", "meltingpot"} <= named.keys()
+    for extra in named.keys() & extras.keys():
+        assert named[extra] <= brought(extra)
+
+
+def test_every_package_can_be_shown_as_missing_on_80_columns(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from rich.console import Console
+
+    from muster.doctor.show import show_machine
+
+    found = packages(monkeypatch, {})
+    show_machine(MachineReport("0.1.0", (), tuple(found.values())), Console(width=80, highlight=False))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for finding in found.values():
+        assert set((finding.remedy or "").splitlines()) <= set(lines)
