@@ -54,12 +54,12 @@ test-wheels: ## Test the wheels of dist/ on every Python found, and on those tha
 
 # Three stamps, so that a second call has nothing to do: the packages, the compiled core, the benchmarks' peers.
 # torch comes first and by itself: its pin decides which build of it everything after it gets.
-$(VENV)/.packages: pyproject.toml constraints.txt scripts/install_meltingpot.sh
+$(VENV)/.packages: pyproject.toml constraints.txt src/muster/envs/install_meltingpot.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint constraints.txt torch
 	$(PIP) install --constraint constraints.txt scikit-build-core nanobind numpy cmake ninja
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-	scripts/install_meltingpot.sh $(BIN)/python --constraint constraints.txt
+	$(BIN)/python -m muster.envs.install_meltingpot --quiet --constraint constraints.txt
 	touch $@
 
 $(VENV)/.core: $(VENV)/.packages $(CORE)

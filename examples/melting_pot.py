@@ -1,7 +1,7 @@
 """Six Melting Pot envs in parallel: from a factory, and from an id.
 
 `dmlab2d.Lab2d`, the engine below, cannot be pickled, so no env can be sent to a worker. Each worker builds its own.
-Install Melting Pot without TensorFlow first: scripts/install_meltingpot.sh
+Install Melting Pot without TensorFlow first: python -m muster.envs.install_meltingpot
 """
 
 from __future__ import annotations

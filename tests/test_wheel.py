@@ -60,6 +60,7 @@ def test_wheel_ships_the_core_and_not_its_sources(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert f"muster/_core{sysconfig.get_config_var('EXT_SUFFIX')}" in names
     assert "muster/py.typed" in names
+    assert "muster/envs/install_meltingpot.py" in names
     assert {Path(name).suffix for name in names if name.startswith("muster/")} <= {".py", ".pyi", ".so", ".typed"}
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"muster"}
     assert [name for name in names if name.endswith("LICENSE")]

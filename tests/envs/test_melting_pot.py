@@ -20,8 +20,8 @@ import muster
 from muster.envs.melting_pot import load_substrates
 from muster.errors import EnvError, RecipeError
 
-pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
-pytest.importorskip("ml_collections", reason="scripts/install_meltingpot.sh")
+pytest.importorskip("dmlab2d", reason="python -m muster.envs.install_meltingpot")
+pytest.importorskip("ml_collections", reason="python -m muster.envs.install_meltingpot")
 # Melting Pot's dependencies warn while they are imported.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 

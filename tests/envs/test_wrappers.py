@@ -377,7 +377,7 @@ def lab2d_of(env: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 def test_rows_of_a_substrate_are_what_lab2d_makes_when_asked_for_everything() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+    pytest.importorskip("dmlab2d", reason="python -m muster.envs.install_meltingpot")
     with muster.make_vec(f"meltingpot/{SUBSTRATE}", 1, backend="serial") as envs:
         envs.reset(seed=0)
         for _ in range(10):
@@ -393,7 +393,7 @@ def test_rows_of_a_substrate_are_what_lab2d_makes_when_asked_for_everything() ->
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_call_does_to_a_substrate_is_done() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+    pytest.importorskip("dmlab2d", reason="python -m muster.envs.install_meltingpot")
 
     def stand_still(env: Any, env_index: int) -> None:
         choosing = env.env._env._env
@@ -411,7 +411,7 @@ def test_what_a_call_does_to_a_substrate_is_done() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_who_listens_to_a_substrate_hears_of_every_step() -> None:
-    pytest.importorskip("dmlab2d", reason="scripts/install_meltingpot.sh")
+    pytest.importorskip("dmlab2d", reason="python -m muster.envs.install_meltingpot")
     heard: list[Any] = []
 
     def build() -> Any:

@@ -42,8 +42,8 @@ def melting_pot_package() -> ModuleSpec:
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
-            "Melting Pot is not installed. Without TensorFlow and bots: scripts/install_meltingpot.sh; with them: "
-            "pip install dm-meltingpot",
+            "Melting Pot is not installed. Without TensorFlow and bots: python -m muster.envs.install_meltingpot; "
+            "with them: pip install dm-meltingpot",
             name=_PACKAGE,
         )
     return spec
