@@ -67,7 +67,7 @@ $(VENV)/.core: $(VENV)/.packages $(CORE)
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.packages
-	$(PIP) install --constraint constraints.txt envpool
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
 	touch $@
 
 # An environment of its own, so that the sanitized core is nobody else's: it finds all other packages in .venv, but not

@@ -1,6 +1,7 @@
 """Agents of several kinds in one env: `simple_tag`, where adversaries chase a faster agent.
 
 Each kind is a group with spaces of its own. Groups come from the agents' names; ``groups=`` would choose others.
+Needs: pip install 'muster-rl[marl]'
 """
 
 from __future__ import annotations

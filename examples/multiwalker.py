@@ -3,7 +3,7 @@
 In other libraries a multi-agent network keeps a placeholder on the meta device, and passing it to several processes
 ends in "share_fd: only available on CPU". Here the network has ordinary parameters, and the envs need no wrapper.
 
-    pip install "muster-rl[torch,pettingzoo]" "pettingzoo[sisl]"
+    pip install "muster-rl[torch,marl]" "pettingzoo[sisl]"
     python examples/multiwalker.py [auto | forkserver | spawn | fork]
 """
 

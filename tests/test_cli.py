@@ -177,14 +177,6 @@ def test_help_is_quick_to_have_and_names_the_commands():
         assert option in muster("train", "--help").output
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_the_extra_the_message_says_what_to_install(missing: str):
-    code = f"import sys; sys.modules[{missing!r}] = None; from muster.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.strip() == (f"The muster command needs {missing}. Install it with: pip install 'muster-rl[cli]'")
-
-
 def test_bench_compares_the_ways_to_run_an_env():
     result = muster("bench", "CartPole-v1", "--num-envs", "2", "--rounds", "2", "--seconds", "0.02")
     assert result.exit_code == 0, result.output

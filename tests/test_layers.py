@@ -43,6 +43,7 @@ ORDER = (
     "introspection",
     "arguments",
     "errors",
+    "extras",
     "_core",
 )
 LEVELS = {unit: level for level, unit in enumerate(reversed(ORDER))}

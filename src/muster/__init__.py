@@ -31,6 +31,7 @@ _LATER = {
     "rebuild_with": "rollout.processes.policy_travel",
 }
 _SUBMODULES = ("algorithms", "interop", "nn")
+_NEED_TORCH = {"Collector", "MultiCollector", "algorithms", "nn", "rebuild_with"}
 
 __all__ = [
     "Collector",
@@ -57,4 +58,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, *_SUBMODULES, "__version__"])
+    from muster.extras import is_installed
+
+    names = {*globals(), *__all__, *_SUBMODULES, "__version__"}
+    # `help(muster)` reads every name in here, and would end with the first that needs a package which is missing.
+    return sorted(names if is_installed("torch") and is_installed("tensordict") else names - _NEED_TORCH)

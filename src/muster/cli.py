@@ -1,4 +1,4 @@
-"""The ``muster`` command. It needs the extra ``cli``; PyTorch is imported only by the commands that train."""
+"""The ``muster`` command. It needs the extra ``doctor``, and the commands that train the extra ``train``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import gymnasium as gym
 
 import muster
 from muster.errors import EnvError, MusterError, UsageError
+from muster.extras import imports_for, require
 
 # A missing package is reported by ``main``, without a traceback; a program that only imports this module goes on.
 try:
@@ -22,9 +23,9 @@ try:
     from rich.console import Console
     from rich.markup import escape
 except ImportError as error:
-    _missing: str | None = str(error.name).partition(".")[0]
+    _failed_import: ImportError | None = error
 else:
-    _missing = None
+    _failed_import = None
     Target = Annotated[
         str, typer.Argument(metavar="TARGET", help="An env id, or module:factory for a function that builds an env.")
     ]
@@ -36,12 +37,19 @@ if TYPE_CHECKING:
     from muster.training.runs import TrainingPlan
 
 INTERRUPTED = 130  # the shell's exit status for Ctrl-C
+EXTRAS = {"doctor": "doctor", "bench": "doctor", "train": "train", "eval": "train"}  # by command
 
 
 def main() -> None:
     """Entry point of the installed ``muster`` script."""
-    if _missing is not None:
-        raise SystemExit(f"The muster command needs {_missing}. Install it with: pip install 'muster-rl[cli]'")
+    command = next((word for word in sys.argv[1:] if word in EXTRAS), None)
+    needing = "The muster command needs" if command is None else f"muster {command} needs"
+    try:
+        with imports_for(needing, f"muster-rl[{EXTRAS.get(command or '', 'doctor')}]", "typer", "rich"):
+            if _failed_import is not None:
+                raise _failed_import
+    except ImportError as error:
+        raise SystemExit(str(error)) from None
     make_app()()
 
 
@@ -107,6 +115,8 @@ def doctor(
 
     how_to_import = None
     with _reported_plainly(), prints_to_stderr():
+        if policy is not None:
+            require("muster doctor --policy needs", "muster-rl[torch]", "torch", "tensordict")
         if (unusable := about_import(target, timeout)) is not None:
             diagnosis = Diagnosis(target, (unusable,), Measurements(), None)
         else:
@@ -225,8 +235,10 @@ def train(
     """
     console = Console(highlight=False)
     with _reported_plainly():
-        from muster.algorithms import PPOConfig
-        from muster.training import runs
+        needed = ("torch", "tensordict", "tensorboard", "matplotlib")  # the last two not until a rollout has been made
+        with imports_for("muster train needs", "muster-rl[train]", *needed):
+            from muster.algorithms import PPOConfig
+            from muster.training import runs
 
         if resume is not None:
             plan = _resumed_plan(context, resume)
@@ -264,7 +276,8 @@ def evaluate(
     """
     console = Console(highlight=False)
     with _reported_plainly():
-        from muster.training import runs
+        with imports_for("muster eval needs", "muster-rl[train]", "torch", "tensordict"):
+            from muster.training import runs
 
         plan = runs.read_plan(run)
         with _opened(plan, min(plan.config.num_envs, episodes)) as envs:

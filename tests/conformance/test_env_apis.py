@@ -70,7 +70,7 @@ class TestParallel(EnvApiContract):
         return BareParallel(ReusingAgents())
 
 
-@needs("mpe2", "pip install 'muster-rl[pettingzoo]'")
+@needs("mpe2", "pip install 'muster-rl[marl]'")
 @pytest.mark.filterwarnings("ignore")
 class TestSimpleTag(EnvApiContract):
     attribute = ("possible_agents", ["adversary_0", "adversary_1", "adversary_2", "agent_0"])
@@ -95,7 +95,7 @@ class TestTurns(EnvApiContract):
         return BareTurns(Turns())
 
 
-@needs("pettingzoo", "pip install 'muster-rl[pettingzoo]'")
+@needs("pettingzoo", "pip install 'muster-rl[marl]'")
 @pytest.mark.filterwarnings("ignore")
 class TestTicTacToe(EnvApiContract):
     renders = False
@@ -110,7 +110,7 @@ class TestTicTacToe(EnvApiContract):
         return BareTurns(make("pettingzoo.classic.tictactoe_v3", "env"))
 
 
-@needs("dmlab2d", "scripts/install_meltingpot.sh")
+@needs("dmlab2d", "python -m muster.envs.install_meltingpot")
 @pytest.mark.filterwarnings("ignore")
 class TestMeltingPot(EnvApiContract):
     steps = 10

@@ -14,8 +14,8 @@ import muster
 from muster.envs import resolve_foreign_id
 from muster.errors import RecipeError
 
-pytest.importorskip("pettingzoo", reason="pip install 'muster-rl[pettingzoo]'")
-pytest.importorskip("mpe2", reason="pip install 'muster-rl[pettingzoo]'")
+pytest.importorskip("pettingzoo", reason="pip install 'muster-rl[marl]'")
+pytest.importorskip("mpe2", reason="pip install 'muster-rl[marl]'")
 
 # Some of these envs warn while they are imported or made; that is between them and their authors.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -28,6 +28,7 @@ from muster.doctor.lines import is_fatal, pick, try_lines
 from muster.doctor.trials import make_envs
 from muster.envs import resolve_foreign_id
 from muster.errors import CannotTravel, RecipeError
+from muster.extras import require
 from muster.introspection import callable_name, type_name
 from muster.pickling import find_culprits, fork_hazards
 from muster.recipes.existing_env import is_env
@@ -60,8 +61,11 @@ def diagnose(
     name: the env's name in messages.
     policy: examined as well: could `MultiCollector` copy it to its processes? It is never called. Needs PyTorch.
 
-    Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense.
+    Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense. Raises
+    ImportError where a policy is to be examined without PyTorch.
     """
+    if policy is not None:
+        require("diagnose(policy=...) needs", "muster-rl[torch]", "torch", "tensordict")
     diagnosis = _diagnose_env(env, num_envs, env_kwargs or {}, wrappers, timeout, seconds, name or _name(env))
     if policy is None:
         return diagnosis

@@ -15,8 +15,11 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from muster.extras import is_installed, missing, missing_explained
+
 _PACKAGE = "meltingpot"
 _SUBSTRATES = f"{_PACKAGE}.substrate"
+_INSTALL = "python -m muster.envs.install_meltingpot"
 _LOADING = threading.Lock()
 
 
@@ -26,7 +29,7 @@ def load_substrates() -> Any:
     Raises ModuleNotFoundError with the command that installs it.
     """
     with _LOADING:
-        if _PACKAGE in sys.modules:
+        if sys.modules.get(_PACKAGE) is not None:
             return _load()
         # Not executed: its ``__init__`` imports bots, hence TensorFlow.
         sys.modules[_PACKAGE] = importlib.util.module_from_spec(melting_pot_package())
@@ -37,15 +40,14 @@ def load_substrates() -> Any:
             raise
 
 
-def melting_pot_package() -> ModuleSpec:
-    """The spec of the installed package, which says where it lies. Raises ModuleNotFoundError."""
+def melting_pot_package(needing: str = "Substrates need") -> ModuleSpec:
+    """The spec of the installed package, which says where it lies. Raises ModuleNotFoundError.
+
+    needing: the beginning of its message.
+    """
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(
-            "Melting Pot is not installed. Without TensorFlow and bots: python -m muster.envs.install_meltingpot; "
-            "with them: pip install dm-meltingpot",
-            name=_PACKAGE,
-        )
+        raise ModuleNotFoundError(missing(needing, "Melting Pot", _INSTALL), name=_PACKAGE)
     return spec
 
 
@@ -64,7 +66,7 @@ class _WithoutBots(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _PACKAGE or _is_installed("tensorflow"):
+        if fullname != _PACKAGE or is_installed("tensorflow"):
             return None
         others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
         found = (find_spec(fullname, path, target) for find_spec in others if find_spec is not None)
@@ -85,7 +87,7 @@ class _SubstratesAlone(SourceFileLoader):
 def _load() -> Any:
     if _SUBSTRATES in sys.modules:
         return sys.modules[_SUBSTRATES]
-    with _with_chex():
+    with _with_chex(), missing_explained("Melting Pot needs", _INSTALL):
         substrates = importlib.import_module(_SUBSTRATES)
     sys.modules.setdefault(f"{_PACKAGE}.python", sys.modules[_PACKAGE])  # as its ``__init__`` does, for older code
     return substrates
@@ -94,7 +96,7 @@ def _load() -> Any:
 @contextlib.contextmanager
 def _with_chex() -> Iterator[None]:
     """Puts a substitute for chex, which requires JAX, into ``sys.modules``: Melting Pot uses only a decorator of it."""
-    if _is_installed("chex"):
+    if is_installed("chex"):
         yield
         return
     standing_in = types.ModuleType("chex")
@@ -104,14 +106,3 @@ def _with_chex() -> Iterator[None]:
         yield
     finally:
         sys.modules.pop("chex", None)
-
-
-def _is_installed(name: str) -> bool:
-    """Whether a module is installed, or replaced by the user's own in ``sys.modules``.
-
-    A bare folder of that name, which has no origin, does not count.
-    """
-    if name in sys.modules:
-        return sys.modules[name] is not None  # None blocks its import
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None

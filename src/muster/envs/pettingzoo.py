@@ -13,10 +13,12 @@ from gymnasium import spaces
 
 from muster.envs.agents import AgentSpecs
 from muster.errors import RecipeError, SpecMismatch
+from muster.extras import missing, missing_explained, pip_install
 from muster.spaces.tree import Space
 
 # Families that moved to a package of their own: pettingzoo/mpe/... is found there, too.
 _MOVED = {"mpe": "mpe2", "mpe2": "mpe2"}
+_EXTRA = "muster-rl[marl]"
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,11 @@ class MakePettingZoo:
     module: str
 
     def __call__(self, **kwargs: Any) -> Any:
-        module = importlib.import_module(self.module)
+        # Every family has packages of its own; pip knows them as an extra of PettingZoo's.
+        package, family, *_ = self.module.split(".")
+        requirement = f"pettingzoo[{family}]" if package == "pettingzoo" else _EXTRA
+        with missing_explained(f"{self.module} needs", pip_install(requirement)):
+            module = importlib.import_module(self.module)
         make = getattr(module, "parallel_env", None) or module.env
         return make(**kwargs)
 
@@ -37,9 +43,8 @@ def check_env(name: str) -> MakePettingZoo:
     package = _MOVED.get(family, "pettingzoo")
     root = importlib.util.find_spec(package)
     if root is None or not root.submodule_search_locations:
-        raise ModuleNotFoundError(
-            f"'pettingzoo/{name}' needs {package}. Install it with: pip install 'muster-rl[pettingzoo]'", name=package
-        )
+        sentence = missing(f"'pettingzoo/{name}' needs", package, pip_install(_EXTRA))
+        raise ModuleNotFoundError(sentence, name=package)
     folder = Path(next(iter(root.submodule_search_locations)))
     folder = folder if package != "pettingzoo" else folder / family
     known = sorted(path.stem for path in folder.glob("*_v*.py")) if family.isidentifier() else []

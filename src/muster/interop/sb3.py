@@ -18,6 +18,7 @@ from gymnasium.vector import AutoresetMode
 from muster.backends.base import Backend
 from muster.backends.serial import SerialBackend
 from muster.errors import ConfigError, WrongType
+from muster.extras import imports_for
 from muster.interop.env_calls import (
     CallMethod,
     GetAttribute,
@@ -40,12 +41,10 @@ from muster.vector.vector_env import VectorEnv
 from muster.workers.messages import ResetArguments
 from muster.workers.options import EnvCall
 
-try:
+with imports_for("muster.interop.sb3 needs", "muster-rl[sb3]", "stable_baselines3"):
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.preprocessing import check_for_nested_spaces
     from stable_baselines3.common.vec_env.base_vec_env import VecEnv
-except ImportError as error:
-    raise ImportError('muster.interop.sb3 needs Stable-Baselines3: pip install "muster-rl[sb3]"') from error
 
 __all__ = ["DummyVecEnv", "MusterVecEnv", "SubprocVecEnv", "as_sb3", "make_vec_env"]
 

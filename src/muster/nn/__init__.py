@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-try:
-    import torch as _torch  # noqa: F401
-except ImportError as error:
-    raise ImportError("muster.nn needs PyTorch. Install it with: pip install muster-rl[torch]") from error
+from muster.extras import imports_for
 
-from muster.nn.functional import functionalize
-from muster.nn.marks import UncopyableMark, is_uncopyable, uncopyable, uncopyable_mark
-from muster.nn.multi_agent_net import AgentView, MultiAgentNet
-from muster.nn.networks import MultiAgentConvNet, MultiAgentMLP
-from muster.nn.target import TargetParams
+with imports_for("muster.nn needs", "muster-rl[torch]", "torch", "tensordict"):
+    from muster.nn.functional import functionalize
+    from muster.nn.marks import UncopyableMark, is_uncopyable, uncopyable, uncopyable_mark
+    from muster.nn.multi_agent_net import AgentView, MultiAgentNet
+    from muster.nn.networks import MultiAgentConvNet, MultiAgentMLP
+    from muster.nn.target import TargetParams
 
 __all__ = [
     "AgentView",

@@ -17,6 +17,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvCreator, EnvSpec, WrapperSpec, _find_spec, load_env_creator
 
 from muster.errors import RecipeError
+from muster.extras import missing
 from muster.pickling import is_plain
 
 FOREIGN_PREFIXES = ("pettingzoo/", "meltingpot/")
@@ -186,6 +187,5 @@ def _register_atari(env_id: str) -> None:
     try:
         importlib.import_module("ale_py")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{env_id!r} needs the Arcade Learning Environment. Install it with: pip install ale-py", name="ale_py"
-        ) from error
+        sentence = missing(f"{env_id!r} needs", "the Arcade Learning Environment", "pip install ale-py")
+        raise ModuleNotFoundError(sentence, name="ale_py") from error

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from muster.extras import imports_for
+
 
 class EventWriter:
     """Writes scalars into a new event file in the folder ``path``. Raises ImportError without tensorboard.
@@ -17,12 +19,10 @@ class EventWriter:
     """
 
     def __init__(self, path: Path, *, after_step: int = -1) -> None:
-        try:
+        with imports_for("Event files need", "muster-rl[train]", "tensorboard"):
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise ImportError("Event files need tensorboard. Install it with: pip install 'muster-rl[cli]'") from error
         self._event, self._summary = Event, Summary
         # TensorBoard reads a folder's files in the order of their names. The file is written without TensorBoard's
         # EventFileWriter, whose `close` never returns after a Ctrl-C inside its queue. Each record is in the file

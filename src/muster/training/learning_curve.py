@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from muster.extras import imports_for
+
 INK, LINE, GOAL = "#1f2937", "#2563eb", "#059669"
 MUTED = "#6b7280"
 
@@ -17,12 +19,10 @@ def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal
     goal: the return that counts as solved, drawn as a line. Returns False, and draws nothing, while no episode has
     ended. Raises ImportError without matplotlib.
     """
-    try:
+    with imports_for("Plots need", "muster-rl[train]", "matplotlib"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator
-    except ImportError as error:
-        raise ImportError("Plots need matplotlib. Install it with: pip install 'muster-rl[cli]'") from error
 
     curve = _read(metrics_path)
     if not len(curve):

@@ -12,6 +12,7 @@ from gymnasium.vector import AutoresetMode
 from muster.backends.base import Backend
 from muster.envs.attributes import get_attribute
 from muster.errors import ConfigError, UsageError, WorkerError, WrongType
+from muster.extras import imports_for
 from muster.interop.starting import recipes_of, require_copies, with_processes
 from muster.interop.torchrl.env_worker import ENCODING, inner_env_of
 from muster.transport.infos import spread
@@ -21,7 +22,7 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
 
-try:
+with imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl", "torch", "tensordict"):
     import torch
     from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
     from torchrl._utils import seed_generator
@@ -29,8 +30,6 @@ try:
 
     from muster.interop.torchrl.layouts import AgentGroups, SingleAgent, TensorDictShape
     from muster.interop.torchrl.specs import chosen, ends
-except ImportError as error:
-    raise ImportError('muster.interop.torchrl needs TorchRL: pip install "muster-rl[torchrl]"') from error
 
 __all__ = ["MusterEnv", "ParallelEnv", "as_torchrl"]
 

@@ -1,0 +1,110 @@
+"""Packages that only some parts of Muster need: the sentences for those that are missing or too old."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import NamedTuple
+
+
+class Package(NamedTuple):
+    """A package of an extra. name: as people write it.  distribution: as pip does.  oldest: that works with Muster."""
+
+    name: str
+    distribution: str
+    oldest: str
+
+
+# By module. The oldest versions are those of pyproject.toml; tests/test_extras.py compares them.
+PACKAGES = {
+    "torch": Package("PyTorch", "torch", "2.5"),
+    "tensordict": Package("TensorDict", "tensordict", "0.12"),
+    "torchrl": Package("TorchRL", "torchrl", "0.14"),
+    "stable_baselines3": Package("Stable-Baselines3", "stable-baselines3", "2.9"),
+    "typer": Package("typer", "typer", "0.20"),
+    "rich": Package("rich", "rich", "14.3"),
+    "psutil": Package("psutil", "psutil", "6"),
+    "tensorboard": Package("TensorBoard", "tensorboard", "2.18"),
+    "matplotlib": Package("matplotlib", "matplotlib", "3.9"),
+}
+
+
+def missing(needing: str, what: str, command: str) -> str:
+    """The sentence for a package that is not installed. needing: its beginning, such as ``"muster.nn needs"``."""
+    return f"{needing} {what}. Install it with: {command}"
+
+
+def pip_install(requirement: str) -> str:
+    """The line that installs a requirement, such as ``"muster-rl[torch]"``: quoted, for shells that know brackets."""
+    return f"pip install '{requirement}'"
+
+
+def require(needing: str, requirement: str, *modules: str) -> None:
+    """Raises ImportError, with the line that installs `requirement`, where one of `modules` is missing or too old.
+
+    needing: as in `missing`.  modules: keys of PACKAGES. None of them is imported: an old release may end its import
+    with an error that says nothing of its age.
+    """
+    for module in modules:
+        name, distribution, oldest = PACKAGES[module]
+        if not is_installed(module):
+            raise ModuleNotFoundError(missing(needing, name, pip_install(requirement)), name=module)
+        found = _version(distribution)
+        if found is not None and (release := _release(found)) and release < _release(oldest):
+            raise ImportError(
+                f"{needing} {name}>={oldest}, found {found}. Upgrade it with: pip install --upgrade '{requirement}'",
+                name=module,
+            )
+
+
+@contextmanager
+def imports_for(needing: str, requirement: str, *modules: str) -> Iterator[None]:
+    """Encloses imports that need `modules`. Raises what `require` and `missing_explained` raise."""
+    require(needing, requirement, *modules)
+    with missing_explained(needing, pip_install(requirement)):
+        yield
+
+
+@contextmanager
+def missing_explained(needing: str, command: str) -> Iterator[None]:
+    """Encloses imports. Raises ModuleNotFoundError, with `command`, where one fails for a package not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if not module or is_installed(module):
+            raise  # a part of a package is missing: installing the package again would not help
+        name = PACKAGES[module].name if module in PACKAGES else module
+        raise ModuleNotFoundError(missing(needing, name, command), name=module) from error
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module is installed, or replaced by the user's own in ``sys.modules``.
+
+    A bare folder of that name, which has no origin, does not count.
+    """
+    if module in sys.modules:
+        return sys.modules[module] is not None  # None blocks its import
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
+def _version(distribution: str) -> str | None:
+    """The installed version; None where it is not known, as of a nightly build, which has another name."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without zeros at the end: pre-releases count as the release. Empty for no version."""
+    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    numbers = [int(number) for number in match[1].split(".")] if match else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
