@@ -134,7 +134,7 @@ def _about_gpu() -> Fact:
         return Fact("note", "GPU", text, meaning="it is hidden; policies compute on the CPU")
     if torch.endswith("+cpu"):
         return Fact("warns", "GPU", text, meaning=f"the installed torch ({torch}) cannot use it")
-    meaning = 'policies can use it (policy_device="cuda"); workers do not'
+    meaning = 'policies can use it: policy_device="cuda"'
     return Fact("good", "GPU", text, meaning=meaning)
 
 
