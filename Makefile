@@ -11,11 +11,17 @@ SANITIZED := tests/conformance/test_backends.py tests/backends/test_recovery.py 
 # One test on each core; most of a test's time is the start of its workers.
 IN_PARALLEL := --numprocesses logical --dist worksteal
 
+# The tests that run without PyTorch, and name no env or message that only new releases of other packages have.
+WITHOUT_TORCH := tests/backends tests/conformance tests/doctor/test_command.py tests/doctor/test_diagnose.py \
+  tests/doctor/test_machine.py tests/envs/test_dm_env.py tests/envs/test_groups.py tests/envs/test_melting_pot.py \
+  tests/envs/test_wrappers.py tests/interop/test_gymnasium_dropins.py tests/pickling/test_pickling.py tests/recipes \
+  tests/spaces tests/transport tests/vector tests/workers
+
 # Extra arguments for the script behind `demo`, `test`, `test-all` and `bench`: make test ARGS="-k layers"
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak sanitize lint bench wheels test-wheels
+.PHONY: help demo test test-all soak sanitize lint bench wheels test-wheels test-lowest
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +55,9 @@ bench: $(VENV)/.bench $(VENV)/.core ## Measure env steps per second, and write b
 wheels: ## Build the wheels and the source distribution into dist/, without a compiler
 	$(PYTHON) packaging/build_wheels.py
 
+test-lowest: build/lowest/.core ## Test with the oldest release of every package, without PyTorch
+	build/lowest/bin/python -m pytest -m "not slow" -o filterwarnings=default $(IN_PARALLEL) $(WITHOUT_TORCH) $(ARGS)
+
 test-wheels: ## Test the wheels of dist/ on every Python found, and on those that PYTHONS names
 	$(PYTHON) packaging/try_wheels.py
 
@@ -68,6 +77,19 @@ $(VENV)/.core: $(VENV)/.packages $(CORE)
 
 $(VENV)/.bench: $(VENV)/.packages
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
+	touch $@
+
+build/lowest/.packages: pyproject.toml packaging/lowest.py
+	$(PYTHON) -m venv build/lowest
+	build/lowest/bin/python -m pip install --disable-pip-version-check --quiet $$($(PYTHON) packaging/lowest.py) \
+	    pytest pytest-timeout pytest-xdist 'gymnasium[mujoco]' ale-py pyzmq
+	touch $@
+
+build/lowest/.core: build/lowest/.packages $(VENV)/.core $(shell find src -name '*.py')
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/lowest/wheel .
+	build/lowest/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --force-reinstall \
+	    build/lowest/wheel/*.whl
+	build/lowest/bin/python -m muster.envs.install_meltingpot --quiet
 	touch $@
 
 # An environment of its own, so that the sanitized core is nobody else's: it finds all other packages in .venv, but not

@@ -1,18 +1,37 @@
-"""The extras of pyproject.toml bring what their names say, and the lines that install them are right everywhere."""
+"""What pyproject.toml says is true: the version, the extras, and the lines that install them everywhere."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import muster
 from muster.envs.install_meltingpot import REQUIREMENTS
 from muster.extras import PACKAGES
 
 ROOT = Path(__file__).parent.parent
-EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+
+
+def test_the_package_the_changelog_and_the_tag_have_the_same_version():
+    assert muster.__version__ == PROJECT["version"]
+    newest = re.search(r"^## (\S+)(?: \((.+)\))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == PROJECT["version"]
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        return  # a source distribution
+    pointing_here = subprocess.run([git, "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    tags = [tag for tag in pointing_here.stdout.split() if re.match(r"v\d", tag)]
+    assert tags in ([], [f"v{PROJECT['version']}"])
+    if tags:
+        assert newest[2] != "unreleased", "CHANGELOG.md gives the day of a release"
 
 
 def packages_of(extra: str) -> set[str]:

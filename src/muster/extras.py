@@ -53,8 +53,8 @@ def require(needing: str, requirement: str, *modules: str) -> None:
         name, distribution, oldest = PACKAGES[module]
         if not is_installed(module):
             raise ModuleNotFoundError(missing(needing, name, pip_install(requirement)), name=module)
-        found = _version(distribution)
-        if found is not None and (release := _release(found)) and release < _release(oldest):
+        found = installed_version(distribution)
+        if found is not None and is_older(found, oldest):
             raise ImportError(
                 f"{needing} {name}>={oldest}, found {found}. Upgrade it with: pip install --upgrade '{requirement}'",
                 name=module,
@@ -93,15 +93,21 @@ def is_installed(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _version(distribution: str) -> str | None:
-    """The installed version; None where it is not known, as of a nightly build, which has another name."""
+def installed_version(distribution: str) -> str | None:
+    """The installed version, read without an import; None where it is not known: a nightly build has another name."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _release(version: str) -> tuple[int, ...]:
+def is_older(found: str, oldest: str) -> bool:
+    """Whether version `found` is known to be older than `oldest`. A pre-release counts as the release."""
+    release = _release_of(found)
+    return bool(release) and release < _release_of(oldest)
+
+
+def _release_of(version: str) -> tuple[int, ...]:
     """The numbers of a version, without zeros at the end: pre-releases count as the release. Empty for no version."""
     match = re.match(r"v?(\d+(?:\.\d+)*)", version)
     numbers = [int(number) for number in match[1].split(".")] if match else []

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -84,7 +85,7 @@ def test_programs_read_the_report_as_json(tmp_path: Path) -> None:
 def test_no_optional_package_is_imported(tmp_path: Path) -> None:
     code = "import json, sys; from muster.doctor.machine import examine; examine(); print(json.dumps([*sys.modules]))"
     loaded = {name.partition(".")[0] for name in json.loads(run(code, cwd=tmp_path).stdout)}
-    assert loaded & OPTIONAL == set()
+    assert loaded & OPTIONAL == {"psutil"}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,8 @@ def test_affinity_limits_the_cores(tmp_path: Path) -> None:
     facts = json.loads(run(code, "doctor", "--json", cwd=tmp_path).stdout)["facts"]
     [cores] = [fact for fact in facts if fact["topic"] == "cores"]
     count = os.cpu_count()
-    assert cores["text"].startswith("1 logical CPU" if count == 1 else f"1 of {count} logical CPUs, by")
+    assert cores["text"].startswith(f"{count} logical CPU")
+    assert cores["text"].endswith("1 of them by this process's affinity" if count > 1 else "")
     assert cores["meaning"] == 'make_vec starts 1 worker; backend="serial" does without it'
 
 
@@ -119,8 +121,9 @@ def test_a_cgroup_limits_cores_memory_and_threads(only: Only, tmp_path: Path, mo
     monkeypatch.setattr(resources, "_own_cgroup", lambda: tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 32)
     cores, memory, limits = only("cores"), only("memory"), only("limits")
-    assert cores.text == "64 logical CPUs; the cgroup allows the time of 1.5"
+    assert cores.text == "64 logical CPUs on 32 cores; the cgroup allows the time of 1.5"
     assert cores.meaning.startswith("make_vec starts 2 workers")
     assert memory.text.startswith("300 MB of the cgroup's memory.max=400000000; ")
     assert memory.severity == "warns"
@@ -205,7 +208,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("proc", "dev"):
         (tmp_path / name).mkdir()
         monkeypatch.setattr(machine, name.upper(), tmp_path / name)
-    monkeypatch.setattr(machine, "version_of", lambda package: "2.13.0")
+    monkeypatch.setattr(machine, "installed_version", lambda package: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
@@ -229,14 +232,14 @@ def test_a_gpu_is_for_policies(only: Only, kernel: Path, monkeypatch: pytest.Mon
     put_gpu(kernel)
     gpu = only("GPU")
     assert (gpu.severity, gpu.text) == ("good", "1, NVIDIA H100")
-    assert gpu.meaning == 'policies can use it (policy_device="cuda"); workers do not'
+    assert gpu.meaning == 'policies can use it: policy_device="cuda"'
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert only("GPU").meaning == "it is hidden; policies compute on the CPU"
 
 
 def test_a_gpu_that_the_installed_torch_cannot_use(only: Only, kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_gpu(kernel)
-    monkeypatch.setattr(machine, "version_of", lambda package: "2.13.0+cpu")
+    monkeypatch.setattr(machine, "installed_version", lambda package: "2.13.0+cpu")
     assert (only("GPU").severity, only("GPU").meaning) == ("warns", "the installed torch (2.13.0+cpu) cannot use it")
 
 
@@ -270,7 +273,7 @@ def test_a_default_start_method_that_fails_is_marked(monkeypatch: pytest.MonkeyP
 def packages(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> dict[str, Finding]:
     """The findings about packages by topic, where only `versions` are installed."""
     monkeypatch.setattr(machine, "try_contexts", lambda *args, **options: ALL_START)
-    monkeypatch.setattr(machine, "version_of", versions.get)
+    monkeypatch.setattr(machine, "installed_version", versions.get)
     return {finding.topic: finding for finding in examine().packages}
 
 

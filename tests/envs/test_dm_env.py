@@ -12,6 +12,7 @@ from gymnasium import spaces
 import muster
 from muster.envs.dm_env_spaces import space_of
 from muster.errors import EnvError, SpecMismatch
+from sample_envs import INT32
 
 dm_env = pytest.importorskip("dm_env", reason="pip install dm-env")
 specs = dm_env.specs
@@ -83,7 +84,7 @@ class Walk(dm_env.Environment):
 def test_the_last_discount_tells_termination_from_truncation(discount: Any, terminates: bool, info: Any) -> None:
     with muster.make_vec(Walk, 2, env_kwargs={"discount": discount}, backend="serial") as envs:
         assert isinstance(envs, muster.VectorEnv)
-        assert envs.single_action_space == spaces.Discrete(4, dtype=np.int32)
+        assert envs.single_action_space == spaces.Discrete(4, **INT32)
         envs.reset(seed=0)
         _, rewards, terminated, truncated, infos = envs.step(np.zeros(2, np.int32))
         assert rewards.tolist() == [0, 0]  # None
@@ -128,7 +129,7 @@ def test_attributes_are_the_envs_own() -> None:
 @pytest.mark.parametrize(
     ("spec", "space"),
     [
-        (specs.DiscreteArray(3), spaces.Discrete(3, dtype=np.int32)),
+        (specs.DiscreteArray(3), spaces.Discrete(3, **INT32)),
         (specs.DiscreteArray(3, dtype=np.int64), spaces.Discrete(3)),
         (specs.Array((2,), np.float32), spaces.Box(-np.inf, np.inf, (2,), np.float32)),
         (specs.Array((2,), np.int16), spaces.Box(-32768, 32767, (2,), np.int16)),

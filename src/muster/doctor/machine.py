@@ -14,10 +14,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from muster.doctor.diagnosing import try_contexts
 from muster.doctor.diagnosis import Finding, Severity, size
 from muster.doctor.findings import about_start_methods
 from muster.doctor.guarded import TrialOutcome
+from muster.extras import installed_version, is_older
 from muster.recipes.recipe import make_recipes
 from muster.workers.resources import cpu_quota, memory_left, read_text, threads_left, usable_cores
 
@@ -62,15 +65,7 @@ def examine() -> MachineReport:
     """The facts about this machine, and the packages that are installed. Starts a worker by each start method."""
     facts = [_about_python(), _about_system(), _about_cores(), _about_memory(), _about_shm()]
     facts += [_about_gpu(), _about_limits(), *_about_file_size(), *_about_starts()]
-    return MachineReport(version_of("muster-rl") or "of unknown version", tuple(facts), tuple(_about_packages()))
-
-
-def version_of(package: str) -> str | None:
-    """The installed version, read without importing the package; None where it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return MachineReport(installed_version("muster-rl") or "of unknown version", tuple(facts), tuple(_about_packages()))
 
 
 def _about_python() -> Fact:
@@ -85,9 +80,12 @@ def _about_system() -> Fact:
 
 def _about_cores() -> Fact:
     count, allowed, quota, cores = os.cpu_count() or 1, len(os.sched_getaffinity(0)), cpu_quota(), usable_cores()
+    physical = psutil.cpu_count(logical=False)
     text = f"{count} logical CPU{'s' * (count > 1)}"
+    if physical and physical < count:
+        text += f" on {physical} cores" if physical > 1 else " on 1 core"
     if allowed < count:
-        text = f"{allowed} of {count} logical CPUs, by this process's affinity"
+        text += f", {allowed} of them by this process's affinity"
     if quota is not None:
         text += f"; the cgroup allows the time of {quota:.3g}"
     if cores == 1:
@@ -119,7 +117,7 @@ def _about_shm() -> Fact:
 
 
 def _about_gpu() -> Fact:
-    count, torch = len([*DEV.glob("nvidia[0-9]*")]), version_of("torch") or ""
+    count, torch = len([*DEV.glob("nvidia[0-9]*")]), installed_version("torch") or ""
     about_each = map(read_text, PROC.glob("driver/nvidia/gpus/*/information"))
     models = sorted(set(re.findall(r"Model:\s*(.+)", "\n".join(about_each))))
     if not count and (PROC / "driver/nvidia/version").exists():
@@ -202,8 +200,8 @@ _GROUPS = (
 def _about_packages() -> Iterator[Finding]:
     oldest = _oldest_versions()
     for topic, purpose, names, command in _GROUPS:
-        versions = {name: version_of(name) for name in names.split()}
-        old = [name for name, found in versions.items() if found and _numbers(found) < _numbers(oldest.get(name, ""))]
+        versions = {name: installed_version(name) for name in names.split()}
+        old = [name for name, found in versions.items() if found and is_older(found, oldest.get(name, ""))]
         texts = [f"{name} {found}" if found else f"no {name}" for name, found in versions.items()]
         texts += [f"{name} must be {oldest[name]} or newer" for name in old]
         severity: Severity = "warns" if old else "good" if all(versions.values()) else "note"
@@ -217,7 +215,3 @@ def _oldest_versions() -> dict[str, str]:
     except metadata.PackageNotFoundError:
         return {}
     return dict(re.findall(r"^([\w.-]+) *>= *([\d.]+)", "\n".join(needed), re.MULTILINE))
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)][:3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,9 @@ from gymnasium import spaces
 
 from muster.errors import SpecMismatch
 from muster.spaces.tree import Space
+
+# Before Gymnasium 1.3 every Discrete is of int64.
+_DISCRETE_HAS_DTYPE = "dtype" in inspect.signature(spaces.Discrete).parameters
 
 
 def space_of(spec: Any, path: str) -> Space:
@@ -29,7 +33,7 @@ def space_of(spec: Any, path: str) -> Space:
         )
     dtype, shape = np.dtype(dtype), tuple(shape)
     if hasattr(spec, "num_values") and shape == () and dtype.kind in "iu":
-        return spaces.Discrete(int(spec.num_values), dtype=dtype.type)
+        return spaces.Discrete(int(spec.num_values), **({"dtype": dtype.type} if _DISCRETE_HAS_DTYPE else {}))
     low, high = _limits(dtype)
     minimum, maximum = getattr(spec, "minimum", low), getattr(spec, "maximum", high)
     bounds = [np.broadcast_to(np.asarray(bound, dtype), shape) for bound in (minimum, maximum)]
