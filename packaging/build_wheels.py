@@ -21,6 +21,7 @@ BUILT_BY = ("3.11", "3.12")
 MACHINES = ("x86_64", "aarch64")
 # zig.cmake compiles for this glibc.
 PLATFORM = "manylinux_2_17"
+TIME_OF_FILES = "315532800"  # 1980, the first year of zip archives
 
 
 def main() -> None:
@@ -45,7 +46,8 @@ def main() -> None:
                 print(f"building the wheel of Python {name} for {machine}", flush=True)
                 build_wheel(build, source, name, machine, zig_of(tools))
                 (built,) = DIST.glob(f"*-linux_{machine}.whl")
-                run([*tools, "wheel", "tags", "--remove", "--platform-tag", f"{PLATFORM}_{machine}", str(built)])
+                tag = ["--remove", "--platform-tag", f"{PLATFORM}_{machine}"]
+                run([*tools, "wheel", "tags", *tag, str(built)], SOURCE_DATE_EPOCH=TIME_OF_FILES)
     print("checking tags, symbols and texts", flush=True)
     check(tools)
     for path in sorted(DIST.iterdir()):
@@ -69,6 +71,7 @@ def build_wheel(build: list[str], source: Path, name: str, machine: str, zig: st
     options = ["--no-deps", "--no-build-isolation", *(f"--config-settings={k}={v}" for k, v in settings.items())]
     run(
         [*build, "pip", "--disable-pip-version-check", "wheel", *options, "--wheel-dir", str(DIST), str(source)],
+        SOURCE_DATE_EPOCH=TIME_OF_FILES,
         MUSTER_ZIG=zig,
         MUSTER_WHEEL_MACHINE=machine,
         ZIG_GLOBAL_CACHE_DIR=str(WORK / "zig"),
