@@ -15,7 +15,8 @@ IN_PARALLEL := --numprocesses logical --dist worksteal
 WITHOUT_TORCH := tests/backends tests/conformance tests/doctor/test_command.py tests/doctor/test_diagnose.py \
   tests/doctor/test_machine.py tests/envs/test_dm_env.py tests/envs/test_groups.py tests/envs/test_melting_pot.py \
   tests/envs/test_wrappers.py tests/interop/test_gymnasium_dropins.py tests/pickling/test_pickling.py tests/recipes \
-  tests/spaces tests/transport tests/vector tests/workers
+  tests/spaces tests/training/test_events.py tests/training/test_learning_curve.py tests/transport tests/vector \
+  tests/workers
 
 # Extra arguments for the script behind `demo`, `test`, `test-all` and `bench`: make test ARGS="-k layers"
 ARGS ?=
@@ -79,13 +80,15 @@ $(VENV)/.bench: $(VENV)/.packages
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
 	touch $@
 
-build/lowest/.packages: pyproject.toml packaging/lowest.py
-	$(PYTHON) -m venv build/lowest
-	build/lowest/bin/python -m pip install --disable-pip-version-check --quiet $$($(PYTHON) packaging/lowest.py) \
+build/lowest/.packages: $(VENV)/.packages packaging/lowest.py
+	$(BIN)/python -m venv --clear build/lowest
+	$(BIN)/python packaging/lowest.py > build/lowest/requirements.txt
+	build/lowest/bin/python -m pip install --disable-pip-version-check --quiet -r build/lowest/requirements.txt \
 	    pytest pytest-timeout pytest-xdist 'gymnasium[mujoco]' ale-py pyzmq
 	touch $@
 
 build/lowest/.core: build/lowest/.packages $(VENV)/.core $(shell find src -name '*.py')
+	rm -rf build/lowest/wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/lowest/wheel .
 	build/lowest/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --force-reinstall \
 	    build/lowest/wheel/*.whl

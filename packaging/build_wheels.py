@@ -18,6 +18,7 @@ from workshop import DIST, PROJECT, ROOT, WORK, environment, run, tools_of
 
 # 3.11 has no stable ABI that the core could use. The wheel that is built by 3.12 serves all later versions.
 BUILT_BY = ("3.11", "3.12")
+REQUIRES = PROJECT["build-system"]["requires"]
 MACHINES = ("x86_64", "aarch64")
 # zig.cmake compiles for this glibc.
 PLATFORM = "manylinux_2_17"
@@ -29,22 +30,18 @@ def main() -> None:
     missing = [name for name in BUILT_BY if name not in by_name]
     if missing:
         sys.exit(f"No Python {' and no Python '.join(missing)} found in PATH, pyenv or PYTHONS. The wheels need both.")
-    shutil.rmtree(DIST, ignore_errors=True)
     tools = tools_of(by_name["3.11"])
-    print("building the source distribution", flush=True)
-    run([*tools, "build", "--sdist", "--outdir", str(DIST), str(ROOT)])
-    (sdist,) = DIST.glob("*.tar.gz")
+    builds = {name: environment(by_name[name], f"python{name}", [*REQUIRES, "cmake", "ninja"]) for name in BUILT_BY}
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(sdist) as archive:
-            archive.extractall(folder, filter="data")
-        (source,) = Path(folder).iterdir()
+        sdist = build_sdist(tools, Path(folder))
+        source = unpacked(sdist, Path(folder))
+        shutil.rmtree(DIST, ignore_errors=True)
+        DIST.mkdir()
+        shutil.copy(sdist, DIST)
         for name in BUILT_BY:
-            build = environment(
-                by_name[name], f"python{name}", [*PROJECT["build-system"]["requires"], "cmake", "ninja"]
-            )
             for machine in MACHINES:
                 print(f"building the wheel of Python {name} for {machine}", flush=True)
-                build_wheel(build, source, name, machine, zig_of(tools))
+                build_wheel(builds[name], source, name, machine, zig_of(tools))
                 (built,) = DIST.glob(f"*-linux_{machine}.whl")
                 tag = ["--remove", "--platform-tag", f"{PLATFORM}_{machine}"]
                 run([*tools, "wheel", "tags", *tag, str(built)], SOURCE_DATE_EPOCH=TIME_OF_FILES)
@@ -52,6 +49,26 @@ def main() -> None:
     check(tools)
     for path in sorted(DIST.iterdir()):
         print(f"{path.stat().st_size:>9,} bytes  {hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}")
+
+
+def build_sdist(tools: list[str], folder: Path) -> Path:
+    """Builds the source distribution of the commit that is checked out, without what lies beside it."""
+    if run(["git", "-C", str(ROOT), "status", "--porcelain"]):
+        print("changes that are not committed are not in what is built", flush=True)
+    commit = folder / "commit.tar"
+    run(["git", "-C", str(ROOT), "archive", "--output", str(commit), "--prefix", "commit/", "HEAD"])
+    print("building the source distribution", flush=True)
+    run([*tools, "build", "--sdist", "--outdir", str(folder), str(unpacked(commit, folder))])
+    (sdist,) = folder.glob("*.tar.gz")
+    return sdist
+
+
+def unpacked(path: Path, folder: Path) -> Path:
+    """Unpacks an archive, and returns the one folder in it."""
+    with tarfile.open(path) as archive:
+        top = archive.getnames()[0].partition("/")[0]
+        archive.extractall(folder, filter="data")
+    return folder / top
 
 
 def zig_of(tools: list[str]) -> str:

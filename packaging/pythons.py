@@ -39,14 +39,19 @@ def found() -> list[Python]:
 def _candidates() -> list[str]:
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     in_path = filter(None, (shutil.which(f"python3.{minor}") for minor in MINORS))
-    return [*os.environ.get("PYTHONS", "").split(), *in_path, *map(str, sorted(pyenv.glob("versions/3.*/bin/python")))]
+    return [
+        *map(os.path.expanduser, os.environ.get("PYTHONS", "").split()),
+        *in_path,
+        *map(str, sorted(pyenv.glob("versions/3.*/bin/python"))),
+    ]
 
 
 def _asked(path: str) -> Python | None:
     """What the Python at ``path`` says about itself; None where it does not answer or is older than 3.11."""
     question = "import platform, sys; print(*sys.version_info[:3], platform.machine())"
-    answer = subprocess.run([path, "-c", question], capture_output=True, text=True, check=False)
-    if answer.returncode != 0:
+    try:
+        answer = subprocess.run([path, "-c", question], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
     *version, machine = answer.stdout.split()
     major, minor, patch = map(int, version)

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 import pythons
@@ -25,7 +26,7 @@ NEWEST: tuple[str, ...] = ()
 OLDER = (("numpy==1.26.4", "gymnasium==1.2.0"), ("gymnasium==1.2.2",))
 OLDER_ON = ("3.11", "3.12")
 
-SUITE = "tests/conformance/test_backends.py"
+SUITES = ("tests/conformance/test_backends.py", "tests/conformance/test_env_apis.py")
 SIMULATORS = ("gymnasium[mujoco]", "ale-py")
 SMOKE_TEST = """
 import muster
@@ -77,7 +78,7 @@ def try_wheel(python: Python, companions: tuple[str, ...], pip: list[str], *, em
         shutil.copy(ROOT / "pyproject.toml", folder)
         speed = ["--timeout", "1200"] if emulated else ["--numprocesses", "logical", "--dist", "worksteal"]
         options = ["-m", "not slow", "-p", "no:cacheprovider", "--rootdir", folder, *speed]
-        printed = run([inside, "-m", "pytest", *options, f"{folder}/{SUITE}"], **alone)
+        printed = run([inside, "-m", "pytest", *options, *(f"{folder}/{suite}" for suite in SUITES)], **alone)
         print(f"  {printed.splitlines()[-1].strip('= ')}", flush=True)
 
 
@@ -87,6 +88,11 @@ def wheel_for(python: Python) -> Path:
     wheels = list(DIST.glob(f"*-{tag}-*_{python.machine}.whl"))
     if len(wheels) != 1:
         sys.exit(f"dist/ holds {len(wheels)} wheels for Python {python.name} on {python.machine}. Run: make wheels")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        for path in (ROOT / "src").rglob("*.py"):
+            name = path.relative_to(ROOT / "src").as_posix()
+            if name not in archive.namelist() or archive.read(name) != path.read_bytes():
+                sys.exit(f"{wheels[0].name} was built from another {name}. Run: make wheels")
     return wheels[0]
 
 

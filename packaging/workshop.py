@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 def environment(python: str, name: str, requirements: list[str]) -> list[str]:
     """Makes a virtual environment with the pinned ``requirements``. Returns the command that runs a module in it."""
     home = WORK / name
-    if not (home / "bin" / "python").exists():
+    if not (home / "bin" / "pip").exists():  # which comes last
         run([python, "-m", "venv", str(home)])
     command = [str(home / "bin" / "python"), "-m"]
     constraints = ["--constraint", str(ROOT / "constraints.txt")]

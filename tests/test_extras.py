@@ -17,8 +17,8 @@ from fake_packages import pretend_installed
 from muster import cli
 from muster.extras import PACKAGES, require
 
-TORCH, SB3, TORCHRL, TRAIN, MARL = (
-    f"pip install 'muster-rl[{name}]'" for name in ("torch", "sb3", "torchrl", "train", "marl")
+DOCTOR, TORCH, SB3, TORCHRL, TRAIN, MARL = (
+    f"pip install 'muster-rl[{name}]'" for name in ("doctor", "torch", "sb3", "torchrl", "train", "marl")
 )
 SUBSTRATES = "python -m muster.envs.install_meltingpot"
 LOAD_SUBSTRATES = "from muster.envs.melting_pot import load_substrates; load_substrates()"
@@ -205,6 +205,7 @@ def test_a_command_without_its_packages_names_its_own_extra(arguments: str, extr
         ("train CartPole-v1", "tensorboard", "muster train needs TensorBoard", TRAIN),
         ("train CartPole-v1", "matplotlib", "muster train needs matplotlib", TRAIN),
         ("eval runs/some", "torch", "muster eval needs PyTorch", TRAIN),
+        ("doctor", "psutil", "muster doctor needs psutil", DOCTOR),
         ("doctor CartPole-v1 --policy json:loads", "torch", "muster doctor --policy needs PyTorch", TORCH),
     ],
 )

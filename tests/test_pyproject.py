@@ -21,13 +21,17 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 def test_the_package_the_changelog_and_the_tag_have_the_same_version():
     assert muster.__version__ == PROJECT["version"]
-    newest = re.search(r"^## (\S+)(?: \((.+)\))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest = re.search(
+        r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     assert newest is not None
     assert newest[1] == PROJECT["version"]
     git = shutil.which("git")
     if git is None or not (ROOT / ".git").exists():
         return  # a source distribution
-    pointing_here = subprocess.run([git, "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    pointing_here = subprocess.run(
+        [git, "tag", "--points-at", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
     tags = [tag for tag in pointing_here.stdout.split() if re.match(r"v\d", tag)]
     assert tags in ([], [f"v{PROJECT['version']}"])
     if tags:

@@ -58,12 +58,24 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_ships_the_core_and_not_its_sources(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert f"muster/_core{sysconfig.get_config_var('EXT_SUFFIX')}" in names
+    suffix = sysconfig.get_config_var("EXT_SUFFIX") if sys.version_info < (3, 12) else ".abi3.so"
+    assert f"muster/_core{suffix}" in names
     assert "muster/py.typed" in names
     assert "muster/envs/install_meltingpot.py" in names
     assert {Path(name).suffix for name in names if name.startswith("muster/")} <= {".py", ".pyi", ".so", ".typed"}
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"muster"}
-    assert [name for name in names if name.endswith("LICENSE")]
+    assert {Path(name).name for name in names if "/licenses/" in name} == {"LICENSE", "THIRD_PARTY_LICENSES"}
+
+
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+def test_other_systems_are_told_in_one_sentence_where_muster_runs(platform: str, tmp_path: Path) -> None:
+    build = f"import sys; sys.platform = {platform!r}; import scikit_build_core.build as backend; "
+    build += f"backend.prepare_metadata_for_build_wheel({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    (line,) = (done.stdout + done.stderr).splitlines()
+    assert line == "Muster runs on Linux only: install it in WSL 2 on Windows, in a Linux container on macOS."
 
 
 def test_wheel_requires_three_packages(wheel: Path) -> None:

@@ -152,6 +152,7 @@ def _report_machine(context: typer.Context, as_json: bool) -> NoReturn:
         needs = "needs" if len(options) == 1 else "need"
         raise typer.BadParameter(f"{', '.join(options)} {needs} a TARGET, the env to try out")
     with _reported_plainly(), prints_to_stderr():
+        require("muster doctor needs", "muster-rl[doctor]", "psutil")
         report = examine()
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))

@@ -27,9 +27,11 @@ PACKAGES = {
     "stable_baselines3": Package("Stable-Baselines3", "stable-baselines3", "2.9"),
     "typer": Package("typer", "typer", "0.20"),
     "rich": Package("rich", "rich", "14.3"),
-    "psutil": Package("psutil", "psutil", "6"),
+    "psutil": Package("psutil", "psutil", "5.9"),
     "tensorboard": Package("TensorBoard", "tensorboard", "2.18"),
     "matplotlib": Package("matplotlib", "matplotlib", "3.9"),
+    "pettingzoo": Package("pettingzoo", "pettingzoo", "1.25"),
+    "mpe2": Package("mpe2", "mpe2", "1.0"),
 }
 
 

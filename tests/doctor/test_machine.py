@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import resource
 import subprocess
@@ -241,6 +242,16 @@ def test_a_gpu_that_the_installed_torch_cannot_use(only: Only, kernel: Path, mon
     put_gpu(kernel)
     monkeypatch.setattr(machine, "installed_version", lambda package: "2.13.0+cpu")
     assert (only("GPU").severity, only("GPU").meaning) == ("warns", "the installed torch (2.13.0+cpu) cannot use it")
+
+
+def test_wsl_has_one_device_for_all_gpus(only: Only, kernel: Path) -> None:
+    (kernel / "dev" / "dxg").touch()
+    assert (only("GPU").severity, only("GPU").text) == ("good", "1, of unknown model")
+
+
+def test_an_old_kernel_is_marked(only: Only, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "release", lambda: "4.18.0-553.el8")
+    assert only("system").severity == "warns"
 
 
 def test_a_driver_without_gpu_is_a_container_that_was_given_none(only: Only, kernel: Path) -> None:

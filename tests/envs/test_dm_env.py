@@ -66,6 +66,7 @@ class Walk(dm_env.Environment):
         return dm_env.restart(self._obs())
 
     def step(self, action: Any) -> Any:
+        self.action_spec().validate(action)  # its dtype, too
         self.t += 1
         self.action = action
         kind = dm_env.StepType.LAST if self.t == self.length else dm_env.StepType.MID

@@ -128,13 +128,11 @@ def test_help_says_what_it_does_and_what_it_needs(pip: FakePip):
 def test_a_part_that_is_missing_is_installed(monkeypatch: pytest.MonkeyPatch):
     found = {requirement.partition(">")[0]: "9.0" for requirement in REQUIREMENTS} | {"dm-meltingpot": VERSION}
 
-    def version(name: str) -> str:
-        if name not in found:
-            raise install_meltingpot.metadata.PackageNotFoundError(name)
-        return found[name]
-
-    monkeypatch.setattr(install_meltingpot.metadata, "version", version)
+    monkeypatch.setattr(install_meltingpot, "installed_version", found.get)
     assert install_meltingpot.is_complete()
+    found["dmlab2d"] = "1.0.0"
+    assert not install_meltingpot.is_complete()
+    found["dmlab2d"] = "1.0.2"
     del found["dm-tree"]
     assert not install_meltingpot.is_complete()
 

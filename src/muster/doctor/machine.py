@@ -14,8 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from muster.doctor.diagnosing import try_contexts
 from muster.doctor.diagnosis import Finding, Severity, size
 from muster.doctor.findings import about_start_methods
@@ -34,6 +32,7 @@ OTHER_FDS = 6
 _LITTLE_MEMORY = 500_000_000
 _LITTLE_SHM = 64 << 20  # docker's default
 _TRIAL_S = 30.0
+_OLDEST_LINUX = "5.3"
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,13 @@ def _about_python() -> Fact:
 
 def _about_system() -> Fact:
     text = " ".join(filter(None, [platform.system(), platform.release(), platform.machine(), *platform.libc_ver()]))
-    return Fact("good", "system", text, meaning="workers need Linux 5.3 or newer: pidfd_open, memfd_create")
+    meaning = f"workers need Linux {_OLDEST_LINUX} or newer: pidfd_open, memfd_create"
+    return Fact("warns" if is_older(platform.release(), _OLDEST_LINUX) else "good", "system", text, meaning=meaning)
 
 
 def _about_cores() -> Fact:
     count, allowed, quota, cores = os.cpu_count() or 1, len(os.sched_getaffinity(0)), cpu_quota(), usable_cores()
-    physical = psutil.cpu_count(logical=False)
+    physical = _psutil().cpu_count(logical=False)
     text = f"{count} logical CPU{'s' * (count > 1)}"
     if physical and physical < count:
         text += f" on {physical} cores" if physical > 1 else " on 1 core"
@@ -91,6 +91,13 @@ def _about_cores() -> Fact:
     if cores == 1:
         return Fact("note", "cores", text, meaning='make_vec starts 1 worker; backend="serial" does without it')
     return Fact("good", "cores", text, meaning=f"make_vec starts {cores} workers, fewer for fewer envs")
+
+
+def _psutil() -> Any:
+    """psutil, which only this report needs, and no other part of the doctor."""
+    import psutil
+
+    return psutil
 
 
 def _about_memory() -> Fact:
@@ -117,7 +124,8 @@ def _about_shm() -> Fact:
 
 
 def _about_gpu() -> Fact:
-    count, torch = len([*DEV.glob("nvidia[0-9]*")]), installed_version("torch") or ""
+    # In WSL 2 all GPUs are behind one device.
+    count, torch = len([*DEV.glob("nvidia[0-9]*"), *DEV.glob("dxg")]), installed_version("torch") or ""
     about_each = map(read_text, PROC.glob("driver/nvidia/gpus/*/information"))
     models = sorted(set(re.findall(r"Model:\s*(.+)", "\n".join(about_each))))
     if not count and (PROC / "driver/nvidia/version").exists():
@@ -125,7 +133,7 @@ def _about_gpu() -> Fact:
         return Fact("warns", "GPU", "NVIDIA's driver is here, but no GPU in /dev", "docker run --gpus all ...", meaning)
     if not count and not (DEV / "kfd").exists():
         return Fact("note", "GPU", "none found", meaning="policies compute on the CPU")
-    text = f"{count}, {', '.join(models) or 'of NVIDIA'}" if count else "of AMD (/dev/kfd)"
+    text = f"{count}, {', '.join(models) or 'of unknown model'}" if count else "of AMD (/dev/kfd)"
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         text += f"; CUDA_VISIBLE_DEVICES={visible!r}"
     if visible in ("", "-1"):
@@ -145,7 +153,7 @@ def _about_limits() -> Fact:
         rooms.append((files - len(os.listdir("/proc/self/fd")) - OTHER_FDS) // FDS_PER_WORKER)
     if threads != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
         texts.append(f"{threads:,} threads of this user (ulimit -u)")
-        rooms.append(threads // THREADS_PER_WORKER)
+        rooms.append((threads - _threads_of_user()) // THREADS_PER_WORKER)
     if in_cgroup is not None:
         texts.append(f"{in_cgroup[0]:,} more threads {in_cgroup[1]}")
         rooms.append(in_cgroup[0] // THREADS_PER_WORKER)
@@ -155,6 +163,13 @@ def _about_limits() -> Fact:
     meaning = f"enough for about {room:,} workers: {FDS_PER_WORKER} files and {THREADS_PER_WORKER} threads each"
     severity: Severity = "warns" if room < usable_cores() else "good"
     return Fact(severity, "limits", ", ".join(texts), meaning=meaning)
+
+
+def _threads_of_user() -> int:
+    """Threads of this user that run now: they count against ``ulimit -u``."""
+    processes = _psutil().process_iter(["uids", "num_threads"])
+    found = [one.info for one in processes if one.info["uids"] and one.info["uids"].real == os.getuid()]
+    return sum(info["num_threads"] or 0 for info in found)
 
 
 def _about_file_size() -> list[Fact]:

@@ -1,4 +1,4 @@
-"""The doctor's reports for people, in the terminal. Needs rich, of the extra ``cli``."""
+"""The doctor's reports for people, in the terminal. Needs rich, of the extra ``doctor``."""
 
 from __future__ import annotations
 
@@ -62,6 +62,9 @@ def show_machine(report: MachineReport, console: Console) -> None:
 
 def _listed(findings: Sequence[Finding]) -> Table:
     table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column()
+    table.add_column(overflow="fold")  # paths and commands are there to be copied
     for severity in MARKS:
         for finding in findings:
             if finding.severity == severity:

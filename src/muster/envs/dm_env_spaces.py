@@ -12,8 +12,8 @@ from gymnasium import spaces
 from muster.errors import SpecMismatch
 from muster.spaces.tree import Space
 
-# Before Gymnasium 1.3 every Discrete is of int64.
-_DISCRETE_HAS_DTYPE = "dtype" in inspect.signature(spaces.Discrete).parameters
+# New in Gymnasium 1.3.
+_DISCRETE_TAKES_DTYPE = "dtype" in inspect.signature(spaces.Discrete).parameters
 
 
 def space_of(spec: Any, path: str) -> Space:
@@ -33,11 +33,19 @@ def space_of(spec: Any, path: str) -> Space:
         )
     dtype, shape = np.dtype(dtype), tuple(shape)
     if hasattr(spec, "num_values") and shape == () and dtype.kind in "iu":
-        return spaces.Discrete(int(spec.num_values), **({"dtype": dtype.type} if _DISCRETE_HAS_DTYPE else {}))
+        return _discrete(int(spec.num_values), dtype)
     low, high = _limits(dtype)
     minimum, maximum = getattr(spec, "minimum", low), getattr(spec, "maximum", high)
     bounds = [np.broadcast_to(np.asarray(bound, dtype), shape) for bound in (minimum, maximum)]
     return spaces.Box(bounds[0], bounds[1], shape, dtype=dtype.type)
+
+
+def _discrete(n: int, dtype: np.dtype[Any]) -> spaces.Discrete:
+    if _DISCRETE_TAKES_DTYPE:
+        return spaces.Discrete(n, dtype=dtype.type)
+    space = spaces.Discrete(n)
+    space.dtype = dtype  # what batches of it, and Muster's rows, go by
+    return space
 
 
 def _limits(dtype: np.dtype[Any]) -> tuple[float | int | bool, float | int | bool]:

@@ -16,8 +16,9 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
+
+from muster.extras import installed_version, is_older
 
 VERSION = "2.4.1"
 # What substrates import, with the extra `meltingpot`. Melting Pot itself would bring TensorFlow, for its bots.
@@ -65,12 +66,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def is_complete() -> bool:
     """Whether the version is installed, with all that its substrates need."""
-    try:
-        for requirement in REQUIREMENTS:
-            metadata.version(requirement.partition(">")[0])
-        return metadata.version("dm-meltingpot") == VERSION
-    except metadata.PackageNotFoundError:
-        return False
+    for requirement in REQUIREMENTS:
+        name, _, oldest = requirement.partition(">=")
+        found = installed_version(name)
+        if found is None or is_older(found, oldest):
+            return False
+    return installed_version("dm-meltingpot") == VERSION
 
 
 def obstacle_here() -> str | None:

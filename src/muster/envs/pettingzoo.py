@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from muster.envs.agents import AgentSpecs
 from muster.errors import RecipeError, SpecMismatch
-from muster.extras import missing, missing_explained, pip_install
+from muster.extras import missing_explained, pip_install, require
 from muster.spaces.tree import Space
 
 # Families that moved to a package of their own: pettingzoo/mpe/... is found there, too.
@@ -38,14 +38,12 @@ class MakePettingZoo:
 
 
 def check_env(name: str) -> MakePettingZoo:
-    """The factory of ``pettingzoo/<name>``, name being ``<family>/<env>``. Raises RecipeError, ModuleNotFoundError."""
+    """The factory of ``pettingzoo/<name>``, name being ``<family>/<env>``. Raises RecipeError, ImportError."""
     family, _, env = name.partition("/")
     package = _MOVED.get(family, "pettingzoo")
+    require(f"'pettingzoo/{name}' needs", _EXTRA, "pettingzoo", package)
     root = importlib.util.find_spec(package)
-    if root is None or not root.submodule_search_locations:
-        sentence = missing(f"'pettingzoo/{name}' needs", package, pip_install(_EXTRA))
-        raise ModuleNotFoundError(sentence, name=package)
-    folder = Path(next(iter(root.submodule_search_locations)))
+    folder = Path(next(iter((root and root.submodule_search_locations) or ("",))))
     folder = folder if package != "pettingzoo" else folder / family
     known = sorted(path.stem for path in folder.glob("*_v*.py")) if family.isidentifier() else []
     if env not in known:
