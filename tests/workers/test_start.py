@@ -126,3 +126,14 @@ def test_workers_leave_nothing_that_python_would_warn_of(context: str, tmp_path:
     done = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
     assert (tmp_path / "told").read_text() == "stepped 3"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_modules_that_register_their_ids_at_import_are_not_warned_of(context: str, tmp_path: Path) -> None:
+    register = "gymnasium.register('Here-v0', 'ids_here:Env')\n"
+    env = "class Env(gymnasium.envs.classic_control.CartPoleEnv): pass\n"
+    (tmp_path / "ids_here.py").write_text(f"import gymnasium.envs.classic_control\n{env}{register}")
+    code = f"import muster, ids_here; muster.make_vec('Here-v0', 2, num_workers=2, context={context!r}).close()"
+    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, timeout=60, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -159,10 +159,13 @@ class Backend(ABC):
             box = self.slab.plan.num_envs + env
             self.slab.action_mail_bytes[env] = self.mail_of(self.caller.host_of(env)).put(box, action)
 
-    def fetch_schemas(self, host: int) -> Any:
-        """The info layouts that the worker of `host` has seen so far, see `InfoTable` in _core/infos.hpp."""
-        box = 2 * self.slab.plan.num_envs + host
-        return self.mail_of(host).get(box, int(self.slab.schema_mail_bytes[host]))
+    def fetch_schemas(self, host: int, at: int) -> tuple[list[Any], int]:
+        """The info layouts that the worker of `host` has mailed behind `at`, and where they end.
+
+        Each is a tuple of new layouts, see `InfoTable` in _core/infos.hpp.
+        """
+        box, end = 2 * self.slab.plan.num_envs + host, int(self.slab.schema_mail_end[host])
+        return self.mail_of(host).appended(box, at, end), end
 
 
 def make_caller(slab: Slab, options: CallerOptions) -> Caller:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import pickle
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -144,6 +145,8 @@ def register_packed(packed: Sequence[bytes]) -> None:
     for data in packed:
         with contextlib.suppress(Exception):
             gym.registry.update({spec.id: spec for spec in pickle.loads(data)})
+    # A module that registers its ids at import finds them here already: that is no news for anybody.
+    warnings.filterwarnings("ignore", r".*Overriding environment \S+ already in registry", UserWarning)
 
 
 def vector_num_envs(spec: EnvSpec) -> int | None:

@@ -7,6 +7,7 @@ differ are merged env by env.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -39,15 +40,16 @@ class ReadPlan(NamedTuple):
 class InfoColumns:
     """The infos in one slab, and their layouts; several readers may share it.
 
-    fetch_schemas(host): returns the schemas that the host's worker has mailed last.
+    fetch_schemas(host, at): returns what the host's worker has mailed behind `at`, tuples of schemas, and its end.
     """
 
-    def __init__(self, slab: Slab, caller: Caller, fetch_schemas: Callable[[int], Any]) -> None:
+    def __init__(self, slab: Slab, caller: Caller, fetch_schemas: Callable[[int, int], tuple[list[Any], int]]) -> None:
         self._slab = slab
         self._caller = caller
         self._host_of = np.array([caller.host_of(env) for env in range(slab.plan.num_envs)])
         self._fetch_schemas = fetch_schemas
         self._schemas: list[tuple[Any, ...]] = [()] * slab.plan.num_hosts
+        self._schemas_end = [0] * slab.plan.num_hosts
         self._last_schemas = slab.records["info_schema"]
         self._final_schemas = slab.records["final_schema"]
         self._plans: dict[tuple[bytes, bytes], ReadPlan] = {}
@@ -55,7 +57,7 @@ class InfoColumns:
 
     def forget(self, host: int) -> None:
         """Forgets the schemas of a worker that has died: its replacement numbers its own."""
-        self._schemas[host] = ()
+        self._schemas[host], self._schemas_end[host] = (), 0
         self._plans.clear()
         self._caller.forget_infos()
 
@@ -112,7 +114,8 @@ class InfoColumns:
 
     def _columns(self, host: int, schema: int) -> tuple[Column, ...]:
         if schema - InfoSchema.FIRST >= len(self._schemas[host]):
-            self._schemas[host] = self._fetch_schemas(host)
+            more, self._schemas_end[host] = self._fetch_schemas(host, self._schemas_end[host])
+            self._schemas[host] += tuple(itertools.chain.from_iterable(more))
         columns: tuple[Column, ...] = self._schemas[host][schema - InfoSchema.FIRST]
         return columns
 

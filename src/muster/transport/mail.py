@@ -8,6 +8,7 @@ the pipe.
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 from typing import Any, Protocol
@@ -34,6 +35,15 @@ class Mail(Protocol):
     def get(self, box: int, length: int) -> Any:
         """The object in `box`; None for length 0."""
 
+    def append(self, box: int, value: object, at: int) -> int:
+        """Stores `value` in `box` behind what `append` has stored up to `at`, without touching it; returns the end.
+
+        The other side may read what lies before the end while more is appended.
+        """
+
+    def appended(self, box: int, at: int, end: int) -> list[Any]:
+        """The objects that `append` has stored in `box` between `at` and `end`."""
+
 
 class SharedMail:
     """Mail between processes. Objects are pickled, so that each side has its own. shares_main: see `dumps`."""
@@ -52,24 +62,34 @@ class SharedMail:
         return copies
 
     def put(self, box: int, value: object) -> int:
-        data = dumps(value, shares_main=self._shares_main)
-        view, at = memoryview(data), box * _BOX_BYTES
-        while view:
-            written = os.pwrite(self._fd, view, at)
-            view, at = view[written:], at + written
-        return len(data)
+        return self.append(box, value, 0)
 
     def get(self, box: int, length: int) -> Any:
-        if not length:
-            return None
-        parts, at = [], box * _BOX_BYTES
-        while length:
-            part = os.pread(self._fd, length, at)
+        return pickle.loads(self._read(box, 0, length)) if length else None
+
+    def append(self, box: int, value: object, at: int) -> int:
+        data = dumps(value, shares_main=self._shares_main)
+        view, place = memoryview(data), box * _BOX_BYTES + at
+        while view:
+            written = os.pwrite(self._fd, view, place)
+            view, place = view[written:], place + written
+        return at + len(data)
+
+    def appended(self, box: int, at: int, end: int) -> list[Any]:
+        data, values = io.BytesIO(self._read(box, at, end)), []
+        while data.tell() < end - at:
+            values.append(pickle.load(data))
+        return values
+
+    def _read(self, box: int, at: int, end: int) -> bytes:
+        parts, place, missing = [], box * _BOX_BYTES + at, end - at
+        while missing:
+            part = os.pread(self._fd, missing, place)
             if not part:
-                raise MusterError(f"the mail holds {length} bytes less than announced")
+                raise MusterError(f"the mail holds {missing} bytes less than announced")
             parts.append(part)
-            at, length = at + len(part), length - len(part)
-        return pickle.loads(b"".join(parts))
+            place, missing = place + len(part), missing - len(part)
+        return b"".join(parts)
 
 
 class LocalMail:
@@ -79,6 +99,7 @@ class LocalMail:
 
     def __init__(self) -> None:
         self._boxes: dict[int, object] = {}
+        self._lists: dict[int, list[object]] = {}
 
     def own(self, objects: list[Any]) -> list[Any]:
         return [_copied(one) for one in objects]
@@ -89,6 +110,13 @@ class LocalMail:
 
     def get(self, box: int, length: int) -> Any:
         return self._boxes.pop(box) if length else None
+
+    def append(self, box: int, value: object, at: int) -> int:
+        self._lists[box] = [*self._lists.get(box, ())[:at], value]
+        return at + 1
+
+    def appended(self, box: int, at: int, end: int) -> list[Any]:
+        return self._lists[box][at:end]
 
 
 def _copied(value: Any) -> Any:

@@ -57,7 +57,7 @@ class Slab:
     memory: uint8, the block itself.
     records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
     info_bytes: uint8 ``[N, InfoRow, ...]``, the step's info and the final one.
-    action_mail_bytes ``[N]``, schema_mail_bytes ``[hosts]``: bytes in the mail, see mail.py.
+    action_mail_bytes ``[N]``, schema_mail_end ``[hosts]``: bytes and ends in the mail, see mail.py.
     layout: the places of all these parts, for the core.
     """
 
@@ -102,7 +102,7 @@ class Slab:
         )
         self.records = self.array(records, (n,), RECORD)
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
-        self.schema_mail_bytes = self.array(lengths + 4 * n, (plan.num_hosts,), np.dtype(np.uint32))
+        self.schema_mail_end = self.array(lengths + 4 * n, (plan.num_hosts,), np.dtype(np.uint32))
         self.info_bytes = self.array(infos, (n, InfoRow.COUNT, _INFO_BYTES), np.dtype(np.uint8))
         self.actions = self._rows(plan.action, actions)
         self.obs = self._rows(plan.obs, obs, lent)

@@ -101,6 +101,7 @@ class EnvHost:
         """Makes this host ready to step into `slab`."""
         self._slab = slab
         self._mail = mail
+        self._schemas_mailed = self._schema_mail_end = 0
         self._host = host
         self._misfits = [self._misfit(i, env) for i, env in enumerate(self.envs)]
         self.stepper = Stepper(
@@ -182,10 +183,13 @@ class EnvHost:
         return iter(self._mail.get(self._slab.plan.num_envs + env, length) or ())
 
     def on_new_schema(self) -> None:
-        """Mails all layouts of infos once a new one has come; they replace those mailed before."""
+        """Mails the layouts of infos that are new, behind those mailed before: the caller may be reading these."""
         assert self._slab is not None
-        box = 2 * self._slab.plan.num_envs + self._host
-        self._slab.schema_mail_bytes[self._host] = self._mail.put(box, self.stepper.describe_schemas())
+        box, schemas = 2 * self._slab.plan.num_envs + self._host, self.stepper.describe_schemas()
+        end = self._mail.append(box, schemas[self._schemas_mailed :], self._schema_mail_end)
+        self._schemas_mailed, self._schema_mail_end = len(schemas), end
+        # Last: what lies before the end is complete.
+        self._slab.schema_mail_end[self._host] = end
 
     # ---- commands
 
