@@ -18,7 +18,6 @@ from workshop import DIST, PROJECT, ROOT, WORK, environment, run, tools_of
 
 # 3.11 has no stable ABI that the core could use. The wheel that is built by 3.12 serves all later versions.
 BUILT_BY = ("3.11", "3.12")
-REQUIRES = PROJECT["build-system"]["requires"]
 MACHINES = ("x86_64", "aarch64")
 # zig.cmake compiles for this glibc.
 PLATFORM = "manylinux_2_17"
@@ -26,12 +25,11 @@ TIME_OF_FILES = "315532800"  # 1980, the first year of zip archives
 
 
 def main() -> None:
-    by_name = {python.name: python.path for python in pythons.found()}
-    missing = [name for name in BUILT_BY if name not in by_name]
-    if missing:
-        sys.exit(f"No Python {' and no Python '.join(missing)} found in PATH, pyenv or PYTHONS. The wheels need both.")
-    tools = tools_of(by_name["3.11"])
-    builds = {name: environment(by_name[name], f"python{name}", [*REQUIRES, "cmake", "ninja"]) for name in BUILT_BY}
+    by_name = pythons.demanded(pythons.found(), BUILT_BY)
+    tools = tools_of(by_name["3.11"].path)
+    zig = zig_of(tools)
+    requires = [*PROJECT["build-system"]["requires"], "cmake", "ninja"]
+    builds = {name: environment(by_name[name].path, f"python{name}", requires) for name in BUILT_BY}
     with tempfile.TemporaryDirectory() as folder:
         sdist = build_sdist(tools, Path(folder))
         source = unpacked(sdist, Path(folder))
@@ -41,7 +39,7 @@ def main() -> None:
         for name in BUILT_BY:
             for machine in MACHINES:
                 print(f"building the wheel of Python {name} for {machine}", flush=True)
-                build_wheel(builds[name], source, name, machine, zig_of(tools))
+                build_wheel(builds[name], source, name, machine, zig)
                 (built,) = DIST.glob(f"*-linux_{machine}.whl")
                 tag = ["--remove", "--platform-tag", f"{PLATFORM}_{machine}"]
                 run([*tools, "wheel", "tags", *tag, str(built)], SOURCE_DATE_EPOCH=TIME_OF_FILES)
@@ -103,9 +101,9 @@ def check(tools: list[str]) -> None:
     wheels = sorted(DIST.glob("*.whl"))
     for wheel in wheels:
         shown = run([*tools, "auditwheel", "show", str(wheel)])
-        machine = wheel.stem.removeprefix(wheel.stem.split(PLATFORM)[0] + PLATFORM + "_")
-        if f'platform tag: "{PLATFORM}_{machine}"' not in shown.replace("\n", " "):
-            sys.exit(f"{wheel.name} is not {PLATFORM}_{machine}:\n{shown}")
+        platform = wheel.stem.rpartition("-")[2]
+        if f'platform tag: "{platform}"' not in shown.replace("\n", " "):
+            sys.exit(f"{wheel.name} is not {platform}:\n{shown}")
     run([*tools, "abi3audit", "--strict", *(str(wheel) for wheel in wheels if "-abi3-" in wheel.name)])
     run([*tools, "check_wheel_contents", *map(str, wheels)])
     run([*tools, "twine", "check", "--strict", *map(str, DIST.iterdir())])

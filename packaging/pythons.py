@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +22,13 @@ class Python:
     def name(self) -> str:
         return f"{self.version[0]}.{self.version[1]}"
 
-    @property
-    def tag(self) -> str:
-        return f"cp{self.version[0]}{self.version[1]}"
+
+def demanded(pythons: list[Python], names: tuple[str, ...]) -> dict[str, Python]:
+    """``pythons`` by name. Ends with a sentence where one of ``names`` is not among them."""
+    by_name = {python.name: python for python in pythons}
+    if missing := [name for name in names if name not in by_name]:
+        sys.exit(f"No Python {' and no Python '.join(missing)} found in PATH, pyenv or PYTHONS. It takes each of them.")
+    return by_name
 
 
 def found() -> list[Python]:

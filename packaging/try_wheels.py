@@ -43,9 +43,7 @@ envs.close()
 def main() -> None:
     found = pythons.found()
     here = [python for python in found if python.machine == platform.machine()]
-    missing = [name for name in REQUIRED if name not in {python.name for python in here}]
-    if missing:
-        sys.exit(f"No Python {' and no Python '.join(missing)} found in PATH, pyenv or PYTHONS: all have to be tried.")
+    pythons.demanded(here, REQUIRED)
     if not list(DIST.glob("*.whl")):
         sys.exit("No wheels in dist/. Build them with: make wheels")
     pip = [*tools_of(here[0].path), "pip", "--disable-pip-version-check", "--quiet"]
@@ -84,7 +82,7 @@ def try_wheel(python: Python, companions: tuple[str, ...], pip: list[str], *, em
 
 def wheel_for(python: Python) -> Path:
     """The wheel of dist/ that serves ``python``; ends with a sentence where there is none."""
-    tag = python.tag if python.name == "3.11" else "cp312-abi3"
+    tag = "cp311" if python.name == "3.11" else "cp312-abi3"
     wheels = list(DIST.glob(f"*-{tag}-*_{python.machine}.whl"))
     if len(wheels) != 1:
         sys.exit(f"dist/ holds {len(wheels)} wheels for Python {python.name} on {python.machine}. Run: make wheels")
