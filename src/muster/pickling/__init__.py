@@ -3,5 +3,16 @@
 from muster.pickling.culprits import Culprit, find_culprits, fork_hazards
 from muster.pickling.probe import takes
 from muster.pickling.travel import check_inheritable, dumps, is_plain
+from muster.pickling.user_call import MAKE_VEC, UserCall
 
-__all__ = ["Culprit", "check_inheritable", "dumps", "find_culprits", "fork_hazards", "is_plain", "takes"]
+__all__ = [
+    "MAKE_VEC",
+    "Culprit",
+    "UserCall",
+    "check_inheritable",
+    "dumps",
+    "find_culprits",
+    "fork_hazards",
+    "is_plain",
+    "takes",
+]

@@ -16,7 +16,7 @@ from muster.arguments import at_least
 from muster.errors import CannotTravel, ConfigError, RecipeError
 from muster.introspection import callable_name, subscript
 from muster.lazy_values import LazyValues
-from muster.pickling import check_inheritable, dumps, takes
+from muster.pickling import MAKE_VEC, UserCall, check_inheritable, dumps, takes
 from muster.recipes.existing_env import LiveEnvs
 from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
 from muster.recipes.sources import Source, check_call, factory_example, sources_of
@@ -33,6 +33,7 @@ class Recipe:
     factory: called with ``kwargs``, in which lazy values are built first; ``wrappers`` are applied in order.
     labels: the names of factory and kwargs in the caller's ``make_vec(...)``, for messages.
     may_reuse: whether the factory may return an env that is in use already, as some other libraries' vector envs allow.
+    call: the user's call that the recipe comes from, in words.
     """
 
     env_index: int
@@ -42,6 +43,7 @@ class Recipe:
     wrappers: tuple[Callable[[Any], Any], ...] = ()
     labels: tuple[str, str] = ("factory", "env_kwargs")
     may_reuse: bool = False
+    call: UserCall = MAKE_VEC
 
     def build(self) -> BuiltEnv:
         """Builds the env in this process.
