@@ -13,12 +13,13 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
-from muster.doctor.diagnosis import Measurements, Problem, Recommendation
+from muster.doctor.diagnosis import Measurements, Recommendation
 from muster.doctor.measure import code_of_options
 from muster.pickling import is_plain
 from muster.recipes.existing_env import find_existing_env, is_env
 from muster.recipes.gymnasium_ids import unrecorded_wrapper
 from muster.recipes.sources import constructor_of
+from muster.workers.guarded import Problem
 from muster.workers.resources import memory_left, usable_cores
 
 _LONGEST_REPR = 200
@@ -32,8 +33,9 @@ _MOST_ENVS_PER_WORKER = 32
 class Verdict:
     """The facts that a recommendation depends on. source: the env's id or factory, as a line of code names it.
 
-    alone: only one env may live in a process.  travels: the recipe can be sent.  tried: by start method the problem
-    that ended its worker, or None.  fragile: the env ended its trial early while it was reset or stepped.
+    alone: only one env may live in a process.  packs: several may, as a trial has shown.  travels: the recipe can be
+    sent.  tried: by start method the problem that ended its worker, or None.  fragile: the env ended its trial early
+    while it was reset or stepped.
     """
 
     source: str
@@ -42,6 +44,7 @@ class Verdict:
     travels: bool
     tried: Mapping[str, Problem | None]
     alone: bool = False
+    packs: bool = False
     fragile: bool = False
 
 
@@ -59,21 +62,24 @@ def candidates(verdict: Verdict, measured: Measurements) -> list[Candidate]:
     context = next((name for name, problem in verdict.tried.items() if problem is None), None)
     if context is None and verdict.travels:
         return []
-    per_worker = 1 if verdict.alone else _envs_per_worker(measured.step_median_s)
+    per_worker = _envs_per_worker(measured.step_median_s) if verdict.packs else 1
     count = verdict.num_envs or min(cores * per_worker, _most_envs(cores, measured))
-    workers = count if verdict.alone else min(cores, count)
+    workers = min(cores, count) if verdict.packs else count
     ways: list[tuple[str, int, dict[str, Any]]] = []
     if context is not None:
-        options: dict[str, Any] = {"one_env_per_process": True} if verdict.alone else {"num_workers": workers}
+        options: dict[str, Any] = {"num_workers": workers} if verdict.packs else {}
+        options |= {"one_env_per_process": True} if verdict.alone else {}
         if verdict.fragile:
             options |= {"on_failure": "restart", "step_timeout": 60}
         ways.append(("process", workers, options))
     if not (verdict.alone or verdict.fragile):  # envs that share a process are lost together
         if verdict.travels and workers > 1:
-            ways.append(("process", min(cores - 1, count - 1), {"caller_steps": True}))
-        ways.append(("serial", 0, {"backend": "serial"}))
+            packed = {"num_workers": min(cores, count) - 1} if verdict.packs else {}
+            ways.append(("process", workers - 1, {**packed, "caller_steps": True}))
+        if verdict.packs or not verdict.travels:
+            ways.append(("serial", 0, {"backend": "serial"}))
         if not verdict.travels:
-            ways.append(("thread", workers, {"backend": "thread", "num_workers": workers}))
+            ways.append(("thread", min(cores, count), {"backend": "thread", "num_workers": min(cores, count)}))
     return [_candidate(verdict, context, count, *way, measured) for way in ways]
 
 

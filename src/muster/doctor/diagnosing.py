@@ -12,8 +12,9 @@ from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
 
+from muster.doctor import trials
 from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
-from muster.doctor.diagnosis import Diagnosis, Finding, Measurements, Problem
+from muster.doctor.diagnosis import Diagnosis, Finding, Measurements
 from muster.doctor.findings import (
     FATAL,
     about_behaviour,
@@ -23,7 +24,6 @@ from muster.doctor.findings import (
     about_start_methods,
     about_untried,
 )
-from muster.doctor.guarded import TrialOutcome, run_guarded
 from muster.doctor.lines import is_fatal, pick, try_lines
 from muster.doctor.trials import make_envs
 from muster.envs import resolve_foreign_id
@@ -33,6 +33,8 @@ from muster.introspection import callable_name, type_name
 from muster.pickling import find_culprits, fork_hazards
 from muster.recipes.existing_env import is_env
 from muster.recipes.recipe import Recipe, make_recipes, pack
+from muster.vector.side_by_side import try_side_by_side
+from muster.workers.guarded import Problem, TrialOutcome, run_guarded
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 # The stages of every worker and every trial, in order; first those before an env's first step.
@@ -88,18 +90,19 @@ def _diagnose_env(
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         try:
-            recipe = make_recipes(env, 1, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)[0]
+            pair = make_recipes(env, 2, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
         except RecipeError as error:
             advice = unbuildable(env, _source(env, target), env_kwargs)
             return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), advice)
+    recipe = pair[0]
     if is_env(env):
         findings.append(_about_instance(env))
     packed = _pack(recipe, findings)
 
-    def run(trial: str, hash_seed: int, **options: Any) -> TrialOutcome:
+    def run(trial: Callable[..., None], hash_seed: int, **options: Any) -> TrialOutcome:
         return run_guarded(trial, packed or b"", stage_timeout_s=timeout, options=options, hash_seed=hash_seed)
 
-    behaviour = run("behaviour", hash_seed=1) if packed is not None else TrialOutcome()
+    behaviour = run(trials.behaviour, hash_seed=1) if packed is not None else TrialOutcome()
     tried = try_contexts(recipe, timeout, packed is not None, behaviour)
     findings += about_behaviour(behaviour)
     findings += about_start_methods(tried, known=behaviour.stage in FATAL)
@@ -114,13 +117,13 @@ def _diagnose_env(
         rows = behaviour.results["rows"]
         # At the same time: neither of them is timed.
         with ThreadPoolExecutor(2) as pool:
-            replayed = pool.submit(run, "replay", hash_seed=2, rows=rows)
-            pair = run("pair", hash_seed=1, rows=rows)
-        findings += about_replay(behaviour, replayed.result())
-        together = about_pair(behaviour, pair)
-        verdict.alone = verdict.alone or together.severity == "warns"
-        findings.append(together)
-        return _run_lines(target, findings, verdict, _measured(behaviour, pair), packed, timeout, seconds)
+            replayed = pool.submit(run, trials.replay, hash_seed=2, rows=rows)
+            side_by_side = try_side_by_side(pack(pair, start_method="spawn"), timeout, rows)
+        findings += [*about_replay(behaviour, replayed.result()), about_pair(side_by_side)]
+        verdict.alone = verdict.alone or side_by_side.disturbed is not None
+        verdict.packs = not verdict.alone and side_by_side.unknown is None
+        measured = _measured(behaviour, side_by_side.together)
+        return _run_lines(target, findings, verdict, measured, packed, timeout, seconds)
     measured = _measured(behaviour, TrialOutcome())
     return Diagnosis(target, tuple(findings), measured, pick(candidates(verdict, measured), ()))
 

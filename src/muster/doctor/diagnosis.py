@@ -29,18 +29,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A failure in words: of a worker that was started, or of a trial."""
-
-    text: str
-
-    @property
-    def headline(self) -> str:
-        """The first line of the text."""
-        return self.text.split("\n", 1)[0]
-
-
-@dataclass(frozen=True)
 class Measurements:
     """Figures of one env in a process of its own, in seconds and bytes; None where nothing could be measured.
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from muster.doctor.diagnosis import Finding, Problem, Severity, size
-from muster.doctor.guarded import STARTING, TrialOutcome
+from muster.doctor.diagnosis import Finding, Severity, size
+from muster.vector.side_by_side import SideBySide
+from muster.workers.guarded import STARTING, Problem, TrialOutcome
 
 # An env that ends its trial early in one of these stages cannot be stepped; one that gets past them can.
 FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
-# The stages that only a second env in the same process can break.
-_OF_TWO = ("building a second one in the same process", "stepping two of it in one process")
 _MANY_THREADS = 2
 _MUCH = 10_000
 _SHOWN = 4
@@ -74,20 +73,13 @@ def about_replay(behaviour: TrialOutcome, replay: TrialOutcome) -> list[Finding]
     return found
 
 
-def about_pair(behaviour: TrialOutcome, pair: TrialOutcome) -> Finding:
+def about_pair(pair: SideBySide) -> Finding:
     """The finding whether two envs may live in one process."""
-    results = behaviour.results
-    repeats = results["digest"] == results.get("digest_again")
-    if behaviour.stage is None and pair.stage in _OF_TWO:
-        text = f"only one may live in a process: {pair.problem.text}"
-    elif pair.stage is not None:
-        text = f"whether several may live in one process is not known: {pair.problem.text}"
-        return Finding("note", "isolation", text)
-    elif repeats and pair.results["digest"] != results["digest"]:
-        text = "two in one process disturb each other: a trajectory changes when another env is stepped in between"
-    else:
-        return Finding("good", "isolation", "several may live in one process")
-    return Finding("warns", "isolation", text, "muster.make_vec(..., one_env_per_process=True)")
+    if pair.unknown is not None:
+        return Finding("note", "isolation", pair.unknown)
+    if pair.disturbed is not None:
+        return Finding("warns", "isolation", pair.disturbed, "muster.make_vec(..., one_env_per_process=True)")
+    return Finding("good", "isolation", "several may live in one process: two side by side are what each is alone")
 
 
 def about_untried(behaviour: TrialOutcome) -> Finding:

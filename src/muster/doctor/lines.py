@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from muster.doctor.advice import Candidate
 from muster.doctor.diagnosis import Recommendation, TriedLine, seconds
-from muster.doctor.guarded import TrialOutcome, run_guarded
-from muster.doctor.trials import STEPPING_MANY
+from muster.doctor.trials import STEPPING_MANY, stepping_many
 from muster.pickling import fork_hazards
 from muster.recipes.recipe import Recipe
+from muster.workers.guarded import TrialOutcome, run_guarded
 
 _LONG_BUILD_S = 5.0
 
@@ -28,6 +28,7 @@ def try_lines(
     if isinstance(recipe, Recipe) and (hazards := fork_hazards(recipe.parts())):
         why = f"not run: its process would inherit {hazards[0].path}, see above"
         return [TriedLine(one.advice.line, problem=why) for one in lines], []
+    recipes = [recipe] if isinstance(recipe, Recipe) else recipe
     limit_s = max(timeout_s, 2 * run_s)
     tried: list[TriedLine] = []
     outcomes: list[TrialOutcome] = []
@@ -36,7 +37,7 @@ def try_lines(
             tried.append(TriedLine(one.advice.line, problem=f"not run: one env takes {seconds(build_s)} to build"))
             continue
         options = {"num_envs": one.advice.num_envs, "options": dict(one.options), "seconds": run_s}
-        outcome = run_guarded("line", recipe, stage_timeout_s=limit_s, options=options)
+        outcome = run_guarded(stepping_many, recipes, stage_timeout_s=limit_s, options=options)
         outcomes.append(outcome)
         steps_per_s = outcome.results.get("steps_per_s")
         tried.append(TriedLine(one.advice.line, steps_per_s, None if steps_per_s else outcome.problem.headline))

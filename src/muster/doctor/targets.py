@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from muster.doctor.diagnosis import Finding, PolicyVerdict
-from muster.doctor.guarded import STARTING, TrialOutcome, run_guarded
+from muster.doctor.trials import importing, judging
 from muster.errors import ConfigError, RecipeError
 from muster.introspection import find_in
+from muster.workers.guarded import STARTING, TrialOutcome, run_guarded
 
 
 def about_import(target: str, timeout_s: float) -> Finding | None:
@@ -26,7 +27,7 @@ def about_import(target: str, timeout_s: float) -> Finding | None:
     module_name = _module_of(target)
     if module_name is None:
         return None
-    outcome = run_guarded("importing", b"", stage_timeout_s=timeout_s, options={"module_name": module_name})
+    outcome = run_guarded(importing, b"", stage_timeout_s=timeout_s, options={"module_name": module_name})
     return None if outcome.stage is None else _about_early_end("import", outcome)
 
 
@@ -40,7 +41,7 @@ def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict 
     if module_name is None:
         raise RecipeError(f"--policy must be module:make_policy, a function that builds the policy, got {target!r}")
     names = {"module_name": module_name, "name": name}
-    outcome = run_guarded("judging", b"", stage_timeout_s=timeout_s, options=names)
+    outcome = run_guarded(judging, b"", stage_timeout_s=timeout_s, options=names)
     if mistake := outcome.results.get("mistake"):
         raise RecipeError(mistake)
     if outcome.stage is not None:

@@ -19,12 +19,13 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from muster.backends.base import Backend
 from muster.backends.serial import SerialBackend
 from muster.errors import ActionError, ClosedError, ConfigError, PendingError, WaitTimeout, WrongType
-from muster.interop.starting import recipes_of, with_processes
+from muster.interop.starting import processes, recipes_of
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Array
 from muster.vector.action_writers import LenientWriter
 from muster.vector.assemble import LENIENT, assemble, drop_in_options
 from muster.vector.batched_spaces import BatchedSpaces
+from muster.vector.packing import Asked
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
 from muster.vector.results import Batch, StepResult
 from muster.vector.vector_env import VectorEnv
@@ -175,7 +176,9 @@ class SyncVectorEnv(_DropIn):
 class AsyncVectorEnv(_DropIn):
     """Steps the envs in worker processes. Has the arguments and attributes of Gymnasium's class of that name, and:
 
-    num_workers: processes; None for one per usable core, ``len(env_fns)`` for one process per env as in Gymnasium.
+    num_workers: None for one process per env, as in Gymnasium; a number for so many processes that share the envs,
+        which is for envs that share nothing; "auto" for one per usable core where a trial has shown that, as
+        `muster.make_vec`.
 
     No env is built in the calling process. `shared_memory` and `daemon` make no difference: observations are always
     shared, and workers never outlive the caller. `context`: None starts fresh processes instead of forking the caller.
@@ -192,7 +195,7 @@ class AsyncVectorEnv(_DropIn):
         daemon: bool = True,
         worker: Callable[..., None] | None = None,
         *args: Any,
-        num_workers: int | None = None,
+        num_workers: Asked = None,
         **kwargs: Any,
     ) -> Any:
         """A new instance of this class; of Gymnasium's own class where `worker` is set."""
@@ -214,7 +217,7 @@ class AsyncVectorEnv(_DropIn):
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         max_concurrency: int | None = None,
         *,
-        num_workers: int | None = None,
+        num_workers: Asked = None,
     ) -> None:
         self.env_fns = tuple(env_fns)
         self.shared_memory, self.copy, self.context, self.daemon, self.worker = (
@@ -229,7 +232,7 @@ class AsyncVectorEnv(_DropIn):
         agree = partial(_shareable_spaces if shared_memory else _agreed_spaces, observation_mode, _ASYNC_COMPLAINTS)
         start = partial(self._start, copy=copy, agree=agree, raiser=_raise_last)
         with originals_raised():
-            with_processes(start, recipes_of(self.env_fns), context=context, num_workers=num_workers)
+            start(processes(recipes_of(self.env_fns), context=context, num_workers=num_workers, name="num_workers"))
 
     # ---- the calls, each refused while another is pending
 

@@ -29,12 +29,13 @@ from muster.interop.env_calls import (
     of_gymnasium,
 )
 from muster.interop.info_rows import RowReader, finals_by_env, info_rows
-from muster.interop.starting import recipes_of, require_copies, with_processes
+from muster.interop.starting import processes, recipes_of, require_copies
 from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble, drop_in_options
 from muster.vector.batched_spaces import first_envs_spaces
 from muster.vector.checks import seeds_of
 from muster.vector.interrupted import drop_pending
+from muster.vector.packing import Asked
 from muster.vector.raisers import originals_raised
 from muster.vector.results import StepResult
 from muster.vector.vector_env import VectorEnv
@@ -212,16 +213,18 @@ class DummyVecEnv(MusterVecEnv):
 
 
 class SubprocVecEnv(MusterVecEnv):
-    """Steps the envs in worker processes, several in each where the envs allow that.
+    """Steps the envs in worker processes.
 
     start_method: "forkserver", "spawn" or "fork"; None starts fresh processes that never fork the caller.
-    num_workers: processes; None for one per usable core, ``len(env_fns)`` for one process per env as in SB3.
+    num_workers: None for one process per env, as in SB3; a number for so many processes that share the envs, which is
+        for envs that share nothing; "auto" for one per usable core where a trial has shown that, as `muster.make_vec`.
     """
 
-    def __init__(self, env_fns: EnvFns, start_method: str | None = None, *, num_workers: int | None = None) -> None:
+    def __init__(self, env_fns: EnvFns, start_method: str | None = None, *, num_workers: Asked = None) -> None:
         recipes = recipes_of(env_fns, (of_gymnasium,))
         with originals_raised():
-            super().__init__(with_processes(_Envs, recipes, context=start_method, num_workers=num_workers))
+            backend = processes(recipes, context=start_method, num_workers=num_workers, name="num_workers")
+            super().__init__(_Envs(backend))
 
 
 def as_sb3(envs: VectorEnv) -> MusterVecEnv:

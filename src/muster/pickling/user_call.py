@@ -22,6 +22,11 @@ class UserCall:
     one_each: str
     packed: str
 
+    def advise_packing(self, count: int) -> str:
+        """The sentence that says how `count` processes may share the envs."""
+        packed = self.packed.format(count=count)
+        return f"Envs that share nothing, as `muster doctor` finds out, may share processes: {packed}."
+
 
 MAKE_VEC = UserCall(
     name="muster.make_vec",

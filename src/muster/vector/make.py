@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
 
-from muster.arguments import flags, one_of, whole
+from muster.arguments import flags, one_of
 from muster.backends.base import Backend
 from muster.backends.process import ProcessBackend, ProcessOptions, check_pool
 from muster.backends.serial import SerialBackend
 from muster.backends.thread import ThreadBackend
 from muster.envs.adapt import adapted_recipes
-from muster.errors import ConfigError, OneEnvPerProcess
+from muster.errors import ConfigError
+from muster.recipes.known_envs import is_known
+from muster.recipes.recipe import Recipe
 from muster.vector.assemble import STRICT, AssemblyOptions, vector_env_of, wait_budgets
 from muster.vector.batched_spaces import alike_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.packing import AUTO, Asked, check_workers, count_processes
 from muster.vector.vector_env import VectorEnv
 from muster.workers.deaths import NOUNS
 from muster.workers.memory_plan import MEMORY_CHECKS
@@ -31,7 +34,7 @@ def make_vec(
     num_envs: int | None = None,
     *,
     backend: str = "process",
-    num_workers: int | None = None,
+    num_workers: int | Literal["auto"] | None = None,
     env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     wrappers: Sequence[Callable[[Any], Any]] = (),
     context: str = "auto",
@@ -58,16 +61,23 @@ def make_vec(
     num_envs: None for 1, or for the list's length.
     backend: "process"; or "thread", for envs that release the GIL or must share one object; or "serial", to step all
         envs in the calling thread.
-    num_workers: worker processes or threads; None for one per usable core, at most one per env.
+    num_workers: worker processes. None gives each env a process of its own, since a library may share what it holds
+        with all envs in its process; only ids of Gymnasium, ALE, PettingZoo, mpe2, MiniGrid, dm_control and Melting
+        Pot, without wrappers of anybody else, share one process per usable core. A number is for envs that share
+        nothing: so many workers step several envs each. "auto" tries two envs side by side in a process of its own, for
+        64 steps, and packs them as those ids where each is bit for bit what it is alone. Threads: None for one per
+        usable core.
     env_kwargs: keyword arguments for each env, one dict or a list of dicts; values may be `muster.lazy`.
     wrappers: callables ``env -> env``, applied in the worker, the first innermost.
     context: how workers start. "auto" starts fresh processes and never forks the caller.
     autoreset_mode: "next_step", "same_step" or "disabled", as Gymnasium defines them.
     observation_mode: "different" lets the envs' bounds differ; shapes, dtypes and keys must be equal.
     copy: False returns observations as views, valid until that env's next send.
-    one_env_per_process: for libraries that can be loaded only once per process; num_workers is then num_envs. An env
-        class can request it with ``metadata["one_per_process"] = True``.
-    caller_steps: the calling process steps some of the envs instead of sleeping; if one of these crashes, so does it.
+    one_env_per_process: for libraries that can be loaded only once per process: num_workers is num_envs, and an env
+        that raised is built again in a new process. An env class requests it by
+        ``metadata["one_per_process"] = True``.
+    caller_steps: the calling process steps some of the envs instead of sleeping, one where each env has a process of
+        its own; if one of these crashes, so does it.
     start_timeout, step_timeout: seconds for a worker to build its envs, and for one ``env.step``.
     on_failure: "restart" replaces an env that raised, and a worker that died or timed out; their episodes end
         truncated, with the reason in ``infos["restarted"]``.
@@ -91,22 +101,34 @@ def make_vec(
     check_pool(NOUNS, context, start_timeout, step_timeout, on_failure, max_restarts, threads_per_worker)
     copy, check_finite = flags(copy=copy, check_finite=check_finite)
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
+    num_workers = check_workers("num_workers", num_workers)
     recipes = adapted_recipes(env, num_envs, env_kwargs, wrappers, groups, state)
     cores = usable_cores()
     if backend != "process":
-        _refuse_without_processes(one_env_per_process, caller_steps, step_timeout)
+        _refuse_without_processes(one_env_per_process, caller_steps, step_timeout, num_workers)
     if backend == "serial":
         if num_workers is not None:
             raise ConfigError('num_workers needs workers; leave it out, or use backend="process" or "thread"')
         chosen: Backend = SerialBackend(recipes)
     elif backend == "thread":
-        chosen = ThreadBackend(recipes, _count_workers(len(recipes), num_workers, cores, False, False), start_timeout)
+        threads = num_workers if isinstance(num_workers, int) else min(cores, len(recipes))
+        chosen = ThreadBackend(recipes, _checked_workers(threads, recipes), start_timeout)
     else:
-        workers = _count_workers(len(recipes), num_workers, cores, one_env_per_process, caller_steps)
         if caller_steps:
             _refuse_caller_steps(one_env_per_process, step_timeout, on_failure)
+        context = "forkserver" if context == "auto" else context
+        if one_env_per_process:
+            workers = _one_each(recipes, num_workers)
+        elif isinstance(num_workers, int):
+            workers = _checked_workers(num_workers, recipes, caller_steps)
+        else:
+            packs = all(map(is_known, recipes))
+            processes = count_processes(
+                recipes, num_workers, cores, context=context, timeout_s=start_timeout, packs=packs
+            )
+            workers = processes - caller_steps
         options = ProcessOptions(
-            context="forkserver" if context == "auto" else context,
+            context=context,
             num_workers=workers,
             caller_steps=caller_steps,
             start_timeout_s=start_timeout,
@@ -126,12 +148,7 @@ def make_vec(
         max_restarts=max_restarts if on_failure == "restart" else None,
     )
     parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=alike_spaces)
-    try:
-        return vector_env_of(chosen, parts, assembly)
-    except OneEnvPerProcess:
-        if backend != "process" or num_workers is not None or caller_steps:
-            raise
-    return vector_env_of(ProcessBackend(recipes, replace(options, num_workers=len(recipes))), parts, assembly)
+    return vector_env_of(chosen, parts, assembly)
 
 
 def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
@@ -143,24 +160,26 @@ def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
     return names[mode.lower()]
 
 
-def _count_workers(num_envs: int, num_workers: int | None, cores: int, one_each: bool, caller_steps: bool) -> int:
-    if one_each:
-        if num_workers not in (None, num_envs):
-            needed = f"num_workers={num_envs} (num_envs)"
-            raise ConfigError(f"one_env_per_process=True needs {needed}, got num_workers={num_workers}")
-        return num_envs
-    most = num_envs - 1 if caller_steps else num_envs
-    if num_workers is None:
-        return max(min(cores - 1 if caller_steps else cores, most), 0 if caller_steps else 1)
-    count = whole("num_workers", num_workers, 1)
+def _one_each(recipes: Sequence[Recipe], num_workers: Asked) -> int:
+    if num_workers not in (None, len(recipes)):
+        needed = f"num_workers={len(recipes)} (num_envs)"
+        raise ConfigError(f"one_env_per_process=True needs {needed}, got num_workers={num_workers}")
+    return len(recipes)
+
+
+def _checked_workers(count: int, recipes: Sequence[Recipe], caller_steps: bool = False) -> int:
+    most = len(recipes) - caller_steps
     if count > most:
         reason = "the calling process steps one env itself" if caller_steps else "a worker needs an env"
-        raise ConfigError(f"num_workers={count} is too many for num_envs={num_envs}: {reason}; use at most {most}")
+        raise ConfigError(f"num_workers={count} is too many for num_envs={len(recipes)}: {reason}; use at most {most}")
     return count
 
 
-def _refuse_without_processes(one_env_per_process: bool, caller_steps: bool, step_timeout: float | None) -> None:
+def _refuse_without_processes(
+    one_env_per_process: bool, caller_steps: bool, step_timeout: float | None, num_workers: Asked
+) -> None:
     provided = {"one_env_per_process": one_env_per_process, "caller_steps": caller_steps, "step_timeout": step_timeout}
+    provided |= {f'num_workers="{AUTO}"': num_workers == AUTO}
     if name := next((name for name, value in provided.items() if value), None):
         raise ConfigError(f'{name} needs worker processes; leave it out, or use backend="process"')
 

@@ -14,12 +14,16 @@ MEMORY_CHECKS = ("error", "warn", "off")
 
 
 class MemoryPlan:
-    """The memory that `num_envs` envs in `num_workers` workers will need. check: one of `MEMORY_CHECKS`."""
+    """The memory that `num_envs` envs in `num_workers` workers will need.
 
-    def __init__(self, num_envs: int, num_workers: int, check: str) -> None:
+    check: one of `MEMORY_CHECKS`.  packing: the sentence that says how fewer workers may share the envs; may be empty.
+    """
+
+    def __init__(self, num_envs: int, num_workers: int, check: str, packing: str) -> None:
         self._num_envs = num_envs
         self._num_workers = num_workers
         self._check = check
+        self._packing = packing
 
     def fits(self, built: BuildProgress) -> bool:
         """Whether all envs certainly fit. After one env this may be too strict, since libraries are counted."""
@@ -38,8 +42,8 @@ class MemoryPlan:
             f"num_envs={self._num_envs} on num_workers={self._num_workers} will not fit into memory: beside the first "
             f"{built.count} it needs about {_size(needed)} ({_size(env_bytes)} for an env, {_size(worker_bytes)} for a "
             f"worker, measured in the first one), and {_size(left_bytes)} are left ({limit}). About num_envs={most} "
-            "would fit."
-        )
+            f"would fit. {self._packing}"
+        ).rstrip()
         if self._check == "error":
             raise NotEnoughMemory(f'{message} To try all the same: memory_check="warn".')
         warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())

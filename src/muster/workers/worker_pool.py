@@ -29,6 +29,7 @@ from muster.workers.launcher_client import LauncherClient, LauncherLost, close_o
 from muster.workers.memory_plan import MemoryPlan
 from muster.workers.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, Unpacking, expect
 from muster.workers.options import HostOptions
+from muster.workers.resources import usable_cores
 
 T = TypeVar("T")
 SLICE_S = 0.05
@@ -47,7 +48,6 @@ class ProcessOptions:
     threads_per_worker: int = 1
     caller_steps: bool = False
     one_env_per_process: bool = False  # an env that has raised is built again in a new process
-    packs_carefully: bool = False  # the other workers build only after the first has built two envs
     memory_check: str = "error"  # one of memory_plan.MEMORY_CHECKS
     nouns: Nouns = NOUNS
 
@@ -122,11 +122,13 @@ class Workers:
 
     def _await_first_envs(self, worker: WorkerHandle) -> None:
         """Waits until the envs that the first worker has built show that all will fit into memory, see `MemoryPlan`."""
-        plan = MemoryPlan(len(self._recipes), len(self._orders), self._options.memory_check)
-        enough = not self._options.packs_carefully
+        packing = ""
+        if len(self._orders) == len(self._recipes) and not self._options.one_env_per_process:
+            packing = self._recipes[0].call.advise_packing(min(usable_cores(), len(self._recipes)))
+        plan = MemoryPlan(len(self._recipes), len(self._orders), self._options.memory_check, packing)
         for env in worker.envs[:2]:
             (built,) = self._answers(BuildProgress, [worker], f"building env {env}")
-            if enough and plan.fits(built):
+            if plan.fits(built):
                 break
         else:
             plan.require(built)

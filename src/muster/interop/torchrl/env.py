@@ -1,4 +1,4 @@
-"""Vector envs as TorchRL's batched `EnvBase`, and a `ParallelEnv` that steps several envs in each worker process."""
+"""Vector envs as TorchRL's batched `EnvBase`, and a `ParallelEnv` that steps envs in worker processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from muster.backends.base import Backend
 from muster.envs.attributes import get_attribute
 from muster.errors import ConfigError, UsageError, WorkerError, WrongType
 from muster.extras import imports_for
-from muster.interop.starting import recipes_of, require_copies, with_processes
+from muster.interop.starting import processes, recipes_of, require_copies
 from muster.interop.torchrl.env_worker import ENCODING, inner_env_of
 from muster.transport.infos import spread
 from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
 from muster.vector.interrupted import drop_pending
 from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.packing import Asked
 from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
 
@@ -187,12 +188,15 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
 
 
 class ParallelEnv(MusterEnv):
-    """`num_workers` envs in worker processes, one per usable core, several envs in each where the envs allow that.
+    """`num_workers` envs, each in a worker process of its own.
 
     create_env_fn: returns TorchRL's `GymEnv`, `GymWrapper`, `PettingZooEnv` or `PettingZooWrapper`, or an env that
         `muster.make_vec` takes; or a list of such functions.
     create_env_kwargs: keyword arguments for these functions, one dict or a list of dicts; values may be `muster.lazy`.
-    mp_start_method: None starts fresh processes.  num_processes: None for one per usable core.
+    mp_start_method: None starts fresh processes.
+    num_processes: None for one process per env, as in TorchRL; a number for so many processes that share the envs,
+        which is for envs that share nothing; "auto" for one per usable core where a trial has shown that, as
+        `muster.make_vec`.
 
     Transforms belong around the batch: ``TransformedEnv(ParallelEnv(...), ...)``. The other options of TorchRL's class
     control how that class moves its data; they would have no effect here, so they are not accepted.
@@ -206,7 +210,7 @@ class ParallelEnv(MusterEnv):
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         device: torch.device | str | None = None,
         mp_start_method: str | None = None,
-        num_processes: int | None = None,
+        num_processes: Asked = None,
     ) -> None:
         fns = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
         kwargs = list(create_env_kwargs) if isinstance(create_env_kwargs, Sequence) else [create_env_kwargs] * len(fns)
@@ -220,7 +224,9 @@ class ParallelEnv(MusterEnv):
             for recipe, provided in zip(recipes_of(fns, (inner_env_of,)), kwargs, strict=True)
         ]
         with originals_raised():
-            envs = with_processes(_vector_env, recipes, context=mp_start_method, num_workers=num_processes)
+            envs = _vector_env(
+                processes(recipes, context=mp_start_method, num_workers=num_processes, name="num_processes")
+            )
         super().__init__(envs, categorical_action_encoding=envs.metadata.get(ENCODING), device=device)
 
     def __getattr__(self, name: str) -> Any:

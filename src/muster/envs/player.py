@@ -34,6 +34,9 @@ class Player:
         self._actions = self._env.layout.action_space(1) if agents else copy.deepcopy(self._env.action_space)
         self._act = (lambda: _first_row(self._actions.sample())) if agents else self._actions.sample
         self._over = True
+        self._digest = hashlib.sha256()
+        self._last: Any = None
+        self._kept: Any = None
         self.rows = 0
         self.infos: list[dict[str, Any]] = []
         self.steps_s: list[float] = []
@@ -41,10 +44,16 @@ class Player:
         self.reuses_buffers = False
         self.changes_action = False
 
-    def reset(self, seed: int) -> Any:
-        """Starts an episode and seeds the actions; returns the first observation."""
+    @property
+    def digest(self) -> str:
+        """The digest of all that the env has returned since `reset`, infos left out."""
+        return self._digest.hexdigest()
+
+    def reset(self, seed: int) -> None:
+        """Starts an episode, and seeds the actions."""
         self._actions.seed(seed)
-        return self._reset(seed=seed, options=None)
+        self._digest, self._last = hashlib.sha256(), None
+        self._start_episode(seed=seed, options=None)
 
     def obs_bytes(self) -> int:
         """Bytes of one observation, counted by its space: leaves of fixed layout alone."""
@@ -52,56 +61,44 @@ class Player:
         space = self._env.layout.observation_space(1) if agents else self._env.observation_space
         return sum(leaf.row_bytes for leaf in tree(space, "observation").leaves)
 
-    def play(
-        self, seed: int, rows: int, meanwhile: Callable[[], None] | None = None, enough_s: float = math.inf
-    ) -> str:
-        """The digest of `rows` rows after a reset by `seed`, or of fewer rows once `enough_s` seconds have passed.
-
-        Calls `meanwhile` before each row.
-        """
+    def play(self, seed: int, rows: int, enough_s: float = math.inf) -> str:
+        """The digest of `rows` rows after a reset by `seed`, or of fewer rows once `enough_s` seconds have passed."""
         start = time.monotonic()
-        digest = hashlib.sha256()
-        obs = self.reset(seed)
-        _feed(digest, obs)
-        last, kept = obs, _copy(obs)
+        self.reset(seed)
         for self.rows in range(rows):
             if self.rows >= _FEWEST_ROWS and time.monotonic() - start > enough_s:
-                return digest.hexdigest()
-            if meanwhile is not None:
-                meanwhile()
-            if self._over:
-                obs = self._reset()
-                _feed(digest, obs)
-            else:
-                action = self._act()
-                before = pickle.dumps(action)
-                obs, reward, terminated, truncated, info = self._step(action)
-                self.changes_action |= pickle.dumps(action) != before
-                _feed(digest, (obs, reward, bool(terminated), bool(truncated)))
-                if isinstance(info, dict):
-                    self.infos.append(info)
-            self.reuses_buffers |= kept is not None and not np.array_equal(
-                last, kept, equal_nan=kept.dtype.kind in "fc"
-            )
-            last, kept = obs, _copy(obs)
-            self._on_row()
+                return self.digest
+            self.play_row()
         self.rows = rows
-        return digest.hexdigest()
+        return self.digest
 
-    def play_row(self) -> None:
-        """Takes one step, or resets the env where its episode is over."""
-        if self._over:
-            self._reset()
+    def play_row(self, resets: bool = False) -> None:
+        """Takes one step, or resets the env: where its episode is over, and by `resets`."""
+        if self._over or resets:
+            self._start_episode()
         else:
-            self._step(self._act())
+            action = self._act()
+            before = pickle.dumps(action)
+            obs, reward, terminated, truncated, info = self._step(action)
+            self.changes_action |= pickle.dumps(action) != before
+            self._see(obs, reward, bool(terminated), bool(truncated))
+            if isinstance(info, dict):
+                self.infos.append(info)
         self._on_row()
 
-    def _reset(self, **arguments: Any) -> Any:
+    def _start_episode(self, **arguments: Any) -> None:
         start = time.perf_counter()
         obs = self._env.reset(**arguments)[0]
         self.resets_s.append(time.perf_counter() - start)
         self._over = False
-        return obs
+        self._see(obs)
+
+    def _see(self, obs: Any, *flags: Any) -> None:
+        _feed(self._digest, (obs, *flags))
+        last, kept = self._last, self._kept
+        if last is not None and kept is not None:
+            self.reuses_buffers |= not np.array_equal(last, kept, equal_nan=kept.dtype.kind in "fc")
+        self._last, self._kept = obs, _copy(obs)
 
     def _step(self, action: Any) -> Any:
         start = time.perf_counter()

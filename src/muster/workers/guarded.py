@@ -1,4 +1,4 @@
-"""Runs a trial in a process of its own: a crash, a hang or an exit in the env is a finding, not the doctor's end."""
+"""Runs a trial in a process of its own, which a crash, a hang or an exit in the env may end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any
 
 from muster._core import EXIT_FDS_CLOSED
-from muster.doctor.diagnosis import Problem
-from muster.doctor.trials import main
 from muster.recipes.recipe import Recipe
 from muster.workers.killing import kill_with_all
 from muster.workers.launcher import python_command
 from muster.workers.launcher_client import worker_environment
+from muster.workers.trial_process import main
 from muster.workers.worker_main import flush_streams
 
 STARTING = "starting Python"
@@ -30,6 +30,18 @@ STARTING = "starting Python"
 
 _STDERR_LINES = 12
 _ABORT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A failure in words: of a worker that was started, or of a trial."""
+
+    text: str
+
+    @property
+    def headline(self) -> str:
+        """The first line of the text."""
+        return self.text.split("\n", 1)[0]
 
 
 @dataclass
@@ -53,15 +65,22 @@ class TrialOutcome:
 
 
 def run_guarded(
-    trial: str, recipe: bytes | Recipe, *, stage_timeout_s: float, options: dict[str, Any], hash_seed: int | None = None
+    trial: Callable[..., None],
+    recipes: bytes | Sequence[Recipe],
+    *,
+    stage_timeout_s: float,
+    options: dict[str, Any],
+    hash_seed: int | None = None,
 ) -> TrialOutcome:
-    """Runs `trial` of trials.py in a new process, and returns its outcome.
+    """Calls ``trial(*recipes, reporter, **options)`` in a new process, and returns its outcome.
 
-    recipe: packed (b"" for trials without an env), or a Recipe that cannot be sent: then the trial runs in a fork of
-    this process.  stage_timeout_s: limit for each stage of the trial, and for each row that it plays.
+    trial: a function of a module, with options that JSON knows.  recipes: packed (b"" where the trial takes none), or
+    recipes that cannot be sent: then the trial runs in a fork of this process.  stage_timeout_s: limit for each stage
+    of the trial, and for each row that it plays.
     """
     read, write = os.pipe()
-    doctor = os.pidfd_open(os.getpid())
+    guard = os.pidfd_open(os.getpid())
+    name = f"{trial.__module__}:{trial.__name__}"
     environment = worker_environment(1)
     if hash_seed is not None:
         environment["PYTHONHASHSEED"] = str(hash_seed)
@@ -72,23 +91,24 @@ def run_guarded(
     ):
         try:
             process: _Process
-            if isinstance(recipe, Recipe):
-                process = _Fork(trial, write, doctor, options, recipe, stderr=stderr.fileno())
-            else:
-                packed.write(recipe)
+            if isinstance(recipes, bytes):
+                packed.write(recipes)
                 packed.seek(0)
+                arguments = (name, write, guard, options, bool(recipes))
                 process = subprocess.Popen(
-                    python_command(sys.path, "muster.doctor.trials:main", trial, write, doctor, options),
+                    python_command(sys.path, "muster.workers.trial_process:main", *arguments),
                     env=environment,
-                    pass_fds=(write, doctor),
+                    pass_fds=(write, guard),
                     stdin=packed,
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
                     start_new_session=True,
                 )
+            else:
+                process = _Fork(name, write, guard, options, False, recipes, stderr=stderr.fileno())
         finally:
             os.close(write)
-            os.close(doctor)
+            os.close(guard)
         try:
             return _listen(process, reports, stderr, stage_timeout_s)
         finally:
@@ -204,7 +224,7 @@ def _how_ended(process: _Process) -> str:
     except (ProcessLookupError, ChildProcessError):
         return "ended the process, nobody knows how, since SIGCHLD is ignored here"
     if ended is None:
-        return "closed the doctor's pipe and went on"
+        return "closed the pipe for its results and went on"
     if ended.si_code != os.CLD_EXITED:
         try:
             return f"was killed by {signal.Signals(ended.si_status).name}"

@@ -1,0 +1,64 @@
+"""The number of processes that step the envs: one for each env, or fewer that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from muster.arguments import whole
+from muster.errors import CannotTravel, ConfigError
+from muster.recipes.recipe import Recipe, pack
+from muster.vector.side_by_side import try_side_by_side
+from muster.workers.notices import say_once
+
+Asked = int | Literal["auto"] | None
+AUTO = "auto"
+
+_MANY_PER_CORE = 8
+
+
+def check_workers(name: str, asked: Asked) -> Asked:
+    """`asked`, if it is None, "auto" or a number of workers. Raises ConfigError."""
+    if asked is None or (isinstance(asked, str) and asked == AUTO):
+        return asked
+    if isinstance(asked, str):
+        raise ConfigError(f'{name} must be a number of workers, "auto" or None, got {asked!r}')
+    return whole(name, asked, 1)
+
+
+def count_processes(
+    recipes: Sequence[Recipe], asked: Literal["auto"] | None, cores: int, *, context: str, timeout_s: float, packs: bool
+) -> int:
+    """The number of processes for envs whose number of workers the user has not given.
+
+    asked: "auto" packs the envs where a trial shows that two side by side are what each is alone, and says what it has
+    chosen.  packs: whether the envs are known to share nothing, and are packed without a trial.
+    timeout_s: seconds for each stage of the trial.
+    """
+    count, fewest = len(recipes), min(cores, len(recipes))
+    if count == 1:
+        return 1
+    call = recipes[0].call
+    if asked == AUTO:
+        why = _why_apart(recipes, context, timeout_s)
+        processes, reason = (fewest, "two of it side by side are what each is alone") if why is None else (count, why)
+        say_once(f'"auto": {count} envs of {recipes[0].name} in {processes} processes: {reason}')
+        return processes
+    if packs:
+        return fewest
+    if count > _MANY_PER_CORE * cores:
+        say_once(f"{count} processes start on {cores} cores, one for each env. {call.advise_packing(cores)}")
+    return count
+
+
+def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float) -> str | None:
+    """The reason why each env needs a process of its own; None where the first two may share one."""
+    pair = recipes[:2]
+    try:
+        packed: bytes | Sequence[Recipe] = pack(pair, start_method=context)
+    except CannotTravel:
+        if context != "fork":
+            return "they cannot be sent to a trial"  # nor to a worker, which raises the error that says why
+        packed = pair
+    tried = try_side_by_side(packed, timeout_s)
+    return tried.unknown or tried.disturbed

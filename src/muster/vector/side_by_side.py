@@ -1,0 +1,114 @@
+"""The trial of two envs side by side in one process: whether each is what it is alone, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from muster.envs.player import Player
+from muster.recipes.recipe import Recipe
+from muster.worker_info import WorkerInfo, worker_info_context
+from muster.workers.env_facts import check_one_per_process
+from muster.workers.env_host import seed_globals
+from muster.workers.guarded import TrialOutcome, run_guarded
+from muster.workers.resources import own_memory_bytes
+from muster.workers.trial_process import Reporter
+
+ROWS = 64
+BUILDING_SECOND, STEPPING_BOTH = "building a second one in the same process", "stepping two of it in one process"
+_HASH_SEED = 1
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """The outcomes of playing two envs, each alone in a process, and together in one."""
+
+    alone: tuple[TrialOutcome, TrialOutcome]
+    together: TrialOutcome
+
+    @property
+    def disturbed(self) -> str | None:
+        """The reason why the envs may not share a process; None where each was what it is alone, or is not known."""
+        if self.unknown is not None:
+            return None
+        if self.together.stage is not None:
+            return f"only one may live in a process: {self.together.problem.text}"
+        if [one.results["digest"] for one in self.alone] == self.together.results["digests"]:
+            return None
+        return "two in one process disturb each other: a trajectory changes when another env is stepped in between"
+
+    @property
+    def unknown(self) -> str | None:
+        """The reason why it is not known whether the envs may share a process."""
+        failed = next((one for one in self.alone if one.stage is not None), None)
+        if failed is None and self.together.stage not in (None, BUILDING_SECOND, STEPPING_BOTH):
+            failed = self.together
+        return (
+            None if failed is None else f"whether several may live in one process is not known: {failed.problem.text}"
+        )
+
+
+def try_side_by_side(pair: bytes | Sequence[Recipe], stage_timeout_s: float, rows: int = ROWS) -> SideBySide:
+    """Plays two envs for `rows` rows, each alone and both in turns. pair: their recipes, as for `run_guarded`."""
+
+    def run(trial: Any, **options: Any) -> TrialOutcome:
+        return run_guarded(
+            trial, pair, stage_timeout_s=stage_timeout_s, options={"rows": rows, **options}, hash_seed=_HASH_SEED
+        )
+
+    with ThreadPoolExecutor(3) as pool:
+        alone = [pool.submit(run, play_alone, which=which) for which in (0, 1)]
+        together = pool.submit(run, play_together)
+        return SideBySide((alone[0].result(), alone[1].result()), together.result())
+
+
+def play_alone(first: Recipe, second: Recipe, reporter: Reporter, rows: int, which: int) -> None:
+    """The trial that plays one of two envs in a process of its own, and reports its digest."""
+    reporter.stage("building it")
+    seed_globals(0)  # an env that draws from the global generators repeats alone, and not beside another
+    with built((first, second)[which]) as env:
+        reporter.stage("stepping it")
+        player = Player(env, reporter.alive)
+        _play([player], [which], rows)
+        reporter.result("digest", player.digest)
+        reporter.stage("closing it")
+
+
+def play_together(first: Recipe, second: Recipe, reporter: Reporter, rows: int) -> None:
+    """The trial that plays two envs in turns in one process, and reports the digest of each."""
+    reporter.stage("building the first of two in one process")
+    seed_globals(0)
+    with built(first) as one:
+        players = [Player(one, reporter.alive)]
+        reporter.stage(BUILDING_SECOND)
+        before = own_memory_bytes()
+        with built(second) as other:
+            check_one_per_process(other, 2)
+            players.append(Player(other, reporter.alive))
+            reporter.stage(STEPPING_BOTH)
+            _play(players, [0, 1], rows)
+            reporter.result("env_bytes", max(0, own_memory_bytes() - before))
+            reporter.result("digests", [player.digest for player in players])
+            reporter.stage("closing two of it in one process")
+
+
+def _play(players: Sequence[Player], seeds: Sequence[int], rows: int) -> None:
+    """Plays the envs in turns, with a second reset halfway."""
+    for player, seed in zip(players, seeds, strict=True):
+        player.reset(seed)
+    for row in range(rows):
+        for player in players:
+            player.play_row(resets=row == rows // 2)
+
+
+@contextlib.contextmanager
+def built(recipe: Recipe) -> Iterator[Any]:
+    """An env of `recipe`, closed at the end of the context."""
+    with worker_info_context(WorkerInfo(recipe.env_index, 0, 1, 1, seed=0)):
+        made = recipe.build()
+    yield made.env
+    made.env.close()
+    made.release(2.0)

@@ -1,0 +1,96 @@
+"""The process in which a trial runs, as `run_guarded` starts it. Results are reported one by one: it may never end."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from muster._core import EXIT_FDS_CLOSED, set_death_signal, start_watchdog
+from muster.envs.light_melting_pot import import_without_bots
+from muster.recipes.recipe import Recipe, unpack
+
+_ALIVE_EVERY_S = 0.2
+_OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, importlib.__file__, "<frozen importlib")
+
+
+class Reporter:
+    """Reports a trial's progress and results to the process that started it, as lines of JSON."""
+
+    def __init__(self, fd: int) -> None:
+        self._pipe = os.fdopen(fd, "w", buffering=1)
+        self._alive_at = 0.0
+
+    def stage(self, name: str | None) -> None:
+        """Reports the name of the next stage; None after the last."""
+        self._send("stage", name)
+
+    def alive(self) -> None:
+        """Reports, at most every 0.2 s, that the stage makes progress although it takes long."""
+        if time.monotonic() > self._alive_at:
+            self._alive_at = time.monotonic() + _ALIVE_EVERY_S
+            self._send("alive")
+
+    def result(self, name: str, value: Any) -> None:
+        self._send("result", name, value)
+
+    def raised(self, error: BaseException) -> None:
+        self._send("raised", f"raised {type(error).__name__}: {error}", _own_traceback(error))
+
+    def _send(self, *message: Any) -> None:
+        self._pipe.write(json.dumps(message) + "\n")
+
+
+def main(
+    trial: str, fd: int, guard: int, options: dict[str, Any], packed: bool, recipes: Sequence[Recipe] = ()
+) -> NoReturn:
+    """Calls the function ``module:name`` that is the trial with `recipes`, a Reporter and `options`; never returns.
+
+    fd: the pipe to report to.  guard: pidfd of the process that has started this one; the trial ends with it.
+    packed: whether the recipes come from stdin.
+    """
+    # Otherwise processes that the env starts would hold the pipe, and the guard would wait for them.
+    os.set_inheritable(fd, False)
+    os.set_inheritable(guard, False)
+    set_death_signal(signal.SIGCONT)  # the watchdog cannot run while this process is stopped
+    start_watchdog(guard)
+    import_without_bots()
+    faulthandler.enable(2, all_threads=True)
+    reporter = Reporter(fd)
+    module, _, name = trial.partition(":")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            function = getattr(importlib.import_module(module), name)
+            if packed:
+                reporter.stage("unpacking the recipe")
+                recipes = unpack(sys.stdin.buffer.read())
+            function(*recipes, reporter, **options)
+        reporter.stage(None)
+    except BaseException as error:
+        try:
+            reporter.raised(error)
+        except OSError:
+            os._exit(EXIT_FDS_CLOSED)
+    # The process ends at once: threads of the env may keep the interpreter's own shutdown from ending.
+    os._exit(0)
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback from the first frame of the env's own code on; "" where no frame is of that code."""
+    described = traceback.TracebackException.from_exception(error)
+    frames = [not frame.filename.startswith(_OUR_CODE) for frame in described.stack]
+    if True not in frames:
+        return ""
+    del described.stack[: frames.index(True)]
+    lines = "".join(described.format()).splitlines()
+    return "\n".join(line for line in lines if line.strip(" ^~"))
