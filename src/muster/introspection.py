@@ -43,6 +43,11 @@ def subscript(key: Any) -> str:
     return f"[{key!r}]" if type(key) in (int, float, bool, bytes, type(None)) else f"[<{type(key).__qualname__}>]"
 
 
+def place_of(path: str, key: Any) -> str:
+    """The path of an element of what `path` names; `key` itself, the name of an argument, where `path` is empty."""
+    return path + subscript(key) if path else str(key)
+
+
 def type_name(value: Any) -> str:
     """Module and name of the object's class; the name alone for a builtin."""
     return class_name(type(value))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from muster.errors import WrongType
-from muster.introspection import subscript
+from muster.introspection import place_of, subscript
 
 _log = logging.getLogger("muster")
 
@@ -88,7 +88,7 @@ class LazyValues:
 
     def resolve_arguments(self, arguments: Mapping[str, Any], path: str) -> dict[str, Any]:
         """A new dict of keyword arguments, each resolved."""
-        return {key: self.resolve(value, path + subscript(key)) for key, value in arguments.items()}
+        return {key: self.resolve(value, place_of(path, key)) for key, value in arguments.items()}
 
     def release(self, timeout_s: float) -> None:
         """Releases what was built, last first, within ``timeout_s`` seconds. Never raises; failures are logged."""

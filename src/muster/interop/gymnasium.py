@@ -20,6 +20,7 @@ from muster.backends.base import Backend
 from muster.backends.serial import SerialBackend
 from muster.errors import ActionError, ClosedError, ConfigError, PendingError, WaitTimeout, WrongType
 from muster.interop.starting import processes, recipes_of
+from muster.pickling import UserCall
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Array
 from muster.vector.action_writers import LenientWriter
@@ -34,6 +35,21 @@ from muster.workers.failures import Failure
 from muster.workers.options import EnvCall
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv"]
+
+ASYNC_VECTOR_ENV = UserCall(
+    name="AsyncVectorEnv",
+    factory="env_fns",
+    kwargs="",
+    wrappers="",
+    context='context="{method}"',
+    in_process="SyncVectorEnv",
+    one_each="AsyncVectorEnv(env_fns) without num_workers",
+    packed="num_workers={count}",
+    num_envs="{count} env_fns",
+)
+SYNC_VECTOR_ENV = replace(
+    ASYNC_VECTOR_ENV, name="SyncVectorEnv", context="", in_process="", one_each="AsyncVectorEnv(env_fns)", packed=""
+)
 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 ObservationMode = str | tuple[spaces.Space[Any], spaces.Space[Any]]
@@ -156,7 +172,7 @@ class SyncVectorEnv(_DropIn):
         self.env_fns = tuple(env_fns)
         self.copy = copy
         self._set_up(observation_mode, autoreset_mode)
-        backend = SerialBackend(recipes_of(self.env_fns, may_reuse=True))
+        backend = SerialBackend(recipes_of(self.env_fns, SYNC_VECTOR_ENV, may_reuse=True))
         agree = partial(_agreed_spaces, observation_mode, _SYNC_COMPLAINTS)
         with originals_raised():
             self._start(backend, copy, agree, raise_original)
@@ -232,7 +248,8 @@ class AsyncVectorEnv(_DropIn):
         agree = partial(_shareable_spaces if shared_memory else _agreed_spaces, observation_mode, _ASYNC_COMPLAINTS)
         start = partial(self._start, copy=copy, agree=agree, raiser=_raise_last)
         with originals_raised():
-            start(processes(recipes_of(self.env_fns), context=context, num_workers=num_workers, name="num_workers"))
+            recipes = recipes_of(self.env_fns, ASYNC_VECTOR_ENV)
+            start(processes(recipes, context=context, num_workers=num_workers, name="num_workers"))
 
     # ---- the calls, each refused while another is pending
 

@@ -29,7 +29,9 @@ from muster.interop.env_calls import (
     of_gymnasium,
 )
 from muster.interop.info_rows import RowReader, finals_by_env, info_rows
-from muster.interop.starting import processes, recipes_of, require_copies
+from muster.interop.starting import FromArguments, processes, recipes_of, require_copies
+from muster.introspection import callable_name
+from muster.pickling import UserCall
 from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble, drop_in_options
 from muster.vector.batched_spaces import first_envs_spaces
@@ -48,6 +50,34 @@ with imports_for("muster.interop.sb3 needs", "muster-rl[sb3]", "stable_baselines
     from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 __all__ = ["DummyVecEnv", "MusterVecEnv", "SubprocVecEnv", "as_sb3", "make_vec_env"]
+
+SUBPROC_VEC_ENV = UserCall(
+    name="SubprocVecEnv",
+    factory="env_fns",
+    kwargs="",
+    wrappers="",
+    context='start_method="{method}"',
+    in_process="DummyVecEnv",
+    one_each="SubprocVecEnv(env_fns) without num_workers",
+    packed="num_workers={count}",
+    num_envs="{count} env_fns",
+    acts="vec_env.vector_env.call(act)",
+)
+DUMMY_VEC_ENV = replace(
+    SUBPROC_VEC_ENV, name="DummyVecEnv", context="", in_process="", one_each="SubprocVecEnv(env_fns)", packed=""
+)
+MAKE_VEC_ENV = replace(
+    SUBPROC_VEC_ENV,
+    name="make_vec_env",
+    factory="env_id",
+    kwargs="env_kwargs",
+    wrappers="wrapper_class",
+    context='vec_env_kwargs={{"start_method": "{method}"}}',
+    one_each="vec_env_cls=SubprocVecEnv without num_workers in vec_env_kwargs",
+    packed='vec_env_kwargs={{"num_workers": {count}}}',
+    num_envs="n_envs={count}",
+)
+MAKE_DUMMY_VEC_ENV = replace(MAKE_VEC_ENV, context="", in_process="", one_each="vec_env_cls=SubprocVecEnv", packed="")
 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 Indices = None | int | Iterable[int]
@@ -195,7 +225,7 @@ class DummyVecEnv(MusterVecEnv):
     """Steps all envs in the calling thread, one after the other."""
 
     def __init__(self, env_fns: EnvFns) -> None:
-        backend = SerialBackend(recipes_of(env_fns, (of_gymnasium,), may_reuse=True))
+        backend = SerialBackend(recipes_of(env_fns, DUMMY_VEC_ENV, (of_gymnasium,), may_reuse=True))
         with originals_raised():
             envs = _Envs(backend, ignores_surplus=True)
         self.envs = backend.envs
@@ -221,7 +251,7 @@ class SubprocVecEnv(MusterVecEnv):
     """
 
     def __init__(self, env_fns: EnvFns, start_method: str | None = None, *, num_workers: Asked = None) -> None:
-        recipes = recipes_of(env_fns, (of_gymnasium,))
+        recipes = recipes_of(env_fns, SUBPROC_VEC_ENV, (of_gymnasium,))
         with originals_raised():
             backend = processes(recipes, context=start_method, num_workers=num_workers, name="num_workers")
             super().__init__(_Envs(backend))
@@ -255,20 +285,26 @@ def make_vec_env(
             f"make_vec_env takes an env id, a class or a function that builds an env, got {reprlib.repr(env_id)}. "
             "Every env is built where it runs"
         )
+    cls = vec_env_cls or DummyVecEnv
+    in_process = isinstance(cls, type) and issubclass(cls, DummyVecEnv)
     fns = [
-        partial(
+        FromArguments(
             _monitored,
-            env_id,
-            None if seed is None else seed + rank,
-            None if monitor_dir is None else os.path.join(monitor_dir, str(rank)),
-            monitor_kwargs or {},
-            wrapper_class,
-            wrapper_kwargs or {},
-            **(env_kwargs or {}),
+            {
+                "env_id": env_id,
+                "action_seed": None if seed is None else seed + rank,
+                "monitor_path": None if monitor_dir is None else os.path.join(monitor_dir, str(rank)),
+                "monitor_kwargs": dict(monitor_kwargs or {}),
+                "wrapper_class": wrapper_class,
+                "wrapper_kwargs": dict(wrapper_kwargs or {}),
+                "env_kwargs": dict(env_kwargs or {}),
+            },
+            env_id if isinstance(env_id, str) else callable_name(env_id),
+            MAKE_DUMMY_VEC_ENV if in_process else MAKE_VEC_ENV,
         )
         for rank in range(start_index, start_index + n_envs)
     ]
-    vec_env = (vec_env_cls or DummyVecEnv)(fns, **(vec_env_kwargs or {}))
+    vec_env = cls(fns, **(vec_env_kwargs or {}))
     vec_env.seed(seed)
     return vec_env
 
@@ -280,8 +316,7 @@ def _monitored(
     monitor_kwargs: dict[str, Any],
     wrapper_class: Callable[..., Any] | None,
     wrapper_kwargs: dict[str, Any],
-    /,
-    **env_kwargs: Any,
+    env_kwargs: dict[str, Any],
 ) -> Any:
     """Builds one env of `make_vec_env`, in the process that will step it."""
     if not isinstance(env_id, str):

@@ -1,14 +1,16 @@
-"""The parts that drop-ins share: recipes from ``env_fns``, and the worker processes."""
+"""The parts that drop-ins share: recipes from lists of functions, and the worker processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
 from muster.backends.process import ProcessBackend, ProcessOptions
 from muster.errors import ConfigError, WrongType
 from muster.introspection import callable_name
+from muster.pickling import UserCall
 from muster.recipes.recipe import Recipe
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import Asked, check_workers, count_processes
@@ -18,18 +20,44 @@ from muster.workers.resources import usable_cores
 _START_TIMEOUT_S = 300.0
 
 
+@dataclass(frozen=True)
+class FromArguments:
+    """A function that builds an env by ``build(**arguments)``; the names are those of arguments that the user gave.
+
+    name: of the env, for messages.  call: the user's call.
+    """
+
+    build: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    name: str
+    call: UserCall
+
+    def __call__(self) -> Any:
+        """The env, for a vector env that is not Muster's."""
+        return self.build(**self.arguments)
+
+
 def recipes_of(
-    env_fns: Iterable[Callable[[], Any]], wrappers: Sequence[Callable[[Any], Any]] = (), *, may_reuse: bool = False
+    fns: Iterable[Callable[..., Any]],
+    call: UserCall,
+    wrappers: Sequence[Callable[[Any], Any]] = (),
+    *,
+    may_reuse: bool = False,
 ) -> list[Recipe]:
     """Recipes, one for each factory. may_reuse: see Recipe. Raises ConfigError for an empty list, WrongType."""
     recipes = []
-    for i, env_fn in enumerate(env_fns):
-        if not callable(env_fn):
-            raise WrongType(f"env_fns[{i}] must be a callable that returns an env, got {type(env_fn).__name__}")
-        labels = (f"env_fns[{i}]", f"env_fns[{i}]")
-        recipes.append(Recipe(i, callable_name(env_fn), env_fn, {}, tuple(wrappers), labels, may_reuse))
+    for i, fn in enumerate(fns):
+        if isinstance(fn, FromArguments):
+            labels = (fn.call.factory, "")
+            recipe = Recipe(i, fn.name, fn.build, fn.arguments, tuple(wrappers), labels, may_reuse, fn.call)
+        elif callable(fn):
+            labels = (f"{call.factory}[{i}]", f"{call.factory}[{i}]")
+            recipe = Recipe(i, callable_name(fn), fn, {}, tuple(wrappers), labels, may_reuse, call)
+        else:
+            raise WrongType(f"{call.factory}[{i}] must be a callable that returns an env, got {type(fn).__name__}")
+        recipes.append(recipe)
     if not recipes:
-        raise ConfigError("env_fns is empty; give at least one callable that returns an env")
+        raise ConfigError(f"{call.factory} is empty; give at least one callable that returns an env")
     return recipes
 
 

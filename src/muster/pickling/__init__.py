@@ -3,13 +3,15 @@
 from muster.pickling.culprits import Culprit, find_culprits, fork_hazards
 from muster.pickling.probe import takes
 from muster.pickling.travel import check_inheritable, dumps, is_plain
-from muster.pickling.user_call import MAKE_VEC, UserCall
+from muster.pickling.user_call import MAKE_VEC, UserCall, called_as, current_call
 
 __all__ = [
     "MAKE_VEC",
     "Culprit",
     "UserCall",
+    "called_as",
     "check_inheritable",
+    "current_call",
     "dumps",
     "find_culprits",
     "fork_hazards",

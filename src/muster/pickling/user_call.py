@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class UserCall:
-    """How to write, in one kind of call, what a message advises. Each front end has one; all parts are code.
+    """How to write, in one kind of call, what a message advises. Each front end has one; all parts but `name` are code.
 
-    name: what is called.  lazily: the argument `{name}` of the env, built in the worker by `{value}`.
-    fork: workers forked from the caller.  in_process: what hands over the very objects, since it steps the envs in the
-    calling process.  one_each: a process for each env.  packed: `{count}` processes that share the envs; empty where
-    the call starts none.
+    name: what is called.  factory, kwargs: the arguments for what builds an env, and for its keyword arguments; empty
+    where the call has none.  wrappers: the argument for wrappers, in which paths begin.
+    context: the argument that chooses the start method `{method}`; empty where nothing is started.
+    in_process: what hands over the very objects, since it steps the envs in the calling process; empty where this call
+    does.  one_each: a process for each env.  packed: `{count}` processes that share the envs; empty where the call
+    starts none.  num_envs: the argument that asks for `{count}` envs.  step_timeout: the argument that limits a step's
+    time; empty where there is none.  acts: what calls ``act(env, env_index)`` in every env later on.
     """
 
     name: str
-    lazily: str
-    fork: str
+    factory: str
+    kwargs: str
+    wrappers: str
+    context: str
     in_process: str
     one_each: str
     packed: str
+    num_envs: str
+    step_timeout: str = ""
+    acts: str = "envs.call(act)"
 
     def advise_packing(self, count: int) -> str:
         """The sentence that says how `count` processes may share the envs."""
@@ -30,9 +41,30 @@ class UserCall:
 
 MAKE_VEC = UserCall(
     name="muster.make_vec",
-    lazily='muster.make_vec(..., env_kwargs={{"{name}": {value}}})',
-    fork='context="fork"',
+    factory="factory",
+    kwargs="env_kwargs",
+    wrappers="wrappers",
+    context='context="{method}"',
     in_process='backend="serial"',
     one_each="one_env_per_process=True",
     packed="num_workers={count}",
+    num_envs="num_envs={count}",
+    step_timeout="step_timeout",
 )
+
+_current: ContextVar[UserCall] = ContextVar("muster_user_call", default=MAKE_VEC)
+
+
+def current_call() -> UserCall:
+    """The user's call that ``make_vec`` works for: its own, unless another front end calls it."""
+    return _current.get()
+
+
+@contextmanager
+def called_as(call: UserCall) -> Iterator[None]:
+    """Has ``make_vec`` speak in the words of `call`, within the context."""
+    token = _current.set(call)
+    try:
+        yield
+    finally:
+        _current.reset(token)

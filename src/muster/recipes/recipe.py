@@ -14,9 +14,9 @@ import gymnasium as gym
 
 from muster.arguments import at_least
 from muster.errors import CannotTravel, ConfigError, RecipeError
-from muster.introspection import callable_name, subscript
+from muster.introspection import callable_name, place_of
 from muster.lazy_values import LazyValues
-from muster.pickling import MAKE_VEC, UserCall, check_inheritable, dumps, takes
+from muster.pickling import MAKE_VEC, UserCall, check_inheritable, current_call, dumps, takes
 from muster.recipes.existing_env import LiveEnvs
 from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
 from muster.recipes.sources import Source, check_call, factory_example, sources_of
@@ -31,7 +31,8 @@ class Recipe:
 
     name: for messages, ``"CartPole-v1"`` or ``"my_module.make_env"``.
     factory: called with ``kwargs``, in which lazy values are built first; ``wrappers`` are applied in order.
-    labels: the names of factory and kwargs in the caller's ``make_vec(...)``, for messages.
+    labels: the names of factory and kwargs in the user's call, for messages. Where the second is empty, the keys of
+    ``kwargs`` are arguments of that call.
     may_reuse: whether the factory may return an env that is in use already, as some other libraries' vector envs allow.
     call: the user's call that the recipe comes from, in words.
     """
@@ -70,11 +71,18 @@ class Recipe:
 
     def parts(self) -> dict[str, Any]:
         """The objects that have to travel, by their names in messages."""
-        named: dict[str, Any] = {self.labels[0]: self.factory}
+        factory, kwargs = self.labels
+        named: dict[str, Any] = {}
         if type(self.factory) is MakeGym:
-            named = {self.labels[0]: self.factory.target, f"{self.labels[0]}.wrappers": self.factory.late_wrappers}
-        named |= {self.labels[1] + subscript(key): value for key, value in self.kwargs.items()}
-        return named | {f"wrappers[{i}]": wrapper for i, wrapper in enumerate(self.wrappers)}
+            named = {factory: self.factory.target, f"{factory}.wrappers": self.factory.late_wrappers}
+        elif kwargs:  # else it is a function of Muster's
+            named = {factory: self.factory}
+        for key, value in self.kwargs.items():
+            if kwargs or type(value) is not dict:
+                named[place_of(kwargs, key)] = value
+            else:
+                named |= {place_of(key, inner): one for inner, one in value.items()}
+        return named | {f"{self.call.wrappers}[{i}]": wrapper for i, wrapper in enumerate(self.wrappers)}
 
     def _wrapped(self, made: Any) -> Any:
         env = made
@@ -137,7 +145,8 @@ def make_recipes(
     for i, wrapper in enumerate(wrappers):
         if not callable(wrapper):
             raise RecipeError(f"wrappers[{i}] must be a callable that takes an env and returns one, got {wrapper!r}.")
-    kwargs_label = "env_kwargs[{}]" if isinstance(env_kwargs, (list, tuple)) else "env_kwargs"
+    call = current_call()
+    kwargs_label = f"{call.kwargs}[{{}}]" if isinstance(env_kwargs, (list, tuple)) else call.kwargs
     recipes = []
     for i in range(count):
         source = sources[i] if several else sources[0]
@@ -150,6 +159,7 @@ def make_recipes(
                 kwargs_list[i],
                 source.wrappers + tuple(wrappers),
                 (source.label, kwargs_label.format(i)),
+                call=call,
             )
         )
     return recipes

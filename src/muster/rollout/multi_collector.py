@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from muster.backends.process import check_pool
 from muster.envs.adapt import adapted_recipes
 from muster.errors import ConfigError
 from muster.introspection import caller_stacklevel
+from muster.pickling import called_as
 from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
@@ -24,9 +25,20 @@ from muster.rollout.collector_set import CollectorOptions, CollectorSet, collect
 from muster.rollout.devices import Device
 from muster.rollout.processes.collector_pool import CollectorPool
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
+from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.staying_collector import StayingCollector
 from muster.rollout.weights import require_shapes
 
+MULTI_COLLECTOR = replace(
+    COLLECTOR,
+    name="muster.MultiCollector",
+    context='context="{method}"',
+    in_process='muster.Collector with make_vec_options={"backend": "serial"}',
+    one_each="num_collectors=num_envs",
+    packed="num_collectors={count}",
+    step_timeout="collect_timeout",
+    acts="",
+)
 _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state")
 
 
@@ -216,14 +228,15 @@ def _understood(
         )
     if num_envs is None and not isinstance(envs, (list, tuple)):
         num_envs = num_collectors
-    recipes = adapted_recipes(
-        envs,
-        num_envs,
-        env_kwargs=options.get("env_kwargs"),
-        wrappers=options.get("wrappers"),
-        groups=options.get("groups"),
-        state=options.get("state", True),
-    )
+    with called_as(MULTI_COLLECTOR):
+        recipes = adapted_recipes(
+            envs,
+            num_envs,
+            env_kwargs=options.get("env_kwargs"),
+            wrappers=options.get("wrappers"),
+            groups=options.get("groups"),
+            state=options.get("state", True),
+        )
     if len(recipes) < num_collectors:
         raise ConfigError(f"num_collectors={num_collectors}, but there are only {len(recipes)} envs; each needs one")
     return recipes

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 
 from muster.errors import ConfigError
+from muster.pickling import MAKE_VEC, called_as
 from muster.rollout.env_side import EnvSide
 from muster.rollout.fields import Array, Field, FieldTree, Key, flat
 from muster.rollout.multi_agent_side import MultiAgentEnvs
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
+
+COLLECTOR = replace(
+    MAKE_VEC,
+    name="muster.Collector",
+    factory="envs",
+    kwargs='make_vec_options["env_kwargs"]',
+    wrappers='make_vec_options["wrappers"]',
+    context='make_vec_options={{"context": "{method}"}}',
+    in_process='make_vec_options={"backend": "serial"}',
+    one_each='make_vec_options={"one_env_per_process": True}',
+    packed='make_vec_options={{"num_workers": {count}}}',
+    step_timeout='make_vec_options["step_timeout"]',
+    acts="collector.envs.call(act)",
+)
 
 
 class SingleAgentEnvs(EnvSide):
@@ -68,7 +84,8 @@ def open_envs(envs: Any, num_envs: int | None, make_vec_options: Mapping[str, An
             )
         return _side_of(envs), False
     options = {"autoreset_mode": "same_step", "copy": False, "state": True, **(make_vec_options or {})}
-    made = make_vec(envs, num_envs, **options)
+    with called_as(COLLECTOR):
+        made = make_vec(envs, num_envs, **options)
     try:
         return _side_of(made), True
     except BaseException:

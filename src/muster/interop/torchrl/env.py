@@ -15,6 +15,7 @@ from muster.errors import ConfigError, UsageError, WorkerError, WrongType
 from muster.extras import imports_for
 from muster.interop.starting import processes, recipes_of, require_copies
 from muster.interop.torchrl.env_worker import ENCODING, inner_env_of
+from muster.pickling import UserCall
 from muster.transport.infos import spread
 from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
 from muster.vector.interrupted import drop_pending
@@ -33,6 +34,19 @@ with imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl"
     from muster.interop.torchrl.specs import chosen, ends
 
 __all__ = ["MusterEnv", "ParallelEnv", "as_torchrl"]
+
+PARALLEL_ENV = UserCall(
+    name="ParallelEnv",
+    factory="create_env_fn",
+    kwargs="create_env_kwargs",
+    wrappers="",
+    context='mp_start_method="{method}"',
+    in_process="torchrl.envs.SerialEnv",
+    one_each="ParallelEnv without num_processes",
+    packed="num_processes={count}",
+    num_envs="num_workers={count}",
+    acts="env.vector_env.call(act)",
+)
 
 EnvFn = Callable[..., Any]
 AnyVectorEnv = VectorEnv | MultiAgentVectorEnv
@@ -219,9 +233,13 @@ class ParallelEnv(MusterEnv):
                 f"num_workers={num_workers} envs need as many create_env_fn and create_env_kwargs, got {len(fns)} and "
                 f"{len(kwargs)}"
             )
+        fns_label = PARALLEL_ENV.factory + "[{}]" * isinstance(create_env_fn, Sequence)
+        kwargs_label = PARALLEL_ENV.kwargs + "[{}]" * isinstance(create_env_kwargs, Sequence)
         recipes = [
-            replace(recipe, kwargs=dict(provided or {}))
-            for recipe, provided in zip(recipes_of(fns, (inner_env_of,)), kwargs, strict=True)
+            replace(recipe, kwargs=dict(provided or {}), labels=(fns_label.format(i), kwargs_label.format(i)))
+            for i, (recipe, provided) in enumerate(
+                zip(recipes_of(fns, PARALLEL_ENV, (inner_env_of,)), kwargs, strict=True)
+            )
         ]
         with originals_raised():
             envs = _vector_env(
