@@ -75,6 +75,7 @@ class EnvError(MusterError, RuntimeError):
     """An env raised. ``__cause__`` is the original exception where it could be rebuilt here.
 
     message: what happened; `str` adds where it happened, from the attributes.
+    hint: a line about envs that share a process, or empty.
     env_index, worker_index: the env that raised, and its worker.  step: env steps into its episode (0 = in reset,
     None = while building).
     original_type: qualified name of the original exception's class.  worker_traceback: the traceback as the worker
@@ -93,17 +94,20 @@ class EnvError(MusterError, RuntimeError):
         original_type: str | None = None,
         worker_traceback: str | None = None,
         worker_noun: str = "worker",
+        hint: str = "",
     ) -> None:
         super().__init__(message)
         self.message = message
         self.env_index, self.worker_index, self.step = env_index, worker_index, step
         self.original_type, self.worker_traceback, self.worker_noun = original_type, worker_traceback, worker_noun
+        self.hint = hint
 
     def __str__(self) -> str:
         if self.worker_index is None:
             return self.message
         when = "while it was built" if self.step is None else f"step {self.step}"
-        return f"env {self.env_index} ({self.worker_noun} {self.worker_index}, {when}): {self.message}"
+        happened = f"env {self.env_index} ({self.worker_noun} {self.worker_index}, {when}): {self.message}"
+        return f"{happened}\n{self.hint}" if self.hint else happened
 
 
 class SpecMismatch(EnvError, ValueError):
@@ -134,7 +138,7 @@ class WorkerDied(WorkerError):
     """A worker process or thread ended. ``exit_code`` is negative for a signal, as in ``subprocess``.
 
     doing, cause: what the worker was doing, and the likely cause, in words; of a thread, the exception that ended it.
-    last_words: the end of the process's stderr.
+    last_words: the end of the process's stderr.  hint: a line about envs that share a process, or empty.
     """
 
     def __init__(
@@ -145,17 +149,19 @@ class WorkerDied(WorkerError):
         cause: str,
         last_words: str = "",
         is_thread: bool = False,
+        hint: str = "",
     ) -> None:
-        super().__init__(worker, doing, exit_code, cause, last_words, is_thread)
+        super().__init__(worker, doing, exit_code, cause, last_words, is_thread, hint)
         self.doing, self.exit_code, self.cause = doing, exit_code, cause
-        self.last_words, self.is_thread = last_words, is_thread
+        self.last_words, self.is_thread, self.hint = last_words, is_thread, hint
 
     def __str__(self) -> str:
         if self.is_thread:
             return f"{self.worker}, a thread, ended by {self.cause}. It was {self.doing}. The vector env is closed."
         stderr = f"\nThe last lines of its stderr:\n{self.last_words}" if self.last_words else ""
         happened = f"died: {_how_ended(self.exit_code)}. It was {self.doing}."
-        return f"{self.worker} {happened}\nLikely cause: {self.cause}{stderr}"
+        hint = f"\n{self.hint}" if self.hint else ""
+        return f"{self.worker} {happened}\nLikely cause: {self.cause}{hint}{stderr}"
 
 
 class WorkerTimeout(WorkerError, TimeoutError):

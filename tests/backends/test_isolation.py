@@ -82,7 +82,9 @@ def test_a_forked_worker_inherits_the_callers_instance_and_says_so(library, in_c
 
 
 def test_two_in_one_worker_fail_with_the_simulators_own_words(library):
-    with pytest.raises(EnvError, match=r"env 1 .*the simulator runs already in this process"):
+    with pytest.raises(
+        EnvError, match=r"env 1 .*the simulator runs already in this process\n.*one_env_per_process=True"
+    ):
         muster.make_vec(Simulator, 2, num_workers=1, env_kwargs={"library": library})
 
 
@@ -103,10 +105,17 @@ def test_the_declaration_is_seen_through_wrappers(library):
         assert len(pids(envs)) == 3
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 2}, {"caller_steps": True}], ids=str)
-def test_a_declaration_that_contradicts_an_option_is_an_error(library, options, in_child):
+def test_the_caller_may_be_one_of_the_processes(library, in_child):
     def run():
-        muster.make_vec(DeclaredSimulator, 4, env_kwargs={"library": library}, **options)
+        with muster.make_vec(DeclaredSimulator, 4, env_kwargs={"library": library}, caller_steps=True) as envs:
+            return positions(envs), len(pids(envs)), os.getpid() in pids(envs)
+
+    assert in_child(run) == "([[0.0, 1.0, 2.0, 1.0], [0.0, 2.0, 4.0, 2.0]], 4, True)"
+
+
+def test_a_declaration_that_contradicts_a_number_of_workers_is_an_error(library, in_child):
+    def run():
+        muster.make_vec(DeclaredSimulator, 4, env_kwargs={"library": library}, num_workers=2)
 
     said = in_child(run)
     assert said.startswith("OneEnvPerProcess: DeclaredSimulator declares")

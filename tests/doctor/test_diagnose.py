@@ -21,16 +21,17 @@ import pytest
 from patients import Patient, Sharing, Shelling, Starting, make_existing, make_patient
 
 import muster
-from muster.doctor import Diagnosis, Finding, Measurements
+from muster.doctor import Diagnosis, Finding, Measurements, trials
 from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnosing import _source as source_of
 from muster.doctor.diagnosing import try_contexts
-from muster.doctor.diagnosis import Problem, recommended_rows
+from muster.doctor.diagnosis import recommended_rows
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
-from muster.doctor.guarded import STARTING, TrialOutcome, run_guarded
 from muster.doctor.lines import try_lines
 from muster.envs import resolve_foreign_id
 from muster.recipes.recipe import make_recipes, pack
+from muster.vector.side_by_side import SideBySide, try_side_by_side
+from muster.workers.guarded import STARTING, Problem, TrialOutcome, run_guarded
 from muster.workers.resources import memory_left, usable_cores
 from processes import is_alive, is_exiting, left_of, wait_for, wait_for_end
 
@@ -92,9 +93,9 @@ def test_what_is_measured_makes_sense(healthy):
 
 def test_the_lines_that_suit_are_run_and_the_fastest_is_recommended(healthy):
     lines = [one.line.replace(f"num_envs={healthy.recommendation.num_envs}", "num_envs=N") for one in healthy.tried]
-    expected = ["num_workers=", "caller_steps=True", 'backend="serial"']
+    expected = ["num_workers=", f"num_workers={usable_cores() - 1}, caller_steps=True", 'backend="serial"']
     if usable_cores() == 1:
-        expected.remove("caller_steps=True")
+        del expected[1]
     assert len(lines) == len(expected)
     for line, option in zip(lines, expected, strict=True):
         assert line.startswith(f"envs = muster.make_vec(make_patient, num_envs=N, {option}")
@@ -171,17 +172,22 @@ def test_an_env_that_dies_is_a_finding_and_the_line_restarts_it():
     assert 'on_failure="restart"' in diagnosis.recommendation.line
 
 
-def try_out(trial: str, trait: str, timeout_s: float = 20.0, hash_seed: int | None = None, **options) -> TrialOutcome:
+def try_out(trial, trait: str, timeout_s: float = 20.0, hash_seed: int | None = None, **options) -> TrialOutcome:
     packed = pack(make_recipes(make_patient, 1, {"trait": trait}), start_method="spawn")
     return run_guarded(trial, packed, stage_timeout_s=timeout_s, options=options, hash_seed=hash_seed)
 
 
+def side_by_side(trait: str) -> SideBySide:
+    recipes = make_recipes(make_patient, 2, {"trait": trait})
+    return try_side_by_side(pack(recipes, start_method="spawn"), 20.0)
+
+
 def behave(trait: str, timeout_s: float = 20.0) -> list[Finding]:
     """What the trials of a single env find."""
-    first = try_out("behaviour", trait, timeout_s, hash_seed=1)
+    first = try_out(trials.behaviour, trait, timeout_s, hash_seed=1)
     if "rows" not in first.results:
         return about_behaviour(first)
-    again = try_out("replay", trait, timeout_s, hash_seed=2, rows=first.results["rows"])
+    again = try_out(trials.replay, trait, timeout_s, hash_seed=2, rows=first.results["rows"])
     return about_behaviour(first) + about_replay(first, again)
 
 
@@ -214,7 +220,9 @@ def test_what_does_not_repeat_itself_is_found(trait, words):
 
 
 def test_traits_are_found():
-    findings = about_behaviour(try_out("behaviour", "reuses its buffer, changes its action, costly infos", hash_seed=1))
+    findings = about_behaviour(
+        try_out(trials.behaviour, "reuses its buffer, changes its action, costly infos", hash_seed=1)
+    )
     for topic, severity, words in (
         ("buffers", "note", "same array"),
         ("actions", "warns", "changes the action"),
@@ -232,31 +240,28 @@ def test_envs_that_must_be_alone_in_a_process_are_found_by_trial():
 
 
 def test_envs_that_disturb_each_other_are_found_by_trial():
-    alone = try_out("behaviour", "disturbs", hash_seed=1)
-    finding = about_pair(alone, try_out("pair", "disturbs", hash_seed=1, rows=alone.results["rows"]))
+    finding = about_pair(side_by_side("disturbs"))
     assert finding.severity == "warns"
     assert "disturb each other" in finding.text
 
 
 def test_envs_of_one_action_space_do_not_disturb_each_other():
-    alone = try_out("behaviour", "rewards its action", hash_seed=1)
-    pair = try_out("pair", "rewards its action", hash_seed=1, rows=alone.results["rows"])
-    assert about_pair(alone, pair).severity == "good"
+    assert about_pair(side_by_side("rewards its action")).severity == "good"
 
 
 @pytest.mark.parametrize(
-    ("own_stage", "pair_stage", "severity"),
+    ("alone", "pair_stage", "severity"),
     [
-        (None, "building a second one in the same process", "warns"),
-        (None, "stepping two of it in one process", "warns"),
-        (None, "building the first of two in one process", "note"),
-        (None, STARTING, "note"),
-        ("closing it", "stepping two of it in one process", "note"),
+        ({"digest": "a"}, "building a second one in the same process", "warns"),
+        ({"digest": "a"}, "stepping two of it in one process", "warns"),
+        ({"digest": "a"}, "building the first of two in one process", "note"),
+        ({"digest": "a"}, STARTING, "note"),
+        ({}, "stepping two of it in one process", "note"),
     ],
 )
-def test_isolation_is_claimed_only_for_what_a_second_one_broke(own_stage, pair_stage, severity):
-    alone = TrialOutcome(results={"digest": "a", "digest_again": "a"}, stage=own_stage)
-    finding = about_pair(alone, TrialOutcome(stage=pair_stage, how="was killed by SIGKILL"))
+def test_isolation_is_claimed_only_for_what_a_second_one_broke(alone, pair_stage, severity):
+    one, together = TrialOutcome(results=alone), TrialOutcome(stage=pair_stage, how="was killed by SIGKILL")
+    finding = about_pair(SideBySide((one, one), together))
     assert finding.severity == severity
     assert ("not known" in finding.text) is (severity == "note")
 
@@ -342,7 +347,7 @@ def test_an_id_that_does_not_exist_is_an_error_of_the_caller():
 
 
 def test_what_is_slow_does_not_hang():
-    outcome = try_out("replay", "slow", 2.5, rows=15)  # in all 3 s
+    outcome = try_out(trials.replay, "slow", 2.5, rows=15)  # in all 3 s
     assert outcome.stage is None
 
 
@@ -350,11 +355,11 @@ def test_multi_agent_envs_are_played_and_run():
     pytest.importorskip("mpe2")
     recipes = make_recipes("pettingzoo/mpe2/simple_v3", 1, resolve_foreign_id=resolve_foreign_id)
     packed = pack(recipes, start_method="spawn")
-    played = run_guarded("behaviour", packed, stage_timeout_s=20.0, options={})
+    played = run_guarded(trials.behaviour, packed, stage_timeout_s=20.0, options={})
     assert (played.stage, played.results["api"]) == (None, "PettingZoo parallel")
     assert played.results["digest"] == played.results["digest_again"] != played.results["digest_other"]
     options = {"num_envs": 2, "options": {"backend": "serial"}, "seconds": 0.05}
-    run = run_guarded("line", packed, stage_timeout_s=20.0, options=options)
+    run = run_guarded(trials.stepping_many, packed, stage_timeout_s=20.0, options=options)
     assert run.stage is None
     assert run.results["steps_per_s"] > 0
 
@@ -383,7 +388,7 @@ def test_arguments_that_a_factory_lacks_are_in_the_line():
 
 
 def test_no_more_envs_are_recommended_than_memory_has_room_for():
-    verdict = Verdict("make_env", {}, None, travels=True, tried={"forkserver": None})
+    verdict = Verdict("make_env", {}, None, travels=True, tried={"forkserver": None}, packs=True)
     left_bytes, _ = memory_left()
     measured = Measurements(obs_bytes=8, env_bytes=left_bytes // 9, worker_bytes=1000)
     assert all(3 <= one.advice.num_envs <= 4 for one in candidates(verdict, replace(measured, step_median_s=1e-6)))
@@ -391,7 +396,7 @@ def test_no_more_envs_are_recommended_than_memory_has_room_for():
 
 def test_envs_that_the_caller_steps_are_its_own(monkeypatch):
     monkeypatch.setattr("muster.doctor.advice.usable_cores", lambda: 2)
-    lines = candidates(Verdict("make_env", {}, 4, travels=True, tried={"forkserver": None}), Measurements())
+    lines = candidates(Verdict("make_env", {}, 4, travels=True, tried={"forkserver": None}, packs=True), Measurements())
     assert [dict(recommended_rows(one.advice))["envs"] for one in lines] == [
         "4 on 2 workers, 2 each",
         "4 on 1 worker and the caller, 2 each",
@@ -429,7 +434,7 @@ def test_nothing_that_an_env_has_started_is_left(file):
 
 def test_what_an_env_has_started_does_not_keep_the_doctor_waiting(file):
     packed = pack(make_recipes(functools.partial(Shelling, file)), start_method="spawn")
-    outcome = run_guarded("behaviour", packed, stage_timeout_s=20.0, options={})
+    outcome = run_guarded(trials.behaviour, packed, stage_timeout_s=20.0, options={})
     assert (outcome.stage, outcome.how) == (None, "")
     assert not left_of(file)
 
@@ -456,7 +461,7 @@ def test_a_doctor_that_is_killed_leaves_nothing(file):
 def test_where_sigchld_is_ignored_nobody_knows_how_a_trial_ended():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        outcome = try_out("behaviour", "segfault")
+        outcome = try_out(trials.behaviour, "segfault")
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert outcome.how == "ended the process, nobody knows how, since SIGCHLD is ignored here"

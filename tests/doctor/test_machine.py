@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 import muster
 from muster.cli import make_app
 from muster.doctor import machine
-from muster.doctor.diagnosis import Finding, Problem
+from muster.doctor.diagnosis import Finding
 from muster.doctor.machine import Fact, MachineReport, examine
 from muster.workers import resources
+from muster.workers.guarded import Problem
 from test_layers import OPTIONAL
 
 REPOSITORY = Path(__file__).parents[2]

@@ -14,7 +14,6 @@ from gymnasium.vector.async_vector_env import _async_worker
 
 from muster.errors import WorkerDied
 from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv
-from muster.interop.starting import PackingWarning
 
 BOTH = pytest.mark.parametrize("vectorise", [SyncVectorEnv, AsyncVectorEnv])
 
@@ -134,12 +133,22 @@ def test_async_builds_no_env_in_the_calling_process():
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_async_gives_each_env_a_process_where_two_cannot_share_one(dies):
-    with pytest.warns(PackingWarning, match="num_workers=3"):
-        envs = AsyncVectorEnv([partial(Alone, dies)] * 3, num_workers=1)
-    with envs:
+def test_async_gives_each_env_a_process_of_its_own(dies):
+    with AsyncVectorEnv([partial(Alone, dies)] * 3) as envs:
         envs.reset()
         assert len(set(envs.call("where"))) == 3
+
+
+def test_two_that_cannot_share_a_process_say_how_each_gets_its_own(monkeypatch):
+    monkeypatch.setattr("dropin_envs._in_this_process", [])
+    with pytest.raises(OSError, match="the simulator is loaded already") as raised:
+        AsyncVectorEnv([partial(Alone, False)] * 3, num_workers=1)
+    assert "AsyncVectorEnv(env_fns) without num_workers" in raised.value.__notes__[-1]
+    with pytest.raises(WorkerDied, match=r"AsyncVectorEnv\(env_fns\) without num_workers"):
+        AsyncVectorEnv([partial(Alone, True)] * 3, num_workers=1)
+    with pytest.raises(OSError, match="the simulator is loaded already") as raised:
+        SyncVectorEnv([partial(Alone, False)] * 2)
+    assert "AsyncVectorEnv(env_fns)" in raised.value.__notes__[-1]
 
 
 def test_async_does_not_start_again_for_an_env_that_always_raises(recwarn):

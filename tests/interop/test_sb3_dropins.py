@@ -9,7 +9,6 @@ from dropin_envs import Alone, Careless, Counter, Interrupted, InterruptsCaller,
 
 import muster
 from muster.errors import CannotTravel, ConfigError
-from muster.interop.starting import PackingWarning
 
 sb3 = pytest.importorskip("stable_baselines3")
 
@@ -140,15 +139,24 @@ def test_dummy_gives_float32_rewards(make):
 
 
 def test_a_library_that_loads_once_per_process_gets_one_process_for_each_env(make):
-    with pytest.warns(PackingWarning, match="the simulator is loaded already"):
-        envs = make(make_vec_env(Alone, n_envs=3, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"num_workers": 1}))
+    envs = make(make_vec_env(Alone, n_envs=3, vec_env_cls=SubprocVecEnv))
     assert envs.reset().shape == (3, 1)
     assert len(set(envs.env_method("where"))) == 3
 
 
+def test_two_that_cannot_share_a_process_say_how_each_gets_its_own(monkeypatch):
+    monkeypatch.setattr("dropin_envs._in_this_process", [])
+    with pytest.raises(OSError, match="the simulator is loaded already") as raised:
+        make_vec_env(Alone, n_envs=2, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"num_workers": 1})
+    assert "without num_workers in vec_env_kwargs" in raised.value.__notes__[-1]
+    with pytest.raises(OSError, match="the simulator is loaded already") as raised:
+        make_vec_env(Alone, n_envs=2)
+    assert "vec_env_cls=SubprocVecEnv" in raised.value.__notes__[-1]
+
+
 def test_a_number_of_workers_that_is_no_number_is_refused():
-    with pytest.raises(ConfigError, match="num_workers must be a whole number of at least 1, got 'auto'"):
-        SubprocVecEnv([Counter], num_workers="auto")
+    with pytest.raises(ConfigError, match="num_workers must be a number of workers, \"auto\" or None, got 'all'"):
+        SubprocVecEnv([Counter], num_workers="all")
 
 
 class Lock:

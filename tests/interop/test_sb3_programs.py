@@ -10,7 +10,6 @@ import pytest
 from dropin_envs import Counter
 
 from muster.errors import CannotTravel
-from muster.interop.starting import PackingWarning
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -50,8 +49,7 @@ def envs_of():
 
 def test_a_library_that_loads_once_per_process_trains(envs_of, tmp_path):
     library = str(compile_library(tmp_path))
-    with pytest.warns(PackingWarning, match="the simulator runs already in this process"):
-        envs = envs_of(Simulator, n_envs=3, env_kwargs={"library": library}, vec_env_kwargs={"num_workers": 1})
+    envs = envs_of(Simulator, n_envs=3, env_kwargs={"library": library})
     envs.reset()
     assert envs.step(np.array([0, 1, 2]))[0].tolist() == [[0.0], [1.0], [2.0]]
     sb3.PPO("MlpPolicy", envs, n_steps=8, batch_size=12, n_epochs=1, device="cpu").learn(24)

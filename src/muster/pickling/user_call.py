@@ -17,7 +17,8 @@ class UserCall:
     context: the argument that chooses the start method `{method}`; empty where nothing is started.
     in_process: what hands over the very objects, since it steps the envs in the calling process; empty where this call
     does.  one_each: a process for each env.  packed: `{count}` processes that share the envs; empty where the call
-    starts none.  num_envs: the argument that asks for `{count}` envs.  step_timeout: the argument that limits a step's
+    starts none.  num_envs: the argument that asks for `{count}` envs.  processes: the argument that has processes step
+    the envs, for a call that may also do without.  step_timeout: the argument that limits a step's
     time; empty where there is none.  acts: what calls ``act(env, env_index)`` in every env later on.
     """
 
@@ -30,6 +31,7 @@ class UserCall:
     one_each: str
     packed: str
     num_envs: str
+    processes: str = ""
     step_timeout: str = ""
     acts: str = "envs.call(act)"
 
@@ -49,6 +51,7 @@ MAKE_VEC = UserCall(
     one_each="one_env_per_process=True",
     packed="num_workers={count}",
     num_envs="num_envs={count}",
+    processes='backend="process"',
     step_timeout="step_timeout",
 )
 

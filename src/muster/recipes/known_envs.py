@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
@@ -24,6 +24,13 @@ def is_known(recipe: Recipe) -> bool:
     A factory may do anything, and is never known: not even one that calls ``gymnasium.make`` with such an id.
     """
     return _makes_known(recipe.factory) and all(map(_is_of_known, recipe.wrappers))
+
+
+def advise_apart(recipes: Sequence[Recipe]) -> str:
+    """The sentence that says how each of several envs in one process gets its own; empty where that cannot help."""
+    if len(recipes) < 2 or all(map(is_known, recipes)):
+        return ""
+    return f"For a library that allows one env per process, or shares what it holds: {recipes[0].call.one_each}."
 
 
 def _makes_known(factory: Callable[..., Any]) -> bool:

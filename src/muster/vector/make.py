@@ -15,6 +15,7 @@ from muster.backends.serial import SerialBackend
 from muster.backends.thread import ThreadBackend
 from muster.envs.adapt import adapted_recipes
 from muster.errors import ConfigError
+from muster.pickling import UserCall
 from muster.recipes.known_envs import is_known
 from muster.recipes.recipe import Recipe
 from muster.vector.assemble import STRICT, AssemblyOptions, vector_env_of, wait_budgets
@@ -103,6 +104,7 @@ def make_vec(
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
     num_workers = check_workers("num_workers", num_workers)
     recipes = adapted_recipes(env, num_envs, env_kwargs, wrappers, groups, state)
+    recipes = [replace(recipe, call=_words_of(recipe.call, backend, caller_steps)) for recipe in recipes]
     cores = usable_cores()
     if backend != "process":
         _refuse_without_processes(one_env_per_process, caller_steps, step_timeout, num_workers)
@@ -158,6 +160,13 @@ def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
     if not isinstance(mode, str) or mode.lower() not in names:
         raise ConfigError(f'autoreset_mode must be "next_step", "same_step" or "disabled", got {mode!r}')
     return names[mode.lower()]
+
+
+def _words_of(call: UserCall, backend: str, caller_steps: bool) -> UserCall:
+    """`call`, with its words for a process for each env fitted to its other arguments."""
+    if backend != "process":
+        return replace(call, one_each=call.processes)
+    return replace(call, one_each=f"{call.one_each} without caller_steps") if caller_steps else call
 
 
 def _one_each(recipes: Sequence[Recipe], num_workers: Asked) -> int:

@@ -47,7 +47,8 @@ def count_processes(
     if packs:
         return fewest
     if count > _MANY_PER_CORE * cores:
-        say_once(f"{count} processes start on {cores} cores, one for each env. {call.advise_packing(cores)}")
+        where = "1 core" if cores == 1 else f"{cores} cores"
+        say_once(f"{count} processes start on {where}, one for each env. {call.advise_packing(cores)}")
     return count
 
 

@@ -40,6 +40,8 @@ def original_error(failures: Sequence[Failure], which: int) -> BaseException:
     if isinstance(failure.exception, bytes):
         where = f"env {failure.env_index} (worker {failure.worker_index})"
         original.add_note(f"The traceback of {where}:\n{failure.worker_traceback.rstrip()}")
+    if failure.hint:
+        original.add_note(failure.hint)
     return original
 
 
@@ -49,4 +51,9 @@ def originals_raised() -> Iterator[None]:
     try:
         yield
     except EnvError as error:
-        raise (error.__cause__ if type(error) is EnvError and error.__cause__ is not None else error) from None
+        original = error.__cause__ if type(error) is EnvError else None
+        if original is None:
+            raise
+        if error.hint:
+            original.add_note(error.hint)
+        raise original from None

@@ -34,7 +34,7 @@ class SideBySide:
         """The reason why the envs may not share a process; None where each was what it is alone, or is not known."""
         if self.unknown is not None:
             return None
-        if self.together.stage is not None:
+        if "digests" not in self.together.results:
             return f"only one may live in a process: {self.together.problem.text}"
         if [one.results["digest"] for one in self.alone] == self.together.results["digests"]:
             return None
@@ -43,9 +43,10 @@ class SideBySide:
     @property
     def unknown(self) -> str | None:
         """The reason why it is not known whether the envs may share a process."""
-        failed = next((one for one in self.alone if one.stage is not None), None)
-        if failed is None and self.together.stage not in (None, BUILDING_SECOND, STEPPING_BOTH):
-            failed = self.together
+        failed = next((one for one in self.alone if "digest" not in one.results), None)
+        both = self.together
+        if failed is None and "digests" not in both.results and both.stage not in (BUILDING_SECOND, STEPPING_BOTH):
+            failed = both
         return (
             None if failed is None else f"whether several may live in one process is not known: {failed.problem.text}"
         )

@@ -61,6 +61,12 @@ class Nouns:
 
 
 NOUNS = Nouns()
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+def is_from_outside(exit_code: int | None) -> bool:
+    """Whether a process did not end by what its own code did."""
+    return exit_code is None or (exit_code < 0 and -exit_code not in (*_CRASHES, signal.SIGABRT))
 
 
 def likely_cause(exit_code: int | None) -> str:
@@ -71,7 +77,7 @@ def likely_cause(exit_code: int | None) -> str:
         if _out_of_memory_kills():
             return "out of memory: the kernel has killed a process of this cgroup. Use fewer workers or envs."
         return "something sent SIGKILL: the kernel's out-of-memory killer, a job scheduler, or a person."
-    if exit_code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE):
+    if exit_code is not None and -exit_code in _CRASHES:
         return "a crash in the env's native code; the stack below, if any, shows where Python called it."
     if exit_code == -signal.SIGABRT:
         return "native code gave up (abort, a failed assertion, an uncaught C++ exception)."

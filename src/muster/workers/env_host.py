@@ -15,9 +15,10 @@ import numpy as np
 from muster._core import Stepper
 from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import RowNode, layout_difference
-from muster.errors import CannotTravel, SpecMismatch
+from muster.errors import CannotTravel, MusterError, SpecMismatch
 from muster.introspection import type_name
 from muster.pickling import find_culprits
+from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.spaces.compare import first_difference
 from muster.transport.infos import info_object_names
@@ -287,6 +288,7 @@ class EnvHost:
             exception=error if self.dumps is None else portable(error, self.dumps),
             note=reset_note(self.envs[i], error) if step == 0 else None,
             worker_noun=self.worker_noun,
+            hint="" if isinstance(error, MusterError) else advise_apart(self.recipes[: i + 1]),
         )
 
 

@@ -25,7 +25,7 @@ class Failure:
 
     exception: the original, pickled for another process, or None where it cannot be rebuilt there.
     step: the number of env steps in the episode, None while building.  note: added to the error by `add_note`.
-    worker_noun: the pool's noun for a worker.
+    worker_noun: the pool's noun for a worker.  hint: see EnvError.
     """
 
     env_index: int
@@ -37,6 +37,7 @@ class Failure:
     exception: BaseException | bytes | None
     note: str | None = None
     worker_noun: str = "worker"
+    hint: str = ""
 
     def original(self) -> BaseException | None:
         """The original exception, where it can be rebuilt."""
@@ -66,6 +67,7 @@ def to_exception(failure: Failure) -> BaseException:
         original_type=failure.type_name,
         worker_traceback=failure.worker_traceback,
         worker_noun=failure.worker_noun,
+        hint=failure.hint,
     )
     error.__cause__ = original
     if original is None or original.__traceback__ is None:

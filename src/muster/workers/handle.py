@@ -15,7 +15,7 @@ from muster.errors import WorkerDied, WorkerName, WorkerTimeout
 from muster.recipes.recipe import Recipe
 from muster.transport.channel import Channel
 from muster.transport.slab import memfd
-from muster.workers.deaths import NOUNS, Nouns, likely_cause
+from muster.workers.deaths import NOUNS, Nouns, is_from_outside, likely_cause
 from muster.workers.launcher_client import WorkerProcess, close_own, disown, fork_worker, own
 from muster.workers.worker_main import STACK_SIGNAL, main
 
@@ -48,6 +48,7 @@ class WorkerHandle:
     nouns: Nouns = NOUNS
     ready_at: float = 0.0  # the time at which a replacement had started
     launched_at: float = field(default_factory=time.monotonic)
+    apart: str = ""  # the sentence of `advise_apart`
 
     @property
     def building(self) -> str:
@@ -62,7 +63,8 @@ class WorkerHandle:
         """The error that reports the worker's death. doing: its last activity, in words."""
         self.process.wait(1.0)
         exit_code = self.process.exit_code
-        return WorkerDied(self.name, doing, exit_code, likely_cause(exit_code), self.process.tail())
+        hint = "" if is_from_outside(exit_code) else self.apart
+        return WorkerDied(self.name, doing, exit_code, likely_cause(exit_code), self.process.tail(), hint=hint)
 
     def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
         """The error that reports that the worker hangs, with its Python stack. Does not kill the worker."""

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import Recipe, check_forkable, pack
 from muster.transport.big_arrays import BigArrays
 from muster.transport.channel import ChannelClosed
@@ -215,7 +216,9 @@ class Workers:
         try:
             with standard_fds():
                 shares_main, nouns = self._launcher is None, self._options.nouns
-                return launch_worker(host, envs, self.fds, start, watch=watch, shares_main=shares_main, nouns=nouns)
+                worker = launch_worker(host, envs, self.fds, start, watch=watch, shares_main=shares_main, nouns=nouns)
+            worker.apart = advise_apart(self._recipes[envs.start : envs.stop])
+            return worker
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 error.add_note(

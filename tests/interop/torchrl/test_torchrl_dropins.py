@@ -10,7 +10,6 @@ from gymnasium import spaces
 
 import muster
 from muster.errors import ClosedError, UsageError
-from muster.interop.starting import PackingWarning
 
 torchrl = pytest.importorskip("torchrl")
 
@@ -166,11 +165,16 @@ def test_parallel_env_takes_torchrls_factories_and_its_encoding():
     assert envs.is_closed
 
 
-def test_parallel_env_gives_each_env_a_process_where_two_cannot_share_one():
-    with pytest.warns(PackingWarning):
-        envs = ParallelEnv(2, Alone, num_processes=1)
-    assert len(set(envs.vector_env.call("where"))) == 2
+def test_parallel_env_gives_each_env_a_process_of_its_own():
+    envs = ParallelEnv(3, Alone)
+    assert len(set(envs.vector_env.call("where"))) == 3
     envs.close()
+
+
+def test_two_that_cannot_share_a_process_say_how_each_gets_its_own():
+    with pytest.raises(OSError, match="the simulator is loaded already") as raised:
+        ParallelEnv(2, Alone, num_processes=1)
+    assert "ParallelEnv without num_processes" in raised.value.__notes__[-1]
 
 
 def test_parallel_env_hands_each_env_its_arguments_and_raises_what_it_raises():

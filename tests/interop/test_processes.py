@@ -1,0 +1,219 @@
+"""One process for each env, in every front end: envs that cannot share one are what they are in the originals."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import muster
+from muster.interop.gymnasium import AsyncVectorEnv
+from one_instance import ClassVariable, GlobalGenerator, Simulator, compile_library
+
+CONTEXTS = ("forkserver", "spawn", "fork")
+KINDS: dict[str, type[gym.Env[Any, Any]]] = {
+    "refuses": Simulator,
+    "crashes": Simulator,
+    "shares": Simulator,
+    "class variable": ClassVariable,
+    "global generator": GlobalGenerator,
+}
+ACTIONS = np.array([0, 1, 2, 1, 2])
+NUM_ENVS = len(ACTIONS)
+ROWS = 3
+
+# What plays an env function's envs: their observations [T, N], and the processes that stepped them.
+Played = tuple[list[list[float]], set[int]]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("simulators")
+    return {kind: str(compile_library(folder, kind)) if KINDS[kind] is Simulator else "" for kind in KINDS}
+
+
+def played_alone(kind: str) -> list[list[float]]:
+    """The observations that each env gives in a process of its own."""
+    if kind != "global generator":
+        return [(ACTIONS * row).astype(float).tolist() for row in range(1, ROWS + 1)]
+    draws = np.random.RandomState(3).rand(ROWS)
+    return [(ACTIONS * draw).tolist() for draw in draws]
+
+
+def stepped(envs: Any) -> Played:
+    with contextlib.closing(envs):
+        envs.reset(seed=0)
+        rows = [envs.step(ACTIONS)[0][:, 0].tolist() for _ in range(ROWS)]
+        return rows, {worker["pid"] for worker in envs.stats()["workers"]}
+
+
+def with_make_vec(env: Any, context: str, **options: Any) -> Played:
+    return stepped(muster.make_vec(env, NUM_ENVS, context=context, **options))
+
+
+def with_async(env: Any, context: str) -> Played:
+    return stepped(AsyncVectorEnv([_factory(env)] * NUM_ENVS, context=context))
+
+
+def with_subproc(env: Any, context: str) -> Played:
+    sb3 = pytest.importorskip("muster.interop.sb3", exc_type=ImportError)
+    return _stepped_by_sb3(sb3.SubprocVecEnv([_factory(env)] * NUM_ENVS, start_method=context))
+
+
+def with_make_vec_env(env: Any, context: str) -> Played:
+    sb3 = pytest.importorskip("muster.interop.sb3", exc_type=ImportError)
+    options = {"vec_env_cls": sb3.SubprocVecEnv, "vec_env_kwargs": {"start_method": context}}
+    return _stepped_by_sb3(sb3.make_vec_env(env, NUM_ENVS, seed=0, **options))
+
+
+def with_parallel_env(env: Any, context: str) -> Played:
+    torchrl = pytest.importorskip("muster.interop.torchrl", exc_type=ImportError)
+    import torch
+
+    envs = torchrl.ParallelEnv(NUM_ENVS, _factory(env), mp_start_method=context)
+    try:
+        td = envs.reset()
+        rows = []
+        for _ in range(ROWS):
+            td["action"] = torch.nn.functional.one_hot(torch.from_numpy(ACTIONS), 3)
+            td = envs.step(td)["next"]
+            rows.append(td["observation"][:, 0].tolist())
+        return rows, {worker["pid"] for worker in envs.vector_env.stats()["workers"]}
+    finally:
+        envs.close()
+
+
+def _stepped_by_sb3(envs: Any) -> Played:
+    try:
+        envs.reset()
+        rows = [envs.step(ACTIONS)[0][:, 0].tolist() for _ in range(ROWS)]
+        return rows, {worker["pid"] for worker in envs.vector_env.stats()["workers"]}
+    finally:
+        envs.close()
+
+
+def _factory(env: Any) -> Callable[[], Any]:
+    return functools.partial(gym.make, env, disable_env_checker=True) if isinstance(env, str) else env
+
+
+FRONT_ENDS = {
+    "make_vec": with_make_vec,
+    "make_vec, caller_steps": functools.partial(with_make_vec, caller_steps=True),
+    "AsyncVectorEnv": with_async,
+    "SubprocVecEnv": with_subproc,
+    "make_vec_env": with_make_vec_env,
+    "ParallelEnv": with_parallel_env,
+}
+
+
+@pytest.fixture
+def registered(libraries: dict[str, str]) -> Iterator[Callable[[str], str]]:
+    """Registers an env of a kind, and returns its id."""
+    ids = []
+
+    def register(kind: str) -> str:
+        ids.append(f"theirs/{kind.title().replace(' ', '')}-v0")
+        gym.register(ids[-1], entry_point=KINDS[kind], kwargs={"library": libraries[kind]})
+        return ids[-1]
+
+    yield register
+    for one in ids:
+        del gym.registry[one]
+
+
+def check(front_end: str, env: Any, kind: str, context: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
+        rows, pids = FRONT_ENDS[front_end](env, context)
+    assert np.allclose(rows, played_alone(kind), rtol=1e-6)
+    assert len(pids) == NUM_ENVS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("front_end", [name for name in FRONT_ENDS if name != "make_vec, caller_steps"])
+def test_each_env_has_a_process_of_its_own(front_end, kind, libraries):
+    check(front_end, functools.partial(KINDS[kind], libraries[kind]), kind, "forkserver")
+
+
+@pytest.mark.parametrize("kind", ["shares", "class variable"])
+@pytest.mark.parametrize("front_end", [name for name in FRONT_ENDS if name != "make_vec, caller_steps"])
+def test_so_has_each_env_of_an_id_of_somebody_else(front_end, kind, registered):
+    check(front_end, registered(kind), kind, "forkserver")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("by_id", [False, True], ids=["factory", "id"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("front_end", [name for name in FRONT_ENDS if name != "make_vec, caller_steps"])
+def test_the_same_by_every_start_method(front_end, kind, by_id, context, libraries, registered):
+    env = registered(kind) if by_id else functools.partial(KINDS[kind], libraries[kind])
+    check(front_end, env, kind, context)
+
+
+def test_the_caller_is_one_of_the_processes():
+    check("make_vec, caller_steps", ClassVariable, "class variable", "forkserver")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_does_not_pack_them(kind, libraries, capfd):
+    env = functools.partial(KINDS[kind], libraries[kind])
+    with muster.make_vec(env, NUM_ENVS, num_workers="auto") as envs:
+        assert len(envs.stats()["workers"]) == NUM_ENVS
+    assert f"{NUM_ENVS} envs of " in capfd.readouterr().err
+
+
+def cart_pole() -> Any:
+    return gym.make("CartPole-v1")
+
+
+def half_cheetah() -> Any:
+    return gym.make("HalfCheetah-v5")
+
+
+def pong() -> Any:
+    import ale_py
+
+    gym.register_envs(ale_py)
+    return gym.make("ALE/Pong-v5")
+
+
+@pytest.mark.parametrize("env", [cart_pole, half_cheetah, pong], ids=lambda env: env.__name__)
+def test_auto_packs_envs_that_share_nothing(env):
+    pytest.importorskip({half_cheetah: "mujoco", pong: "ale_py"}.get(env, "gymnasium"))
+    with muster.make_vec(env, NUM_ENVS, num_workers="auto") as envs:
+        assert len(envs.stats()["workers"]) == len(os.sched_getaffinity(0))
+
+
+def test_auto_is_said_once(capfd):
+    for _ in range(2):
+        AsyncVectorEnv([ClassVariable] * 2, num_workers="auto").close()
+    assert capfd.readouterr().err.count("2 envs of one_instance.ClassVariable in 2 processes") == 1
+
+
+def test_ids_of_known_libraries_pack_as_they_did():
+    with muster.make_vec("CartPole-v1", NUM_ENVS, wrappers=[gym.wrappers.RecordEpisodeStatistics]) as envs:
+        assert len(envs.stats()["workers"]) == len(os.sched_getaffinity(0))
+    with muster.make_vec("CartPole-v1", 3, wrappers=[_own_wrapper]) as envs:
+        assert len(envs.stats()["workers"]) == 3
+
+
+def _own_wrapper(env: Any) -> Any:
+    return gym.wrappers.TimeLimit(env, 10)
+
+
+def test_many_processes_say_how_to_start_fewer(monkeypatch, capfd):
+    monkeypatch.setattr("muster.vector.make.usable_cores", lambda: 1)
+    with muster.make_vec(ClassVariable, 9) as envs:
+        assert len(envs.stats()["workers"]) == 9
+    said = capfd.readouterr().err
+    assert "9 processes start on 1 core" in said
+    assert "num_workers=1" in said
