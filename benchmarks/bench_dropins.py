@@ -1,18 +1,24 @@
-"""How long does training take with a drop-in, against the same program with the original?
+"""How long do stepping and training take with a drop-in, against the same program with the original?
 
-SB3: ``PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, ...), n_steps=128, batch_size=256)`` with Muster's
+8 envs in 8 processes, as the originals have them, and for comparison packed in 2. SB3:
+``PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, ...), n_steps=128, batch_size=256)`` with Muster's
 SubprocVecEnv, with SB3's own, and with SB3's DummyVecEnv. TorchRL: a PPO loop over 8 CartPole-v1 with Muster's
-`as_torchrl` and with TorchRL's ParallelEnv. One torch thread. Envs and workers are started before the clock. The
-contenders take turns within each round; a ratio is the median over the rounds of the ratio within the round.
+ParallelEnv and with TorchRL's. Stepping: random actions, without a policy. One torch thread. Envs and workers are
+started before the clock. The contenders take turns within each round; a ratio is the median over the rounds of the
+ratio within the round, for the first contender of each program.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
+import gymnasium
+import numpy as np
 import torch
 
 from results import heading, table, write_section
@@ -22,11 +28,12 @@ Learn = Callable[[int], None]
 Opened = tuple[Learn, Callable[[], None]]
 
 
-def sb3_ppo(make_vec_env: Callable[..., object], vec_env_cls: type) -> Opened:
+def sb3_ppo(make_vec_env: Callable[..., object], vec_env_cls: type, **vec_env_kwargs: object) -> Opened:
     """SB3's PPO on these classes: a function that learns for a number of env steps, and one that closes the envs."""
     from stable_baselines3 import PPO
 
-    envs = make_vec_env("CartPole-v1", n_envs=_NUM_ENVS, vec_env_cls=vec_env_cls, seed=0)
+    options = {"vec_env_cls": vec_env_cls, "vec_env_kwargs": vec_env_kwargs}
+    envs = make_vec_env("CartPole-v1", n_envs=_NUM_ENVS, seed=0, **options)
     model = PPO("MlpPolicy", envs, n_steps=128, batch_size=256, seed=0, device="cpu")
     return lambda steps: model.learn(steps, reset_num_timesteps=False), envs.close
 
@@ -70,6 +77,7 @@ def open_sb3() -> dict[str, Opened]:
 
     return {
         "SB3 PPO, Muster's SubprocVecEnv": sb3_ppo(sb3.make_vec_env, sb3.SubprocVecEnv),
+        "SB3 PPO, Muster's SubprocVecEnv(num_workers=2)": sb3_ppo(sb3.make_vec_env, sb3.SubprocVecEnv, num_workers=2),
         "SB3 PPO, SB3's SubprocVecEnv": sb3_ppo(make_vec_env, SubprocVecEnv),
         "SB3 PPO, SB3's DummyVecEnv": sb3_ppo(make_vec_env, DummyVecEnv),
     }
@@ -80,17 +88,60 @@ def open_torchrl() -> dict[str, Opened]:
     from torchrl.envs import ParallelEnv
     from torchrl.envs.libs.gym import GymEnv
 
-    import muster
-    from muster.interop.torchrl import as_torchrl
+    from muster.interop import torchrl
 
-    ours = muster.make_vec("CartPole-v1", _NUM_ENVS, autoreset_mode="same_step")
+    def make() -> object:
+        return GymEnv("CartPole-v1")
+
     return {
-        "TorchRL PPO, Muster's as_torchrl": torchrl_ppo(as_torchrl(ours)),
-        "TorchRL PPO, TorchRL's ParallelEnv": torchrl_ppo(ParallelEnv(_NUM_ENVS, lambda: GymEnv("CartPole-v1"))),
+        "TorchRL PPO, Muster's ParallelEnv": torchrl_ppo(torchrl.ParallelEnv(_NUM_ENVS, make)),
+        "TorchRL PPO, Muster's ParallelEnv(num_processes=2)": torchrl_ppo(
+            torchrl.ParallelEnv(_NUM_ENVS, make, num_processes=2)
+        ),
+        "TorchRL PPO, TorchRL's ParallelEnv": torchrl_ppo(ParallelEnv(_NUM_ENVS, make)),
     }
 
 
-_PROGRAMS = {"sb3": open_sb3, "torchrl": open_torchrl}
+def stepping(envs: Any, action_space: gymnasium.Space[Any]) -> Opened:
+    """Steps `envs` by random actions of one env's `action_space`."""
+    action_space.seed(0)
+    actions = [np.array([action_space.sample() for _ in range(_NUM_ENVS)]) for _ in range(64)]
+    envs.reset()
+
+    def learn(steps: int) -> None:
+        for row in range(steps // _NUM_ENVS):
+            envs.step(actions[row % len(actions)])
+
+    return learn, envs.close
+
+
+def open_stepping(env_id: str) -> dict[str, Opened]:
+    """The drop-ins of Gymnasium and SB3 and their originals, started."""
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    from muster.interop import gymnasium as muster_gymnasium
+    from muster.interop import sb3
+
+    fns = [functools.partial(gymnasium.make, env_id)] * _NUM_ENVS
+    space = gymnasium.make(env_id).action_space
+    name = env_id.partition("-")[0]
+    return {
+        f"{name} in AsyncVectorEnv, Muster's": stepping(muster_gymnasium.AsyncVectorEnv(fns), space),
+        f"{name} in AsyncVectorEnv, Muster's (num_workers=2)": stepping(
+            muster_gymnasium.AsyncVectorEnv(fns, num_workers=2), space
+        ),
+        f"{name} in AsyncVectorEnv, Gymnasium's": stepping(gymnasium.vector.AsyncVectorEnv(fns), space),
+        f"{name} in SubprocVecEnv, Muster's": stepping(sb3.SubprocVecEnv(fns), space),
+        f"{name} in SubprocVecEnv, SB3's": stepping(SubprocVecEnv(fns, start_method="fork"), space),
+    }
+
+
+_PROGRAMS: dict[str, Callable[[], dict[str, Opened]]] = {
+    "sb3": open_sb3,
+    "torchrl": open_torchrl,
+    "cartpole": functools.partial(open_stepping, "CartPole-v1"),
+    "halfcheetah": functools.partial(open_stepping, "HalfCheetah-v5"),
+}
 
 
 def measure(programs: list[str], rounds: int, steps: int) -> dict[str, list[float]]:
@@ -133,10 +184,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     seconds = measure(arguments.programs, arguments.rounds, arguments.steps)
-    text = f"{heading('Training with a drop-in')}\n{report(seconds)}"
+    text = f"{heading('Drop-ins against their originals')}\n{report(seconds)}"
     print(text)
     if arguments.write:
-        write_section("Training with a drop-in", text)
+        write_section("Drop-ins against their originals", text)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import gymnasium
 import numpy as np
 import psutil
 
+from contenders import usable_cores
 from envs import cartpole
 from results import heading, machine, table, versions, write_section
 
@@ -32,11 +33,15 @@ _QUESTION = "Idle and wake"
 def _muster_process(**options: Any) -> Any:
     import muster
 
-    return muster.make_vec([cartpole] * _NUM_ENVS, backend="process", **options)
+    return muster.make_vec([cartpole] * _NUM_ENVS, **options)
+
+
+def _muster_packed() -> Any:
+    return _muster_process(num_workers=usable_cores())
 
 
 def _muster_caller_steps() -> Any:
-    return _muster_process(caller_steps=True)
+    return _muster_process(num_workers=max(1, usable_cores() - 1), caller_steps=True)
 
 
 def _muster_serial() -> Any:
@@ -50,7 +55,8 @@ def _gymnasium_async() -> Any:
 
 
 _CONTENDERS: dict[str, Callable[[], Any]] = {
-    "muster process": _muster_process,
+    "muster process": _muster_packed,
+    "muster, one each": _muster_process,
     "muster caller_steps": _muster_caller_steps,
     "muster serial": _muster_serial,
     "gymnasium async": _gymnasium_async,

@@ -26,7 +26,8 @@ from workloads import LIMIT, WORKLOADS, Workload
 _QUESTION = "Env steps per second"
 _TERMS = """\
 *limit*: a bare loop of `env.step` on each core, unconnected. *limit, in step*: the same loops, which wait for each
-other after every round. *muster process*: isolated workers, the default of `make_vec`.
+other after every round. *muster process*: a worker per core, each with several envs, as `make_vec` has them for ids of
+known libraries, and for a factory with `num_workers`. *muster, one each*: a worker per env, a factory's default.
 """
 _QUIET = 0.05  # the share of the machine that others may use before the figures stop meaning anything
 _LISTEN_S = 0.2

@@ -26,6 +26,7 @@ from workloads import (
     GYMNASIUM_SYNC,
     LIMIT,
     LIMIT_IN_STEP,
+    ONE_EACH,
     ONE_LOOP,
     PROCESS,
     SB3_DUMMY,
@@ -208,11 +209,18 @@ def _muster_serial(workload: Workload) -> Contender:
 
 
 def _muster_process(workload: Workload) -> Contender:
-    return _muster(workload, backend="process")
+    return _muster(workload, num_workers=min(usable_cores(), workload.num_envs))
+
+
+def _muster_one_each(workload: Workload) -> Contender:
+    return _muster(workload)
 
 
 def _muster_caller_steps(workload: Workload) -> Contender:
-    return _muster(workload, backend="process", caller_steps=True)
+    workers = min(usable_cores(), workload.num_envs) - 1
+    if workers == 0:
+        raise NotHere("on one core the caller would step all envs")
+    return _muster(workload, num_workers=workers, caller_steps=True)
 
 
 def _gymnasium(workload: Workload, kind: type[gymnasium.vector.VectorEnv[Any, Any, Any]]) -> Contender:
@@ -270,6 +278,7 @@ CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
     ONE_LOOP: _one_loop,
     SERIAL: _muster_serial,
     PROCESS: _muster_process,
+    ONE_EACH: _muster_one_each,
     CALLER_STEPS: _muster_caller_steps,
     GYMNASIUM_SYNC: _gymnasium_sync,
     GYMNASIUM_ASYNC: _gymnasium_async,
