@@ -427,7 +427,8 @@ def test_the_original_error_is_the_cause():
 
 def test_fork_is_not_offered_for_one_thing_if_another_would_hang():
     context = zmq.Context()
-    message = refusal({"generator": (x for x in []), "context": context})
+    with context.socket(zmq.REQ):
+        message = refusal({"generator": (x for x in []), "context": context})
     assert "a ZeroMQ context inherited by fork hangs" in message
     assert FORK_SAFE not in message
     context.term()

@@ -23,6 +23,7 @@ from muster.workers.messages import (
     Close,
     Closed,
     EnvsBuilt,
+    Inherited,
     Message,
     Packed,
     Reset,
@@ -97,7 +98,7 @@ def test_no_word_and_no_other_class_is_taken_for_a_message(message: object) -> N
 
 
 def test_no_message_is_forgotten_here() -> None:
-    of_the_start, parts = {StartOrder, Build}, {ResetArguments}
+    of_the_start, parts = {StartOrder, Build}, {ResetArguments, Inherited}
     replies = {Unpacking, BuildProgress, EnvsBuilt, Attached, Answer, Closed}
     assert set(Message.__subclasses__()) == {type(one) for one in EXAMPLES} | of_the_start | parts | replies
 

@@ -66,6 +66,9 @@ class Backend(ABC):
     def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
         """Creates the slab and makes every host ready to step into it."""
 
+    def never_replaces(self) -> None:
+        """Releases what only replacements of workers would need."""
+
     @abstractmethod
     def mail_of(self, host: int) -> Mail:
         """The mail to and from the envs of `host`."""

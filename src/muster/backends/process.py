@@ -111,6 +111,9 @@ class ProcessBackend(Backend):
         if self._local is not None:
             attach_local_host(self, self._local, self.num_workers, self._local_mail, options)
 
+    def never_replaces(self) -> None:
+        self._workers.drop_inheritance()
+
     # ---- commands
 
     def mail_of(self, host: int) -> Mail:

@@ -19,6 +19,7 @@ from muster.introspection import type_name
 from muster.pickling.kinds import Kind, kind_of
 from muster.pickling.probe import PickleAttempt, attempt
 from muster.pickling.remedies import remedy_for
+from muster.pickling.shared_kinds import is_shared
 from muster.pickling.walk import Edge, Walk, deepest_trail
 
 _MAX_CULPRITS = 10
@@ -62,22 +63,28 @@ def find_culprits(obj: Any, name: str = "factory", *, limit_s: float = 2.0) -> l
     return culprits_in({name: obj}, limit_s=limit_s)
 
 
-def culprits_in(parts: dict[str, Any], *, limit_s: float, known: Sequence[PickleAttempt] = ()) -> list[Culprit]:
-    """The culprits among several named objects. known: failures that were found before."""
+def culprits_in(
+    parts: dict[str, Any], *, limit_s: float, known: Sequence[PickleAttempt] = (), shares: bool = False
+) -> list[Culprit]:
+    """The culprits among several named objects.
+
+    known: failures that were found before.  shares: the receiver can receive what multiprocessing shares, too.
+    """
     deadline = time.monotonic() + limit_s
     failures = list(known)
     # One failure before the walk, which may use up the time, and the others after it.
-    if not failures and (first := _next_failure(parts, failures, deadline)) is not None:
+    if not failures and (first := _next_failure(parts, failures, deadline, shares)) is not None:
         failures = [first]
     walk = Walk(parts, limit_s=max(limit_s / 4, deadline - time.monotonic()))
     known_kinds = ((value, kind) for value in walk if (kind := kind_of(value)) is not None)
     silent = [(value, kind) for value, kind in known_kinds if kind.silent or kind.warns]
     while failures and len(failures) < _MAX_CULPRITS and _can_be_left_out(failures[-1], walk):
-        another = _next_failure(parts, failures, deadline)
+        another = _next_failure(parts, failures, deadline, shares)
         if another is None or another.out_of_time:
             break
         failures.append(another)
-    return [_blocking(failure, walk) for failure in failures] + [_silently_wrong(*found, walk) for found in silent]
+    blocking = {culprit.path: culprit for culprit in (_blocking(failure, walk) for failure in failures)}
+    return [*blocking.values()] + [_silently_wrong(*found, walk) for found in silent]
 
 
 def noted_in(parts: dict[str, Any], noted: Iterable[Any]) -> list[Culprit]:
@@ -105,7 +112,7 @@ def inherited_hazards(parts: dict[str, Any]) -> tuple[list[Culprit], list[Culpri
     met: list[str] = []
     for value, kind in _unsafe_under_fork(walk):
         hazard = _hazard(value, kind, walk)
-        if kind.hangs_under_fork:
+        if kind.breaks_under_fork:
             forbidden.append(hazard)
         elif not hazard.path.startswith(tuple(met)):
             met.append(f"{hazard.path}.")  # a file holds its buffer, and the buffer holds another file
@@ -122,13 +129,17 @@ def _hazard(value: Any, kind: Kind, walk: Walk) -> Culprit:
     return dataclasses.replace(_silently_wrong(value, kind, walk), severity="blocks", reason=kind.inherited)
 
 
-def _next_failure(parts: dict[str, Any], known: Sequence[PickleAttempt], deadline: float) -> PickleAttempt | None:
+def _next_failure(
+    parts: dict[str, Any], known: Sequence[PickleAttempt], deadline: float, shares: bool
+) -> PickleAttempt | None:
     """The first failure when pickling without the objects that failed before; None if nothing fails in time."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         return None
     skip = {id(failure.failed) for failure in known}
-    outcome = attempt(list(parts.values()), silence_s=min(_SILENCE_S, left_s), limit_s=left_s, skip=skip)
+    silence_s = min(_SILENCE_S, left_s)
+    fds: list[int] | None = [] if shares else None
+    outcome = attempt(list(parts.values()), silence_s=silence_s, limit_s=left_s, skip=skip, fds=fds)
     return None if outcome.data is not None else outcome
 
 
@@ -144,6 +155,10 @@ def _blocking(failure: PickleAttempt, walk: Walk) -> Culprit:
     value, error = failure.failed, failure.error
     name, root = next(iter(walk.parts.items()))
     trail: list[Edge] = walk.trail(value)
+    shared = next((i for i, (_, holder) in enumerate(trail) if is_shared(holder)), None)
+    if shared is not None:  # not the parts of a queue, but the queue
+        trail = trail[: shared + 1]
+        value = trail[-1][1]
     if _is_too_deep(error) and (found := _too_deep(walk.parts)) is not None:
         return found
     if failure.out_of_time or _is_too_deep(error):
@@ -222,6 +237,8 @@ def _reason(failure: PickleAttempt, kind: Kind | None) -> str:
     if kind is not None and kind.refused:
         return kind.reason
     said = f"{type(error).__name__}: {str(error) or '(no message)'}"
+    if kind is not None and kind.made_anew and "fork context" in said:
+        return f"it belongs to multiprocessing's fork context, in which fresh processes cannot find it ({said})"
     return f"{kind.reason} ({said})" if kind is not None else said
 
 

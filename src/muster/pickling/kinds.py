@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from muster.introspection import module_name
+from muster.introspection import attributes_of, module_name
+from muster.pickling.shared_kinds import MODULES, made_anew
 
 HUGE_BYTES = 100 * 1000 * 1000
 """Arrays of at least this size are worth a warning: sending them takes their memory twice, and time."""
-
-_SHARED_BY_INHERITANCE = ("multiprocessing.synchronize", "multiprocessing.queues", "multiprocessing.sharedctypes")
 
 
 @dataclass(frozen=True)
@@ -33,19 +32,21 @@ class Kind:
     reason: why it cannot be sent, or what arrives instead.  lazy: the arguments of the ``muster.lazy`` that builds one.
     refused: pickling it "works", but what arrives is broken.  silent: it travels, but arrives as something else.
     warns: like silent, and worth a warning on every start.  inherited: what a forked worker gets.
-    fork_is_safe: whether that is usable.  hangs_under_fork: it must not be inherited at all.
+    fork_is_safe: whether that is usable.  breaks_under_fork: it certainly is not, so it must not be inherited at all.
     idle: it is closed, or was not started, and does no harm in a forked worker.
+    made_anew: code that makes another one in the caller, which workers can receive; empty where there is none.
     """
 
     reason: str
     lazy: str
     inherited: str
     fork_is_safe: bool = False
-    hangs_under_fork: bool = False
+    breaks_under_fork: bool = False
     refused: bool = False
     silent: bool = False
     warns: bool = False
     idle: bool = False
+    made_anew: str = ""
 
 
 def kind_of(value: Any) -> Kind | None:
@@ -56,17 +57,42 @@ def kind_of(value: Any) -> Kind | None:
         describe = _BY_CLASS.get(base) or _BY_NAME.get((module.partition(".")[0], base.__name__))
         if describe is not None:
             return describe(value)
-        if module in _SHARED_BY_INHERITANCE:
-            return _SHARED
+        if module in MODULES:
+            return replace(_SHARED, made_anew=made_anew(value))
     return None
 
 
-def _zeromq(what: str, code: str) -> Kind:
+_ZEROMQ_HANGS = "inherited by fork hangs: its I/O threads do not exist in the child"
+
+
+def _zeromq_context(context: Any) -> Kind:
+    reason = "a ZeroMQ context belongs to the threads of the process that made it"
+    if _has_sockets(context):
+        return Kind(reason, "zmq.Context", f"a ZeroMQ context {_ZEROMQ_HANGS}", breaks_under_fork=True)
     return Kind(
-        reason=f"a ZeroMQ {what} belongs to the threads of the process that made it",
-        lazy=code,
-        inherited=f"a ZeroMQ {what} inherited by fork hangs: its I/O threads do not exist in the child",
-        hangs_under_fork=True,
+        reason,
+        "zmq.Context",
+        "a ZeroMQ context starts its I/O threads with its first socket: inherited by fork it works only if it has "
+        "never had one, and each worker then has a context of its own",
+    )
+
+
+def _has_sockets(context: Any) -> bool:
+    """Whether a ZeroMQ context, or the one that it shadows, has sockets. Reads pyzmq's own records of them."""
+    while context is not None and not isinstance(context, int):
+        attributes = attributes_of(context)
+        if len(attributes.get("_sockets") or ()):
+            return True
+        context = attributes.get("_shadow_obj")
+    return False
+
+
+def _zeromq_socket(socket: Any) -> Kind:
+    return Kind(
+        "a ZeroMQ socket belongs to the threads of the process that made it",
+        "lambda: zmq.Context.instance().socket(zmq.REQ)",
+        f"a ZeroMQ socket {_ZEROMQ_HANGS}",
+        breaks_under_fork=True,
     )
 
 
@@ -81,7 +107,7 @@ def _lock(code: str, show: Callable[[Any], str]) -> Callable[[Any], Kind]:
             if held
             else "each worker inherits a copy of the lock, free, which keeps out only its own threads",
             fork_is_safe=not held,
-            hangs_under_fork=held,
+            breaks_under_fork=held,
         )
 
     return describe
@@ -137,7 +163,7 @@ def _thread_object(thread: Any) -> Kind:
         alive = threading.Thread.is_alive(thread)
     except Exception:  # of a subclass that has not called __init__
         alive = False
-    return replace(_THREAD, hangs_under_fork=alive, idle=not alive)
+    return replace(_THREAD, idle=not alive)
 
 
 def _generator(generator: Any) -> Kind:
@@ -198,7 +224,7 @@ def _tensor(tensor: Any) -> Kind | None:
         reason="a CUDA tensor travels as a copy through the host, and every worker opens a CUDA context for it",
         lazy="torch.load, path",
         inherited="CUDA cannot be used in a forked child of a process that uses it",
-        hangs_under_fork=True,
+        breaks_under_fork=True,
         warns=True,
     )
 
@@ -223,7 +249,7 @@ def _ctypes_data(value: Any) -> Kind:
 
 
 _SHARED = Kind(
-    reason="what multiprocessing shares can only be inherited",
+    reason="what multiprocessing shares can be passed to a worker only when that starts",
     lazy="...",
     inherited="workers inherit this very object, shared with each other and the caller",
     fork_is_safe=True,
@@ -237,12 +263,13 @@ _SQLITE = Kind(
     reason="an SQLite connection belongs to the process that opened it",
     lazy="sqlite3.connect, path",
     inherited="SQLite forbids to use a connection in a forked child: the database file can be damaged",
-    hangs_under_fork=True,
 )
 _PIPE = Kind(
-    reason="one end of a pipe: its number would be sent, which means another file in a worker",
+    reason="one end of a pipe can be passed to a worker only when that starts; later its number would be sent, which "
+    "means another file in a worker",
     lazy="...",
-    inherited="all workers would read from and write to one pipe",
+    inherited="workers inherit this very end, shared with each other and the caller",
+    fork_is_safe=True,
     refused=True,
 )
 _LIBRARY = Kind(
@@ -309,8 +336,8 @@ _BY_CLASS: dict[type, Callable[[Any], Kind | None]] = {
 
 # The keys are topmost module and class: of optional packages, and of modules that are not worth importing for this.
 _BY_NAME: dict[tuple[str, str], Callable[[Any], Kind | None]] = {
-    ("zmq", "Context"): _always(_zeromq("context", "zmq.Context")),
-    ("zmq", "Socket"): _always(_zeromq("socket", "lambda: zmq.Context.instance().socket(zmq.REQ)")),
+    ("zmq", "Context"): _zeromq_context,
+    ("zmq", "Socket"): _zeromq_socket,
     ("torch", "Tensor"): _tensor,
     ("sqlite3", "Connection"): _always(_SQLITE),
     ("sqlite3", "Cursor"): _always(_SQLITE),

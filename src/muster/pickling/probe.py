@@ -17,6 +17,7 @@ import cloudpickle
 
 from muster.pickling import functools_pickling
 from muster.pickling.kinds import kind_of
+from muster.pickling.shared_pickling import reduction_of_memory, reduction_of_shared, spawning
 
 _POLL_S = 0.05
 # Smaller buffers stay in the pickle: they are not worth a place of their own.
@@ -47,20 +48,24 @@ def attempt(
     limit_s: float | None = None,
     skip: Collection[int] = (),
     big: list[pickle.PickleBuffer] | None = None,
+    fds: list[int] | None = None,
 ) -> PickleAttempt:
     """Pickles ``value`` with cloudpickle.
 
     silence_s: an object that takes longer than this counts as hanging.  limit_s: the limit for the whole; None for no
     limit.  skip: ids of objects that a placeholder replaces, to find what else fails.
     big: receives the memory of big arrays, which is then no part of the pickle.
+    fds: receives the fds that the pickle's receiver needs, see `shared_pickling`; None where it can receive none.
     """
     buffer = io.BytesIO()
-    pickler = _ReportingPickler(buffer, skip, None if big is None else lambda one: not takes(one, big))
+    buffer_callback = None if big is None else lambda one: not takes(one, big)
+    pickler = _ReportingPickler(buffer, skip, buffer_callback, shares=fds is not None)
     outcome = PickleAttempt(noted=pickler.noted)
 
     def run() -> None:
         try:
-            pickler.dump(value)
+            with spawning(fds):
+                pickler.dump(value)
             outcome.data = buffer.getvalue()
         except BaseException as error:  # a SystemExit from a __reduce__ must not get any further either
             outcome.error = error
@@ -95,7 +100,11 @@ class _ReportingPickler(functools_pickling.Pickler):
     """
 
     def __init__(
-        self, file: io.BytesIO, skip: Collection[int], buffer_callback: Callable[[pickle.PickleBuffer], bool] | None
+        self,
+        file: io.BytesIO,
+        skip: Collection[int],
+        buffer_callback: Callable[[pickle.PickleBuffer], bool] | None,
+        shares: bool,
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.abandoned = False
@@ -103,6 +112,7 @@ class _ReportingPickler(functools_pickling.Pickler):
         self.count = 0
         self.noted: list[Any] = []
         self._skip = skip
+        self._shares = shares
 
     def reducer_override(self, obj: Any) -> Any:
         if self.abandoned:
@@ -111,12 +121,14 @@ class _ReportingPickler(functools_pickling.Pickler):
         self.count += 1
         if id(obj) in self._skip:
             return str, ()
+        if self._shares and (reduction := reduction_of_shared(obj)) is not None:
+            return reduction
         kind = kind_of(obj)
         if kind is not None and kind.refused:
             raise TypeError(kind.reason)
         if kind is not None and kind.warns:
             self.noted.append(obj)
-        return super().reducer_override(obj)
+        return reduction_of_memory(obj) or super().reducer_override(obj)
 
 
 def _wait(

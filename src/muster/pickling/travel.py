@@ -30,17 +30,18 @@ def dumps(
     *,
     start_method: str,
     big: list[pickle.PickleBuffer] | None = None,
+    fds: list[int] | None = None,
     inheritable: bool = True,
 ) -> bytes:
     """``value`` as a pickle.
 
-    parts: what ``value`` is made of, by the names that messages use.  big: see `attempt`.
+    parts: what ``value`` is made of, by the names that messages use.  big, fds: see `attempt`.
     inheritable: whether a worker that is forked now would not need the pickle.
     Warns about objects that arrive as something else. Raises CannotTravel.
     """
-    outcome = attempt(value, silence_s=_SILENCE_S, big=big)
+    outcome = attempt(value, silence_s=_SILENCE_S, big=big, fds=fds)
     if outcome.data is None:
-        culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome])
+        culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome], shares=fds is not None)
         raise CannotTravel(_explain(culprits, start_method, parts if inheritable else None)) from outcome.error
     for culprit in noted_in(parts, outcome.noted) if outcome.noted else ():
         warnings.warn(

@@ -6,6 +6,7 @@ import collections
 import itertools
 import logging
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator, Mapping
@@ -120,6 +121,8 @@ def edges(holder: Any, layouts: dict[type, _ClassLayout], *, inherited: bool) ->
     if kind in _CODE or issubclass(kind, type):
         yield from _code_edges(holder, kind, inherited)
         return
+    if inherited and module_name(kind).startswith("multiprocessing."):
+        return  # renews its locks, and leaves its processes alone, after a fork
     if kind not in layouts:
         layouts[kind] = _ClassLayout(kind)
     layout = layouts[kind]
@@ -143,8 +146,12 @@ class _ClassLayout:
             for name, member in vars(base).items()
             if type(member) is types.MemberDescriptorType and name != "__dict__"
         ]
-        # Code that draws from a space seeds the space's generator again, so the generator's state does not matter.
-        self._hidden = "_np_random" if issubclass(kind, gym.Space) else None
+        self._hidden: str | None = None
+        if issubclass(kind, gym.Space):
+            # Code that draws from a space seeds the space's generator again: the generator's state does not matter.
+            self._hidden = "_np_random"
+        elif issubclass(kind, threading.Thread):
+            self._hidden = "_tstate_lock"  # held while the thread runs, and renewed after a fork
 
     def attributes(self, holder: Any) -> Iterator[Edge]:
         if self._dict is not None:

@@ -17,6 +17,7 @@ from muster.errors import CannotTravel, ConfigError, RecipeError
 from muster.introspection import callable_name, place_of
 from muster.lazy_values import LazyValues
 from muster.pickling import MAKE_VEC, UserCall, check_inheritable, current_call, dumps, takes
+from muster.pickling.shared_pickling import receiving
 from muster.recipes.existing_env import LiveEnvs
 from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
 from muster.recipes.sources import Source, check_call, factory_example, sources_of
@@ -165,15 +166,22 @@ def make_recipes(
     return recipes
 
 
-def pack(recipes: Sequence[Recipe], *, start_method: str, big: list[pickle.PickleBuffer] | None = None) -> bytes:
+def pack(
+    recipes: Sequence[Recipe],
+    *,
+    start_method: str,
+    big: list[pickle.PickleBuffer] | None = None,
+    fds: list[int] | None = None,
+) -> bytes:
     """The recipes as bytes for another process; functions and classes of ``__main__`` travel by value.
 
     The ids that are registered here travel too, for factories that call ``gymnasium.make``. Returns in under 5 s even
-    if an object hangs while it is pickled. big: receives the memory of big arrays, which `unpack` then needs.
+    if an object hangs while it is pickled. big: receives the memory of big arrays, fds the file descriptors of what
+    multiprocessing shares; `unpack` then needs both. Without `fds` such objects cannot travel.
     Warns about objects that arrive as something else (an open file) or are huge. Raises CannotTravel.
     """
     inner: list[pickle.PickleBuffer] | None = None if big is None else []
-    packed = dumps(list(recipes), _parts_of(recipes), start_method=start_method, big=inner)
+    packed = dumps(list(recipes), _parts_of(recipes), start_method=start_method, big=inner, fds=fds)
     if big is None or inner is None:
         return pickle.dumps((pack_registrations(), packed))
     outer = pickle.PickleBuffer(packed)
@@ -184,8 +192,8 @@ def pack(recipes: Sequence[Recipe], *, start_method: str, big: list[pickle.Pickl
     return whole
 
 
-def unpack(data: bytes, big: Iterable[Any] = ()) -> list[Recipe]:
-    """The recipes that ``pack`` packed. big: the memory that ``pack`` took out, if any, in the same order.
+def unpack(data: bytes, big: Iterable[Any] = (), fds: Sequence[int] = ()) -> list[Recipe]:
+    """The recipes that ``pack`` packed. big, fds: what ``pack`` took out, if any, in the same order.
 
     Raises CannotTravel where something in them cannot be rebuilt here.
     """
@@ -193,7 +201,8 @@ def unpack(data: bytes, big: Iterable[Any] = ()) -> list[Recipe]:
     registrations, packed = pickle.loads(data, buffers=buffers)
     register_packed(registrations)
     try:
-        recipes: list[Recipe] = pickle.loads(packed, buffers=buffers)
+        with receiving(fds):
+            recipes: list[Recipe] = pickle.loads(packed, buffers=buffers)
     except Exception as error:
         raise CannotTravel(
             f"the factory, a wrapper or a value of env_kwargs was sent to the worker, but cannot be rebuilt there: "

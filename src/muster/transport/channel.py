@@ -11,7 +11,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from muster.transport.mail import dumps
@@ -19,6 +20,9 @@ from muster.transport.mail import dumps
 _LENGTH = struct.Struct("<Q")
 _SLICE_S = 0.05
 _CHUNK_BYTES = 1 << 20
+# Fds for one call of sendmsg; the kernel takes at most 253.
+_FDS_AT_ONCE = 250
+_ANCILLARY_BYTES = socket.CMSG_LEN(_FDS_AT_ONCE * array("i").itemsize)
 
 
 class ChannelClosed(Exception):
@@ -39,6 +43,7 @@ class Channel:
         self._watch = watch
         self._shares_main = shares_main
         self._received = bytearray()  # of a message that has not arrived as a whole
+        self._received_fds: list[int] = []
         self.heard_at = 0.0  # time.monotonic() of the last bytes received
         end.setblocking(False)
 
@@ -46,11 +51,14 @@ class Channel:
         """The fd to poll: readable when there is a message, or a part of one."""
         return self._socket.fileno()
 
-    def send(self, message: object, timeout_s: float | None = None) -> None:
-        """Sends a message. Raises ChannelClosed, TimeoutError, and whatever `watch` raises."""
-        self.send_bytes(dumps(message, shares_main=self._shares_main), timeout_s)
+    def send(self, message: object, timeout_s: float | None = None, fds: Sequence[int] = ()) -> None:
+        """Sends a message, and copies of `fds` along with it.
 
-    def send_bytes(self, data: bytes, timeout_s: float | None = None) -> None:
+        Raises ChannelClosed, TimeoutError, and whatever `watch` raises.
+        """
+        self.send_bytes(dumps(message, shares_main=self._shares_main), timeout_s, fds)
+
+    def send_bytes(self, data: bytes, timeout_s: float | None = None, fds: Sequence[int] = ()) -> None:
         """Sends a message that is pickled already. Raises what `send` raises.
 
         TimeoutError is raised once the other end has taken nothing for `timeout_s`: then half a message is on its way,
@@ -59,7 +67,13 @@ class Channel:
         view = memoryview(_LENGTH.pack(len(data)) + data)
         while view:
             try:
-                view = view[self._socket.send(view, socket.MSG_NOSIGNAL) :]
+                if fds:  # not socket.send_fds, which drops its flags before Python 3.14
+                    rights = array("i", fds[:_FDS_AT_ONCE])
+                    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                    view = view[self._socket.sendmsg([view[:1]], ancillary, socket.MSG_NOSIGNAL) :]
+                    fds = fds[_FDS_AT_ONCE:]
+                else:
+                    view = view[self._socket.send(view, socket.MSG_NOSIGNAL) :]
             except BlockingIOError:
                 if not self._poll(select.POLLOUT, timeout_s):
                     raise TimeoutError from None
@@ -80,6 +94,11 @@ class Channel:
         message, self._received = self._received, bytearray()
         return pickle.loads(memoryview(message)[_LENGTH.size :])
 
+    def take_fds(self) -> list[int]:
+        """The fds that came with the messages so far, and were not taken yet; they belong to the taker."""
+        fds, self._received_fds = self._received_fds, []
+        return fds
+
     def close(self) -> None:
         self._socket.close()
 
@@ -87,7 +106,9 @@ class Channel:
         """Reads the part of the next message that is there; True once the message is whole."""
         while missing := self._missing():
             try:
-                part = self._socket.recv(min(missing, _CHUNK_BYTES))
+                part, ancillary, _, _ = self._socket.recvmsg(
+                    min(missing, _CHUNK_BYTES), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 return False
             except OSError as error:
@@ -95,6 +116,8 @@ class Channel:
             if not part:
                 raise ChannelClosed
             self._received += part
+            for _, _, rights in ancillary:
+                self._received_fds += array("i", rights)
             self.heard_at = time.monotonic()
         return True
 

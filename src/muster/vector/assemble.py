@@ -113,6 +113,8 @@ def assemble(
     if options.max_restarts is not None:
         recovery = Recovery(backend, options.autoreset_mode, options.max_restarts, columns)
         backend.on_worker_died = recovery.worker_died
+    else:
+        backend.never_replaces()
     return Assembled(
         backend=backend,
         facts=facts[0],

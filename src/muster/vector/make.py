@@ -68,7 +68,8 @@ def make_vec(
         nothing: so many workers step several envs each. "auto" tries two envs side by side in a process of its own, for
         64 steps, and packs them as those ids where each is bit for bit what it is alone. Threads: None for one per
         usable core.
-    env_kwargs: keyword arguments for each env, one dict or a list of dicts; values may be `muster.lazy`.
+    env_kwargs: keyword arguments for each env, one dict or a list of dicts; values may be `muster.lazy`, and what
+        multiprocessing shares: queues, locks, pipes, memory (of a spawn or forkserver context, unless workers fork).
     wrappers: callables ``env -> env``, applied in the worker, the first innermost.
     context: how workers start. "auto" starts fresh processes and never forks the caller.
     autoreset_mode: "next_step", "same_step" or "disabled", as Gymnasium defines them.
@@ -81,7 +82,8 @@ def make_vec(
         its own; if one of these crashes, so does it.
     start_timeout, step_timeout: seconds for a worker to build its envs, and for one ``env.step``.
     on_failure: "restart" replaces an env that raised, and a worker that died or timed out; their episodes end
-        truncated, with the reason in ``infos["restarted"]``.
+        truncated, with the reason in ``infos["restarted"]``. Ends of pipes in `env_kwargs` then stay open, for
+        replacements, until `close`.
     max_restarts: how often one worker may fail within a minute before its failure is an error after all.
     check_finite: raise on NaN or infinity in observations and rewards.
     threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker.

@@ -60,6 +60,19 @@ class Message:
 
 
 @dataclass(eq=False)
+class Inherited(Message):
+    """A worker's part of what its caller passes on, as multiprocessing does to processes that it spawns.
+
+    num_fds: fds that its recipes need, which come with the order.  has_tracker: one more fd comes, the resource
+    tracker's.  authkey: by which the caller's processes know each other, for the proxies of a manager.
+    """
+
+    num_fds: int
+    has_tracker: bool
+    authkey: bytes | None
+
+
+@dataclass(eq=False)
 class StartOrder(Message):
     """The first message to a worker process."""
 
@@ -71,6 +84,7 @@ class StartOrder(Message):
     reports_building: bool  # whether the worker sends BuildProgress after each of its first two envs
     awaits_build: bool = False  # whether the worker imports what its recipes need, but builds only after `Build`
     replaces: bool = False  # whether the worker is a replacement: the facts of its envs are known
+    inherited: Inherited | None = None  # None under fork
     big_arrays: tuple[Place, ...] = ()  # places of the recipes' big parts in the mail's file
 
 

@@ -26,6 +26,7 @@ from muster.transport.slab import Slab
 from muster.worker_info import worker_info_context
 from muster.workers.env_host import EnvHost, freeze_heap, seed_globals
 from muster.workers.failures import Failure
+from muster.workers.inheriting import after_fork, finish_queues, take_over
 from muster.workers.killing import kill_group
 from muster.workers.message_loop import MessageLoop
 from muster.workers.messages import Answer, Build, BuildProgress, EnvsBuilt, Message, StartOrder, Unpacking, expect
@@ -41,10 +42,13 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoR
     _take_over(fds)
     import_without_bots()
     forked = recipes is not None
+    if forked:
+        after_fork()
     channel = Channel(socket.socket(fileno=fds["channel"]), shares_main=forked)
     exit_code, caller_gone = 0, False
     try:
         Worker(channel, fds, forked=forked).run(recipes)
+        finish_queues()
     except (ChannelClosed, OSError) as error:
         cause = error.__cause__ if isinstance(error, ChannelClosed) else error
         if isinstance(cause, OSError) and cause.errno in (errno.EBADF, errno.ENOTSOCK):
@@ -121,7 +125,12 @@ class Worker:
         try:
             if recipes is None:
                 self._channel.send(Unpacking(done=False))
-                recipes = unpack(order.recipes, map_big_arrays(self._fds["mail"], order.big_arrays))
+                fds = self._channel.take_fds()
+                assert order.inherited is not None
+                own_fds = take_over(order.inherited, fds)
+                recipes = unpack(order.recipes, map_big_arrays(self._fds["mail"], order.big_arrays), own_fds)
+                for fd in own_fds:  # the objects have copies
+                    os.close(fd)
                 self._channel.send(Unpacking(done=True))
             self._env_host.recipes = list(recipes)
         except BaseException as error:

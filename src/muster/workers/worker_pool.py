@@ -26,6 +26,7 @@ from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure, to_exception
 from muster.workers.handle import UNPACKS_HINT, Started, WorkerHandle, fork_worker_for, launch_worker
+from muster.workers.inheritance import Inheritance
 from muster.workers.launcher_client import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
 from muster.workers.memory_plan import MemoryPlan
 from muster.workers.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, Unpacking, expect
@@ -72,6 +73,7 @@ class Workers:
         self._watch = watch
         self._launcher: LauncherClient | None = None
         self._big_arrays: BigArrays | None = None
+        self._inheritance: Inheritance | None = None
         self.handles: list[WorkerHandle] = []
         self.fds: dict[str, int] = {}  # "slab" and "mail"
         self._warned = False
@@ -84,9 +86,11 @@ class Workers:
             check_forkable(self._recipes)
         hosts = range(self._options.num_workers)
         big: list[list[pickle.PickleBuffer]] = [[] for _ in hosts]
-        orders = [self._order(host, big[host]) for host in hosts]
+        fds: list[list[int]] = [[] for _ in hosts]
+        orders = [self._order(host, big[host], fds[host]) for host in hosts]
         self._deadline = time.monotonic() + self._options.start_timeout_s
         with standard_fds():
+            self._inheritance = None if self._options.context == "fork" else Inheritance(fds)
             for name in ("slab", "mail"):
                 self.fds[name] = memfd(name)
                 own(self.fds[name])
@@ -102,12 +106,19 @@ class Workers:
     def send_orders(self) -> None:
         """Lets the workers build their envs. All import at once; only the first builds before `_await_first_envs`."""
         for worker, order in zip(self.handles, self._orders, strict=True):
-            self._send(worker, order, _BUILDING)
+            self._send(worker, *self._with_inheritance(order), _BUILDING)
         if self._orders and self._orders[0].reports_building:
             self._await_first_envs(self.handles[0])
         for worker, order in zip(self.handles, self._orders, strict=True):
             if order.awaits_build:
-                self._send(worker, Build(), _BUILDING)
+                self._send(worker, Build(), (), _BUILDING)
+
+    def _with_inheritance(self, order: StartOrder) -> tuple[StartOrder, list[int]]:
+        """The order with what the worker inherits, and the fds to send with it."""
+        if self._inheritance is None:
+            return order, []
+        inherited, fds = self._inheritance.of(order.info.worker_index)
+        return dataclasses.replace(order, inherited=inherited), fds
 
     def facts(self) -> list[EnvFacts]:
         """The facts of all envs. Raises what building raised, for the first env that failed."""
@@ -118,7 +129,7 @@ class Workers:
         self._attach = Attach(plan, options)
         self._deadline = time.monotonic() + self._options.start_timeout_s
         for worker in self.handles:
-            self._send(worker, self._attach, _MAPPING)
+            self._send(worker, self._attach, (), _MAPPING)
         self._answers(Attached, self.handles, _MAPPING)
 
     def _await_first_envs(self, worker: WorkerHandle) -> None:
@@ -179,10 +190,10 @@ class Workers:
         except ChannelClosed:
             raise worker.died(worker.building) from None
 
-    def _send(self, worker: WorkerHandle, message: object, doing: str) -> None:
+    def _send(self, worker: WorkerHandle, message: object, fds: Sequence[int], doing: str) -> None:
         with contextlib.suppress(ChannelClosed):  # the worker has died; the wait for its answer will report that
             try:
-                worker.channel.send(message, max(0.0, self._deadline - time.monotonic()))
+                worker.channel.send(message, max(0.0, self._deadline - time.monotonic()), fds)
             except TimeoutError:
                 raise self._too_slow(worker, doing) from None
 
@@ -190,8 +201,8 @@ class Workers:
         limit_s = self._options.start_timeout_s
         return worker.timed_out(doing, f"start_timeout={limit_s}, {doing}", limit_s)
 
-    def _order(self, host: int, big: list[pickle.PickleBuffer]) -> StartOrder:
-        """The order for the worker `host`. big: receives the buffers of its recipes that are too big for a message."""
+    def _order(self, host: int, big: list[pickle.PickleBuffer], fds: list[int]) -> StartOrder:
+        """The order for the worker `host`. big, fds: receive what of its recipes travels apart, see `pack`."""
         first, last = self._first_envs[host : host + 2]
         info = WorkerInfo(
             env_index=None,
@@ -202,7 +213,7 @@ class Workers:
         )
         recipes = self._recipes[first:last]
         context = self._options.context
-        data = b"" if context == "fork" else pack(recipes, start_method=context, big=big)
+        data = b"" if context == "fork" else pack(recipes, start_method=context, big=big, fds=fds)
         reports_building = host == 0 and len(self._recipes) > 1
         threads = self._options.threads_per_worker
         return StartOrder(data, info, first, sys.argv, threads, reports_building, awaits_build=host > 0)
@@ -245,7 +256,8 @@ class Workers:
         worker.starting_until = time.monotonic() + self._options.start_timeout_s
         order = dataclasses.replace(self._orders[host], reports_building=False, awaits_build=False, replaces=True)
         with contextlib.suppress(ChannelClosed, TimeoutError):  # `continue_start` will report that
-            worker.channel.send(order, self._options.start_timeout_s)
+            order, fds = self._with_inheritance(order)
+            worker.channel.send(order, self._options.start_timeout_s, fds)
 
     def continue_start(self, worker: WorkerHandle) -> bool:
         """Answers the messages of a replacement that starts; True once it is ready to step.
@@ -272,6 +284,11 @@ class Workers:
 
     # ---- ending
 
+    def drop_inheritance(self) -> None:
+        """Closes the copies of users' fds, which only replacements of workers would need."""
+        if self._inheritance is not None:
+            self._inheritance.close()
+
     def end(self) -> None:
         """Kills the workers that still run, and releases their fds, the launcher and the big arrays."""
         kills = [worker.process.kill for worker in self.handles]
@@ -291,6 +308,7 @@ class Workers:
         launcher, self._launcher = self._launcher, None
         if launcher is not None:
             launcher.release()
+        self.drop_inheritance()
         if self._big_arrays is not None:
             self._big_arrays.close()
         fds, self.fds = self.fds, {}

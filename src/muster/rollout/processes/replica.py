@@ -54,7 +54,7 @@ class Replica(gymnasium.Env[Array, Array]):
         # worker sets the number that the user asked for once everything is built.
         torch.set_num_threads(1)
         self._plan = plan
-        recipes = unpack(plan.recipes) if isinstance(plan.recipes, bytes) else plan.recipes
+        recipes = unpack(plan.recipes, fds=plan.fds.fds) if isinstance(plan.recipes, bytes) else plan.recipes
         info = get_worker_info()
         seed = info.seed if info else None
         self._info = WorkerInfo(None, plan.index, plan.num_envs, plan.num_collectors, seed)

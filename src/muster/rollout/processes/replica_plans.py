@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from muster.pickling.shared_pickling import Fds
 from muster.recipes.recipe import Recipe, check_forkable, pack
 from muster.rollout.collector_set import CollectorOptions
 from muster.rollout.fields import Field
@@ -28,8 +29,8 @@ class ReplicaFacts:
 class ReplicaPlan:
     """The plan of one replica: how it is built, and where it writes.
 
-    recipes: those of its envs, packed unless its process inherits them.  first_env: index of its first env among all.
-    num_envs: number of all envs.
+    recipes: those of its envs, packed unless its process inherits them.  fds: what `unpack` needs for them.
+    first_env: index of its first env among all.  num_envs: number of all envs.
     policy: packed; None for random actions.  policy_is_factory: `policy` is a factory, to be called for the policy.
     columns: the replica's own part of a batch's envs.  batch_envs: number of envs in a batch.
     batch_memory_path, weights_path: the shared memory, as files of the caller's process.
@@ -39,6 +40,7 @@ class ReplicaPlan:
 
     index: int
     recipes: bytes | list[Recipe]
+    fds: Fds
     first_env: int
     num_envs: int
     num_collectors: int
@@ -92,12 +94,15 @@ def plans_for(
         part = recipes[first:last]
         columns = (first, last) if sync else (0, last - first)
         batch_envs = num_envs if sync else last - first
+        fds: list[int] = []
+        # A forked process has the recipes already, whatever they hold.
+        packed = list(part) if is_forked else pack(part, start_method=start_method, fds=fds)
         T = -(-collector_options["frames_per_batch"] // batch_envs)
         plans.append(
             ReplicaPlan(
                 index=k,
-                # A forked process has the recipes already, whatever they hold.
-                recipes=list(part) if is_forked else pack(part, start_method=start_method),
+                recipes=packed,
+                fds=Fds(fds),
                 first_env=first,
                 num_envs=num_envs,
                 num_collectors=count,

@@ -1,0 +1,313 @@
+"""What multiprocessing shares between processes reaches workers, works in them, and is left as it was when they end."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from reporting_envs import Connecting, PutsAtClose, Reporting, send_through_the_last
+
+import muster
+from muster.errors import CannotTravel
+
+CTX = multiprocessing.get_context("spawn")
+FRESH = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("context", FRESH)
+@pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["env_kwargs", "closure"])
+def test_four_envs_share_queue_counter_event_file_and_memory(context, captured, tmp_path: Path):
+    path = tmp_path / "count"
+    path.write_text("0")
+    memory = shared_memory.SharedMemory(create=True, size=64)
+    array = np.ndarray((8,), np.float64, memory.buf)
+    things = {"queue": CTX.Queue(), "value": CTX.Value("i", 0), "event": CTX.Event(), "lock": CTX.Lock(), "path": path}
+    things |= {"memory": memory, "others": [CTX.RLock(), CTX.Semaphore(2), CTX.Barrier(2), CTX.Condition()]}
+    things["others"] += [CTX.BoundedSemaphore(2), CTX.Array("d", 3), CTX.RawValue("i", 3), CTX.SimpleQueue()]
+    things["others"] += [CTX.JoinableQueue()]
+    factory = (lambda: Reporting(**things)) if captured else Reporting
+    kwargs = None if captured else things
+    try:
+        with muster.make_vec(factory, 4, num_workers=4, env_kwargs=kwargs, context=context) as envs:
+            envs.reset()
+            envs.step(np.full(4, 2500))
+            assert (things["value"].value, path.read_text()) == (10_000, "4")
+            assert array[:5].tolist() == [1, 2, 3, 4, 0]
+            things["event"].set()
+            assert envs.step(np.ones(4, int))[2].all()
+        got = sorted(things["queue"].get(timeout=5) for _ in range(4))
+        assert got == [(i, 2501.0) for i in range(4)]
+    finally:
+        del array
+        memory.close()
+        memory.unlink()
+
+
+def by_list(queue):
+    from muster.interop.sb3 import SubprocVecEnv
+
+    return SubprocVecEnv([functools.partial(Reporting, queue=queue, event=is_set()) for _ in range(2)])
+
+
+def by_make_vec_env(queue):
+    from muster.interop.sb3 import SubprocVecEnv, make_vec_env
+
+    kwargs = {"queue": queue, "event": is_set()}
+    return make_vec_env(Reporting, 2, env_kwargs=kwargs, vec_env_cls=SubprocVecEnv)
+
+
+def by_gymnasium(queue):
+    from muster.interop.gymnasium import AsyncVectorEnv
+
+    event = is_set()
+    return AsyncVectorEnv([lambda: Reporting(queue=queue, event=event) for _ in range(2)])
+
+
+def by_torchrl(queue):
+    from muster.interop.torchrl import ParallelEnv
+
+    return ParallelEnv(2, Reporting, create_env_kwargs={"queue": queue, "event": is_set()})
+
+
+def is_set():
+    event = CTX.Event()
+    event.set()
+    return event
+
+
+@pytest.mark.parametrize(
+    "make", [by_list, by_make_vec_env, by_gymnasium, pytest.param(by_torchrl, marks=pytest.mark.slow)]
+)
+def test_every_drop_in_passes_a_queue(make):
+    queue = CTX.Queue()
+    envs = make(queue)
+    try:
+        if hasattr(envs, "rollout"):
+            envs.rollout(1)
+        else:
+            envs.reset()
+            envs.step(np.array([3, 3]))
+    finally:
+        envs.close()
+    assert sorted(queue.get(timeout=5)[0] for _ in range(2)) == [0, 1]
+
+
+@pytest.mark.slow
+def test_the_proxies_of_a_manager_work_in_workers():
+    with CTX.Manager() as manager:
+        queue, event = manager.Queue(), manager.Event()
+        event.set()
+        with muster.make_vec(Reporting, 2, num_workers=2, env_kwargs={"queue": queue, "event": event}) as envs:
+            envs.reset()
+            envs.step(np.array([1, 2]))
+        assert sorted(queue.get(timeout=5) for _ in range(2)) == [(0, 1.0), (1, 2.0)]
+
+
+@pytest.mark.slow
+def test_several_collectors_pass_them_too():
+    queue = CTX.Queue()
+    options = {"env_kwargs": {"queue": queue, "event": is_set()}}
+    collector = muster.MultiCollector(
+        Reporting, None, num_collectors=2, num_envs=2, frames_per_batch=2, make_vec_options=options
+    )
+    next(iter(collector))
+    collector.shutdown()
+    assert sorted(queue.get(timeout=5)[0] for _ in range(2)) == [0, 1]
+
+
+def test_the_other_end_of_a_pipe_is_told_when_all_have_closed_theirs():
+    ours, theirs = CTX.Pipe()
+    envs = muster.make_vec(Reporting, 1, env_kwargs={"pipe": theirs})
+    theirs.close()
+    envs.reset()
+    envs.step(np.array([3]))
+    assert ours.recv() == (0, 3.0)
+    os.kill(
+        envs.process_ids()[0] if hasattr(envs, "process_ids") else envs.stats()["workers"][0]["pid"], signal.SIGKILL
+    )
+    with pytest.raises(EOFError):  # the vector env holds no copy, although nobody has closed it yet
+        ours.recv()
+    envs.close()
+    ours.close()
+
+
+def test_a_replacement_gets_them_again():
+    ours, theirs = CTX.Pipe()
+    value = CTX.Value("i", 0)
+    kwargs = {"pipe": theirs, "value": value}
+    with muster.make_vec(Reporting, 1, env_kwargs=kwargs, on_failure="restart") as envs:
+        theirs.close()
+        envs.reset()
+        envs.step(np.array([3]))
+        os.kill(envs.stats()["workers"][0]["pid"], signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not (envs.step(np.array([5]))[1] == 5.0).all():
+            pass
+        assert ours.recv() == (0, 3.0)
+        assert ours.recv() == (0, 5.0)
+        assert value.value == 8
+    with pytest.raises(EOFError):
+        ours.recv()
+    ours.close()
+
+
+def test_memory_that_running_envs_are_given_outlives_them(capfd):
+    script = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+from multiprocessing import shared_memory
+import numpy as np, muster
+from reporting_envs import Reporting
+envs = muster.make_vec(Reporting, 2, num_workers=2)
+memory = shared_memory.SharedMemory(create=True, size=64)
+envs.reset()
+envs.call("use", memory)
+envs.close()
+other = shared_memory.SharedMemory(memory.name)
+print(np.ndarray((8,), np.float64, other.buf)[:3].tolist())
+other.close()
+memory.close()
+memory.unlink()
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("[1.0, 1.0, 0.0]\n", "")
+
+
+SCRIPT = f"""
+import sys, time
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+import multiprocessing
+from multiprocessing import shared_memory
+import numpy as np, muster
+from reporting_envs import Reporting
+if __name__ == "__main__":
+    ctx = multiprocessing.get_context("forkserver")
+    memory = shared_memory.SharedMemory(create=True, size=64)
+    queue = ctx.Queue()
+    for _ in range(2):
+        things = {{"queue": queue, "memory": memory}}
+        envs = muster.make_vec(Reporting, 2, num_workers=2, env_kwargs=things)
+        envs.reset()
+        if "die" in sys.argv:
+            print(memory.name, queue._rlock._semlock.name, flush=True)
+            time.sleep(60)
+        envs.close()
+    print(np.ndarray((8,), np.float64, memory.buf)[:3].tolist())
+    memory.close()
+    memory.unlink()
+"""
+
+
+def test_nothing_is_lost_leaked_or_said_when_workers_end(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    before = set(os.listdir("/dev/shm"))
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("[1.0, 2.0, 0.0]\n", "")
+    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(("psm_", "sem.mp"))} == set()
+
+
+def test_nothing_stays_behind_a_caller_that_was_killed(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, str(script), "die"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        names = process.stdout.readline().split()
+        files = [Path("/dev/shm", names[0]), Path("/dev/shm", "sem." + names[1].strip("/"))]
+        assert all(file.exists() for file in files)
+        process.kill()
+    deadline = time.monotonic() + 10
+    while any(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [file for file in files if file.exists()] == []
+
+
+def test_what_was_put_last_is_written_out_at_the_end():
+    queue = CTX.Queue()
+    with muster.make_vec(PutsAtClose, 1, env_kwargs={"queue": queue}) as envs:
+        envs.reset()
+    assert [queue.get(timeout=5) for _ in range(30)] == [(i, "x" * 1000) for i in range(30)]
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.slow)])
+def test_vector_envs_leave_no_fd_open(count):
+    queue = CTX.Queue()
+    counts = []
+    gc.collect()
+    with muster.make_vec(Reporting, 1):  # keeps the launcher
+        for _ in range(count):
+            ours, theirs = CTX.Pipe()
+            with muster.make_vec(Reporting, 1, env_kwargs={"pipe": theirs, "queue": queue}, on_failure="restart"):
+                pass
+            ours.close()
+            theirs.close()
+            counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[-1] == counts[0]
+
+
+def test_more_fds_than_one_message_takes():
+    pipes = [CTX.Pipe() for _ in range(150)]
+    try:
+        with muster.make_vec(Reporting, 1, env_kwargs={"others": [end for pipe in pipes for end in pipe]}) as envs:
+            envs.reset()
+            envs.call(send_through_the_last)
+        assert [ours.recv() for ours, _ in pipes[-1:]] == ["hello"]
+    finally:
+        for pipe in pipes:
+            for end in pipe:
+                end.close()
+
+
+def test_under_fork_a_used_queue_works(recwarn):
+    queue = multiprocessing.get_context("fork").Queue()
+    queue.put("mine")  # its thread runs now, here and not in the workers
+    event = is_set()
+    kwargs = {"queue": queue, "event": event}
+    with muster.make_vec(Reporting, 2, num_workers=2, env_kwargs=kwargs, context="fork") as envs:
+        envs.reset()
+        envs.step(np.array([1, 2]))
+    assert sorted(map(str, (queue.get(timeout=5) for _ in range(3)))) == ["(0, 1.0)", "(1, 2.0)", "mine"]
+    assert [str(one.message) for one in recwarn] == []
+
+
+def test_a_zeromq_context_without_sockets_may_be_forked():
+    context = zmq.Context()
+    try:
+        with pytest.warns(UserWarning, match="it works only if it has never had one"):
+            envs = muster.make_vec(Connecting, 2, num_workers=2, env_kwargs={"context": context}, context="fork")
+        with envs:
+            assert envs.reset()[0][:, 1].tolist() == [3.0, 3.0]
+        with context.socket(zmq.PAIR), pytest.raises(CannotTravel, match="inherited by fork hangs"):
+            muster.make_vec(Connecting, 2, env_kwargs={"context": context}, context="fork")
+        with context.socket(zmq.PAIR), pytest.raises(CannotTravel, match="inherited by fork hangs"):
+            muster.make_vec(Connecting, 2, env_kwargs={"context": zmq.Context(context)}, context="fork")
+    finally:
+        context.term()
+
+
+def test_a_thread_may_be_forked_with_a_warning():
+    stop = []
+    thread = threading.Thread(target=lambda: [time.sleep(0.01) for _ in iter(lambda: bool(stop), True)])
+    thread.start()
+    try:
+        with pytest.warns(UserWarning, match="workers would inherit the object, but not its thread"):
+            envs = muster.make_vec(Reporting, 2, num_workers=2, env_kwargs={"others": [thread]}, context="fork")
+        with envs:
+            envs.reset()
+    finally:
+        stop.append(True)
+        thread.join()
