@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
+import operator
+import os
 import pickle
 import sqlite3
 import subprocess
@@ -12,9 +17,14 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import cloudpickle
+import gymnasium as gym
+import numpy as np
 import pytest
 import zmq
 
+import muster
+from muster.errors import NotBuilt, RecipeError
 from muster.lazy_values import LazyValues, lazy
 from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
@@ -48,6 +58,74 @@ def test_lazies_in_containers_are_built_and_the_rest_is_kept():
     assert resolved == {"a": [{"x": 1}, kept], "b": {"c": {"d": (7,)}}}
     assert resolved["a"][1] is kept
     assert repr(given["a"][0]) == "muster.lazy(dict, x=1)"
+
+
+def test_lazies_in_partials_are_built_at_any_depth():
+    values = LazyValues()
+    inner = functools.partial(dict, lazy(int, "1"), key=[lazy(str, 2)])
+    inner.note = "kept"
+    resolved = values.resolve({"make": (functools.partial(max, [inner]),)}, "x")
+    built = resolved["make"][0].args[0][0]
+    assert (built.func, built.args, built.keywords, built.note) == (dict, (1,), {"key": ["2"]}, "kept")
+    assert inner.args != built.args
+    plain = functools.partial(max, [1])
+    assert values.resolve([plain], "x")[0] is plain
+
+
+USES = {
+    "attribute": lambda value: value.socket,
+    "call": lambda value: value(1),
+    "truth": bool,
+    "length": len,
+    "iteration": list,
+    "item": lambda value: value["x"],
+    "setting an item": lambda value: operator.setitem(value, 0, 1),
+    "with": lambda value: entered(value),
+    "in": lambda value: 1 in value,
+    "sum": lambda value: value + 1,
+    "comparison": lambda value: value < 1,
+    "number": float,
+    "index": lambda value: [1][value],
+    "path": os.fspath,
+    "array": np.asarray,
+}
+
+
+def entered(value):
+    with value:
+        pass
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_using_a_lazy_that_nothing_has_built_says_where_it_would_have_been(use):
+    with pytest.raises(NotBuilt, match="muster.lazy\\(list, 1\\) has not been built") as raised:
+        use(lazy(list, 1))
+    assert "env_kwargs, wrapper_kwargs, monitor_kwargs or create_env_kwargs" in str(raised.value)
+    assert isinstance(raised.value, (TypeError, AttributeError))
+
+
+def test_an_unbuilt_lazy_can_be_copied_pickled_shown_and_looked_at():
+    value = lazy(int, "7", base=8)
+    for same in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value)), cloudpickled(value)):
+        assert (type(same), same.fn, same.args, same.kwargs) == (type(value), int, ("7",), {"base": 8})
+    assert repr(value) == str(value) == f"{value}" == "muster.lazy(int, '7', base=8)"
+    assert not hasattr(value, "anything")
+    assert not hasattr(value, "__wrapped__")
+    assert not isinstance(value, (int, str, dict))
+    assert not any(look(value) for look in (inspect.isclass, inspect.isfunction, inspect.isgenerator))
+    assert value in [value]
+    assert value != lazy(int, "7", base=8)
+    assert {value: 1}[value] == 1
+    assert dict(inspect.getmembers_static(value))
+
+
+def cloudpickled(value):
+    return pickle.loads(cloudpickle.dumps(value))
+
+
+def test_a_lazy_builds_no_env_by_itself():
+    with pytest.raises(RecipeError, match="env must be an env id"):
+        muster.make_vec(lazy(gym.make, "CartPole-v1"), 1)
 
 
 def test_a_container_that_holds_itself_ends():

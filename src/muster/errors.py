@@ -4,6 +4,7 @@
     ├── RecipeError (ValueError)        the arguments do not describe an env
     ├── ConfigError (ValueError)        an option's value makes no sense
     ├── WrongType (TypeError)           an argument is of the wrong kind
+    │   └── NotBuilt (AttributeError)   a muster.lazy was used before it was built
     ├── ActionError (ValueError)        actions that do not fit; nothing was sent
     ├── CannotTravel (TypeError)        an object cannot be sent to the process that needs it
     ├── UsageError (RuntimeError)       a call that makes no sense now
@@ -230,6 +231,10 @@ class ConfigError(MusterError, ValueError):
 
 class WrongType(MusterError, TypeError):
     """An argument has a type that cannot be used here."""
+
+
+class NotBuilt(WrongType, AttributeError):
+    """A ``muster.lazy(...)`` was used where nothing has built it. An AttributeError, too, as `hasattr` expects."""
 
 
 class TrainingDiverged(MusterError, FloatingPointError):

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
-from muster.errors import WrongType
+from muster.errors import NotBuilt, WrongType
 from muster.introspection import place_of, subscript
 
 _log = logging.getLogger("muster")
 
 _MAX_DEPTH = 100
+_WITH_LAZIES = (dict, list, tuple, functools.partial)
 _RELEASE_METHODS = ("close", "destroy", "term")
 
 
 class Lazy:
-    """An argument that is still to be built. ``muster.lazy`` makes one; ``Recipe.build`` replaces it with its value."""
+    """An argument that is still to be built. ``muster.lazy`` makes one; ``Recipe.build`` replaces it with its value.
+
+    Where that does not happen, using it as if it were the value raises NotBuilt. It can be copied, pickled, compared by
+    identity, and shown.
+    """
 
     __slots__ = ("args", "fn", "kwargs")
 
@@ -29,15 +35,48 @@ class Lazy:
         self.kwargs = kwargs
 
     def __repr__(self) -> str:
-        shown = [getattr(self.fn, "__qualname__", repr(self.fn))]
-        shown += [repr(arg) for arg in self.args]
-        shown += [f"{key}={value!r}" for key, value in self.kwargs.items()]
+        try:
+            fn, args, kwargs = (object.__getattribute__(self, name) for name in ("fn", "args", "kwargs"))
+        except AttributeError:  # while it is unpickled
+            return "muster.lazy(...)"
+        shown = [getattr(fn, "__qualname__", repr(fn))]
+        shown += [repr(arg) for arg in args]
+        shown += [f"{key}={value!r}" for key, value in kwargs.items()]
         return f"muster.lazy({', '.join(shown)})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Protocols (copy, pickle, inspect, NumPy) ask for such names, and go on without them.
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name, name=name, obj=self)
+        raise self._unbuilt(f"its attribute {name!r} was asked for")
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._unbuilt("it was used as if it were its value")
+
+    # Python looks these up in the class.
+    __call__ = __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __setitem__ = __delitem__ = _refuse
+    __enter__ = __exit__ = __index__ = __int__ = __float__ = __fspath__ = __array__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __neg__ = _refuse
+
+    def _unbuilt(self, used: str) -> NotBuilt:
+        return NotBuilt(
+            f"{self!r} has not been built, but {used}. It is built where its env is, if it is an argument: a value of "
+            f"{_BUILT_IN}, or an argument of a functools.partial that is a factory, an env function or a wrapper; also "
+            "inside dicts, lists, tuples and partials in these. This one lies elsewhere, such as in a closure or in an "
+            "attribute of an object, or was handed to a class that is not Muster's. Make it an argument of its own, "
+            "and build there what uses it"
+        )
+
+
+_BUILT_IN = "env_kwargs, wrapper_kwargs, monitor_kwargs or create_env_kwargs"
 
 
 def lazy(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Lazy:
-    """A value for ``env_kwargs`` that is built in the worker, once per env, by ``fn(*args, **kwargs)``.
+    """An argument of an env or wrapper that is built in the worker, once per env, by ``fn(*args, **kwargs)``.
 
+    It may be a value of `env_kwargs` (or of a drop-in's `wrapper_kwargs`, `monitor_kwargs` and `create_env_kwargs`), or
+    an argument of a ``functools.partial`` that builds or wraps an env, also inside dicts, lists, tuples and partials.
     Only ``fn`` and its arguments travel. Inside ``fn``, ``muster.get_worker_info().env_index`` tells envs apart:
     ``lazy(lambda: 5555 + muster.get_worker_info().env_index)``. Arguments may be lazy themselves, and one Lazy used
     twice is built once per env.
@@ -51,6 +90,8 @@ def lazy(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Lazy:
             f"muster.lazy needs something to call in the worker, got {type(fn).__name__}. "
             "Write muster.lazy(zmq.Context), not muster.lazy(zmq.Context())."
         )
+    if type(fn) is Lazy:
+        raise WrongType(f"muster.lazy needs something to call in the worker, got {fn!r}, which is a value to build.")
     return Lazy(fn, args, kwargs)
 
 
@@ -64,8 +105,13 @@ class LazyValues:
         self._adopted: dict[int, tuple[Any, Any]] = {}
         self._releases: list[tuple[str, Callable[[], Any]]] = []
 
+    @property
+    def has_releases(self) -> bool:
+        """Whether a value has to be released."""
+        return bool(self._releases)
+
     def resolve(self, value: Any, path: str, depth: int = 0) -> Any:
-        """``value`` with every Lazy in it built, in dicts, lists and tuples too; ``value`` itself if it has none.
+        """``value`` with every Lazy in it built, in dicts, lists, tuples and partials too; itself if it has none.
 
         path: the place of the value, for messages: ``env_kwargs["server"]``.  depth: the number of containers around
         it. Containers nested deeper than ``_MAX_DEPTH``, which Python might not be able to follow, stay as they are.
@@ -74,15 +120,22 @@ class LazyValues:
             return self._resolved[id(value)][1]
         if type(value) is Lazy:
             return self._build(value, path)
-        if type(value) not in (dict, list, tuple) or depth > _MAX_DEPTH:
+        if type(value) not in _WITH_LAZIES or depth > _MAX_DEPTH:
             return value
         self._resolved[id(value)] = (value, value)  # for a container that holds itself
-        items = value.items() if type(value) is dict else enumerate(value)
-        resolved = {key: self.resolve(item, path + subscript(key), depth + 1) for key, item in items}
-        originals = value.values() if type(value) is dict else value
         result = value
-        if any(new is not old for new, old in zip(resolved.values(), originals, strict=True)):
-            result = resolved if type(value) is dict else type(value)(resolved.values())
+        if type(value) is functools.partial:
+            args = self.resolve(value.args, f"{path}.args", depth + 1)
+            keywords = self.resolve(value.keywords, f"{path}.keywords", depth + 1)
+            if args is not value.args or keywords is not value.keywords:
+                result = functools.partial(value.func, *args, **keywords)
+                vars(result).update(vars(value))
+        else:
+            items = value.items() if type(value) is dict else enumerate(value)
+            resolved = {key: self.resolve(item, path + subscript(key), depth + 1) for key, item in items}
+            originals = value.values() if type(value) is dict else value
+            if any(new is not old for new, old in zip(resolved.values(), originals, strict=True)):
+                result = resolved if type(value) is dict else type(value)(resolved.values())
         self._resolved[id(value)] = (value, result)
         return result
 

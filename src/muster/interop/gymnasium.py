@@ -19,6 +19,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from muster.backends.base import Backend
 from muster.backends.serial import SerialBackend
 from muster.errors import ActionError, ClosedError, ConfigError, PendingError, WaitTimeout, WrongType
+from muster.interop.env_functions import with_lazies
 from muster.interop.starting import processes, recipes_of
 from muster.pickling import UserCall
 from muster.spaces.compare import first_difference
@@ -219,7 +220,8 @@ class AsyncVectorEnv(_DropIn):
             return super().__new__(cls)
         if num_workers is not None:
             raise WrongType("a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no num_workers")
-        return GymnasiumsAsyncVectorEnv(tuple(env_fns), shared_memory, copy, context, daemon, worker, *args, **kwargs)
+        env_fns = with_lazies(recipes_of(env_fns, ASYNC_VECTOR_ENV, may_reuse=True))
+        return GymnasiumsAsyncVectorEnv(env_fns, shared_memory, copy, context, daemon, worker, *args, **kwargs)
 
     def __init__(
         self,

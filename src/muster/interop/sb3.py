@@ -28,8 +28,9 @@ from muster.interop.env_calls import (
     SetAttribute,
     of_gymnasium,
 )
+from muster.interop.env_functions import FromArguments
 from muster.interop.info_rows import RowReader, finals_by_env, info_rows
-from muster.interop.starting import FromArguments, processes, recipes_of, require_copies
+from muster.interop.starting import processes, recipes_of, require_copies
 from muster.introspection import callable_name
 from muster.pickling import UserCall
 from muster.vector.action_writers import OneByOneWriter
@@ -277,8 +278,8 @@ def make_vec_env(
 ) -> VecEnv:
     """`n_envs` monitored envs in one `VecEnv`, by default a `DummyVecEnv`; the arguments are SB3's.
 
-    env_kwargs: values may be `muster.lazy(...)`: each is built where its env is, and released with it. Raises WrongType
-    for an env that exists already.
+    Values in env_kwargs, monitor_kwargs and wrapper_kwargs may be `muster.lazy(...)`: each is built where its env is,
+    and released with it, also where `vec_env_cls` is a class of SB3's. Raises WrongType for an env that exists already.
     """
     if not isinstance(env_id, str) and not callable(env_id):
         raise WrongType(
@@ -301,6 +302,8 @@ def make_vec_env(
             },
             env_id if isinstance(env_id, str) else callable_name(env_id),
             MAKE_DUMMY_VEC_ENV if in_process else MAKE_VEC_ENV,
+            rank - start_index,
+            n_envs,
         )
         for rank in range(start_index, start_index + n_envs)
     ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
 from muster.backends.process import ProcessBackend, ProcessOptions
 from muster.errors import ConfigError, WrongType
+from muster.interop.env_functions import FromArguments
 from muster.introspection import callable_name
+from muster.lazy_values import Lazy
 from muster.pickling import UserCall
 from muster.recipes.recipe import Recipe
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -18,23 +20,6 @@ from muster.vector.vector_env import VectorEnv
 from muster.workers.resources import usable_cores
 
 _START_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True)
-class FromArguments:
-    """A function that builds an env by ``build(**arguments)``; the names are those of arguments that the user gave.
-
-    name: of the env, for messages.  call: the user's call.
-    """
-
-    build: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    name: str
-    call: UserCall
-
-    def __call__(self) -> Any:
-        """The env, for a vector env that is not Muster's."""
-        return self.build(**self.arguments)
 
 
 def recipes_of(
@@ -48,9 +33,8 @@ def recipes_of(
     recipes = []
     for i, fn in enumerate(fns):
         if isinstance(fn, FromArguments):
-            labels = (fn.call.factory, "")
-            recipe = Recipe(i, fn.name, fn.build, fn.arguments, tuple(wrappers), labels, may_reuse, fn.call)
-        elif callable(fn):
+            recipe = replace(fn.recipe(tuple(wrappers), may_reuse=may_reuse), env_index=i)
+        elif callable(fn) and type(fn) is not Lazy:
             labels = (f"{call.factory}[{i}]", f"{call.factory}[{i}]")
             recipe = Recipe(i, callable_name(fn), fn, {}, tuple(wrappers), labels, may_reuse, call)
         else:

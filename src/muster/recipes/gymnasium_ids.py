@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import importlib.util
 import pickle
@@ -53,12 +54,7 @@ class MakeGym:
     def __call__(self, **kwargs: Any) -> Any:
         target = self.target
         if isinstance(target, EnvSpec):
-            # Gymnasium makes deep copies of a spec's arguments; locks cannot be copied, and sockets must not be.
-            as_they_are = {
-                name: value
-                for name, value in target.kwargs.items()
-                if name not in _OPTIONS_OF_MAKE and not is_plain(value)
-            }
+            as_they_are = self._as_they_are()
             target = copy.copy(target)
             target.kwargs = {name: value for name, value in target.kwargs.items() if name not in as_they_are}
             kwargs = {**as_they_are, **kwargs}
@@ -66,6 +62,20 @@ class MakeGym:
         for wrapper, wrapper_kwargs in self.late_wrappers:
             env = wrapper(env=env, **wrapper_kwargs)
         return env
+
+    def as_partial(self) -> functools.partial[Any]:
+        """This factory, with those arguments of its spec as keywords that may hold lazy values."""
+        return functools.partial(self, **self._as_they_are())
+
+    def _as_they_are(self) -> dict[str, Any]:
+        """The spec's arguments that are passed on as they are.
+
+        Gymnasium makes deep copies of a spec's arguments; locks cannot be copied, and sockets must not be.
+        """
+        if isinstance(self.target, str):
+            return {}
+        arguments = self.target.kwargs.items()
+        return {name: value for name, value in arguments if name not in _OPTIONS_OF_MAKE and not is_plain(value)}
 
 
 def factory_of_id(env_id: str, resolve_foreign_id: ForeignResolver | None = None) -> Callable[..., Any]:

@@ -56,8 +56,10 @@ class Recipe:
         values = LazyValues()
         try:
             factory, kwargs = self.factory, values.resolve_arguments(self.kwargs, self.labels[1])
-            if type(factory) is functools.partial:
-                factory = _with_values(factory, values, self.labels[0])
+            if type(factory) is MakeGym:
+                factory = values.resolve(factory.as_partial(), self.labels[0])
+            elif type(factory) is functools.partial:
+                factory = values.resolve(factory, self.labels[0])
             made = self._checked(factory(**kwargs), f"{self.labels[0]} {self.name}")
             if not _live_envs.add(made) and not self.may_reuse:
                 raise RecipeError(
@@ -65,7 +67,7 @@ class Recipe:
                     f"{self.env_index} it gave one that is in use already. It must build a new env whenever it is "
                     f"called:\n{factory_example('MyEnv(...)')}"
                 )
-            return BuiltEnv(self._wrapped(made), made, values)
+            return BuiltEnv(self._wrapped(made, values), made, values)
         except BaseException:
             values.release(_RELEASE_AFTER_ERROR_S)
             raise
@@ -85,10 +87,12 @@ class Recipe:
                 named |= {place_of(key, inner): one for inner, one in value.items()}
         return named | {f"{self.call.wrappers}[{i}]": wrapper for i, wrapper in enumerate(self.wrappers)}
 
-    def _wrapped(self, made: Any) -> Any:
+    def _wrapped(self, made: Any, values: LazyValues) -> Any:
         env = made
         try:
-            for wrapper in self.wrappers:
+            for i, wrapper in enumerate(self.wrappers):
+                if type(wrapper) is functools.partial:
+                    wrapper = values.resolve(wrapper, f"{self.call.wrappers}[{i}]")
                 env = self._checked(wrapper(env), f"wrapper {callable_name(wrapper)}")
         except BaseException:
             _live_envs.discard(made)
@@ -112,6 +116,11 @@ class BuiltEnv:
         self.env = env
         self._made = made  # what the factory returned, before the wrappers
         self._values = values
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there are lazy values to release."""
+        return self._values.has_releases
 
     def release(self, timeout_s: float) -> None:
         """Releases the env's lazy values within ``timeout_s`` seconds, after the env was closed. Never raises."""
@@ -252,8 +261,3 @@ def _kwargs_per_env(env_kwargs: Any, count: int) -> list[Mapping[str, Any]]:
                 f"{type(kwargs).__name__} for env {i}: {reprlib.repr(kwargs)}"
             )
     return [dict(kwargs) for kwargs in per_env]
-
-
-def _with_values(factory: functools.partial[Any], values: LazyValues, path: str) -> functools.partial[Any]:
-    args = [values.resolve(arg, f"{path}.args[{i}]") for i, arg in enumerate(factory.args)]
-    return functools.partial(factory.func, *args, **values.resolve_arguments(factory.keywords, f"{path}.keywords"))

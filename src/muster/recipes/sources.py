@@ -17,6 +17,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from muster.errors import RecipeError
 from muster.introspection import callable_name, caller_stacklevel, module_name, type_name
+from muster.lazy_values import Lazy
 from muster.pickling import find_culprits
 from muster.recipes.existing_env import find_existing_env, is_env
 from muster.recipes.gymnasium_ids import (
@@ -59,7 +60,7 @@ def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | Non
         form = _spec_of_instance(form, label or "env")
     if isinstance(form, EnvSpec):
         return Source(factory_of_spec(form), form.id, label or "env", vector_num_envs(form), vector_wrappers(form))
-    if not callable(form):
+    if not callable(form) or type(form) is Lazy:
         raise RecipeError(
             f"{label or 'env'} must be an env id, a gymnasium EnvSpec or a callable that builds an env, or a list of "
             f"these; got {type(form).__name__}: {reprlib.repr(form)}{_makers_in(form)}"

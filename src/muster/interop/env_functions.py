@@ -1,0 +1,89 @@
+"""Functions that build one env wherever they are called: in Muster's workers, or by another library's vector env."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+
+from muster.pickling import UserCall
+from muster.recipes.recipe import BuiltEnv, Recipe
+from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
+
+_RELEASE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class FromArguments:
+    """A function that builds an env by ``build(**arguments)``; the names are those of arguments that the user gave.
+
+    name: of the env, for messages.  call: the user's call.  env_index: of the `num_envs` that the call asks for.
+    """
+
+    build: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    name: str
+    call: UserCall
+    env_index: int
+    num_envs: int
+
+    def recipe(self, wrappers: tuple[Callable[[Any], Any], ...] = (), *, may_reuse: bool = False) -> Recipe:
+        """The recipe of the env, for Muster's own vector envs."""
+        labels = (self.call.factory, "")
+        return Recipe(self.env_index, self.name, self.build, self.arguments, wrappers, labels, may_reuse, self.call)
+
+    def __call__(self) -> Any:
+        """The env, for a vector env that is not Muster's. Lazy values in the arguments are released with it."""
+        return _build_for_others(self.recipe(may_reuse=True), self.num_envs)
+
+
+@dataclass(frozen=True)
+class WithLazies:
+    """A function of no arguments that builds the lazy values in a ``functools.partial`` before it calls that."""
+
+    recipe: Recipe
+    num_envs: int
+
+    def __call__(self) -> Any:
+        """The env. Its lazy values are released with it."""
+        return _build_for_others(self.recipe, self.num_envs)
+
+
+def with_lazies(recipes: list[Recipe]) -> tuple[Callable[[], Any], ...]:
+    """The functions of `recipes`, for a vector env that is not Muster's."""
+    count = len(recipes)
+    return tuple(
+        WithLazies(recipe, count) if type(recipe.factory) is functools.partial else recipe.factory for recipe in recipes
+    )
+
+
+def _build_for_others(recipe: Recipe, num_envs: int) -> Any:
+    index = recipe.env_index
+    info = get_worker_info() or WorkerInfo(index, index, num_envs, num_envs, None)
+    with worker_info_context(info):
+        built = recipe.build()
+    return _Releasing(built) if built.has_values else built.env
+
+
+class _Releasing(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Releases an env's lazy values once the env is closed. Attributes that others set go to the env."""
+
+    def __init__(self, built: BuiltEnv) -> None:
+        super().__init__(built.env)
+        self._built = built
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_built" in self.__dict__:
+            setattr(self.env, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def close(self) -> None:
+        """Closes the env, then releases its values."""
+        try:
+            super().close()
+        finally:
+            self._built.release(_RELEASE_TIMEOUT_S)
