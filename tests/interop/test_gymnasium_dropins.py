@@ -1,6 +1,7 @@
 import multiprocessing
 import os
 import signal
+import time
 import warnings
 from functools import partial
 
@@ -236,9 +237,31 @@ def test_a_custom_worker_gets_gymnasiums_own_class():
         AsyncVectorEnv([Counter], worker=_async_worker, num_workers=1)
 
 
-def test_max_concurrency_is_the_number_of_workers_at_most():
-    with AsyncVectorEnv([Counter] * 4, max_concurrency=1) as envs:
-        assert len(set(envs.call("where"))) == 1
+class Timed(Counter):
+    """Its observation is the time at which its step began and ended, in seconds."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2), {}
+
+    def step(self, action):
+        begin = time.monotonic()
+        time.sleep(0.03)
+        return np.array([begin, time.monotonic()]), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("context", [None, "fork"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_max_concurrency_limits_how_many_execute_at_once(most, context):
+    with AsyncVectorEnv([Timed] * 5, context=context, max_concurrency=most) as envs:
+        assert len(set(envs.call("where"))) == 5
+        envs.reset(seed=0)
+        rows, *_ = envs.step([0] * 5)
+    assert max(sum(begin <= moment < end for begin, end in rows) for moment, _ in rows) <= most
+
+
+def test_a_limit_of_concurrency_that_is_none_is_refused():
     with pytest.raises(ValueError, match="must be an integer or None"):
         AsyncVectorEnv([Counter], max_concurrency=1.5)
     with pytest.raises(ValueError, match="must be a positive or None"):

@@ -19,6 +19,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from muster.backends.base import Backend
 from muster.backends.serial import SerialBackend
 from muster.errors import ActionError, ClosedError, ConfigError, PendingError, WaitTimeout, WrongType
+from muster.interop.concurrency import LimitConcurrency
 from muster.interop.env_functions import with_lazies
 from muster.interop.starting import processes, recipes_of
 from muster.pickling import UserCall
@@ -199,8 +200,8 @@ class AsyncVectorEnv(_DropIn):
 
     No env is built in the calling process. `shared_memory` and `daemon` make no difference: observations are always
     shared, and workers never outlive the caller. `context`: None starts fresh processes instead of forking the caller.
-    `max_concurrency` is the number of workers, at most; it is no limit where envs must have a process each. A custom
-    `worker` is written for the pipes of Gymnasium's own class: with one, the call returns an instance of that class.
+    `max_concurrency` limits how many envs execute at once. A custom `worker` is written for the pipes of Gymnasium's
+    own class: with one, the call returns an instance of that class.
     """
 
     def __new__(
@@ -242,15 +243,16 @@ class AsyncVectorEnv(_DropIn):
             shared_memory, copy, context, daemon, worker
         )  # fmt: skip
         self._set_up(observation_mode, autoreset_mode)
+        limit: tuple[LimitConcurrency, ...] = ()
         if max_concurrency is not None:
             _check_concurrency(max_concurrency)
-            num_workers = min(max_concurrency, num_workers or max_concurrency)
+            limit = (LimitConcurrency.to(max_concurrency, context),)
         self.max_concurrency = max_concurrency
         self._kind = "default"
         agree = partial(_shareable_spaces if shared_memory else _agreed_spaces, observation_mode, _ASYNC_COMPLAINTS)
         start = partial(self._start, copy=copy, agree=agree, raiser=_raise_last)
         with originals_raised():
-            recipes = recipes_of(self.env_fns, ASYNC_VECTOR_ENV)
+            recipes = recipes_of(self.env_fns, ASYNC_VECTOR_ENV, limit)
             start(processes(recipes, context=context, num_workers=num_workers, name="num_workers"))
 
     # ---- the calls, each refused while another is pending

@@ -57,9 +57,9 @@ def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float) -> str
     pair = recipes[:2]
     try:
         packed: bytes | Sequence[Recipe] = pack(pair, start_method=context)
-    except CannotTravel:
+    except CannotTravel as error:
         if context != "fork":
-            return "they cannot be sent to a trial"  # nor to a worker, which raises the error that says why
+            return f"they cannot be tried: {error.headline}"
         packed = pair
     tried = try_side_by_side(packed, timeout_s)
     return tried.unknown or tried.disturbed
