@@ -9,12 +9,12 @@ import importlib.util
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
-from importlib.abc import MetaPathFinder
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from muster.envs.package_finder import PackageFinder
 from muster.extras import is_installed, missing, missing_explained
 
 _PACKAGE = "meltingpot"
@@ -56,27 +56,16 @@ def import_without_bots() -> None:
 
     For workers: objects that refer to a module of Melting Pot import it there before any code of the user has run.
     """
-    if not any(isinstance(finder, _WithoutBots) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WithoutBots())
+    _WithoutBots(_PACKAGE, _SubstratesAlone).install()
 
 
-class _WithoutBots(MetaPathFinder):
-    """Finds the package ``meltingpot`` as the other finders do, but makes Python load its substrates alone."""
+class _WithoutBots(PackageFinder):
+    """Finds the package ``meltingpot`` where TensorFlow is not installed, for its substrates to be loaded alone."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _PACKAGE or is_installed("tensorflow"):
-            return None
-        others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
-        found = (find_spec(fullname, path, target) for find_spec in others if find_spec is not None)
-        spec: ModuleSpec | None = next((one for one in found if one is not None), None)
-        if spec is None or spec.origin is None:
-            return None
-        if not any(Path(folder, "substrate.py").exists() for folder in spec.submodule_search_locations or ()):
-            return None  # another package of that name, or a release without that module
-        spec.loader = _SubstratesAlone(fullname, spec.origin)
-        return spec
+    def accepts(self, spec: ModuleSpec) -> bool:
+        # Neither another package of that name nor a release without that module.
+        folders = spec.submodule_search_locations or ()
+        return not is_installed("tensorflow") and any(Path(folder, "substrate.py").exists() for folder in folders)
 
 
 class _SubstratesAlone(SourceFileLoader):

@@ -15,14 +15,15 @@ from typing import Any, cast
 
 import cloudpickle
 
+from muster.pickling import modules
 from muster.pickling.walk import is_importable
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
-    """Cloudpickle's pickler, which here also pickles these caches and dispatchers."""
+    """Cloudpickle's pickler, which here also pickles these caches and dispatchers, and modules by their names."""
 
     def reducer_override(self, obj: Any) -> Any:
-        return reduction_of(obj) or super().reducer_override(obj)
+        return reduction_of(obj) or modules.reduction_of(obj) or super().reducer_override(obj)
 
 
 def dumps(value: object) -> bytes:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from muster.introspection import attributes_of, module_name
+from muster.pickling.modules import is_found_by_name
 from muster.pickling.shared_kinds import MODULES, made_anew
 
 HUGE_BYTES = 100 * 1000 * 1000
@@ -206,7 +207,7 @@ _dtype: Callable[[Any], np.dtype[Any]] = np.ndarray.dtype.__get__
 
 
 def _module(module: types.ModuleType) -> Kind | None:
-    if sys.modules.get(module.__name__) is module:
+    if is_found_by_name(module):
         return None
     return Kind(
         reason="a module that cannot be imported by its name travels by value: every worker gets a module of its own",

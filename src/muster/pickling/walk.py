@@ -17,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 
 from muster.introspection import attribute_dict, global_names, module_name, subscript
+from muster.pickling.modules import is_found_by_name
 
 Edge = tuple[str, Any]
 
@@ -189,7 +190,7 @@ def _code_edges(holder: Any, kind: type, inherited: bool) -> Iterator[Edge]:
     elif kind is property:
         yield from ((f".{name}", getattr(holder, name)) for name in ("fget", "fset", "fdel"))
     elif kind is types.ModuleType:
-        if not inherited and sys.modules.get(holder.__name__) is not holder:
+        if not inherited and not is_found_by_name(holder):
             yield from _named(dict(vars(holder)))
     elif not is_importable(holder):
         yield from _named(dict(vars(holder)))

@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import pickle
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -150,13 +151,21 @@ def pack_registrations() -> list[bytes]:
     return packed
 
 
-def register_packed(packed: Sequence[bytes]) -> None:
-    """Registers what `pack_registrations` has packed elsewhere; leaves out what cannot be rebuilt here."""
+def register_packed(packed: Sequence[bytes]) -> list[EnvSpec]:
+    """Registers what `pack_registrations` has packed elsewhere, and returns it; leaves out what cannot be rebuilt here.
+
+    From now on this process does not warn where one of these ids is registered once more.
+    """
+    specs: list[EnvSpec] = []
     for data in packed:
         with contextlib.suppress(Exception):
-            gym.registry.update({spec.id: spec for spec in pickle.loads(data)})
-    # A module that registers its ids at import finds them here already: that is no news for anybody.
-    warnings.filterwarnings("ignore", r".*Overriding environment \S+ already in registry", UserWarning)
+            specs += pickle.loads(data)
+    gym.registry.update({spec.id: spec for spec in specs})
+    if specs:
+        # A module that registers its ids at import finds them here already: that is no news for anybody.
+        ids = "|".join(re.escape(spec.id) for spec in specs)
+        warnings.filterwarnings("ignore", rf".*Overriding environment (?:{ids}) already in registry", UserWarning)
+    return specs
 
 
 def vector_num_envs(spec: EnvSpec) -> int | None:

@@ -208,7 +208,7 @@ def unpack(data: bytes, big: Iterable[Any] = (), fds: Sequence[int] = ()) -> lis
     """
     buffers = iter(big)
     registrations, packed = pickle.loads(data, buffers=buffers)
-    register_packed(registrations)
+    registered = register_packed(registrations)
     try:
         with receiving(fds):
             recipes: list[Recipe] = pickle.loads(packed, buffers=buffers)
@@ -220,6 +220,8 @@ def unpack(data: bytes, big: Iterable[Any] = (), fds: Sequence[int] = ()) -> lis
             "  Build it in the worker instead:\n"
             '      muster.make_vec(..., env_kwargs={"name": muster.lazy(MyClass, ...)})'
         ) from error
+    # Again: what the caller registered last counts, not what a module has registered that was imported just now.
+    gym.registry.update({spec.id: spec for spec in registered})
     return recipes
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from muster._core import EXIT_FDS_CLOSED, MARK, kill_started, start_watchdog
 from muster.envs.light_melting_pot import import_without_bots
+from muster.envs.quiet_atari import print_no_banner
 from muster.errors import CannotTravel
 from muster.introspection import type_name
 from muster.recipes.recipe import Recipe, unpack
@@ -41,6 +42,7 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoR
     start_watchdog(fds["caller"], stderr_pipe=fds["stderr_read"], stderr_to=fds["stderr"], tail=fds["tail"])
     _take_over(fds)
     import_without_bots()
+    print_no_banner()
     forked = recipes is not None
     if forked:
         after_fork()

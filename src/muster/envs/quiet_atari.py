@@ -1,0 +1,34 @@
+"""Atari's banner, which ALE prints on stderr in every process that makes an env: two lines for each worker."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from importlib.machinery import SourceFileLoader
+
+from muster.envs.package_finder import PackageFinder
+
+_PACKAGE = "ale_py"
+
+
+def print_no_banner() -> None:
+    """Has ALE print its warnings and errors alone in this process, by its own logger, as soon as it is imported.
+
+    ALE's class for Gymnasium sets a level itself, that of errors, but only after the banner.
+    """
+    if (ale := sys.modules.get(_PACKAGE)) is not None:
+        _set_level(ale)
+    else:
+        PackageFinder(_PACKAGE, _WithoutBanner).install()
+
+
+class _WithoutBanner(SourceFileLoader):
+    def exec_module(self, module: types.ModuleType) -> None:
+        super().exec_module(module)
+        _set_level(module)
+
+
+def _set_level(ale: types.ModuleType) -> None:
+    with contextlib.suppress(AttributeError):  # another release of ALE, without such a logger
+        ale.ALEInterface.setLoggerMode(ale.LoggerMode.Warning)
