@@ -46,7 +46,8 @@ class Collector(BatchSource):
     envs: a vector env, which stays the caller's, or what `muster.make_vec` takes as its first argument. In that case
         `num_envs` and `make_vec_options` (make_vec's other options, as a dict) apply, and `shutdown` closes the envs.
     policy: a module with ``in_keys`` and ``out_keys``; any callable from observation to action, or to a dict with
-        "action" in it; or None for random actions. It is neither copied nor pickled.
+        "action" in it, for agents from dict to dict by group; a multi-agent network of `muster.nn` or TorchRL, which
+        acts for the only group; or None for random actions. It is neither copied nor pickled.
     policy_factory: builds the policy, instead of `policy`.
     total_frames: where to end, -1 for never.
     device: sets policy_device (where the policy computes: it is moved there; None: it stays where it is) and

@@ -16,6 +16,7 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from torch import Tensor, nn
 
 from muster.errors import ConfigError, SpecMismatch
+from muster.rollout.bare_nets import called_by_group, explain_failure
 from muster.rollout.env_side import EnvSide
 from muster.rollout.fields import Array, Key, describe
 from muster.rollout.plain_modules import PlainModules, as_key
@@ -259,18 +260,28 @@ class TensorDictActor(PolicyActor):
 
 
 class PlainActor(PolicyActor):
-    """Calls any callable: ``policy(obs)`` returns an action, or a dict with "action" in it.
+    """Calls any callable: ``policy(obs)`` returns an action, or a dict with "action" in it; both by group for agents.
 
+    A multi-agent network acts for the only group.
     With `initial_state` ``policy(obs, state)`` returns a tuple: these outputs, and the next state as a dict with the
     keys of `initial_state`.
     """
 
+    def _set_up(self) -> None:
+        self._call = called_by_group(self._policy, self._envs)
+
     def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
-        value = self._envs.policy_input(inputs)
+        arguments = [self._envs.policy_input(inputs)]
+        if self._initial:
+            arguments.append({key[0] if len(key) == 1 else key: tensor for key, tensor in self._state.items()})
+        try:
+            result = self._call(*arguments)
+        except Exception as error:
+            if not self._outputs:
+                explain_failure(error, self._policy, self._envs)
+            raise
         if not self._initial:
-            return self._envs.output_keys(self._policy(value))
-        state = {key[0] if len(key) == 1 else key: tensor for key, tensor in self._state.items()}
-        result = self._policy(value, state)
+            return self._envs.output_keys(result)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
             raise SpecMismatch(
                 f"with initial_state the policy must return (outputs, state), state a dict; got {type(result).__name__}"
