@@ -10,20 +10,25 @@ from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
-from gymnasium import logger, spaces
+from gymnasium import logger
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
-from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from muster.backends.base import Backend
 from muster.backends.serial import SerialBackend
-from muster.errors import ActionError, ClosedError, ConfigError, PendingError, WaitTimeout, WrongType
+from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout, WrongType
+from muster.interop.agreed_spaces import (
+    ASYNC_COMPLAINTS,
+    SYNC_COMPLAINTS,
+    ObservationMode,
+    agreed_spaces,
+    shareable_spaces,
+)
 from muster.interop.concurrency import LimitConcurrency
 from muster.interop.env_functions import with_lazies
 from muster.interop.starting import processes, recipes_of
 from muster.pickling import UserCall
-from muster.spaces.compare import first_difference
 from muster.spaces.tree import Array
 from muster.vector.action_writers import LenientWriter
 from muster.vector.assemble import LENIENT, assemble, drop_in_options
@@ -54,37 +59,8 @@ SYNC_VECTOR_ENV = replace(
 )
 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
-ObservationMode = str | tuple[spaces.Space[Any], spaces.Space[Any]]
 Seeds = int | Sequence[int | None] | None
-# The messages for sub-environments that differ: in observation spaces that must be equal, in observation spaces that
-# must have the same shape and dtype, and in action spaces.
-Complaints = tuple[str, str, str]
 Agree = Callable[[Sequence[EnvFacts]], BatchedSpaces]  # see `spaces` of `Parts`
-
-_SPACES = (
-    spaces.Box,
-    spaces.Discrete,
-    spaces.MultiDiscrete,
-    spaces.MultiBinary,
-    spaces.Text,
-    spaces.Graph,
-    spaces.Sequence,
-)
-_SYNC_COMPLAINTS: Complaints = (
-    "SyncVectorEnv(..., observation_mode='same') however the sub-environments observation spaces are not "
-    "equivalent. If this is intentional, use `observation_mode='different'` instead.",
-    "SyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environments observation "
-    "spaces do not share a common shape and dtype.",
-    "Sub-environment action space doesn't make the `single_action_space`.",
-)
-_ASYNC_COMPLAINTS: Complaints = (
-    "AsyncVectorEnv(..., observation_mode='same') however some of the sub-environments observation spaces are not "
-    "equivalent. If this is intentional, use `observation_mode='different'` instead.",
-    "AsyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environment's observation "
-    "spaces do not share a common shape and dtype.",
-    "Some environments have an action space different from `single_action_space`. In order to batch actions, the "
-    "action spaces from all environments must be equal.",
-)
 
 
 class TimedOut(WaitTimeout, multiprocessing.TimeoutError):
@@ -175,7 +151,7 @@ class SyncVectorEnv(_DropIn):
         self.copy = copy
         self._set_up(observation_mode, autoreset_mode)
         backend = SerialBackend(recipes_of(self.env_fns, SYNC_VECTOR_ENV, may_reuse=True))
-        agree = partial(_agreed_spaces, observation_mode, _SYNC_COMPLAINTS)
+        agree = partial(agreed_spaces, observation_mode, SYNC_COMPLAINTS)
         with originals_raised():
             self._start(backend, copy, agree, raise_original)
         self.envs = backend.envs
@@ -249,7 +225,7 @@ class AsyncVectorEnv(_DropIn):
             limit = (LimitConcurrency.to(max_concurrency, context),)
         self.max_concurrency = max_concurrency
         self._kind = "default"
-        agree = partial(_shareable_spaces if shared_memory else _agreed_spaces, observation_mode, _ASYNC_COMPLAINTS)
+        agree = partial(shareable_spaces if shared_memory else agreed_spaces, observation_mode, ASYNC_COMPLAINTS)
         start = partial(self._start, copy=copy, agree=agree, raiser=_raise_last)
         with originals_raised():
             recipes = recipes_of(self.env_fns, ASYNC_VECTOR_ENV, limit)
@@ -337,52 +313,6 @@ class AsyncVectorEnv(_DropIn):
             raise NoAsyncCallError(f"Calling `{kind}_wait` without any prior call to `{kind}_async`.", kind)
 
 
-def _agreed_spaces(mode: ObservationMode, complaints: Complaints, facts: Sequence[EnvFacts]) -> BatchedSpaces:
-    """The spaces of Gymnasium's classes. Raises their exceptions, with `complaints`, for an env that does not agree."""
-    first = facts[0]
-    if isinstance(mode, tuple) and len(mode) == 2:
-        if not all(isinstance(space, spaces.Space) for space in mode):
-            raise TypeError(
-                f"Expected both elements of observation_mode to be Spaces, got {type(mode[0])} and {type(mode[1])}"
-            )
-        observations, single = mode
-    elif mode == "same":
-        single = first.observation_space
-        observations = batch_space(single, len(facts))
-    elif mode == "different":
-        single = first.observation_space
-        observations = batch_differing_spaces([one.observation_space for one in facts])
-    else:
-        raise ValueError(
-            "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
-            f"space, actual got {mode}"
-        )
-    same, fitting, actions = complaints
-    for env, one in enumerate(facts):
-        got = one.observation_space
-        suffix = f" Sub-environment {env} has {got}, expected {single}."
-        if mode == "same" and got != single:
-            raise RuntimeError(same + suffix)
-        if first_difference(single, got, "observation", bounds=False):
-            raise RuntimeError(fitting + suffix)
-        if one.action_space != first.action_space:
-            raise RuntimeError(
-                f"{actions} Sub-environment {env} has {one.action_space}, expected {first.action_space}."
-            )
-    return BatchedSpaces(single, first.action_space, observations, batch_space(first.action_space, len(facts)))
-
-
-def _shareable_spaces(mode: ObservationMode, complaints: Complaints, facts: Sequence[EnvFacts]) -> BatchedSpaces:
-    """The spaces that `_agreed_spaces` returns. Raises ConfigError for custom ones: shared memory cannot hold them."""
-    agreed = _agreed_spaces(mode, complaints, facts)
-    if _is_custom(agreed.single_observation):
-        raise ConfigError(
-            f"the observation space {agreed.single_observation} is none of Gymnasium's: pass "
-            "`shared_memory=False` to have observations pickled"
-        )
-    return agreed
-
-
 def _raise_last(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
     for failure in failures:
         logger.error(f"Received the following error from Worker-{failure.env_index} - Shutting it down")
@@ -404,11 +334,3 @@ def _check_concurrency(count: Any) -> None:
         raise ValueError(f"`max_concurrency` must be an integer or None, got {type(count)}.")
     if count < 1:
         raise ValueError(f"`max_concurrency` must be a positive or None, got {count}.")
-
-
-def _is_custom(space: spaces.Space[Any]) -> bool:
-    if isinstance(space, spaces.Dict):
-        return any(_is_custom(child) for child in space.values())
-    if isinstance(space, (spaces.Tuple, spaces.OneOf)):
-        return any(_is_custom(child) for child in space.spaces)
-    return not isinstance(space, _SPACES)
