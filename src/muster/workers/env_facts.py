@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from muster.errors import OneEnvPerProcess, SpecMismatch
 from muster.introspection import type_name
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Space
+from muster.transport.mail import dumps
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,14 @@ class EnvFacts:
     render_mode: str | None
     spec: Any
     agents: AgentLayout | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The facts for another process, without a spec that cannot go there: it may hold what lazy values became."""
+        try:
+            dumps(self.spec)
+        except Exception:
+            return {**vars(self), "spec": None}
+        return vars(self)
 
 
 def facts_of(env: Any) -> EnvFacts:
@@ -46,9 +56,11 @@ def facts_of(env: Any) -> EnvFacts:
 
 
 def _spec_of(env: Any) -> Any:
+    """The env's spec; None where its arguments cannot be copied, as Gymnasium's wrappers copy them, with a warning."""
     try:
+        copy.deepcopy(getattr(getattr(env, "unwrapped", env), "spec", None))
         return getattr(env, "spec", None)
-    except Exception:  # Gymnasium's wrappers copy the arguments in their spec, which may raise anything
+    except Exception:  # copies may raise anything, and so may a property of a user's class
         return None
 
 
