@@ -1,14 +1,14 @@
-"""A pytest plugin (``-p swap_gymnasium``) that puts Muster's classes in the place of Gymnasium's before collection."""
+"""A pytest plugin (``-p swap_gymnasium``) that puts Muster's drop-ins in the place of Gymnasium's before collection."""
 
 import sys
 from types import FunctionType
 from typing import Any
 
-import gymnasium  # noqa: F401  # the modules that it loads hold the names, too
+import gymnasium  # the modules that it loads hold the names, too
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as TheirAsync
 from gymnasium.vector.sync_vector_env import SyncVectorEnv as TheirSync
 
-from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv
+from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv, make_vec
 
 
 def rebind(replacements: dict[Any, Any], package: str) -> None:
@@ -20,4 +20,4 @@ def rebind(replacements: dict[Any, Any], package: str) -> None:
                     setattr(module, attribute, replacements[value])
 
 
-rebind({TheirAsync: AsyncVectorEnv, TheirSync: SyncVectorEnv}, "gymnasium")
+rebind({TheirAsync: AsyncVectorEnv, TheirSync: SyncVectorEnv, gymnasium.make_vec: make_vec}, "gymnasium")

@@ -1,4 +1,4 @@
-"""`AsyncVectorEnv` and `SyncVectorEnv` on Muster's engine, with the constructors that Gymnasium 1.4's classes have."""
+"""`make_vec`, `AsyncVectorEnv` and `SyncVectorEnv` on Muster's engine, called as those of Gymnasium 1.4 are."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
-from gymnasium import logger
+from gymnasium import VectorizeMode, logger
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import make_vec as gymnasiums_make_vec
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector import VectorEnv as GymnasiumsVectorEnv
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
 
 from muster.backends.base import Backend
@@ -28,6 +31,7 @@ from muster.interop.agreed_spaces import (
 from muster.interop.concurrency import LimitConcurrency
 from muster.interop.env_functions import with_lazies
 from muster.interop.starting import processes, recipes_of
+from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
 from muster.spaces.tree import Array
 from muster.vector.action_writers import LenientWriter
@@ -41,7 +45,7 @@ from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
 from muster.workers.options import EnvCall
 
-__all__ = ["AsyncVectorEnv", "SyncVectorEnv"]
+__all__ = ["AsyncVectorEnv", "SyncVectorEnv", "make_vec"]
 
 ASYNC_VECTOR_ENV = UserCall(
     name="AsyncVectorEnv",
@@ -311,6 +315,30 @@ class AsyncVectorEnv(_DropIn):
         self.require_open()
         if self._pending() != kind:
             raise NoAsyncCallError(f"Calling `{kind}_wait` without any prior call to `{kind}_async`.", kind)
+
+
+def make_vec(
+    id: str | EnvSpec,
+    num_envs: int = 1,
+    vectorization_mode: VectorizeMode | str | None = None,
+    vector_kwargs: dict[str, Any] | None = None,
+    wrappers: Sequence[Callable[[Any], Any]] | None = None,
+    **kwargs: Any,
+) -> GymnasiumsVectorEnv[Any, Any, Any]:
+    """The vector env that Gymnasium's ``make_vec`` makes, with Muster's `SyncVectorEnv` and `AsyncVectorEnv`.
+
+    vectorization_mode: "sync", "async" or "vector_entry_point", which is the spec's own vector env; None for the
+        spec's own where it has one, and else for "sync".
+    vector_kwargs: arguments of the vector env, as `num_workers` of `AsyncVectorEnv`.
+    wrappers, kwargs: for each env, built where it runs; values of kwargs may be `muster.lazy`.
+    """
+    described = read_vector_spec(id, num_envs, vectorization_mode, vector_kwargs, wrappers, kwargs)
+    if described is None:
+        return gymnasiums_make_vec(id, num_envs, vectorization_mode, vector_kwargs, wrappers, **kwargs)
+    kind = SyncVectorEnv if described.mode is VectorizeMode.SYNC else AsyncVectorEnv
+    envs: GymnasiumsVectorEnv[Any, Any, Any] = kind(described.env_fns(), **described.vector_kwargs)
+    envs.spec = described.recorded()
+    return envs
 
 
 def _raise_last(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
