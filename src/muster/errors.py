@@ -64,7 +64,7 @@ class RecipeError(MusterError, ValueError):
 
 
 class CannotTravel(MusterError, TypeError):
-    """An object cannot be sent to the process that needs it. The message names its path, its type and the remedy.
+    """An object cannot be sent to the process that needs it, or must not be copied. The message names the remedy.
 
     batch: as in EnvError, where an env returned the object in a step.
     """

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from tensordict.nn import TensorDictModule
-from torch import nn
+import copy
+import io
+import multiprocessing
+import pickle
+import weakref
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
-from muster.nn import is_uncopyable, uncopyable, uncopyable_mark
+import cloudpickle
+import pytest
+import torch
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from muster.errors import CannotTravel, WrongType
+from muster.nn import TargetParams, functionalize, is_uncopyable, uncopyable, uncopyable_mark
 
 
 @uncopyable("drives the arm over USB")
@@ -21,6 +35,57 @@ class Session:
 
 class Copy(Arm):
     uncopyable = False
+
+
+class WithHooks(nn.Linear):
+    """Brings all the methods that copy and pickle ask for, and does not mention the mark in them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return "copied"
+
+    def __reduce__(self) -> Any:
+        return str, ("pickled",)
+
+
+class WithState(nn.Linear):
+    def __getstate__(self) -> dict[str, Any]:
+        return {"in_features": 2}
+
+
+@uncopyable
+class MarkedWithHooks(WithHooks):
+    pass
+
+
+PICKLERS: dict[str, Callable[[Any], object]] = {
+    "pickle": pickle.dumps,
+    "pickle's oldest protocol": lambda value: pickle.dumps(value, 0),
+    "pickle in Python": pickle._dumps,  # type: ignore[attr-defined]  # what dill and others derive from
+    "cloudpickle": cloudpickle.dumps,
+    "torch.save": lambda value: torch.save(value, io.BytesIO()),
+    "multiprocessing": ForkingPickler.dumps,
+}
+MARKED: dict[str, Callable[[], Any]] = {
+    "class": lambda: Arm(2, 2),
+    "class that is no module": Session,
+    "class with methods of its own": lambda: MarkedWithHooks(2, 2),
+    "object": lambda: uncopyable(nn.Linear(2, 2), "drives the arm"),
+    "object with methods of its class": lambda: uncopyable(WithHooks(2, 2)),
+    "object with a state of its class": lambda: uncopyable(WithState(2, 2)),
+    "object whose class torch replaces": lambda: parametrizations.weight_norm(uncopyable(nn.Linear(2, 2))),
+}
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda marked: marked,
+    "list": lambda marked: {"policies": [marked]},
+    "attribute": lambda marked: holding(nn.Tanh(), marked),
+    "wrapper": lambda marked: TensorDictModule(marked, ["observation"], ["action"]),
+    "module": lambda marked: nn.Sequential(nn.Tanh(), marked),
+}
+
+
+def holding(module: nn.Module, held: Any) -> nn.Module:
+    module.held = held
+    return module
 
 
 def test_plain_modules_are_not_marked():
@@ -67,3 +132,93 @@ def test_what_is_not_a_bool_or_a_string_is_no_mark():
         def uncopyable(self) -> None: ...
 
     assert not is_uncopyable(Odd())
+
+
+@pytest.mark.parametrize("marked", MARKED.values(), ids=MARKED)
+def test_what_is_marked_can_neither_be_copied_nor_pickled(marked: Callable[[], Any]):
+    for copying in (copy.copy, copy.deepcopy, *PICKLERS.values()):
+        with pytest.raises(CannotTravel, match=r"is marked as uncopyable in .*test_marks\.py:\d+"):
+            copying(marked())
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("copying", [copy.deepcopy, *PICKLERS.values()], ids=["deepcopy", *PICKLERS])
+def test_neither_can_what_holds_it(holder: Callable[[Any], Any], copying: Callable[[Any], object]):
+    for marked in (Arm(2, 2), uncopyable(nn.Linear(2, 2), "drives the arm over USB")):
+        with pytest.raises(CannotTravel, match="drives the arm over USB"):
+            copying(holder(marked))
+
+
+def test_the_error_names_what_is_marked_where_and_why_and_what_to_do_instead():
+    with pytest.raises(TypeError) as raised:
+        pickle.dumps(nn.Sequential(Arm(2, 2)))
+    message = str(raised.value)
+    assert message.startswith(f"{__name__}.Arm is marked as uncopyable in {__file__}:")
+    assert ": drives the arm over USB. It stays where it is, neither copied nor pickled." in message
+    for remedy in (
+        *("policy_factory=", "muster.rebuild_with(Arm, factory)", "muster.nn.functionalize(policy)"),
+        *("muster.nn.TargetParams(policy)", "muster.nn.shared_on_copy(policy)", "uncopyable = False"),
+    ):
+        assert remedy in message
+
+
+def test_a_process_is_not_given_a_marked_policy():
+    process = multiprocessing.get_context("spawn").Process(target=print, args=(Arm(2, 2),))
+    with pytest.raises(CannotTravel, match="drives the arm"):
+        process.start()
+
+
+def test_a_mark_that_was_taken_back_hinders_nothing():
+    by_call = uncopyable(WithState(2, 2))
+    by_call.uncopyable = False
+    plain = uncopyable(nn.Linear(2, 2))
+    plain.uncopyable = False
+    of_instance = Arm(2, 2)
+    of_instance.uncopyable = False
+    for module in (Copy(2, 2), plain, of_instance):
+        for same in (copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert type(same) is type(module)
+            assert same.weight.equal(module.weight)
+    assert pickle.loads(pickle.dumps(by_call)).in_features == 2
+
+
+def test_all_that_copies_nothing_works_as_before():
+    policy = ProbabilisticTensorDictSequential(
+        TensorDictModule(uncopyable(Arm(2, 2)), ["observation"], ["loc"]),
+        ProbabilisticTensorDictModule(
+            ["loc"], ["action"], distribution_class=lambda loc: torch.distributions.Normal(loc, 1)
+        ),
+    )
+    arm, x = policy[0].module, torch.ones(3, 2)
+    expected = arm(x)
+    call, params = functionalize(arm)
+    assert call(params, x).equal(expected)
+    assert TargetParams(arm)(x).equal(expected)
+    assert torch.compile(arm, backend="eager")(x).equal(expected)
+    assert nn.Linear(2, 2).load_state_dict(arm.state_dict())
+    assert policy.to(torch.float64) is policy
+    assert arm(x.double()).dtype is torch.float64
+    assert torch.save(policy.state_dict(), io.BytesIO()) is None
+
+
+def test_a_marked_object_ends_when_nobody_holds_it():
+    marked = uncopyable(nn.Linear(2, 2))
+    alive = weakref.ref(marked)
+    del marked
+    assert alive() is None
+
+
+def test_a_marked_class_that_is_sent_by_value_travels_and_its_instances_still_do_not():
+    @uncopyable("drives the arm")
+    class Local(nn.Linear):
+        pass
+
+    factory = pickle.loads(cloudpickle.dumps(lambda: Local(2, 2)))
+    with pytest.raises(CannotTravel, match="drives the arm"):
+        cloudpickle.dumps(factory())
+
+
+@pytest.mark.parametrize("target", [3, object(), Session().act])
+def test_what_takes_no_attributes_cannot_be_marked(target: object):
+    with pytest.raises(WrongType, match="cannot be marked: it takes no attributes"):
+        uncopyable(target)

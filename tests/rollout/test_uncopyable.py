@@ -110,6 +110,35 @@ def test_a_policy_that_asks_to_stay_is_told_so_and_not_to_ask():
     assert "muster.nn.uncopyable" not in message
 
 
+@muster.nn.uncopyable("holds the session")
+class Session:
+    pass
+
+
+def test_a_marked_object_inside_keeps_its_policy_here():
+    policy = Acting("lock", best=5)
+    policy.inner.held = {"session": Session()}
+    with pytest.warns(UserWarning, match=r'as it asks: policy\.inner\.held\["session"\] .*holds the session'):
+        collector = MultiCollector(ENV, policy, num_collectors=2, frames_per_batch=8, context="fork")
+    with collector:
+        assert collector.policy is policy
+
+
+@muster.nn.uncopyable("drives the arm")
+class Marked(Acting):
+    pass
+
+
+def test_a_marked_part_that_is_rebuilt_there_lets_its_policy_travel():
+    policy = torch.nn.Sequential(Marked("lock", best=5))
+    muster.rebuild_with(policy[0], functools.partial(Marked, "lock"))
+    with MultiCollector(ENV, policy, num_collectors=2, frames_per_batch=8, context="fork") as collector:
+        assert (collector.rollout()["action"] == 5).all()
+        policy[0].inner.aim_at(7)
+        collector.update_policy_weights_()
+        assert (collector.rollout()["action"] == 7).all()
+
+
 def test_built_by_a_factory_it_has_replicas_whose_weights_follow(kind: str, policy: Acting):
     factory = functools.partial(Acting, kind)
     with MultiCollector(

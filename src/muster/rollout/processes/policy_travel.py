@@ -14,12 +14,13 @@ from torch import Tensor
 
 from muster.errors import CannotTravel, WrongType
 from muster.introspection import module_name, type_name
-from muster.nn.marks import uncopyable_mark
+from muster.nn.marks import UncopyableMark, marked_parts, own_mark
 from muster.pickling.culprits import culprits_in
 from muster.pickling.functools_pickling import Pickler
 from muster.pickling.probe import attempt
 from muster.pickling.travel import dumps
 from muster.pickling.walk import Walk
+from muster.rollout.weights import module_of
 
 _WALK_S = 2.0
 _DIAGNOSIS_S = 1.2
@@ -94,7 +95,7 @@ def obstacle_to(policy: Any) -> Obstacle | None:
     In this order: the mark ``uncopyable``, a ``__deepcopy__`` of its own that raises, a tensor inside a graph, whatever
     cannot be pickled. What `rebuild_with` covers is left out.
     """
-    mark = uncopyable_mark(policy)
+    mark = _mark_that_stays(policy)
     if mark is not None:
         return Obstacle(mark.path, mark.type_name, mark.reason or "marked as uncopyable", marked=True)
     parts = {"policy": policy}
@@ -104,11 +105,12 @@ def obstacle_to(policy: Any) -> Obstacle | None:
         if factory_for(value) is not None:
             rebuilt.add(id(value))
             continue
-        reason = _reason_against(value)
+        held = own_mark(value)  # no module: it is held by one
+        reason = _reason_against(value) if held is None else str(held)
         if reason is not None:
             trail = walk.trail(value)
             if not any(id(holder) in rebuilt for _, holder in trail):
-                return Obstacle(_as_written(trail[-1][0]), type_name(value), reason)
+                return Obstacle(_as_written(trail[-1][0]), type_name(value), reason, marked=held is not None)
     outcome = attempt(policy, silence_s=_SILENCE_S, skip=rebuilt)
     if outcome.data is not None:
         return None
@@ -157,6 +159,14 @@ class _Packer(Pickler):
         if factory is not None:
             return factory, ()
         return super().reducer_override(obj)
+
+
+def _mark_that_stays(policy: Any) -> UncopyableMark | None:
+    """The first mark on the policy or on a module inside it that `rebuild_with` does not cover."""
+    whole = module_of(policy)
+    modules = whole.modules() if whole is not None else ()
+    rebuilt = {id(inner) for module in modules if factory_for(module) is not None for inner in module.modules()}
+    return next((mark for mark, part in marked_parts(policy) if id(part) not in rebuilt), None)
 
 
 def _as_written(path: str) -> str:
