@@ -9,6 +9,7 @@ with imports_for("muster.nn needs", "muster-rl[torch]", "torch", "tensordict"):
     from muster.nn.marks import UncopyableMark, is_uncopyable, uncopyable, uncopyable_mark
     from muster.nn.multi_agent_net import AgentView, MultiAgentNet
     from muster.nn.networks import MultiAgentConvNet, MultiAgentMLP
+    from muster.nn.shared_copies import shared_on_copy
     from muster.nn.target import TargetParams
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "UncopyableMark",
     "functionalize",
     "is_uncopyable",
+    "shared_on_copy",
     "uncopyable",
     "uncopyable_mark",
 ]
