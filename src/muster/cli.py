@@ -34,6 +34,7 @@ else:
     ]
 
 if TYPE_CHECKING:
+    from muster.doctor import Diagnosis
     from muster.training.runs import TrainingPlan
 
 INTERRUPTED = 130  # the shell's exit status for Ctrl-C
@@ -99,6 +100,12 @@ def doctor(
         str | None,
         typer.Option(metavar="MODULE:FACTORY", help="Also say whether this policy can go to collector processes."),
     ] = None,
+    policy_factory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY", help="Also say whether this function builds the same policy everywhere."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Try an env out, and say how to run many of it, or what is in the way; without a TARGET examine the machine.
@@ -109,37 +116,53 @@ def doctor(
     """
     if target is None:
         _report_machine(context, as_json)
-    from muster.doctor import Diagnosis, Measurements, diagnose
     from muster.doctor.show import show
-    from muster.doctor.targets import about_import, judge_target, parse_kwargs, prints_to_stderr, resolve_target
 
-    how_to_import = None
-    with _reported_plainly(), prints_to_stderr():
-        if policy is not None:
-            require("muster doctor --policy needs", "muster-rl[torch]", "torch", "tensordict")
-        if (unusable := about_import(target, timeout)) is not None:
-            diagnosis = Diagnosis(target, (unusable,), Measurements(), None)
-        else:
-            try:
-                env, how_to_import = resolve_target(target)
-                arguments = parse_kwargs(kwargs)
-                judged = None if policy is None else judge_target(policy, timeout)
-            except ValueError as error:
-                raise typer.BadParameter(str(error)) from error
-            diagnosis = diagnose(
-                env, num_envs=num_envs, env_kwargs=arguments, timeout=timeout, seconds=seconds, name=target
-            )
-            if judged is not None:
-                diagnosis = replace(diagnosis, findings=(*diagnosis.findings, judged[0]), policy=judged[1])
-    advice = diagnosis.recommendation
-    # The line may name something else than the target: the id of the env, where a factory returns the same env twice.
-    if how_to_import is not None and advice is not None and f"({target.rpartition(':')[2]}," in advice.line:
-        diagnosis = replace(diagnosis, recommendation=replace(advice, factory=f"import muster\n{how_to_import}\n"))
+    options: dict[str, Any] = {"num_envs": num_envs, "timeout": timeout, "seconds": seconds}
+    diagnosis = _diagnose(target, kwargs, policy, policy_factory, options)
     if as_json:
         typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
     else:
         show(diagnosis, Console(highlight=False))
     raise typer.Exit(int(diagnosis.blocks))
+
+
+def _diagnose(
+    target: str, kwargs: str | None, policy: str | None, policy_factory: str | None, options: dict[str, Any]
+) -> Diagnosis:
+    """The diagnosis of the env that ``target`` names, and of the policy. options: further ones of `diagnose`."""
+    from muster.doctor import Diagnosis, Measurements, diagnose
+    from muster.doctor.targets import (
+        about_import,
+        judge_target,
+        parse_kwargs,
+        policy_factory_of,
+        prints_to_stderr,
+        resolve_target,
+    )
+
+    timeout = options["timeout"]
+    with _reported_plainly(), prints_to_stderr():
+        for option, provided in (("--policy", policy), ("--policy-factory", policy_factory)):
+            if provided is not None:
+                require(f"muster doctor {option} needs", "muster-rl[torch]", "torch", "tensordict")
+        if (unusable := about_import(target, timeout)) is not None:
+            return Diagnosis(target, (unusable,), Measurements(), None)
+        try:
+            env, how_to_import = resolve_target(target)
+            arguments = parse_kwargs(kwargs)
+            judged = None if policy is None else judge_target(policy, timeout)
+            factory = None if policy_factory is None else policy_factory_of(policy_factory)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        diagnosis = diagnose(env, policy_factory=factory, env_kwargs=arguments, name=target, **options)
+    if judged is not None:
+        diagnosis = replace(diagnosis, findings=(*diagnosis.findings, judged[0]), policy=judged[1])
+    advice = diagnosis.recommendation
+    # The line may name something else than the target: the id of the env, where a factory returns the same env twice.
+    if how_to_import is not None and advice is not None and f"({target.rpartition(':')[2]}," in advice.line:
+        diagnosis = replace(diagnosis, recommendation=replace(advice, factory=f"import muster\n{how_to_import}\n"))
+    return diagnosis
 
 
 def _report_machine(context: typer.Context, as_json: bool) -> NoReturn:

@@ -27,7 +27,7 @@ from muster.doctor.findings import (
 from muster.doctor.lines import is_fatal, pick, try_lines
 from muster.doctor.trials import make_envs
 from muster.envs import resolve_foreign_id
-from muster.errors import CannotTravel, RecipeError
+from muster.errors import CannotTravel, RecipeError, WrongType
 from muster.extras import require
 from muster.introspection import callable_name, type_name
 from muster.pickling import find_culprits, fork_hazards
@@ -47,6 +47,7 @@ def diagnose(
     env: Any,
     *,
     policy: Any = None,
+    policy_factory: Any = None,
     num_envs: int | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Callable[[Any], Any]] = (),
@@ -61,20 +62,35 @@ def diagnose(
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
     of a trial, and for each step.  seconds: how long each line that could be recommended is run, after its start.
     name: the env's name in messages.
-    policy: examined as well: could `MultiCollector` copy it to its processes? It is never called. Needs PyTorch.
+    policy: examined as well: could `MultiCollector` copy it to its processes? It is not called. Needs PyTorch.
+    policy_factory: as for `MultiCollector`. Builds a policy twice in one process and once in another: are their weights
+        alike in names and shapes, and do they give the same for the env's observations with the same weights? With
+        `policy`, they are compared with it and get its weights, and it is called once, here. Needs PyTorch.
 
     Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense. Raises
-    ImportError where a policy is to be examined without PyTorch.
+    ImportError where a policy is to be examined without PyTorch, WrongType for a factory that cannot be called.
     """
-    if policy is not None:
-        require("diagnose(policy=...) needs", "muster-rl[torch]", "torch", "tensordict")
+    examined = [name for name, given in (("policy", policy), ("policy_factory", policy_factory)) if given is not None]
+    if examined:
+        require(f"diagnose({examined[0]}=...) needs", "muster-rl[torch]", "torch", "tensordict")
+    if policy_factory is not None and not callable(policy_factory):
+        got = type_name(policy_factory)
+        raise WrongType(f"policy_factory must be a function that builds the policy, got an object of type {got}")
     diagnosis = _diagnose_env(env, num_envs, env_kwargs or {}, wrappers, timeout, seconds, name or _name(env))
-    if policy is None:
-        return diagnosis
-    from muster.doctor.policy import judge_policy
+    if policy is not None:
+        from muster.doctor.policy import judge_policy
 
-    finding, verdict = judge_policy(policy)
-    return replace(diagnosis, findings=(*diagnosis.findings, finding), policy=verdict)
+        finding, verdict = judge_policy(policy)
+        diagnosis = replace(diagnosis, findings=(*diagnosis.findings, finding), policy=verdict)
+    if policy_factory is not None:
+        from muster.doctor.policy_factory import judge_factory, packed_recipe
+
+        # An env that could not be stepped would end another trial in the same way, or hang in it.
+        can_step = diagnosis.measured.step_median_s is not None
+        recipe = packed_recipe(env, env_kwargs or {}, wrappers) if can_step else None
+        findings = judge_factory(policy_factory, policy, recipe, timeout)
+        diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *findings))
+    return diagnosis
 
 
 def _diagnose_env(

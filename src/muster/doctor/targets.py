@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +50,21 @@ def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict 
     verdict = outcome.results["verdict"]
     ways_out = tuple(verdict.pop("ways_out"))
     return Finding(**outcome.results["finding"]), PolicyVerdict(**verdict, ways_out=ways_out)
+
+
+def policy_factory_of(target: str) -> Callable[[], Any]:
+    """The factory that ``--policy-factory module:make_policy`` names; it imports the module where it is called.
+
+    Raises RecipeError where the target names no function, ModuleNotFoundError.
+    """
+    module_name = _module_of(target)
+    if module_name is None:
+        raise RecipeError(f"--policy-factory must be module:make_policy, a function without arguments, got {target!r}")
+    return functools.partial(_call_named, module_name, target.rpartition(":")[2])
+
+
+def _call_named(module_name: str, name: str) -> Any:
+    return find_in(importlib.import_module(module_name), name)()
 
 
 def _about_early_end(topic: str, outcome: TrialOutcome) -> Finding:

@@ -9,6 +9,7 @@ import pickle
 import statistics
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,26 @@ def judging(reporter: Reporter, module_name: str, name: str) -> None:
     finding, verdict = judge_policy(policy)
     reporter.result("finding", asdict(finding))
     reporter.result("verdict", asdict(verdict))
+
+
+def observing(recipe: Recipe, reporter: Reporter, folder: str) -> None:
+    """Writes observations of one env to `folder`, for the policies of `building`."""
+    reporter.stage("importing PyTorch")
+    from muster.doctor.policy_calls import observe
+
+    reporter.stage("building the env for the policy")
+    with make_envs(recipe, 1, backend="serial", autoreset_mode="same_step", state=True) as envs:
+        reporter.stage("stepping the env for the policy")
+        observe(envs, Path(folder))
+        reporter.stage("closing the env of the policy")
+
+
+def building(reporter: Reporter, folder: str, name: str, builds: int) -> None:
+    """Builds a policy some times by the factory in `folder`, calls it, and reports what it is like."""
+    reporter.stage("importing PyTorch")
+    from muster.doctor.policy_calls import build_and_call
+
+    build_and_call(reporter, Path(folder), name, builds)
 
 
 def behaviour(recipe: Recipe, reporter: Reporter) -> None:

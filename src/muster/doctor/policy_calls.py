@@ -1,0 +1,179 @@
+"""Calls of a policy on an env's own observations, as a collector calls it, but without the env. Needs PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from muster.errors import SpecMismatch, WrongType
+from muster.introspection import type_name
+from muster.rollout.collector import Collector
+from muster.rollout.devices import place
+from muster.rollout.env_side import EnvSide
+from muster.rollout.fields import Array, describe
+from muster.rollout.multi_agent_side import MultiAgentEnvs
+from muster.rollout.policies import PlainActor, TensorDictActor, is_tensordict_policy
+from muster.rollout.single_agent_side import SingleAgentEnvs
+from muster.rollout.storage import Storage
+from muster.rollout.weights import load_weights, module_of, named_weights, weights_for
+from muster.worker_info import WorkerInfo, worker_info_context
+from muster.workers.trial_process import Reporter
+
+_ROWS = 8
+_RANDOM_LAYERS = (nn.modules.dropout._DropoutNd, nn.RReLU)
+# The files of a folder in which the doctor and the trials of a policy hand over what does not go into a line of JSON.
+FACTORY, OBSERVED, WEIGHTS = "factory", "observed", "weights"
+
+Layout = dict[str, list[Any]]
+"""By a parameter's or buffer's name its shape and its dtype's name."""
+
+
+@dataclass
+class ObservedEnvs:
+    """The spaces and the observations of N envs: what a policy needs of a vector env.
+
+    rows: an array ``[N, ...]`` for each observation field.  The other fields are those of the vector env.
+    """
+
+    rows: list[Array]
+    num_envs: int
+    metadata: dict[str, Any]
+    single_observation_space: spaces.Space[Any]
+    single_action_space: spaces.Space[Any]
+    groups: dict[str, list[str]] | None = None
+    mask_shapes: dict[str, tuple[int, ...]] | None = None
+    state_space: spaces.Space[Any] | None = None
+
+    def side(self) -> EnvSide:
+        """These envs as collectors see them; they cannot be stepped."""
+        envs: Any = self
+        return SingleAgentEnvs(envs) if self.groups is None else MultiAgentEnvs(envs)
+
+
+def observe(envs: Any, folder: Path) -> None:
+    """Steps a vector env of one env by random actions; writes what it observes, as if of N envs, to ``folder``."""
+    storage = Collector(envs, None, frames_per_batch=_ROWS, seed=0, compact=True).collect_storage()
+    observed = ObservedEnvs(
+        [np.array(rows[:_ROWS, 0]) for rows in storage.observations],
+        _ROWS,
+        {"autoreset_mode": envs.metadata["autoreset_mode"]},
+        envs.single_observation_space,
+        envs.single_action_space,
+        *(getattr(envs, name, None) for name in ("groups", "mask_shapes", "state_space")),
+    )
+    # A script's own classes of spaces have come by value, and go on in the same way.
+    (folder / OBSERVED).write_bytes(cloudpickle.dumps(observed))
+
+
+def build_and_call(reporter: Reporter, folder: Path, name: str, builds: int) -> None:
+    """Builds a policy ``builds`` times by the factory in ``folder``, and calls each on the observations in there.
+
+    All get the weights that lie in ``folder``; without any, those of the first, which are written there. Reports
+    ``build_s`` of the first, and by number the layouts; writes outputs to ``folder``, as `calls_in` reads them.
+    """
+    factory: Callable[[], Any] = pickle.loads((folder / FACTORY).read_bytes())
+    observed = _observed_in(folder) if (folder / OBSERVED).exists() else None
+    for number in range(builds):
+        reporter.stage("building the policy" + " again" * (number > 0))
+        started = time.perf_counter()
+        with worker_info_context(WorkerInfo(None, 0, 1, 1, seed=0)):
+            policy = factory()
+        if number == 0:
+            reporter.result("build_s", time.perf_counter() - started)
+        if not callable(policy):
+            raise WrongType(f"policy_factory returned an object of type {type_name(policy)}, which cannot be called")
+        reporter.result(f"layout {number}", layout_of(policy))
+        if observed is not None:
+            _call(policy, observed, reporter, folder, f"{name} {number}")
+
+
+def _call(policy: Any, observed: ObservedEnvs, reporter: Reporter, folder: Path, name: str) -> None:
+    reporter.stage("calling the policy on the env's observations")
+    outputs_of(policy, observed)  # gives lazy modules their shapes
+    reporter.result(f"layout {name.rpartition(' ')[2]}", layout_of(policy))
+    own = named_weights(policy)
+    if not (folder / WEIGHTS).exists():
+        write_weights(policy, folder)
+    reporter.result("random", _random_layers(policy))
+    if own:
+        with contextlib.suppress(SpecMismatch):  # its layout says how it differs
+            load_weights(policy, weights_for(policy, torch.load(folder / WEIGHTS, weights_only=True), own))
+    calls = [outputs_of(policy, observed, seed) for seed in (0, 0, 1)]
+    torch.save(calls, folder / f"outputs of {name}")
+
+
+def calls_in(folder: Path, name: str) -> list[dict[str, Tensor]]:
+    """What a policy gave in three calls: from one seed of torch, the same seed again, another one. [] if uncalled."""
+    file = folder / f"outputs of {name}"
+    calls: list[dict[str, Tensor]] = torch.load(file, weights_only=True) if file.exists() else []
+    return calls
+
+
+def write_weights(policy: Any, folder: Path) -> None:
+    """Writes the weights that all policies of the trials shall have, where there are any."""
+    if own := named_weights(policy):
+        torch.save({name: tensor.detach().cpu() for name, tensor in own.items()}, folder / WEIGHTS)
+
+
+def outputs_of_original(policy: Any, folder: Path) -> dict[str, Tensor]:
+    """The outputs of a policy in use on the observations in ``folder``. Its buffers are left as they were."""
+    module = module_of(policy)
+    buffers = [] if module is None else [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        return outputs_of(policy, _observed_in(folder))
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def outputs_of(policy: Any, observed: ObservedEnvs, seed: int = 0) -> dict[str, Tensor]:
+    """The policy's outputs ``[N, ...]`` by key, on the CPU. torch's generators are left as they were."""
+    side = observed.side()
+    storage = Storage(1, observed.num_envs, side.observation_fields, side.reward_fields, compact=True)
+    for array, rows in zip(storage.observations, observed.rows, strict=True):
+        array[0] = rows
+    kind = TensorDictActor if is_tensordict_policy(policy) else PlainActor
+    device = place(policy, None)
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(cuda), torch.no_grad():
+        torch.manual_seed(seed)
+        actor = kind(policy, side, slice(0, observed.num_envs), device, {})
+        actor.begin(storage)
+        actor.act(0)
+    return {describe(key): rows[0] for key, rows in storage.outputs.items()}
+
+
+def layout_of(policy: Any) -> Layout:
+    """The shapes and dtypes of the policy's parameters and buffers; "not known yet" for the shapes of lazy ones."""
+    return {
+        name: ["not known yet" if is_lazy(tensor) else list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+        for name, tensor in named_weights(policy).items()
+    }
+
+
+def _observed_in(folder: Path) -> ObservedEnvs:
+    observed: ObservedEnvs = pickle.loads((folder / OBSERVED).read_bytes())
+    return observed
+
+
+def _random_layers(policy: Any) -> list[str]:
+    """The layers of a policy that draw random numbers as they are, as ``policy.1 (Dropout)``."""
+    modules = policy.named_modules() if isinstance(policy, nn.Module) else ()
+    return [
+        f"policy.{name} ({type(module).__name__})"
+        for name, module in modules
+        if module.training and isinstance(module, _RANDOM_LAYERS) and getattr(module, "p", 1)
+    ]
