@@ -7,6 +7,8 @@
 //                                    slab: obs, infos; records ◀──── rows
 //     wait     ◀─────────────────────── ring ◀─── finished + 1
 //     collect  ◀── batch ─────────── slab: obs, infos; records
+//
+// Who owns which bytes when: transport/slab.py.
 #pragma once
 
 #include <pthread.h>
@@ -28,13 +30,6 @@ namespace muster {
 
 // Increases in each forked child, so that a Caller can detect that it is a copy in a child of the process that made it.
 inline std::atomic<uint32_t> g_forks{0};
-
-[[noreturn]] inline void raise(const char* type, const std::string& message) {
-  Ref errors = checked(PyImport_ImportModule("muster.errors"));
-  Ref cls = checked(PyObject_GetAttrString(errors.get(), type));
-  PyErr_SetString(cls.get(), message.c_str());
-  throw PythonError{};
-}
 
 class Caller {
  public:
@@ -81,7 +76,7 @@ class Caller {
   bool in_fork() const { return forks_ != g_forks.load(std::memory_order_relaxed); }
 
   void require_open() const {
-    if (closed) raise("ClosedError", "this vector env is closed; make another one with muster.make_vec");
+    if (closed) raise("ClosedError", kClosed);
     if (in_fork())
       raise("ClosedError",
             "this vector env belongs to the process that this one was forked from; make another one here");
@@ -165,6 +160,7 @@ class Caller {
   // Waits for at most slice_ns until min_envs pending envs are ready. True if they are.
   bool wait(uint32_t min_envs, int64_t slice_ns) {
     Entry entry(*this);
+    // A worker that does not see this at once may finish one more env silently; the end of the slice helps then.
     if (min_envs < num_pending_) slab_.caller->awaits_all.store(0, std::memory_order_relaxed);
     const uint32_t target = delivered_ + min_envs;
     auto done = [&] { return slab_.bell().reached(target); };
@@ -333,11 +329,10 @@ class Caller {
     ++num_pending_;
   }
 
-  // Release: a worker that is awake for another env must not see the request before the action.
+  // Last of all: a worker that is awake for another env sees the request at once.
   void count_request(uint32_t env) {
     bump<uint32_t>(slab_.hosts[host_of_[env]].asked, 1);
-    auto& requested = slab_.records[env].requested;
-    requested.store(requested.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+    slab_.records[env].request();
   }
 
   void send_all(Command command, bool awaits_all, uint32_t obs_block = 0) {

@@ -68,7 +68,7 @@ nb::dict host_state(const SlabLayout& slab, uint32_t index) {
   const HostRecord& host = slab.hosts[index];
   auto read = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
   nb::dict state;
-  state["doing"] = uint32_t(read(host.doing));
+  state["doing"] = uint32_t(host.doing.load(std::memory_order_acquire));  // first, see HostRecord::begin
   state["env_index"] = read(host.doing_env);
   state["since"] = read(host.since);
   state["env_steps"] = read(host.env_steps);
@@ -160,7 +160,10 @@ void bind_slab_layout(nb::module_& m) {
             .obs_offset = number("obs_offset"), .obs_block_bytes = number("obs_block_bytes"),
             .obs_lent_bytes = number("obs_lent_bytes"), .num_obs_blocks = uint32_t(number("num_obs_blocks"))};
       })
-      .def("host_state", &host_state);
+      .def("host_state", &host_state)
+      .def("layouts_end", [](const SlabLayout& slab, uint32_t host) {
+        return slab.hosts[host].layouts_end.load(std::memory_order_acquire);
+      });
 }
 
 void bind_obs_node(nb::module_& m) {

@@ -9,6 +9,7 @@
 #include <numpy/arrayobject.h>
 #include <numpy/arrayscalars.h>
 
+#include <string>
 #include <utility>
 
 #include "stable_abi.hpp"
@@ -49,6 +50,16 @@ inline Ref checked(PyObject* owned) {
 inline void check(int result) {
   if (result < 0) throw PythonError{};
 }
+
+// Raises an exception of muster.errors.
+[[noreturn]] inline void raise(const char* type, const std::string& message) {
+  Ref errors = checked(PyImport_ImportModule("muster.errors"));
+  Ref cls = checked(PyObject_GetAttrString(errors.get(), type));
+  PyErr_SetString(cls.get(), message.c_str());
+  throw PythonError{};
+}
+
+inline constexpr const char* kClosed = "this vector env is closed; make another one with muster.make_vec";
 
 // The name of an object's class, for an error's sentence.
 inline Ref type_name(PyObject* object) { return checked(PyType_GetName(Py_TYPE(object))); }

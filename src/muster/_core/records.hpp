@@ -17,8 +17,9 @@ enum class Command : uint8_t { kStep = 1, kReset = 2, kStepProvided = 3 };
 enum class Status : uint8_t { kOk = 0, kRaised = 1, kLost = 2 };
 enum class Doing : uint32_t { kNothing = 0, kStepping = 1, kResetting = 2, kTalking = 3 };
 
-// All that an env reports about one step, on one cache line. The caller writes the record before it rings the worker;
-// from then on the worker writes it, until `finished` equals `requested`. So neither ever sees a half-written record.
+// All that an env reports about one step, on one cache line. Its two counters hand over all bytes of the env, of which
+// the rest of the record is a part: the worker's while they differ, else the caller's; transport/slab.py has the list.
+// Who takes the bytes over (acquire) sees all that the other side wrote before it handed them over (release).
 struct alignas(kCacheLine) EnvRecord {
   std::atomic<uint32_t> requested;
   std::atomic<uint32_t> finished;
@@ -38,10 +39,17 @@ struct alignas(kCacheLine) EnvRecord {
   int64_t episode_length;
   uint32_t obs_block;  // the block of observation rows to which this env's lent leaves are written
 
-  // For the caller. Acquire: what the worker wrote before is visible.
+  // For the caller.
+  void request() { requested.store(requested.load(std::memory_order_relaxed) + 1, std::memory_order_release); }
   bool is_finished() const {
     return finished.load(std::memory_order_acquire) == requested.load(std::memory_order_relaxed);
   }
+
+  // For the worker.
+  bool is_requested() const {
+    return requested.load(std::memory_order_acquire) != finished.load(std::memory_order_relaxed);
+  }
+  void finish() { finished.store(requested.load(std::memory_order_relaxed), std::memory_order_release); }
 };
 static_assert(sizeof(EnvRecord) == kCacheLine);
 
@@ -70,6 +78,14 @@ struct alignas(kCacheLine) HostRecord {
   std::atomic<uint64_t> ticks_in_env;
   std::atomic<uint64_t> ticks_copying;
   std::atomic<uint64_t> ticks_waiting;
+  std::atomic<uint32_t> layouts_end;  // where the layouts of infos in the mail end; what lies before is never changed
+
+  // For the worker.  `doing` last: who sees it sees since when, too.
+  void begin(Doing what, uint32_t env, uint64_t now) {
+    doing_env.store(env, std::memory_order_relaxed);
+    since.store(now, std::memory_order_relaxed);
+    doing.store(what, std::memory_order_release);
+  }
 };
 static_assert(sizeof(HostRecord) == 3 * kCacheLine);
 

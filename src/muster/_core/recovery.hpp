@@ -2,6 +2,7 @@
 // decides which rows they then answer with.
 #pragma once
 
+#include <cstddef>
 #include <cstring>
 #include <vector>
 
@@ -15,22 +16,22 @@ class Recovery {
   // leaves: the rows to keep.  first_envs, pending: the Caller's own vectors, which have to outlive this object.
   Recovery(const SlabLayout& slab, const std::vector<SlabRows>& leaves, const std::vector<uint32_t>& first_envs,
            const std::vector<uint8_t>& pending)
-      : slab_(slab), first_envs_(first_envs), pending_(pending), records_(slab.num_envs * sizeof(EnvRecord)) {
+      : slab_(slab), first_envs_(first_envs), pending_(pending), records_(slab.num_envs * kKeptBytes) {
     for (const SlabRows& rows : leaves) leaves_.push_back({rows, std::vector<char>(rows.row_bytes * slab.num_envs)});
   }
 
   // Keeps the rows and the record of `env` as they are now, before the env is sent to.
   void keep(uint32_t env) {
-    std::memcpy(kept_record(env), static_cast<const void*>(&slab_.records[env]), sizeof(EnvRecord));
+    std::memcpy(kept_record(env), part_to_keep(env), kKeptBytes);
     for (KeptRows& rows : leaves_) std::memcpy(rows.row(env), slab_.row(rows, env), rows.row_bytes);
   }
 
   // Restores the rows and the record of `env` as they were when the env was last sent to.
   void restore(uint32_t env) {
-    EnvRecord& record = slab_.records[env];
-    const uint32_t requested = record.requested.load(), finished = record.finished.load(), restarts = record.restarts;
-    std::memcpy(static_cast<void*>(&record), kept_record(env), sizeof record);
-    record.requested.store(requested), record.finished.store(finished), record.restarts = restarts;
+    uint32_t& restarts = slab_.records[env].restarts;
+    const uint32_t restarts_now = restarts;
+    std::memcpy(part_to_keep(env), kept_record(env), kKeptBytes);
+    restarts = restarts_now;
     for (KeptRows& rows : leaves_) std::memcpy(slab_.row(rows, env), rows.row(env), rows.row_bytes);
   }
 
@@ -56,7 +57,7 @@ class Recovery {
       if (!pending_[i]) continue;
       record.status = Status::kLost;
       record.mail_bytes = 0;
-      record.finished.store(requested, std::memory_order_release);
+      record.finish();
       envs.push_back(i);
     }
     // Counted again: the worker may have died between finishing a row and counting it.
@@ -75,12 +76,18 @@ class Recovery {
     char* row(uint32_t env) { return bytes.data() + env * row_bytes; }
   };
 
-  void* kept_record(uint32_t env) { return records_.data() + env * sizeof(EnvRecord); }
+  // Of a record all but the counters is kept. These say whose the record is, and a worker that steps its other envs may
+  // look at them at any time.
+  static constexpr size_t kKeptFrom = offsetof(EnvRecord, command);
+  static constexpr size_t kKeptBytes = sizeof(EnvRecord) - kKeptFrom;
+
+  char* part_to_keep(uint32_t env) { return reinterpret_cast<char*>(&slab_.records[env]) + kKeptFrom; }
+  char* kept_record(uint32_t env) { return records_.data() + env * kKeptBytes; }
 
   const SlabLayout& slab_;
   const std::vector<uint32_t>& first_envs_;
   const std::vector<uint8_t>& pending_;
-  std::vector<char> records_;  // as bytes: a record has atomics, which cannot be copied
+  std::vector<char> records_;
   std::vector<KeptRows> leaves_;
 };
 

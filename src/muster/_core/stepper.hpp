@@ -17,7 +17,7 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 //
 // `env_host` is the Python object that owns the stepper. Its methods are called only in rare cases:
 // on_error(env, exception) -> mail bytes, put_mail(env, objects, final_objects) -> mail bytes, own(objects) -> copies,
-// take_actions(env) -> iterator, on_new_schema().
+// take_actions(env) -> iterator, on_new_schema() -> end of the layouts in the mail.
 // lends_objects: the mail passes the objects themselves, not copies, and the env may go on using them.
 class Stepper {
  public:
@@ -78,8 +78,7 @@ class Stepper {
     for (uint32_t i = 0; i < num_envs(); ++i) __builtin_prefetch(&slab_.records[first_env_ + i], 1);
     for (uint32_t i = 0; i < num_envs(); ++i) {
       EnvRecord& record = slab_.records[first_env_ + i];
-      if (record.requested.load(std::memory_order_acquire) != record.finished.load(std::memory_order_relaxed) &&
-          record.command != Command::kReset) {
+      if (record.is_requested() && record.command != Command::kReset) {
         if (in_caller && interrupt_)
           refuse(i, interrupt_.get());
         else
@@ -90,11 +89,8 @@ class Stepper {
   }
 
   bool has_requests() const {
-    for (uint32_t i = 0; i < num_envs(); ++i) {
-      const EnvRecord& record = slab_.records[first_env_ + i];
-      if (record.requested.load(std::memory_order_relaxed) != record.finished.load(std::memory_order_relaxed))
-        return true;
-    }
+    for (uint32_t i = 0; i < num_envs(); ++i)
+      if (slab_.records[first_env_ + i].is_requested()) return true;
     return false;
   }
 
@@ -145,7 +141,12 @@ class Stepper {
     uint32_t env;
   };
 
-  PyObject* env(uint32_t i) const { return PyList_GET_ITEM(envs_.get(), i); }
+  // A reference of its own: the envs may be closed, and dropped, in the middle of a step of the calling process, by
+  // another thread or by a signal handler.
+  Ref env(uint32_t i) const {
+    if (i >= num_envs()) raise("ClosedError", kClosed);
+    return Ref::borrow(PyList_GET_ITEM(envs_.get(), i));
+  }
 
   // Runs `work` for env i and publishes the record, whatever happens.
   template <class Work>
@@ -159,7 +160,8 @@ class Stepper {
       work();
       if (PyList_GET_SIZE(objects_.get()) || PyList_GET_SIZE(final_objects_.get())) put_mail(i, record);
       if (infos_.size() != schemas_announced_) {
-        checked(PyObject_CallMethod(env_host_, "on_new_schema", nullptr));
+        const Ref end = checked(PyObject_CallMethod(env_host_, "on_new_schema", nullptr));
+        own_.layouts_end.store(uint32_of(end), std::memory_order_release);
         schemas_announced_ = infos_.size();
       }
     } catch (const PythonError&) {
@@ -168,16 +170,14 @@ class Stepper {
     const uint64_t in_env = own_.ticks_in_env.load(std::memory_order_relaxed) - in_env_before;
     bump(own_.ticks_copying, ticks() - start - in_env);
     own_.doing.store(Doing::kNothing, std::memory_order_relaxed);
-    record.finished.store(record.requested.load(std::memory_order_relaxed), std::memory_order_release);
+    record.finish();
     announce_finished(slab_.bell(), own_);
   }
 
   uint64_t begin(Doing doing, uint32_t i) {
     around_ = std::exchange(running_, {env_host_, i});
     const uint64_t now = ticks();
-    own_.doing_env.store(first_env_ + i, std::memory_order_relaxed);
-    own_.since.store(now, std::memory_order_relaxed);
-    own_.doing.store(doing, std::memory_order_relaxed);
+    own_.begin(doing, first_env_ + i, now);
     return now;
   }
 
@@ -194,7 +194,8 @@ class Stepper {
     const bool provided = record.command == Command::kStepProvided;
     Ref sent = actions_by_mail_ || provided ? checked(PyObject_CallMethod(env_host_, "take_actions", "I", i)) : Ref();
     Ref action = provided ? checked(PyIter_Next(sent.get())) : action_.read(slab_.base, first_env_ + i, sent.get());
-    PyObject* args[] = {env(i), action.get()};
+    const Ref held = env(i);
+    PyObject* args[] = {held.get(), action.get()};
     const uint64_t start = begin(Doing::kStepping, i);
     Ref result(PyObject_VectorcallMethod(step_name_.get(), args, 2, nullptr));
     end(start);
@@ -232,7 +233,8 @@ class Stepper {
   Ref call_reset(uint32_t i, PyObject* seed = nullptr, PyObject* options = Py_None, bool passes_options = true) {
     Ref next_seed = std::move(next_seeds_[i]);
     if (next_seed && (!seed || seed == Py_None)) seed = next_seed.get();
-    PyObject* args[] = {env(i), seed, options};
+    const Ref held = env(i);
+    PyObject* args[] = {held.get(), seed, options};
     const uint64_t start = begin(Doing::kResetting, i);
     // Autoresets call reset() without arguments, as Gymnasium's do.
     PyObject* keywords = seed ? (passes_options ? reset_keywords_ : seed_keyword_).get() : nullptr;
@@ -327,7 +329,7 @@ class Stepper {
   void put_mail(uint32_t i, EnvRecord& record) {
     Ref objects = std::exchange(objects_, checked(PyList_New(0)));
     Ref final_objects = std::exchange(final_objects_, checked(PyList_New(0)));
-    record.mail_bytes = mail_bytes(
+    record.mail_bytes = uint32_of(
         checked(PyObject_CallMethod(env_host_, "put_mail", "IOO", i, objects.get(), final_objects.get())));
   }
 
@@ -341,16 +343,16 @@ class Stepper {
     Ref owned_type(type), exception(value), owned_traceback(traceback);
     if (PyErr_GivenExceptionMatches(value, PyExc_KeyboardInterrupt)) interrupt_ = Ref::borrow(value);
     record.mail_bytes =
-        mail_bytes(checked(PyObject_CallMethod(env_host_, "on_error", "IO", i, exception.get())));
+        uint32_of(checked(PyObject_CallMethod(env_host_, "on_error", "IO", i, exception.get())));
     record.info_schema = record.final_schema = InfoTable::kEmpty;
     record.has_final = 0;
     record.status = Status::kRaised;
   }
 
-  static uint32_t mail_bytes(const Ref& number) {
-    const unsigned long bytes = PyLong_AsUnsignedLong(number.get());
+  static uint32_t uint32_of(const Ref& number) {
+    const unsigned long value = PyLong_AsUnsignedLong(number.get());
     if (PyErr_Occurred()) throw PythonError{};
-    return uint32_t(bytes);
+    return uint32_t(value);
   }
 
   SlabLayout slab_;

@@ -167,7 +167,7 @@ class Backend(ABC):
 
         Each is a tuple of new layouts, see `InfoTable` in _core/infos.hpp.
         """
-        box, end = 2 * self.slab.plan.num_envs + host, int(self.slab.schema_mail_end[host])
+        box, end = 2 * self.slab.plan.num_envs + host, self.slab.layout.layouts_end(host)
         return self.mail_of(host).appended(box, at, end), end
 
 

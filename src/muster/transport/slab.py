@@ -2,6 +2,32 @@
 
 One layout for all backends. In a memfd it is shared with worker processes (a container's small ``/dev/shm`` does not
 matter, and nothing can be left behind); without one it is this process's own memory.
+
+Who owns which bytes, in the slab and in the mail. Nobody reads what the other side may be writing.
+
+1. An env's bytes: the rest of its record, its rows of actions, observations, final observations and infos, its number
+   in `action_mail_bytes`, and its two boxes in the mail. They are the worker's while ``requested`` and ``finished`` in
+   the record differ, else the caller's. The caller hands them over by ``EnvRecord::request``, the worker by ``finish``,
+   each as its last store (release); ``is_requested`` and ``is_finished`` take them over (acquire). An env that is to be
+   reset or restarted (``Command::kReset``) stays untouched until the worker has read the message. Only the caller
+   writes ``requested`` and ``restarts``, and ``finished`` of a worker that is dead.
+2. A lent block of observation rows: the worker's as above, then that of the array which holds it, until the last
+   view of the array is gone (a release that ``Lending::free_block`` acquires). The caller reads it once more where rows
+   are asked for one by one. Block 0, and views of it (``copy=False``), belong to the env's bytes.
+3. Layouts of infos in the mail: what lies before ``HostRecord::layouts_end`` never changes. The worker writes behind
+   it, then moves the end (release, acquire).
+4. Host and caller records: counters and states, atomic one by one, see `_core/records.hpp`. Errors and `stats()` read
+   them at any time. So do the properties of `VectorEnv` with the records of envs that still step: each number is
+   whole, several need not be of one moment.
+5. A dead worker's bytes are the caller's once the process has ended: whoever hangs is killed first. Rows that nobody
+   has collected are dropped with their mail (``Recovery::lose_host``), the rows of the last answer are put back from
+   copies, and the layouts are forgotten. The replacement starts the layouts' box anew, before its first row.
+6. Big arrays (`big_arrays.py`) are written before the workers start, and never again. A collector's block of batch
+   memory is its replica's from the request to the answer of the env that the replica is, but for the flag that ends a
+   batch early. A learner's weights have a lock. Messages are the kernel's.
+
+Steps in the caller's own process (serial, thread, ``caller_steps``) follow the same rules; objects in infos are then
+the env's own, not copies. tests/transport/handover.cpp runs rules 1, 3, 4 and 5 under ThreadSanitizer.
 """
 
 from __future__ import annotations
@@ -57,7 +83,7 @@ class Slab:
     memory: uint8, the block itself.
     records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
     info_bytes: uint8 ``[N, InfoRow, ...]``, the step's info and the final one.
-    action_mail_bytes ``[N]``, schema_mail_end ``[hosts]``: bytes and ends in the mail, see mail.py.
+    action_mail_bytes ``[N]``: bytes in the mail, see mail.py.
     layout: the places of all these parts, for the core.
     """
 
@@ -80,7 +106,7 @@ class Slab:
         spares = _SPARE_BLOCKS if any(lent) else 0
         self._reserve(spares * block_bytes)
         final = [self._reserve(n * leaf.row_bytes) for leaf in leaves]
-        lengths = self._reserve((n + plan.num_hosts) * 4)
+        lengths = self._reserve(n * 4)
         infos = self._reserve(n * InfoRow.COUNT * _INFO_BYTES)
 
         if fd is not None and os.fstat(fd).st_size < self._end:
@@ -102,7 +128,6 @@ class Slab:
         )
         self.records = self.array(records, (n,), RECORD)
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
-        self.schema_mail_end = self.array(lengths + 4 * n, (plan.num_hosts,), np.dtype(np.uint32))
         self.info_bytes = self.array(infos, (n, InfoRow.COUNT, _INFO_BYTES), np.dtype(np.uint8))
         self.actions = self._rows(plan.action, actions)
         self.obs = self._rows(plan.obs, obs, lent)

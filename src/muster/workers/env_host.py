@@ -183,14 +183,16 @@ class EnvHost:
         length = int(self._slab.action_mail_bytes[env])
         return iter(self._mail.get(self._slab.plan.num_envs + env, length) or ())
 
-    def on_new_schema(self) -> None:
-        """Mails the layouts of infos that are new, behind those mailed before: the caller may be reading these."""
+    def on_new_schema(self) -> int:
+        """Mails the layouts of infos that are new, behind those mailed before, which the caller may be reading.
+
+        Returns where they end now; only then the core tells the caller.
+        """
         assert self._slab is not None
         box, schemas = 2 * self._slab.plan.num_envs + self._host, self.stepper.describe_schemas()
         end = self._mail.append(box, schemas[self._schemas_mailed :], self._schema_mail_end)
         self._schemas_mailed, self._schema_mail_end = len(schemas), end
-        # Last: what lies before the end is complete.
-        self._slab.schema_mail_end[self._host] = end
+        return end
 
     # ---- commands
 
@@ -286,7 +288,7 @@ class EnvHost:
             message=message_of(error),
             worker_traceback="".join(traceback.format_exception(error)),
             exception=error if self.dumps is None else portable(error, self.dumps),
-            note=reset_note(self.envs[i], error) if step == 0 else None,
+            note=reset_note(self.envs[i], error) if step == 0 and self.envs else None,
             worker_noun=self.worker_noun,
             hint="" if isinstance(error, MusterError) else advise_apart(self.recipes[: i + 1]),
         )
