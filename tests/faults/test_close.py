@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -162,6 +163,40 @@ def test_an_env_that_exits_in_close_is_an_error_that_names_it() -> None:
     envs = muster.make_vec(ClosingByExit, 2, num_workers=1)
     with pytest.raises(EnvError, match="env 0 .*SystemExit: 5"):
         envs.close()
+
+
+class ClosedInAStep(CountingEnv):
+    """An env whose steps, once `close` is set, wait until their own vector env has been closed."""
+
+    close_all: Any = None
+
+    def step(self, action: Any) -> Any:
+        if self.close_all is not None:
+            type(self).close_all()
+        return (*super().step(action)[:2], True, False, {})
+
+
+@pytest.mark.parametrize("how", ["by a signal handler", "by another thread"])
+@pytest.mark.parametrize("options", [{"backend": "serial"}, {"num_workers": 1, "caller_steps": True}], ids=str)
+def test_close_in_the_middle_of_a_step_of_the_calling_process(options: Any, how: str, monkeypatch: Any) -> None:
+    envs = muster.make_vec(ClosedInAStep, 2, autoreset_mode="same_step", **options)
+    envs.reset()
+
+    def close_all() -> None:
+        if how == "by a signal handler":
+            signal.raise_signal(signal.SIGUSR1)
+        else:
+            thread = threading.Thread(target=envs.close)
+            thread.start()
+            thread.join()
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: envs.close())
+    monkeypatch.setattr(ClosedInAStep, "close_all", close_all)
+    try:
+        with pytest.raises(ClosedError):
+            envs.step(ACTIONS)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_close_while_a_call_is_pending(tmp_path: Path) -> None:

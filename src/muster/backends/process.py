@@ -69,6 +69,7 @@ class ProcessBackend(Backend):
         self.first_envs = split_evenly(len(recipes), options.num_workers + options.caller_steps)
         self._workers = Workers(recipes, self.first_envs, options, self._watch_sending)
         self._local: EnvHost | None = None
+        self._mail: SharedMail | None = None
         self._local_mail = LocalMail()
         self._owner = os.getpid()
         self._closed = False
@@ -117,7 +118,10 @@ class ProcessBackend(Backend):
     # ---- commands
 
     def mail_of(self, host: int) -> Mail:
-        return self._mail if host < self.num_workers else self._local_mail
+        if host == self.num_workers:
+            return self._local_mail
+        assert self._mail is not None
+        return self._mail
 
     def reset(self, env_ids: Array, arguments: messages.ResetArguments) -> None:
         # First of all: if the options cannot travel, the vector env stays as it was.
@@ -393,6 +397,8 @@ class ProcessBackend(Backend):
                 except (TimeoutError, ChannelClosed):
                     pass  # dead, or too slow: killed below
         finally:  # also when Ctrl-C ends the wait
+            if self._mail is not None:
+                self._mail.close()
             self._workers.end()
         return failures
 

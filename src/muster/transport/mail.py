@@ -11,12 +11,13 @@ import copy
 import io
 import os
 import pickle
+import threading
 from typing import Any, Protocol
 
-from muster.errors import MusterError
+from muster.errors import ClosedError, MusterError
 from muster.pickling.functools_pickling import dumps as by_value
 
-# Address space is free in a sparse file: each box may hold 4 GiB.
+# Address space is free in a sparse file: each box may hold 4 GiB. Lengths are uint32.
 _BOX_BYTES = 1 << 32
 
 
@@ -53,6 +54,14 @@ class SharedMail:
     def __init__(self, fd: int, *, shares_main: bool = False) -> None:
         self._fd = fd
         self._shares_main = shares_main
+        # Held while the fd is used: once it is closed, its number may soon be another file's. The thread that holds the
+        # lock may be the one that closes, in a signal handler.
+        self._using = threading.RLock()
+
+    def close(self) -> None:
+        """Makes all other methods raise ClosedError from now on. The owner of the fd closes it after that."""
+        with self._using:
+            self._fd = -1
 
     def own(self, objects: list[Any]) -> list[Any]:
         try:
@@ -69,9 +78,15 @@ class SharedMail:
 
     def append(self, box: int, value: object, at: int) -> int:
         data = dumps(value, shares_main=self._shares_main)
+        if at + len(data) >= _BOX_BYTES:  # the next box is another env's
+            raise MusterError(
+                f"{len(data)} bytes of pickled objects are too many for one step of one env, whose place in the mail "
+                f"has {_BOX_BYTES}; leave some out, or write them to a file and send its path"
+            )
         view, place = memoryview(data), box * _BOX_BYTES + at
         while view:
-            written = os.pwrite(self._fd, view, place)
+            with self._using:
+                written = os.pwrite(self._open_fd(), view, place)
             view, place = view[written:], place + written
         return at + len(data)
 
@@ -84,12 +99,18 @@ class SharedMail:
     def _read(self, box: int, at: int, end: int) -> bytes:
         parts, place, missing = [], box * _BOX_BYTES + at, end - at
         while missing:
-            part = os.pread(self._fd, missing, place)
+            with self._using:
+                part = os.pread(self._open_fd(), missing, place)
             if not part:
                 raise MusterError(f"the mail holds {missing} bytes less than announced")
             parts.append(part)
             place, missing = place + len(part), missing - len(part)
         return b"".join(parts)
+
+    def _open_fd(self) -> int:
+        if self._fd < 0:
+            raise ClosedError("this vector env was closed in the middle of a call; make another one")
+        return self._fd
 
 
 class LocalMail:
