@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import random
+import signal
 import socket
 import threading
 
@@ -138,6 +140,25 @@ def test_nor_does_one_in_another_thread():
     while any(thread.is_alive() for thread in threads):
         assert len(torch.stack(list(shared.read().values())).unique()) == 1
     assert shared.version == 2000
+
+
+def test_ctrl_c_leaves_no_half_update():
+    names = [f"layer {i}" for i in range(100)]
+    shared = SharedWeights({name: torch.zeros(1000) for name in names}, memfd("weights"))
+    before, interrupts = signal.signal(signal.SIGALRM, signal.default_int_handler), 0
+    try:
+        for value in range(1, 60):
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-5, 1e-3))
+            try:
+                while True:
+                    shared.write({name: torch.full((1000,), float(value)) for name in names})
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert len({float(tensor[-1]) for tensor in shared.read().values()}) == 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 30
 
 
 def _write(shared, value):

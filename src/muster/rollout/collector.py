@@ -292,8 +292,8 @@ class Collector(BatchSource):
                 self._load_staged()
 
     def _load_staged(self) -> None:
-        staged, self._staged = self._staged, {}
-        load_weights(self.policy, staged)
+        load_weights(self.policy, self._staged)
+        self._staged = {}
 
     @contextmanager
     def _acting(self) -> Iterator[None]:

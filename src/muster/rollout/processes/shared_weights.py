@@ -68,8 +68,9 @@ class SharedWeights:
         """Publishes `weights` as a whole; returns their version. Raises SpecMismatch where they differ in kind."""
         require_fitting(weights, self._tensors)
         with self._locked(fcntl.LOCK_EX):
-            for name, shared in self._tensors.items():
-                shared.copy_(weights[name])
+            if self._tensors:
+                # In one call, which Ctrl-C cannot end halfway.
+                torch._foreach_copy_(list(self._tensors.values()), [weights[name] for name in self._tensors])
             self._version[0] += 1
             return self.version
 
