@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import muster
-from muster.backends import process
+from muster.backends import process, recovery
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
 
 ACTIONS = np.zeros(4, np.int64)
@@ -310,6 +310,27 @@ def test_while_workers_are_looked_after_it_closes_nothing(monkeypatch: pytest.Mo
                 time.sleep(0.001)
         take_what_is_pending(envs)
         assert envs.reset()[0][:, 2].tolist() == [0, 0]
+
+
+class Failing(faulty_envs.CountingEnv):
+    def step(self, action: Any) -> Any:
+        raise ValueError("no step succeeds")
+
+
+@pytest.mark.parametrize("options", [{"backend": "serial"}, {"num_workers": 1}], ids=str)
+def test_in_the_middle_of_a_restart_it_leaves_no_env_without_an_answer(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with muster.make_vec(Failing, 2, on_failure="restart", **options) as envs:
+        envs.reset()
+        monkeypatch.setattr(recovery, "Restart", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(ACTIONS[:2])
+        with pytest.raises(ClosedError):
+            envs.step_wait(timeout=5.0)
 
 
 class ClosingByAbort(faulty_envs.CountingEnv):

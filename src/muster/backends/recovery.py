@@ -82,11 +82,12 @@ class Recovery:
 
     def answer_for(self, lost: Array) -> None:
         """Makes the `lost` envs of `split` pending; they answer as restarted."""
-        self._caller.request_resets(lost)
-        for env in lost.tolist():
-            # An episode that had ended is no loss: its env resets next anyway.
-            truncates = not self._records["needs_reset"][env]
-            self._restart(env, _Restart(self.lost.pop(env), truncates, None), rebuilds=False)
+        with self._backend.whole():
+            self._caller.request_resets(lost)
+            for env in lost.tolist():
+                # An episode that had ended is no loss: its env resets next anyway.
+                truncates = not self._records["needs_reset"][env]
+                self._restart(env, _Restart(self.lost.pop(env), truncates, None), rebuilds=False)
 
     def retry_failed(self) -> bool:
         """Restarts the pending envs that have failed. False if none has.
@@ -95,32 +96,38 @@ class Recovery:
         """
         failed, interrupt = self._caller.failed(), None
         for env in failed:
-            died, untouched = self._records["status"][env] == Status.LOST, False
-            if died:
-                reason = self._reasons.pop(env)
-            else:
-                failure = self._backend.failures(np.array([env]))[0]
-                reason = f"{failure.type_name}: {failure.message}"
-                untouched = interrupt is not None and failure.exception is interrupt  # not stepped at all
-                if isinstance(failure.exception, KeyboardInterrupt):
-                    interrupt = failure.exception
-                else:
-                    host = self._caller.host_of(env)
-                    named = self._backend.nouns.env(host, env)
-                    self._count(host, f"{named}: {reason}" if named else reason)
-            was_reset = self._records["command"][env] == Command.RESET
-            self._caller.restore(env)
-            if not died:
-                self._records["restarts"][env] += 1
-            restart = self._restarts.pop(env, None)  # not None where the restarted env has failed again
-            if restart is None:
-                ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
-                restart = _Restart(reason, not (was_reset or ended), self._options if was_reset else None)
-            self._caller.ask_again(env)
-            self._restart(env, restart, rebuilds=not (died or untouched))
+            with self._backend.whole():
+                interrupt = self._retry(env, interrupt)
         if interrupt is not None:
             raise interrupt
         return bool(failed)
+
+    def _retry(self, env: int, interrupt: BaseException | None) -> BaseException | None:
+        """Restarts an env that has failed; returns `interrupt`, or the KeyboardInterrupt that this env has raised."""
+        died, untouched = self._records["status"][env] == Status.LOST, False
+        if died:
+            reason = self._reasons.pop(env)
+        else:
+            failure = self._backend.failures(np.array([env]))[0]
+            reason = f"{failure.type_name}: {failure.message}"
+            untouched = interrupt is not None and failure.exception is interrupt  # not stepped at all
+            if isinstance(failure.exception, KeyboardInterrupt):
+                interrupt = failure.exception
+            else:
+                host = self._caller.host_of(env)
+                named = self._backend.nouns.env(host, env)
+                self._count(host, f"{named}: {reason}" if named else reason)
+        was_reset = self._records["command"][env] == Command.RESET
+        self._caller.restore(env)
+        if not died:
+            self._records["restarts"][env] += 1
+        restart = self._restarts.pop(env, None)  # not None where the restarted env has failed again
+        if restart is None:
+            ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
+            restart = _Restart(reason, not (was_reset or ended), self._options if was_reset else None)
+        self._caller.ask_again(env)
+        self._restart(env, restart, rebuilds=not (died or untouched))
+        return interrupt
 
     def finish_rows(self, ids: Array, rewards: Array, terminated: Array, truncated: Array) -> dict[int, str]:
         """Overwrites the rows of restarted envs among `ids`, and returns the reasons by row.
