@@ -100,8 +100,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, Infos]:
         """Resets all envs, or those in ``options["reset_mask"]`` (bool ``[N]``); returns obs ``[N, ...]`` and infos.
 
-        seed: env i gets ``seed + i``, or the list's i-th. Other options are passed to every env. After a Ctrl-C in
-        another call, a reset of all envs drops the answers that they owe. Raises EnvError, UsageError.
+        seed: env i gets ``seed + i``, or the list's i-th. Other options are passed to every env. The rows of envs that
+        are not reset repeat their last observations; of big ones, where envs reset themselves, with what the caller has
+        changed in them since. After a Ctrl-C in another call, a reset of all envs drops the answers that they owe.
+        Raises EnvError, UsageError.
         """
         drop_interrupted(self, options)
         self.reset_async(seed=seed, options=options)
