@@ -82,6 +82,11 @@ situations(
             "caller_steps and one_env_per_process": {"caller_steps": True, "one_env_per_process": True},
             "caller_steps and step_timeout": {"caller_steps": True, "step_timeout": 1.0},
             "caller_steps and on_failure": {"caller_steps": True, "on_failure": "restart"},
+            "worker_env": {"worker_env": "A=1"},
+            "worker_env, too short a list": {"num_workers": 2, "worker_env": [{"A": "1"}]},
+            "worker_env, a value": {"worker_env": {"A": 0.5}},
+            "worker_env, a name": {"worker_env": lambda index: {"A=B": "1"}},
+            "worker_env without processes": {"backend": "thread", "worker_env": {"A": "1"}},
         }.items()
     },
 )

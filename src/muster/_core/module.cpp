@@ -281,6 +281,8 @@ void bind_functions(nb::module_& m) {
         "Raises OSError where no thread can be started.");
   m.def("set_death_signal", [](int number) { prctl(PR_SET_PDEATHSIG, number); },
         "Sets the signal that this process receives when the thread that started it ends.");
+  m.def("set_process_name", [](const char* name) { prctl(PR_SET_NAME, name); },
+        "Names this thread, and the process if it is the main thread, for ps and top; 15 bytes at most.");
   m.def("kill_started", &kill_started, nb::kw_only(), "root"_a, "session"_a, "is_reaped"_a = false,
         "Kills what a process has started in its session; if it leads that, all that is in it.",
         nb::call_guard<nb::gil_scoped_release>());

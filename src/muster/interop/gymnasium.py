@@ -44,6 +44,7 @@ from muster.vector.vector_env import VectorEnv
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
 from muster.workers.options import EnvCall
+from muster.workers.worker_env import WorkerEnv
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "make_vec"]
 
@@ -177,6 +178,7 @@ class AsyncVectorEnv(_DropIn):
     num_workers: None for one process per env, as in Gymnasium; a number for so many processes that share the envs,
         which is for envs that share nothing; "auto" for one per usable core where a trial has shown that, as
         `muster.make_vec`.
+    worker_env: environment variables of the workers, as for `muster.make_vec`.
 
     No env is built in the calling process. `shared_memory` and `daemon` make no difference: observations are always
     shared, and workers never outlive the caller. `context`: None starts fresh processes instead of forking the caller.
@@ -194,13 +196,15 @@ class AsyncVectorEnv(_DropIn):
         worker: Callable[..., None] | None = None,
         *args: Any,
         num_workers: Asked = None,
+        worker_env: WorkerEnv | None = None,
         **kwargs: Any,
     ) -> Any:
         """A new instance of this class; of Gymnasium's own class where `worker` is set."""
         if worker is None:
             return super().__new__(cls)
-        if num_workers is not None:
-            raise WrongType("a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no num_workers")
+        for name, option in (("num_workers", num_workers), ("worker_env", worker_env)):
+            if option is not None:
+                raise WrongType(f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no {name}")
         env_fns = with_lazies(recipes_of(env_fns, ASYNC_VECTOR_ENV, may_reuse=True))
         return GymnasiumsAsyncVectorEnv(env_fns, shared_memory, copy, context, daemon, worker, *args, **kwargs)
 
@@ -217,6 +221,7 @@ class AsyncVectorEnv(_DropIn):
         max_concurrency: int | None = None,
         *,
         num_workers: Asked = None,
+        worker_env: WorkerEnv | None = None,
     ) -> None:
         self.env_fns = tuple(env_fns)
         self.shared_memory, self.copy, self.context, self.daemon, self.worker = (
@@ -233,7 +238,9 @@ class AsyncVectorEnv(_DropIn):
         start = partial(self._start, copy=copy, agree=agree, raiser=_raise_last)
         with originals_raised():
             recipes = recipes_of(self.env_fns, ASYNC_VECTOR_ENV, limit)
-            start(processes(recipes, context=context, num_workers=num_workers, name="num_workers"))
+            start(
+                processes(recipes, context=context, num_workers=num_workers, name="num_workers", worker_env=worker_env)
+            )
 
     # ---- the calls, each refused while another is pending
 

@@ -44,6 +44,7 @@ from muster.vector.results import StepResult
 from muster.vector.vector_env import VectorEnv
 from muster.workers.messages import ResetArguments
 from muster.workers.options import EnvCall
+from muster.workers.worker_env import WorkerEnv
 
 with imports_for("muster.interop.sb3 needs", "muster-rl[sb3]", "stable_baselines3"):
     from stable_baselines3.common.monitor import Monitor
@@ -249,12 +250,22 @@ class SubprocVecEnv(MusterVecEnv):
     start_method: "forkserver", "spawn" or "fork"; None starts fresh processes that never fork the caller.
     num_workers: None for one process per env, as in SB3; a number for so many processes that share the envs, which is
         for envs that share nothing; "auto" for one per usable core where a trial has shown that, as `muster.make_vec`.
+    worker_env: environment variables of the workers, as for `muster.make_vec`.
     """
 
-    def __init__(self, env_fns: EnvFns, start_method: str | None = None, *, num_workers: Asked = None) -> None:
+    def __init__(
+        self,
+        env_fns: EnvFns,
+        start_method: str | None = None,
+        *,
+        num_workers: Asked = None,
+        worker_env: WorkerEnv | None = None,
+    ) -> None:
         recipes = recipes_of(env_fns, SUBPROC_VEC_ENV, (of_gymnasium,))
         with originals_raised():
-            backend = processes(recipes, context=start_method, num_workers=num_workers, name="num_workers")
+            backend = processes(
+                recipes, context=start_method, num_workers=num_workers, name="num_workers", worker_env=worker_env
+            )
             super().__init__(_Envs(backend))
 
 

@@ -18,6 +18,7 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import Asked, check_workers, count_processes
 from muster.vector.vector_env import VectorEnv
 from muster.workers.resources import usable_cores
+from muster.workers.worker_env import WorkerEnv
 
 _START_TIMEOUT_S = 300.0
 
@@ -45,12 +46,19 @@ def recipes_of(
     return recipes
 
 
-def processes(recipes: Sequence[Recipe], *, context: str | None, num_workers: Asked, name: str) -> ProcessBackend:
+def processes(
+    recipes: Sequence[Recipe],
+    *,
+    context: str | None,
+    num_workers: Asked,
+    name: str,
+    worker_env: WorkerEnv | None,
+) -> ProcessBackend:
     """The backend that steps each env in a process of its own, as the originals do; fewer processes only on request.
 
     context: as for `multiprocessing`; None never forks the caller.
     num_workers: None for one process per env; a number packs the envs, "auto" where a trial shows that it may.
-    name: the argument's name.
+    name: the argument's name.  worker_env: as for `muster.make_vec`.
     Raises ValueError for an unknown context, ConfigError.
     """
     if context is not None:
@@ -63,7 +71,13 @@ def processes(recipes: Sequence[Recipe], *, context: str | None, num_workers: As
         workers = count_processes(
             recipes, asked, usable_cores(), context=method, timeout_s=_START_TIMEOUT_S, packs=False
         )
-    options = ProcessOptions(context=method, num_workers=workers, start_timeout_s=_START_TIMEOUT_S, memory_check="warn")
+    options = ProcessOptions(
+        context=method,
+        num_workers=workers,
+        start_timeout_s=_START_TIMEOUT_S,
+        memory_check="warn",
+        worker_env=worker_env,
+    )
     return ProcessBackend(recipes, options)
 
 

@@ -10,6 +10,7 @@ from muster.backends.process import ProcessOptions
 from muster.rollout.fields import Array
 from muster.rollout.storage import Storage
 from muster.workers.deaths import Nouns
+from muster.workers.worker_env import Changes
 
 
 class Filled(NamedTuple):
@@ -22,7 +23,10 @@ class Filled(NamedTuple):
 
 @dataclass(frozen=True)
 class CollectorOptions:
-    """Options for starting and watching the processes of collectors, or of envs; named as in `make_vec`."""
+    """Options for starting and watching the processes of collectors, or of envs; named as in `make_vec`.
+
+    worker_env: one for each process.
+    """
 
     num_workers: int
     context: str
@@ -31,6 +35,7 @@ class CollectorOptions:
     on_failure: str
     max_restarts: int
     threads_per_worker: int
+    worker_env: Sequence[Changes]
 
     @property
     def restarts(self) -> int | None:
@@ -46,6 +51,7 @@ class CollectorOptions:
             step_timeout_s=self.step_timeout,
             threads_per_worker=self.threads_per_worker,
             nouns=nouns,
+            worker_env=self.worker_env,
         )
 
 

@@ -28,6 +28,7 @@ from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.staying_collector import StayingCollector
 from muster.rollout.weights import require_shapes
+from muster.workers.worker_env import changes_of
 
 MULTI_COLLECTOR = replace(
     COLLECTOR,
@@ -39,7 +40,7 @@ MULTI_COLLECTOR = replace(
     step_timeout="collect_timeout",
     acts="",
 )
-_ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state")
+_ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env")
 
 
 class MultiCollector(BatchSource):
@@ -48,7 +49,9 @@ class MultiCollector(BatchSource):
     envs: what `muster.make_vec` takes as its first argument. The envs are split evenly.
     num_envs: number of envs; None for one for each collector, or for the length of the list that `envs` is.
     make_vec_options: those of make_vec's other options that concern single envs, as a dict: ``env_kwargs``,
-        ``wrappers``, ``groups`` and ``state``.
+        ``wrappers``, ``groups`` and ``state``; and ``worker_env``, the environment variables of the collectors'
+        processes: one dict, one per collector, or a function of the collector's index. They are set before a collector
+        imports what its policy and envs need, so that ``CUDA_VISIBLE_DEVICES`` deals out GPUs to both.
     policy: as for `Collector`, and copied to each collector; with `policy_factory` it is built there, and `policy`
         only says where weights come from. A policy that cannot be copied stays here, with a warning, and acts for all.
         In the factory `muster.get_worker_info` has the collector's ``worker_index``, and no ``env_index``.
@@ -115,7 +118,9 @@ class MultiCollector(BatchSource):
         self._threshold = _threshold_of(preemptive_threshold, sync)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
         check_pool(collector_nouns(()), *how)
-        options = CollectorOptions(whole("num_collectors", num_collectors, 1), *how)
+        num_collectors = whole("num_collectors", num_collectors, 1)
+        changes = changes_of((make_vec_options or {}).get("worker_env"), num_collectors, worker="collector")
+        options = CollectorOptions(num_collectors, *how, changes)
         for_each = {
             **self._limits,
             "policy_device": device if policy_device is None else policy_device,

@@ -26,6 +26,7 @@ from muster.vector.vector_env import VectorEnv
 from muster.workers.deaths import NOUNS
 from muster.workers.memory_plan import MEMORY_CHECKS
 from muster.workers.resources import usable_cores
+from muster.workers.worker_env import WorkerEnv, refuse_without_processes
 
 BACKENDS = ("serial", "thread", "process")
 
@@ -52,6 +53,7 @@ def make_vec(
     threads_per_worker: int = 1,
     groups: Mapping[Any, str] | None = None,
     state: bool = False,
+    worker_env: WorkerEnv | None = None,
     memory_check: str = "error",
 ) -> VectorEnv | MultiAgentVectorEnv:
     """A vector env: N envs, stepped in parallel by worker processes, behind Gymnasium's `VectorEnv` API.
@@ -91,6 +93,13 @@ def make_vec(
     state: True reads the state of multi-agent envs that have one after every step, into ``infos["state"]``; this may
         take a fifth of the step's time. Exceptions of ``state()`` are raised, except after the last agent has gone:
         then the episode's last state is kept.
+    worker_env: environment variables of the worker processes, set before a worker imports what its envs need: one dict,
+        a list of one dict per worker, or a function of the worker's index, called here:
+        ``lambda i: {"CUDA_VISIBLE_DEVICES": i % 4}``. Values are str or int; None unsets. A worker that replaces
+        another one has the same. Variables that the dynamic linker, Python or NumPy reads at its start
+        (``LD_LIBRARY_PATH``, ``PYTHONHASHSEED``, ``OPENBLAS_NUM_THREADS``) take effect with ``context="spawn"`` alone:
+        other workers are forked from a process that has started already; those of "fork" have all that the caller has
+        imported, too. Envs that the caller steps itself have the caller's environment.
     memory_check: what to do if the envs in worker processes will not fit into the memory that the cgroup or the
         machine has left, estimated from the first ones that were built: "error", "warn" or "off".
 
@@ -110,6 +119,7 @@ def make_vec(
     cores = usable_cores()
     if backend != "process":
         _refuse_without_processes(one_env_per_process, caller_steps, step_timeout, num_workers)
+        refuse_without_processes(worker_env, backend)
     if backend == "serial":
         if num_workers is not None:
             raise ConfigError('num_workers needs workers; leave it out, or use backend="process" or "thread"')
@@ -140,6 +150,7 @@ def make_vec(
             threads_per_worker=threads_per_worker,
             one_env_per_process=one_env_per_process,
             memory_check=memory_check,
+            worker_env=worker_env,
         )
         chosen = ProcessBackend(recipes, options)
     caller_wait_budget, worker_wait_budget = wait_budgets(cores, chosen.num_workers + 1, caller_steps=caller_steps)

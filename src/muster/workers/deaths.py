@@ -42,6 +42,10 @@ class Nouns:
         """The name of worker `host`. envs: those that it steps; empty where the name leaves them out."""
         return WorkerName(self.worker, self.first_worker + host, self.envs[host] if self.envs else envs)
 
+    def process_name(self, host: int) -> str:
+        """The name of worker `host` in lists of processes, such as ``muster-w3``."""
+        return f"muster-{self.worker[0]}{self.first_worker + host}"
+
     def env(self, host: int, env: int) -> str:
         """The words ``env 5``; empty where the worker's name stands for its env."""
         return "" if self.is_env else f"env {self.envs[host][env] if self.envs else env}"

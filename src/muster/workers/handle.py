@@ -130,14 +130,16 @@ def launch_worker(
     return WorkerHandle(host, envs, process, Channel(ours, watch, shares_main=shares_main), nouns=nouns)
 
 
-def fork_worker_for(recipes: Sequence[Recipe], fds: Mapping[str, int]) -> Started:
-    """Forks the caller into a worker for `recipes`, which the worker inherits."""
+def fork_worker_for(
+    recipes: Sequence[Recipe], name: str, changes: Mapping[str, str | None], fds: Mapping[str, int]
+) -> Started:
+    """Forks the caller into a worker for `recipes`, which the worker inherits. name, changes: see `fork_worker`."""
     with contextlib.ExitStack() as theirs:
         copies = {}
-        for name, fd in fds.items():
-            copies[name] = os.dup(fd)
-            theirs.callback(os.close, copies[name])
-        pid, pidfd = fork_worker(lambda fds: main(fds, recipes), copies)
+        for key, fd in fds.items():
+            copies[key] = os.dup(fd)
+            theirs.callback(os.close, copies[key])
+        pid, pidfd = fork_worker(lambda fds: main(fds, recipes), name, changes, copies)
     return pid, pidfd, None
 
 

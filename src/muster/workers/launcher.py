@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from muster._core import set_death_signal
+from muster._core import set_death_signal, set_process_name
 from muster.workers.killing import kill_group, kill_left, kill_with_all
 
 # The names of the fds that a worker receives, in the order in which they are sent.
@@ -82,7 +82,7 @@ class Launcher:
     def _start(self, request: dict[str, Any], fds: dict[str, int], status: int) -> int:
         if request["method"] == "spawn":
             process = subprocess.Popen(
-                python_command(request["path"], f"{__name__}:spawned", fds),
+                python_command(request["path"], f"{__name__}:spawned", fds, request["name"]),
                 env=request["environ"],
                 cwd=request["cwd"],
                 pass_fds=list(fds.values()),
@@ -99,6 +99,7 @@ class Launcher:
     def _become_worker(self, request: dict[str, Any], fds: dict[str, int], status: int) -> NoReturn:
         try:
             set_death_signal(signal.SIGKILL)  # this signal also reaches a stopped process
+            set_process_name(request["name"])
             os.setpgid(0, 0)
             for fd in (self._control.detach(), self._caller_pidfd, status, *self._workers):
                 os.close(fd)
@@ -174,9 +175,10 @@ def fill_standard_fds() -> list[int]:
     return filled
 
 
-def spawned(fds: dict[str, int]) -> NoReturn:
+def spawned(fds: dict[str, int], name: str) -> NoReturn:
     """Runs a spawned worker, from its command line. Its death is tied to the launcher's before any other import."""
     set_death_signal(signal.SIGKILL)
+    set_process_name(name)
     from muster.workers.worker_main import main
 
     main(fds)
@@ -191,6 +193,7 @@ def preload() -> None:
 
 def main(control_fd: int, caller_pidfd: int, preloads: bool) -> NoReturn:
     """Runs the launcher process, from its command line."""
+    set_process_name("muster-launcher")
     # The caller's stdout and stderr may be closed in this process: Python marks files that it opens as not inheritable.
     # The fds that come by the socket must not take their places.
     fill_standard_fds()

@@ -15,11 +15,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, NoReturn, TypeVar
 
-from muster._core import kill_started, set_death_signal
+from muster._core import kill_started, set_death_signal, set_process_name
 from muster.errors import NoFilesLeft
 from muster.transport.channel import Channel
 from muster.workers.killing import kill_left, kill_with_all
 from muster.workers.launcher import HEADER, WORKER_FDS, fill_standard_fds, leave_terminal, python_command
+from muster.workers.worker_env import apply, changed
 from muster.workers.worker_main import flush_streams
 
 # Environment variables that native libraries read when they are loaded.
@@ -235,14 +236,18 @@ class LauncherClient:
             self._process.kill()
             self._process.wait()
 
-    def start(self, fds: Mapping[str, int]) -> tuple[int, int, int]:
-        """Starts a worker on `fds`; returns its pid, its pidfd and the pipe that its exit code will come by."""
+    def start(self, name: str, changes: Mapping[str, str | None], fds: Mapping[str, int]) -> tuple[int, int, int]:
+        """Starts a worker on `fds`; returns its pid, its pidfd and the pipe that its exit code will come by.
+
+        name: of its process.  changes: of its environment.
+        """
         _, method, threads = self._key
         request = {
             "method": method,
+            "name": name,
             "path": sys.path,
             "cwd": _working_directory(),
-            "environ": worker_environment(threads),
+            "environ": changed(worker_environment(threads), changes),
         }
         body = pickle.dumps(request)
         with contextlib.ExitStack() as ours_on_failure:
@@ -299,8 +304,13 @@ def worker_environment(threads: int) -> dict[str, str]:
     return {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), **os.environ}
 
 
-def fork_worker(run: Callable[[Mapping[str, int]], NoReturn], fds: Mapping[str, int]) -> tuple[int, int]:
-    """Forks the caller; the child calls `run(fds)`, which never returns. Returns the child's pid and pidfd."""
+def fork_worker(
+    run: Callable[[Mapping[str, int]], NoReturn], name: str, changes: Mapping[str, str | None], fds: Mapping[str, int]
+) -> tuple[int, int]:
+    """Forks the caller; the child calls `run(fds)`, which never returns. Returns the child's pid and pidfd.
+
+    name: of the child's process.  changes: of its environment.
+    """
     flush_streams()
     pid = os.fork()
     if pid:
@@ -312,6 +322,8 @@ def fork_worker(run: Callable[[Mapping[str, int]], NoReturn], fds: Mapping[str, 
             raise
     try:
         os.setpgid(0, 0)
+        set_process_name(name)
+        apply(changes)
         leave_terminal()
         # No death signal that kills: it comes when the thread that forked ends, and would spare the worker's children.
         set_death_signal(signal.SIGCONT)  # the watchdog cannot run while this process is stopped

@@ -32,6 +32,7 @@ from muster.workers.memory_plan import MemoryPlan
 from muster.workers.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, Unpacking, expect
 from muster.workers.options import HostOptions
 from muster.workers.resources import usable_cores
+from muster.workers.worker_env import Changes, WorkerEnv, changes_of
 
 T = TypeVar("T")
 SLICE_S = 0.05
@@ -52,6 +53,7 @@ class ProcessOptions:
     one_env_per_process: bool = False  # an env that has raised is built again in a new process
     memory_check: str = "error"  # one of memory_plan.MEMORY_CHECKS
     nouns: Nouns = NOUNS
+    worker_env: WorkerEnv | None = None  # changes to the environment of the workers
 
 
 class Workers:
@@ -71,6 +73,7 @@ class Workers:
         self._first_envs = first_envs
         self._options = options
         self._watch = watch
+        self._changes = changes_of(options.worker_env, options.num_workers)
         self._launcher: LauncherClient | None = None
         self._big_arrays: BigArrays | None = None
         self._inheritance: Inheritance | None = None
@@ -82,24 +85,25 @@ class Workers:
 
     def start(self) -> None:
         """Starts all workers; `send_orders` continues. Raises CannotTravel before anything is started."""
-        if self._options.context == "fork":
+        options = self._options
+        if options.context == "fork":
             check_forkable(self._recipes)
-        hosts = range(self._options.num_workers)
+        hosts = range(options.num_workers)
         big: list[list[pickle.PickleBuffer]] = [[] for _ in hosts]
         fds: list[list[int]] = [[] for _ in hosts]
         orders = [self._order(host, big[host], fds[host]) for host in hosts]
-        self._deadline = time.monotonic() + self._options.start_timeout_s
+        self._deadline = time.monotonic() + options.start_timeout_s
         with standard_fds():
-            self._inheritance = None if self._options.context == "fork" else Inheritance(fds)
+            self._inheritance = None if options.context == "fork" else Inheritance(fds)
             for name in ("slab", "mail"):
                 self.fds[name] = memfd(name)
                 own(self.fds[name])
         self._big_arrays = BigArrays(self.fds["mail"], big)
         placed = zip(orders, self._big_arrays.places, strict=True)
         self._orders = [dataclasses.replace(order, big_arrays=places) for order, places in placed]
-        if self._options.context != "fork" and self._orders:
+        if options.context != "fork" and self._orders:
             with standard_fds():
-                self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
+                self._launcher = LauncherClient.acquire(options.context, options.threads_per_worker)
         for host in hosts:
             self.handles.append(self._launch(host))
 
@@ -220,14 +224,15 @@ class Workers:
 
     def _launch(self, host: int) -> WorkerHandle:
         envs = range(*self._first_envs[host : host + 2])
-        start: Callable[[Mapping[str, int]], Started] = self._start_by_launcher
-        if self._launcher is None:
-            start = functools.partial(fork_worker_for, self._recipes[envs.start : envs.stop])
+        forks, settings = self._launcher is None, (self._options.nouns.process_name(host), self._changes[host])
+        start: Callable[[Mapping[str, int]], Started] = functools.partial(self._start_by_launcher, *settings)
+        if forks:
+            start = functools.partial(fork_worker_for, self._recipes[envs.start : envs.stop], *settings)
         watch = functools.partial(self._watch, host)
         try:
             with standard_fds():
-                shares_main, nouns = self._launcher is None, self._options.nouns
-                worker = launch_worker(host, envs, self.fds, start, watch=watch, shares_main=shares_main, nouns=nouns)
+                nouns = self._options.nouns
+                worker = launch_worker(host, envs, self.fds, start, watch=watch, shares_main=forks, nouns=nouns)
             worker.apart = advise_apart(self._recipes[envs.start : envs.stop])
             return worker
         except OSError as error:
@@ -238,14 +243,14 @@ class Workers:
                 )
             raise
 
-    def _start_by_launcher(self, fds: Mapping[str, int]) -> Started:
+    def _start_by_launcher(self, name: str, changes: Changes, fds: Mapping[str, int]) -> Started:
         assert self._launcher is not None
         try:
-            return self._launcher.start(fds)
+            return self._launcher.start(name, changes, fds)
         except LauncherLost:
             self._launcher.release()
             self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
-            return self._launcher.start(fds)
+            return self._launcher.start(name, changes, fds)
 
     # ---- replacing
 

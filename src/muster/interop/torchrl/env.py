@@ -23,6 +23,7 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import Asked
 from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
+from muster.workers.worker_env import WorkerEnv
 
 with imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl", "torch", "tensordict"):
     import torch
@@ -211,6 +212,7 @@ class ParallelEnv(MusterEnv):
     num_processes: None for one process per env, as in TorchRL; a number for so many processes that share the envs,
         which is for envs that share nothing; "auto" for one per usable core where a trial has shown that, as
         `muster.make_vec`.
+    worker_env: environment variables of the processes, as for `muster.make_vec`; its function's index is a process's.
 
     Transforms belong around the batch: ``TransformedEnv(ParallelEnv(...), ...)``. The other options of TorchRL's class
     control how that class moves its data; they would have no effect here, so they are not accepted.
@@ -225,6 +227,7 @@ class ParallelEnv(MusterEnv):
         device: torch.device | str | None = None,
         mp_start_method: str | None = None,
         num_processes: Asked = None,
+        worker_env: WorkerEnv | None = None,
     ) -> None:
         fns = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
         kwargs = list(create_env_kwargs) if isinstance(create_env_kwargs, Sequence) else [create_env_kwargs] * len(fns)
@@ -243,7 +246,13 @@ class ParallelEnv(MusterEnv):
         ]
         with originals_raised():
             envs = _vector_env(
-                processes(recipes, context=mp_start_method, num_workers=num_processes, name="num_processes")
+                processes(
+                    recipes,
+                    context=mp_start_method,
+                    num_workers=num_processes,
+                    name="num_processes",
+                    worker_env=worker_env,
+                )
             )
         super().__init__(envs, categorical_action_encoding=envs.metadata.get(ENCODING), device=device)
 

@@ -1,0 +1,94 @@
+"""Environment variables that users set for worker processes: checked, and dealt out to the workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from muster.arguments import as_whole
+from muster.errors import ConfigError
+
+# The variables of one worker, by name; None unsets.
+Variables = Mapping[str, str | int | None]
+# The same for all workers, one for each, or a function from a worker's index to its variables.
+WorkerEnv = Variables | Sequence[Variables] | Callable[[int], Variables]
+# Checked variables.
+Changes = dict[str, str | None]
+
+
+def changes_of(
+    worker_env: WorkerEnv | None, num_workers: int, *, name: str = "worker_env", worker: str = "worker"
+) -> list[Changes]:
+    """The changes to the environment of each worker. A function is called here, in the caller.
+
+    name, worker: the names of `worker_env` and of a worker, for messages. Raises ConfigError.
+    """
+    if worker_env is None:
+        return [{} for _ in range(num_workers)]
+    if isinstance(worker_env, Mapping):
+        return [_checked(worker_env, name)] * num_workers
+    if isinstance(worker_env, (list, tuple)):
+        if len(worker_env) != num_workers:
+            raise ConfigError(
+                f"{name} is a list of {len(worker_env)} dicts, but the number of {worker}s is {num_workers}; give one "
+                f"dict per {worker}, one dict for all, or a function of the {worker}'s index"
+            )
+        return [_checked(one, f"{name}[{i}]") for i, one in enumerate(worker_env)]
+    if callable(worker_env):
+        return [_checked(worker_env(i), f"{name}({i})") for i in range(num_workers)]
+    raise ConfigError(
+        f"{name} must be a dict of environment variables, a list of one dict per {worker}, or a function of the "
+        f"{worker}'s index that returns a dict, got {type(worker_env).__name__} {worker_env!r}"
+    )
+
+
+def refuse_without_processes(worker_env: WorkerEnv | None, backend: str) -> None:
+    """Raises ConfigError for variables where all envs are in the caller's process, whose environment is the user's."""
+    if worker_env is not None:
+        raise ConfigError(
+            f'worker_env sets variables of worker processes, and backend="{backend}" has none; set them in os.environ, '
+            'or use backend="process"'
+        )
+
+
+def apply(changes: Mapping[str, str | None]) -> None:
+    """Makes the changes in this process, for Python and for native code that reads the environment from now on."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def changed(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """A copy of an environment, with the changes made."""
+    merged = {**environ, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def _checked(variables: Any, name: str) -> Changes:
+    if not isinstance(variables, Mapping):
+        raise ConfigError(
+            f"{name} must be a dict of environment variables, got {type(variables).__name__} {variables!r}"
+        )
+    return {_checked_name(key, name): _checked_value(value, f"{name}[{key!r}]") for key, value in variables.items()}
+
+
+def _checked_name(key: Any, name: str) -> str:
+    if not isinstance(key, str) or not key or "=" in key or "\0" in key:
+        raise ConfigError(
+            f'{name}: the name of an environment variable must be a str that is not empty, without "=" and "\\0", got '
+            f"{type(key).__name__} {key!r}"
+        )
+    return key
+
+
+def _checked_value(value: Any, name: str) -> str | None:
+    if value is None:
+        return None
+    text = str(number) if (number := as_whole(value)) is not None else value
+    if not isinstance(text, str) or "\0" in text:
+        got = f"{type(value).__name__} {value!r}"
+        raise ConfigError(f'{name} must be a str without "\\0", an int, or None, which unsets it, got {got}')
+    return text

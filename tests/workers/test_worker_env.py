@@ -1,0 +1,219 @@
+"""The environment of workers: what code of an env finds there, in Python and in C, from its first import on."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+import muster
+from muster.errors import ConfigError
+from processes import kill_worker
+
+CONTEXTS = ["forkserver", "spawn", "fork"]
+_NUMBER, _GONE = "MUSTER_TEST_NUMBER", "MUSTER_TEST_GONE"
+# Observes the variable as it was when this module was imported.
+_PROBE = f"""
+import ctypes, os
+import gymnasium, numpy
+
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+
+
+def both(name):
+    in_c = getenv(name.encode())
+    return os.environ.get(name), None if in_c is None else in_c.decode()
+
+
+AT_IMPORT = both("{_NUMBER}"), both("{_GONE}")
+
+
+class Env(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-9, 99, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        self.found = AT_IMPORT, (both("{_NUMBER}"), both("{_GONE}"))
+
+    def look(self):
+        return self.found
+
+    def reset(self, *, seed=None, options=None):
+        return numpy.float32([AT_IMPORT[0][0] or -1]), {{}}
+
+    def step(self, action):
+        return numpy.float32([AT_IMPORT[0][0] or -1]), 0.0, False, False, {{}}
+"""
+
+
+def build(module: str) -> Any:
+    """An env of a module that only its own process imports."""
+    return import_module(module).Env()
+
+
+@pytest.fixture
+def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    (tmp_path / "environment_probe.py").write_text(_PROBE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(_GONE, "the caller's")
+    monkeypatch.delenv(_NUMBER, raising=False)
+    return functools.partial(build, "environment_probe")
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    "worker_env",
+    [
+        [{_NUMBER: "10", _GONE: None}, {_NUMBER: 11, _GONE: None}],
+        lambda i: {_NUMBER: np.int64(10 + i), _GONE: None},
+    ],
+    ids=["list", "function"],
+)
+def test_an_envs_module_finds_its_workers_variables_when_it_is_imported(
+    context: str, worker_env: Any, probe: Any
+) -> None:
+    with muster.make_vec(probe, 3, num_workers=2, context=context, worker_env=worker_env) as envs:
+        found = envs.call("look")
+    for at_import, at_build in found:
+        assert at_import == at_build
+    first, second = ((("10", "10"), (None, None)), (("11", "11"), (None, None)))
+    assert [at_import for at_import, _ in found] == [first, first, second]
+    assert _NUMBER not in os.environ
+    assert os.environ[_GONE] == "the caller's"
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_mujoco_reads_the_variable_that_its_worker_has(context: str) -> None:
+    if find_spec("mujoco") is None:
+        pytest.skip("needs mujoco")
+    worker_env = [{"MUJOCO_GL": "disable"}, {"MUJOCO_GL": "glfw"}]
+    with muster.make_vec("HalfCheetah-v5", 2, num_workers=2, context=context, worker_env=worker_env) as envs:
+        assert envs.call(lambda env, index: hasattr(sys.modules["mujoco"], "GLContext")) == (False, True)
+
+
+def test_a_spawned_worker_has_its_variables_before_python_starts() -> None:
+    environ = {**os.environ, "PYTHONHASHSEED": "7"}
+    said = subprocess.run([sys.executable, "-c", "print(hash('muster'))"], env=environ, capture_output=True, check=True)
+    options: dict[str, Any] = {"context": "spawn", "worker_env": {"PYTHONHASHSEED": "7"}}
+    with muster.make_vec("CartPole-v1", 1, num_workers=1, **options) as envs:
+        assert envs.call(lambda env, index: hash("muster")) == (int(said.stdout),)
+
+
+@pytest.mark.parametrize("context", ["forkserver", "fork"])
+def test_a_worker_that_replaces_another_has_the_same_variables(context: str, probe: Any) -> None:
+    options: dict[str, Any] = {"context": context, "worker_env": lambda i: {_NUMBER: 10 + i}}
+    with muster.make_vec(probe, 2, num_workers=2, on_failure="restart", **options) as envs:
+        envs.reset()
+        kill_worker(envs, 1)
+        envs.step([0, 0])
+        assert [found[0][0] for found, _ in envs.call("look")] == ["10", "11"]
+
+
+def test_thread_limits_give_way_and_the_callers_own_share_has_the_callers_environment(
+    probe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    worker_env = {_NUMBER: 10, "OMP_NUM_THREADS": 3, "MKL_NUM_THREADS": None}
+    with muster.make_vec(probe, 2, num_workers=1, caller_steps=True, worker_env=worker_env) as envs:
+        obs, _ = envs.reset()
+        here = envs.call(lambda env, index: [os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")])
+    assert obs.tolist() == [[10.0], [-1.0]]
+    assert here[0] == ["3", None]
+    assert here[1] == [None, os.environ.get("MKL_NUM_THREADS")]
+
+
+# ---- the other front ends; each observes the number of its process
+
+
+def _gymnasium(env: Any, worker_env: Any) -> Any:
+    from muster.interop.gymnasium import AsyncVectorEnv
+
+    envs = AsyncVectorEnv([env, env], num_workers=2, worker_env=worker_env)
+    return envs, envs.reset()[0]
+
+
+def _sb3(env: Any, worker_env: Any) -> Any:
+    sb3 = pytest.importorskip("muster.interop.sb3", exc_type=ImportError)
+    envs = sb3.SubprocVecEnv([env, env], num_workers=2, worker_env=worker_env)
+    return envs, envs.reset()
+
+
+def _sb3_make(env: Any, worker_env: Any) -> Any:
+    sb3 = pytest.importorskip("muster.interop.sb3", exc_type=ImportError)
+    options = {"num_workers": 2, "worker_env": worker_env}
+    envs = sb3.make_vec_env(env, 2, vec_env_cls=sb3.SubprocVecEnv, vec_env_kwargs=options)
+    return envs, envs.reset()
+
+
+def _torchrl(env: Any, worker_env: Any) -> Any:
+    torchrl = pytest.importorskip("muster.interop.torchrl", exc_type=ImportError)
+    envs = torchrl.ParallelEnv(2, env, num_processes=2, worker_env=worker_env)
+    return envs, envs.reset()["observation"].numpy()
+
+
+@pytest.mark.parametrize("make", [_gymnasium, _sb3, _sb3_make, _torchrl])
+def test_drop_ins_take_variables_too(make: Any, probe: Any) -> None:
+    envs, obs = make(probe, lambda i: {_NUMBER: 10 + i})
+    envs.close()
+    assert obs.tolist() == [[10.0], [11.0]]
+
+
+@pytest.mark.parametrize("num_collectors", [None, 2])
+def test_collectors_take_variables_too(num_collectors: int | None, probe: Any) -> None:
+    pytest.importorskip("tensordict")
+    options: dict[str, Any] = {"worker_env": lambda i: {_NUMBER: 10 + i}}
+    settings: dict[str, Any] = {"frames_per_batch": 4, "num_envs": 2}
+    if num_collectors is None:
+        collector: Any = muster.Collector(probe, None, make_vec_options={**options, "num_workers": 2}, **settings)
+    else:
+        collector = muster.MultiCollector(
+            probe, None, make_vec_options=options, num_collectors=num_collectors, **settings
+        )
+    batch = next(iter(collector))
+    collector.shutdown()
+    assert batch["observation"].flatten().tolist() == [10, 11, 10, 11]
+
+
+def test_a_custom_worker_of_gymnasium_has_no_worker_env() -> None:
+    from muster.interop.gymnasium import AsyncVectorEnv
+
+    make = functools.partial(gymnasium.make, "CartPole-v1")
+    with pytest.raises(TypeError, match="which has no worker_env"):
+        AsyncVectorEnv([make], worker=print, worker_env={"A": "1"})
+
+
+@pytest.mark.parametrize(
+    ("worker_env", "said"),
+    [
+        (3, "got int 3"),
+        ([{}], "a list of 1 dicts, but the number of workers is 2; give one dict per worker"),
+        ([{}, None], r"worker_env\[1\] must be a dict of environment variables, got NoneType None"),
+        (lambda i: "A=1", r"worker_env\(0\) must be a dict of environment variables, got str 'A=1'"),
+        ({"A": 0.5}, r"worker_env\['A'\] must be a str .*, an int, or None, which unsets it, got float 0.5"),
+        ({"A": True}, r"worker_env\['A'\] must be .* got bool True"),
+        ([{}, {"A": b"1"}], r"worker_env\[1\]\['A'\] must be .* got bytes b'1'"),
+        ({"A": "\0"}, r"worker_env\['A'\] must be"),
+        ({1: "A"}, "the name of an environment variable must be a str .* got int 1"),
+        ({"A=B": "1"}, "the name of an environment variable must be .* got str 'A=B'"),
+    ],
+)
+def test_what_is_no_environment_is_refused_by_name(worker_env: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        muster.make_vec("CartPole-v1", 2, num_workers=2, worker_env=worker_env)
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread"])
+def test_backends_without_processes_refuse_variables(backend: str) -> None:
+    with pytest.raises(ConfigError, match='worker_env .* use backend="process"'):
+        muster.make_vec("CartPole-v1", 2, backend=backend, worker_env={})
