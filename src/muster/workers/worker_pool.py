@@ -32,6 +32,7 @@ from muster.workers.memory_plan import MemoryPlan
 from muster.workers.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, Unpacking, expect
 from muster.workers.options import HostOptions
 from muster.workers.resources import usable_cores
+from muster.workers.start_notice import StartNotice, starting
 from muster.workers.worker_env import Changes, WorkerEnv, changes_of
 
 T = TypeVar("T")
@@ -86,6 +87,8 @@ class Workers:
     def start(self) -> None:
         """Starts all workers; `send_orders` continues. Raises CannotTravel before anything is started."""
         options = self._options
+        doing = starting(options.nouns, len(self._recipes), options.num_workers, caller_steps=options.caller_steps)
+        self._notice = StartNotice(doing)
         if options.context == "fork":
             check_forkable(self._recipes)
         hosts = range(options.num_workers)
@@ -105,6 +108,7 @@ class Workers:
             with standard_fds():
                 self._launcher = LauncherClient.acquire(options.context, options.threads_per_worker)
         for host in hosts:
+            self._notice.check()
             self.handles.append(self._launch(host))
 
     def send_orders(self) -> None:
@@ -166,6 +170,7 @@ class Workers:
                     continue
                 if kind is BuildProgress or not isinstance(answer, BuildProgress):
                     answers[worker.index] = answer
+            self._notice.check()
             if ready:
                 continue
             for worker in self.handles:
