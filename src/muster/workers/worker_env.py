@@ -61,6 +61,12 @@ def apply(changes: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
+def become(environ: Mapping[str, str]) -> None:
+    """Makes `environ` the environment of this process. Writes only what differs: a fork copies what it writes to."""
+    gone = {name: None for name in os.environ if name not in environ}
+    apply(gone | {name: value for name, value in environ.items() if os.environ.get(name) != value})
+
+
 def changed(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     """A copy of an environment, with the changes made."""
     merged = {**environ, **changes}
