@@ -100,3 +100,26 @@ def test_two_vector_envs_live_on_the_same_cores(two_workers: Any) -> None:
         for _ in range(200):
             one, another = (envs.step(np.ones(4, np.int64))[0] for envs in (two_workers, others))
         assert one.tolist() == another.tolist()
+
+
+def test_of_very_many_workers_on_a_core_none_stays_awake() -> None:
+    allowed, num_workers = os.sched_getaffinity(0), 21
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        with muster.make_vec(Counter, num_workers, num_workers=num_workers) as envs:
+            envs.reset()
+            pids = [worker["pid"] for worker in envs.stats()["workers"]]
+            before = sum(map(_yields, pids))
+            for _ in range(3):
+                envs.step(np.ones(num_workers, np.int64))
+                time.sleep(0.03)
+            yields = sum(map(_yields, pids)) - before
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert yields < 20 * num_workers
+
+
+def _yields(pid: int) -> int:
+    """How often a process has given up its core, or lost it, without sleeping."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("nonvoluntary_ctxt_switches"))

@@ -65,6 +65,9 @@ class AwakeWait {
 
   const WaitBudget& budget() const { return budget_; }
 
+  // True once in `period` calls.
+  bool is_turn(uint32_t period) { return ++turn_ % period == 0; }
+
   template <class Done>
   bool wait(int64_t until_ns, Done done) {
     for (int i = 0; i < budget_.pauses; ++i) {
@@ -114,6 +117,7 @@ class AwakeWait {
   int64_t rest_ns_ = kShortestRestNs / 2;
   int64_t rests_until_ = 0;
   uint32_t kept_ = 0;  // waits since a slice was lost
+  uint32_t turn_ = 0;
 };
 
 // The hosts of one slab, and the caller.
@@ -131,11 +135,28 @@ struct Bell {
   // Counters wrap; compare them as distances.
   bool reached(uint32_t target) const { return int32_t(total_finished() - target) >= 0; }
 
+  // Whether host `w` has answered all that it was asked for.
+  bool has_answered(uint32_t w) const {
+    return hosts[w].finished.load(std::memory_order_acquire) == hosts[w].asked.load(std::memory_order_relaxed);
+  }
+
+  // Whether all hosts but `own` have. Begins behind `own` and stops at the first that has not: the looks of all hosts in
+  // one step together grow hardly faster than their number.
+  bool others_answered(uint32_t own) const {
+    for (uint32_t w = own + 1; w < num_hosts; ++w)
+      if (!has_answered(w)) return false;
+    for (uint32_t w = 0; w < own; ++w)
+      if (!has_answered(w)) return false;
+    return true;
+  }
+
   uint32_t callers_cpu() const { return caller.cpu.load(std::memory_order_relaxed); }
 
-  void wake_caller_if_done() const {
+  // Called by host `own`; with `awaits_all` only once that has answered all.
+  void wake_caller_if_done(uint32_t own) const {
     if (!caller.armed.load(std::memory_order_acquire)) return;
-    if (!reached(caller.target.load(std::memory_order_relaxed))) return;
+    const bool awaits_all = caller.awaits_all.load(std::memory_order_relaxed);
+    if (!(awaits_all ? others_answered(own) : reached(caller.target.load(std::memory_order_relaxed)))) return;
     if (caller.armed.exchange(0, std::memory_order_relaxed)) futex_wake(caller.armed);
   }
 };
@@ -170,11 +191,16 @@ inline void ring_all(const Bell& bell) {
 
 // Moves this worker to a free core if it shares one. Two workers on one core would step one after the other, and the
 // kernel leaves them there for long: it regards cores that idle for less than half a millisecond as busy. The worker
-// with the higher index moves; so does a worker on the caller's core where every process has a core.
-inline void take_cpu(const Bell& bell, uint32_t index, const WaitBudget& budget) {
+// with the higher index moves; so does a worker on the caller's core where every process has a core. Of many workers
+// each looks at the others only now and then, or when it is on another core than before: they write their cores to lines
+// that change with each step.
+inline void take_cpu(const Bell& bell, uint32_t index, AwakeWait& awake) {
+  const WaitBudget& budget = awake.budget();
   auto& own = bell.hosts[index].cpu;
   const uint32_t cpu = 1 + uint32_t(sched_getcpu());
-  if (cpu != own.load(std::memory_order_relaxed)) own.store(cpu, std::memory_order_relaxed);
+  const bool has_moved = cpu != own.load(std::memory_order_relaxed);
+  if (has_moved) own.store(cpu, std::memory_order_relaxed);
+  if (!awake.is_turn(1 + bell.num_hosts / 8) && !has_moved) return;
   bool is_taken = budget.pauses && cpu == bell.callers_cpu();
   for (uint32_t w = 0; w < index; ++w) is_taken |= bell.hosts[w].cpu.load(std::memory_order_relaxed) == cpu;
   if (!is_taken) return;
@@ -198,7 +224,7 @@ inline void take_cpu(const Bell& bell, uint32_t index, const WaitBudget& budget)
 inline void wait_for_ring(const Bell& bell, uint32_t index, uint32_t seen, AwakeWait& awake) {
   HostRecord& host = bell.hosts[index];
   auto rung = [&] { return host.rung.load(std::memory_order_acquire) != seen; };
-  if (awake.budget().spreads) take_cpu(bell, index, awake.budget());
+  if (awake.budget().spreads) take_cpu(bell, index, awake);
   while (!awake.wait(now_ns() + kAwakeNs, rung)) {
     host.asleep.store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -210,7 +236,8 @@ inline void wait_for_ring(const Bell& bell, uint32_t index, uint32_t seen, Awake
 
 // ---- workers -> caller
 
-inline void announce_finished(const Bell& bell, HostRecord& host) {
+inline void announce_finished(const Bell& bell, uint32_t index) {
+  HostRecord& host = bell.hosts[index];
   const uint32_t finished = host.finished.load(std::memory_order_relaxed) + 1;
   host.finished.store(finished, std::memory_order_release);
   // Only a worker's last answer can complete the whole. A check after each answer would cost as much as a step of a
@@ -219,12 +246,19 @@ inline void announce_finished(const Bell& bell, HostRecord& host) {
   if (bell.caller.awaits_all.load(std::memory_order_relaxed) && finished != host.asked.load(std::memory_order_relaxed))
     return;
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  bell.wake_caller_if_done();
+  bell.wake_caller_if_done(index);
 }
 
 // Waits until `target` steps are finished, for `slice_ns` at most; sleeps at once if `awake` is null. True if they are.
+// Where all that was asked for is awaited, looks at each host only until it has answered: a wait may look many times.
 inline bool wait_for_finished(const Bell& bell, uint32_t target, AwakeWait* awake, int64_t slice_ns) {
-  auto done = [&] { return bell.reached(target); };
+  const bool awaits_all = bell.caller.awaits_all.load(std::memory_order_relaxed);
+  uint32_t answered = 0;
+  auto done = [&] {
+    if (!awaits_all) return bell.reached(target);
+    while (answered < bell.num_hosts && bell.has_answered(answered)) ++answered;
+    return answered == bell.num_hosts;
+  };
   const int64_t start = now_ns();
   if (awake && awake->wait(start + std::min(slice_ns, kAwakeNs), done)) return true;
   CallerRecord& caller = bell.caller;

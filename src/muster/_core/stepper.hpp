@@ -171,7 +171,7 @@ class Stepper {
     bump(own_.ticks_copying, ticks() - start - in_env);
     own_.doing.store(Doing::kNothing, std::memory_order_relaxed);
     record.finish();
-    announce_finished(slab_.bell(), own_);
+    announce_finished(slab_.bell(), host_);
   }
 
   uint64_t begin(Doing doing, uint32_t i) {

@@ -31,6 +31,9 @@ from muster.workers.env_facts import EnvFacts
 from muster.workers.options import HostOptions, WaitBudget
 from muster.workers.resources import usable_cores
 
+# The most processes that wait awake on a core; measured in docs/adr/0003-doorbell.md.
+_AWAKE_PER_CORE = 20
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -170,8 +173,11 @@ def wait_budgets(cores: int, processes: int, *, caller_steps: bool = False) -> t
 
     Processes that share cores yield to each other. That costs half as much as a sleep and a wake-up, and a caller that
     shares its core with a busy worker takes no time from it. With a cgroup's quota below the number of cores they
-    hardly stay awake: the kernel would throttle them for it.
+    hardly stay awake: the kernel would throttle them for it. Where very many processes share a core they sleep at once:
+    a yield lets all others run that are awake, and so takes longer than a sleep.
     """
+    if processes > _AWAKE_PER_CORE * cores:
+        return WaitBudget(0, 0, False), WaitBudget(0, 0, False)
     if cores < len(os.sched_getaffinity(0)):
         return WaitBudget(0, 0, False), WaitBudget(0, 100, False)
     if processes > cores:
