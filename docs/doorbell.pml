@@ -15,7 +15,8 @@
  * tests/faults/test_doorbell_model.py does both.
  *
  * A ring asks for one step here. Where it asks for several and all of them are awaited, the answers before the last are
- * stores to `finished` that nobody waits for; the last answer is announced as here.
+ * stores to `finished` that nobody waits for; the last answer is announced as here. There a worker looks whether each of
+ * the others has answered all that it was asked for, instead of at their sum; of two workers that is the same.
  *
  * Left out: how long a wait stays awake (any number of looks, here), counters that wrap, and the slice that
  * bounds the caller's sleep. The model ends a slice only once a worker is dead, since a slice that ends by itself would
