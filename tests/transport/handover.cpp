@@ -115,7 +115,7 @@ struct Worker {
     record.status = status;
     record.finish();
     own.doing.store(Doing::kNothing, std::memory_order_relaxed);
-    announce_finished(layout.bell(), own);
+    announce_finished(layout.bell(), host);
   }
 };
 
