@@ -9,6 +9,8 @@ import pytest
 import zmq
 from gymnasium import VectorizeMode
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector.async_vector_env import AsyncVectorEnv as TheirAsyncVectorEnv
+from gymnasium.vector.async_vector_env import _async_worker
 from gymnasium.wrappers import ClipReward, TimeAwareObservation
 
 import muster
@@ -110,6 +112,15 @@ def test_lazy_arguments_are_built_where_the_env_is(served, mode):
     for one in (envs, again):
         assert one.reset()[1]["kinds"].tolist() == ["Context lock"] * 2
         one.close()
+
+
+def test_a_custom_worker_runs_on_gymnasiums_own_class(served):
+    vector_kwargs = {"worker": _async_worker, "context": "fork"}
+    envs = make_vec(served, 2, "async", vector_kwargs, server=muster.lazy(zmq.Context))
+    assert type(envs) is TheirAsyncVectorEnv
+    assert envs.spec.kwargs["vector_kwargs"] == vector_kwargs
+    assert envs.reset()[1]["kinds"].tolist() == ["Context"] * 2
+    envs.close()
 
 
 def test_an_argument_that_cannot_travel_is_named_as_the_call_names_it(served):

@@ -42,7 +42,7 @@ class FromArguments:
 
 @dataclass(frozen=True)
 class WithLazies:
-    """A function of no arguments that builds the lazy values in a ``functools.partial`` before it calls that."""
+    """A function of no arguments that builds the lazy values in a recipe's arguments before it calls the factory."""
 
     recipe: Recipe
     num_envs: int
@@ -55,8 +55,10 @@ class WithLazies:
 def with_lazies(recipes: list[Recipe]) -> tuple[Callable[[], Any], ...]:
     """The functions of `recipes`, for a vector env that is not Muster's."""
     count = len(recipes)
+    plain = [not recipe.kwargs and type(recipe.factory) is not functools.partial for recipe in recipes]
     return tuple(
-        WithLazies(recipe, count) if type(recipe.factory) is functools.partial else recipe.factory for recipe in recipes
+        recipe.factory if is_plain else WithLazies(recipe, count)
+        for recipe, is_plain in zip(recipes, plain, strict=True)
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from gymnasium import VectorizeMode
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
-from muster.interop.starting import FromArguments
+from muster.interop.env_functions import FromArguments
 from muster.pickling import UserCall
 from muster.recipes.gymnasium_ids import factory_of_spec
 
@@ -49,7 +49,8 @@ class VectorSpec:
         """A factory for each env."""
         arguments = {"id": factory_of_spec(self.spec), "wrappers": list(self.wrappers), **self.kwargs}
         call = _ASYNC if self.mode is VectorizeMode.ASYNC else _SYNC
-        return [FromArguments(_make, arguments, self.spec.id, call)] * self.num_envs
+        count = self.num_envs
+        return [FromArguments(_make, arguments, self.spec.id, call, env_index, count) for env_index in range(count)]
 
     def recorded(self) -> EnvSpec:
         """The spec from which ``make_vec`` makes such a vector env again."""
