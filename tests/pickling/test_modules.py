@@ -35,7 +35,10 @@ def sent(module, recwarn):
     return arrived, [str(one.message) for one in recwarn if one.category is UserWarning]
 
 
-def test_a_module_of_pettingzoo_travels_by_its_name(recwarn):
+def test_a_module_of_pettingzoo_travels_by_its_name(recwarn, monkeypatch):
+    # Another test may have imported it by its name: then it is the package's attribute.
+    monkeypatch.delitem(sys.modules, "pettingzoo.sisl.multiwalker_v9", raising=False)
+    monkeypatch.delitem(vars(sisl), "multiwalker_v9", raising=False)
     module = sisl.multiwalker_v9
     assert sisl.multiwalker_v9 is not module
     assert find_culprits(module) == []
