@@ -154,7 +154,7 @@ def test_the_error_names_what_is_marked_where_and_why_and_what_to_do_instead():
         pickle.dumps(nn.Sequential(Arm(2, 2)))
     message = str(raised.value)
     assert message.startswith(f"{__name__}.Arm is marked as uncopyable in {__file__}:")
-    assert ": drives the arm over USB. It stays where it is, neither copied nor pickled." in message
+    assert ": drives the arm over USB. It stays where it is, neither copied nor pickled\n" in message
     for remedy in (
         *("policy_factory=", "muster.rebuild_with(Arm, factory)", "muster.nn.functionalize(policy)"),
         *("muster.nn.TargetParams(policy)", "muster.nn.shared_on_copy(policy)", "uncopyable = False"),

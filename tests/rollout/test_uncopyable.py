@@ -139,6 +139,25 @@ def test_a_marked_part_that_is_rebuilt_there_lets_its_policy_travel():
         assert (collector.rollout()["action"] == 7).all()
 
 
+def test_a_factory_that_holds_what_is_marked_is_refused_by_its_name_and_reason():
+    policy = Marked("lock")
+    with pytest.raises(muster.errors.CannotTravel) as raised:
+        MultiCollector(ENV, policy_factory=lambda: policy, num_collectors=2, frames_per_batch=8)
+    message = str(raised.value)
+    assert "because of policy_factory.<closure>.policy (test_uncopyable.Marked): test_uncopyable.Marked is" in message
+    assert message.endswith(
+        "neither copied nor pickled. Let the factory build it: it is called in each collector's process"
+    )
+
+
+def test_an_env_s_argument_that_is_marked_is_built_in_the_worker_and_not_forked():
+    with pytest.raises(muster.errors.CannotTravel) as raised:
+        muster.make_vec(CountingEnv, 2, env_kwargs={"length": Marked("lock")})
+    assert ": drives the arm. It stays where it is" in str(raised.value)
+    assert "muster.lazy(" in str(raised.value)
+    assert "would be safe here" not in str(raised.value)
+
+
 def test_built_by_a_factory_it_has_replicas_whose_weights_follow(kind: str, policy: Acting):
     factory = functools.partial(Acting, kind)
     with MultiCollector(

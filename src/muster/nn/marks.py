@@ -189,7 +189,7 @@ def _refusal(mark: Mark) -> CannotTravel:
     where = f" in {mark.where}" if mark.where else ""
     reason = f": {mark.reason}" if mark.reason else ""
     return CannotTravel(
-        f"{mark.type_name} is marked as uncopyable{where}{reason}. It stays where it is, neither copied nor pickled. "
+        f"{mark.type_name} is marked as uncopyable{where}{reason}. It stays where it is, neither copied nor pickled\n"
         "What to do instead:\n"
         "  - collectors call it where it is; for one in each process give them policy_factory=, which builds it there, "
         f"or call muster.rebuild_with({name}, factory) where only a part of the policy is marked\n"

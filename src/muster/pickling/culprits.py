@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from gymnasium.envs.registration import EnvSpec
 
+from muster.errors import CannotTravel
 from muster.introspection import type_name
 from muster.pickling.kinds import Kind, kind_of
 from muster.pickling.probe import PickleAttempt, attempt
@@ -172,7 +173,8 @@ def _blocking(failure: PickleAttempt, walk: Walk) -> Culprit:
         )
         trail = [(f"{name} ({where})", value)]
     kind = kind_of(value)
-    plain = kind is None and _is_plain_python(type(value))
+    # What refuses to travel at all, such as a policy that is marked to stay, has no business in a fork either.
+    plain = kind is None and not isinstance(error, CannotTravel) and _is_plain_python(type(value))
     return Culprit(
         path=trail[-1][0],
         type=type_name(value),
@@ -236,6 +238,8 @@ def _reason(failure: PickleAttempt, kind: Kind | None) -> str:
         return "pickling it never ends: its __reduce__ or __getstate__ makes ever more objects (RecursionError)"
     if kind is not None and kind.refused:
         return kind.reason
+    if isinstance(error, CannotTravel):
+        return error.headline
     said = f"{type(error).__name__}: {str(error) or '(no message)'}"
     if kind is not None and kind.made_anew and "fork context" in said:
         return f"it belongs to multiprocessing's fork context, in which fresh processes cannot find it ({said})"
