@@ -18,6 +18,7 @@ import pytest
 
 import muster
 from muster.errors import ConfigError
+from muster.workers.resources import usable_cores
 from processes import kill_worker
 
 CONTEXTS = ["forkserver", "spawn", "fork"]
@@ -60,6 +61,11 @@ class Env(gymnasium.Env):
 def build(module: str) -> Any:
     """An env of a module that only its own process imports."""
     return import_module(module).Env()
+
+
+def build_where(variable: str, env: Callable[[], Any]) -> Any:
+    """An env that can be built only where the variable is set."""
+    return os.environ[variable] and env()
 
 
 @pytest.fixture
@@ -108,6 +114,13 @@ def test_a_spawned_worker_has_its_variables_before_python_starts() -> None:
     options: dict[str, Any] = {"context": "spawn", "worker_env": {"PYTHONHASHSEED": "7"}}
     with muster.make_vec("CartPole-v1", 1, num_workers=1, **options) as envs:
         assert envs.call(lambda env, index: hash("muster")) == (int(said.stdout),)
+
+
+def test_the_trial_of_num_workers_auto_has_the_first_workers_variables(capfd: Any, probe: Any) -> None:
+    needs = functools.partial(build_where, _NUMBER, probe)
+    with muster.make_vec(needs, 5, num_workers="auto", worker_env=lambda i: {_NUMBER: 10 + i}) as envs:
+        assert len(envs.stats()["workers"]) == min(5, usable_cores())
+    assert "side by side are what each is alone" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("context", ["forkserver", "fork"])

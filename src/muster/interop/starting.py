@@ -69,7 +69,13 @@ def processes(
         workers = min(asked, len(recipes))
     else:
         workers = count_processes(
-            recipes, asked, usable_cores(), context=method, timeout_s=_START_TIMEOUT_S, packs=False
+            recipes,
+            asked,
+            usable_cores(),
+            context=method,
+            timeout_s=_START_TIMEOUT_S,
+            packs=False,
+            worker_env=worker_env,
         )
     options = ProcessOptions(
         context=method,

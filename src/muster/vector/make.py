@@ -138,7 +138,13 @@ def make_vec(
         else:
             packs = all(map(is_known, recipes))
             processes = count_processes(
-                recipes, num_workers, cores, context=context, timeout_s=start_timeout, packs=packs
+                recipes,
+                num_workers,
+                cores,
+                context=context,
+                timeout_s=start_timeout,
+                packs=packs,
+                worker_env=worker_env,
             )
             workers = processes - caller_steps
         options = ProcessOptions(

@@ -10,6 +10,7 @@ from muster.errors import CannotTravel, ConfigError
 from muster.recipes.recipe import Recipe, pack
 from muster.vector.side_by_side import try_side_by_side
 from muster.workers.notices import say_once
+from muster.workers.worker_env import Changes, WorkerEnv, first_changes
 
 Asked = int | Literal["auto"] | None
 AUTO = "auto"
@@ -27,20 +28,27 @@ def check_workers(name: str, asked: Asked) -> Asked:
 
 
 def count_processes(
-    recipes: Sequence[Recipe], asked: Literal["auto"] | None, cores: int, *, context: str, timeout_s: float, packs: bool
+    recipes: Sequence[Recipe],
+    asked: Literal["auto"] | None,
+    cores: int,
+    *,
+    context: str,
+    timeout_s: float,
+    packs: bool,
+    worker_env: WorkerEnv | None,
 ) -> int:
     """The number of processes for envs whose number of workers the user has not given.
 
     asked: "auto" packs the envs where a trial shows that two side by side are what each is alone, and says what it has
     chosen.  packs: whether the envs are known to share nothing, and are packed without a trial.
-    timeout_s: seconds for each stage of the trial.
+    timeout_s: seconds for each stage of the trial.  worker_env: as for `make_vec`; the trial has the first worker's.
     """
     count, fewest = len(recipes), min(cores, len(recipes))
     if count == 1:
         return 1
     call = recipes[0].call
     if asked == AUTO:
-        why = _why_apart(recipes, context, timeout_s)
+        why = _why_apart(recipes, context, timeout_s, first_changes(worker_env))
         processes, reason = (fewest, "two of it side by side are what each is alone") if why is None else (count, why)
         say_once(f'"auto": {count} envs of {recipes[0].name} in {processes} processes: {reason}')
         return processes
@@ -52,7 +60,7 @@ def count_processes(
     return count
 
 
-def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float) -> str | None:
+def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float, changes: Changes) -> str | None:
     """The reason why each env needs a process of its own; None where the first two may share one."""
     pair = recipes[:2]
     try:
@@ -61,5 +69,5 @@ def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float) -> str
         if context != "fork":
             return f"they cannot be tried: {error.headline}"
         packed = pair
-    tried = try_side_by_side(packed, timeout_s)
+    tried = try_side_by_side(packed, timeout_s, changes=changes)
     return tried.unknown or tried.disturbed

@@ -16,6 +16,7 @@ from muster.workers.env_host import seed_globals
 from muster.workers.guarded import TrialOutcome, run_guarded
 from muster.workers.resources import own_memory_bytes
 from muster.workers.trial_process import Reporter
+from muster.workers.worker_env import Changes
 
 ROWS = 64
 BUILDING_SECOND, STEPPING_BOTH = "building a second one in the same process", "stepping two of it in one process"
@@ -52,12 +53,19 @@ class SideBySide:
         )
 
 
-def try_side_by_side(pair: bytes | Sequence[Recipe], stage_timeout_s: float, rows: int = ROWS) -> SideBySide:
-    """Plays two envs for `rows` rows, each alone and both in turns. pair: their recipes, as for `run_guarded`."""
+def try_side_by_side(
+    pair: bytes | Sequence[Recipe], stage_timeout_s: float, rows: int = ROWS, changes: Changes | None = None
+) -> SideBySide:
+    """Plays two envs for `rows` rows, each alone and both in turns. pair, changes: as for `run_guarded`."""
 
     def run(trial: Any, **options: Any) -> TrialOutcome:
         return run_guarded(
-            trial, pair, stage_timeout_s=stage_timeout_s, options={"rows": rows, **options}, hash_seed=_HASH_SEED
+            trial,
+            pair,
+            stage_timeout_s=stage_timeout_s,
+            options={"rows": rows, **options},
+            hash_seed=_HASH_SEED,
+            changes=changes,
         )
 
     with ThreadPoolExecutor(3) as pool:

@@ -23,6 +23,7 @@ from muster.workers.killing import kill_with_all
 from muster.workers.launcher import python_command
 from muster.workers.launcher_client import worker_environment
 from muster.workers.trial_process import main
+from muster.workers.worker_env import Changes, apply, changed
 from muster.workers.worker_main import flush_streams
 
 STARTING = "starting Python"
@@ -71,17 +72,18 @@ def run_guarded(
     stage_timeout_s: float,
     options: dict[str, Any],
     hash_seed: int | None = None,
+    changes: Changes | None = None,
 ) -> TrialOutcome:
     """Calls ``trial(*recipes, reporter, **options)`` in a new process, and returns its outcome.
 
     trial: a function of a module, with options that JSON knows.  recipes: packed (b"" where the trial takes none), or
     recipes that cannot be sent: then the trial runs in a fork of this process.  stage_timeout_s: limit for each stage
-    of the trial, and for each row that it plays.
+    of the trial, and for each row that it plays.  changes: of the process's environment.
     """
     read, write = os.pipe()
     guard = os.pidfd_open(os.getpid())
     name = f"{trial.__module__}:{trial.__name__}"
-    environment = worker_environment(1)
+    environment = changed(worker_environment(1), changes or {})
     if hash_seed is not None:
         environment["PYTHONHASHSEED"] = str(hash_seed)
     with (
@@ -105,7 +107,7 @@ def run_guarded(
                     start_new_session=True,
                 )
             else:
-                process = _Fork(name, write, guard, options, False, recipes, stderr=stderr.fileno())
+                process = _Fork(changes or {}, name, write, guard, options, False, recipes, stderr=stderr.fileno())
         finally:
             os.close(write)
             os.close(guard)
@@ -118,7 +120,7 @@ def run_guarded(
 class _Fork:
     """A trial in a fork of this process, with the part of `Popen`'s interface that is needed here."""
 
-    def __init__(self, *arguments: Any, stderr: int) -> None:
+    def __init__(self, changes: Changes, *arguments: Any, stderr: int) -> None:
         flush_streams()
         with warnings.catch_warnings():
             # Python warns of other threads: locks that they hold stay held in the fork. A trial that needs one of these
@@ -129,6 +131,7 @@ class _Fork:
             return
         try:
             os.setsid()
+            apply(changes)
             null = os.open(os.devnull, os.O_RDWR)
             for fd, target in enumerate((null, null, stderr)):
                 os.dup2(target, fd)

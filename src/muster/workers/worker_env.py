@@ -43,6 +43,11 @@ def changes_of(
     )
 
 
+def first_changes(worker_env: WorkerEnv | None) -> Changes:
+    """The changes for worker 0, where the number of workers is not known yet."""
+    return changes_of(worker_env[:1] if isinstance(worker_env, (list, tuple)) else worker_env, 1)[0]
+
+
 def refuse_without_processes(worker_env: WorkerEnv | None, backend: str) -> None:
     """Raises ConfigError for variables where all envs are in the caller's process, whose environment is the user's."""
     if worker_env is not None:
