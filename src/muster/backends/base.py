@@ -24,6 +24,7 @@ from muster.workers.env_host import EnvHost
 from muster.workers.failures import Failure
 from muster.workers.messages import Reset, ResetArguments, Restart
 from muster.workers.options import EnvCall, HostOptions, WaitBudget
+from muster.workers.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,10 @@ class Backend(ABC):
     @abstractmethod
     def process_ids(self) -> list[int | None]:
         """The id of the process that runs each host; None where that process has ended."""
+
+    @abstractmethod
+    def usage_at_start(self, host: int) -> Usage:
+        """What the process of `host` held once it was ready to step its envs; all None while it is being replaced."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> list[Failure]:

@@ -32,6 +32,7 @@ from muster.workers.failures import Failure, message_of, to_exception
 from muster.workers.handle import WorkerHandle, name_workers
 from muster.workers.launcher_client import readable
 from muster.workers.options import EnvCall, HostOptions
+from muster.workers.usage import Usage, usage_of
 from muster.workers.worker_pool import PATIENT_S, SLICE_S, ProcessOptions, Workers
 
 __all__ = ["ProcessBackend", "ProcessOptions", "check_pool"]
@@ -111,6 +112,7 @@ class ProcessBackend(Backend):
         self._workers.attach(plan, options)
         if self._local is not None:
             attach_local_host(self, self._local, self.num_workers, self._local_mail, options)
+            self._own_usage_at_start = usage_of(os.getpid())
 
     def never_replaces(self) -> None:
         self._workers.drop_inheritance()
@@ -224,6 +226,9 @@ class ProcessBackend(Backend):
         own = [os.getpid()] if self._local is not None else []
         workers = self._workers.handles
         return [None if worker.process.has_ended() else worker.process.pid for worker in workers] + own
+
+    def usage_at_start(self, host: int) -> Usage:
+        return self._own_usage_at_start if host == self.num_workers else self._workers.handles[host].usage_at_start
 
     # ---- watching
 

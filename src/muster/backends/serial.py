@@ -18,6 +18,7 @@ from muster.workers.env_host import EnvHost
 from muster.workers.failures import Failure, to_exception
 from muster.workers.messages import ResetArguments, Restart
 from muster.workers.options import EnvCall, HostOptions
+from muster.workers.usage import Usage, usage_of
 
 
 class SerialBackend(Backend):
@@ -42,6 +43,7 @@ class SerialBackend(Backend):
         self.slab = Slab(plan)
         self.caller = make_caller(self.slab, caller)
         attach_local_host(self, self._env_host, 0, self._mail, options)
+        self._usage_at_start = usage_of(os.getpid())
 
     def mail_of(self, host: int) -> Mail:
         return self._mail
@@ -70,6 +72,9 @@ class SerialBackend(Backend):
 
     def process_ids(self) -> list[int | None]:
         return [os.getpid()]
+
+    def usage_at_start(self, host: int) -> Usage:
+        return self._usage_at_start
 
     def close(self, timeout_s: float) -> list[Failure]:
         return self._env_host.close()

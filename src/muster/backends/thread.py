@@ -22,6 +22,7 @@ from muster.workers.env_facts import EnvFacts, check_one_per_process
 from muster.workers.failures import Failure, to_exception
 from muster.workers.options import EnvCall, HostOptions
 from muster.workers.thread_worker import ThreadWorker, end_threads
+from muster.workers.usage import Usage, usage_of
 
 T = TypeVar("T")
 _SLICE_S = 0.05
@@ -72,6 +73,7 @@ class ThreadBackend(Backend):
         for worker in self._workers:
             worker.inbox.put(messages.Attach(self.slab, options))
             self._take(messages.Attached, worker, deadline, "mapping the slab")
+        self._usage_at_start = usage_of(os.getpid())
 
     # ---- commands
 
@@ -122,6 +124,9 @@ class ThreadBackend(Backend):
 
     def process_ids(self) -> list[int | None]:
         return [os.getpid()] * self.num_workers
+
+    def usage_at_start(self, host: int) -> Usage:
+        return self._usage_at_start
 
     # ---- closing
 

@@ -25,8 +25,8 @@ from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.side_by_side import built
 from muster.vector.vector_env import VectorEnv
-from muster.workers.resources import own_memory_bytes
 from muster.workers.trial_process import Reporter
+from muster.workers.usage import own_memory_bytes
 
 _ROWS = 60
 _ENOUGH_S = 5.0

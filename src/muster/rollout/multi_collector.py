@@ -186,10 +186,11 @@ class MultiCollector(BatchSource):
     def stats(self) -> dict[str, Any]:
         """Counts of frames and batches; ``collectors``: counts of the collectors' envs, and shares of their time.
 
-        In ``collectors``: ``env_steps`` and ``restarts`` (envs that were built again), and for each of ``workers`` the
-        shares of its time that it spent ``collecting`` and ``waiting`` for the caller, its env steps, resets and
-        restarts, and its process's ``pid``, ``memory_bytes`` and ``fds``. Counts are of the batches that have arrived.
-        With a policy that stays here ``collectors`` is `VectorEnv.stats`.
+        In ``collectors``: ``env_steps`` and ``restarts`` (envs that were built again), the number of ``processes``, and
+        for each of ``workers`` the shares of its time that it spent ``collecting`` and ``waiting`` for the caller, its
+        env steps, resets and restarts, and the figures of its process (``pid``, ``memory_bytes``, ``handles``,
+        ``children`` and their growth) that `VectorEnv.stats` has. Counts are of the batches that have arrived. With a
+        policy that stays here ``collectors`` is `VectorEnv.stats`.
         """
         return {"frames": self.frames, "batches": self.batches, "collectors": self._collectors.stats()}
 

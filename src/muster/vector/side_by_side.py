@@ -14,8 +14,8 @@ from muster.worker_info import WorkerInfo, worker_info_context
 from muster.workers.env_facts import check_one_per_process
 from muster.workers.env_host import seed_globals
 from muster.workers.guarded import TrialOutcome, run_guarded
-from muster.workers.resources import own_memory_bytes
 from muster.workers.trial_process import Reporter
+from muster.workers.usage import own_memory_bytes
 from muster.workers.worker_env import Changes
 
 ROWS = 64

@@ -28,11 +28,11 @@ from muster.vector.batched_spaces import BatchedSpaces
 from muster.vector.interrupted import drop_interrupted, interruptible
 from muster.vector.raisers import Raiser
 from muster.vector.results import Batch, Floats, Rows, StepResult
+from muster.vector.stats import counts_of, stats_of
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
 from muster.workers.messages import ResetArguments
 from muster.workers.options import EnvCall
-from muster.workers.resources import worker_stats
 
 _WATCH_S = 0.05
 _CLOSE_S = 5.0
@@ -278,24 +278,21 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return self.call("render")
 
     def stats(self) -> dict[str, Any]:
-        """Env steps and restarts so far, and the time and resources that each worker has used.
+        """Env steps and restarts so far, the number of ``processes`` that step envs, and a dict for each worker.
 
-        ``workers``: for each worker the share of its time spent in envs, waiting and copying (they add up to 1), its
-        env steps and resets, its private memory in bytes, and its open fds. ``env_steps`` is their sum.
+        A worker's dict holds the shares of its time that it was ``stepping`` envs, ``waiting`` and ``copying`` (they
+        add up to 1), its ``env_steps`` and ``resets``, and of its process the ``pid``, ``memory_bytes`` (private
+        memory), ``handles`` (open file descriptors, also called ``fds``) and ``children`` (processes that it has
+        started, theirs included). ``memory_growth_bytes`` (of memory that belongs to no file), ``handles_growth`` and
+        ``children_growth`` count what was added since its envs were built; None where its process has ended. Where the
+        caller steps envs, these are the figures of the caller's whole process.
         """
         self.require_open()
-        workers = worker_stats(self._backend.slab, self._backend.process_ids())
-        return {
-            "env_steps": sum(worker["env_steps"] for worker in workers),
-            "restarts": int(self._records["restarts"].sum()),
-            "workers": workers,
-        }
+        return stats_of(self._backend)
 
     def counts(self) -> tuple[int, int, int]:
         """Env steps, resets and restarts so far, of all envs."""
-        hosts = [self._backend.slab.host(index) for index in range(self._backend.slab.plan.num_hosts)]
-        restarts = int(self._records["restarts"].sum())
-        return sum(host["env_steps"] for host in hosts), sum(host["resets"] for host in hosts), restarts
+        return counts_of(self._backend)
 
     @property
     def episode_returns(self) -> Floats:

@@ -29,7 +29,7 @@ from muster.workers.env_facts import EnvFacts, check_one_per_process, facts_of, 
 from muster.workers.failures import Failure, message_of, portable, reset_note
 from muster.workers.messages import ResetArguments, Restart
 from muster.workers.options import EnvCall, HostOptions
-from muster.workers.resources import own_memory_bytes
+from muster.workers.usage import own_memory_bytes
 
 _RELEASE_TIMEOUT_S = 2.0
 

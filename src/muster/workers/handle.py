@@ -17,6 +17,7 @@ from muster.transport.channel import Channel
 from muster.transport.slab import memfd
 from muster.workers.deaths import NOUNS, Nouns, is_from_outside, likely_cause
 from muster.workers.launcher_client import WorkerProcess, close_own, disown, fork_worker, own
+from muster.workers.usage import Usage
 from muster.workers.worker_main import STACK_SIGNAL, main
 
 # A worker's pid and pidfd, and the pipe that its exit code will come by; None where it is a child of this process.
@@ -49,6 +50,7 @@ class WorkerHandle:
     ready_at: float = 0.0  # the time at which a replacement had started
     launched_at: float = field(default_factory=time.monotonic)
     apart: str = ""  # the sentence of `advise_apart`
+    usage_at_start: Usage = field(default_factory=Usage)  # of its process, once it was ready to step
 
     @property
     def building(self) -> str:

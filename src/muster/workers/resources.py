@@ -1,14 +1,11 @@
-"""The cores, memory and threads that this process may use, and the memory and fds that a process holds."""
+"""The cores, memory and threads that this process may use."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from muster.transport.slab import Slab
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -94,46 +91,6 @@ def _own_cgroup() -> Path:
         if line.startswith("0::"):
             return CGROUP / line[3:].lstrip("/")
     return CGROUP
-
-
-def process_usage(pid: int | None) -> dict[str, int | None]:
-    """The ``memory_bytes`` that only process `pid` holds, and the number of its ``fds``; None where it has ended."""
-    if pid is None:
-        return {"memory_bytes": None, "fds": None}
-    private = [
-        int(line.split()[1]) * 1024
-        for line in read_text(Path(f"/proc/{pid}/smaps_rollup")).splitlines()
-        if line.startswith("Private_")
-    ]
-    try:
-        fds: int | None = len(os.listdir(f"/proc/{pid}/fd"))
-    except OSError:
-        fds = None
-    return {"memory_bytes": sum(private) if private else None, "fds": fds}
-
-
-def worker_stats(slab: Slab, process_ids: Sequence[int | None]) -> list[dict[str, Any]]:
-    """The shares of each host's time (they add up to 1), its env steps and resets, and its memory and fds."""
-    stats = []
-    for host, pid in enumerate(process_ids):
-        state = slab.host(host)
-        spent = [state["ticks_in_env"], state["ticks_waiting"], state["ticks_copying"]]
-        shares = [ticks / max(1, sum(spent)) for ticks in spent]
-        stats.append(
-            {
-                **dict(zip(("stepping", "waiting", "copying"), shares, strict=True)),
-                "env_steps": state["env_steps"],
-                "resets": state["resets"],
-                "pid": pid,
-                **process_usage(pid),
-            }
-        )
-    return stats
-
-
-def own_memory_bytes() -> int:
-    """Bytes of memory that only this process holds; 0 where the kernel does not report them."""
-    return process_usage(os.getpid())["memory_bytes"] or 0
 
 
 def read_text(path: Path) -> str:

@@ -33,6 +33,7 @@ from muster.workers.messages import Attach, Attached, Build, BuildProgress, Envs
 from muster.workers.options import HostOptions
 from muster.workers.resources import usable_cores
 from muster.workers.start_notice import StartNotice, starting
+from muster.workers.usage import usage_of
 from muster.workers.worker_env import Changes, WorkerEnv, changes_of
 
 T = TypeVar("T")
@@ -139,6 +140,8 @@ class Workers:
         for worker in self.handles:
             self._send(worker, self._attach, (), _MAPPING)
         self._answers(Attached, self.handles, _MAPPING)
+        for worker in self.handles:
+            worker.usage_at_start = usage_of(worker.process.pid)
 
     def _await_first_envs(self, worker: WorkerHandle) -> None:
         """Waits until the envs that the first worker has built show that all will fit into memory, see `MemoryPlan`."""
@@ -290,6 +293,7 @@ class Workers:
                 raise self._too_slow(worker, _BUILDING) from None
             return False
         worker.starting_until, worker.ready_at = None, time.monotonic()
+        worker.usage_at_start = usage_of(worker.process.pid)
         return True
 
     # ---- ending

@@ -36,6 +36,7 @@ from muster.rollout.weights import module_of, named_weights, weights_to_send
 from muster.transport.slab import memfd, split_evenly
 from muster.vector.assemble import process_vec
 from muster.vector.results import Batch
+from muster.vector.stats import PROCESS_KEYS
 from muster.workers.launcher_client import standard_fds
 
 # The first word of the spawn keys for replicas' seeds; Collector uses smaller ones.
@@ -167,15 +168,18 @@ class CollectorPool:
     def stats(self) -> dict[str, Any]:
         counts = self._counts_before + self._counts
         env_steps, _, restarts = counts.sum(axis=0).tolist()
+        of_processes = self._processes.stats()
         workers = [
             {
                 "collecting": 1.0 - process["waiting"],
-                **{name: process[name] for name in ("waiting", "pid", "memory_bytes", "fds")},
+                "waiting": process["waiting"],
+                **{name: process[name] for name in PROCESS_KEYS},
                 **dict(zip(COUNTS, of_envs, strict=True)),
             }
-            for process, of_envs in zip(self._processes.stats()["workers"], counts.tolist(), strict=True)
+            for process, of_envs in zip(of_processes["workers"], counts.tolist(), strict=True)
         ]
-        return {"env_steps": env_steps, "restarts": restarts, "workers": workers}
+        processes = of_processes["processes"]
+        return {"env_steps": env_steps, "restarts": restarts, "processes": processes, "workers": workers}
 
     def close(self) -> None:
         self._processes.close()
