@@ -106,6 +106,7 @@ def doctor(
             metavar="MODULE:FACTORY", help="Also say whether this function builds the same policy everywhere."
         ),
     ] = None,
+    soak: Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Also look for leaks so long.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Try an env out, and say how to run many of it, or what is in the way; without a TARGET examine the machine.
@@ -118,7 +119,7 @@ def doctor(
         _report_machine(context, as_json)
     from muster.doctor.show import show
 
-    options: dict[str, Any] = {"num_envs": num_envs, "timeout": timeout, "seconds": seconds}
+    options: dict[str, Any] = {"num_envs": num_envs, "timeout": timeout, "seconds": seconds, "soak_s": soak}
     diagnosis = _diagnose(target, kwargs, policy, policy_factory, options)
     if as_json:
         typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
@@ -155,6 +156,8 @@ def _diagnose(
             factory = None if policy_factory is None else policy_factory_of(policy_factory)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
+        if (soak_s := options["soak_s"]) is not None:
+            typer.echo(f"Trying {target} out, then soaking it for {soak_s:g} s", err=True)
         diagnosis = diagnose(env, policy_factory=factory, env_kwargs=arguments, name=target, **options)
     if judged is not None:
         diagnosis = replace(diagnosis, findings=(*diagnosis.findings, judged[0]), policy=judged[1])

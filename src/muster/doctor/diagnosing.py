@@ -12,9 +12,10 @@ from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
 
+from muster.arguments import seconds as number_of_seconds
 from muster.doctor import trials
 from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
-from muster.doctor.diagnosis import Diagnosis, Finding, Measurements
+from muster.doctor.diagnosis import Diagnosis, Finding, Measurements, Soak
 from muster.doctor.findings import (
     FATAL,
     about_behaviour,
@@ -25,6 +26,7 @@ from muster.doctor.findings import (
     about_untried,
 )
 from muster.doctor.lines import is_fatal, pick, try_lines
+from muster.doctor.soak import run_soak
 from muster.doctor.trials import make_envs
 from muster.envs import resolve_foreign_id
 from muster.errors import CannotTravel, RecipeError, WrongType
@@ -53,6 +55,7 @@ def diagnose(
     wrappers: Sequence[Callable[[Any], Any]] = (),
     timeout: float = 60.0,
     seconds: float = 1.0,
+    soak_s: float | None = None,
     name: str | None = None,
 ) -> Diagnosis:
     """The obstacles to running an env in parallel, and the fastest of the `make_vec` lines that suit it.
@@ -61,6 +64,10 @@ def diagnose(
     runs in a process of its own: a crash, a hang or an exit in the env is a finding, too.
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
     of a trial, and for each step.  seconds: how long each line that could be recommended is run, after its start.
+    soak_s: for so many seconds the env is also stepped and reset by random allowed actions, in one process. Findings
+    then say whether memory, file handles, threads, child processes, temporary files, or the time of a step or a reset
+    grow, and how fast; `Diagnosis.soak` has the figures. What grows in the first third alone is no leak: soak for three
+    times as long as the env takes to fill its caches.
     name: the env's name in messages.
     policy: examined as well: could `MultiCollector` copy it to its processes? It is not called. Needs PyTorch.
     policy_factory: as for `MultiCollector`. Builds a policy twice in one process and once in another: are their weights
@@ -76,7 +83,12 @@ def diagnose(
     if policy_factory is not None and not callable(policy_factory):
         got = type_name(policy_factory)
         raise WrongType(f"policy_factory must be a function that builds the policy, got an object of type {got}")
+    if soak_s is not None:
+        soak_s = number_of_seconds("soak_s", soak_s)
     diagnosis = _diagnose_env(env, num_envs, env_kwargs or {}, wrappers, timeout, seconds, name or _name(env))
+    if soak_s is not None:
+        soak, verdicts = _soak(diagnosis, env, env_kwargs or {}, wrappers, soak_s, timeout)
+        diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *verdicts), soak=soak)
     if policy is not None:
         from muster.doctor.policy import judge_policy
 
@@ -167,6 +179,27 @@ def _run_lines(
         verdict.fragile = True
         return Diagnosis(target, tuple(findings), measured, pick(candidates(verdict, measured), ()), tried=tuple(tried))
     return Diagnosis(target, tuple(findings), measured, pick(lines, tried), tried=tuple(tried))
+
+
+def _soak(
+    diagnosis: Diagnosis,
+    env: Any,
+    env_kwargs: Mapping[str, Any],
+    wrappers: Sequence[Callable[[Any], Any]],
+    soak_s: float,
+    timeout_s: float,
+) -> tuple[Soak | None, list[Finding]]:
+    """Soaks an env that the `diagnosis` has found to work; returns the soak and its verdicts."""
+    if diagnosis.measured.step_median_s is None and not any(one.steps_per_s for one in diagnosis.tried):
+        return None, [Finding("note", "soak", "not soaked: it cannot be stepped, see above")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recipe = make_recipes(env, 1, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)[0]
+    packed = _pack(recipe, [])
+    if packed is None and (hazards := fork_hazards(recipe.parts())):
+        text = f"not soaked: its process would inherit {hazards[0].path}, see above"
+        return None, [Finding("note", "soak", text)]
+    return run_soak([recipe] if packed is None else packed, soak_s, timeout_s)
 
 
 def _name(env: Any) -> str:

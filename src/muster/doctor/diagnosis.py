@@ -92,11 +92,43 @@ class PolicyVerdict:
     ways_out: tuple[str, ...] = ()
 
 
+# The course of a quantity in a soak: "grew at first" is a warm-up, "grows" a leak; "grows unevenly" may be either.
+Trend = Literal["steady", "grew at first", "grows unevenly", "grows"]
+
+
+@dataclass(frozen=True)
+class SoakedQuantity:
+    """One quantity of a soak. unit: "bytes", "seconds", or "" for a count.
+
+    marks: its value at the start, after a third of the time, after two thirds and at the end.
+    a_step, an_episode: growth after the first third; 0 where `trend` says that it does not grow.
+    """
+
+    name: str
+    unit: str
+    trend: Trend
+    marks: tuple[float, float, float, float]
+    a_step: float
+    an_episode: float
+
+
+@dataclass(frozen=True)
+class Soak:
+    """The long run of one env. seconds: how long it was.  asked_s: how long it should have been."""
+
+    seconds: float
+    asked_s: float
+    steps: int
+    episodes: int
+    quantities: tuple[SoakedQuantity, ...]
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """The result of `muster.diagnose`. Printing it shows everything.
 
     tried: the lines that could be recommended, and how fast each was.  policy: None where none was passed.
+    soak: None where none was asked for, or none was possible.
     """
 
     target: str
@@ -105,6 +137,7 @@ class Diagnosis:
     recommendation: Recommendation | None
     policy: PolicyVerdict | None = None
     tried: tuple[TriedLine, ...] = ()
+    soak: Soak | None = None
 
     @property
     def blocks(self) -> bool:
@@ -122,6 +155,9 @@ class Diagnosis:
             if finding.remedy:
                 lines.append(textwrap.indent(finding.remedy, " " * 8))
         lines += [f"  {name}: {value}" for name, value in measured_rows(self.measured)]
+        if self.soak is not None:
+            lines.append(f"  {soak_title(self.soak)}:")
+            lines += ["  " + "  ".join(f"{cell:>16}" for cell in row) for row in soaked_rows(self.soak)]
         if self.tried:
             lines.append("  tried, in env steps/s:")
         lines += [f"  {speed:>12}  {text}" for speed, text in tried_rows(self.tried)]
@@ -179,6 +215,28 @@ def recommended_rows(advice: Recommendation) -> list[tuple[str, str]]:
         ("predicted memory", size(advice.memory_bytes)),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def soak_title(soak: Soak) -> str:
+    """The heading of the table of a soak."""
+    return f"Soaked for {soak.seconds:.3g} s, {soak.steps:,} steps and {soak.episodes:,} episodes of random actions"
+
+
+def soaked_rows(soak: Soak) -> list[tuple[str, ...]]:
+    """The table of a soak: a row of headings, then for each quantity its name, four values, growth and trend."""
+    times = [f"{soak.seconds * third / 3:.3g} s" for third in (1, 2, 3)]
+    rows = [("", "start", *times, "an episode", "")]
+    for one in soak.quantities:
+        marks = [_amount(value, one.unit) for value in one.marks]
+        grows = f"+{_amount(one.an_episode, one.unit)}" if one.an_episode else ""
+        rows.append((one.name, *marks, grows, one.trend))
+    return rows
+
+
+def _amount(value: float, unit: str) -> str:
+    if unit == "seconds":
+        return seconds(value)
+    return size(round(value)) if unit == "bytes" else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def seconds(value: float | None) -> str:

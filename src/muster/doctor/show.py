@@ -14,14 +14,25 @@ from muster.doctor.diagnosis import (
     Diagnosis,
     Finding,
     Severity,
+    Soak,
+    Trend,
     code_of,
     measured_rows,
     recommended_rows,
+    soak_title,
+    soaked_rows,
     tried_rows,
 )
 from muster.doctor.machine import Fact, MachineReport
 
 _STYLES: dict[Severity, str] = {"blocks": "bold red", "warns": "yellow", "good": "green", "note": "dim"}
+
+_TREND_STYLES: dict[Trend, str] = {
+    "grows": "yellow",
+    "grows unevenly": "yellow",
+    "grew at first": "dim",
+    "steady": "dim",
+}
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
@@ -32,6 +43,9 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     if rows := measured_rows(diagnosis.measured):
         console.print()
         console.print(_grid("One env alone", rows))
+    if diagnosis.soak is not None:
+        console.print()
+        _show_soak(diagnosis.soak, console)
     if diagnosis.tried:
         console.print()
         _show_tried(tried_rows(diagnosis.tried), console)
@@ -70,6 +84,18 @@ def _listed(findings: Sequence[Finding]) -> Table:
             if finding.severity == severity:
                 table.add_row(Text(MARKS[severity], _STYLES[severity]), Text(finding.topic, "bold"), _body(finding))
     return table
+
+
+def _show_soak(soak: Soak, console: Console) -> None:
+    console.print(Text(soak_title(soak), "bold"))
+    table = Table.grid(padding=(0, 2))
+    headings, *rows = soaked_rows(soak)
+    for heading in headings:
+        table.add_column(justify="right" if heading else "left")
+    table.add_row(*(Text(heading, "dim") for heading in headings))
+    for one, (name, *figures, trend) in zip(soak.quantities, rows, strict=True):
+        table.add_row(Text(f"  {name}", "dim"), *figures, Text(trend, _TREND_STYLES[one.trend]))
+    console.print(table)
 
 
 def _show_tried(rows: list[tuple[str, str]], console: Console) -> None:

@@ -11,29 +11,81 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 
 from muster.envs.adapt import Adapter
 from muster.envs.agents import AgentsEnv
+from muster.envs.layout import HAS_MASKS, MASKS
 from muster.spaces.tree import tree
 
 _FEWEST_ROWS = 3
 
 
-class Player:
+class RandomPlayer:
+    """Steps one env by random actions, those that its masks allow; keeps nothing of what happens.
+
+    over: whether an episode has to be begun before the next step.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self._env = Adapter()(env)
+        agents = isinstance(self._env, AgentsEnv)
+        # The adapter of a multi-agent env takes [A, ...] for each group; its layout knows [N, A, ...].
+        # A class may have one space for all its envs: actions drawn from a copy change nothing for another env.
+        self._actions = self._env.layout.action_space(1) if agents else copy.deepcopy(self._env.action_space)
+        self._act = self._act_of_agents if agents else self._act_of_one
+        self._draw = np.random.default_rng(0)
+        self._seen: tuple[Any, Any] = (None, None)  # the last observation and info
+        self.over = True
+
+    def seed(self, seed: int) -> None:
+        """Seeds the actions."""
+        self._actions.seed(seed)
+        self._draw = np.random.default_rng(seed)
+
+    def act(self) -> Any:
+        """A random action that is allowed now."""
+        return self._act()
+
+    def begin_episode(self, **arguments: Any) -> Any:
+        """Resets the env; returns the first observation. arguments: those of ``env.reset``."""
+        self._seen = self._env.reset(**arguments)[:2]
+        self.over = False
+        return self._seen[0]
+
+    def take_step(self, action: Any) -> Any:
+        """The five values of ``env.step(action)``."""
+        stepped = self._env.step(action)
+        self._seen = stepped[0], stepped[4]
+        self.over = bool(stepped[2] or stepped[3])
+        return stepped
+
+    def _act_of_one(self) -> Any:
+        mask: Any = self._seen[1].get("action_mask") if isinstance(self._seen[1], dict) else None
+        if isinstance(self._actions, spaces.Discrete) and np.shape(mask) == (self._actions.n,) and np.any(mask):
+            return self._actions.sample(mask=np.asarray(mask, np.bool_).astype(np.int8))
+        return self._actions.sample()
+
+    def _act_of_agents(self) -> Any:
+        actions = _first_row(self._actions.sample())
+        layout, row = self._env.layout, self._seen[0]
+        for group, mask in zip(layout.mask_shapes, row[MASKS], strict=True) if row[HAS_MASKS][0] else ():
+            space = layout.action_spaces[group]
+            if isinstance(space, spaces.Discrete) and mask.ndim == 2:
+                for agent in np.flatnonzero(~mask[range(len(mask)), actions[group] - space.start]):
+                    actions[group][agent] = space.start + self._draw.choice(np.flatnonzero(mask[agent]))
+        return actions
+
+
+class Player(RandomPlayer):
     """Plays one env. rows, infos, reuses_buffers and changes_action describe what `play` has seen.
 
     steps_s, resets_s: seconds of each step and reset.  on_row: called after every row.
     """
 
     def __init__(self, env: Any, on_row: Callable[[], None] = lambda: None) -> None:
-        self._env = Adapter()(env)
+        super().__init__(env)
         self._on_row = on_row
-        agents = isinstance(self._env, AgentsEnv)
-        # The adapter of a multi-agent env takes [A, ...] for each group; its layout knows [N, A, ...].
-        # A class may have one space for all its envs: actions drawn from a copy change nothing for another env.
-        self._actions = self._env.layout.action_space(1) if agents else copy.deepcopy(self._env.action_space)
-        self._act = (lambda: _first_row(self._actions.sample())) if agents else self._actions.sample
-        self._over = True
         self._digest = hashlib.sha256()
         self._last: Any = None
         self._kept: Any = None
@@ -51,7 +103,7 @@ class Player:
 
     def reset(self, seed: int) -> None:
         """Starts an episode, and seeds the actions."""
-        self._actions.seed(seed)
+        self.seed(seed)
         self._digest, self._last = hashlib.sha256(), None
         self._start_episode(seed=seed, options=None)
 
@@ -74,12 +126,12 @@ class Player:
 
     def play_row(self, resets: bool = False) -> None:
         """Takes one step, or resets the env: where its episode is over, and by `resets`."""
-        if self._over or resets:
+        if self.over or resets:
             self._start_episode()
         else:
-            action = self._act()
+            action = self.act()
             before = pickle.dumps(action)
-            obs, reward, terminated, truncated, info = self._step(action)
+            obs, reward, terminated, truncated, info = self.take_step(action)
             self.changes_action |= pickle.dumps(action) != before
             self._see(obs, reward, bool(terminated), bool(truncated))
             if isinstance(info, dict):
@@ -88,9 +140,8 @@ class Player:
 
     def _start_episode(self, **arguments: Any) -> None:
         start = time.perf_counter()
-        obs = self._env.reset(**arguments)[0]
+        obs = self.begin_episode(**arguments)
         self.resets_s.append(time.perf_counter() - start)
-        self._over = False
         self._see(obs)
 
     def _see(self, obs: Any, *flags: Any) -> None:
@@ -100,11 +151,10 @@ class Player:
             self.reuses_buffers |= not np.array_equal(last, kept, equal_nan=kept.dtype.kind in "fc")
         self._last, self._kept = obs, _copy(obs)
 
-    def _step(self, action: Any) -> Any:
+    def take_step(self, action: Any) -> Any:
         start = time.perf_counter()
-        stepped = self._env.step(action)
+        stepped = super().take_step(action)
         self.steps_s.append(time.perf_counter() - start)
-        self._over = bool(stepped[2] or stepped[3])
         return stepped
 
 

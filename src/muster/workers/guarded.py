@@ -184,11 +184,13 @@ def _take(outcome: TrialOutcome, message: list[Any]) -> bool:
     kind, *rest = message
     if kind == "result":
         outcome.results[rest[0]] = rest[1]
+    elif kind == "append":
+        outcome.results.setdefault(rest[0], []).append(rest[1])
     elif kind == "raised":
         outcome.how, outcome.detail = rest
     elif kind == "stage":
         outcome.stage = rest[0]
-    return kind in ("stage", "alive")
+    return kind in ("stage", "alive", "append")
 
 
 def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:

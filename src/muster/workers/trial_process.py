@@ -43,6 +43,10 @@ class Reporter:
     def result(self, name: str, value: Any) -> None:
         self._send("result", name, value)
 
+    def append(self, name: str, value: Any) -> None:
+        """Reports one more of the results `name`, which shows that the stage makes progress."""
+        self._send("append", name, value)
+
     def raised(self, error: BaseException) -> None:
         self._send("raised", f"raised {type(error).__name__}: {error}", _own_traceback(error))
 
