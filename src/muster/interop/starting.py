@@ -68,15 +68,8 @@ def processes(
     if isinstance(asked, int):
         workers = min(asked, len(recipes))
     else:
-        workers = count_processes(
-            recipes,
-            asked,
-            usable_cores(),
-            context=method,
-            timeout_s=_START_TIMEOUT_S,
-            packs=False,
-            worker_env=worker_env,
-        )
+        cores = usable_cores()
+        workers = count_processes(recipes, asked, cores, method, _START_TIMEOUT_S, packs=False, worker_env=worker_env)
     options = ProcessOptions(
         context=method,
         num_workers=workers,

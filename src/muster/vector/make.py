@@ -17,11 +17,10 @@ from muster.envs.adapt import adapted_recipes
 from muster.errors import ConfigError
 from muster.pickling import UserCall
 from muster.recipes.known_envs import is_known
-from muster.recipes.recipe import Recipe
 from muster.vector.assemble import STRICT, AssemblyOptions, vector_env_of, wait_budgets
 from muster.vector.batched_spaces import alike_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
-from muster.vector.packing import AUTO, Asked, check_workers, count_processes
+from muster.vector.packing import AUTO, Asked, at_most, check_workers, count_processes, one_each
 from muster.vector.vector_env import VectorEnv
 from muster.workers.deaths import NOUNS
 from muster.workers.memory_plan import MEMORY_CHECKS
@@ -126,25 +125,19 @@ def make_vec(
         chosen: Backend = SerialBackend(recipes)
     elif backend == "thread":
         threads = num_workers if isinstance(num_workers, int) else min(cores, len(recipes))
-        chosen = ThreadBackend(recipes, _checked_workers(threads, recipes), start_timeout)
+        chosen = ThreadBackend(recipes, at_most(threads, recipes), start_timeout)
     else:
         if caller_steps:
             _refuse_caller_steps(one_env_per_process, step_timeout, on_failure)
         context = "forkserver" if context == "auto" else context
         if one_env_per_process:
-            workers = _one_each(recipes, num_workers)
+            workers = one_each(num_workers, recipes)
         elif isinstance(num_workers, int):
-            workers = _checked_workers(num_workers, recipes, caller_steps)
+            workers = at_most(num_workers, recipes, caller_steps)
         else:
             packs = all(map(is_known, recipes))
             processes = count_processes(
-                recipes,
-                num_workers,
-                cores,
-                context=context,
-                timeout_s=start_timeout,
-                packs=packs,
-                worker_env=worker_env,
+                recipes, num_workers, cores, context, start_timeout, packs=packs, worker_env=worker_env
             )
             workers = processes - caller_steps
         options = ProcessOptions(
@@ -186,21 +179,6 @@ def _words_of(call: UserCall, backend: str, caller_steps: bool) -> UserCall:
     if backend != "process":
         return replace(call, one_each=call.processes)
     return replace(call, one_each=f"{call.one_each} without caller_steps") if caller_steps else call
-
-
-def _one_each(recipes: Sequence[Recipe], num_workers: Asked) -> int:
-    if num_workers not in (None, len(recipes)):
-        needed = f"num_workers={len(recipes)} (num_envs)"
-        raise ConfigError(f"one_env_per_process=True needs {needed}, got num_workers={num_workers}")
-    return len(recipes)
-
-
-def _checked_workers(count: int, recipes: Sequence[Recipe], caller_steps: bool = False) -> int:
-    most = len(recipes) - caller_steps
-    if count > most:
-        reason = "the calling process steps one env itself" if caller_steps else "a worker needs an env"
-        raise ConfigError(f"num_workers={count} is too many for num_envs={len(recipes)}: {reason}; use at most {most}")
-    return count
 
 
 def _refuse_without_processes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -27,13 +28,30 @@ def check_workers(name: str, asked: Asked) -> Asked:
     return whole(name, asked, 1)
 
 
+def one_each(asked: Asked, recipes: Sequence[Recipe]) -> int:
+    """One worker for each env. Raises ConfigError where the user has asked for another number."""
+    if asked not in (None, len(recipes)):
+        needed = f"num_workers={len(recipes)} (num_envs)"
+        raise ConfigError(f"one_env_per_process=True needs {needed}, got num_workers={asked}")
+    return len(recipes)
+
+
+def at_most(asked: int, recipes: Sequence[Recipe], caller_steps: bool = False) -> int:
+    """`asked`, if there are envs for so many workers. Raises ConfigError."""
+    most = len(recipes) - caller_steps
+    if asked > most:
+        reason = "the calling process steps one env itself" if caller_steps else "a worker needs an env"
+        raise ConfigError(f"num_workers={asked} is too many for num_envs={len(recipes)}: {reason}; use at most {most}")
+    return asked
+
+
 def count_processes(
     recipes: Sequence[Recipe],
     asked: Literal["auto"] | None,
     cores: int,
-    *,
     context: str,
     timeout_s: float,
+    *,
     packs: bool,
     worker_env: WorkerEnv | None,
 ) -> int:
@@ -64,7 +82,9 @@ def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float, change
     """The reason why each env needs a process of its own; None where the first two may share one."""
     pair = recipes[:2]
     try:
-        packed: bytes | Sequence[Recipe] = pack(pair, start_method=context)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come once more, when workers start
+            packed: bytes | Sequence[Recipe] = pack(pair, start_method=context)
     except CannotTravel as error:
         if context != "fork":
             return f"they cannot be tried: {error.headline}"
