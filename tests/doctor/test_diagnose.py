@@ -326,7 +326,7 @@ def test_an_instance_with_a_spec_gets_its_id():
 def test_an_argument_that_cannot_travel_blocks_and_is_named():
     diagnosis = diagnose(lambda lock: Patient(), env_kwargs={"lock": threading.Lock()})
     assert diagnosis.blocks
-    assert 'env_kwargs={"lock": muster.lazy(threading.Lock)}' in text_of(diagnosis, "travel", "blocks")
+    assert 'env_kwargs["lock"] = muster.lazy(threading.Lock)' in text_of(diagnosis, "travel", "blocks")
     assert "fork tried, and work" in text_of(diagnosis, "start methods", "good")
     assert 'context="fork"' in diagnosis.tried[0].line
 

@@ -112,11 +112,16 @@ FORK_UNKNOWN = 'Whether context="fork" would be safe'
         (held_lock, "_thread.lock", "muster.lazy(threading.Lock)", FORK_UNSAFE),
         (threading.RLock, "_thread.RLock", "muster.lazy(threading.RLock)", FORK_SAFE),
         (held_rlock, "_thread.RLock", "muster.lazy(threading.RLock)", FORK_UNSAFE),
-        (generate, "generator", "muster.lazy(generate, ...)", FORK_SAFE),
+        (generate, "generator", "muster.lazy(generate)", FORK_SAFE),
         (lambda: ctypes.pointer(ctypes.c_int(3)), "LP_c_int", "muster.lazy(LP_c_int, ...)", FORK_SAFE),
         (lambda: ctypes.CDLL(None), "ctypes.CDLL", "muster.lazy(ctypes.CDLL,", FORK_SAFE),
-        (multiprocessing.get_context("fork").Lock, "multiprocessing.synchronize.Lock", "muster.lazy(", FORK_SAFE),
-        (RaisesInReduce, "RaisesInReduce", "muster.lazy(test_pickling.RaisesInReduce, ...)", FORK_SAFE),
+        (
+            multiprocessing.get_context("fork").Lock,
+            "multiprocessing.synchronize.Lock",
+            'env_kwargs["x"] = multiprocessing.get_context("forkserver").Lock()',
+            FORK_SAFE,
+        ),
+        (RaisesInReduce, "RaisesInReduce", "muster.lazy(RaisesInReduce, ...)", FORK_SAFE),
         (ExitsInReduce, "ExitsInReduce", "SystemExit: 3", FORK_SAFE),
         (threading.Thread, "threading.Thread", "muster.lazy(", FORK_UNSAFE),
         (closed_file, "_io.TextIOWrapper", "muster.lazy(open, ", FORK_UNSAFE),
@@ -143,7 +148,7 @@ def test_a_clear_answer_for(make, type_name, fix, fork):
         (functools.partial(open, mode="rb"), "_io.BufferedReader", "muster.lazy(open, '{}', 'rb')"),
         (functools.partial(open, mode="rb", buffering=0), "_io.FileIO", "muster.lazy(open, '{}', 'rb')"),
         (lambda path: socket.socket(), "socket.socket", "muster.lazy(socket.create_connection, (host, port))"),
-        (lambda path: sqlite3.connect(path), "sqlite3.Connection", "muster.lazy(sqlite3.connect, path)"),
+        (lambda path: sqlite3.connect(path), "sqlite3.Connection", "muster.lazy(sqlite3.connect, '{}')"),
         (lambda path: zmq.Context.instance().socket(zmq.REQ), "Socket", ".socket(zmq.REQ))"),
     ],
 )
@@ -154,18 +159,34 @@ def test_what_is_open_is_never_offered_to_fork(tmp_path, open_resource, type_nam
     try:
         message = refusal({"deep": [Server(resource)]})
         assert f'env_kwargs["x"]["deep"][0]._context: {type_name}' in message or type_name in message.splitlines()[1]
-        assert """env_kwargs["x"]["deep"][0] = muster.lazy(test_pickling.Server, ...)""" in message
+        assert """env_kwargs["x"]["deep"][0] = muster.lazy(Server, ...)""" in message
         assert FORK_UNSAFE in message
         assert fix.format(path) in refusal(resource)
     finally:
         resource.close()
 
 
-@pytest.mark.parametrize("wrap", [lambda lock: lambda: lock, lambda lock: (lock,), lambda lock: {Server: lock}])
-def test_where_no_assignment_reaches_a_function_to_build_it_is_shown(wrap):
+@pytest.mark.parametrize(
+    ("wrap", "code"),
+    [
+        (lambda lock: lambda: lock, "functools.partial(lambda *, lock: lock, lock=muster.lazy(threading.Lock))"),
+        (lambda lock: (lock, 1), "(muster.lazy(threading.Lock), 1)"),
+        (lambda lock: {Server: lock}, "{Server: muster.lazy(threading.Lock)}"),
+        (
+            lambda lock: (functools.partial(Server, [lock]),),
+            "(functools.partial(Server, [muster.lazy(threading.Lock)]),)",
+        ),
+    ],
+)
+def test_where_no_assignment_reaches_what_holds_it_is_written_out(wrap, code):
     remedy = only(find_culprits(wrap(threading.Lock()), 'env_kwargs["x"]')).remedy
-    assert remedy.startswith("def make_x():\n    ...")
-    assert remedy.endswith('muster.make_vec(..., env_kwargs={"x": muster.lazy(make_x)})')
+    assert remedy == f'import muster\nenv_kwargs["x"] = {code}   # before muster.make_vec'
+
+
+def test_where_that_is_not_known_a_function_to_build_it_is_shown():
+    remedy = only(find_culprits(frozenset([threading.Lock()]), 'env_kwargs["x"]')).remedy
+    assert remedy.startswith("import muster\ndef make_x():\n    ...")
+    assert remedy.endswith('env_kwargs["x"] = muster.lazy(make_x)   # before muster.make_vec')
     compile(remedy, "remedy", "exec")
 
 
@@ -223,8 +244,8 @@ def test_path_through_a_closure():
     assert culprit.path == "factory.<closure>.server._context"
     assert culprit.type == "zmq.sugar.context.Context"
     assert culprit.severity == "blocks"
-    assert "muster.lazy(test_pickling.Server, ...)" in culprit.remedy
-    assert "def make_env(server):" in culprit.remedy
+    call = "functools.partial(lambda *, server: make_env(server=server), server=muster.lazy(Server, ...))"
+    assert f"{call}   # in the place of factory" in culprit.remedy
     server._context.term()
 
 
@@ -434,11 +455,31 @@ def test_fork_is_not_offered_for_one_thing_if_another_would_hang():
     context.term()
 
 
+def test_what_a_class_brings_along_from_its_module_is_named_last():
+    script = types.ModuleType("__main__")
+    code = """
+import threading
+context, unneeded = threading.Lock(), threading.Lock()
+class Env:
+    def debug(self):
+        return unneeded
+    def __init__(self, lock):
+        pass
+def make():
+    return Env(context)
+"""
+    exec(code, script.__dict__)
+    first, second = find_culprits(functools.partial(script.make, lock=threading.Lock()))[:2]
+    assert first.path == 'factory.keywords["lock"]'
+    assert second.path == "factory.func.<global>.context"
+
+
 def test_spec_kwargs_are_named():
     gym.register("Locked-v0", entry_point=make_env, kwargs={"lock": threading.Lock()})
     with pytest.raises(CannotTravel, match=r'env\.kwargs\["lock"\]') as raised:
         pack(make_recipes("Locked-v0", 1), start_method="spawn")
-    assert 'muster.make_vec("Locked-v0", env_kwargs={"lock": muster.lazy(threading.Lock)})' in str(raised.value)
+    remedy = 'gymnasium.spec("Locked-v0").kwargs["lock"] = muster.lazy(threading.Lock)   # before muster.make_vec'
+    assert remedy in str(raised.value)
     gym.registry.pop("Locked-v0")
 
 

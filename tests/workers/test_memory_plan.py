@@ -59,7 +59,7 @@ def test_too_many_envs_are_refused_after_the_first_two(tmp_path, left, context):
     with pytest.raises(NotEnoughMemory) as raised:
         muster.make_vec(Big, 40, num_workers=2, env_kwargs={"notes": str(tmp_path)}, context=context)
     said = str(raised.value)
-    assert "num_envs=40 on num_workers=2 will not fit into memory" in said
+    assert "num_envs=40 in 2 processes will not fit into memory" in said
     assert "200 MB are left (of a limit made up by the test)" in said
     assert 'memory_check="warn"' in said
     assert max(built(tmp_path)) < 20  # the other worker had not begun
@@ -86,7 +86,7 @@ def test_libraries_count_once_for_each_worker(tmp_path, left):
 def test_a_warning_where_that_is_asked_for(tmp_path, left):
     left(50_000_000)
     with (
-        pytest.warns(ResourceWarning, match="num_envs=4 on num_workers=2 will not fit"),
+        pytest.warns(ResourceWarning, match="num_envs=4 in 2 processes will not fit"),
         muster.make_vec(
             Big, 4, num_workers=2, env_kwargs={"notes": str(tmp_path)}, context="fork", memory_check="warn"
         ) as envs,

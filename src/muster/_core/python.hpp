@@ -59,7 +59,7 @@ inline void check(int result) {
   throw PythonError{};
 }
 
-inline constexpr const char* kClosed = "this vector env is closed; make another one with muster.make_vec";
+inline constexpr const char* kClosed = "this vector env is closed; make another one";
 
 // The name of an object's class, for an error's sentence.
 inline Ref type_name(PyObject* object) { return checked(PyType_GetName(Py_TYPE(object))); }

@@ -15,6 +15,7 @@ import numpy as np
 
 from muster._core import Caller, Status
 from muster.errors import UsageError
+from muster.pickling import MAKE_VEC, UserCall
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab, SlabPlan
@@ -54,6 +55,7 @@ class Backend(ABC):
     """Workers that step envs, the caller not counted."""
     first_envs: tuple[int, ...]
     nouns: Nouns = NOUNS
+    user_call: UserCall = MAKE_VEC
     slab: Slab
     caller: Caller
     on_worker_died: Callable[[int, range, str], None] | None = None

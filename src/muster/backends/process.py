@@ -18,6 +18,7 @@ from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitT
 from muster.introspection import type_name
 from muster.pickling import dumps as dumps_carefully
 from muster.pickling import is_plain
+from muster.pickling.running_calls import Running, resetting, running_call, setting
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.channel import ChannelClosed
@@ -66,6 +67,7 @@ class ProcessBackend(Backend):
         self._recipes = recipes
         self._options = options
         self.nouns = options.nouns
+        self.user_call = recipes[0].call
         self.num_workers = options.num_workers
         self.first_envs = split_evenly(len(recipes), options.num_workers + options.caller_steps)
         self._workers = Workers(recipes, self.first_envs, options, self._watch_sending)
@@ -127,7 +129,7 @@ class ProcessBackend(Backend):
 
     def reset(self, env_ids: Array, arguments: messages.ResetArguments) -> None:
         # First of all: if the options cannot travel, the vector env stays as it was.
-        packed = self._packed(arguments.options, {"options": arguments.options})
+        packed = self._packed_options(arguments.options)
         resets = dict(self.resets_by_host(env_ids, dataclasses.replace(arguments, options=packed)))
         local = resets.pop(self.num_workers, None)
         pickles = {host: dumps(reset) for host, reset in resets.items()}
@@ -145,7 +147,7 @@ class ProcessBackend(Backend):
             if replaces:
                 self._end_gently(self._workers.handles[host])
                 self._workers.replace(host, f"{self.nouns.env(host, restart.env) or 'it'} raised")
-            packed = self._packed(restart.options, {"options": restart.options})
+            packed = self._packed_options(restart.options)
             rebuilds = restart.rebuilds and not replaces
             self._send_or_replace(host, dumps(dataclasses.replace(restart, options=packed, rebuilds=rebuilds)))
         return replaces
@@ -159,9 +161,8 @@ class ProcessBackend(Backend):
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._number += 1
-        parts: dict[str, Any] = {"the function": name} | {f"args[{i}]": one for i, one in enumerate(args)}
-        parts |= {f'kwargs["{key}"]': one for key, one in kwargs.items()}
-        message = dumps(messages.Call(self._number, self._packed((name, args, kwargs), parts)))
+        running = running_call(name, args, kwargs, self.user_call)
+        message = dumps(messages.Call(self._number, self._packed((name, args, kwargs), running)))
         self._call([message] * self.num_workers, f"call({name!r})" if isinstance(name, str) else "call()")
         if self._local is not None:
             self._results[self.num_workers] = self._local.call(name, args, kwargs)
@@ -170,8 +171,9 @@ class ProcessBackend(Backend):
         self._number += 1
         pickles = []
         for worker in self._workers.handles:
-            parts = {f"values[{env}]": values[env] for env in worker.envs}
-            pickles.append(dumps(messages.SetAttr(self._number, self._packed((name, list(parts.values())), parts))))
+            own = [values[env] for env in worker.envs]
+            running = setting(name, dict(zip(worker.envs, own, strict=True)), self.user_call)
+            pickles.append(dumps(messages.SetAttr(self._number, self._packed((name, own), running))))
         try:
             self._call(pickles, f"set_attr({name!r})")
             if self._local is not None:
@@ -269,12 +271,9 @@ class ProcessBackend(Backend):
             self._warned = True
             workers = self._workers.handles
             doing = "; ".join(f"{self.nouns.worker} {worker.index}: {self._doing(worker)}" for worker in workers)
-            warnings.warn(
-                f"waiting for {PATIENT_S:.0f} s ({doing}). Set {self.nouns.step_timeout}= to end waits for envs that "
-                "hang.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            limit = self.user_call.step_timeout
+            remedy = f" Set {limit}= to end waits for envs that hang." if limit else ""
+            warnings.warn(f"waiting for {PATIENT_S:.0f} s ({doing}).{remedy}", RuntimeWarning, stacklevel=4)
 
     def _watch_step_time(self) -> None:
         limit_s = self._options.step_timeout_s
@@ -349,12 +348,15 @@ class ProcessBackend(Backend):
 
     # ---- messages
 
-    def _packed(self, value: Any, parts: dict[str, Any]) -> messages.Packed:
-        """Packs a user's value. parts: its parts, by their names in errors. Raises CannotTravel, in under 5 s."""
+    def _packed_options(self, options: Any) -> messages.Packed:
+        return self._packed(options, resetting(options, self.user_call))
+
+    def _packed(self, value: Any, running: Running) -> messages.Packed:
+        """Packs a user's value. running: the call that sends it. Raises CannotTravel, in under 5 s."""
         if is_plain(value):
             return messages.Packed(dumps(value))
         context = self._options.context
-        packed = dumps_carefully(value, parts, start_method=context, inheritable=False)
+        packed = dumps_carefully(value, dict(running.parts), start_method=context, call=running)
         return messages.Packed(dumps(value, shares_main=True) if context == "fork" else packed)
 
     def _send_or_replace(self, host: int, message: bytes) -> None:

@@ -28,6 +28,7 @@ class SerialBackend(Backend):
 
     def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo | None = None, nouns: Nouns = NOUNS) -> None:
         self.nouns = nouns
+        self.user_call = recipes[0].call
         self.first_envs = (0, len(recipes))
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
         self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker)

@@ -39,6 +39,7 @@ class ThreadBackend(Backend):
 
     def __init__(self, recipes: Sequence[Recipe], num_workers: int, start_timeout_s: float) -> None:
         self.num_workers = num_workers
+        self.user_call = recipes[0].call
         self.first_envs = split_evenly(len(recipes), num_workers)
         self._start_timeout_s = start_timeout_s
         self._mail = LocalMail()
@@ -60,7 +61,7 @@ class ThreadBackend(Backend):
             for worker in self._workers:
                 worker.thread.start()
                 facts += self._take(messages.EnvsBuilt, worker, deadline, "building its envs").facts
-                check_one_per_process(worker.env_host.envs[0], self.first_envs[-1])
+                check_one_per_process(worker.env_host.envs[0], self.first_envs[-1], self.user_call)
         except BaseException:
             self.close(1.0)
             raise

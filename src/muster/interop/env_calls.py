@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
 
 from muster.envs.attributes import get_attribute
+from muster.pickling import UserCall
+from muster.pickling.running_calls import Running, calling, running_call
 from muster.workers.options import EnvCall
 
 
@@ -21,6 +23,12 @@ class OnSome:
 
     def __call__(self, env: Any, index: int) -> Any:
         return self.act(env, index) if index in self.indices else None
+
+    def running(self, call: UserCall) -> Running:
+        """This call, for messages."""
+        whole = running_call(self.act, (), {}, call)
+        act, chosen = whole.act, sorted(self.indices)
+        return replace(whole, act=None if act is None else lambda write: f"if env_index in {chosen}: {act(write)}")
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,10 @@ class SetAttribute:
     def __call__(self, env: Any, index: int) -> None:
         setattr(env, self.name, self.value)
 
+    def running(self, call: UserCall) -> Running:
+        """This call, for messages."""
+        return Running({"value": self.value}, lambda write: f"setattr(env, {self.name!r}, {write(self.value)})", call)
+
 
 @dataclass(frozen=True)
 class CallMethod:
@@ -68,6 +80,10 @@ class CallMethod:
 
     def __call__(self, env: Any, index: int) -> Any:
         return get_attribute(env, self.name)(*self.args, **(self.kwargs or {}))
+
+    def running(self, call: UserCall) -> Running:
+        """This call, for messages."""
+        return calling(self.name, self.args, self.kwargs or {}, call)
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,18 @@ ASYNC_VECTOR_ENV = UserCall(
     one_each="AsyncVectorEnv(env_fns) without num_workers",
     packed="num_workers={count}",
     num_envs="{count} env_fns",
+    apart="Leave num_workers out",
+    by_function="envs = AsyncVectorEnv([make_env, ...])",
 )
 SYNC_VECTOR_ENV = replace(
-    ASYNC_VECTOR_ENV, name="SyncVectorEnv", context="", in_process="", one_each="AsyncVectorEnv(env_fns)", packed=""
+    ASYNC_VECTOR_ENV,
+    name="SyncVectorEnv",
+    context="",
+    in_process="",
+    one_each="AsyncVectorEnv(env_fns)",
+    packed="",
+    apart="Use AsyncVectorEnv(env_fns)",
+    by_function="envs = SyncVectorEnv([make_env, ...])",
 )
 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]

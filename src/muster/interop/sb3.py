@@ -63,10 +63,19 @@ SUBPROC_VEC_ENV = UserCall(
     one_each="SubprocVecEnv(env_fns) without num_workers",
     packed="num_workers={count}",
     num_envs="{count} env_fns",
+    apart="Leave num_workers out",
+    by_function="envs = SubprocVecEnv([make_env, ...])",
     acts="vec_env.vector_env.call(act)",
 )
 DUMMY_VEC_ENV = replace(
-    SUBPROC_VEC_ENV, name="DummyVecEnv", context="", in_process="", one_each="SubprocVecEnv(env_fns)", packed=""
+    SUBPROC_VEC_ENV,
+    name="DummyVecEnv",
+    context="",
+    in_process="",
+    one_each="SubprocVecEnv(env_fns)",
+    packed="",
+    apart="Use SubprocVecEnv(env_fns)",
+    by_function="envs = DummyVecEnv([make_env, ...])",
 )
 MAKE_VEC_ENV = replace(
     SUBPROC_VEC_ENV,
@@ -78,8 +87,17 @@ MAKE_VEC_ENV = replace(
     one_each="vec_env_cls=SubprocVecEnv without num_workers in vec_env_kwargs",
     packed='vec_env_kwargs={{"num_workers": {count}}}',
     num_envs="n_envs={count}",
+    apart="Leave num_workers out of vec_env_kwargs",
+    by_function="envs = make_vec_env(make_env, ...)",
 )
-MAKE_DUMMY_VEC_ENV = replace(MAKE_VEC_ENV, context="", in_process="", one_each="vec_env_cls=SubprocVecEnv", packed="")
+MAKE_DUMMY_VEC_ENV = replace(
+    MAKE_VEC_ENV,
+    context="",
+    in_process="",
+    one_each="vec_env_cls=SubprocVecEnv",
+    packed="",
+    apart="Use vec_env_cls=SubprocVecEnv",
+)
 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 Indices = None | int | Iterable[int]

@@ -26,8 +26,19 @@ _ASYNC = UserCall(
     one_each="make_vec without num_workers in vector_kwargs",
     packed='vector_kwargs={{"num_workers": {count}}}',
     num_envs="num_envs={count}",
+    apart="Leave num_workers out of vector_kwargs",
+    by_function="envs = AsyncVectorEnv([make_env, ...])",
+    argument="make_vec(..., {name}=muster.lazy({build}))",
 )
-_SYNC = replace(_ASYNC, context="", in_process="", one_each='vectorization_mode="async"', packed="")
+_SYNC = replace(
+    _ASYNC,
+    context="",
+    in_process="",
+    one_each='vectorization_mode="async"',
+    packed="",
+    apart='Use vectorization_mode="async"',
+    by_function="envs = SyncVectorEnv([make_env, ...])",
+)
 _BY_WORD = {mode.value: mode for mode in (VectorizeMode.SYNC, VectorizeMode.ASYNC)}
 
 

@@ -2,7 +2,7 @@
 
 from muster.pickling.culprits import Culprit, find_culprits, fork_hazards
 from muster.pickling.probe import takes
-from muster.pickling.travel import check_inheritable, dumps, is_plain
+from muster.pickling.travel import check_inheritable, dumps, is_plain, not_rebuilt
 from muster.pickling.user_call import MAKE_VEC, UserCall, called_as, current_call
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "find_culprits",
     "fork_hazards",
     "is_plain",
+    "not_rebuilt",
     "takes",
 ]

@@ -19,8 +19,10 @@ from muster.errors import CannotTravel
 from muster.introspection import type_name
 from muster.pickling.kinds import Kind, kind_of
 from muster.pickling.probe import PickleAttempt, attempt
-from muster.pickling.remedies import remedy_for
+from muster.pickling.remedies import BUILD, remedy_for
+from muster.pickling.running_calls import Running
 from muster.pickling.shared_kinds import is_shared
+from muster.pickling.user_call import MAKE_VEC, UserCall
 from muster.pickling.walk import Edge, Walk, deepest_trail
 
 _MAX_CULPRITS = 10
@@ -40,7 +42,7 @@ class Culprit:
     """An object that cannot be sent, or that would arrive as something else.
 
     path: the place of the object, ``factory.<closure>.server._context``.  type: its class, with module.
-    reason: why it cannot be sent, or what arrives instead of it.  remedy: code to write instead.
+    reason: why it cannot be sent, or what arrives instead of it.  remedy: code to write instead.  lead: what that does.
     severity: it ``"blocks"`` sending, or arrives ``"silently_wrong"``.
     inherited: what a forked worker would get, None where that is not known.
     fork_is_safe: whether that is known to be usable.
@@ -53,6 +55,7 @@ class Culprit:
     severity: Literal["blocks", "silently_wrong"]
     inherited: str | None = None
     fork_is_safe: bool = False
+    lead: str = BUILD
 
 
 def find_culprits(obj: Any, name: str = "factory", *, limit_s: float = 2.0) -> list[Culprit]:
@@ -65,11 +68,17 @@ def find_culprits(obj: Any, name: str = "factory", *, limit_s: float = 2.0) -> l
 
 
 def culprits_in(
-    parts: dict[str, Any], *, limit_s: float, known: Sequence[PickleAttempt] = (), shares: bool = False
+    parts: dict[str, Any],
+    *,
+    limit_s: float,
+    known: Sequence[PickleAttempt] = (),
+    shares: bool = False,
+    call: UserCall | Running = MAKE_VEC,
 ) -> list[Culprit]:
-    """The culprits among several named objects.
+    """The culprits among several named objects. Of those that block, the ones that are nearest to an argument first.
 
     known: failures that were found before.  shares: the receiver can receive what multiprocessing shares, too.
+    call: the user's call, for remedies.
     """
     deadline = time.monotonic() + limit_s
     failures = list(known)
@@ -84,25 +93,27 @@ def culprits_in(
         if another is None or another.out_of_time:
             break
         failures.append(another)
-    blocking = {culprit.path: culprit for culprit in (_blocking(failure, walk) for failure in failures)}
-    return [*blocking.values()] + [_silently_wrong(*found, walk) for found in silent]
+    blocking = {culprit.path: culprit for culprit in (_blocking(failure, walk, call) for failure in failures)}
+    # What a class or function brings along from its module comes last.
+    nearest = sorted(blocking.values(), key=lambda culprit: culprit.path.count("<global>"))
+    return nearest + [_silently_wrong(*found, walk, call) for found in silent]
 
 
-def noted_in(parts: dict[str, Any], noted: Iterable[Any]) -> list[Culprit]:
+def noted_in(parts: dict[str, Any], noted: Iterable[Any], call: UserCall | Running = MAKE_VEC) -> list[Culprit]:
     """The culprits for the objects that pickling has `noted`."""
     walk = Walk(parts, limit_s=1.0)
     wanted = {id(value) for value in noted}
     found = [(value, kind_of(value)) for value in walk if id(value) in wanted]
-    return [_silently_wrong(value, kind, walk) for value, kind in found if kind is not None]
+    return [_silently_wrong(value, kind, walk, call) for value, kind in found if kind is not None]
 
 
 def fork_hazards(parts: dict[str, Any]) -> list[Culprit]:
     """The objects that a forked worker would inherit but could not use."""
     walk = Walk(parts, limit_s=0.5, inherited=True)
-    return [_hazard(value, kind, walk) for value, kind in _unsafe_under_fork(walk)]
+    return [_hazard(value, kind, walk, MAKE_VEC) for value, kind in _unsafe_under_fork(walk)]
 
 
-def inherited_hazards(parts: dict[str, Any]) -> tuple[list[Culprit], list[Culprit]]:
+def inherited_hazards(parts: dict[str, Any], call: UserCall) -> tuple[list[Culprit], list[Culprit]]:
     """The objects that a forked worker must not inherit at all, and those that it inherits at its own risk.
 
     Parts of an object that is listed are not listed again.
@@ -112,7 +123,7 @@ def inherited_hazards(parts: dict[str, Any]) -> tuple[list[Culprit], list[Culpri
     risky: list[Culprit] = []
     met: list[str] = []
     for value, kind in _unsafe_under_fork(walk):
-        hazard = _hazard(value, kind, walk)
+        hazard = _hazard(value, kind, walk, call)
         if kind.breaks_under_fork:
             forbidden.append(hazard)
         elif not hazard.path.startswith(tuple(met)):
@@ -126,8 +137,8 @@ def _unsafe_under_fork(walk: Walk) -> list[tuple[Any, Kind]]:
     return [(value, kind) for value in walk if (kind := kind_of(value)) is not None and not kind.fork_is_safe]
 
 
-def _hazard(value: Any, kind: Kind, walk: Walk) -> Culprit:
-    return dataclasses.replace(_silently_wrong(value, kind, walk), severity="blocks", reason=kind.inherited)
+def _hazard(value: Any, kind: Kind, walk: Walk, call: UserCall | Running) -> Culprit:
+    return dataclasses.replace(_silently_wrong(value, kind, walk, call), severity="blocks", reason=kind.inherited)
 
 
 def _next_failure(
@@ -152,7 +163,7 @@ def _can_be_left_out(failure: PickleAttempt, walk: Walk) -> bool:
     return not failure.out_of_time and not _is_too_deep(failure.error) and bool(walk.trail(failure.failed))
 
 
-def _blocking(failure: PickleAttempt, walk: Walk) -> Culprit:
+def _blocking(failure: PickleAttempt, walk: Walk, call: UserCall | Running) -> Culprit:
     value, error = failure.failed, failure.error
     name, root = next(iter(walk.parts.items()))
     trail: list[Edge] = walk.trail(value)
@@ -160,7 +171,7 @@ def _blocking(failure: PickleAttempt, walk: Walk) -> Culprit:
     if shared is not None:  # not the parts of a queue, but the queue
         trail = trail[: shared + 1]
         value = trail[-1][1]
-    if _is_too_deep(error) and (found := _too_deep(walk.parts)) is not None:
+    if _is_too_deep(error) and (found := _too_deep(walk.parts, call)) is not None:
         return found
     if failure.out_of_time or _is_too_deep(error):
         # The whole argument is too large; the object at which the limit was reached is only one of many.
@@ -173,20 +184,22 @@ def _blocking(failure: PickleAttempt, walk: Walk) -> Culprit:
         )
         trail = [(f"{name} ({where})", value)]
     kind = kind_of(value)
+    remedy = remedy_for(trail, kind, call)
     # What refuses to travel at all, such as a policy that is marked to stay, has no business in a fork either.
     plain = kind is None and not isinstance(error, CannotTravel) and _is_plain_python(type(value))
     return Culprit(
         path=trail[-1][0],
         type=type_name(value),
         reason=_reason(failure, kind),
-        remedy=remedy_for(trail, kind),
+        remedy=remedy.code,
+        lead=remedy.lead,
         severity="silently_wrong" if failure.out_of_time else "blocks",
         inherited=kind.inherited if kind else "workers inherit a copy of it as it is now" if plain else None,
         fork_is_safe=kind.fork_is_safe if kind else plain,
     )
 
 
-def _too_deep(parts: Mapping[str, Any]) -> Culprit | None:
+def _too_deep(parts: Mapping[str, Any], call: UserCall | Running) -> Culprit | None:
     """The culprit that is nested deeper than pickling can follow; None where a __reduce__ makes the depth instead."""
     steps = deepest_trail(parts, limit_s=_DEEPEST_S)
     # Not the function that holds the nested objects, but the first of these objects.
@@ -201,7 +214,7 @@ def _too_deep(parts: Mapping[str, Any]) -> Culprit | None:
         path=f"{paths[-1]}...",
         type=type_name(value),
         reason=f"it is nested too deeply to be pickled: at least {len(steps) - first:,} levels",
-        remedy=remedy_for(trail, None),
+        remedy=remedy_for(trail, None, call).code,
         severity="blocks",
         inherited="workers inherit a copy of it as it is now" if plain else None,
         fork_is_safe=plain,
@@ -215,13 +228,15 @@ def _part_that_fails(parts: Mapping[str, Any]) -> tuple[str, Any]:
     return next((part for part in parts.items() if fails(part[1])), next(iter(parts.items())))
 
 
-def _silently_wrong(value: Any, kind: Kind, walk: Walk) -> Culprit:
+def _silently_wrong(value: Any, kind: Kind, walk: Walk, call: UserCall | Running) -> Culprit:
     trail = walk.trail(value)
+    remedy = remedy_for(trail, kind, call)
     return Culprit(
         path=trail[-1][0],
         type=type_name(value),
         reason=kind.reason,
-        remedy=remedy_for(trail, kind),
+        remedy=remedy.code,
+        lead=remedy.lead,
         severity="silently_wrong",
         inherited=kind.inherited,
         fork_is_safe=kind.fork_is_safe,

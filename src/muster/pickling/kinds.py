@@ -19,6 +19,14 @@ from typing import Any
 import numpy as np
 
 from muster.introspection import attributes_of, module_name
+from muster.pickling.made_again import (
+    generator_code,
+    is_short,
+    memory_map_code,
+    socket_code,
+    sqlite_code,
+    zeromq_socket_code,
+)
 from muster.pickling.modules import is_found_by_name
 from muster.pickling.shared_kinds import MODULES, made_anew
 
@@ -91,7 +99,7 @@ def _has_sockets(context: Any) -> bool:
 def _zeromq_socket(socket: Any) -> Kind:
     return Kind(
         "a ZeroMQ socket belongs to the threads of the process that made it",
-        "lambda: zmq.Context.instance().socket(zmq.REQ)",
+        zeromq_socket_code(socket),
         f"a ZeroMQ socket {_ZEROMQ_HANGS}",
         breaks_under_fork=True,
     )
@@ -156,7 +164,20 @@ def _file_name_and_mode(file: Any) -> tuple[str, str]:
 
 
 def _socket(connection: Any) -> Kind:
-    return replace(_SOCKET, idle=socket.fileno(connection) < 0)
+    return replace(_SOCKET, idle=socket.fileno(connection) < 0, lazy=socket_code(connection))
+
+
+def _sqlite(connection: Any) -> Kind:
+    return replace(_SQLITE, lazy=sqlite_code(connection))
+
+
+def _library(library: Any) -> Kind:
+    return replace(_LIBRARY, lazy=f"ctypes.CDLL, {attributes_of(library).get('_name')!r}")
+
+
+def _child(process: Any) -> Kind:
+    command = attributes_of(process).get("args")
+    return replace(_CHILD, lazy=f"subprocess.Popen, {command!r}") if is_short(command) else _CHILD
 
 
 def _thread_object(thread: Any) -> Kind:
@@ -168,10 +189,9 @@ def _thread_object(thread: Any) -> Kind:
 
 
 def _generator(generator: Any) -> Kind:
-    code = next(getattr(generator, name) for name in ("gi_code", "cr_code", "ag_code") if hasattr(generator, name))
     return Kind(
         reason="a generator's stack frame cannot be sent",
-        lazy=f"{code.co_name}, ..." if code.co_name.isidentifier() else "lambda: (... for ... in ...)",
+        lazy=generator_code(generator),
         inherited="every worker continues a copy of its own from where it stands now",
         fork_is_safe=True,
     )
@@ -187,10 +207,11 @@ def _array(array: Any) -> Kind | None:
 
 
 def _memory_map(array: Any) -> Kind:
-    return _array_kind(
+    kind = _array_kind(
         f"a memory map travels as a copy of its contents ({_megabytes(array)}): no file behind it",
         inherited="workers inherit the same mapping of the same file",
     )
+    return replace(kind, lazy=memory_map_code(array) or kind.lazy)
 
 
 def _array_kind(reason: str, inherited: str) -> Kind:
@@ -328,10 +349,10 @@ _BY_CLASS: dict[type, Callable[[Any], Kind | None]] = {
     np.random.Generator: _random,
     np.random.RandomState: _random,
     random.Random: _random,
-    ctypes.CDLL: _always(_LIBRARY),
+    ctypes.CDLL: _library,
     ctypes.Structure.__mro__[1]: _ctypes_data,
     threading.Thread: _thread_object,
-    subprocess.Popen: _always(_CHILD),
+    subprocess.Popen: _child,
     mmap: _always(_MAPPING),
 }
 
@@ -340,7 +361,7 @@ _BY_NAME: dict[tuple[str, str], Callable[[Any], Kind | None]] = {
     ("zmq", "Context"): _zeromq_context,
     ("zmq", "Socket"): _zeromq_socket,
     ("torch", "Tensor"): _tensor,
-    ("sqlite3", "Connection"): _always(_SQLITE),
+    ("sqlite3", "Connection"): _sqlite,
     ("sqlite3", "Cursor"): _always(_SQLITE),
     ("multiprocessing", "_ConnectionBase"): _always(_PIPE),
     ("multiprocessing", "BaseProcess"): _always(_CHILD),

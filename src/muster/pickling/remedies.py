@@ -5,87 +5,142 @@ from __future__ import annotations
 import functools
 import re
 import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
 
-from muster.introspection import class_name
 from muster.lazy_values import Lazy
 from muster.pickling.kinds import Kind
-from muster.pickling.walk import Edge, is_importable
+from muster.pickling.running_calls import Running
+from muster.pickling.user_call import UserCall
+from muster.pickling.walk import Edge
+from muster.pickling.written_code import Scope, Writer, as_call, user_scope, with_imports, with_parameters
 
 _HOLDERS = (
     *(dict, list, tuple, set, frozenset, type(None), functools.partial),
     *(types.FunctionType, types.MethodType, types.CellType, type, EnvSpec),
 )
-# A path that code can assign to.
-_SUBSCRIPTS = re.compile(r'env_kwargs(\["[^"\\\n]*"\]|\[-?\w+\])*')
+# A path that code can assign to, and the beginning of one: an argument's value by its name.
+_SUBSCRIPTS = re.compile(r'[A-Za-z_]\w*(\["[^"\\\n]*"\]|\[-?\w+\])+')
+_KEYWORD = re.compile(r'.*\["[^"\\\n]*"\]')
+
+BUILD = "Build it in the worker instead"
+MAKE = "Make it in a context that can start fresh processes"
 
 
-def remedy_for(trail: list[Edge], kind: Kind | None) -> str:
-    """Code to write instead, lines joined by newlines.
+@dataclass(frozen=True)
+class Remedy:
+    """What to do, in words, and the code of it: lines joined by newlines."""
 
-    trail: path and object from the argument of ``make_vec`` to the culprit.  kind: what is known about the culprit.
+    lead: str
+    code: str
+
+
+def remedy_for(trail: list[Edge], kind: Kind | None, call: UserCall | Running) -> Remedy:
+    """The remedy for one object that cannot travel.
+
+    trail: path and object from the user's argument to the culprit.  kind: what is known about the culprit.
     """
+    scope = user_scope()
     root_path, root = trail[0]
     path, owner = next(((path, value) for path, value in trail if type(value) not in _HOLDERS), trail[-1])
-    build = kind.lazy if kind is not None and owner is trail[-1][1] else f"{_class_name(type(owner))}, ..."
-    if root_path.startswith(("args[", "kwargs[", "values[", "options", "the function")):
-        return _for_running(root_path, _as_call(build))
+    known = kind if owner is trail[-1][1] else None
+    writer = Writer(scope, {}, [trail])
+    build = known.lazy if known is not None else f"{writer.name_of(type(owner))}, ..."
+    if isinstance(call, Running):
+        return Remedy(BUILD, with_imports(_for_running(trail, owner, build, call, scope), scope))
+    before = f"   # before {call.name}"
+    if known is not None and known.made_anew:
+        # Not written into a partial of a list: its envs would no longer share one object.
+        place = path if _KEYWORD.fullmatch(root_path) and _assignable(trail, path) else _name_of(path, owner, scope)
+        return Remedy(MAKE, with_imports(f"{place} = {known.made_anew}{before}", scope))
     if type(owner) is Lazy or (type(owner) in _HOLDERS and owner is not root):
-        return "muster.lazy(a_function_of_a_module, ...)   # one that builds all that it uses"
-    if root_path.startswith("env_kwargs"):
-        holders = [value for place, value in trail if len(place) < len(path)]
-        can_be_set = _SUBSCRIPTS.fullmatch(path) and all(type(holder) in (dict, list) for holder in holders)
-        named = type(owner) not in _HOLDERS and (can_be_set or owner is root)
-        return _for_kwargs(path if named else None, root_path, build)
-    if root_path.startswith("wrappers"):
-        return f"def wrap(env):\n    return MyWrapper(env, {_as_call(build)})\nmuster.make_vec(..., wrappers=[wrap])"
-    if owner is root or path.endswith("__self__"):
-        return "def make_env():\n    return MyEnv(...)   # and all that it needs\nmuster.make_vec(make_env, ...)"
-    name = _argument_name(path, owner)
+        code = "muster.lazy(a_function_of_a_module, ...)   # one that builds all that it uses"
+        return Remedy(BUILD, code)
+    writer = Writer(scope, {id(owner): build}, [trail])
     if type(root) is EnvSpec:
-        kwargs = f'env_kwargs={{"{name}": muster.lazy({build})}}'
-        return f'muster.make_vec("{root.id}", {kwargs})   # and not in the kwargs of the spec'
+        code = f'gymnasium.spec("{root.id}").kwargs{path.partition(".kwargs")[2]} = muster.lazy({build}){before}'
+    elif _KEYWORD.fullmatch(root_path):
+        code = _for_kwargs(trail, path, owner, build, writer) + before
+    else:
+        code = _for_function(trail, path, owner, build, writer, scope)
+    return Remedy(BUILD, with_imports(code, scope))
+
+
+def _for_kwargs(trail: list[Edge], path: str, owner: Any, build: str, writer: Writer) -> str:
+    """The assignment for ``env_kwargs["server"]``, ``env_kwargs[3]["server"]``, or something in what these hold."""
+    root_path = trail[0][0]
+    if type(owner) not in _HOLDERS and _assignable(trail, path):
+        return f"{path} = muster.lazy({build})"
+    for place, value in reversed(trail):
+        if _assignable(trail, place) and (code := writer.write(value)) is not None:
+            return "\n".join([*writer.definitions, f"{place} = {code}"])
+    key = root_path[root_path.rindex("[") + 2 : -2]
+    name = f"make_{key}" if key.isidentifier() else "make_it"
+    return f"def {name}():\n    ...   # what builds it, with all that it needs\n{root_path} = muster.lazy({name})"
+
+
+def _for_function(trail: list[Edge], path: str, owner: Any, build: str, writer: Writer, scope: Scope) -> str:
+    """The expression in the place of a factory, an env function or a wrapper."""
+    root_path, root = trail[0]
+    if owner is root and not callable(root):  # the value of an argument
+        code: str | None = f"muster.lazy({build})"
+    elif owner is root:
+        code = f"functools.partial(lambda *args, owner: owner(*args), owner=muster.lazy({build}))"
+    else:
+        code = writer.write(root)
+    if code is not None:
+        return "\n".join([*writer.definitions, f"{code}   # in the place of {_place(root_path, root, scope)}"])
+    name = _argument_name(path, owner)
     return (
-        f"def make_env({name}):\n    ...   # what it did, with {name} as an argument\n"
-        f'muster.make_vec(make_env, env_kwargs={{"{name}": muster.lazy({build})}})'
+        f"def made(*args, {name}):\n    ...   # what {root_path} did, with {name} as an argument\n"
+        f"functools.partial(made, {name}=muster.lazy({build}))   # in the place of {root_path}"
     )
 
 
-def _for_kwargs(path: str | None, root_path: str, build: str) -> str:
-    """The remedy for ``env_kwargs["server"]``, ``env_kwargs[3]["server"]``, or something in a dict or list in these.
-
-    path: the path of what is to be built in the worker; None where no assignment can put it there.
-    """
-    if path is not None and path != root_path:
-        return f"{path} = muster.lazy({build})   # before make_vec"
-    key = root_path[root_path.rindex("[") + 1 : -1]
-    function = ""
-    if path is None:
-        build = f"make_{key[1:-1]}" if key[1:-1].isidentifier() else "make_it"
-        function = f"def {build}():\n    ...   # what builds it, with all that it needs\n"
-    one = f"{{{key}: muster.lazy({build})}}"
-    kwargs = one if root_path.count("[") == 1 else f"[..., {one}, ...]"
-    return f"{function}muster.make_vec(..., env_kwargs={kwargs})"
+def _place(path: str, value: Any, scope: Scope) -> str:
+    """The place in the user's code of the expression that gives `value`."""
+    outer, inside, name = getattr(value, "__qualname__", "").rpartition(".<locals>.")
+    if type(value) is not types.FunctionType or not inside or outer == scope.code or scope.get(name) is value:
+        return path
+    return f"{'the lambda' if name == '<lambda>' else name} in {outer}"
 
 
-def _for_running(root_path: str, build: str) -> str:
-    """The remedy for what is sent to envs that run already."""
-    if root_path == "options":
-        return 'muster.make_vec(..., env_kwargs={"name": muster.lazy(...)})   # or options of numbers and strings'
-    use = f'env.set_wrapper_attr("name", {build})' if root_path.startswith("values[") else f"return env.method({build})"
-    return f"def act(env, env_index):\n    {use}\nenvs.call(act)"
+def _for_running(trail: list[Edge], owner: Any, build: str, call: Running, scope: Mapping[str, Any]) -> str:
+    """The function to call in every env, instead of sending the object."""
+    root_path, root = trail[0]
+    writer = Writer(scope, {id(owner): build}, [trail])
+    writer.lazily = False
+    if call.act is None:
+        name = _argument_name(trail[min(1, len(trail) - 1)][0], owner)
+        return f"{call.call.lazily(name, build)}, and not in {root_path}"
+    if root_path == "the function" and type(root) is types.FunctionType and len(trail) > 1:
+        return _for_called_function(trail, root, build, call, writer)
+    statement = call.act(lambda value: writer.write(value) or "...")
+    return f"def act(env, env_index):\n    {statement}\n{call.call.acts}"
 
 
-def _class_name(kind: type) -> str:
-    """The name of a class in code: with its module, if it can be imported from there."""
-    return class_name(kind) if is_importable(kind) else kind.__name__
+def _for_called_function(trail: list[Edge], function: Any, build: str, call: Running, writer: Writer) -> str:
+    name, value = trail[1][0].rpartition(".")[2], trail[1][1]
+    made = writer.write(value) or as_call(build)
+    written = with_parameters(function, [name])
+    if written is not None and written[0]:
+        return f"{name} = {made}   # as the first line of {function.__name__}"
+    called = f"({written[1]})(env, env_index, {name}={name})" if written is not None else "..."
+    return f"def act(env, env_index):\n    {name} = {made}\n    return {called}\n{call.call.acts}"
 
 
-def _as_call(build: str) -> str:
-    function, _, arguments = build.partition(", ")
-    return f"({function})({arguments})" if function.startswith("lambda") else f"{function}({arguments})"
+def _assignable(trail: Sequence[Edge], path: str) -> bool:
+    """Whether code can assign to `path`: all that holds it are dicts and lists."""
+    holders = [value for place, value in trail if len(place) < len(path)]
+    return bool(_SUBSCRIPTS.fullmatch(path)) and all(type(holder) in (dict, list) for holder in holders)
+
+
+def _name_of(path: str, owner: Any, scope: Mapping[str, Any]) -> str:
+    """The user's variable for `owner`, else the name at the end of its path."""
+    return next((name for name, value in scope.items() if value is owner), _argument_name(path, owner))
 
 
 def _argument_name(path: str, owner: Any) -> str:

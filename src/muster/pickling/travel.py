@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import textwrap
 import warnings
 from collections.abc import Sequence
@@ -14,13 +15,15 @@ from muster.errors import CannotTravel
 from muster.introspection import caller_stacklevel
 from muster.pickling.culprits import Culprit, culprits_in, fork_hazards, inherited_hazards, noted_in
 from muster.pickling.probe import attempt
+from muster.pickling.running_calls import Running
+from muster.pickling.user_call import MAKE_VEC, UserCall
 
 # Together below the 5 s that a caller waits at most for an answer about an object that hangs.
 _SILENCE_S = 2.5
 _DIAGNOSIS_S = 1.0
 _SHOWN = 5
-# Arguments that are named with their subscript.
-_SUBSCRIPTED = ("env_kwargs", "wrappers", "env[", "args", "kwargs", "values")
+# Imports, and one assignment.
+_ASSIGNMENTS = re.compile(r"(import [^\n]+\n)*[\w\[\]\"]+ = [^\n]+")
 _PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
 
 
@@ -31,26 +34,36 @@ def dumps(
     start_method: str,
     big: list[pickle.PickleBuffer] | None = None,
     fds: list[int] | None = None,
-    inheritable: bool = True,
+    call: UserCall | Running = MAKE_VEC,
 ) -> bytes:
     """``value`` as a pickle.
 
     parts: what ``value`` is made of, by the names that messages use.  big, fds: see `attempt`.
-    inheritable: whether a worker that is forked now would not need the pickle.
+    call: the user's call that wants it sent.
     Warns about objects that arrive as something else. Raises CannotTravel.
     """
     outcome = attempt(value, silence_s=_SILENCE_S, big=big, fds=fds)
     if outcome.data is None:
-        culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome], shares=fds is not None)
-        raise CannotTravel(_explain(culprits, start_method, parts if inheritable else None)) from outcome.error
-    for culprit in noted_in(parts, outcome.noted) if outcome.noted else ():
+        shares = fds is not None
+        culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome], shares=shares, call=call)
+        raise CannotTravel(_explain(culprits, start_method, parts, call)) from outcome.error
+    for culprit in noted_in(parts, outcome.noted, call) if outcome.noted else ():
         warnings.warn(
-            f"{culprit.path} ({culprit.type}): {culprit.reason}. Build it in the worker instead:\n"
+            f"{culprit.path} ({culprit.type}): {culprit.reason}. {culprit.lead}:\n"
             f"{textwrap.indent(culprit.remedy, '    ')}",
             UserWarning,
             stacklevel=caller_stacklevel(),
         )
     return outcome.data
+
+
+def not_rebuilt(what: str, error: BaseException, instead: str) -> CannotTravel:
+    """The error for something that could be sent, but not made anew where it arrived. instead: what to do, in words."""
+    return CannotTravel(
+        f"{what} cannot be rebuilt there: {type(error).__name__}: {error}\n"
+        "  What its __reduce__ or __getstate__ gave does not make it anew, or its module is not found there.\n"
+        f"  {instead}"
+    )
 
 
 def is_plain(value: Any) -> bool:
@@ -72,28 +85,30 @@ def _is_plain(value: Any) -> bool:
     return kind in (list, tuple, set, frozenset) and all(map(_is_plain, value))
 
 
-def check_inheritable(parts: dict[str, Any]) -> None:
+def check_inheritable(parts: dict[str, Any], call: UserCall = MAKE_VEC) -> None:
     """Raises CannotTravel for `parts` that a forked worker must not inherit; warns about those that are risky there."""
-    forbidden, risky = inherited_hazards(parts)
+    forbidden, risky = inherited_hazards(parts, call)
+    fork = call.context.format(method="fork")
     if forbidden:
-        lines = [f'{_argument(forbidden[0].path)} cannot be inherited by a worker (context="fork").']
-        raise CannotTravel("\n".join([*lines, *_found(forbidden), _instead(forbidden[0])]))
+        lines = [f"{_argument(forbidden[0].path, parts)} cannot be inherited by a worker ({fork})."]
+        raise CannotTravel("\n".join([*lines, *_found(forbidden), _instead(forbidden)]))
     if risky:
-        lines = ['context="fork" is no way out here:', *_found(risky), _instead(risky[0])]
+        lines = [f"{fork} is no way out here:", *_found(risky), _instead(risky)]
         warnings.warn("\n".join(lines), UserWarning, stacklevel=caller_stacklevel())
 
 
-def _explain(culprits: Sequence[Culprit], start_method: str, parts: dict[str, Any] | None) -> str:
-    """The message about culprits, at least one of which blocks: paths, reasons, the remedy, and whether fork helps.
-
-    parts: the objects that the culprits were found in; None leaves out the remarks about fork and the serial backend.
-    """
+def _explain(culprits: Sequence[Culprit], start_method: str, parts: dict[str, Any], call: UserCall | Running) -> str:
+    """The message about culprits, at least one of which blocks: paths, reasons, the remedy, and other ways out."""
     blocking = [culprit for culprit in culprits if culprit.severity == "blocks"]
-    lines = [f'{_argument(blocking[0].path)} cannot be sent to a worker (context="{start_method}").']
-    lines += [*_found(blocking), _instead(blocking[0])]
-    if parts is not None:
-        lines += ["  " + _about_fork(blocking, parts), '  backend="serial" hands over this very object.']
-    return "\n".join(lines)
+    argument = _argument(blocking[0].path, parts)
+    if isinstance(call, Running):
+        return "\n".join(
+            [f"{argument} cannot be sent to a worker that runs already.", *_found(blocking), _instead(blocking)]
+        )
+    how = call.context.format(method=start_method)
+    lines = [f"{argument} cannot be sent to a worker ({how}).", *_found(blocking), _instead(blocking)]
+    lines.append("  " + _about_fork(blocking, parts, call.context.format(method="fork")))
+    return "\n".join([*lines, f"  {call.in_process} hands over this very object."])
 
 
 def _found(culprits: Sequence[Culprit]) -> list[str]:
@@ -101,22 +116,30 @@ def _found(culprits: Sequence[Culprit]) -> list[str]:
     return lines if len(culprits) <= _SHOWN else [*lines, f"  and {len(culprits) - _SHOWN} more"]
 
 
-def _instead(culprit: Culprit) -> str:
-    return f"  Build it in the worker instead:\n{textwrap.indent(culprit.remedy, ' ' * 6)}"
+def _instead(culprits: Sequence[Culprit]) -> str:
+    """The remedy of the first culprit, and of others where each is one assignment."""
+    first = culprits[0]
+    lines = first.remedy.splitlines()
+    for other in culprits[1:_SHOWN]:
+        if other.lead == first.lead and _ASSIGNMENTS.fullmatch(first.remedy) and _ASSIGNMENTS.fullmatch(other.remedy):
+            lines += other.remedy.splitlines()
+    lines = sorted(dict.fromkeys(lines), key=lambda line: not line.startswith("import "))
+    return f"  {first.lead}:\n" + textwrap.indent("\n".join(lines), " " * 6)
 
 
-def _argument(path: str) -> str:
-    """The argument of ``make_vec`` that a path starts with."""
-    end = path.find("]") + 1 if path.startswith(_SUBSCRIPTED) else path.find(".")
-    return path[:end] if end > 0 else path
+def _argument(path: str, parts: dict[str, Any]) -> str:
+    """The user's argument that a path starts with."""
+    name = next((name for name in sorted(parts, key=len, reverse=True) if path.startswith(name)), path)
+    item = re.match(r"\[\d+\]", path[len(name) :]) if name.isidentifier() else None  # of a list, such as wrappers
+    return name if item is None else name + item[0]
 
 
-def _about_fork(blocking: Sequence[Culprit], parts: dict[str, Any]) -> str:
+def _about_fork(blocking: Sequence[Culprit], parts: dict[str, Any], fork: str) -> str:
     unsafe = next((culprit for culprit in blocking if not culprit.fork_is_safe), None)
     if unsafe is not None and unsafe.inherited is None:
-        return f'Whether context="fork" would be safe for a {unsafe.type} is not known.'
+        return f"Whether {fork} would be safe for a {unsafe.type} is not known."
     if unsafe is not None:
-        return f'context="fork" is no way out here: {unsafe.inherited}.'
+        return f"{fork} is no way out here: {unsafe.inherited}."
     for hazard in fork_hazards(parts):
-        return f'context="fork" is no way out here: {hazard.path}: {hazard.reason}.'
-    return f'context="fork" would be safe here: {blocking[0].inherited}.'
+        return f"{fork} is no way out here: {hazard.path}: {hazard.reason}."
+    return f"{fork} would be safe here: {blocking[0].inherited}."

@@ -18,8 +18,10 @@ class UserCall:
     in_process: what hands over the very objects, since it steps the envs in the calling process; empty where this call
     does.  one_each: a process for each env.  packed: `{count}` processes that share the envs; empty where the call
     starts none.  num_envs: the argument that asks for `{count}` envs.  processes: the argument that has processes step
-    the envs, for a call that may also do without.  step_timeout: the argument that limits a step's
-    time; empty where there is none.  acts: what calls ``act(env, env_index)`` in every env later on.
+    the envs, for a call that may also do without.  step_timeout: the argument that limits a step's time; empty where
+    there is none.  acts: what calls ``act(env, env_index)`` in every env later on.
+    apart: a sentence, how to give each env a process of its own.  by_function: the call with the function ``make_env``.
+    argument: the call with an env's argument `{name}` built by ``muster.lazy({build})``, where these have no dict.
     """
 
     name: str
@@ -31,9 +33,28 @@ class UserCall:
     one_each: str
     packed: str
     num_envs: str
+    apart: str
+    by_function: str
     processes: str = ""
     step_timeout: str = ""
     acts: str = "envs.call(act)"
+    argument: str = ""
+
+    def sent(self) -> str:
+        """What workers receive, in words."""
+        parts = [f"the {self.factory}" if self.factory == "factory" else self.factory, self.wrappers, self.kwargs]
+        named = [f"the {part}" if part == "wrappers" else part for part in parts if part]
+        if self.kwargs:
+            named[-1] = f"the values of {self.kwargs}"
+        return named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+
+    def lazily(self, name: str, build: str) -> str:
+        """The line that makes an argument lazy. build: the arguments of ``muster.lazy``."""
+        if self.argument:
+            return self.argument.format(name=name, build=build)
+        if self.kwargs:
+            return f'{self.kwargs}["{name}"] = muster.lazy({build})   # before {self.name}'
+        return f"functools.partial(MyEnv, {name}=muster.lazy({build}))   # in {self.factory}"
 
     def advise_packing(self, count: int) -> str:
         """The sentence that says how `count` processes may share the envs."""
@@ -51,6 +72,8 @@ MAKE_VEC = UserCall(
     one_each="one_env_per_process=True",
     packed="num_workers={count}",
     num_envs="num_envs={count}",
+    apart='Use backend="process" and leave num_workers and caller_steps out',
+    by_function="envs = muster.make_vec(make_env, num_envs=...)",
     processes='backend="process"',
     step_timeout="step_timeout",
 )

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import pickle
 import reprlib
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 import gymnasium as gym
 
 from muster.arguments import at_least
-from muster.errors import CannotTravel, ConfigError, RecipeError
+from muster.errors import ConfigError, RecipeError
 from muster.introspection import callable_name, place_of
 from muster.lazy_values import LazyValues
-from muster.pickling import MAKE_VEC, UserCall, check_inheritable, current_call, dumps, takes
+from muster.pickling import MAKE_VEC, UserCall, check_inheritable, current_call, dumps, not_rebuilt, takes
 from muster.pickling.shared_pickling import receiving
 from muster.recipes.existing_env import LiveEnvs
 from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
@@ -65,7 +66,7 @@ class Recipe:
                 raise RecipeError(
                     f"{self.labels[0]} {self.name} returned the same {type(made).__name__} twice: for env "
                     f"{self.env_index} it gave one that is in use already. It must build a new env whenever it is "
-                    f"called:\n{factory_example('MyEnv(...)')}"
+                    f"called:\n{factory_example('MyEnv(...)', self.call)}"
                 )
             return BuiltEnv(self._wrapped(made, values), made, values)
         except BaseException:
@@ -190,12 +191,13 @@ def pack(
     Warns about objects that arrive as something else (an open file) or are huge. Raises CannotTravel.
     """
     inner: list[pickle.PickleBuffer] | None = None if big is None else []
-    packed = dumps(list(recipes), _parts_of(recipes), start_method=start_method, big=inner, fds=fds)
+    parts, call = _parts_of(recipes), recipes[0].call
+    packed = dumps(list(recipes), parts, start_method=start_method, big=inner, fds=fds, call=call)
     if big is None or inner is None:
-        return pickle.dumps((pack_registrations(), packed))
+        return pickle.dumps((pack_registrations(), call, packed))
     outer = pickle.PickleBuffer(packed)
     whole = pickle.dumps(
-        (pack_registrations(), outer), protocol=5, buffer_callback=lambda buffer: not takes(buffer, big)
+        (pack_registrations(), call, outer), protocol=5, buffer_callback=lambda buffer: not takes(buffer, big)
     )
     big += inner
     return whole
@@ -207,18 +209,15 @@ def unpack(data: bytes, big: Iterable[Any] = (), fds: Sequence[int] = ()) -> lis
     Raises CannotTravel where something in them cannot be rebuilt here.
     """
     buffers = iter(big)
-    registrations, packed = pickle.loads(data, buffers=buffers)
+    registrations, call, packed = pickle.loads(data, buffers=buffers)
     registered = register_packed(registrations)
     try:
         with receiving(fds):
             recipes: list[Recipe] = pickle.loads(packed, buffers=buffers)
     except Exception as error:
-        raise CannotTravel(
-            f"the factory, a wrapper or a value of env_kwargs was sent to the worker, but cannot be rebuilt there: "
-            f"{type(error).__name__}: {error}\n"
-            "  What its __reduce__ or __getstate__ gave does not make it anew, or its module is not found there.\n"
-            "  Build it in the worker instead:\n"
-            '      muster.make_vec(..., env_kwargs={"name": muster.lazy(MyClass, ...)})'
+        lazily = textwrap.indent(call.lazily("name", "MyClass, ..."), " " * 6)
+        raise not_rebuilt(
+            f"a part of {call.sent()} was sent to the worker, but", error, f"Build it in the worker instead:\n{lazily}"
         ) from error
     # Again: what the caller registered last counts, not what a module has registered that was imported just now.
     gym.registry.update({spec.id: spec for spec in registered})
@@ -230,7 +229,7 @@ def check_forkable(recipes: Sequence[Recipe]) -> None:
 
     Warns about what the process may inherit but cannot use safely: open files and sockets, ...
     """
-    check_inheritable(_parts_of(recipes))
+    check_inheritable(_parts_of(recipes), recipes[0].call)
 
 
 def _parts_of(recipes: Sequence[Recipe]) -> dict[str, Any]:

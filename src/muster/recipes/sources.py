@@ -18,7 +18,7 @@ from gymnasium.envs.registration import EnvSpec
 from muster.errors import RecipeError
 from muster.introspection import callable_name, caller_stacklevel, module_name, type_name
 from muster.lazy_values import Lazy
-from muster.pickling import find_culprits
+from muster.pickling import UserCall, current_call, find_culprits
 from muster.recipes.existing_env import find_existing_env, is_env
 from muster.recipes.gymnasium_ids import (
     ForeignResolver,
@@ -71,7 +71,7 @@ def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | Non
         raise RecipeError(
             f"{label or 'factory'} {callable_name(form)} holds an env that exists already: {path} is a "
             f"{type_name(env)}. Every env must be built where it runs; build it in the factory:\n"
-            f"{factory_example(constructor_of(env))}{_why_it_stays(env, path)}"
+            f"{factory_example(constructor_of(env), current_call())}{_why_it_stays(env, path)}"
         )
     return Source(form, callable_name(form), label or "factory")
 
@@ -98,7 +98,8 @@ def _spec_of_instance(env: Any, label: str) -> EnvSpec:
             reason = f"its wrapper {lost.name} did not record its arguments (gymnasium.utils.RecordConstructorArgs)"
         raise RecipeError(
             f"{label} is an env that exists already ({type_name(env)}), and {reason}. Every env is built where it "
-            f"runs; hand over a factory instead:\n{factory_example(constructor_of(env))}{_why_it_stays(env, label)}"
+            f"runs; hand over a factory instead:\n{factory_example(constructor_of(env), current_call())}"
+            f"{_why_it_stays(env, label)}"
         )
     warnings.warn(
         f"{label} is an env that exists already ({type_name(env)}). New ones are made from its spec {spec.id!r}; "
@@ -164,8 +165,8 @@ def _built_by_a_module(env: Any) -> str | None:
     return None
 
 
-def factory_example(constructor: str) -> str:
-    return f"    def make_env():\n        return {constructor}\n    envs = muster.make_vec(make_env, num_envs=...)"
+def factory_example(constructor: str, call: UserCall) -> str:
+    return f"    def make_env():\n        return {constructor}\n    {call.by_function}"
 
 
 def _why_it_stays(env: Any, path: str) -> str:

@@ -37,6 +37,8 @@ MULTI_COLLECTOR = replace(
     in_process='muster.Collector with make_vec_options={"backend": "serial"}',
     one_each="num_collectors=num_envs",
     packed="num_collectors={count}",
+    apart="Use a collector for each env: num_collectors=num_envs",
+    by_function="collector = muster.MultiCollector(make_env, ...)",
     step_timeout="collect_timeout",
     acts="",
 )

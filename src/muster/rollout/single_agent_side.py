@@ -27,6 +27,8 @@ COLLECTOR = replace(
     in_process='make_vec_options={"backend": "serial"}',
     one_each='make_vec_options={"one_env_per_process": True}',
     packed='make_vec_options={{"num_workers": {count}}}',
+    apart="Leave backend, num_workers and caller_steps out of make_vec_options",
+    by_function="collector = muster.Collector(make_env, ...)",
     processes='make_vec_options={"backend": "process"}',
     step_timeout='make_vec_options["step_timeout"]',
     acts="collector.envs.call(act)",

@@ -338,7 +338,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def __reduce__(self) -> NoReturn:
         raise CannotTravel(
             "a vector env cannot be pickled or copied: it holds workers and the memory that it shares with them. "
-            "Where another is needed, call muster.make_vec with the same arguments"
+            f"Where another is needed, call {self._backend.user_call.name} with the same arguments"
         )
 
     def __enter__(self) -> Self:

@@ -12,6 +12,7 @@ from muster.envs.agents import AgentsEnv
 from muster.envs.layout import AgentLayout
 from muster.errors import OneEnvPerProcess, SpecMismatch
 from muster.introspection import type_name
+from muster.pickling import MAKE_VEC, UserCall
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Space
 from muster.transport.mail import dumps
@@ -64,13 +65,12 @@ def _spec_of(env: Any) -> Any:
         return None
 
 
-def check_one_per_process(env: Any, num_envs: int) -> None:
+def check_one_per_process(env: Any, num_envs: int, call: UserCall = MAKE_VEC) -> None:
     """Raises OneEnvPerProcess if `env` must be alone in its process, but `num_envs` > 1 are to be built there."""
     if num_envs > 1 and (getattr(env, "metadata", None) or {}).get("one_per_process"):
         raise OneEnvPerProcess(
             f'{type(getattr(env, "unwrapped", env)).__qualname__} declares metadata["one_per_process"] = True, but '
-            f'{num_envs} envs were to be built in one process. Use backend="process" and leave num_workers and '
-            "caller_steps out; each env then gets a process of its own."
+            f"{num_envs} envs were to be built in one process. {call.apart}; each env then gets a process of its own."
         )
 
 

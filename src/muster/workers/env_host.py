@@ -72,7 +72,7 @@ class EnvHost:
                 built = self._build_one(i)
                 self._built.append(built)
                 self.envs.append(built.env)
-                check_one_per_process(built.env, len(self.recipes))
+                check_one_per_process(built.env, len(self.recipes), self.recipes[i].call)
                 if on_built is not None and len(self.envs) <= 2:
                     memory_bytes.append(own_memory_bytes())
                     on_built(tuple(memory_bytes))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muster.errors import WorkerDied, WorkerName, WorkerTimeout
+from muster.pickling import UserCall
 from muster.recipes.recipe import Recipe
 from muster.transport.channel import Channel
 from muster.transport.slab import memfd
@@ -24,11 +25,6 @@ from muster.workers.worker_main import STACK_SIGNAL, main
 Started = tuple[int, int, int | None]
 
 _STACK_S = 0.5
-UNPACKS_HINT = (
-    "\nIt has not come further than to rebuild the factory, the wrappers and the values of env_kwargs that were sent "
-    "to it; the first line of the stack is in the object that hangs.\nBuild that in the worker instead:\n"
-    '    muster.make_vec(..., env_kwargs={"name": muster.lazy(MyClass, ...)})'
-)
 
 
 @dataclass
@@ -87,6 +83,15 @@ class WorkerHandle:
             disown(fd)
             self.channel.close()
         self.process.release()
+
+
+def unpacks_hint(call: UserCall) -> str:
+    """The explanation of a stack of a worker that still rebuilds what was sent to it."""
+    return (
+        f"\nIt has not come further than to rebuild {call.sent()} that were sent to it; the first line of the stack is "
+        "in the object that hangs.\nBuild that in the worker instead:\n"
+        f"    {call.lazily('name', 'MyClass, ...')}"
+    )
 
 
 def launch_worker(

@@ -7,6 +7,7 @@ import warnings
 
 from muster.errors import NotEnoughMemory
 from muster.introspection import caller_stacklevel
+from muster.pickling import MAKE_VEC, UserCall
 from muster.workers.messages import BuildProgress
 from muster.workers.resources import memory_left
 
@@ -17,13 +18,15 @@ class MemoryPlan:
     """The memory that `num_envs` envs in `num_workers` workers will need.
 
     check: one of `MEMORY_CHECKS`.  packing: the sentence that says how fewer workers may share the envs; may be empty.
+    call: the user's call that asks for the envs.
     """
 
-    def __init__(self, num_envs: int, num_workers: int, check: str, packing: str) -> None:
+    def __init__(self, num_envs: int, num_workers: int, check: str, packing: str, call: UserCall = MAKE_VEC) -> None:
         self._num_envs = num_envs
         self._num_workers = num_workers
         self._check = check
         self._packing = packing
+        self._call = call
 
     def fits(self, built: BuildProgress) -> bool:
         """Whether all envs certainly fit. After one env this may be too strict, since libraries are counted."""
@@ -39,14 +42,17 @@ class MemoryPlan:
         while self._needed(most + 1, built) <= left_bytes:
             most += 1
         message = (
-            f"num_envs={self._num_envs} on num_workers={self._num_workers} will not fit into memory: beside the first "
-            f"{built.count} it needs about {_size(needed)} ({_size(env_bytes)} for an env, {_size(worker_bytes)} for a "
-            f"worker, measured in the first one), and {_size(left_bytes)} are left ({limit}). About num_envs={most} "
-            f"would fit. {self._packing}"
+            f"{self._asked(self._num_envs)} in {self._num_workers} processes will not fit into memory: beside the "
+            f"first {built.count} it needs about {_size(needed)} ({_size(env_bytes)} for an env, "
+            f"{_size(worker_bytes)} for a worker, measured in the first one), and {_size(left_bytes)} are left "
+            f"({limit}). About {self._asked(most)} would fit. {self._packing}"
         ).rstrip()
         if self._check == "error":
             raise NotEnoughMemory(f'{message} To try all the same: memory_check="warn".')
         warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
+
+    def _asked(self, count: int) -> str:
+        return self._call.num_envs.format(count=count)
 
     def _needed(self, num_envs: int, built: BuildProgress) -> int:
         """Bytes for `num_envs` envs and their workers, without those that are built already."""

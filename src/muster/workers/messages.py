@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from muster.errors import CannotTravel, UnknownMessage
+from muster.errors import UnknownMessage
+from muster.pickling import not_rebuilt
 from muster.transport.big_arrays import Place
 from muster.transport.slab import Slab, SlabPlan
 from muster.worker_info import WorkerInfo
@@ -40,11 +41,8 @@ def _rebuilt(data: bytes) -> Any:
     try:
         return pickle.loads(data)
     except Exception as error:
-        refusal = CannotTravel(
-            f"what was sent to the worker cannot be rebuilt there: {type(error).__name__}: {error}\n"
-            "  What its __reduce__ or __getstate__ gave does not make it anew, or its module is not found there.\n"
-            "  Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
-        )
+        send = "Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
+        refusal = not_rebuilt("what was sent to the worker", error, send)
         refusal.__cause__ = error
         return refusal
 

@@ -154,8 +154,8 @@ class Worker:
             return self._dumps(result)
         except Exception as error:
             refusal = CannotTravel(
-                f"a {type_name(result)} cannot be sent from the worker: "
-                f'{error}. Ask for something smaller, such as an attribute of it, or use backend="serial"'
+                f"a {type_name(result)} cannot be sent from the worker: {error}. Ask for something smaller, such as an "
+                f"attribute of it, or use {self._env_host.recipes[0].call.in_process}"
             )
             return self._dumps(self._env_host.failure(i, refusal))
 

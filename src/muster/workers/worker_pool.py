@@ -25,7 +25,7 @@ from muster.worker_info import WorkerInfo
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure, to_exception
-from muster.workers.handle import UNPACKS_HINT, Started, WorkerHandle, fork_worker_for, launch_worker
+from muster.workers.handle import Started, WorkerHandle, fork_worker_for, launch_worker, unpacks_hint
 from muster.workers.inheritance import Inheritance
 from muster.workers.launcher_client import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
 from muster.workers.memory_plan import MemoryPlan
@@ -72,6 +72,7 @@ class Workers:
         watch: Callable[[int], None],
     ) -> None:
         self._recipes = recipes
+        self._call = recipes[0].call
         self._first_envs = first_envs
         self._options = options
         self._watch = watch
@@ -147,8 +148,8 @@ class Workers:
         """Waits until the envs that the first worker has built show that all will fit into memory, see `MemoryPlan`."""
         packing = ""
         if len(self._orders) == len(self._recipes) and not self._options.one_env_per_process:
-            packing = self._recipes[0].call.advise_packing(min(usable_cores(), len(self._recipes)))
-        plan = MemoryPlan(len(self._recipes), len(self._orders), self._options.memory_check, packing)
+            packing = self._call.advise_packing(min(usable_cores(), len(self._recipes)))
+        plan = MemoryPlan(len(self._recipes), len(self._orders), self._options.memory_check, packing, self._call)
         for env in worker.envs[:2]:
             (built,) = self._answers(BuildProgress, [worker], f"building env {env}")
             if plan.fits(built):
@@ -197,7 +198,7 @@ class Workers:
         """The next message of `worker`; notes Unpacking. Raises WorkerDied; TimeoutError if none is there."""
         try:
             while isinstance(message := worker.channel.recv(0.0), Unpacking):
-                worker.hint = "" if message.done else UNPACKS_HINT
+                worker.hint = "" if message.done else unpacks_hint(self._call)
             return message
         except ChannelClosed:
             raise worker.died(worker.building) from None
@@ -245,9 +246,10 @@ class Workers:
             return worker
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
+                fewer = self._call.packed.format(count=max(1, host - 2))
                 error.add_note(
                     f"worker {host} of {self._options.num_workers} could not start: each needs 5 file descriptors in "
-                    "this process; allow it more (`ulimit -n`), or ask for fewer workers (num_workers=...)"
+                    f"this process; allow it more (`ulimit -n`), or ask for fewer workers ({fewer})"
                 )
             raise
 

@@ -46,6 +46,8 @@ PARALLEL_ENV = UserCall(
     one_each="ParallelEnv without num_processes",
     packed="num_processes={count}",
     num_envs="num_workers={count}",
+    apart="Leave num_processes out",
+    by_function="env = ParallelEnv(..., make_env)",
     acts="env.vector_env.call(act)",
 )
 

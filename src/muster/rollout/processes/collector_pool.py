@@ -25,6 +25,7 @@ from muster.errors import (
     SpecMismatch,
 )
 from muster.introspection import caller_stacklevel
+from muster.pickling import called_as
 from muster.recipes.recipe import Recipe, make_recipes
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
 from muster.rollout.processes.batch_memory import BatchMemory, stop_flag
@@ -95,7 +96,8 @@ class CollectorPool:
             options=options,
         )
         self._nouns = collector_nouns([range(*ends) for ends in pairwise(self._firsts)], is_env=True)
-        replicas = make_recipes(Replica, num_collectors, [{"plan": plan} for plan in plans])
+        with called_as(recipes[0].call):
+            replicas = make_recipes(Replica, num_collectors, [{"plan": plan} for plan in plans])
         with self._translating():
             self._processes = process_vec(replicas, options.for_backend(self._nouns), options.restarts)
         try:

@@ -1,0 +1,497 @@
+"""Programs that fail, each repaired to the letter by the code that its error prints, and compared with the original."""
+
+from __future__ import annotations
+
+import functools
+import re
+import runpy
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+
+import muster
+from muster.errors import CannotTravel, OneEnvPerProcess
+from muster.interop import sb3
+from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv
+from sample_envs import Counter
+
+PRELUDE = """
+import functools
+import itertools
+import multiprocessing
+import sqlite3
+import threading
+import types
+import gymnasium
+import numpy as np
+import zmq
+
+COUNT = itertools.count()
+
+class Env(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 100, (2,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, thing, size=2, others=None):
+        self.thing, self.size = thing, size
+        self.given = None
+        if others is not None:
+            assert type(others["locks"][0]) is type(threading.Lock())
+
+    def reset(self, *, seed=None, options=None):
+        return np.array([self.size, use(self.thing)], np.float64), {}
+
+    def step(self, action):
+        return np.array([self.size, use(self.thing)], np.float64), 1.0, False, False, {}
+
+    def guarded(self):
+        with self.given["lock"]:
+            return self.size
+
+    def take(self, number, lock):
+        with lock:
+            return number + self.size
+
+class Guarded(gymnasium.Wrapper):
+    def __init__(self, env, lock):
+        super().__init__(env)
+        self.lock = lock
+
+    def reset(self, **arguments):
+        with self.lock:
+            return super().reset(**arguments)
+
+def use(thing):
+    if isinstance(thing, zmq.Context):
+        with thing.socket(zmq.PAIR) as here, thing.socket(zmq.PAIR) as there:
+            address = f"inproc://{next(COUNT)}"
+            here.bind(address)
+            there.connect(address)
+            there.send(b"3")
+            return float(here.recv())
+    if isinstance(thing, sqlite3.Connection):
+        return thing.execute("select value from numbers").fetchone()[0]
+    if isinstance(thing, types.GeneratorType):
+        return next(thing)
+    if hasattr(thing, "put"):
+        thing.put("seen")
+        return 4
+    if hasattr(thing, "readline"):
+        thing.seek(0)
+        return float(thing.readline())
+    with thing:
+        return 5
+
+def numbers(start, *, by=1):
+    while True:
+        yield start
+        start += by
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that hands over an object that cannot travel.
+
+    setup: makes the object.  call: makes the vector env `envs` and uses it.  element: the expression in it whose place
+    a remedy may name.  fails: the line that the remedy replaces, where that is not a line to put it before.
+    original: what to replace to get a program that works with the original's classes.
+    """
+
+    setup: str
+    call: str
+    original: tuple[tuple[str, str], ...]
+    element: str = ""
+    fails: str = ""
+    cleanup: str = "pass"
+
+    def text(self, setup: str, call: str) -> str:
+        return (
+            f"{PRELUDE}\n{setup}\nresult = None\ntry:\n{textwrap.indent(call, '    ')}\n"
+            f"except Exception as error:\n    result = error\nfinally:\n    {self.cleanup}\n"
+        )
+
+    def repaired(self, message: str) -> str:
+        """The program with the code in `message` put where the message says."""
+        imports, code = split(code_in(message))
+        setup, call = self.setup, self.call
+        for line in [line for line in code if line.endswith("# its body stays as it is")]:
+            head = line.split("(")[0]
+            setup = re.sub(rf"^( *){re.escape(head)}\(.*\):$", rf"\1{line.partition('   #')[0]}", setup, flags=re.M)
+            code.remove(line)
+        last = code[-1]
+        if "# before " in last:
+            name = last.partition("# before ")[2].rpartition(".")[2]
+            call = put_before(call, rf"\b{name}\(", code)
+        elif "# in the place of " in last:
+            put, _, place = last.partition("   # in the place of ")
+            if " in " in place:  # the place is in a function of the setup
+                assert f"return {place.partition(' in ')[0]}" in setup
+                setup = setup.replace(f"return {place.partition(' in ')[0]}", f"return {put}")
+            else:
+                assert self.element in call
+                call = "\n".join([*code[:-1], call.replace(self.element, put)])
+        else:
+            assert self.fails in call
+            call = "\n".join([*code[:-1], call.replace(self.fails, code[-1])])
+        return self.text("\n".join([*imports, setup]), call)
+
+
+def put_before(text: str, pattern: str, code: list[str]) -> str:
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if re.search(pattern, line))
+    return "\n".join([*lines[:at], *code, *lines[at:]])
+
+
+def code_in(message: str) -> list[str]:
+    """The lines of code under the first line that ends with a colon."""
+    lines = message.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.endswith(":") and line.startswith(("  Build", "  Make")))
+    block = []
+    for line in lines[start + 1 :]:
+        if not line.startswith(" " * 6):
+            break
+        block.append(line)
+    code = textwrap.dedent("\n".join(block))
+    assert "..." not in code, code
+    return code.splitlines()
+
+
+def split(code: list[str]) -> tuple[list[str], list[str]]:
+    imports = [line for line in code if line.startswith("import ")]
+    return imports, code[len(imports) :]
+
+
+def run(path: Path, text: str):
+    path.write_text(text)
+    return runpy.run_path(str(path), run_name="__main__")["result"]
+
+
+CONTEXT = "context = zmq.Context()"
+TERM = "context.term()"
+SB3 = """
+from stable_baselines3.common.vec_env import DummyVecEnv as Original
+from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, make_vec_env
+"""
+SB3_ORIGINAL = (("SubprocVecEnv(", "Original("), ("vec_env_cls=SubprocVecEnv", "vec_env_cls=Original"))
+SB3_USE = """
+obs = envs.reset()
+result = [obs.tolist(), envs.step(np.zeros(2, int))[0].tolist()]
+envs.close()
+"""
+GYM = """
+from gymnasium.vector import SyncVectorEnv as Original
+from muster.interop.gymnasium import AsyncVectorEnv
+"""
+GYM_ORIGINAL = (("AsyncVectorEnv(", "Original("),)
+GYM_USE = """
+obs = envs.reset()[0]
+result = [obs.tolist(), envs.step(np.zeros(envs.num_envs, int))[0].tolist()]
+envs.close()
+"""
+MAKE_VEC = "import muster"
+SERIAL = (("muster.make_vec(", 'muster.make_vec(backend="serial", env='), ("env=[", "env=["))
+
+slow = pytest.mark.slow
+PROGRAMS = {
+    "sb3, a partial": Program(
+        SB3 + CONTEXT,
+        f"envs = SubprocVecEnv([functools.partial(Env, context, size=4) for _ in range(2)])\n{SB3_USE}",
+        SB3_ORIGINAL,
+        element="functools.partial(Env, context, size=4)",
+        cleanup=TERM,
+    ),
+    "sb3, a lambda": Program(
+        SB3 + CONTEXT,
+        f"envs = SubprocVecEnv([lambda: Env(context, size=3) for _ in range(2)])\n{SB3_USE}",
+        SB3_ORIGINAL,
+        element="lambda: Env(context, size=3)",
+        cleanup=TERM,
+    ),
+    "sb3, a function": Program(
+        SB3 + CONTEXT + "\ndef make_env(size=6):\n    return Env(context, size)",
+        f"envs = SubprocVecEnv([make_env, make_env])\n{SB3_USE}",
+        SB3_ORIGINAL,
+        element="make_env",
+        cleanup=TERM,
+    ),
+    "sb3, a lambda with a default": Program(
+        SB3 + CONTEXT,
+        f"envs = SubprocVecEnv([lambda i=i, c=context: Env(c, size=i) for i in (7, 7)])\n{SB3_USE}",
+        SB3_ORIGINAL,
+        element="lambda i=i, c=context: Env(c, size=i)",
+        cleanup=TERM,
+    ),
+    "make_vec_env": Program(
+        SB3 + CONTEXT,
+        f"env_kwargs = dict(thing=context, size=4)\n"
+        f"envs = make_vec_env(Env, 2, env_kwargs=env_kwargs, vec_env_cls=SubprocVecEnv)\n{SB3_USE}",
+        SB3_ORIGINAL,
+        cleanup=TERM,
+    ),
+    "make_vec_env, a wrapper's lock, and a generator": Program(
+        SB3,
+        "env_kwargs = dict(thing=numbers(3, by=2))\nwrapper_kwargs = dict(lock=threading.Lock())\n"
+        "envs = make_vec_env(Env, 1, wrapper_class=Guarded, wrapper_kwargs=wrapper_kwargs, env_kwargs=env_kwargs, "
+        f"vec_env_cls=SubprocVecEnv)\n{SB3_USE}".replace("np.zeros(2", "np.zeros(1"),
+        SB3_ORIGINAL,
+    ),
+    "make_vec_env, a lambda": Program(
+        SB3 + "lock = threading.Lock()",
+        f"envs = make_vec_env(lambda: Env(lock), 2, vec_env_cls=SubprocVecEnv)\n{SB3_USE}",
+        SB3_ORIGINAL,
+        element="lambda: Env(lock)",
+    ),
+    "make_vec_env, a queue of the fork context": Program(
+        SB3,
+        "env_kwargs = dict(thing=multiprocessing.get_context('fork').Queue(5))\n"
+        f"envs = make_vec_env(Env, 2, env_kwargs=env_kwargs, vec_env_cls=SubprocVecEnv)\n{SB3_USE}"
+        "result.append([env_kwargs['thing'].get(timeout=5) for _ in range(4)])\n",
+        SB3_ORIGINAL,
+    ),
+    "sb3, a queue in a partial": Program(
+        SB3 + "seen = multiprocessing.get_context('fork').Queue()",
+        f"envs = SubprocVecEnv([functools.partial(Env, seen)] * 2)\n{SB3_USE}"
+        "result.append([seen.get(timeout=5) for _ in range(4)])\n",
+        SB3_ORIGINAL,
+    ),
+    "sb3, set_attr": Program(
+        SB3 + "env = lambda: Env(threading.Lock())\nvec_env = None",
+        "vec_env = SubprocVecEnv([env] * 2)\nlock = threading.Lock()\nvec_env.set_attr('given', {'lock': lock})\n"
+        "result = vec_env.env_method('guarded')",
+        SB3_ORIGINAL,
+        fails="vec_env.set_attr('given', {'lock': lock})",
+        cleanup="vec_env.close()",
+    ),
+    "sb3, env_method": Program(
+        SB3 + "env = lambda: Env(threading.Lock())\nvec_env = None",
+        "vec_env = SubprocVecEnv([env] * 2)\nlock = threading.Lock()\n"
+        "result = []\nresult = list(vec_env.env_method('take', 1, lock))",
+        SB3_ORIGINAL,
+        fails="vec_env.env_method('take', 1, lock)",
+        cleanup="vec_env.close()",
+    ),
+    "gymnasium, a database in a lambda": Program(
+        GYM + "database = sqlite3.connect(FILE)",
+        f"envs = AsyncVectorEnv([lambda: Env(database) for _ in range(2)])\n{GYM_USE}",
+        GYM_ORIGINAL,
+        element="lambda: Env(database)",
+        cleanup="database.close()",
+    ),
+    "gymnasium, make_vec": Program(
+        "import gymnasium as gym\nfrom gymnasium import make_vec as Original\n"
+        "from muster.interop.gymnasium import make_vec\n"
+        "gymnasium.register('Using-v0', entry_point=Env, disable_env_checker=True)\nlock = threading.Lock()",
+        f"envs = make_vec('Using-v0', 2, vectorization_mode='async', thing=lock, size=9)\n{GYM_USE}",
+        (("make_vec('Using-v0', 2, vectorization_mode='async'", "Original('Using-v0', 2, vectorization_mode='sync'"),),
+        element="lock",
+        cleanup="del gymnasium.registry['Using-v0']",
+    ),
+    "gymnasium, a function inside a function": Program(
+        GYM + CONTEXT + "\ndef maker(context):\n    def make():\n        return Env(context)\n    return make",
+        f"envs = AsyncVectorEnv([maker(context) for _ in range(2)])\n{GYM_USE}",
+        GYM_ORIGINAL,
+        element="return make",
+        cleanup=TERM,
+    ),
+    "torchrl": Program(
+        "from muster.interop.torchrl import ParallelEnv\nfile = open(FILE + '.txt', 'rb')",
+        "create_env_kwargs = {'thing': file}\nenvs = ParallelEnv(2, Env, create_env_kwargs=create_env_kwargs)\n"
+        "result = envs.reset()['observation'].tolist()\nenvs.close()",
+        (("from muster.interop.torchrl import ParallelEnv", "from muster.interop.gymnasium import SyncVectorEnv"),)
+        + (("ParallelEnv(2, Env, create_env_kwargs=create_env_kwargs)", "SyncVectorEnv([lambda: Env(file)] * 2)"),)
+        + (("envs.reset()['observation']", "envs.reset()[0]"),),
+        cleanup="file.close()",
+    ),
+    "make_vec, a lock in a tuple": Program(
+        MAKE_VEC,
+        "env_kwargs = {'thing': threading.Lock(), 'others': {'locks': (threading.Lock(), 1)}}\n"
+        f"envs = muster.make_vec(Env, num_envs=2, env_kwargs=env_kwargs)\n{GYM_USE}",
+        SERIAL,
+    ),
+    "make_vec, one dict of several": Program(
+        MAKE_VEC,
+        "env_kwargs = [{'thing': muster.lazy(threading.RLock)}, {'thing': threading.Lock(), 'size': 8}]\n"
+        f"envs = muster.make_vec(Env, num_envs=2, env_kwargs=env_kwargs)\n{GYM_USE}",
+        SERIAL,
+    ),
+    "make_vec, a factory": Program(
+        MAKE_VEC + "\nlock = threading.Lock()\ndef make_env(size=3):\n    return Env(lock, size)",
+        f"envs = muster.make_vec(make_env, num_envs=2)\n{GYM_USE}",
+        SERIAL,
+        element="make_env",
+    ),
+    "make_vec, a wrapper": Program(
+        MAKE_VEC + "\nlock = threading.Lock()",
+        "env_kwargs = {'thing': numbers(4)}\nenvs = muster.make_vec(Env, num_envs=1, env_kwargs={'thing': "
+        f"muster.lazy(numbers, 4)}}, wrappers=[lambda env: Guarded(env, lock)])\n{GYM_USE}",
+        SERIAL,
+        element="lambda env: Guarded(env, lock)",
+    ),
+    "make_vec, a held lock by fork": Program(
+        MAKE_VEC + "\nlock = threading.Lock()",
+        "env_kwargs = {'thing': lock}\nlock.acquire()\n"
+        f"envs = muster.make_vec(Env, num_envs=2, env_kwargs=env_kwargs, context='fork')\n{GYM_USE}",
+        (("lock.acquire()", "pass"),),
+    ),
+    "make_vec, a spec": Program(
+        MAKE_VEC + "\ngymnasium.register('Locked-v0', entry_point=Env, kwargs={'thing': threading.Lock()})",
+        f"envs = muster.make_vec('Locked-v0', num_envs=2)\n{GYM_USE}",
+        SERIAL,
+        cleanup="del gymnasium.registry['Locked-v0']",
+    ),
+    "make_vec, call": Program(
+        MAKE_VEC + "\nenvs = None",
+        "envs = muster.make_vec(lambda: Env(threading.Lock()), num_envs=2)\nlock = threading.Lock()\n"
+        "result = []\nresult = list(envs.call('take', 1, lock=lock))",
+        SERIAL,
+        fails="envs.call('take', 1, lock=lock)",
+        cleanup="envs.close()",
+    ),
+    "make_vec, call of a lambda": Program(
+        MAKE_VEC + "\nenvs = None",
+        "envs = muster.make_vec(lambda: Env(threading.Lock()), num_envs=2)\nlock = threading.Lock()\n"
+        "result = list(envs.call(lambda env, i: env.unwrapped.take(i, lock)))",
+        SERIAL,
+        fails="envs.call(lambda env, i: env.unwrapped.take(i, lock))",
+        cleanup="envs.close()",
+    ),
+    "Collector": Program(
+        MAKE_VEC,
+        "make_vec_options = {'env_kwargs': {'thing': numbers(3)}}\n"
+        "collector = muster.Collector(Env, None, num_envs=1, frames_per_batch=2, make_vec_options=make_vec_options)\n"
+        "result = collector.rollout()['observation'].tolist()\ncollector.shutdown()",
+        (("'env_kwargs': {", "'backend': 'serial', 'env_kwargs': {"),),
+    ),
+    "MultiCollector": Program(
+        MAKE_VEC,
+        "make_vec_options = {'env_kwargs': {'thing': threading.Lock()}}\n"
+        "collector = muster.MultiCollector(Env, None, num_collectors=2, num_envs=2, frames_per_batch=4, "
+        "make_vec_options=make_vec_options)\n"
+        "result = collector.rollout()['observation'].tolist()\ncollector.shutdown()",
+        (
+            ("muster.MultiCollector(Env, None, num_collectors=2, ", "muster.Collector(Env, None, "),
+            ("'env_kwargs': {", "'backend': 'serial', 'env_kwargs': {"),
+        ),
+    ),
+}
+QUICK = {"sb3, a partial", "make_vec_env", "gymnasium, a database in a lambda", "make_vec, a lock in a tuple"}
+CASES = [pytest.param(one, id=name, marks=() if name in QUICK else slow) for name, one in PROGRAMS.items()]
+
+
+@pytest.mark.parametrize("program", CASES)
+def test_a_remedy_followed_to_the_letter_gives_the_originals_observations(program, tmp_path):
+    import sqlite3
+
+    file = tmp_path / "numbers"
+    Path(f"{file}.txt").write_text("6\n")
+    database = sqlite3.connect(file)
+    database.execute("create table numbers (value)")
+    database.execute("insert into numbers values (6)")
+    database.commit()
+    database.close()
+    program = Program(**{**vars(program), "setup": f"FILE = {str(file)!r}\n{program.setup}"})
+    error = run(tmp_path / "failing.py", program.text(program.setup, program.call))
+    assert isinstance(error, CannotTravel), error
+    assert re.findall(r"muster\.\w+\.\S+|\b_Envs\b|_monitored", str(error)) == []
+    whole = program.text(program.setup, program.call)
+    for ours, theirs in program.original:
+        whole = whole.replace(ours, theirs)
+    expected = run(tmp_path / "original.py", whole)
+    assert isinstance(expected, list), expected
+    assert run(tmp_path / "repaired.py", program.repaired(str(error))) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "change"),
+    [
+        ("SubprocVecEnv([functools.partial(Env, lock)] * 2)", ("* 2)", '* 2, start_method="fork")')),
+        ("SubprocVecEnv([functools.partial(Env, lock)] * 2)", ("Subproc", "Dummy")),
+        (
+            "make_vec_env(Env, 2, env_kwargs={'thing': lock}, vec_env_cls=SubprocVecEnv)",
+            ("SubprocVecEnv)", 'SubprocVecEnv, vec_env_kwargs={"start_method": "fork"})'),
+        ),
+        ("make_vec_env(Env, 2, env_kwargs={'thing': lock}, vec_env_cls=SubprocVecEnv)", ("Subproc", "Dummy")),
+    ],
+)
+def test_the_other_ways_out_that_are_named_work(call, change, tmp_path):
+    program = Program(f"FILE = ''\n{SB3}\nlock = threading.Lock()", f"envs = {call}\n{SB3_USE}", SB3_ORIGINAL)
+    said = str(run(tmp_path / "failing.py", program.text(program.setup, program.call)))
+    argument = re.search(r"\S+=.+(?= would be safe here)", said)
+    assert argument is not None
+    assert argument[0].replace(" ", "") in change[1].replace(" ", "") or change[1] == "Dummy"
+    assert "DummyVecEnv hands over this very object" in said
+    assert run(tmp_path / "other.py", program.text(program.setup, program.call.replace(*change))) == [
+        [[2.0, 5.0]] * 2,
+        [[2.0, 5.0]] * 2,
+    ]
+
+
+class Alone(gymnasium.Env):
+    metadata = {"one_per_process": True}  # noqa: RUF012 - as Gymnasium declares it
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "remedy", "made_as_told"),
+    [
+        (
+            lambda: sb3.DummyVecEnv([Alone, Alone]),
+            "Use SubprocVecEnv(env_fns);",
+            lambda: sb3.SubprocVecEnv([Alone, Alone]),
+        ),
+        (
+            lambda: sb3.make_vec_env(Alone, 2),
+            "Use vec_env_cls=SubprocVecEnv;",
+            lambda: sb3.make_vec_env(Alone, 2, vec_env_cls=sb3.SubprocVecEnv),
+        ),
+        (
+            lambda: SyncVectorEnv([Alone, Alone]),
+            "Use AsyncVectorEnv(env_fns);",
+            lambda: AsyncVectorEnv([Alone, Alone]),
+        ),
+        (
+            lambda: AsyncVectorEnv([Alone, Alone], num_workers=1),
+            "Leave num_workers out;",
+            lambda: AsyncVectorEnv([Alone, Alone]),
+        ),
+        (
+            lambda: muster.make_vec(Alone, 2, backend="serial"),
+            'Use backend="process" and leave num_workers and caller_steps out;',
+            lambda: muster.make_vec(Alone, 2, backend="process"),
+        ),
+    ],
+)
+def test_how_each_env_gets_a_process_of_its_own(make, remedy, made_as_told):
+    with pytest.raises(OneEnvPerProcess, match=re.escape(remedy)):
+        make()
+    envs = made_as_told()
+    envs.reset()
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: AsyncVectorEnv([functools.partial(Counter, step_s=0.5)] * 2, num_workers=2), ""),
+        (lambda: muster.make_vec(Counter, 1, env_kwargs={"step_s": 0.5}), " Set step_timeout= to end waits for envs"),
+    ],
+)
+def test_only_a_call_that_has_a_time_limit_is_advised_to_set_it(make, remedy, monkeypatch):
+    monkeypatch.setattr("muster.backends.process.PATIENT_S", 0.2)
+    with make() as envs:
+        envs.reset()
+        with pytest.warns(RuntimeWarning, match=r"^waiting for 0 s \(.*\)\.") as caught:
+            envs.step(np.zeros(envs.num_envs, int))
+    assert [str(one.message).partition(").")[2].startswith(remedy) for one in caught] == [True]
+    assert ("Set" in str(caught[0].message)) == bool(remedy)
