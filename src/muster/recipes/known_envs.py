@@ -30,7 +30,8 @@ def advise_apart(recipes: Sequence[Recipe]) -> str:
     """The sentence that says how each of several envs in one process gets its own; empty where that cannot help."""
     if len(recipes) < 2 or all(map(is_known, recipes)):
         return ""
-    return f"For a library that allows one env per process, or shares what it holds: {recipes[0].call.one_each}."
+    one_each = recipes[0].call.one_each
+    return f"If a library behind the envs works only once in a process, give each env its own: {one_each}."
 
 
 def _makes_known(factory: Callable[..., Any]) -> bool:
