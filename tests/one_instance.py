@@ -38,6 +38,7 @@ def compile_library(folder: Path, second: str = "refuses") -> Path:
 class Simulator(gym.Env[Any, Any]):
     """An env with obs ``[position]``; one step moves by the action."""
 
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gym.spaces.Box(-1e6, 1e6, (1,), np.float64)
     action_space = gym.spaces.Discrete(3)
 
@@ -58,6 +59,7 @@ class Simulator(gym.Env[Any, Any]):
 class ClassVariable(gym.Env[Any, Any]):
     """An env whose position belongs to its class, so that all envs of a process share it. library: not used."""
 
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gym.spaces.Box(-1e6, 1e6, (1,), np.float64)
     action_space = gym.spaces.Discrete(3)
     position = 0.0
