@@ -11,7 +11,8 @@ import pytest
 
 import muster
 from muster.errors import EnvError
-from one_instance import DeclaredSimulator, Simulator, compile_library
+from one_instance import ClassVariable, DeclaredSimulator, Simulator, compile_library
+from sample_envs import Counter
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 
@@ -151,3 +152,44 @@ def test_the_caller_loads_nothing(library):
 def test_contradicting_numbers_are_refused(library):
     with pytest.raises(ValueError, match="one_env_per_process=True needs num_workers=4"):
         muster.make_vec(Simulator, 4, num_workers=2, env_kwargs={"library": library}, one_env_per_process=True)
+
+
+class Fragile(ClassVariable):
+    """An env of a library that breaks for all of its envs once a second one lives in the process."""
+
+    alive = 0
+
+    def __init__(self):
+        super().__init__()
+        type(self).alive += 1
+
+    def step(self, action):
+        if self.alive > 1:
+            raise RuntimeError("the simulator has lost its handle")
+        return super().step(action)
+
+    def close(self):
+        type(self).alive -= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"num_workers": 1}, "one_env_per_process=True"),
+        ({"backend": "thread", "num_workers": 2}, 'backend="process"'),
+        ({"backend": "serial"}, 'backend="process"'),
+    ],
+    ids=str,
+)
+def test_envs_that_fail_beside_others_say_how_each_gets_a_process(options, remedy):
+    with muster.make_vec(Fragile, 2, **options) as envs:
+        envs.reset()
+        with pytest.raises(EnvError, match=f"env 0 .*lost its handle\n.*{remedy}"):
+            envs.step(np.array([1, 1]))
+
+
+def test_an_env_alone_in_its_process_says_nothing_of_processes():
+    with muster.make_vec(Counter, 2, env_kwargs={"length": "none"}) as envs, pytest.raises(EnvError) as raised:
+        envs.reset()
+        envs.step(np.array([0, 0]))
+    assert "process" not in str(raised.value)

@@ -12,6 +12,7 @@ import pytest
 import muster
 from muster.errors import NotEnoughMemory
 from muster.workers import memory_plan, resources
+from muster.workers.messages import BuildProgress
 
 ENV_BYTES = 30_000_000
 LIBRARY_BYTES = 60_000_000
@@ -92,6 +93,22 @@ def test_a_warning_where_that_is_asked_for(tmp_path, left):
         ) as envs,
     ):
         envs.reset()
+
+
+@pytest.mark.parametrize(("left_mb", "helps"), [(1000, True), (900, False)])
+def test_fewer_processes_are_advised_where_they_would_fit(left, left_mb, helps):
+    left(left_mb * 1_000_000)
+    plan = memory_plan.MemoryPlan(20, 20, "error", 2)
+    with pytest.raises(NotEnoughMemory) as raised:  # 19 more processes of 10 MB, 19 more envs of 50 MB
+        plan.require(BuildProgress((10_000_000, 60_000_000)))
+    assert ("may share processes: num_workers=2." in str(raised.value)) is helps
+
+
+@pytest.mark.parametrize("caller_steps", [False, True])
+def test_one_process_for_each_env_is_counted(tmp_path, left, caller_steps):
+    left(1_000_000)
+    with pytest.raises(NotEnoughMemory, match=f"num_envs=3 in {3 - caller_steps} processes will not fit"):
+        muster.make_vec(Big, 3, env_kwargs={"notes": str(tmp_path)}, context="fork", caller_steps=caller_steps)
 
 
 def test_off_means_off(tmp_path, left):

@@ -49,7 +49,7 @@ class ThreadBackend(Backend):
         self._workers = []
         for host, (first, last) in enumerate(zip(self.first_envs, self.first_envs[1:], strict=False)):
             info = WorkerInfo(None, host, len(recipes), num_workers, seed=None)
-            self._workers.append(ThreadWorker(recipes[first:last], info, first, self._mail))
+            self._workers.append(ThreadWorker(recipes[first:last], info, first, self._mail, recipes))
 
     # ---- starting
 

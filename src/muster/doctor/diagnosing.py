@@ -147,7 +147,10 @@ def _diagnose_env(
         with ThreadPoolExecutor(2) as pool:
             replayed = pool.submit(run, trials.replay, hash_seed=2, rows=rows)
             side_by_side = try_side_by_side(pack(pair, start_method="spawn"), timeout, rows)
-        findings += [*about_replay(behaviour, replayed.result()), about_pair(side_by_side)]
+        findings += [
+            *about_replay(behaviour, replayed.result()),
+            about_pair(side_by_side, behaviour.results.get("step_median_s")),
+        ]
         verdict.alone = verdict.alone or side_by_side.disturbed is not None
         verdict.packs = not verdict.alone and side_by_side.unknown is None
         measured = _measured(behaviour, side_by_side.together)

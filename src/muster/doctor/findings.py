@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from muster.doctor.diagnosis import Finding, Severity, size
+from muster.doctor.diagnosis import Finding, Severity, seconds, size
 from muster.vector.side_by_side import SideBySide
 from muster.workers.guarded import STARTING, Problem, TrialOutcome
 
 # An env that ends its trial early in one of these stages cannot be stepped; one that gets past them can.
 FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
 _MANY_THREADS = 2
+_LONG_STEP_S = 100e-6
 _MUCH = 10_000
 _SHOWN = 4
 
@@ -73,13 +74,21 @@ def about_replay(behaviour: TrialOutcome, replay: TrialOutcome) -> list[Finding]
     return found
 
 
-def about_pair(pair: SideBySide) -> Finding:
-    """The finding whether two envs may live in one process."""
+def about_pair(pair: SideBySide, step_s: float | None = None) -> Finding:
+    """The finding whether two envs may live in one process, and what that saves. step_s: seconds of a step, if known.
+
+    Each step of an env in a process of its own wakes that process, which takes some microseconds.
+    """
     if pair.unknown is not None:
         return Finding("note", "isolation", pair.unknown)
     if pair.disturbed is not None:
         return Finding("warns", "isolation", pair.disturbed, "muster.make_vec(..., one_env_per_process=True)")
-    return Finding("good", "isolation", "several may live in one process: two side by side are what each is alone")
+    text = "several may live in one process: two side by side are what each is alone"
+    if step_s is not None and step_s < _LONG_STEP_S:
+        text += f". num_workers= packs them, which saves a wake-up for each step of {seconds(step_s)}"
+    elif step_s is not None:
+        text += f". Packing them would save little: a wake-up is nothing beside a step of {seconds(step_s)}"
+    return Finding("good", "isolation", text)
 
 
 def about_untried(behaviour: TrialOutcome) -> Finding:

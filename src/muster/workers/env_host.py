@@ -38,6 +38,7 @@ class EnvHost:
     """Builds the envs of `recipes`, and steps them by a `Stepper`, which calls back the methods that it needs.
 
     dumps: pickles for the caller; None where the caller is in this process.  worker_noun: for a worker, in failures.
+    together: the recipes of all hosts in this process; None where there is no other host.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class EnvHost:
         *,
         dumps: Callable[[object], bytes] | None = None,
         worker_noun: str = "worker",
+        together: Sequence[Recipe] | None = None,
     ) -> None:
+        self._together = together
         self.worker_noun = worker_noun
         self.recipes = list(recipes)
         self.info = info
@@ -290,8 +293,13 @@ class EnvHost:
             exception=error if self.dumps is None else portable(error, self.dumps),
             note=reset_note(self.envs[i], error) if step == 0 and self.envs else None,
             worker_noun=self.worker_noun,
-            hint="" if isinstance(error, MusterError) else advise_apart(self.recipes[: i + 1]),
+            hint="" if isinstance(error, MusterError) else self._hint(i),
         )
+
+    def _hint(self, i: int) -> str:
+        """The sentence that says how to give each env a process, where env i has failed beside others in this one."""
+        together, place = (self.recipes, i) if self._together is None else (self._together, self.first_env + i)
+        return advise_apart(together[: place + 1] if self._slab is None else together)
 
 
 def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

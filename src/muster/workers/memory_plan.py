@@ -17,15 +17,17 @@ MEMORY_CHECKS = ("error", "warn", "off")
 class MemoryPlan:
     """The memory that `num_envs` envs in `num_workers` workers will need.
 
-    check: one of `MEMORY_CHECKS`.  packing: the sentence that says how fewer workers may share the envs; may be empty.
-    call: the user's call that asks for the envs.
+    check: one of `MEMORY_CHECKS`.  fewer_workers: so many could share the envs, if these allow it; None where the user
+    has chosen the number.  call: the user's call that asks for the envs.
     """
 
-    def __init__(self, num_envs: int, num_workers: int, check: str, packing: str, call: UserCall = MAKE_VEC) -> None:
+    def __init__(
+        self, num_envs: int, num_workers: int, check: str, fewer_workers: int | None, call: UserCall = MAKE_VEC
+    ) -> None:
         self._num_envs = num_envs
         self._num_workers = num_workers
         self._check = check
-        self._packing = packing
+        self._fewer_workers = fewer_workers
         self._call = call
 
     def fits(self, built: BuildProgress) -> bool:
@@ -41,12 +43,14 @@ class MemoryPlan:
         needed, most = self._needed(self._num_envs, built), built.count
         while self._needed(most + 1, built) <= left_bytes:
             most += 1
+        processes = f"{self._num_workers} process{'es' * (self._num_workers > 1)}"
         message = (
-            f"{self._asked(self._num_envs)} in {self._num_workers} processes will not fit into memory: beside the "
-            f"first {built.count} it needs about {_size(needed)} ({_size(env_bytes)} for an env, "
-            f"{_size(worker_bytes)} for a worker, measured in the first one), and {_size(left_bytes)} are left "
-            f"({limit}). About {self._asked(most)} would fit. {self._packing}"
-        ).rstrip()
+            f"{self._asked(self._num_envs)} in {processes} will not fit into memory: beside the first {built.count} it "
+            f"needs about {_size(needed)} ({_size(env_bytes)} for an env, {_size(worker_bytes)} for a worker, measured "
+            f"in the first one), and {_size(left_bytes)} are left ({limit}). About {self._asked(most)} would fit."
+        )
+        if self._fewer_workers is not None and self._needed_by(self._fewer_workers, built) <= left_bytes:
+            message += f" {self._call.advise_packing(self._fewer_workers)}"
         if self._check == "error":
             raise NotEnoughMemory(f'{message} To try all the same: memory_check="warn".')
         warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
@@ -58,6 +62,11 @@ class MemoryPlan:
         """Bytes for `num_envs` envs and their workers, without those that are built already."""
         worker_bytes, env_bytes = _costs(built)
         return (min(self._num_workers, num_envs) - 1) * worker_bytes + (num_envs - built.count) * env_bytes
+
+    def _needed_by(self, num_workers: int, built: BuildProgress) -> int:
+        """Bytes for all envs in `num_workers` workers. Too many where only the first env loads big libraries."""
+        worker_bytes, env_bytes = _costs(built)
+        return (num_workers - 1) * worker_bytes + (self._num_envs - built.count) * env_bytes
 
 
 def _costs(built: BuildProgress) -> tuple[int, int]:

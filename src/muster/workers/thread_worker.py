@@ -41,6 +41,7 @@ class ThreadWorker:
     """One thread and the envs that it steps. Messages to the thread go into `inbox`.
 
     The worker holds no reference to the vector env, so that a vector env that nobody uses is collected and closed.
+    together: the recipes of all threads.
     last_reply: readers leave it in place, so that a wait that Ctrl-C ends loses nothing. `replied` receives an item
     with each reply, to wait for.
     closes: whether the thread is closing its envs, or has ended.  failures: the errors that closing raised.
@@ -48,8 +49,10 @@ class ThreadWorker:
     Event and the other parts of `threading` that are written in Python are not used: Ctrl-C in a wait may break them.
     """
 
-    def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo, first_env: int, mail: Mail) -> None:
-        self.env_host = _ThreadHost(recipes, info, first_env)
+    def __init__(
+        self, recipes: Sequence[Recipe], info: WorkerInfo, first_env: int, mail: Mail, together: Sequence[Recipe]
+    ) -> None:
+        self.env_host = _ThreadHost(recipes, info, first_env, together=together)
         self.env_host.before_close = self._shield
         self.envs = range(first_env, first_env + len(recipes))
         self.name = NOUNS.name(info.worker_index, self.envs)

@@ -146,10 +146,10 @@ class Workers:
 
     def _await_first_envs(self, worker: WorkerHandle) -> None:
         """Waits until the envs that the first worker has built show that all will fit into memory, see `MemoryPlan`."""
-        packing = ""
-        if len(self._orders) == len(self._recipes) and not self._options.one_env_per_process:
-            packing = self._call.advise_packing(min(usable_cores(), len(self._recipes)))
-        plan = MemoryPlan(len(self._recipes), len(self._orders), self._options.memory_check, packing, self._call)
+        count, options = len(self._recipes), self._options
+        one_each = options.num_workers + options.caller_steps == count and not options.one_env_per_process
+        fewer = min(usable_cores(), count) if one_each else None
+        plan = MemoryPlan(count, options.num_workers, options.memory_check, fewer, self._call)
         for env in worker.envs[:2]:
             (built,) = self._answers(BuildProgress, [worker], f"building env {env}")
             if plan.fits(built):

@@ -99,7 +99,7 @@ def test_cartpole_leaks_nothing() -> None:
     soak, findings = soaked("CartPole-v1", 2.0)
     assert is_clean(soak, findings)
     assert soak.seconds == pytest.approx(2.0, abs=1.0)
-    assert soak.steps > 1000 > soak.episodes / 10
+    assert soak.steps > soak.episodes > 100
     assert {"memory", "file handles", "temporary files"} <= {one.name for one in soak.quantities}
 
 
