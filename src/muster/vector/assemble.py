@@ -31,7 +31,7 @@ from muster.workers.env_facts import EnvFacts
 from muster.workers.options import HostOptions, WaitBudget
 from muster.workers.resources import usable_cores
 
-# The most processes that wait awake on a core; measured in docs/adr/0003-doorbell.md.
+# The most processes on a core of which all wait awake for long; measured in docs/adr/0003-doorbell.md.
 _AWAKE_PER_CORE = 20
 
 
@@ -173,11 +173,11 @@ def wait_budgets(cores: int, processes: int, *, caller_steps: bool = False) -> t
 
     Processes that share cores yield to each other. That costs half as much as a sleep and a wake-up, and a caller that
     shares its core with a busy worker takes no time from it. With a cgroup's quota below the number of cores they
-    hardly stay awake: the kernel would throttle them for it. Where very many processes share a core they sleep at once:
-    a yield lets all others run that are awake, and so takes longer than a sleep.
+    hardly stay awake: the kernel would throttle them for it. Where very many processes share a core the caller sleeps
+    at once, and workers soon: a yield lets all others run that are awake.
     """
     if processes > _AWAKE_PER_CORE * cores:
-        return WaitBudget(0, 0, False), WaitBudget(0, 0, False)
+        return WaitBudget(0, 0, False), WaitBudget(0, 20, False)
     if cores < len(os.sched_getaffinity(0)):
         return WaitBudget(0, 0, False), WaitBudget(0, 100, False)
     if processes > cores:
