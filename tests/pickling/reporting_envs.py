@@ -12,6 +12,7 @@ import muster
 class Reporting(gym.Env):
     """Uses what it is given: puts returns into `queue`, counts in `value`, and ends episodes when `event` is set."""
 
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  # Gymnasium's own form
     observation_space = gym.spaces.Box(-1, 1e9, (2,), np.float64)
     action_space = gym.spaces.Discrete(5000)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -14,6 +15,7 @@ import time
 from multiprocessing import shared_memory
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import zmq
@@ -103,6 +105,49 @@ def test_every_drop_in_passes_a_queue(make):
     finally:
         envs.close()
     assert sorted(queue.get(timeout=5)[0] for _ in range(2)) == [0, 1]
+
+
+def id_by_make_vec(env_id, pipe):
+    return muster.make_vec(env_id, 2, env_kwargs={"pipe": pipe})
+
+
+def id_by_gymnasium(env_id, pipe, mode="async"):
+    from muster.interop.gymnasium import make_vec
+
+    return make_vec(env_id, 2, mode, pipe=pipe)
+
+
+def id_by_sb3(env_id, pipe, name="SubprocVecEnv"):
+    from muster.interop import sb3
+
+    return sb3.make_vec_env(env_id, 2, env_kwargs={"pipe": pipe}, vec_env_cls=getattr(sb3, name))
+
+
+BY_ID = {
+    "make_vec": id_by_make_vec,
+    "Gymnasium's make_vec": id_by_gymnasium,
+    "SyncVectorEnv": functools.partial(id_by_gymnasium, mode="sync"),
+    "SubprocVecEnv": id_by_sb3,
+    "DummyVecEnv": functools.partial(id_by_sb3, name="DummyVecEnv"),
+}
+
+
+@pytest.mark.parametrize("front_end", BY_ID)
+def test_the_end_of_a_pipe_stays_open_in_an_env_made_by_id(front_end):
+    gym.register("Reporting-v0", entry_point=Reporting)
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    try:
+        with contextlib.closing(BY_ID[front_end]("Reporting-v0", writer)) as envs:
+            gc.collect()  # a copy of the end that was dropped closes it
+            envs.reset()
+            envs.step(np.array([1, 1]))
+            assert [sum_ for _, sum_ in (reader.recv() for _ in range(2))] == [1.0, 1.0]
+        writer.send("still open here")
+        assert reader.recv() == "still open here"
+    finally:
+        reader.close()
+        writer.close()
+        del gym.registry["Reporting-v0"]
 
 
 @pytest.mark.slow

@@ -12,10 +12,12 @@ from muster.envs.agents import AgentsEnv
 from muster.envs.layout import AgentLayout
 from muster.errors import OneEnvPerProcess, SpecMismatch
 from muster.introspection import type_name
-from muster.pickling import MAKE_VEC, UserCall
+from muster.pickling import MAKE_VEC, UserCall, find_culprits, is_plain
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Space
 from muster.transport.mail import dumps
+
+_CULPRITS_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,18 @@ def facts_of(env: Any) -> EnvFacts:
 def _spec_of(env: Any) -> Any:
     """The env's spec; None where its arguments cannot be copied, as Gymnasium's wrappers copy them, with a warning."""
     try:
-        copy.deepcopy(getattr(getattr(env, "unwrapped", env), "spec", None))
+        spec = getattr(getattr(env, "unwrapped", env), "spec", None)
+        if not all(map(_is_copied_safely, (getattr(spec, "kwargs", None) or {}).values())):
+            return None
+        copy.deepcopy(spec)
         return getattr(env, "spec", None)
     except Exception:  # copies may raise anything, and so may a property of a user's class
         return None
+
+
+def _is_copied_safely(value: Any) -> bool:
+    """Whether a copy of `value` leaves it intact: that of a pipe's end would close the pipe, once it is dropped."""
+    return is_plain(value) or not any(one.severity == "blocks" for one in find_culprits(value, "", limit_s=_CULPRITS_S))
 
 
 def check_one_per_process(env: Any, num_envs: int, call: UserCall = MAKE_VEC) -> None:
