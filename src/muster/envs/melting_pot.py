@@ -19,6 +19,7 @@ from muster.envs.dm_env_spaces import space_of
 from muster.envs.groups import Agent
 from muster.envs.light_melting_pot import load_substrates, melting_pot_package
 from muster.errors import ConfigError, RecipeError, WrongType
+from muster.recipes.known_envs import OfKnownLibrary
 
 _MAX_SEED = 2**32 - 1
 _WORLD = "WORLD.RGB"
@@ -114,7 +115,7 @@ def _seed_rebuilds(env: Any, seed: int) -> bool:
 
 
 @dataclass(frozen=True)
-class MakeSubstrate:
+class MakeSubstrate(OfKnownLibrary):
     """The factory behind ``meltingpot/<substrate>``."""
 
     name: str

@@ -14,6 +14,7 @@ from gymnasium import spaces
 from muster.envs.agents import AgentSpecs
 from muster.errors import RecipeError, SpecMismatch
 from muster.extras import missing_explained, pip_install, require
+from muster.recipes.known_envs import OfKnownLibrary
 from muster.spaces.tree import Space
 
 # Families that moved to a package of their own: pettingzoo/mpe/... is found there, too.
@@ -22,7 +23,7 @@ _EXTRA = "muster-rl[marl]"
 
 
 @dataclass(frozen=True)
-class MakePettingZoo:
+class MakePettingZoo(OfKnownLibrary):
     """The factory behind ``pettingzoo/<family>/<name>``: the parallel env where there is one, else the turn-based."""
 
     module: str

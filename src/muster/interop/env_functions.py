@@ -3,63 +3,41 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 
-from muster.pickling import UserCall
+from muster.recipes.front_end_functions import EnvFunction
 from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
 _RELEASE_TIMEOUT_S = 2.0
 
 
-@dataclass(frozen=True)
-class FromArguments:
-    """A function that builds an env by ``build(**arguments)``; the names are those of arguments that the user gave.
-
-    name: of the env, for messages.  call: the user's call.  env_index: of the `num_envs` that the call asks for.
-    """
-
-    build: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    name: str
-    call: UserCall
-    env_index: int
-    num_envs: int
+class FromArguments(EnvFunction):
+    """A function that builds an env wherever it is called, by arguments in which values may be lazy."""
 
     def recipe(self, wrappers: tuple[Callable[[Any], Any], ...] = (), *, may_reuse: bool = False) -> Recipe:
         """The recipe of the env, for Muster's own vector envs."""
-        labels = (self.call.factory, "")
-        return Recipe(self.env_index, self.name, self.build, self.arguments, wrappers, labels, may_reuse, self.call)
+        parts = (self.name, self.build, self.arguments, wrappers, self.labels)
+        return Recipe(self.env_index, *parts, may_reuse, self.call)
 
     def __call__(self) -> Any:
         """The env, for a vector env that is not Muster's. Lazy values in the arguments are released with it."""
         return _build_for_others(self.recipe(may_reuse=True), self.num_envs)
 
 
-@dataclass(frozen=True)
-class WithLazies:
-    """A function of no arguments that builds the lazy values in a recipe's arguments before it calls the factory."""
-
-    recipe: Recipe
-    num_envs: int
-
-    def __call__(self) -> Any:
-        """The env. Its lazy values are released with it."""
-        return _build_for_others(self.recipe, self.num_envs)
-
-
 def with_lazies(recipes: list[Recipe]) -> tuple[Callable[[], Any], ...]:
     """The functions of `recipes`, for a vector env that is not Muster's."""
-    count = len(recipes)
-    plain = [not recipe.kwargs and type(recipe.factory) is not functools.partial for recipe in recipes]
-    return tuple(
-        recipe.factory if is_plain else WithLazies(recipe, count)
-        for recipe, is_plain in zip(recipes, plain, strict=True)
-    )
+    return tuple(_without_arguments(recipe, len(recipes)) for recipe in recipes)
+
+
+def _without_arguments(recipe: Recipe, count: int) -> Callable[[], Any]:
+    if not recipe.kwargs and type(recipe.factory) is not functools.partial:
+        return recipe.factory
+    parts = (recipe.factory, recipe.kwargs, recipe.name, recipe.labels, recipe.call)
+    return FromArguments(*parts, recipe.env_index, count)
 
 
 def _build_for_others(recipe: Recipe, num_envs: int) -> Any:

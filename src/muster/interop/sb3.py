@@ -317,6 +317,7 @@ def make_vec_env(
         )
     cls = vec_env_cls or DummyVecEnv
     in_process = isinstance(cls, type) and issubclass(cls, DummyVecEnv)
+    call = MAKE_DUMMY_VEC_ENV if in_process else MAKE_VEC_ENV
     fns = [
         FromArguments(
             _monitored,
@@ -330,7 +331,8 @@ def make_vec_env(
                 "env_kwargs": dict(env_kwargs or {}),
             },
             env_id if isinstance(env_id, str) else callable_name(env_id),
-            MAKE_DUMMY_VEC_ENV if in_process else MAKE_VEC_ENV,
+            (call.factory, ""),
+            call,
             rank - start_index,
             n_envs,
         )

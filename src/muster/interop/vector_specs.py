@@ -60,8 +60,8 @@ class VectorSpec:
         """A factory for each env."""
         arguments = {"id": factory_of_spec(self.spec), "wrappers": list(self.wrappers), **self.kwargs}
         call = _ASYNC if self.mode is VectorizeMode.ASYNC else _SYNC
-        count = self.num_envs
-        return [FromArguments(_make, arguments, self.spec.id, call, env_index, count) for env_index in range(count)]
+        count, labels = self.num_envs, (call.factory, "")
+        return [FromArguments(_make, arguments, self.spec.id, labels, call, i, count) for i in range(count)]
 
     def recorded(self) -> EnvSpec:
         """The spec from which ``make_vec`` makes such a vector env again."""

@@ -8,7 +8,7 @@ import pickle
 import reprlib
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import gymnasium as gym
@@ -62,7 +62,7 @@ class Recipe:
             elif type(factory) is functools.partial:
                 factory = values.resolve(factory, self.labels[0])
             made = self._checked(factory(**kwargs), f"{self.labels[0]} {self.name}")
-            if not _live_envs.add(made) and not self.may_reuse:
+            if not self.may_reuse and not _live_envs.add(made):
                 raise RecipeError(
                     f"{self.labels[0]} {self.name} returned the same {type(made).__name__} twice: for env "
                     f"{self.env_index} it gave one that is in use already. It must build a new env whenever it is "
@@ -162,17 +162,11 @@ def make_recipes(
     for i in range(count):
         source = sources[i] if several else sources[0]
         check_call(source, kwargs_list[i])
-        recipes.append(
-            Recipe(
-                i,
-                source.name,
-                source.factory,
-                kwargs_list[i],
-                source.wrappers + tuple(wrappers),
-                (source.label, kwargs_label.format(i)),
-                call=call,
-            )
-        )
+        all_wrappers, labels = source.wrappers + tuple(wrappers), (source.label, kwargs_label.format(i))
+        recipe = Recipe(i, source.name, source.factory, kwargs_list[i], all_wrappers, labels, call=call)
+        if (made := source.function) is not None:
+            recipe = replace(recipe, kwargs=made.arguments, labels=made.labels, call=made.words(call))
+        recipes.append(recipe)
     return recipes
 
 

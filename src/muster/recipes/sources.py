@@ -20,6 +20,7 @@ from muster.introspection import callable_name, caller_stacklevel, module_name, 
 from muster.lazy_values import Lazy
 from muster.pickling import UserCall, current_call, find_culprits
 from muster.recipes.existing_env import find_existing_env, is_env
+from muster.recipes.front_end_functions import EnvFunction
 from muster.recipes.gymnasium_ids import (
     ForeignResolver,
     MakeGym,
@@ -33,13 +34,17 @@ from muster.recipes.gymnasium_ids import (
 
 @dataclass(frozen=True)
 class Source:
-    """One element of ``make_vec``'s env argument: its factory, and its name in messages."""
+    """One element of ``make_vec``'s env argument: its factory, and its name in messages.
+
+    function: the element, where another front end has made it; the factory takes its arguments and no others.
+    """
 
     factory: Callable[..., Any]
     name: str
     label: str
     num_envs: int | None = None
     wrappers: tuple[Callable[[Any], Any], ...] = ()
+    function: EnvFunction | None = None
 
 
 def sources_of(forms: Sequence[Any], several: bool, resolve_foreign_id: ForeignResolver | None) -> list[Source]:
@@ -56,6 +61,8 @@ def sources_of(forms: Sequence[Any], several: bool, resolve_foreign_id: ForeignR
 def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | None) -> Source:
     if isinstance(form, str):
         return Source(factory_of_id(form, resolve_foreign_id), form, label or "env")
+    if isinstance(form, EnvFunction):
+        return Source(form.build, form.name, label or "factory", function=form)
     if is_env(form):
         form = _spec_of_instance(form, label or "env")
     if isinstance(form, EnvSpec):
@@ -112,6 +119,14 @@ def _spec_of_instance(env: Any, label: str) -> EnvSpec:
 
 def check_call(source: Source, kwargs: Mapping[str, Any]) -> None:
     """Raises RecipeError if the factory's signature does not accept ``kwargs``: in the caller, before workers start."""
+    if source.function is not None:
+        if kwargs:
+            maker = source.function.call.name
+            raise RecipeError(
+                f"{source.label} {source.name} comes from {maker} with all its arguments, and takes no env_kwargs; got "
+                f"{sorted(kwargs)}. Pass them to {maker}."
+            )
+        return
     if type(source.factory) is MakeGym:
         return
     try:
