@@ -171,6 +171,80 @@ def test_auto_does_not_pack_them(kind, libraries, capfd):
     assert f"{NUM_ENVS} envs of " in capfd.readouterr().err
 
 
+class Harmless(ClassVariable):
+    """A class of its own, in which nothing is shared."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.own = 0.0
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.own += float(action)
+        return np.array([self.own]), 0.0, False, False, {}
+
+
+class Pushing(Harmless):
+    """Writes where only ClassVariable reads."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        ClassVariable.position = 9.0
+        return super().step(action)
+
+
+class Reading(Harmless):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return np.array([ClassVariable.position]), {}
+
+
+def ranked(env: Any, rank: int) -> Callable[[], Any]:
+    def thunk() -> Any:
+        made = gym.make(env) if isinstance(env, str) else env()
+        made.rank = rank
+        return made
+
+    return thunk
+
+
+UNIFORM: dict[str, Callable[[], dict[str, Any]]] = {
+    "closures over a rank": lambda: {"env": [ranked(Harmless, rank) for rank in range(4)]},
+    "levels": lambda: {"env": Harmless, "env_kwargs": [{"library": f"level{i}"} for i in range(4)]},
+    "two kinds": lambda: {"env": [Harmless, Harmless, harmless_too, harmless_too]},
+}
+MIXED: dict[str, Callable[[], dict[str, Any]]] = {
+    "harmless ones first": lambda: {"env": [Harmless, Harmless, ClassVariable, ClassVariable]},
+    "closures over a class": lambda: {"env": [ranked(Harmless, 0), ranked(Harmless, 1), ranked(ClassVariable, 2)] * 2},
+    "two kinds that meet": lambda: {"env": [Reading, Reading, Pushing, Pushing]},
+    "more kinds than are tried": lambda: {"env": [type(f"Own{i}", (Harmless,), {}) for i in range(4)]},
+    "other ids": lambda: {"env": [ranked(f"theirs/{i}-v0", i) for i in range(4)]},
+}
+
+
+def harmless_too() -> Any:
+    return Harmless()
+
+
+def quickly(cases: dict[str, Any], *quick: str) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in cases]
+
+
+@pytest.mark.parametrize("case", quickly(UNIFORM, "two kinds"))
+def test_auto_packs_a_list_of_envs_that_share_nothing(case):
+    with muster.make_vec(**UNIFORM[case](), num_envs=4, num_workers="auto") as envs:
+        assert len(envs.stats()["workers"]) == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("case", quickly(MIXED, "harmless ones first", "more kinds than are tried"))
+def test_auto_tries_every_kind_of_env_in_a_list(case):
+    for i in range(4):
+        gym.register(f"theirs/{i}-v0", entry_point=Harmless)
+    try:
+        with muster.make_vec(**MIXED[case](), num_workers="auto") as envs:
+            assert len(envs.stats()["workers"]) == envs.num_envs
+    finally:
+        for i in range(4):
+            del gym.registry[f"theirs/{i}-v0"]
+
+
 def cart_pole() -> Any:
     return gym.make("CartPole-v1")
 

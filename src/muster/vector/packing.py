@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Literal
 
 from muster.arguments import whole
 from muster.errors import CannotTravel, ConfigError
 from muster.recipes.recipe import Recipe, pack
+from muster.recipes.recipe_kinds import kinds_of
 from muster.vector.side_by_side import try_side_by_side
 from muster.workers.notices import say_once
 from muster.workers.worker_env import Changes, WorkerEnv, first_changes
@@ -17,6 +19,8 @@ Asked = int | Literal["auto"] | None
 AUTO = "auto"
 
 _MANY_PER_CORE = 8
+# The trial grows with the square of this.
+_MOST_KINDS = 3
 
 
 def check_workers(name: str, asked: Asked) -> Asked:
@@ -68,7 +72,9 @@ def count_processes(
     if asked == AUTO:
         why = _why_apart(recipes, context, timeout_s, first_changes(worker_env))
         processes, reason = (fewest, "two of it side by side are what each is alone") if why is None else (count, why)
-        say_once(f'"auto": {count} envs of {recipes[0].name} in {processes} processes: {reason}')
+        names = list(dict.fromkeys(recipe.name for recipe in recipes))
+        shown = ", ".join(names[:_MOST_KINDS]) + ", ..." * (len(names) > _MOST_KINDS)
+        say_once(f'"auto": {count} envs of {shown} in {processes} processes: {reason}')
         return processes
     if packs:
         return fewest
@@ -79,8 +85,20 @@ def count_processes(
 
 
 def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float, changes: Changes) -> str | None:
-    """The reason why each env needs a process of its own; None where the first two may share one."""
-    pair = recipes[:2]
+    """The reason why each env needs a process of its own; None where two of each kind, and of any two, may share one.
+
+    Envs of one kind differ in numbers and strings alone, see `kinds_of`.
+    """
+    kinds = kinds_of(recipes, _MOST_KINDS)
+    if kinds is None:
+        return f"they are of more than {_MOST_KINDS} kinds, too many to try each beside each"
+    pairs = [kind[:2] for kind in kinds if len(kind) > 1]
+    pairs += [[one[0], other[0]] for one, other in combinations(kinds, 2)]
+    reasons = (_why_two_apart(pair, context, timeout_s, changes) for pair in pairs)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_two_apart(pair: Sequence[Recipe], context: str, timeout_s: float, changes: Changes) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come once more, when workers start
