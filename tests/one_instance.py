@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+
+import muster
 
 SOURCE = """
 static int initialised, position;
@@ -87,6 +91,29 @@ class GlobalGenerator(ClassVariable):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         return np.array([np.random.rand() * int(action)]), 0.0, False, False, {}  # noqa: NPY002
+
+
+class Listening(gym.Env[Any, Any]):
+    """An env that holds an address while it lives. A seat for each env index, or one for the whole machine."""
+
+    observation_space = gym.spaces.Box(-1e6, 1e6, (1,), np.float64)
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, address: str, only_one: bool = False) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        seat = "" if only_one else muster.get_worker_info().env_index
+        self.socket.bind(f"\0{address}{seat}")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(0.002)  # long enough for two trials to meet
+        return np.zeros(1), 0.0, False, False, {}
+
+    def close(self) -> None:
+        self.socket.close()
 
 
 class DeclaredSimulator(Simulator):

@@ -33,6 +33,7 @@ from muster.recipes.recipe import make_recipes, pack
 from muster.vector.side_by_side import SideBySide, try_side_by_side
 from muster.workers.guarded import STARTING, Problem, TrialOutcome, run_guarded
 from muster.workers.resources import memory_left, usable_cores
+from one_instance import Listening
 from processes import is_alive, is_exiting, left_of, wait_for, wait_for_end
 
 
@@ -465,3 +466,11 @@ def test_where_sigchld_is_ignored_nobody_knows_how_a_trial_ended():
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert outcome.how == "ended the process, nobody knows how, since SIGCHLD is ignored here"
+
+
+@pytest.mark.parametrize(("only_one", "severity"), [(False, "good"), (True, "warns")])
+def test_an_env_that_holds_an_address_meets_itself_in_no_trial(only_one, severity):
+    recipes = make_recipes(Listening, 2, {"address": f"muster-test-{os.getpid()}-", "only_one": only_one})
+    finding = about_pair(try_side_by_side(pack(recipes, start_method="spawn"), 20.0), None)
+    assert finding.severity == severity
+    assert ("only one may live in a process" in finding.text) == only_one

@@ -15,7 +15,7 @@ import pytest
 
 import muster
 from muster.interop.gymnasium import AsyncVectorEnv
-from one_instance import ClassVariable, GlobalGenerator, Simulator, compile_library
+from one_instance import ClassVariable, GlobalGenerator, Listening, Simulator, compile_library
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 KINDS: dict[str, type[gym.Env[Any, Any]]] = {
@@ -243,6 +243,12 @@ def test_auto_tries_every_kind_of_env_in_a_list(case):
     finally:
         for i in range(4):
             del gym.registry[f"theirs/{i}-v0"]
+
+
+def test_an_env_with_an_address_of_its_own_meets_itself_in_no_trial():
+    env_kwargs = {"address": f"muster-test-{os.getpid()}-"}
+    with muster.make_vec(Listening, 4, env_kwargs=env_kwargs, num_workers="auto") as envs:
+        assert len(envs.stats()["workers"]) == len(os.sched_getaffinity(0))
 
 
 def cart_pole() -> Any:

@@ -6,7 +6,6 @@ import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -143,12 +142,10 @@ def _diagnose_env(
         findings.append(about_untried(behaviour))
     elif "rows" in behaviour.results:
         rows = behaviour.results["rows"]
-        # At the same time: neither of them is timed.
-        with ThreadPoolExecutor(2) as pool:
-            replayed = pool.submit(run, trials.replay, hash_seed=2, rows=rows)
-            side_by_side = try_side_by_side(pack(pair, start_method="spawn"), timeout, rows)
+        replayed = run(trials.replay, hash_seed=2, rows=rows)
+        side_by_side = try_side_by_side(pack(pair, start_method="spawn"), timeout, rows)
         findings += [
-            *about_replay(behaviour, replayed.result()),
+            *about_replay(behaviour, replayed),
             about_pair(side_by_side, behaviour.results.get("step_median_s")),
         ]
         verdict.alone = verdict.alone or side_by_side.disturbed is not None

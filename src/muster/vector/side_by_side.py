@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +24,9 @@ _HASH_SEED = 1
 
 @dataclass(frozen=True)
 class SideBySide:
-    """The outcomes of playing two envs, each alone in a process, and together in one."""
+    """The outcomes of playing two envs, each alone in a process, then both in one; those up to a failure."""
 
-    alone: tuple[TrialOutcome, TrialOutcome]
+    alone: tuple[TrialOutcome, ...]
     together: TrialOutcome
 
     @property
@@ -56,7 +55,7 @@ class SideBySide:
 def try_side_by_side(
     pair: bytes | Sequence[Recipe], stage_timeout_s: float, rows: int = ROWS, changes: Changes | None = None
 ) -> SideBySide:
-    """Plays two envs for `rows` rows, each alone and both in turns. pair, changes: as for `run_guarded`."""
+    """Plays two envs for `rows` rows, each alone and then both in turns. pair, changes: as for `run_guarded`."""
 
     def run(trial: Any, **options: Any) -> TrialOutcome:
         return run_guarded(
@@ -68,10 +67,14 @@ def try_side_by_side(
             changes=changes,
         )
 
-    with ThreadPoolExecutor(3) as pool:
-        alone = [pool.submit(run, play_alone, which=which) for which in (0, 1)]
-        together = pool.submit(run, play_together)
-        return SideBySide((alone[0].result(), alone[1].result()), together.result())
+    # One after the other: what two processes cannot have at once, such as a port or the only licence, may still be had
+    # by one, and by the same env in all of its trials.
+    alone: list[TrialOutcome] = []
+    for which in (0, 1):
+        alone.append(run(play_alone, which=which))
+        if "digest" not in alone[-1].results:
+            return SideBySide(tuple(alone), TrialOutcome())
+    return SideBySide(tuple(alone), run(play_together))
 
 
 def play_alone(first: Recipe, second: Recipe, reporter: Reporter, rows: int, which: int) -> None:
