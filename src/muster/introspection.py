@@ -10,6 +10,9 @@ from typing import Any
 
 from muster.errors import RecipeError
 
+# TorchRL's metaclasses stand between the user and the classes derived from TorchRL's.
+_NOT_THE_USERS = (__name__.partition(".")[0], "torchrl", "abc")
+
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes of the instance itself, read without running a property."""
@@ -72,11 +75,15 @@ def callable_name(function: Any) -> str:
     return f"{module_name(named)}.{named.__qualname__}"
 
 
+def is_users(frame: types.FrameType) -> bool:
+    """Whether the frame runs code of the user, and not of Muster or of what calls Muster's classes in the user's name."""
+    return frame.f_back is None or frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS
+
+
 def caller_stacklevel() -> int:
-    """The ``stacklevel`` with which a warning of the calling function points at the first line outside Muster."""
-    package = __name__.partition(".")[0]
+    """The ``stacklevel`` with which a warning of the calling function points at the user's line."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+    while not is_users(frame) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
     return level
 

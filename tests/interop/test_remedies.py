@@ -194,6 +194,12 @@ result = [obs.tolist(), envs.step(np.zeros(envs.num_envs, int))[0].tolist()]
 envs.close()
 """
 MAKE_VEC = "import muster"
+TORCHRL_ORIGINAL = (
+    ("from muster.interop.torchrl import ParallelEnv", "from muster.interop.gymnasium import SyncVectorEnv"),
+    ("ParallelEnv(2, ", "SyncVectorEnv([("),
+    ("))  # two", "))] * 2)"),
+    ("envs.reset()['observation']", "envs.reset()[0]"),
+)
 SERIAL = (("muster.make_vec(", 'muster.make_vec(backend="serial", env='), ("env=[", "env=["))
 
 slow = pytest.mark.slow
@@ -306,6 +312,23 @@ PROGRAMS = {
         + (("ParallelEnv(2, Env, create_env_kwargs=create_env_kwargs)", "SyncVectorEnv([lambda: Env(file)] * 2)"),)
         + (("envs.reset()['observation']", "envs.reset()[0]"),),
         cleanup="file.close()",
+    ),
+    "torchrl, a partial": Program(
+        "from muster.interop.torchrl import ParallelEnv\nclass Three:\n    size = 3\nthree = Three()\n"
+        "class Sized(Env):\n    def __init__(self, thing, cfg):\n        super().__init__(thing, cfg.size)\n" + CONTEXT,
+        "envs = ParallelEnv(2, functools.partial(Sized, thing=context, cfg=three))  # two\n"
+        "result = envs.reset()['observation'].tolist()\nenvs.close()",
+        TORCHRL_ORIGINAL,
+        element="functools.partial(Sized, thing=context, cfg=three)",
+        cleanup=TERM,
+    ),
+    "torchrl, a lambda": Program(
+        "from muster.interop.torchrl import ParallelEnv\n" + CONTEXT,
+        "envs = ParallelEnv(2, (lambda: Env(context)))  # two\n"
+        "result = envs.reset()['observation'].tolist()\nenvs.close()",
+        TORCHRL_ORIGINAL,
+        element="lambda: Env(context)",
+        cleanup=TERM,
     ),
     "make_vec, a lock in a tuple": Program(
         MAKE_VEC,

@@ -12,7 +12,7 @@ import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from muster.introspection import class_name
+from muster.introspection import class_name, is_users
 from muster.lazy_values import Lazy
 from muster.pickling.walk import Edge, is_importable
 
@@ -33,10 +33,9 @@ class Scope(dict[str, Any]):
 
 
 def user_scope() -> Scope:
-    """The scope of the first code outside Muster, counted from here."""
-    package = __name__.partition(".")[0]
+    """The scope of the user's innermost code."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+    while not is_users(frame) and frame.f_back is not None:
         frame = frame.f_back
     return Scope({**frame.f_globals, **frame.f_locals}, frame.f_code.co_qualname)
 
