@@ -76,7 +76,7 @@ def callable_name(function: Any) -> str:
 
 
 def is_users(frame: types.FrameType) -> bool:
-    """Whether the frame runs code of the user, and not of Muster or of what calls Muster's classes in the user's name."""
+    """Whether the frame runs code of the user, and not of Muster, or of what calls it in the user's name."""
     return frame.f_back is None or frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS
 
 

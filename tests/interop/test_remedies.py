@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 import runpy
@@ -36,7 +37,7 @@ class Env(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-1, 100, (2,), np.float64)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, thing, size=2, others=None):
+    def __init__(self, thing, size=2, others=None, other=None):
         self.thing, self.size = thing, size
         self.given = None
         if others is not None:
@@ -98,14 +99,16 @@ class Program:
     """A program that hands over an object that cannot travel.
 
     setup: makes the object.  call: makes the vector env `envs` and uses it.  element: the expression in it whose place
-    a remedy may name.  fails: the line that the remedy replaces, where that is not a line to put it before.
-    original: what to replace to get a program that works with the original's classes.
+    a remedy may name.  elements: such expressions by their places, where there are several.  fails: the line that the
+    remedy replaces, where that is not a line to put it before.  original: what to replace to get a program that works
+    with the original's classes.
     """
 
     setup: str
     call: str
     original: tuple[tuple[str, str], ...]
     element: str = ""
+    elements: tuple[tuple[str, str], ...] = ()
     fails: str = ""
     cleanup: str = "pass"
 
@@ -119,26 +122,46 @@ class Program:
         """The program with the code in `message` put where the message says."""
         imports, code = split(code_in(message))
         setup, call = self.setup, self.call
-        for line in [line for line in code if line.endswith("# its body stays as it is")]:
-            head = line.split("(")[0]
-            setup = re.sub(rf"^( *){re.escape(head)}\(.*\):$", rf"\1{line.partition('   #')[0]}", setup, flags=re.M)
-            code.remove(line)
-        last = code[-1]
-        if "# before " in last:
-            name = last.partition("# before ")[2].rpartition(".")[2]
-            call = put_before(call, rf"\b{name}\(", code)
-        elif "# in the place of " in last:
-            put, _, place = last.partition("   # in the place of ")
-            if " in " in place:  # the place is in a function of the setup
-                assert f"return {place.partition(' in ')[0]}" in setup
-                setup = setup.replace(f"return {place.partition(' in ')[0]}", f"return {put}")
+        lines: list[str] = []  # that belong before the call
+        while code:
+            line = code.pop(0)
+            if line.startswith("def ") and line.endswith(AS_IT_IS):
+                head = re.escape(line.split("(")[0])
+                setup = re.sub(rf"^( *){head}\(.*\):$", rf"\1{line.partition('   #')[0]}", setup, flags=re.M)
+            elif code and code[0].endswith(AS_IT_IS):  # a class moves into a function
+                head, last = code.pop(0).removesuffix(AS_IT_IS).strip(), code.pop(0)
+                setup, call = (moved(text, head, line, last) if head in text else text for text in (setup, call))
+            elif "# before " in line:
+                lines.append(line)
+                if not code:
+                    name = line.partition("# before ")[2].rpartition(".")[2]
+                    call, lines = put_before(call, rf"\b{name}\(", lines), []
+            elif "# in the place of " in line:
+                put, _, place = line.partition("   # in the place of ")
+                if " in " in place:  # the place is in a function of the setup
+                    assert f"return {place.partition(' in ')[0]}" in setup
+                    setup = setup.replace(f"return {place.partition(' in ')[0]}", f"return {put}")
+                else:
+                    element = dict(self.elements).get(place, self.element)
+                    assert element in call
+                    call = re.sub(rf"{re.escape(element)}(?![\w(:])", lambda _, put=put: put, call)
+            elif not code:
+                assert self.fails in call
+                call = call.replace(self.fails, line)
             else:
-                assert self.element in call
-                call = "\n".join([*code[:-1], call.replace(self.element, put)])
-        else:
-            assert self.fails in call
-            call = "\n".join([*code[:-1], call.replace(self.fails, code[-1])])
-        return self.text("\n".join([*imports, setup]), call)
+                lines.append(line)
+        return self.text("\n".join([*imports, setup]), "\n".join([*lines, call]))
+
+
+def moved(text: str, head: str, first: str, last: str) -> str:
+    """`text` with the class that begins with `head` between two lines of a function."""
+    name = re.match(r"class (\w+)", head)[1]
+    node = next(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef) and node.name == name)
+    source = ast.get_source_segment(text, node)
+    assert source.startswith(head)
+    indent = " " * node.col_offset
+    whole = [indent + first, textwrap.indent(indent + source, "    "), indent + last]
+    return text.replace(indent + source, "\n".join(whole))
 
 
 def put_before(text: str, pattern: str, code: list[str]) -> str:
@@ -171,6 +194,7 @@ def run(path: Path, text: str):
     return runpy.run_path(str(path), run_name="__main__")["result"]
 
 
+AS_IT_IS = "  # its body stays as it is"
 CONTEXT = "context = zmq.Context()"
 TERM = "context.term()"
 SB3 = """
@@ -328,6 +352,65 @@ PROGRAMS = {
         "result = envs.reset()['observation'].tolist()\nenvs.close()",
         TORCHRL_ORIGINAL,
         element="lambda: Env(context)",
+        cleanup=TERM,
+    ),
+    "sb3, a function with two globals": Program(
+        SB3
+        + CONTEXT
+        + "\nlock = threading.Lock()\ndef make_env(size=6):\n    with lock:\n        return Env(context, size)",
+        f"envs = SubprocVecEnv([make_env, make_env])\n{SB3_USE}",
+        SB3_ORIGINAL,
+        element="make_env",
+        cleanup=TERM,
+    ),
+    "gymnasium, make_vec, two arguments": Program(
+        "from gymnasium import make_vec as Original\nfrom muster.interop.gymnasium import make_vec\n"
+        f"gymnasium.register('Using-v0', entry_point=Env, disable_env_checker=True)\n{CONTEXT}",
+        "others = {'locks': [threading.Lock()]}\n"
+        f"envs = make_vec('Using-v0', 2, vectorization_mode='async', thing=context, others=others)\n{GYM_USE}",
+        (("make_vec('Using-v0', 2, vectorization_mode='async'", "Original('Using-v0', 2, vectorization_mode='sync'"),),
+        elements=(("thing", "context"),),
+        cleanup=f"del gymnasium.registry['Using-v0']; {TERM}",
+    ),
+    "gymnasium, make_vec, two plain arguments": Program(
+        "from gymnasium import make_vec as Original\nfrom muster.interop.gymnasium import make_vec\n"
+        f"gymnasium.register('Using-v0', entry_point=Env, disable_env_checker=True)\n{CONTEXT}\n"
+        "lock = threading.Lock()",
+        f"envs = make_vec('Using-v0', 2, vectorization_mode='async', thing=context, other=lock)\n{GYM_USE}",
+        (("make_vec('Using-v0', 2, vectorization_mode='async'", "Original('Using-v0', 2, vectorization_mode='sync'"),),
+        elements=(("thing", "context"), ("other", "lock")),
+        cleanup=f"del gymnasium.registry['Using-v0']; {TERM}",
+    ),
+    "sb3, a class with a global": Program(
+        SB3 + "lock = threading.Lock()\nclass Local(Env):\n"
+        "    def __init__(self, size=4):\n        super().__init__(lock, size)",
+        f"envs = SubprocVecEnv([Local, Local])\n{SB3_USE}",
+        SB3_ORIGINAL,
+        element="Local",
+    ),
+    "sb3, a class that closes over a context": Program(
+        SB3,
+        "def main():\n    context = zmq.Context()\n    class Local(Env):\n        def __init__(self):\n"
+        "            super().__init__(context, 3)\n    try:\n        envs = SubprocVecEnv([Local, Local])\n"
+        "        obs = envs.reset().tolist()\n        envs.close()\n        return obs\n    finally:\n"
+        "        context.term()\nresult = main()",
+        SB3_ORIGINAL,
+        element="Local",
+    ),
+    "make_vec, a class with an attribute, in a lambda": Program(
+        MAKE_VEC + "\nclass Local(Env):\n    shared = threading.Lock()\n    def __init__(self, size):\n"
+        "        super().__init__(self.shared, size)",
+        f"envs = muster.make_vec(lambda: Local(7), num_envs=2)\n{GYM_USE}",
+        SERIAL,
+        element="lambda: Local(7)",
+    ),
+    "make_vec, a class with a static method and a property": Program(
+        MAKE_VEC + "\nlock = threading.Lock()\ncontext = zmq.Context()\nclass Local(Env):\n    def __init__(self):\n"
+        "        super().__init__(self.context)\n        with self.lock():\n            pass\n    @staticmethod\n"
+        "    def lock():\n        return lock\n    @property\n    def context(self):\n        return context",
+        f"envs = muster.make_vec(Local, num_envs=2)\n{GYM_USE}",
+        SERIAL,
+        element="Local",
         cleanup=TERM,
     ),
     "make_vec, a lock in a tuple": Program(

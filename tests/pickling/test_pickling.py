@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import concurrent.futures
+import csv
 import ctypes
 import functools
+import hashlib
+import io
 import mmap
 import multiprocessing
 import random
@@ -40,6 +44,11 @@ class Server:
 
     def __init__(self, context):
         self._context = context
+
+
+class Plain:
+    def __init__(self):
+        self.lock = threading.Lock()
 
 
 class Slotted:
@@ -113,7 +122,7 @@ FORK_UNKNOWN = 'Whether context="fork" would be safe'
         (threading.RLock, "_thread.RLock", "muster.lazy(threading.RLock)", FORK_SAFE),
         (held_rlock, "_thread.RLock", "muster.lazy(threading.RLock)", FORK_UNSAFE),
         (generate, "generator", "muster.lazy(generate)", FORK_SAFE),
-        (lambda: ctypes.pointer(ctypes.c_int(3)), "LP_c_int", "muster.lazy(LP_c_int, ...)", FORK_SAFE),
+        (lambda: ctypes.pointer(ctypes.c_int(3)), "LP_c_int", "Build it in the worker instead: set ", FORK_SAFE),
         (lambda: ctypes.CDLL(None), "ctypes.CDLL", "muster.lazy(ctypes.CDLL,", FORK_SAFE),
         (
             multiprocessing.get_context("fork").Lock,
@@ -121,9 +130,9 @@ FORK_UNKNOWN = 'Whether context="fork" would be safe'
             'env_kwargs["x"] = multiprocessing.get_context("forkserver").Lock()',
             FORK_SAFE,
         ),
-        (RaisesInReduce, "RaisesInReduce", "muster.lazy(RaisesInReduce, ...)", FORK_SAFE),
+        (RaisesInReduce, "RaisesInReduce", "muster.lazy(RaisesInReduce)", FORK_SAFE),
         (ExitsInReduce, "ExitsInReduce", "SystemExit: 3", FORK_SAFE),
-        (threading.Thread, "threading.Thread", "muster.lazy(", FORK_UNSAFE),
+        (threading.Thread, "threading.Thread", "muster.lazy(function)", FORK_UNSAFE),
         (closed_file, "_io.TextIOWrapper", "muster.lazy(open, ", FORK_UNSAFE),
         (lambda: mmap.mmap(-1, 10), "mmap.mmap", "muster.lazy(mmap.mmap", FORK_SAFE),
         (lambda: weakref.ref(Server), "weakref", "muster.lazy(", FORK_UNKNOWN),
@@ -159,7 +168,8 @@ def test_what_is_open_is_never_offered_to_fork(tmp_path, open_resource, type_nam
     try:
         message = refusal({"deep": [Server(resource)]})
         assert f'env_kwargs["x"]["deep"][0]._context: {type_name}' in message or type_name in message.splitlines()[1]
-        assert """env_kwargs["x"]["deep"][0] = muster.lazy(Server, ...)""" in message
+        assert """env_kwargs["x"]["deep"][0] = muster.lazy(Server)""" in message
+        assert "# Server takes arguments of its own" in message
         assert FORK_UNSAFE in message
         assert fix.format(path) in refusal(resource)
     finally:
@@ -183,16 +193,47 @@ def test_where_no_assignment_reaches_what_holds_it_is_written_out(wrap, code):
     assert remedy == f'import muster\nenv_kwargs["x"] = {code}   # before muster.make_vec'
 
 
-def test_where_that_is_not_known_a_function_to_build_it_is_shown():
-    remedy = only(find_culprits(frozenset([threading.Lock()]), 'env_kwargs["x"]')).remedy
-    assert remedy.startswith("import muster\ndef make_x():\n    ...")
-    assert remedy.endswith('env_kwargs["x"] = muster.lazy(make_x)   # before muster.make_vec')
-    compile(remedy, "remedy", "exec")
+def test_where_no_code_is_known_words_say_what_to_do():
+    culprit = only(find_culprits(frozenset([threading.Lock()]), 'env_kwargs["x"]'))
+    assert culprit.remedy == ""
+    assert culprit.lead.endswith(
+        'replace env_kwargs["x"] by muster.lazy(function), where function is one of a module, and builds it, '
+        "with all that it holds"
+    )
 
 
 def test_a_class_is_named_with_its_module():
     (culprit, *_) = find_culprits(threading.Condition(), 'env_kwargs["x"]')
-    assert "muster.lazy(threading.Condition, ...)" in culprit.remedy
+    assert "= muster.lazy(threading.Condition)   #" in culprit.remedy
+    assert "# threading.Condition takes arguments of its own, which belong after it\n" in culprit.remedy
+
+
+@pytest.mark.parametrize(("value", "name"), [(threading.Event(), "threading.Event"), (Plain(), "Plain")])
+def test_a_class_that_takes_no_arguments_is_called_without_any(value, name):
+    culprit = find_culprits(value, 'env_kwargs["x"]')[0]
+    assert culprit.remedy == f'import muster\nenv_kwargs["x"] = muster.lazy({name})   # before muster.make_vec'
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (tempfile.NamedTemporaryFile, "muster.lazy(tempfile.NamedTemporaryFile)"),
+        (hashlib.sha256, "muster.lazy(hashlib.new, 'sha256')"),
+        (asyncio.new_event_loop, "muster.lazy(asyncio.new_event_loop)"),
+        (multiprocessing.current_process, "muster.lazy(multiprocessing.current_process)"),
+        (lambda: csv.writer(io.StringIO()), 'set env_kwargs["x"] to muster.lazy(function)'),
+        (lambda: (i for i in ()), 'set env_kwargs["x"] to muster.lazy(function)'),
+    ],
+)
+def test_no_private_name_and_no_placeholder_is_offered(make, code):
+    value = make()
+    culprit = find_culprits(value, 'env_kwargs["x"]')[0]
+    said = f"{culprit.lead}:\n{culprit.remedy}"
+    if hasattr(value, "close"):
+        value.close()
+    assert code in said
+    assert "..." not in said
+    assert re.findall(r"\b_\w+", said) == []
 
 
 def test_a_file_without_a_name_is_not_opened_by_its_number():
@@ -244,7 +285,7 @@ def test_path_through_a_closure():
     assert culprit.path == "factory.<closure>.server._context"
     assert culprit.type == "zmq.sugar.context.Context"
     assert culprit.severity == "blocks"
-    call = "functools.partial(lambda *, server: make_env(server=server), server=muster.lazy(Server, ...))"
+    call = "functools.partial(lambda *, server: make_env(server=server), server=muster.lazy(Server))"
     assert f"{call}   # in the place of factory" in culprit.remedy
     server._context.term()
 

@@ -16,10 +16,10 @@ from typing import Any, Literal
 from gymnasium.envs.registration import EnvSpec
 
 from muster.errors import CannotTravel
-from muster.introspection import type_name
 from muster.pickling.kinds import Kind, kind_of
 from muster.pickling.probe import PickleAttempt, attempt
-from muster.pickling.remedies import BUILD, remedy_for
+from muster.pickling.public_names import shown_type
+from muster.pickling.remedies import BUILD, Obstacle, remedy_for
 from muster.pickling.running_calls import Running
 from muster.pickling.shared_kinds import is_shared
 from muster.pickling.user_call import MAKE_VEC, UserCall
@@ -93,10 +93,15 @@ def culprits_in(
         if another is None or another.out_of_time:
             break
         failures.append(another)
-    blocking = {culprit.path: culprit for culprit in (_blocking(failure, walk, call) for failure in failures)}
+    obstacles = [_obstacle(failure, walk) for failure in failures]
+    found = [
+        _blocking(failure, one, _in_one_argument(one, obstacles), walk, call)
+        for failure, one in zip(failures, obstacles, strict=True)
+    ]
+    blocking = {culprit.path: culprit for culprit in found}
     # What a class or function brings along from its module comes last.
     nearest = sorted(blocking.values(), key=lambda culprit: culprit.path.count("<global>"))
-    return nearest + [_silently_wrong(*found, walk, call) for found in silent]
+    return nearest + [_silently_wrong(Obstacle(walk.trail(value), kind), (), call) for value, kind in silent]
 
 
 def noted_in(parts: dict[str, Any], noted: Iterable[Any], call: UserCall | Running = MAKE_VEC) -> list[Culprit]:
@@ -104,13 +109,13 @@ def noted_in(parts: dict[str, Any], noted: Iterable[Any], call: UserCall | Runni
     walk = Walk(parts, limit_s=1.0)
     wanted = {id(value) for value in noted}
     found = [(value, kind_of(value)) for value in walk if id(value) in wanted]
-    return [_silently_wrong(value, kind, walk, call) for value, kind in found if kind is not None]
+    return [_silently_wrong(Obstacle(walk.trail(value), kind), (), call) for value, kind in found if kind is not None]
 
 
 def fork_hazards(parts: dict[str, Any]) -> list[Culprit]:
     """The objects that a forked worker would inherit but could not use."""
     walk = Walk(parts, limit_s=0.5, inherited=True)
-    return [_hazard(value, kind, walk, MAKE_VEC) for value, kind in _unsafe_under_fork(walk)]
+    return [hazard for _, hazard in _unsafe_under_fork(walk, MAKE_VEC)]
 
 
 def inherited_hazards(parts: dict[str, Any], call: UserCall) -> tuple[list[Culprit], list[Culprit]]:
@@ -122,8 +127,7 @@ def inherited_hazards(parts: dict[str, Any], call: UserCall) -> tuple[list[Culpr
     forbidden: list[Culprit] = []
     risky: list[Culprit] = []
     met: list[str] = []
-    for value, kind in _unsafe_under_fork(walk):
-        hazard = _hazard(value, kind, walk, call)
+    for kind, hazard in _unsafe_under_fork(walk, call):
         if kind.breaks_under_fork:
             forbidden.append(hazard)
         elif not hazard.path.startswith(tuple(met)):
@@ -133,12 +137,13 @@ def inherited_hazards(parts: dict[str, Any], call: UserCall) -> tuple[list[Culpr
     return forbidden, risky
 
 
-def _unsafe_under_fork(walk: Walk) -> list[tuple[Any, Kind]]:
-    return [(value, kind) for value in walk if (kind := kind_of(value)) is not None and not kind.fork_is_safe]
-
-
-def _hazard(value: Any, kind: Kind, walk: Walk, call: UserCall | Running) -> Culprit:
-    return dataclasses.replace(_silently_wrong(value, kind, walk, call), severity="blocks", reason=kind.inherited)
+def _unsafe_under_fork(walk: Walk, call: UserCall) -> list[tuple[Kind, Culprit]]:
+    known = [(value, kind) for value in walk if (kind := kind_of(value)) is not None and not kind.fork_is_safe]
+    obstacles = [Obstacle(walk.trail(value), kind) for value, kind in known]
+    return [
+        (kind, dataclasses.replace(_silently_wrong(one, obstacles, call), severity="blocks", reason=kind.inherited))
+        for one, (_, kind) in zip(obstacles, known, strict=True)
+    ]
 
 
 def _next_failure(
@@ -163,33 +168,42 @@ def _can_be_left_out(failure: PickleAttempt, walk: Walk) -> bool:
     return not failure.out_of_time and not _is_too_deep(failure.error) and bool(walk.trail(failure.failed))
 
 
-def _blocking(failure: PickleAttempt, walk: Walk, call: UserCall | Running) -> Culprit:
-    value, error = failure.failed, failure.error
-    name, root = next(iter(walk.parts.items()))
-    trail: list[Edge] = walk.trail(value)
+def _obstacle(failure: PickleAttempt, walk: Walk) -> Obstacle:
+    """The object that failed, with the way to it."""
+    trail: list[Edge] = walk.trail(failure.failed)
     shared = next((i for i, (_, holder) in enumerate(trail) if is_shared(holder)), None)
     if shared is not None:  # not the parts of a queue, but the queue
         trail = trail[: shared + 1]
-        value = trail[-1][1]
-    if _is_too_deep(error) and (found := _too_deep(walk.parts, call)) is not None:
-        return found
-    if failure.out_of_time or _is_too_deep(error):
+    if failure.out_of_time or _is_too_deep(failure.error):
         # The whole argument is too large; the object at which the limit was reached is only one of many.
-        if _is_too_deep(error):
-            name, root = _part_that_fails(walk.parts)
-        value, trail = root, [(name, root)]
+        name, root = next(iter(walk.parts.items()))
+        trail = [_part_that_fails(walk.parts) if _is_too_deep(failure.error) else (name, root)]
     if not trail:
         where = (
             "in what a __reduce__ or __getstate__ in it returns" if walk.complete else "too large to say where in it"
         )
-        trail = [(f"{name} ({where})", value)]
-    kind = kind_of(value)
-    remedy = remedy_for(trail, kind, call)
+        trail = [(f"{next(iter(walk.parts))} ({where})", failure.failed)]
+    return Obstacle(trail, kind_of(trail[-1][1]))
+
+
+def _in_one_argument(one: Obstacle, obstacles: Sequence[Obstacle]) -> list[Obstacle]:
+    return [other for other in obstacles if other.trail[0][1] is one.trail[0][1]]
+
+
+def _blocking(
+    failure: PickleAttempt, one: Obstacle, together: Sequence[Obstacle], walk: Walk, call: UserCall | Running
+) -> Culprit:
+    error = failure.error
+    if _is_too_deep(error) and (found := _too_deep(walk.parts, call)) is not None:
+        return found
+    path, value = one.trail[-1]
+    kind = one.kind
+    remedy = remedy_for(one, together, call)
     # What refuses to travel at all, such as a policy that is marked to stay, has no business in a fork either.
     plain = kind is None and not isinstance(error, CannotTravel) and _is_plain_python(type(value))
     return Culprit(
-        path=trail[-1][0],
-        type=type_name(value),
+        path=path,
+        type=shown_type(value),
         reason=_reason(failure, kind),
         remedy=remedy.code,
         lead=remedy.lead,
@@ -210,11 +224,13 @@ def _too_deep(parts: Mapping[str, Any], call: UserCall | Running) -> Culprit | N
     trail = list(zip(paths, (value for _, value in steps), strict=False))[: first + 1]
     value = steps[first][1]
     plain = _is_plain_python(type(value))
+    remedy = remedy_for(Obstacle(trail, None), [Obstacle(trail, None)], call)
     return Culprit(
         path=f"{paths[-1]}...",
-        type=type_name(value),
+        type=shown_type(value),
         reason=f"it is nested too deeply to be pickled: at least {len(steps) - first:,} levels",
-        remedy=remedy_for(trail, None, call).code,
+        remedy=remedy.code,
+        lead=remedy.lead,
         severity="blocks",
         inherited="workers inherit a copy of it as it is now" if plain else None,
         fork_is_safe=plain,
@@ -228,12 +244,14 @@ def _part_that_fails(parts: Mapping[str, Any]) -> tuple[str, Any]:
     return next((part for part in parts.items() if fails(part[1])), next(iter(parts.items())))
 
 
-def _silently_wrong(value: Any, kind: Kind, walk: Walk, call: UserCall | Running) -> Culprit:
-    trail = walk.trail(value)
-    remedy = remedy_for(trail, kind, call)
+def _silently_wrong(one: Obstacle, others: Sequence[Obstacle], call: UserCall | Running) -> Culprit:
+    path, value = one.trail[-1]
+    kind = one.kind
+    assert kind is not None
+    remedy = remedy_for(one, _in_one_argument(one, others) or [one], call)
     return Culprit(
-        path=trail[-1][0],
-        type=type_name(value),
+        path=path,
+        type=shown_type(value),
         reason=kind.reason,
         remedy=remedy.code,
         lead=remedy.lead,

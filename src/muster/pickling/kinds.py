@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import io
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -38,12 +39,14 @@ HUGE_BYTES = 100 * 1000 * 1000
 class Kind:
     """The facts about one kind of object.
 
-    reason: why it cannot be sent, or what arrives instead.  lazy: the arguments of the ``muster.lazy`` that builds one.
+    reason: why it cannot be sent, or what arrives instead.  lazy: the arguments of the ``muster.lazy`` that builds one,
+    ending in ``, ...`` where some are not known; ``...`` alone where no code is known that builds one.
     refused: pickling it "works", but what arrives is broken.  silent: it travels, but arrives as something else.
     warns: like silent, and worth a warning on every start.  inherited: what a forked worker gets.
     fork_is_safe: whether that is usable.  breaks_under_fork: it certainly is not, so it must not be inherited at all.
     idle: it is closed, or was not started, and does no harm in a forked worker.
     made_anew: code that makes another one in the caller, which workers can receive; empty where there is none.
+    instead: what to do, in words, where no code builds one; empty for the usual words.
     """
 
     reason: str
@@ -56,6 +59,7 @@ class Kind:
     warns: bool = False
     idle: bool = False
     made_anew: str = ""
+    instead: str = ""
 
 
 def kind_of(value: Any) -> Kind | None:
@@ -135,9 +139,11 @@ def _text_file(file: Any) -> Kind | None:
 
 def _open_file(file: Any) -> Kind:
     name, mode = _file_name_and_mode(file)
+    stream = next((name for name in ("stdin", "stdout", "stderr") if file is getattr(sys, name)), "")
     return Kind(
         reason="an open file belongs to the process that opened it",
-        lazy=f"open, {name}, {mode}",
+        lazy="..." if stream else f"open, {name}, {mode}",
+        instead=f"use sys.{stream} in the env itself, for every process has one" if stream else "",
         inherited="all workers would share one file position with the caller, and each write out what is buffered now",
         idle=_is_closed(file) or any(file is stream for stream in _standard_streams()),
     )
@@ -158,7 +164,8 @@ def _is_closed(file: Any) -> bool:
 def _file_name_and_mode(file: Any) -> tuple[str, str]:
     try:
         # The name of a temporary file may be a number, by which no code can open the file again.
-        return repr(file.name) if isinstance(file.name, str) else "path", repr(file.mode)
+        named = isinstance(file.name, str) and not file.name.startswith("<")
+        return repr(file.name) if named else "path", repr(file.mode)
     except Exception:  # closed or detached files raise; BytesIO-backed ones have neither
         return "path", "mode"
 
@@ -178,6 +185,18 @@ def _library(library: Any) -> Kind:
 def _child(process: Any) -> Kind:
     command = attributes_of(process).get("args")
     return replace(_CHILD, lazy=f"subprocess.Popen, {command!r}") if is_short(command) else _CHILD
+
+
+def _process(process: Any) -> Kind:
+    if process is not multiprocessing.current_process():
+        return replace(_CHILD, lazy="...")
+    return replace(_CHILD, lazy="multiprocessing.current_process", reason="a process object belongs to its own process")
+
+
+def _executor(executor: Any) -> Kind:
+    kind = type(executor)
+    known = module_name(kind).startswith("concurrent.futures.") and f"concurrent.futures.{kind.__name__}"
+    return replace(_EXECUTOR, lazy=known or "...")
 
 
 def _thread_object(thread: Any) -> Kind:
@@ -264,7 +283,7 @@ def _random(generator: Any) -> Kind:
 def _ctypes_data(value: Any) -> Kind:
     return Kind(
         reason="a C pointer means nothing in another process",
-        lazy=f"{type(value).__name__}, ...",
+        lazy="...",
         inherited="workers inherit a copy of the memory that it points to, at the same address",
         fork_is_safe=True,
     )
@@ -315,7 +334,7 @@ _EXECUTOR = Kind(
 )
 _CHILD = Kind(
     reason="a child process belongs to the process that started it",
-    lazy="subprocess.Popen, [...]",
+    lazy="subprocess.Popen, ...",
     inherited="workers would inherit a handle on a process that is not their child, so they cannot wait for it",
     refused=True,
 )
@@ -364,6 +383,6 @@ _BY_NAME: dict[tuple[str, str], Callable[[Any], Kind | None]] = {
     ("sqlite3", "Connection"): _sqlite,
     ("sqlite3", "Cursor"): _always(_SQLITE),
     ("multiprocessing", "_ConnectionBase"): _always(_PIPE),
-    ("multiprocessing", "BaseProcess"): _always(_CHILD),
-    ("concurrent", "Executor"): _always(_EXECUTOR),
+    ("multiprocessing", "BaseProcess"): _process,
+    ("concurrent", "Executor"): _executor,
 }

@@ -62,7 +62,7 @@ def generator_code(generator: Any) -> str:
     kind = next(kind for kind in ("gi", "cr", "ag") if hasattr(generator, f"{kind}_code"))
     code, frame = getattr(generator, f"{kind}_code"), getattr(generator, f"{kind}_frame")
     if not code.co_name.isidentifier():
-        return "lambda: (... for ... in ...)"
+        return "..."  # of a generator expression
     flags = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     if not names and not code.co_flags & flags:

@@ -22,8 +22,6 @@ from muster.pickling.user_call import MAKE_VEC, UserCall
 _SILENCE_S = 2.5
 _DIAGNOSIS_S = 1.0
 _SHOWN = 5
-# Imports, and one assignment.
-_ASSIGNMENTS = re.compile(r"(import [^\n]+\n)*[\w\[\]\"]+ = [^\n]+")
 _PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
 
 
@@ -49,8 +47,7 @@ def dumps(
         raise CannotTravel(_explain(culprits, start_method, parts, call)) from outcome.error
     for culprit in noted_in(parts, outcome.noted, call) if outcome.noted else ():
         warnings.warn(
-            f"{culprit.path} ({culprit.type}): {culprit.reason}. {culprit.lead}:\n"
-            f"{textwrap.indent(culprit.remedy, '    ')}",
+            f"{culprit.path} ({culprit.type}): {culprit.reason}. {_advice(culprit.lead, culprit.remedy)}",
             UserWarning,
             stacklevel=caller_stacklevel(),
         )
@@ -117,14 +114,24 @@ def _found(culprits: Sequence[Culprit]) -> list[str]:
 
 
 def _instead(culprits: Sequence[Culprit]) -> str:
-    """The remedy of the first culprit, and of others where each is one assignment."""
-    first = culprits[0]
-    lines = first.remedy.splitlines()
-    for other in culprits[1:_SHOWN]:
-        if other.lead == first.lead and _ASSIGNMENTS.fullmatch(first.remedy) and _ASSIGNMENTS.fullmatch(other.remedy):
-            lines += other.remedy.splitlines()
-    lines = sorted(dict.fromkeys(lines), key=lambda line: not line.startswith("import "))
-    return f"  {first.lead}:\n" + textwrap.indent("\n".join(lines), " " * 6)
+    """The remedies of the culprits, each once."""
+    by_lead: dict[str, list[str]] = {}
+    for culprit in culprits[:_SHOWN]:
+        remedies = by_lead.setdefault(culprit.lead, [])
+        if culprit.remedy and culprit.remedy not in remedies:
+            remedies.append(culprit.remedy)
+    return "\n".join(textwrap.indent(_advice(lead, _joined(remedies)), "  ") for lead, remedies in by_lead.items())
+
+
+def _advice(lead: str, code: str) -> str:
+    return f"{lead}:\n{textwrap.indent(code, ' ' * 4)}" if code else f"{lead}."
+
+
+def _joined(remedies: Sequence[str]) -> str:
+    """Several pieces of code as one, after the imports of all."""
+    lines = [line for remedy in remedies for line in remedy.splitlines()]
+    imports = sorted({line for line in lines if line.startswith("import ")})
+    return "\n".join([*imports, *(line for line in lines if not line.startswith("import "))])
 
 
 def _argument(path: str, parts: dict[str, Any]) -> str:

@@ -194,6 +194,7 @@ def _code_edges(holder: Any, kind: type, inherited: bool) -> Iterator[Edge]:
             yield from _named(dict(vars(holder)))
     elif not is_importable(holder):
         yield from _named(dict(vars(holder)))
+        yield from ((f".__bases__[{i}]", base) for i, base in enumerate(holder.__bases__))
     elif inherited and "__init__" in vars(holder):
         yield ".__init__", vars(holder)["__init__"]
 

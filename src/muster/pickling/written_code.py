@@ -21,6 +21,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _MOST_CHARACTERS = 200
 _MOST_ITEMS = 20
 _ALIASES = {"np": "numpy"}
+_PARTS_OF_CLASSES = (types.FunctionType, staticmethod, classmethod, property)
 AS_IT_IS = "  # its body stays as it is"
 
 
@@ -43,8 +44,7 @@ def user_scope() -> Scope:
 class Writer:
     """Writes values as code. scope: see `user_scope`.
 
-    built: by the id of each object that cannot travel, the arguments of the ``muster.lazy`` that builds it.
-    trails: the ways to these objects.
+    built: by the id of each object that cannot travel, the code in its place.  trails: the ways to these objects.
     """
 
     def __init__(self, scope: Mapping[str, Any], built: Mapping[int, str], trails: Sequence[Sequence[Edge]]) -> None:
@@ -53,13 +53,12 @@ class Writer:
         self._trails = trails
         self._on_trails = {id(value) for trail in trails for _, value in trail}
         self.definitions: list[str] = []  # lines that have to be changed in the user's code
-        self.lazily = True  # False writes calls in the place of `muster.lazy`
 
     def write(self, value: Any) -> str | None:
         """The code for `value`; None where it is not known."""
         if id(value) in self._built:
-            return self._construction(self._built[id(value)])
-        if id(value) not in self._on_trails and (name := self._variable(value)) is not None:
+            return self._built[id(value)]
+        if id(value) not in self._on_trails and (name := self.variable(value)) is not None:
             return name
         kind = type(value)
         if kind in _SCALARS:
@@ -88,15 +87,13 @@ class Writer:
 
     def name_of(self, definition: Any) -> str:
         """The name of a class or function in the user's code: with its module, if it can be imported from there."""
-        name = self._variable(definition)
+        name = self.variable(definition)
         if name is not None:
             return name
         return class_name(definition) if is_importable(definition) else definition.__name__
 
-    def _construction(self, build: str) -> str:
-        return f"muster.lazy({build})" if self.lazily else as_call(build)
-
-    def _variable(self, value: Any) -> str | None:
+    def variable(self, value: Any) -> str | None:
+        """The user's variable for `value`; None where there is none."""
         if type(value) in _SCALARS:
             return None
         names = [name for name, known in self._scope.items() if known is value and name.isidentifier()]
@@ -119,6 +116,8 @@ class Writer:
     def _function(self, value: Any) -> str | None:
         if id(value) not in self._on_trails and (is_importable(value) or isinstance(value, type)):
             return self.name_of(value)
+        if isinstance(value, type):
+            return self._class(value)
         if type(value) is not types.FunctionType:
             return None
         if id(value) not in self._on_trails:
@@ -132,9 +131,50 @@ class Writer:
         if written is None:
             return None
         definition, name = written
+        return self._with_arguments(definition, name, arguments)
+
+    def _class(self, kind: type) -> str | None:
+        """A function that makes an instance, with the class in it, for a class that holds one of the objects."""
+        head = class_head(kind)
+        held = self._held_by_class(kind)
+        if head is None or held is None:
+            return None
+        arguments = {name: self.write(one) for name, one in held.items()}
+        if None in arguments.values():
+            return None
+        name = f"make_{kind.__name__.strip('_').lower()}"
+        parameters = ", ".join(["*args", *held, "**kwargs"])
+        definition = f"def {name}({parameters}):\n    {head} {AS_IT_IS}\n    return {kind.__name__}(*args, **kwargs)"
+        return self._with_arguments(definition, name, arguments)
+
+    def _with_arguments(self, definition: str, name: str, arguments: Mapping[str, str | None]) -> str:
         if definition and definition not in self.definitions:
             self.definitions.append(definition)
-        return f"functools.partial({name}, {', '.join(f'{key}={code}' for key, code in arguments.items())})"
+        written = "".join(f", {key}={code}" for key, code in arguments.items())
+        return f"functools.partial({name}{written})" if written else name
+
+    def _held_by_class(self, kind: type) -> dict[str, Any] | None:
+        """What the class's body takes from around it that leads to one of the objects, by its name there.
+
+        What the body makes itself is not among it. None where it is held by a base class.
+        """
+        held = {}
+        for trail in self._trails:
+            at = next((i for i, (_, value) in enumerate(trail) if value is kind), None)
+            if at is None:
+                continue
+            for (path, _), (longer, one) in itertools.pairwise(trail[at:]):
+                part = longer[len(path) :]
+                if part.startswith(".__bases__"):
+                    return None
+                if type(one) in _PARTS_OF_CLASSES:
+                    continue
+                if part.startswith((".<closure>.", ".<global>.")):
+                    held[part.rpartition(".")[2]] = one
+                elif (name := self.variable(one)) is not None:  # an attribute, or the default value of an argument
+                    held[name] = one
+                break
+        return held
 
     def _held_by(self, function: Any) -> dict[str, Any]:
         """What the function takes from around it that leads to one of the objects, by its name there."""
@@ -144,13 +184,16 @@ class Writer:
                 if value is not function:
                     continue
                 part = longer[len(path) :]
-                name = part.rpartition(".")[2]
-                if part.startswith(".<default>["):
-                    code = function.__code__
-                    positional = code.co_varnames[: code.co_argcount]
-                    name = positional[len(positional) - len(function.__defaults__) + int(part[len(".<default>[") : -1])]
-                held[name] = one
+                held[parameter_of(function, part) or part.rpartition(".")[2]] = one
         return held
+
+
+def parameter_of(function: Any, part: str) -> str:
+    """The parameter of `function` whose default value is at ``.<default>[0]``; empty where `part` is another place."""
+    if type(function) is not types.FunctionType or not part.startswith(".<default>["):
+        return ""
+    positional = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return positional[len(positional) - len(function.__defaults__ or ()) + int(part[len(".<default>[") : -1])]
 
 
 def with_parameters(function: Any, names: Collection[str]) -> tuple[str, str] | None:
@@ -208,6 +251,29 @@ def _source_of(function: Any) -> ast.Lambda | ast.FunctionDef | None:
         if all(first <= place <= last for place in places if place > (code.co_firstlineno, 0)):
             found.append(node)
     return found[-1] if found and places else None
+
+
+def class_head(kind: type) -> str | None:
+    """The first line of the class's definition; None where its source is not known."""
+    codes = [value.__code__ for value in vars(kind).values() if type(value) is types.FunctionType]
+    module = sys.modules.get(kind.__module__)
+    file = codes[0].co_filename if codes else getattr(module, "__file__", None) or ""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file, getattr(module, "__dict__", None))))
+    except (SyntaxError, ValueError):
+        return None
+    line = codes[0].co_firstlineno if codes else None
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and node.name == kind.__name__
+        and (line is None or node.lineno <= line <= (node.end_lineno or 0))
+    ]
+    if not found:
+        return None
+    arguments = [ast.unparse(one) for one in (*found[-1].bases, *found[-1].keywords)]
+    return f"class {kind.__name__}({', '.join(arguments)}):" if arguments else f"class {kind.__name__}:"
 
 
 def as_call(build: str) -> str:

@@ -209,7 +209,7 @@ def unpack(data: bytes, big: Iterable[Any] = (), fds: Sequence[int] = ()) -> lis
         with receiving(fds):
             recipes: list[Recipe] = pickle.loads(packed, buffers=buffers)
     except Exception as error:
-        lazily = textwrap.indent(call.lazily("name", "MyClass, ..."), " " * 6)
+        lazily = textwrap.indent(call.lazily("name", "MyClass"), " " * 6)
         raise not_rebuilt(
             f"a part of {call.sent()} was sent to the worker, but", error, f"Build it in the worker instead:\n{lazily}"
         ) from error
