@@ -13,6 +13,7 @@ import io
 import mmap
 import multiprocessing
 import random
+import re
 import socket
 import sqlite3
 import subprocess
@@ -197,8 +198,8 @@ def test_where_no_code_is_known_words_say_what_to_do():
     culprit = only(find_culprits(frozenset([threading.Lock()]), 'env_kwargs["x"]'))
     assert culprit.remedy == ""
     assert culprit.lead.endswith(
-        'replace env_kwargs["x"] by muster.lazy(function), where function is one of a module, and builds it, '
-        "with all that it holds"
+        'replace env_kwargs["x"] by muster.lazy(function), with a function of a module that builds it and all that it '
+        "holds"
     )
 
 

@@ -45,7 +45,7 @@ class Culprit:
     reason: why it cannot be sent, or what arrives instead of it.  remedy: code to write instead.  lead: what that does.
     severity: it ``"blocks"`` sending, or arrives ``"silently_wrong"``.
     inherited: what a forked worker would get, None where that is not known.
-    fork_is_safe: whether that is known to be usable.
+    fork_is_safe: whether that is known to be usable.  may_work_by_fork: whether it may be, as the user uses it.
     """
 
     path: str
@@ -56,6 +56,7 @@ class Culprit:
     inherited: str | None = None
     fork_is_safe: bool = False
     lead: str = BUILD
+    may_work_by_fork: bool = False
 
 
 def find_culprits(obj: Any, name: str = "factory", *, limit_s: float = 2.0) -> list[Culprit]:
@@ -210,6 +211,7 @@ def _blocking(
         severity="silently_wrong" if failure.out_of_time else "blocks",
         inherited=kind.inherited if kind else "workers inherit a copy of it as it is now" if plain else None,
         fork_is_safe=kind.fork_is_safe if kind else plain,
+        may_work_by_fork=kind is not None and kind.may_work_by_fork,
     )
 
 
@@ -258,6 +260,7 @@ def _silently_wrong(one: Obstacle, others: Sequence[Obstacle], call: UserCall | 
         severity="silently_wrong",
         inherited=kind.inherited,
         fork_is_safe=kind.fork_is_safe,
+        may_work_by_fork=kind.may_work_by_fork,
     )
 
 

@@ -44,6 +44,7 @@ class Kind:
     refused: pickling it "works", but what arrives is broken.  silent: it travels, but arrives as something else.
     warns: like silent, and worth a warning on every start.  inherited: what a forked worker gets.
     fork_is_safe: whether that is usable.  breaks_under_fork: it certainly is not, so it must not be inherited at all.
+    may_work_by_fork: what is inherited works on conditions, which `inherited` names.
     idle: it is closed, or was not started, and does no harm in a forked worker.
     made_anew: code that makes another one in the caller, which workers can receive; empty where there is none.
     instead: what to do, in words, where no code builds one; empty for the usual words.
@@ -58,6 +59,7 @@ class Kind:
     silent: bool = False
     warns: bool = False
     idle: bool = False
+    may_work_by_fork: bool = False
     made_anew: str = ""
     instead: str = ""
 
@@ -87,6 +89,7 @@ def _zeromq_context(context: Any) -> Kind:
         "zmq.Context",
         "a ZeroMQ context starts its I/O threads with its first socket: inherited by fork it works only if it has "
         "never had one, and each worker then has a context of its own",
+        may_work_by_fork=True,
     )
 
 

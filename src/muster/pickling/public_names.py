@@ -25,7 +25,8 @@ _MADE_BY: dict[tuple[str, str], Callable[[Any], str]] = {
 def build_of(value: Any, kind: Kind | None, writer: Writer) -> str | None:
     """The arguments of the ``muster.lazy`` that builds an object like `value`.
 
-    They end in `ARGUMENTS` where some may lack. kind: what is known about it. None where no code that a user could write builds one.
+    They end in `ARGUMENTS` where some may lack. None where no code that a user could write builds one.
+    kind: what is known about `value`.
     """
     if kind is not None:
         return None if kind.lazy == "..." else kind.lazy

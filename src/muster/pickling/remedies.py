@@ -29,7 +29,7 @@ _KEYWORD = re.compile(r'.*\["[^"\\\n]*"\]')
 
 BUILD = "Build it in the worker instead"
 MAKE = "Make it in a context that can start fresh processes"
-_FUNCTION = "muster.lazy(function), where function is one of a module, and builds it"
+_FUNCTION = "muster.lazy(function), with a function of a module that builds it"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _in_words(one: Obstacle, build: str | None = None) -> str:
     if build is None and _assignable(one.trail, one.path) and one.owner is one.trail[-1][1]:
         return f"set {one.path} to {_FUNCTION}"
     if not callable(root):
-        return f"replace {root_path} by {_FUNCTION}, with all that it holds"
+        return f"replace {root_path} by {_FUNCTION} and all that it holds"
     name = _argument_name(one)
     lazy = _FUNCTION if build is None else f"muster.lazy({build.removesuffix(ARGUMENTS)})"
     return (

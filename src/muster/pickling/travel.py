@@ -90,7 +90,8 @@ def check_inheritable(parts: dict[str, Any], call: UserCall = MAKE_VEC) -> None:
         lines = [f"{_argument(forbidden[0].path, parts)} cannot be inherited by a worker ({fork})."]
         raise CannotTravel("\n".join([*lines, *_found(forbidden), _instead(forbidden)]))
     if risky:
-        lines = [f"{fork} is no way out here:", *_found(risky), _instead(risky)]
+        lines = [f"{fork} may work here, but each worker inherits a copy of this at its own risk:", *_found(risky)]
+        lines.append(_instead(risky))
         warnings.warn("\n".join(lines), UserWarning, stacklevel=caller_stacklevel())
 
 
@@ -141,12 +142,16 @@ def _argument(path: str, parts: dict[str, Any]) -> str:
     return name if item is None else name + item[0]
 
 
+def _verdict(culprit: Culprit) -> str:
+    return "may work here, at a risk" if culprit.may_work_by_fork else "is no way out here"
+
+
 def _about_fork(blocking: Sequence[Culprit], parts: dict[str, Any], fork: str) -> str:
     unsafe = next((culprit for culprit in blocking if not culprit.fork_is_safe), None)
     if unsafe is not None and unsafe.inherited is None:
-        return f"Whether {fork} would be safe for a {unsafe.type} is not known."
+        return f"Whether {fork} would be safe for {unsafe.path} is not known."
     if unsafe is not None:
-        return f"{fork} is no way out here: {unsafe.inherited}."
+        return f"{fork} {_verdict(unsafe)}: {unsafe.inherited}."
     for hazard in fork_hazards(parts):
-        return f"{fork} is no way out here: {hazard.path}: {hazard.reason}."
+        return f"{fork} {_verdict(hazard)}: {hazard.path}: {hazard.reason}."
     return f"{fork} would be safe here: {blocking[0].inherited}."
