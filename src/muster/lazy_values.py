@@ -57,7 +57,22 @@ class Lazy:
     __call__ = __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __setitem__ = __delitem__ = _refuse
     __enter__ = __exit__ = __index__ = __int__ = __float__ = __fspath__ = __array__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __neg__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse
+    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __neg__ = __pos__ = __invert__ = __abs__ = _refuse
+    __round__ = __trunc__ = __floor__ = __ceil__ = __complex__ = __bytes__ = __next__ = __reversed__ = _refuse
+    __await__ = __aenter__ = __aexit__ = __aiter__ = __anext__ = _refuse
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if not spec else self._refuse()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in Lazy.__slots__:
+            raise self._unbuilt(f"its attribute {name!r} was set")
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise self._unbuilt(f"its attribute {name!r} was deleted")
 
     def _unbuilt(self, used: str) -> NotBuilt:
         return NotBuilt(

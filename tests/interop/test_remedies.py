@@ -13,6 +13,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+import zmq
 
 import muster
 from muster.errors import CannotTravel, OneEnvPerProcess
@@ -288,6 +289,13 @@ PROGRAMS = {
         f"envs = SubprocVecEnv([functools.partial(Env, seen)] * 2)\n{SB3_USE}"
         "result.append([seen.get(timeout=5) for _ in range(4)])\n",
         SB3_ORIGINAL,
+    ),
+    "sb3, a value of the fork context in a default argument": Program(
+        SB3,
+        "envs = SubprocVecEnv([lambda v=multiprocessing.get_context('fork').Value('i', 3): Env(v) for _ in range(2)])"
+        f"\n{SB3_USE}",
+        SB3_ORIGINAL,
+        element="lambda v=multiprocessing.get_context('fork').Value('i', 3): Env(v)",
     ),
     "sb3, set_attr": Program(
         SB3 + "env = lambda: Env(threading.Lock())\nvec_env = None",
@@ -601,3 +609,22 @@ def test_only_a_call_that_has_a_time_limit_is_advised_to_set_it(make, remedy, mo
             envs.step(np.zeros(envs.num_envs, int))
     assert [str(one.message).partition(").")[2].startswith(remedy) for one in caught] == [True]
     assert ("Set" in str(caught[0].message)) == bool(remedy)
+
+
+@pytest.mark.slow
+def test_fork_with_a_context_without_sockets_is_warned_of_where_the_user_called():
+    from muster.interop.torchrl import ParallelEnv
+
+    context = zmq.Context()
+    with pytest.warns(UserWarning, match=r'^mp_start_method="fork" is allowed here, but at a risk:\n') as caught:
+        env = ParallelEnv(2, functools.partial(Holding, context), mp_start_method="fork")
+    env.close()
+    context.term()
+    assert [one.filename for one in caught] == [__file__]
+    assert "starts its I/O threads with its first socket" in str(caught[0].message)
+
+
+class Holding(Counter):
+    def __init__(self, thing):
+        super().__init__()
+        self.thing = thing

@@ -656,7 +656,7 @@ def test_what_a_forked_worker_cannot_safely_use_is_warned_about(tmp_path):
     with (
         open(tmp_path / "log", "w") as file,
         socket.socket() as connection,
-        pytest.warns(UserWarning, match='context="fork" is no way out here') as caught,
+        pytest.warns(UserWarning, match='context="fork" is allowed here, but at a risk') as caught,
     ):
         check_forkable(make_recipes(make_env, 2, {"file": file, "socket": connection, **idle}))
     said = str(caught[0].message)

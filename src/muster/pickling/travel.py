@@ -90,8 +90,7 @@ def check_inheritable(parts: dict[str, Any], call: UserCall = MAKE_VEC) -> None:
         lines = [f"{_argument(forbidden[0].path, parts)} cannot be inherited by a worker ({fork})."]
         raise CannotTravel("\n".join([*lines, *_found(forbidden), _instead(forbidden)]))
     if risky:
-        lines = [f"{fork} may work here, but each worker inherits a copy of this at its own risk:", *_found(risky)]
-        lines.append(_instead(risky))
+        lines = [f"{fork} is allowed here, but at a risk:", *_found(risky), _instead(risky)]
         warnings.warn("\n".join(lines), UserWarning, stacklevel=caller_stacklevel())
 
 
