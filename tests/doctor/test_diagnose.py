@@ -29,9 +29,9 @@ from muster.doctor.diagnosis import recommended_rows
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
 from muster.doctor.lines import try_lines
 from muster.envs import resolve_foreign_id
-from muster.recipes.recipe import make_recipes, pack
+from muster.recipes.recipe import make_recipes
 from muster.vector.side_by_side import SideBySide, try_side_by_side
-from muster.workers.guarded import STARTING, Problem, TrialOutcome, run_guarded
+from muster.workers.guarded import STARTING, PackedRecipes, Problem, TrialOutcome, run_guarded
 from muster.workers.resources import memory_left, usable_cores
 from one_instance import Listening
 from processes import is_alive, is_exiting, left_of, wait_for, wait_for_end
@@ -174,13 +174,13 @@ def test_an_env_that_dies_is_a_finding_and_the_line_restarts_it():
 
 
 def try_out(trial, trait: str, timeout_s: float = 20.0, hash_seed: int | None = None, **options) -> TrialOutcome:
-    packed = pack(make_recipes(make_patient, 1, {"trait": trait}), start_method="spawn")
+    packed = PackedRecipes.of(make_recipes(make_patient, 1, {"trait": trait}), "spawn")
     return run_guarded(trial, packed, stage_timeout_s=timeout_s, options=options, hash_seed=hash_seed)
 
 
 def side_by_side(trait: str) -> SideBySide:
     recipes = make_recipes(make_patient, 2, {"trait": trait})
-    return try_side_by_side(pack(recipes, start_method="spawn"), 20.0)
+    return try_side_by_side(PackedRecipes.of(recipes, "spawn"), 20.0)
 
 
 def behave(trait: str, timeout_s: float = 20.0) -> list[Finding]:
@@ -355,7 +355,7 @@ def test_what_is_slow_does_not_hang():
 def test_multi_agent_envs_are_played_and_run():
     pytest.importorskip("mpe2")
     recipes = make_recipes("pettingzoo/mpe2/simple_v3", 1, resolve_foreign_id=resolve_foreign_id)
-    packed = pack(recipes, start_method="spawn")
+    packed = PackedRecipes.of(recipes, "spawn")
     played = run_guarded(trials.behaviour, packed, stage_timeout_s=20.0, options={})
     assert (played.stage, played.results["api"]) == (None, "PettingZoo parallel")
     assert played.results["digest"] == played.results["digest_again"] != played.results["digest_other"]
@@ -434,7 +434,7 @@ def test_nothing_that_an_env_has_started_is_left(file):
 
 
 def test_what_an_env_has_started_does_not_keep_the_doctor_waiting(file):
-    packed = pack(make_recipes(functools.partial(Shelling, file)), start_method="spawn")
+    packed = PackedRecipes.of(make_recipes(functools.partial(Shelling, file)), "spawn")
     outcome = run_guarded(trials.behaviour, packed, stage_timeout_s=20.0, options={})
     assert (outcome.stage, outcome.how) == (None, "")
     assert not left_of(file)
@@ -471,6 +471,6 @@ def test_where_sigchld_is_ignored_nobody_knows_how_a_trial_ended():
 @pytest.mark.parametrize(("only_one", "severity"), [(False, "good"), (True, "warns")])
 def test_an_env_that_holds_an_address_meets_itself_in_no_trial(only_one, severity):
     recipes = make_recipes(Listening, 2, {"address": f"muster-test-{os.getpid()}-", "only_one": only_one})
-    finding = about_pair(try_side_by_side(pack(recipes, start_method="spawn"), 20.0), None)
+    finding = about_pair(try_side_by_side(PackedRecipes.of(recipes, "spawn"), 20.0), None)
     assert finding.severity == severity
     assert ("only one may live in a process" in finding.text) == only_one

@@ -21,14 +21,15 @@ from muster.doctor import Finding, Soak, SoakedQuantity
 from muster.doctor.soak import run_soak
 from muster.envs import resolve_foreign_id
 from muster.errors import ConfigError
-from muster.recipes.recipe import make_recipes, pack
+from muster.recipes.recipe import make_recipes
+from muster.workers.guarded import PackedRecipes
 
 HERE = Path(__file__).parent
 
 
 def soaked(env: Any, seconds: float, **kwargs: Any) -> tuple[Soak, list[Finding]]:
     recipes = make_recipes(env, 1, kwargs, (), resolve_foreign_id=resolve_foreign_id)
-    soak, findings = run_soak(pack(recipes, start_method="spawn"), seconds, timeout_s=60.0)
+    soak, findings = run_soak(PackedRecipes.of(recipes, "spawn"), seconds, timeout_s=60.0)
     assert soak is not None, findings
     return soak, findings
 

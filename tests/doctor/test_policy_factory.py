@@ -26,7 +26,7 @@ from muster.doctor.policy_factory import judge_factory, packed_recipe
 from muster.errors import WrongType
 from muster.nn import MultiAgentMLP
 from muster.recipes.recipe import unpack
-from muster.workers.guarded import TrialOutcome
+from muster.workers.guarded import PackedRecipes, TrialOutcome
 
 CARTPOLE = "CartPole-v1"
 
@@ -85,12 +85,12 @@ class Recording:
 
 
 def run_here(
-    trial: Callable[..., None], recipes: bytes, *, stage_timeout_s: float, options: dict[str, Any]
+    trial: Callable[..., None], recipes: PackedRecipes | None, *, stage_timeout_s: float, options: dict[str, Any]
 ) -> TrialOutcome:
     """Runs a trial in this process: most of these tests ask what is found, not where."""
     reporter = Recording()
     try:
-        trial(*(unpack(recipes) if recipes else ()), reporter, **options)
+        trial(*(unpack(recipes.data) if recipes else ()), reporter, **options)
         reporter.stage(None)
     except Exception as error:
         reporter.outcome.how = f"raised {type(error).__name__}: {error}"

@@ -261,6 +261,12 @@ def test_max_concurrency_limits_how_many_execute_at_once(most, context):
     assert max(sum(begin <= moment < end for begin, end in rows) for moment, _ in rows) <= most
 
 
+def test_envs_with_max_concurrency_are_packed_where_a_trial_shows_that_they_may(capfd):
+    with AsyncVectorEnv([Counter] * 3, max_concurrency=1, num_workers="auto") as envs:
+        assert len(envs.stats()["workers"]) == len(os.sched_getaffinity(0))
+    assert "two of it side by side are what each is alone" in capfd.readouterr().err
+
+
 def test_a_limit_of_concurrency_that_is_none_is_refused():
     with pytest.raises(ValueError, match="must be an integer or None"):
         AsyncVectorEnv([Counter], max_concurrency=1.5)

@@ -107,6 +107,25 @@ def test_every_drop_in_passes_a_queue(make):
     assert sorted(queue.get(timeout=5)[0] for _ in range(2)) == [0, 1]
 
 
+@pytest.mark.parametrize("context", ["forkserver", "fork"])
+def test_envs_that_share_a_queue_are_tried_side_by_side(context):
+    ctx = multiprocessing.get_context(context)
+    queue, event = ctx.Queue(), ctx.Event()
+    event.set()
+    kwargs = {"queue": queue, "event": event, "value": ctx.Value("i", 0)}
+    with muster.make_vec(Reporting, 3, env_kwargs=kwargs, context=context, num_workers="auto") as envs:
+        assert len(envs.stats()["workers"]) == len(os.sched_getaffinity(0))
+    # The envs of the trial have used it, too, and left it whole: two alone and two together, each for 64 rows.
+    assert {queue.get(timeout=5)[0] for _ in range(4 * 30)} == {0, 1}
+    queue.close()
+
+
+def test_the_doctor_has_nothing_against_a_queue():
+    diagnosis = muster.diagnose(Reporting, env_kwargs={"queue": CTX.Queue(), "event": CTX.Event()}, seconds=0.05)
+    assert [one for one in diagnosis.findings if one.severity == "blocks"] == []
+    assert diagnosis.recommendation.steps_per_s
+
+
 def id_by_make_vec(env_id, pipe):
     return muster.make_vec(env_id, 2, env_kwargs={"pipe": pipe})
 

@@ -33,9 +33,9 @@ from muster.extras import require
 from muster.introspection import callable_name, type_name
 from muster.pickling import find_culprits, fork_hazards
 from muster.recipes.existing_env import is_env
-from muster.recipes.recipe import Recipe, make_recipes, pack
+from muster.recipes.recipe import Recipe, make_recipes
 from muster.vector.side_by_side import try_side_by_side
-from muster.workers.guarded import Problem, TrialOutcome, run_guarded
+from muster.workers.guarded import PackedRecipes, Problem, TrialOutcome, run_guarded
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 # The stages of every worker and every trial, in order; first those before an env's first step.
@@ -127,7 +127,7 @@ def _diagnose_env(
     packed = _pack(recipe, findings)
 
     def run(trial: Callable[..., None], hash_seed: int, **options: Any) -> TrialOutcome:
-        return run_guarded(trial, packed or b"", stage_timeout_s=timeout, options=options, hash_seed=hash_seed)
+        return run_guarded(trial, packed, stage_timeout_s=timeout, options=options, hash_seed=hash_seed)
 
     behaviour = run(trials.behaviour, hash_seed=1) if packed is not None else TrialOutcome()
     tried = try_contexts(recipe, timeout, packed is not None, behaviour)
@@ -143,7 +143,7 @@ def _diagnose_env(
     elif "rows" in behaviour.results:
         rows = behaviour.results["rows"]
         replayed = run(trials.replay, hash_seed=2, rows=rows)
-        side_by_side = try_side_by_side(pack(pair, start_method="spawn"), timeout, rows)
+        side_by_side = try_side_by_side(PackedRecipes.of(pair, "spawn"), timeout, rows)
         findings += [
             *about_replay(behaviour, replayed),
             about_pair(side_by_side, behaviour.results.get("step_median_s")),
@@ -161,7 +161,7 @@ def _run_lines(
     findings: list[Finding],
     verdict: Verdict,
     measured: Measurements,
-    recipe: bytes | Recipe,
+    recipe: PackedRecipes | Recipe,
     timeout_s: float,
     run_s: float,
 ) -> Diagnosis:
@@ -171,7 +171,7 @@ def _run_lines(
     if outcomes and outcomes[0].results.get("episodes"):
         results = outcomes[0].results
         measured = replace(measured, episode_rows=results["env_steps"] / results["episodes"])
-    if isinstance(recipe, bytes) and outcomes and is_fatal(outcomes[-1]):
+    if isinstance(recipe, PackedRecipes) and outcomes and is_fatal(outcomes[-1]):
         ended = outcomes[-1]
         if ended.hung:
             ended.detail = ""  # this stack is the doctor's own, not the env's
@@ -232,12 +232,12 @@ def _about_instance(env: Any) -> Finding:
     return Finding("note", "recipe", text)
 
 
-def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
+def _pack(recipe: Recipe, findings: list[Finding]) -> PackedRecipes | None:
     """The recipe for another process, None if it cannot travel."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            packed = pack([recipe], start_method="spawn")
+            packed = PackedRecipes.of([recipe], "spawn")
         except CannotTravel as error:
             findings.append(Finding("blocks", "travel", str(error)))
             return None

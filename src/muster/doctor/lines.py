@@ -10,13 +10,13 @@ from muster.doctor.diagnosis import Recommendation, TriedLine, seconds
 from muster.doctor.trials import STEPPING_MANY, stepping_many
 from muster.pickling import fork_hazards
 from muster.recipes.recipe import Recipe
-from muster.workers.guarded import TrialOutcome, run_guarded
+from muster.workers.guarded import PackedRecipes, TrialOutcome, run_guarded
 
 _LONG_BUILD_S = 5.0
 
 
 def try_lines(
-    lines: Sequence[Candidate], recipe: bytes | Recipe, build_s: float | None, timeout_s: float, run_s: float
+    lines: Sequence[Candidate], recipe: PackedRecipes | Recipe, build_s: float | None, timeout_s: float, run_s: float
 ) -> tuple[list[TriedLine], list[TrialOutcome]]:
     """The lines, each with its env steps a second or its problem, and the outcomes of the trials that were run.
 
@@ -43,7 +43,7 @@ def try_lines(
         tried.append(TriedLine(one.advice.line, steps_per_s, None if steps_per_s else outcome.problem.headline))
         if build_s is None and "start_s" in outcome.results:
             build_s = outcome.results["start_s"] * max(1, one.advice.num_workers) / one.advice.num_envs
-        if isinstance(recipe, bytes) and is_fatal(outcome):
+        if isinstance(recipe, PackedRecipes) and is_fatal(outcome):
             break
     return tried, outcomes
 

@@ -24,10 +24,10 @@ from muster.doctor.policy_differences import layout_differences, output_differen
 from muster.doctor.trials import building, observing
 from muster.envs import resolve_foreign_id
 from muster.errors import CannotTravel, RecipeError, UsageError
-from muster.recipes.recipe import make_recipes, pack
+from muster.recipes.recipe import make_recipes
 from muster.rollout.processes.policy_travel import pack_factory
 from muster.rollout.weights import require_shapes
-from muster.workers.guarded import STARTING, TrialOutcome, run_guarded
+from muster.workers.guarded import STARTING, PackedRecipes, TrialOutcome, run_guarded
 
 _TOPIC = "policy_factory"
 _LONG_BUILD_S = 5.0
@@ -44,18 +44,22 @@ class _Built(NamedTuple):
     calls: list[dict[str, Tensor]]
 
 
-def packed_recipe(env: Any, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]]) -> bytes | None:
+def packed_recipe(
+    env: Any, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]]
+) -> PackedRecipes | None:
     """The recipe of one env for another process; None where there is none, or where it cannot travel."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the env's own diagnosis tells of them
         try:
             recipes = make_recipes(env, 1, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
-            return pack(recipes, start_method="spawn")
+            return PackedRecipes.of(recipes, "spawn")
         except (RecipeError, CannotTravel):
             return None
 
 
-def judge_factory(factory: Callable[[], Any], policy: Any, recipe: bytes | None, timeout_s: float) -> list[Finding]:
+def judge_factory(
+    factory: Callable[[], Any], policy: Any, recipe: PackedRecipes | None, timeout_s: float
+) -> list[Finding]:
     """Findings about the policies that ``factory`` builds, twice in one process and once in another.
 
     They are compared with each other, or with ``policy`` where that is not None: by names and shapes of their weights,
@@ -85,7 +89,7 @@ def judge_factory(factory: Callable[[], Any], policy: Any, recipe: bytes | None,
         outcomes: dict[str, TrialOutcome] = {}
         for trial, names in _BUILDING.items():
             wanted = {**options, "name": trial, "builds": len(names)}
-            outcomes[trial] = run_guarded(building, b"", stage_timeout_s=timeout_s, options=wanted)
+            outcomes[trial] = run_guarded(building, None, stage_timeout_s=timeout_s, options=wanted)
             if outcomes[trial].stage is not None:
                 break
         built = [one for trial, outcome in outcomes.items() for one in _built(trial, outcome, folder)]

@@ -14,7 +14,7 @@ from muster.doctor.findings import about_early_end
 from muster.doctor.growth import Growth, Tolerance, judge, overall
 from muster.doctor.soaking import Sample, soaking
 from muster.recipes.recipe import Recipe
-from muster.workers.guarded import TrialOutcome, run_guarded
+from muster.workers.guarded import PackedRecipes, TrialOutcome, run_guarded
 from muster.workers.resources import memory_left
 
 # Growth that ends a soak early: a part of the free memory, this much at most.
@@ -54,7 +54,9 @@ _QUANTITIES = (
 )
 
 
-def run_soak(recipe: bytes | Sequence[Recipe], soak_s: float, timeout_s: float) -> tuple[Soak | None, list[Finding]]:
+def run_soak(
+    recipe: PackedRecipes | Sequence[Recipe], soak_s: float, timeout_s: float
+) -> tuple[Soak | None, list[Finding]]:
     """Steps and resets an env for `soak_s` seconds in a guarded process; returns what grew, and the verdicts.
 
     recipe: as for `run_guarded`.  timeout_s: limit for each step and reset.

@@ -28,7 +28,7 @@ def about_import(target: str, timeout_s: float) -> Finding | None:
     module_name = _module_of(target)
     if module_name is None:
         return None
-    outcome = run_guarded(importing, b"", stage_timeout_s=timeout_s, options={"module_name": module_name})
+    outcome = run_guarded(importing, None, stage_timeout_s=timeout_s, options={"module_name": module_name})
     return None if outcome.stage is None else _about_early_end("import", outcome)
 
 
@@ -42,7 +42,7 @@ def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict 
     if module_name is None:
         raise RecipeError(f"--policy must be module:make_policy, a function that builds the policy, got {target!r}")
     names = {"module_name": module_name, "name": name}
-    outcome = run_guarded(judging, b"", stage_timeout_s=timeout_s, options=names)
+    outcome = run_guarded(judging, None, stage_timeout_s=timeout_s, options=names)
     if mistake := outcome.results.get("mistake"):
         raise RecipeError(mistake)
     if outcome.stage is not None:

@@ -9,9 +9,10 @@ from typing import Literal
 
 from muster.arguments import whole
 from muster.errors import CannotTravel, ConfigError
-from muster.recipes.recipe import Recipe, pack
+from muster.recipes.recipe import Recipe
 from muster.recipes.recipe_kinds import kinds_of
 from muster.vector.side_by_side import try_side_by_side
+from muster.workers.guarded import PackedRecipes
 from muster.workers.notices import say_once
 from muster.workers.worker_env import Changes, WorkerEnv, first_changes
 
@@ -102,7 +103,7 @@ def _why_two_apart(pair: Sequence[Recipe], context: str, timeout_s: float, chang
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come once more, when workers start
-            packed: bytes | Sequence[Recipe] = pack(pair, start_method=context)
+            packed: PackedRecipes | Sequence[Recipe] = PackedRecipes.of(pair, context)
     except CannotTravel as error:
         if context != "fork":
             return f"they cannot be tried: {error.headline}"

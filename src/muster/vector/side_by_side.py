@@ -12,7 +12,7 @@ from muster.recipes.recipe import Recipe
 from muster.worker_info import WorkerInfo, worker_info_context
 from muster.workers.env_facts import check_one_per_process
 from muster.workers.env_host import seed_globals
-from muster.workers.guarded import TrialOutcome, run_guarded
+from muster.workers.guarded import PackedRecipes, TrialOutcome, run_guarded
 from muster.workers.trial_process import Reporter
 from muster.workers.usage import own_memory_bytes
 from muster.workers.worker_env import Changes
@@ -53,7 +53,7 @@ class SideBySide:
 
 
 def try_side_by_side(
-    pair: bytes | Sequence[Recipe], stage_timeout_s: float, rows: int = ROWS, changes: Changes | None = None
+    pair: PackedRecipes | Sequence[Recipe], stage_timeout_s: float, rows: int = ROWS, changes: Changes | None = None
 ) -> SideBySide:
     """Plays two envs for `rows` rows, each alone and then both in turns. pair, changes: as for `run_guarded`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -18,7 +19,9 @@ from functools import partial
 from typing import IO, Any
 
 from muster._core import EXIT_FDS_CLOSED
-from muster.recipes.recipe import Recipe
+from muster.recipes.recipe import Recipe, pack
+from muster.workers.inheritance import with_tracker
+from muster.workers.inheriting import after_fork
 from muster.workers.killing import kill_with_all
 from muster.workers.launcher import python_command
 from muster.workers.launcher_client import worker_environment
@@ -65,9 +68,24 @@ class TrialOutcome:
         return Problem(f"{self.stage}, it {self.how}")
 
 
+@dataclass(frozen=True)
+class PackedRecipes:
+    """Recipes for the process of a trial. fds: those that it needs, see `pack`; the objects in the recipes own them."""
+
+    data: bytes
+    fds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, recipes: Sequence[Recipe], start_method: str) -> PackedRecipes:
+        """What `pack` packs, with its warnings and errors."""
+        fds: list[int] = []
+        data = pack(recipes, start_method=start_method, fds=fds)
+        return cls(data, tuple(fds))
+
+
 def run_guarded(
     trial: Callable[..., None],
-    recipes: bytes | Sequence[Recipe],
+    recipes: PackedRecipes | Sequence[Recipe] | None,
     *,
     stage_timeout_s: float,
     options: dict[str, Any],
@@ -76,8 +94,8 @@ def run_guarded(
 ) -> TrialOutcome:
     """Calls ``trial(*recipes, reporter, **options)`` in a new process, and returns its outcome.
 
-    trial: a function of a module, with options that JSON knows.  recipes: packed (b"" where the trial takes none), or
-    recipes that cannot be sent: then the trial runs in a fork of this process.  stage_timeout_s: limit for each stage
+    trial: a function of a module, with options that JSON knows.  recipes: None where the trial takes none; recipes that
+    are not packed cannot be sent: then the trial runs in a fork of this process.  stage_timeout_s: limit for each stage
     of the trial, and for each row that it plays.  changes: of the process's environment.
     """
     read, write = os.pipe()
@@ -93,21 +111,24 @@ def run_guarded(
     ):
         try:
             process: _Process
-            if isinstance(recipes, bytes):
-                packed.write(recipes)
-                packed.seek(0)
-                arguments = (name, write, guard, options, bool(recipes))
+            if recipes is None or isinstance(recipes, PackedRecipes):
+                fds: list[int] = []
+                if recipes is not None:
+                    inherited, fds = with_tracker(recipes.fds)
+                    pickle.dump((inherited, recipes.data), packed)
+                    packed.seek(0)
+                arguments = (name, write, guard, options, recipes is not None, fds)
                 process = subprocess.Popen(
                     python_command(sys.path, "muster.workers.trial_process:main", *arguments),
                     env=environment,
-                    pass_fds=(write, guard),
+                    pass_fds=(write, guard, *fds),
                     stdin=packed,
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
                     start_new_session=True,
                 )
             else:
-                process = _Fork(changes or {}, name, write, guard, options, False, recipes, stderr=stderr.fileno())
+                process = _Fork(changes or {}, name, write, guard, options, False, (), recipes, stderr=stderr.fileno())
         finally:
             os.close(write)
             os.close(guard)
@@ -131,6 +152,7 @@ class _Fork:
             return
         try:
             os.setsid()
+            after_fork()
             apply(changes)
             null = os.open(os.devnull, os.O_RDWR)
             for fd, target in enumerate((null, null, stderr)):

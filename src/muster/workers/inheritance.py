@@ -11,6 +11,14 @@ from muster.workers.launcher_client import close_own, own
 from muster.workers.messages import Inherited
 
 
+def with_tracker(fds: Sequence[int]) -> tuple[Inherited, list[int]]:
+    """What a process inherits that receives recipes with `fds`, and the fds to send to it."""
+    tracker, authkey = tracker_fd(), None
+    if "multiprocessing.managers" in sys.modules:
+        authkey = bytes(sys.modules["multiprocessing.process"].current_process().authkey)
+    return Inherited(len(fds), tracker is not None, authkey), [*fds] if tracker is None else [*fds, tracker]
+
+
 class Inheritance:
     """The caller's end. fds: for each worker those that its recipes need, see `recipe.pack`.
 
@@ -27,10 +35,7 @@ class Inheritance:
 
     def of(self, host: int) -> tuple[Inherited, list[int]]:
         """The part of worker `host`, and the fds to send with it."""
-        fds, tracker, authkey = self._fds[host], tracker_fd(), None
-        if "multiprocessing.managers" in sys.modules:
-            authkey = bytes(sys.modules["multiprocessing.process"].current_process().authkey)
-        return Inherited(len(fds), tracker is not None, authkey), fds if tracker is None else [*fds, tracker]
+        return with_tracker(self._fds[host])
 
     def close(self) -> None:
         """Closes the copies of fds; no further worker can be started."""

@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 from muster._core import EXIT_FDS_CLOSED, set_death_signal, start_watchdog
 from muster.envs.light_melting_pot import import_without_bots
 from muster.recipes.recipe import Recipe, unpack
+from muster.workers.inheriting import finish_queues, take_over
 
 _ALIVE_EVERY_S = 0.2
 _OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, importlib.__file__, "<frozen importlib")
@@ -55,16 +57,22 @@ class Reporter:
 
 
 def main(
-    trial: str, fd: int, guard: int, options: dict[str, Any], packed: bool, recipes: Sequence[Recipe] = ()
+    trial: str,
+    fd: int,
+    guard: int,
+    options: dict[str, Any],
+    packed: bool,
+    inherited_fds: Sequence[int],
+    recipes: Sequence[Recipe] = (),
 ) -> NoReturn:
     """Calls the function ``module:name`` that is the trial with `recipes`, a Reporter and `options`; never returns.
 
     fd: the pipe to report to.  guard: pidfd of the process that has started this one; the trial ends with it.
-    packed: whether the recipes come from stdin.
+    packed: whether the recipes come from stdin.  inherited_fds: those that they need, and the resource tracker's.
     """
     # Otherwise processes that the env starts would hold the pipe, and the guard would wait for them.
-    os.set_inheritable(fd, False)
-    os.set_inheritable(guard, False)
+    for one in (fd, guard, *inherited_fds):
+        os.set_inheritable(one, False)
     set_death_signal(signal.SIGCONT)  # the watchdog cannot run while this process is stopped
     start_watchdog(guard)
     import_without_bots()
@@ -77,14 +85,20 @@ def main(
             function = getattr(importlib.import_module(module), name)
             if packed:
                 reporter.stage("unpacking the recipe")
-                recipes = unpack(sys.stdin.buffer.read())
+                inherited, data = pickle.load(sys.stdin.buffer)
+                fds = take_over(inherited, inherited_fds)
+                recipes = unpack(data, fds=fds)
+                for one in fds:  # the objects have copies
+                    os.close(one)
             function(*recipes, reporter, **options)
+            finish_queues()
         reporter.stage(None)
     except BaseException as error:
         try:
             reporter.raised(error)
         except OSError:
             os._exit(EXIT_FDS_CLOSED)
+        finish_queues()
     # The process ends at once: threads of the env may keep the interpreter's own shutdown from ending.
     os._exit(0)
 
