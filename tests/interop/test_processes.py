@@ -282,8 +282,9 @@ def test_auto_is_said_once(capfd):
 def test_ids_of_known_libraries_pack_as_they_did():
     with muster.make_vec("CartPole-v1", NUM_ENVS, wrappers=[gym.wrappers.RecordEpisodeStatistics]) as envs:
         assert len(envs.stats()["workers"]) == len(os.sched_getaffinity(0))
-    with muster.make_vec("CartPole-v1", 3, wrappers=[_own_wrapper]) as envs:
-        assert len(envs.stats()["workers"]) == 3
+    for wrapper in (_own_wrapper, functools.wraps(gym.wrappers.TimeLimit)(lambda env: _own_wrapper(env))):
+        with muster.make_vec("CartPole-v1", 3, wrappers=[wrapper]) as envs:
+            assert len(envs.stats()["workers"]) == 3
 
 
 def _own_wrapper(env: Any) -> Any:

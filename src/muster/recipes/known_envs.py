@@ -69,7 +69,9 @@ def _is_of_known(function: Any) -> bool:
 
 
 def _package_of(function: Any) -> str:
-    code = isinstance(function, (type, types.FunctionType, types.BuiltinFunctionType))
+    if isinstance(function, types.FunctionType):  # what functools.wraps has copied names another function's module
+        return _package(str(function.__globals__.get("__name__", "")))
+    code = isinstance(function, (type, types.BuiltinFunctionType))
     return _package(module_name(function if code else type(function)))
 
 
