@@ -1,3 +1,5 @@
+import contextlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -259,6 +261,48 @@ def test_max_concurrency_limits_how_many_execute_at_once(most, context):
         envs.reset(seed=0)
         rows, *_ = envs.step([0] * 5)
     assert max(sum(begin <= moment < end for begin, end in rows) for moment, _ in rows) <= most
+
+
+class Duck:
+    """Steps as an env does, and is none of Gymnasium's."""
+
+    observation_space, action_space = Counter.observation_space, Counter.action_space
+    metadata, render_mode, spec, gravity = {}, None, None, 1  # Gymnasium's own form
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), float(self.gravity), False, False, {}
+
+    def get_wrapper_attr(self, name):
+        return getattr(self, name)
+
+    def set_wrapper_attr(self, name, value):
+        setattr(self, name, value)
+
+    def close(self):
+        pass
+
+    @property
+    def unwrapped(self):
+        return self
+
+
+@pytest.mark.parametrize("cls", [TheirAsync, AsyncVectorEnv])
+def test_max_concurrency_takes_what_is_no_env_of_gymnasiums(cls):
+    if "max_concurrency" not in inspect.signature(TheirAsync).parameters and cls is TheirAsync:
+        pytest.skip("this Gymnasium has no max_concurrency")
+    with contextlib.closing(cls([Duck] * 2, max_concurrency=1)) as envs:
+        envs.reset()
+        envs.set_attr("gravity", 5)
+        assert envs.step([0, 0])[1].tolist() == [5.0, 5.0]
+        assert envs.get_attr("gravity") == (5, 5)
+
+
+def test_max_concurrency_leaves_the_names_of_envs_as_they_are():
+    with AsyncVectorEnv([Counter] * 2) as free, AsyncVectorEnv([Counter] * 2, max_concurrency=1) as limited:
+        assert limited.call("__str__") == free.call("__str__")
 
 
 def test_envs_with_max_concurrency_are_packed_where_a_trial_shows_that_they_may(capfd):
