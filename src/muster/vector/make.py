@@ -114,7 +114,7 @@ def make_vec(
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
     num_workers = check_workers("num_workers", num_workers)
     recipes = adapted_recipes(env, num_envs, env_kwargs, wrappers, groups, state)
-    recipes = [replace(recipe, call=_words_of(recipe.call, backend, caller_steps)) for recipe in recipes]
+    recipes = [replace(recipe, call=_words_of(recipe.call, backend, num_workers, caller_steps)) for recipe in recipes]
     cores = usable_cores()
     if backend != "process":
         _refuse_without_processes(one_env_per_process, caller_steps, step_timeout, num_workers)
@@ -174,11 +174,12 @@ def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
     return names[mode.lower()]
 
 
-def _words_of(call: UserCall, backend: str, caller_steps: bool) -> UserCall:
+def _words_of(call: UserCall, backend: str, num_workers: Asked, caller_steps: bool) -> UserCall:
     """`call`, with its words for a process for each env fitted to its other arguments."""
-    if backend != "process":
-        return replace(call, one_each=call.processes)
-    return replace(call, one_each=f"{call.one_each} without caller_steps") if caller_steps else call
+    one_each = call.one_each if backend == "process" else call.processes
+    in_the_way = ["num_workers"] * (num_workers is not None) + ["caller_steps"] * caller_steps
+    without = f" without {' and '.join(in_the_way)}" if in_the_way and one_each else ""
+    return replace(call, one_each=one_each + without)
 
 
 def _refuse_without_processes(

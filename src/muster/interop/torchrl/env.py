@@ -42,7 +42,8 @@ PARALLEL_ENV = UserCall(
     kwargs="create_env_kwargs",
     wrappers="",
     context='mp_start_method="{method}"',
-    in_process="torchrl.envs.SerialEnv",
+    in_process="as_torchrl(muster.make_vec(create_env_fn, num_workers, env_kwargs=create_env_kwargs, "
+    'backend="serial", autoreset_mode="same_step"))',
     one_each="ParallelEnv without num_processes",
     packed="num_processes={count}",
     num_envs="num_workers={count}",
