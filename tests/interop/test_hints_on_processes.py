@@ -1,0 +1,167 @@
+"""Hints on one process for each env, in the words of each front end: followed to the letter, they work."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+
+import muster
+from muster.errors import OneEnvPerProcess
+from muster.interop import sb3
+from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv
+
+
+class Alone(gymnasium.Env):
+    metadata = {"one_per_process": True}  # noqa: RUF012 - as Gymnasium declares it
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "remedy", "made_as_told"),
+    [
+        (
+            lambda: sb3.DummyVecEnv([Alone, Alone]),
+            "Use SubprocVecEnv(env_fns);",
+            lambda: sb3.SubprocVecEnv([Alone, Alone]),
+        ),
+        (
+            lambda: sb3.make_vec_env(Alone, 2),
+            "Use vec_env_cls=SubprocVecEnv;",
+            lambda: sb3.make_vec_env(Alone, 2, vec_env_cls=sb3.SubprocVecEnv),
+        ),
+        (
+            lambda: SyncVectorEnv([Alone, Alone]),
+            "Use AsyncVectorEnv(env_fns);",
+            lambda: AsyncVectorEnv([Alone, Alone]),
+        ),
+        (
+            lambda: AsyncVectorEnv([Alone, Alone], num_workers=1),
+            "Leave num_workers out;",
+            lambda: AsyncVectorEnv([Alone, Alone]),
+        ),
+        (
+            lambda: muster.make_vec(Alone, 2, backend="serial"),
+            'Use backend="process" and leave num_workers and caller_steps out;',
+            lambda: muster.make_vec(Alone, 2, backend="process"),
+        ),
+    ],
+)
+def test_how_each_env_gets_a_process_of_its_own(make, remedy, made_as_told):
+    with pytest.raises(OneEnvPerProcess, match=re.escape(remedy)):
+        make()
+    envs = made_as_told()
+    envs.reset()
+    envs.close()
+
+
+class Once(gymnasium.Env):
+    """An env of a library that works once in a process."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    built: ClassVar[set[int]] = set()
+
+    def __init__(self):
+        if os.getpid() in self.built:
+            raise RuntimeError("the library runs already in this process")
+        self.built.add(os.getpid())
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+def collector(**options):
+    made = muster.Collector(Once, None, num_envs=3, frames_per_batch=3, make_vec_options=options)
+    made.close = made.shutdown
+    made.reset = made.rollout
+    return made
+
+
+def parallel_env(**options):
+    from muster.interop.torchrl import ParallelEnv
+
+    return ParallelEnv(3, Once, **options)
+
+
+def of_sb3(cls=sb3.DummyVecEnv, **options):
+    return sb3.make_vec_env(Once, 3, vec_env_cls=cls, vec_env_kwargs=options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "hint", "made_as_told"),
+    [
+        (
+            lambda: muster.make_vec(Once, 3, num_workers=2),
+            "one_env_per_process=True without num_workers",
+            lambda: muster.make_vec(Once, 3, one_env_per_process=True),
+        ),
+        (
+            lambda: muster.make_vec(Once, 3, num_workers=1, caller_steps=True),
+            "one_env_per_process=True without num_workers and caller_steps",
+            lambda: muster.make_vec(Once, 3, one_env_per_process=True),
+        ),
+        (
+            lambda: muster.make_vec(Once, 3, backend="thread", num_workers=1),
+            'backend="process" without num_workers',
+            lambda: muster.make_vec(Once, 3, backend="process"),
+        ),
+        (
+            lambda: muster.make_vec(Once, 3, backend="serial"),
+            'backend="process"',
+            lambda: muster.make_vec(Once, 3, backend="process"),
+        ),
+        (
+            lambda: collector(num_workers=2),
+            'make_vec_options={"one_env_per_process": True} without num_workers',
+            lambda: collector(one_env_per_process=True),
+        ),
+        (
+            lambda: collector(backend="serial"),
+            'make_vec_options={"backend": "process"}',
+            lambda: collector(backend="process"),
+        ),
+        (
+            lambda: AsyncVectorEnv([Once] * 3, num_workers=2),
+            "AsyncVectorEnv(env_fns) without num_workers",
+            lambda: AsyncVectorEnv([Once] * 3),
+        ),
+        (lambda: SyncVectorEnv([Once] * 3), "AsyncVectorEnv(env_fns)", lambda: AsyncVectorEnv([Once] * 3)),
+        (
+            lambda: sb3.SubprocVecEnv([Once] * 3, num_workers=2),
+            "SubprocVecEnv(env_fns) without num_workers",
+            lambda: sb3.SubprocVecEnv([Once] * 3),
+        ),
+        (lambda: sb3.DummyVecEnv([Once] * 3), "SubprocVecEnv(env_fns)", lambda: sb3.SubprocVecEnv([Once] * 3)),
+        (
+            lambda: of_sb3(sb3.SubprocVecEnv, num_workers=2),
+            "vec_env_cls=SubprocVecEnv without num_workers in vec_env_kwargs",
+            lambda: of_sb3(sb3.SubprocVecEnv),
+        ),
+        (of_sb3, "vec_env_cls=SubprocVecEnv", lambda: of_sb3(sb3.SubprocVecEnv)),
+        (lambda: parallel_env(num_processes=2), "ParallelEnv without num_processes", parallel_env),
+    ],
+)
+def test_the_hint_for_a_library_that_works_once_in_a_process_can_be_followed(make, hint, made_as_told):
+    Once.built.clear()
+    with pytest.raises(RuntimeError) as raised:
+        make()
+    said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert re.findall(r"give each env its own: (.*)\.$", said, re.MULTILINE) == [hint]
+    Once.built.clear()
+    envs = made_as_told()
+    envs.reset()
+    envs.close()
