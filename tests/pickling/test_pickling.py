@@ -14,6 +14,7 @@ import mmap
 import multiprocessing
 import random
 import re
+import runpy
 import socket
 import sqlite3
 import subprocess
@@ -208,6 +209,42 @@ def test_a_class_is_named_with_its_module():
     (culprit, *_) = find_culprits(threading.Condition(), 'env_kwargs["x"]')
     assert "= muster.lazy(threading.Condition)   #" in culprit.remedy
     assert "# threading.Condition takes arguments of its own, which belong after it\n" in culprit.remedy
+
+
+SCRIPT = """
+import threading
+from muster.pickling import find_culprits
+
+lock = threading.Lock()
+
+class Base:
+    def __init__(self):
+        with lock:
+            pass
+
+class Derived(Base):
+    pass
+
+class Holding(Base):
+    def __init__(self):
+        self.own = threading.Lock()
+
+    def use(self):
+        return lock
+
+{found}
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "moved"), [("Derived", "Base"), ("Base()", "Base"), ("Holding()", "Holding"), ("[Holding()]", "Holding")]
+)
+def test_a_class_of_a_script_that_cannot_travel_moves_into_a_module(value, moved, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(found=f"found = find_culprits({value}, 'factory')"))
+    found = runpy.run_path(str(script), run_name="__main__")["found"]
+    way = f"move class {moved} and lock into a module, and import the class from there: every worker then makes its own"
+    assert {(culprit.lead, culprit.remedy) for culprit in found} == {(f"Build it in the worker instead: {way}", "")}
 
 
 @pytest.mark.parametrize(("value", "name"), [(threading.Event(), "threading.Event"), (Plain(), "Plain")])

@@ -45,6 +45,7 @@ class Obstacle:
 
     trail: path and object from the user's argument to it.  kind: what is known about it.
     owner, path: the object that has to be built in its place, since it holds the other, and its path.
+    by_class: whether the owner's class holds it, so that the class cannot travel either.
     """
 
     def __init__(self, trail: list[Edge], kind: Kind | None) -> None:
@@ -52,11 +53,11 @@ class Obstacle:
         self.kind = kind
         self.path, self.owner = next(((path, value) for path, value in trail if not _holds(value)), trail[-1])
         self.known = kind if self.owner is trail[-1][1] else None
+        self.by_class = any(value is type(self.owner) for _, value in trail)
 
     def build(self, writer: Writer) -> str | None:
         """The arguments of the ``muster.lazy`` that builds the owner; None where they are not known."""
-        by_class = any(value is type(self.owner) for _, value in self.trail)  # what it is of cannot travel either
-        if type(self.owner) is Lazy or by_class or (_holds(self.owner) and self.owner is not self.trail[0][1]):
+        if type(self.owner) is Lazy or self.by_class or (_holds(self.owner) and self.owner is not self.trail[0][1]):
             return None
         return build_of(self.owner, self.known, writer)
 
@@ -73,8 +74,9 @@ def remedy_for(one: Obstacle, together: Sequence[Obstacle], call: UserCall | Run
         return Remedy(MAKE, with_imports(_made_anew(one, one.known.made_anew, call, scope), scope))
     writer = Writer(scope, {}, [one.trail])
     build = one.build(writer)
-    if build is None:
-        return Remedy(f"{BUILD}: {_in_words(one)}", "")
+    held_by_class = next((other for other in together if other.owner is one.owner and other.by_class), None)
+    if build is None or held_by_class is not None:
+        return Remedy(f"{BUILD}: {_in_words(held_by_class or one)}", "")
     anew = [other for other in together if other.known is not None and other.known.made_anew]
     builds = {
         id(other.owner): made
@@ -132,6 +134,8 @@ def _in_words(one: Obstacle, build: str | None = None) -> str:
     root_path, root = one.trail[0]
     if one.known is not None and one.known.instead:
         return one.known.instead
+    if (into_a_module := _into_a_module(one.trail)) is not None:
+        return into_a_module
     if build is None and _assignable(one.trail, one.path) and one.owner is one.trail[-1][1]:
         return f"set {one.path} to {_FUNCTION}"
     if not callable(root):
@@ -142,6 +146,19 @@ def _in_words(one: Obstacle, build: str | None = None) -> str:
         f"write a function that does what {root_path} does, but takes {name} as an argument, and replace {root_path} "
         f"by functools.partial of this function with {name}={lazy}"
     )
+
+
+def _into_a_module(trail: list[Edge]) -> str | None:
+    """What to do about a class that uses something of its script's; None where no class does."""
+    at = next((i for i in reversed(range(len(trail) - 1)) if issubclass(type(trail[i][1]), type)), None)
+    if at is None:
+        return None
+    inside = trail[-1][0][len(trail[at][0]) :]
+    if "<closure>" in inside:
+        return None
+    used = re.search(r"<global>\.(\w+)", inside)
+    moved = f"class {trail[at][1].__name__}" + (f" and {used[1]}" if used else "")
+    return f"move {moved} into a module, and import the class from there: every worker then makes its own"
 
 
 def _for_kwargs(one: Obstacle, lazy: str, writer: Writer) -> str | None:
