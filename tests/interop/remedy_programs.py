@@ -361,6 +361,15 @@ PROGRAMS = {
         element="make_env",
         cleanup=TERM,
     ),
+    "gymnasium, make_vec, a value of the fork context": Program(
+        "from gymnasium import make_vec as Original\nfrom muster.interop.gymnasium import make_vec\n"
+        "gymnasium.register('Using-v0', entry_point=Env, disable_env_checker=True)",
+        "envs = make_vec('Using-v0', 2, vectorization_mode='async', "
+        f"thing=multiprocessing.get_context('fork').Value('i', 3))\n{GYM_USE}",
+        (("make_vec('Using-v0', 2, vectorization_mode='async'", "Original('Using-v0', 2, vectorization_mode='sync'"),),
+        element="multiprocessing.get_context('fork').Value('i', 3)",
+        cleanup="del gymnasium.registry['Using-v0']",
+    ),
     "gymnasium, make_vec, two arguments": Program(
         "from gymnasium import make_vec as Original\nfrom muster.interop.gymnasium import make_vec\n"
         f"gymnasium.register('Using-v0', entry_point=Env, disable_env_checker=True)\n{CONTEXT}",

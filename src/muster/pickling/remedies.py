@@ -119,11 +119,13 @@ def _made_anew(one: Obstacle, code: str, call: UserCall, scope: Scope) -> str:
     if _KEYWORD.fullmatch(root_path) and _assignable(one.trail, one.path):
         return f"{one.path} = {code}{before}"
     variable = Writer(scope, {}, []).variable(one.owner)
+    if one.owner is root and variable is None:  # the value of an argument
+        return f"{code}   # in the place of {root_path}"
     # Made in a line of its own, and not in a partial of a list: its envs would no longer share one object.
     name = variable or _argument_name(one)
     line = f"{name} = {code}{before}"
     writer = Writer(scope, {id(one.owner): name}, [one.trail])
-    written = None if variable is not None or one.owner is root else writer.write(root)
+    written = None if variable is not None else writer.write(root)
     if written is None:
         return line
     return "\n".join([line, *writer.definitions, f"{written}   # in the place of {_place(root_path, root, scope)}"])
