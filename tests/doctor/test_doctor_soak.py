@@ -138,7 +138,7 @@ def test_what_cannot_be_sent_is_soaked_in_a_fork() -> None:
             return Leaky("handle")
 
     place, variable = tempfile.gettempdir(), os.environ.get("TMPDIR")
-    _, findings = run_soak(make_recipes(locked, 1, {}, ()), 1.5, timeout_s=60.0)
+    _, findings = run_soak(make_recipes(locked, 1, {}, ()), 3.0, timeout_s=60.0)
     assert any(text.startswith("leaks one file handle an episode: ") for text in warnings_of(findings))
     assert (tempfile.gettempdir(), os.environ.get("TMPDIR")) == (place, variable)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -32,7 +33,9 @@ class Hoarder(Counter):
         return super().step(action)
 
     def _keep(self, size: int) -> None:
-        self.kept.append((np.ones(size, np.uint8), os.pipe(), subprocess.Popen(["sleep", "100"])))
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE)  # not from the allocator, which reuses what others have freed
+        np.frombuffer(memory, np.uint8)[:] = 1
+        self.kept.append((memory, os.pipe(), subprocess.Popen(["sleep", "100"])))
 
     def close(self) -> None:
         for _, pipe, process in self.kept:
