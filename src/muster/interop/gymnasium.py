@@ -61,13 +61,9 @@ ASYNC_VECTOR_ENV = UserCall(
     apart="Leave num_workers out",
     by_function="envs = AsyncVectorEnv([make_env, ...])",
 )
-SYNC_VECTOR_ENV = replace(
-    ASYNC_VECTOR_ENV,
+SYNC_VECTOR_ENV = ASYNC_VECTOR_ENV.in_caller(
     name="SyncVectorEnv",
-    context="",
-    in_process="",
     one_each="AsyncVectorEnv(env_fns)",
-    packed="",
     apart="Use AsyncVectorEnv(env_fns)",
     by_function="envs = SyncVectorEnv([make_env, ...])",
 )

@@ -67,13 +67,9 @@ SUBPROC_VEC_ENV = UserCall(
     by_function="envs = SubprocVecEnv([make_env, ...])",
     acts="vec_env.vector_env.call(act)",
 )
-DUMMY_VEC_ENV = replace(
-    SUBPROC_VEC_ENV,
+DUMMY_VEC_ENV = SUBPROC_VEC_ENV.in_caller(
     name="DummyVecEnv",
-    context="",
-    in_process="",
     one_each="SubprocVecEnv(env_fns)",
-    packed="",
     apart="Use SubprocVecEnv(env_fns)",
     by_function="envs = DummyVecEnv([make_env, ...])",
 )
@@ -90,12 +86,8 @@ MAKE_VEC_ENV = replace(
     apart="Leave num_workers out of vec_env_kwargs",
     by_function="envs = make_vec_env(make_env, ...)",
 )
-MAKE_DUMMY_VEC_ENV = replace(
-    MAKE_VEC_ENV,
-    context="",
-    in_process="",
+MAKE_DUMMY_VEC_ENV = MAKE_VEC_ENV.in_caller(
     one_each="vec_env_cls=SubprocVecEnv",
-    packed="",
     apart="Use vec_env_cls=SubprocVecEnv",
 )
 

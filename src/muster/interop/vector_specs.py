@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gymnasium import VectorizeMode
@@ -30,12 +30,8 @@ _ASYNC = UserCall(
     by_function="envs = AsyncVectorEnv([make_env, ...])",
     argument="make_vec(..., {name}=muster.lazy({build}))",
 )
-_SYNC = replace(
-    _ASYNC,
-    context="",
-    in_process="",
+_SYNC = _ASYNC.in_caller(
     one_each='vectorization_mode="async"',
-    packed="",
     apart='Use vectorization_mode="async"',
     by_function="envs = SyncVectorEnv([make_env, ...])",
 )

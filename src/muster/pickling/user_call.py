@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class UserCall:
     step_timeout: str = ""
     acts: str = "envs.call(act)"
     argument: str = ""
+
+    def in_caller(self, **words: str) -> UserCall:
+        """The words of a like call that steps the envs in the calling process. words: other fields that differ."""
+        return replace(self, context="", in_process="", packed="", **words)
 
     def sent(self) -> str:
         """What workers receive, in words."""

@@ -49,7 +49,7 @@ class MemoryPlan:
             f"needs about {_size(needed)} ({_size(env_bytes)} for an env, {_size(worker_bytes)} for a worker, measured "
             f"in the first one), and {_size(left_bytes)} are left ({limit}). About {self._asked(most)} would fit."
         )
-        if self._fewer_workers is not None and self._needed_by(self._fewer_workers, built) <= left_bytes:
+        if self._fewer_workers is not None and self._needed(self._num_envs, built, self._fewer_workers) <= left_bytes:
             message += f" {self._call.advise_packing(self._fewer_workers)}"
         if self._check == "error":
             raise NotEnoughMemory(f'{message} To try all the same: memory_check="warn".')
@@ -58,15 +58,15 @@ class MemoryPlan:
     def _asked(self, count: int) -> str:
         return self._call.num_envs.format(count=count)
 
-    def _needed(self, num_envs: int, built: BuildProgress) -> int:
-        """Bytes for `num_envs` envs and their workers, without those that are built already."""
-        worker_bytes, env_bytes = _costs(built)
-        return (min(self._num_workers, num_envs) - 1) * worker_bytes + (num_envs - built.count) * env_bytes
+    def _needed(self, num_envs: int, built: BuildProgress, num_workers: int | None = None) -> int:
+        """Bytes for `num_envs` envs and their workers, without those that are built already.
 
-    def _needed_by(self, num_workers: int, built: BuildProgress) -> int:
-        """Bytes for all envs in `num_workers` workers. Too many where only the first env loads big libraries."""
+        Too many for envs that share workers, if only one is built and it has loaded big libraries.
+        num_workers: None for those of the plan.
+        """
         worker_bytes, env_bytes = _costs(built)
-        return (num_workers - 1) * worker_bytes + (self._num_envs - built.count) * env_bytes
+        workers = min(num_workers or self._num_workers, num_envs)
+        return (workers - 1) * worker_bytes + (num_envs - built.count) * env_bytes
 
 
 def _costs(built: BuildProgress) -> tuple[int, int]:

@@ -13,6 +13,11 @@ def say_once(text: str) -> None:
     if text in _said:
         return
     _said.add(text)
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is None, or closed
+    say(text)
+
+
+def say(text: str) -> None:
+    """Writes a line to stderr, if there is one."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is None, closed, or a terminal that is gone
         sys.stderr.write(f"muster: {text}\n")
         sys.stderr.flush()

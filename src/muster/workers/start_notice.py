@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 
 from muster.workers.deaths import Nouns
+from muster.workers.notices import say
 
 _QUICK_S = 1.0
 
@@ -24,9 +24,7 @@ class StartNotice:
         if self._is_silent or time.monotonic() < self._due:
             return
         self._is_silent = True
-        with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or the stream was closed
-            sys.stderr.write(f"muster: {self._doing}\n")
-            sys.stderr.flush()
+        say(self._doing)
 
 
 def starting(nouns: Nouns, num_envs: int, num_workers: int, *, caller_steps: bool) -> str:
