@@ -93,6 +93,7 @@ class AgentRow:
     def put(
         self, agent: object, obs: object, reward: object, terminated: bool, truncated: bool, acts: bool
     ) -> None: ...
+    def put_first(self, agents: list[Any], observations: Mapping[Any, Any], infos: Mapping[Any, Any], /) -> None: ...
     def put_all(
         self,
         before: list[Any],

@@ -35,15 +35,17 @@ class UnseenMasked(Unseen):
 
 
 class NeverSeen(Unseen):
-    """It shows b_0 nothing at all."""
+    """b_0 pauses until its end, in step 4, in which it has a reward and no observation."""
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        obs, infos = super().reset(seed, options)
-        return {agent: one for agent, one in obs.items() if agent != "b_0"}, infos
+        return tuple(map(self._without, super().reset(seed, options)))
 
     def step(self, actions: dict[str, Any]) -> Any:
         obs, *rest = super().step(actions)
-        return ({agent: one for agent, one in obs.items() if agent != "b_0"}, *rest)
+        return (self._without(obs), *(rest if self.t == 4 else map(self._without, rest)))
+
+    def _without(self, told: dict[str, Any]) -> dict[str, Any]:
+        return {agent: one for agent, one in told.items() if agent != "b_0"}
 
 
 @pytest.mark.parametrize("env", [Unseen, UnseenMasked])
@@ -69,13 +71,14 @@ def test_an_agent_keeps_its_last_reward_and_its_end(env: type[Unseen]) -> None:
         assert (terminated.tolist(), truncated.tolist()) == ([True], [False])
 
 
-def test_an_agent_that_was_never_shown_anything_gets_zeros_and_its_rewards() -> None:
+def test_an_agent_that_was_never_shown_anything_gets_zeros_and_the_reward_of_its_end() -> None:
     with muster.make_vec(NeverSeen, 1, backend="serial", autoreset_mode="disabled") as envs:
         envs.reset(seed=0)
         for t in range(1, 5):
             obs, rewards, terminated, _, infos = envs.step({"a": np.ones((1, 2), int), "b": np.ones((1, 1), int)})
             assert obs["b"].tolist() == [[[0, 0]]]
-            np.testing.assert_allclose(rewards["b"], [[t + 0.2]])
+            assert infos["alive"]["b"].tolist() == [[t == 4]]
+            np.testing.assert_allclose(rewards["b"], [[4.2 if t == 4 else 0]])
         assert infos["agent_terminated"]["b"].tolist() == [[True]]
         assert terminated.tolist() == [True]
 

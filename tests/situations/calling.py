@@ -186,6 +186,45 @@ class ObservesMore(Script):
         return np.zeros(5, np.float32)
 
 
+class Telling(Script):
+    """Gives agent b_0's entry in the dict number `which` of ``step``, or of ``reset``, to `key`; to nobody if None."""
+
+    def __init__(self, call: str, which: int, key: Any) -> None:
+        super().__init__()
+        self.call, self.which, self.key = call, which, key
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return self._told("reset", super().reset(seed, options))
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        result = super().step(actions)
+        if self.which == 2:  # b_0 ends
+            self.agents = ["a_0", "a_1"]
+        return self._told("step", result)
+
+    def _told(self, call: str, result: Any) -> Any:
+        if call == self.call:
+            entry = result[self.which].pop("b_0")
+            result[self.which].update({} if self.key is None else {self.key: entry})
+        return result
+
+
+def telling(call: str, which: int, key: Any = None) -> Callable[[], Any]:
+    return playing_agents(functools.partial(Telling, call, which, key))
+
+
+class TellsNobody(Script):
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed, options)
+        return {}, {}
+
+
+class MasksStrangers(Script):
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        obs, _ = super().reset(seed, options)
+        return obs, {"b": {"action_mask": np.ones(3, np.int8)}}
+
+
 def playing_agents(env: Any) -> Callable[[], Any]:
     def play() -> None:
         with muster.make_vec(env, 1, backend="serial") as envs:
@@ -203,6 +242,14 @@ situations(
         "observations in a list": playing_agents(GivesLists),
         "a reward that is an array": playing_agents(EarnsArrays),
         "an agent that nobody has named": playing_agents(BringsStrangers),
+        "observations of a reset by index": telling("reset", 0, 2),
+        "observations of a reset without an agent": telling("reset", 0),
+        "a reset that shows nobody anything": playing_agents(TellsNobody),
+        "rewards with a misspelt name": telling("step", 1, "b_O"),
+        "rewards without an agent": telling("step", 1),
+        "observations without an agent": telling("step", 0),
+        "an agent that leaves without an end": telling("step", 2),
+        "a mask for nobody": playing_agents(MasksStrangers),
         "an observation's shape": playing_agents(ObservesMore),
     },
 )

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "agent_dicts.hpp"
 #include "python.hpp"
 
 namespace muster {
@@ -70,9 +71,11 @@ class AgentRow {
         flags_(Ref::borrow(flags)),
         count_(size_t(PyArray_SIZE(array(rewards_)))),
         last_shown_(count_),
+        acting_(count_, 0),
         unended_(count_, 0) {}
 
   void start_episode() {
+    std::fill(acting_.begin(), acting_.end(), 0);
     std::fill(unended_.begin(), unended_.end(), 0);
     some_truncated_ = false;
     for (Ref& shown : last_shown_) shown = Ref();
@@ -106,20 +109,7 @@ class AgentRow {
 
   // Stores one agent that is present. obs: None stands for zeros.  acts: whether its action counts in the next step.
   void put(PyObject* agent, PyObject* obs, PyObject* reward, bool terminated, bool truncated, bool acts) {
-    if (!places_) start();
-    PyObject* slot = slot_of(agent);
-    const size_t column = column_of(slot);
-    PyObject* members = PyList_GET_ITEM(places_.get(), PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 1)));
-    check(PyList_SetItem(members, PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 2)),
-                         own(obs, PyTuple_GET_ITEM(slot, 3)).release()));
-    if (reward) put_reward(agent, column, reward);
-    flag(kAlive, column) = true;
-    // Where agents take turns (PettingZoo's AEC), an agent may end and return within one step.
-    flag(kActing, column) |= acts;
-    flag(kTerminated, column) |= terminated;
-    flag(kTruncated, column) |= truncated;
-    unended_[column] = !terminated && !truncated;
-    some_truncated_ |= truncated;
+    put_into(slot_of(agent), agent, obs, reward, terminated, truncated, acts);
   }
 
   // Stores agents that all have the same `terminated` and `truncated`. agents, observations, rewards: lists.
@@ -135,31 +125,51 @@ class AgentRow {
           truncated, !terminated && !truncated);
   }
 
-  // Stores the agents of one step. before: a list of the agents that acted.  after: a list of the agents that are
-  // present for the next step.  The other arguments: mappings by agent. An agent that receives a reward or its end, but
-  // no observation, keeps its last one. Returns the number of agents that act in the next step.
-  size_t put_all(PyObject* before, PyObject* after, PyObject* all_observations, PyObject* all_rewards,
-                 PyObject* all_terminations, PyObject* all_truncations) {
-    const Ref held[] = {dict_of(all_observations, "observations"), dict_of(all_rewards, "rewards"),
-                        dict_of(all_terminations, "terminations"), dict_of(all_truncations, "truncations")};
-    PyObject *observations = held[0].get(), *rewards = held[1].get();
-    PyObject *terminations = held[2].get(), *truncations = held[3].get();
+  // Stores the agents of a reset. agents: a list of those that are present.  The other arguments: mappings by agent. An
+  // agent that neither of them names pauses. Raises SpecMismatch for keys that are no agents, for an agent that has
+  // infos alone, and where no agent has an observation.
+  void put_first(PyObject* agents, PyObject* of_observations, PyObject* of_infos) {
+    AgentDict observations(of_observations, "reset", "observations"), infos(of_infos, "reset", "infos");
+    Ref unseen;
+    bool sees_any = false;
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(agents); ++k) {
+      Ref agent = Ref::borrow(PyList_GET_ITEM(agents, k));
+      PyObject* slot = slot_of(agent.get());
+      const Ref obs = observations.read(agent.get());
+      acting_[column_of(slot)] = bool(obs);
+      sees_any |= bool(obs);
+      if (obs)
+        show(slot, agent.get(), obs.get(), nullptr, false, false, true);
+      else if (!unseen && infos.read(agent.get()))
+        unseen = std::move(agent);
+    }
+    observations.check_keys(slots_.get());
+    if (unseen) observations.raise_missing(unseen.get(), "has infos", agents);
+    if (!sees_any && (PyList_GET_SIZE(agents) || PyDict_GET_SIZE(observations.get())))
+      observations.raise_none_present(agents);
+  }
+
+  // Stores the agents of one step. before, after: lists of the agents that were present for it, and that are present
+  // for the next one.  The other arguments: mappings by agent. An agent that ends without an observation keeps its last
+  // one; one that no mapping names pauses. Raises SpecMismatch for keys that are no agents, for an agent of which the
+  // mappings leave out something else, and where no agent that goes on has an observation. Returns the number of agents
+  // that go on.
+  size_t put_all(PyObject* before, PyObject* after, PyObject* observations, PyObject* rewards, PyObject* terminations,
+                 PyObject* truncations) {
+    StepDicts dicts(observations, rewards, terminations, truncations);
     const int same = PyObject_RichCompareBool(before, after, Py_EQ);
     check(same);
-    size_t acting = 0;
+    size_t going_on = 0, seeing = 0;
     auto put_one = [&](PyObject* agent, bool stays) {
-      const bool terminated = truth(terminations, agent), truncated = truth(truncations, agent);
-      const bool acts = stays && !terminated && !truncated;
-      acting += acts;
-      const Ref obs = Ref::borrow(item(observations, agent));
-      const Ref reward = Ref::borrow(item(rewards, agent));
-      if (!obs && !reward && !terminated && !truncated) return;
-      const size_t column = column_of(slot_of(agent));
-      Ref& last_shown = last_shown_[column];
-      PyObject* seen = obs ? obs.get() : last_shown ? last_shown.get() : Py_None;
-      put(agent, seen, reward.get(), terminated, truncated, obs && acts);
-      // Copied: the env may write to its arrays again before a step that ends the agent without an observation.
-      if (obs) keep(last_shown, obs.get());
+      PyObject* slot = slot_of(agent);
+      const size_t column = column_of(slot);
+      const AgentStep step = dicts.read(agent, stays, acting_[column], unended_[column]);
+      acting_[column] = step.goes_on && step.obs;
+      going_on += step.goes_on;
+      seeing += acting_[column];
+      if (!step.is_reported) return;
+      show(slot, agent, step.obs.get(), step.reward.get(), step.terminated, step.truncated, acting_[column]);
+      if (!stays) unended_[column] = false;  // it has ended now, or had before
     };
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(before); ++k) {
       Ref agent = Ref::borrow(PyList_GET_ITEM(before, k));
@@ -169,7 +179,9 @@ class AgentRow {
       Ref agent = Ref::borrow(PyList_GET_ITEM(after, k));
       if (!contains(before, agent.get())) put_one(agent.get(), true);
     }
-    return acting;
+    dicts.check(slots_.get(), before, after);
+    if (going_on && !seeing) dicts.observations.raise_none_present(after);
+    return going_on;
   }
 
   // Returns the observations of the groups, a list of lists, and gives up this row's reference to them.
@@ -203,30 +215,30 @@ class AgentRow {
 
   static size_t column_of(PyObject* slot) { return PyLong_AsSize_t(PyTuple_GET_ITEM(slot, 0)); }
 
-  // Returns a borrowed reference, or null where the agent has no entry.
-  static PyObject* item(PyObject* by_agent, PyObject* agent) {
-    PyObject* found = PyDict_GetItemWithError(by_agent, agent);
-    if (!found && PyErr_Occurred()) throw PythonError{};
-    return found;
+  // Stores one agent as `put` does. obs: null stands for what it was shown last. Keeps what it is shown.
+  void show(PyObject* slot, PyObject* agent, PyObject* obs, PyObject* reward, bool terminated, bool truncated,
+            bool acts) {
+    Ref& last_shown = last_shown_[column_of(slot)];
+    put_into(slot, agent, obs ? obs : last_shown ? last_shown.get() : Py_None, reward, terminated, truncated, acts);
+    // Copied: the env may write to its arrays again before a step that ends the agent without an observation.
+    if (obs) keep(last_shown, obs);
   }
 
-  static Ref dict_of(PyObject* mapping, const char* name) {
-    if (PyDict_Check(mapping)) return Ref::borrow(mapping);
-    Ref dict = checked(PyDict_New());
-    if (!PyObject_HasAttrString(mapping, "keys")) {
-      PyErr_Format(PyExc_TypeError, "expected a dict of %s by agent, got %.300R", name, mapping);
-      throw PythonError{};
-    }
-    check(PyDict_Update(dict.get(), mapping));
-    return dict;
-  }
-
-  static bool truth(PyObject* by_agent, PyObject* agent) {
-    PyObject* found = item(by_agent, agent);
-    if (!found || found == Py_False) return false;
-    const int is_true = PyObject_IsTrue(found);
-    check(is_true);
-    return is_true;
+  void put_into(PyObject* slot, PyObject* agent, PyObject* obs, PyObject* reward, bool terminated, bool truncated,
+                bool acts) {
+    if (!places_) start();
+    const size_t column = column_of(slot);
+    PyObject* members = PyList_GET_ITEM(places_.get(), PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 1)));
+    check(PyList_SetItem(members, PyLong_AsSsize_t(PyTuple_GET_ITEM(slot, 2)),
+                         own(obs, PyTuple_GET_ITEM(slot, 3)).release()));
+    if (reward) put_reward(agent, column, reward);
+    flag(kAlive, column) = true;
+    // Where agents take turns (PettingZoo's AEC), an agent may end and return within one step.
+    flag(kActing, column) |= acts;
+    flag(kTerminated, column) |= terminated;
+    flag(kTruncated, column) |= truncated;
+    unended_[column] = !terminated && !truncated;
+    some_truncated_ |= truncated;
   }
 
   static bool contains(PyObject* agents, PyObject* agent) {
@@ -269,6 +281,7 @@ class AgentRow {
   Ref rewards_, flags_;
   size_t count_;
   std::vector<Ref> last_shown_;  // by column
+  std::vector<uint8_t> acting_;  // by column: whether the last row showed the agent something to act on
   std::vector<uint8_t> unended_;
   bool some_truncated_ = false;
   Ref places_;

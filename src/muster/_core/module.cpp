@@ -259,6 +259,9 @@ void bind_agent_row(nb::module_& m) {
                            bool truncated) {
         self.put_alike(agents.ptr(), observations.ptr(), rewards.ptr(), terminated, truncated);
       })
+      .def("put_first", [](AgentRow& self, nb::list agents, PyObject* observations, PyObject* infos) {
+        self.put_first(agents.ptr(), observations, infos);
+      })
       .def("put_all", [](AgentRow& self, nb::list before, nb::list after, PyObject* observations, PyObject* rewards,
                          PyObject* terminations, PyObject* truncations) {
         return self.put_all(before.ptr(), after.ptr(), observations, rewards, terminations, truncations);

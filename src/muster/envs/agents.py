@@ -8,7 +8,7 @@ copies their arrays once, from the env's own objects into the slab.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,6 +133,14 @@ class AgentsEnv(ABC):
             obs = self._unmasked({agent: obs})[agent]
         self._agents_row.put(agent, obs, reward, bool(terminated), bool(truncated), acts)
 
+    def _put_first(self, agents: list[Agent], observations: Mapping[Agent, Any], infos: Mapping[Agent, Any]) -> None:
+        """Puts the agents of a reset into the row. agents: those that are there.
+
+        One that neither dict names pauses. Raises SpecMismatch for keys that are no agents, for an agent with infos
+        alone, and where no agent has an observation.
+        """
+        self._agents_row.put_first(agents, self._all_unmasked(agents, observations), infos)
+
     def _put_all(
         self,
         before: list[Agent],
@@ -144,18 +152,26 @@ class AgentsEnv(ABC):
     ) -> int:
         """Puts the agents of a step into the row. before, after: those that acted, and those there for the next step.
 
-        An agent with a reward or an end, but without an observation, keeps its last observation. Returns the number of
-        agents that act in the next step.
+        An agent that ends without an observation keeps its last one; one that no dict names pauses. Returns the number
+        of agents that go on. Raises SpecMismatch for keys that are no agents; for an agent that acted and has no
+        reward, that goes on and has a reward without an observation, or that leaves without an end; and where no agent
+        that goes on has an observation.
         """
         if self._masked:
             there = dict.fromkeys([*before, *after])
-            observations = self._unmasked({agent: observations[agent] for agent in there if agent in observations})
+            observations = self._all_unmasked(there, observations)
             for agent in there.keys() - observations.keys():
                 if agent in self._last_masks and (
                     agent in rewards or terminations.get(agent) or truncations.get(agent)
                 ):
                     self._put_mask(agent, self._slots[agent], self._last_masks[agent])
         return self._agents_row.put_all(before, after, observations, rewards, terminations, truncations)
+
+    def _all_unmasked(self, there: Iterable[Agent], observations: Mapping[Agent, Any]) -> Mapping[Agent, Any]:
+        """The observations, those of the agents `there` without the action masks in them."""
+        if not self._masked:
+            return observations
+        return {**observations, **self._unmasked({one: observations[one] for one in there if one in observations})}
 
     def _unmasked(self, observations: Mapping[Agent, Any]) -> dict[Agent, Any]:
         """The observations without the action masks in them, which become part of the row."""
@@ -194,7 +210,11 @@ class AgentsEnv(ABC):
         return self._last_state
 
     def _infos(self, infos: Mapping[Agent, Any]) -> dict[str, Any]:
-        """The infos of all agents in one dict; action masks in them become part of the row."""
+        """The infos of all agents in one dict; action masks in them become part of the row.
+
+        Other keys than the agents' are kept, as envs have them for what concerns all agents. Raises SpecMismatch for
+        one with an action mask, which would be lost.
+        """
         if not any(infos.values()):
             return {}
         kept = {}
@@ -202,6 +222,12 @@ class AgentsEnv(ABC):
             if not info:
                 continue
             slot = self._slots.get(agent)
+            if slot is None and isinstance(info, Mapping) and "action_mask" in info and self.layout.mask_shapes:
+                raise SpecMismatch(
+                    f"the infos have an action mask for {agent!r}, which is none of the env's possible_agents: "
+                    f"expected keys among {list(self._slots)}, got {list(infos)}. Give each agent's entry the agent's "
+                    "own name"
+                )
             if slot is not None and slot.mask >= 0 and slot.unwrap is None and "action_mask" in info:
                 self._put_mask(agent, slot, info["action_mask"])
                 info = {key: value for key, value in info.items() if key != "action_mask"}

@@ -21,14 +21,19 @@ class TurnBasedAgents(AgentsEnv):
     Every live agent's row holds what the agent observes now, copied, because the env may return one array for all. An
     agent's reward is reported when its turn comes, or when it ends: the sum since its last action. Others act in these
     steps, so an agent's return is the sum over all its live rows, not only over those in which it acts.
+
+    An agent that has ended is reported when it is selected for the last time; one that is gone before, as the env's
+    ``terminations`` and ``truncations`` say.
     """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
         super().__init__(env, specs_of(env, state), groups)
+        self._agents: list[Agent] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)
         self._start_episode()
+        self._agents = []
         return self._next_turn()
 
     def step(self, actions: dict[str, Any]) -> Step:
@@ -66,8 +71,25 @@ class TurnBasedAgents(AgentsEnv):
             env.step(None)
         else:
             raise SpecMismatch(f"agent {env.agent_selection!r} has ended, but is selected again after step(None)")
-        for agent in env.agents:
+        before, self._agents = self._agents, list(env.agents)
+        for agent in self._agents:
             if agent != acting:
                 self._put(agent, copied(env.observe(agent)), last_rewards.get(agent, 0.0), False, False, False)
+        for agent in before:
+            if agent not in self._agents and agent not in last_rewards:
+                self._put_unselected(agent)
         info = self._infos(infos)
         return self._row(), info
+
+    def _put_unselected(self, agent: Agent) -> None:
+        """Puts an agent into the row that is gone, though it was not selected after its end."""
+        env = self.env
+        terminations, truncations = getattr(env, "terminations", {}), getattr(env, "truncations", {})
+        terminated, truncated = bool(terminations.get(agent)), bool(truncations.get(agent))
+        if not terminated and not truncated:
+            raise SpecMismatch(
+                f"{agent!r} has left env.agents, but has not ended: expected True in env.terminations or "
+                f"env.truncations, got {reprlib.repr(terminations)} and {reprlib.repr(truncations)}"
+            )
+        rewards = getattr(env, "_cumulative_rewards", None) or getattr(env, "rewards", {})
+        self._put(agent, copied(env.observe(agent)), rewards.get(agent, 0.0), terminated, truncated, False)

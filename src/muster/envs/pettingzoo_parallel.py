@@ -31,7 +31,7 @@ class ParallelAgents(AgentsEnv):
         agents = self._agents = list(self.env.agents)
         self._start_episode()
         self._start_row()
-        self._put_all(agents, agents, observations, {}, {}, {})
+        self._put_first(agents, observations, infos)
         info = self._infos(infos)
         return self._row(), info
 

@@ -1,0 +1,368 @@
+"""The dicts by agent that parallel envs return: wrong keys are errors that name them, and no zeros."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from agent_envs import Masked, Turns, ones
+from gymnasium import spaces
+
+import muster
+from muster.errors import SpecMismatch
+
+DICTS = ("observations", "rewards", "terminations", "truncations", "infos")
+Edit = Callable[[dict[str, Any]], dict[Any, Any]]
+
+
+class Team:
+    """A parallel env of two kinds of agents that all end with step 3: terminated, or truncated.
+
+    edits: changes what ``reset`` or ``step`` returns, by call and name of the dict.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"name": "team"}
+    render_mode = None
+
+    def __init__(self, edits: dict[tuple[str, str], Edit] | None = None, cut: bool = False) -> None:
+        self.possible_agents = ["red_0", "red_1", "blue_0"]
+        self.edits, self.cut = edits or {}, cut
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(-100, 100, (1,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(3)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.t, self.agents = 0, list(self.possible_agents)
+        return self._edited("reset", {"observations": self._seen(), "infos": {agent: {} for agent in self.agents}})
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.t += 1
+        there, over = self.agents, self.t == 3
+        told = dict(
+            zip(DICTS, (self._seen(), *(dict.fromkeys(there, one) for one in (1.0, over, over, {}))), strict=True)
+        )
+        told["truncations" if not self.cut else "terminations"] = dict.fromkeys(there, False)
+        self.agents = [] if over else there
+        return self._edited("step", told)
+
+    def close(self) -> None:
+        pass
+
+    def _seen(self) -> dict[str, Any]:
+        return {agent: np.full(1, self.t + 1, np.float32) for agent in self.agents}
+
+    def _edited(self, call: str, told: dict[str, dict[Any, Any]]) -> Any:
+        return tuple(self.edits.get((call, name), dict)(one) for name, one in told.items())
+
+
+def by_index(told: dict[str, Any]) -> dict[Any, Any]:
+    return dict(enumerate(told.values()))
+
+
+def by_group(told: dict[str, Any]) -> dict[Any, Any]:
+    return {agent.split("_")[0]: one for agent, one in told.items()}
+
+
+def misspelt(told: dict[str, Any]) -> dict[Any, Any]:
+    return {"red_01" if agent == "red_1" else agent: one for agent, one in told.items()}
+
+
+def one_missing(told: dict[str, Any]) -> dict[Any, Any]:
+    return {agent: one for agent, one in told.items() if agent != "red_1"}
+
+
+def empty(told: dict[str, Any]) -> dict[Any, Any]:
+    return {}
+
+
+def with_all(told: dict[str, Any]) -> dict[Any, Any]:
+    return {"__all__": all(told.values())}
+
+
+def with_the_dead(told: dict[str, Any]) -> dict[Any, Any]:
+    return dict.fromkeys(["red_0", "red_1", "blue_0"], np.zeros(1, np.float32)) | told
+
+
+NO_AGENT = {by_index: "0", by_group: "'red'", misspelt: "'red_01'"}
+MISSING = {one_missing: "'red_1'", empty: "'red_0'"}
+
+
+def team(*edits: tuple[str, str, Edit], cut: bool = False) -> Callable[[], Team]:
+    return functools.partial(Team, {(call, name): edit for call, name, edit in edits}, cut)
+
+
+def steps(make: Callable[[], Any], count: int = 3, **options: Any) -> list[Any]:
+    """What the steps of one env return."""
+    with muster.make_vec(make, 1, **{"backend": "serial", "autoreset_mode": "disabled", **options}) as envs:
+        envs.reset(seed=0)
+        actions = {group: np.zeros((1, len(agents)), np.int64) for group, agents in envs.groups.items()}
+        return [envs.step(actions) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", DICTS[:4])
+@pytest.mark.parametrize("how", NO_AGENT)
+def test_a_key_that_is_no_agent_is_named(name: str, how: Edit) -> None:
+    told = rf"env 0 \(worker 0, step 0\): step's {name} name {NO_AGENT[how]}, .*among \['blue_0', 'red_0', 'red_1'\]"
+    with pytest.raises(SpecMismatch, match=told):
+        steps(team(("step", name, how)))
+
+
+@pytest.mark.parametrize("how", MISSING)
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("observations", "step's observations have no entry for {}, which has a reward and goes on: expected the keys"),
+        ("rewards", "step's rewards have no entry for {}, which acted: expected the keys"),
+        ("terminations", "{} has left env.agents, but has not ended: expected True in step's terminations or"),
+        ("truncations", "{} has left env.agents, but has not ended: expected True in step's terminations or"),
+    ],
+)
+def test_an_agent_without_an_entry_is_named(name: str, told: str, how: Edit) -> None:
+    with pytest.raises(SpecMismatch, match=told.format(MISSING[how])):
+        steps(team(("step", name, how), cut=name == "truncations"))
+
+
+@pytest.mark.parametrize("how", [*NO_AGENT, *MISSING])
+def test_so_are_those_of_a_reset(how: Edit) -> None:
+    agent = NO_AGENT[how] if how in NO_AGENT else MISSING[how]
+    told = f"reset's observations (name|have no entry for) {agent}, .*expected .*, got"
+    with pytest.raises(SpecMismatch, match=told):
+        steps(team(("reset", "observations", how)))
+
+
+def test_a_reset_that_shows_nobody_anything_is_an_error() -> None:
+    with pytest.raises(SpecMismatch, match=r"any agent that is to act: .* \['red_0', 'red_1', 'blue_0'\], got \[\]"):
+        steps(team(("reset", "observations", empty), ("reset", "infos", empty)))
+
+
+class Unset(Team):
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        result = super().reset()
+        self.agents = []
+        return result
+
+
+def test_so_is_one_that_leaves_the_agents_empty() -> None:
+    with pytest.raises(SpecMismatch, match=r"env.agents, \[\], got \['red_0', 'red_1', 'blue_0'\]"):
+        steps(Unset)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "thread"},
+        {"backend": "process", "caller_steps": True},
+        *({"backend": "process", "context": context} for context in ("fork", "forkserver", "spawn")),
+    ],
+    ids=str,
+)
+def test_every_backend_raises_it(options: dict[str, Any]) -> None:
+    with pytest.raises(SpecMismatch, match="env 0 .*step's rewards name 'red_01'"):
+        steps(team(("step", "rewards", misspelt)), **options)
+
+
+class Ending(Team):
+    """red_1 ends with the first step: `how` says which dicts name it then."""
+
+    def __init__(self, *how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        told = dict(zip(DICTS, super().step(actions), strict=True))
+        if self.t == 1:
+            self.agents = ["red_0", "blue_0"]
+            told["terminations"]["red_1"] = True
+            for name in set(DICTS) - set(self.how):
+                del told[name]["red_1"]
+        return tuple(told.values())
+
+
+def test_one_that_ends_needs_a_reward_and_no_observation() -> None:
+    obs, rewards, *_, infos = steps(functools.partial(Ending, "rewards", "terminations"))[0]
+    assert (obs["red"].tolist(), rewards["red"].tolist()) == ([[[2], [1]]], [[1, 1]])
+    assert infos["agent_terminated"]["red"].tolist() == [[False, True]]
+    with pytest.raises(SpecMismatch, match="step's rewards have no entry for 'red_1', which acted"):
+        steps(functools.partial(Ending, "observations", "terminations"))
+    with pytest.raises(SpecMismatch, match="'red_1' has left env.agents, but has not ended"):
+        steps(functools.partial(Ending, "observations", "rewards", "truncations"))
+
+
+class Pausing(Team):
+    """red_1 is left out of all dicts but the infos in steps 1 and 2; in step 3 it is shown something again.
+
+    rewarded: whether it has a reward then.  lists: a dict that names it in step 1 all the same.
+    """
+
+    def __init__(self, rewarded: bool = True, lists: str = "infos") -> None:
+        super().__init__()
+        self.rewarded, self.lists = rewarded, lists
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        told = dict(zip(DICTS, super().step(actions), strict=True))
+        self.agents = list(self.possible_agents)
+        told["terminations"] = dict.fromkeys(self.agents, False)
+        for name in DICTS[:4]:
+            if self.t < 3 and not (self.t == 1 and name == self.lists):
+                del told[name]["red_1"]
+        if self.t == 3 and not self.rewarded:
+            del told["rewards"]["red_1"]
+        return tuple(told.values())
+
+
+@pytest.mark.parametrize("rewarded", [True, False])
+def test_agents_may_pause_and_come_back(rewarded: bool) -> None:
+    _, second, third, fourth = steps(functools.partial(Pausing, rewarded), 4)
+    assert second[4]["alive"]["red"].tolist() == second[4]["acting"]["red"].tolist() == [[True, False]]
+    assert third[4]["acting"]["red"].tolist() == [[True, True]]
+    assert third[1]["red"].tolist() == [[1, float(rewarded)]]
+    assert fourth[0]["red"].tolist() == [[[5], [5]]]
+
+
+@pytest.mark.parametrize("name", DICTS[:4])
+def test_one_that_pauses_is_left_out_of_all_dicts(name: str) -> None:
+    if name == "observations":  # it goes on, but its action has no reward
+        told = "step's rewards have no entry for 'red_1', which acted"
+    elif name == "rewards":
+        told = "step's observations have no entry for 'red_1', which has a reward and goes on"
+    else:
+        told = "step's rewards have no entry for 'red_1', which acted.*Leave an agent that pauses out of all dicts"
+    with pytest.raises(SpecMismatch, match=told):
+        steps(functools.partial(Pausing, lists=name))
+
+
+class Still(Team):
+    """Nobody is shown anything of step 2."""
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        told = super().step(actions)
+        return ({}, {}, {}, {}, {}) if self.t == 2 else told
+
+
+def test_not_all_may_pause_at_once() -> None:
+    with pytest.raises(SpecMismatch, match="step's observations have no entry for any agent that is to act"):
+        steps(Still)
+
+
+class Late(Team):
+    """blue_0 joins with the first step, shown something but without a reward."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset()
+        self.agents = ["red_0", "red_1"]
+        return self._seen(), {}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        told = super().step(actions)
+        if self.t == 1:
+            self.agents = list(self.possible_agents)
+            told[0]["blue_0"] = np.full(1, 9, np.float32)
+        return told
+
+
+def test_one_that_joins_needs_no_reward() -> None:
+    first, *_ = steps(Late)
+    assert (first[0]["blue"].tolist(), first[1]["blue"].tolist()) == ([[[9]]], [[0]])
+    assert first[4]["acting"]["blue"].tolist() == [[True]]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_all_may_end_with_one_entry(cut: bool) -> None:
+    make = team(("step", "terminations", with_all), ("step", "truncations", with_all), cut=cut)
+    *_, (_, rewards, terminated, truncated, infos) = steps(make)
+    assert (terminated.tolist(), truncated.tolist()) == ([not cut], [cut])
+    assert rewards["red"].tolist() == [[1, 1]]
+    assert infos["agent_truncated" if cut else "agent_terminated"]["red"].all()
+
+
+def test_what_a_dict_makes_up_for_an_agent_counts() -> None:
+    def zero_by_default(told: dict[str, Any]) -> dict[Any, Any]:
+        return collections.defaultdict(float, {"red_0": 5.0})
+
+    for how in (zero_by_default, lambda told: collections.Counter(red_0=5)):
+        *_, (_, rewards, terminated, _, _) = steps(team(("step", "rewards", how)))
+        assert (rewards["red"].tolist(), rewards["blue"].tolist(), terminated.tolist()) == ([[5, 0]], [[0]], [True])
+
+
+def test_agents_that_are_gone_may_stay_in_the_dicts() -> None:
+    class Mourning(Ending):
+        def step(self, actions: dict[str, Any]) -> Any:
+            obs, *rest = super().step(actions)
+            return (with_the_dead(obs), *rest)
+
+    *_, (_, _, terminated, truncated, infos) = steps(functools.partial(Mourning, "rewards", "terminations"))
+    assert infos["alive"]["red"].tolist() == [[True, False]]
+    assert (terminated.tolist(), truncated.tolist()) == ([True], [False])
+
+
+class Blaming(Masked):
+    """Gives a_0's info to nobody that exists, in the call `since` and later ones."""
+
+    def __init__(self, since: int, key: str) -> None:
+        super().__init__()
+        self.since, self.key = since, key
+
+    def _info(self, agent: str) -> dict[str, Any]:
+        return {self.key: super()._info(agent)["action_mask"]}
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        obs, infos = super().reset(seed, options)
+        return obs, self._blamed(infos)
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        *rest, infos = super().step(actions)
+        return (*rest, self._blamed(infos))
+
+    def _blamed(self, infos: dict[str, Any]) -> dict[str, Any]:
+        return infos if self.t < self.since else {"a" if key == "a_0" else key: one for key, one in infos.items()}
+
+
+@pytest.mark.parametrize("since", [0, 1])
+def test_a_mask_for_nobody_is_an_error_and_other_infos_are_kept(since: int) -> None:
+    def play(key: str) -> Any:
+        with muster.make_vec(functools.partial(Blaming, since, key), 1, backend="serial") as envs:
+            envs.reset(seed=0)
+            return envs.step(ones(1))[4]
+
+    with pytest.raises(SpecMismatch, match=r"infos have an action mask for 'a', .*expected keys among .*, got \['a',"):
+        play("action_mask")
+    assert play("map")["agent_infos"]["a"]["map"].tolist() == [[0, 1, 1]]
+
+
+class Leaving(Turns):
+    """An env of turns that drops all agents with the fourth turn. ends: what it says of p_1 then, and of the others."""
+
+    def __init__(self, *ends: bool) -> None:
+        super().__init__()
+        self.ends = ends
+
+    def step(self, action: Any) -> None:
+        super().step(action)
+        first, rest = self.ends
+        self.terminations, self.truncations = {"p_0": rest, "p_1": first, "p_2": rest}, {}
+        self.rewards = self.owed
+        if self.t == 4:
+            self.agents = []
+
+
+def test_agents_that_leave_an_env_of_turns_at_once_have_their_ends_and_rewards() -> None:
+    with muster.make_vec(functools.partial(Leaving, True, True), 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        for _ in range(4):
+            obs, rewards, terminated, truncated, infos = envs.step({"p": np.zeros((1, 3, 1), np.float32)})
+        assert (terminated.tolist(), truncated.tolist()) == ([True], [False])
+        assert obs["p"].tolist() == [[[4, 0], [4, 1], [4, 2]]]
+        assert rewards["p"].tolist() == [[0, 2, 1]]
+        assert infos["agent_terminated"]["p"].all()
+    with muster.make_vec(functools.partial(Leaving, False, True), 1, backend="serial") as envs:
+        envs.reset(seed=0)
+        with pytest.raises(SpecMismatch, match="'p_1' has left env.agents, but has not ended"):
+            for _ in range(4):
+                envs.step({"p": np.zeros((1, 3, 1), np.float32)})
