@@ -127,7 +127,8 @@ class BareDmEnv(BareSingle):
         self.reward = 0.0 if timestep.reward is None else timestep.reward
         self.terminated = self.over and timestep.discount == 0
         self.truncated = self.over and not self.terminated
-        self.info = {} if timestep.discount in (None, 0, 1) else {"discount": timestep.discount}
+        is_expected = timestep.discount in (None, 0 if self.terminated else 1)
+        self.info = {} if is_expected else {"discount": timestep.discount}
 
     def render(self) -> Any:
         return self.env.physics.render()

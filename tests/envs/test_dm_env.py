@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -97,6 +98,35 @@ def test_the_last_discount_tells_termination_from_truncation(discount: Any, term
         assert truncated.tolist() == [not terminates] * 2
         assert infos.get("discount", np.array([None]))[0] == info
         assert envs.step(np.zeros(2, np.int32))[0][:, 0].tolist() == [0, 0]
+
+
+class Lives(Walk):
+    """A walk of as many steps as it has `discounts`, one for each step."""
+
+    def __init__(self, *discounts: Any) -> None:
+        super().__init__(len(discounts))
+        self.discounts = discounts
+
+    def step(self, action: Any) -> Any:
+        return super().step(action)._replace(discount=self.discounts[self.t - 1])
+
+
+@pytest.mark.parametrize("mode", ["disabled", "same_step", "next_step"])
+@pytest.mark.parametrize(
+    "kind", [float, np.float32, np.array, lambda one: np.array([one])], ids=["float", "float32", "0-d", "1-d"]
+)
+def test_discounts_are_reported_where_the_flags_do_not_tell_them(kind: Any, mode: str) -> None:
+    given = [1.0, 0.0, None, 0.5, 0.0], [1.0, 1.0, 0.25, 1.0, 0.75]
+    expected = [[], [(0, 0.0)], [(1, 0.25)], [(0, 0.5)], [(1, 0.75)]]  # by step: env and discount
+    lives = [functools.partial(Lives, *(None if one is None else kind(one) for one in each)) for each in given]
+    with muster.make_vec(lives, backend="serial", autoreset_mode=mode) as envs:
+        envs.reset(seed=0)
+        for told in expected:
+            *_, terminated, truncated, infos = envs.step(np.zeros(2, np.int32))
+            infos = infos.get("final_info", infos)
+            provided = np.flatnonzero(infos.get("_discount", [])).tolist()
+            assert [(i, infos["discount"][i]) for i in provided] == told
+        assert (terminated.tolist(), truncated.tolist()) == ([True, False], [False, True])
 
 
 def test_nested_specs_become_nested_spaces_with_sorted_keys() -> None:

@@ -277,8 +277,39 @@ class Judged(Players):
 def test_players_have_ended_for_good_if_no_discount_is_left(discounts: tuple[float, ...], terminates: bool) -> None:
     with muster.make_vec(functools.partial(Judged, *discounts), 1, backend="serial") as envs:
         envs.reset(seed=0)
-        _, _, terminated, truncated, _ = envs.step(ACTIONS)
+        _, _, terminated, truncated, infos = envs.step(ACTIONS)
         assert (terminated.tolist(), truncated.tolist()) == ([terminates], [not terminates])
+        assert ("discount" in infos) == (not terminates)
+
+
+class Lives(Players):
+    """Step t has the t-th of the `discounts`: one for both players, or one for each. The last one ends the episode."""
+
+    def __init__(self, *discounts: Any) -> None:
+        super().__init__("x")
+        self.discounts = discounts
+
+    def step(self, actions: Any) -> Any:
+        kind = dm_env.StepType.LAST if self.t + 1 == len(self.discounts) else dm_env.StepType.MID
+        return super().step(actions)._replace(step_type=kind, discount=self.discounts[self.t - 1])
+
+
+@pytest.mark.parametrize("mode", ["disabled", "same_step"])
+@pytest.mark.parametrize("groups", [None, {"player_0": "b", "player_1": "a"}])
+def test_players_discounts_are_reported_where_the_flags_do_not_tell_them(groups: Any, mode: str) -> None:
+    told = [1.0, 0.0, [0.5, 1.0], (1.0, 1.0), None, np.array([None, 0]), np.float32(1), np.array(0.25), [0.75, 1.0]]
+    expected = {1: (0, 0), 2: (0.5, 1), 5: (1, 0), 7: (0.25, 0.25), 8: (0.75, 1)}
+    options = {"backend": "serial", "autoreset_mode": mode, "groups": groups}
+    with muster.make_vec(functools.partial(Lives, *told), 2, **options) as envs:
+        envs.reset(seed=0)
+        for t in range(len(told)):
+            *_, infos = envs.step({name: np.ones((2, len(agents)), np.int32) for name, agents in envs.groups.items()})
+            infos = infos.get("final_info", infos)
+            assert ("discount" in infos) == (t in expected), t
+            for agent, discount in zip(("player_0", "player_1"), expected.get(t, ()), strict=t in expected):
+                group = groups[agent] if groups else "player"
+                column = infos["discount"][group][:, envs.groups[group].index(agent)]
+                assert (column.dtype, column.tolist()) == (np.float64, [discount] * 2)
 
 
 class Unrewarded(Boards):

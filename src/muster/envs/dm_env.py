@@ -11,6 +11,9 @@ import numpy as np
 from muster.envs.attributes import chain, get_through, set_through
 from muster.envs.dm_env_spaces import space_of
 
+# The metadata key that says that the envs may report discounts in their infos.
+DISCOUNTS = "reports_discounts"
+
 
 def is_dm_env(env: Any) -> bool:
     """Whether `env` speaks dm_env's API, for one agent or several."""
@@ -20,13 +23,15 @@ def is_dm_env(env: Any) -> bool:
 class DmEnv(gymnasium.Env[Any, Any]):
     """A dm_env env. Its last step terminates the episode where the discount is 0, and truncates it otherwise.
 
-    A discount that is neither 0 nor 1 is reported as ``info["discount"]``. dm_env has no seeds: `reset` seeds the
-    generators of NumPy and Python that the env, or its task (dm_control), keeps as attributes.
+    A discount that differs from what this says, 0 where the step terminates the episode and 1 everywhere else, is
+    reported as ``info["discount"]``: it may be 0 in the middle of an episode, after a loss of life for example.
+    dm_env has no seeds: `reset` seeds the generators of NumPy and Python that the env, or its task (dm_control), keeps
+    as attributes.
     """
 
     def __init__(self, env: Any) -> None:
         self.env = env
-        self.metadata = dict(getattr(env, "metadata", None) or {})
+        self.metadata = {**(getattr(env, "metadata", None) or {}), DISCOUNTS: True}
         self.observation_space = space_of(env.observation_spec(), "observation")
         self.action_space = space_of(env.action_spec(), "action")
 
@@ -40,8 +45,9 @@ class DmEnv(gymnasium.Env[Any, Any]):
         last, discount = timestep.last(), timestep.discount
         # Reward and discount are None where the env leaves them out.
         reward = 0.0 if timestep.reward is None else timestep.reward
-        info = {} if discount is None or discount in (0.0, 1.0) else {"discount": float(discount)}
-        terminated = last and discount == 0.0
+        terminated = bool(last and discount == 0.0)
+        is_expected = terminated or discount is None or discount == 1.0
+        info = {} if is_expected else {"discount": float(np.asarray(discount).item())}
         return timestep.observation, reward, terminated, last and not terminated, info
 
     def render(self) -> Any:

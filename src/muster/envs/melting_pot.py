@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from muster.envs.agents import AgentsEnv, AgentSpecs, Row, Step
 from muster.envs.attributes import chain
-from muster.envs.dm_env import seed_generators
+from muster.envs.dm_env import DISCOUNTS, seed_generators
 from muster.envs.dm_env_spaces import space_of
 from muster.envs.groups import Agent
 from muster.envs.light_melting_pot import load_substrates, melting_pot_package
@@ -34,6 +34,8 @@ class Players(AgentsEnv):
     """A Melting Pot substrate. Its players are ``player_0``, ``player_1``, ...; none ever leaves before the end.
 
     Observations that are equal for all players (``WORLD.RGB``, ``COLLECTIVE_REWARD``) are kept once, as shared ones.
+    Discounts are one for all players, or one for each: the last step terminates the episode where all are 0. Where one
+    differs from what this says (see `DmEnv`), all are reported as ``info["discount"]``: by group, float64 ``[A]``.
     Seeds reach the substrate's own generators; a substrate that draws from others as well is not reproducible.
     """
 
@@ -52,6 +54,10 @@ class Players(AgentsEnv):
             shared_space=spaces.Dict([(key, space_of(shared[key], "observation")) for key in sorted(shared)]),
         )
         super().__init__(env, specs, groups)
+        self.metadata[DISCOUNTS] = True
+        self._members = {
+            name: [self._players.index(player) for player in players] for name, players in self.layout.groups.items()
+        }
         self._shared_keys = tuple(shared)
         self._world: Any = None  # the last picture of envs that have no `observation`
         self._started = False
@@ -69,15 +75,28 @@ class Players(AgentsEnv):
 
     def step(self, actions: dict[str, Any]) -> Step:
         timestep = self.env.step(list(self._chosen(actions, self._players).values()))
-        over = timestep.last()
-        terminated = over and bool(np.all(np.equal(timestep.discount, 0.0)))  # one for all players, or one for each
+        over, discount = timestep.last(), timestep.discount
+        terminated = over and bool(np.all(np.equal(discount, 0.0)))
         row = self._row_of(timestep, timestep.reward, over=over, terminated=terminated)
-        return self._end_of_step(row, over, {})
+        return self._end_of_step(row, over, self._discount_info(discount, 0.0 if terminated else 1.0))
 
     def render(self) -> Any:
         """The whole world as it is now, uint8 ``[H, W, 3]``; None where the env does not provide it."""
         observation = getattr(self.env, "observation", None)
         return observation()[0].get(_WORLD) if self._started and callable(observation) else self._world
+
+    def _discount_info(self, discount: Any, expected: float) -> dict[str, Any]:
+        """The info about discounts; empty where all are as `expected`. discount: one for all players, or one for each.
+
+        None stands for the discount that is expected.
+        """
+        if discount is None or (isinstance(discount, float) and discount == expected):
+            return {}
+        each = [discount] * len(self._players) if np.ndim(discount) == 0 else discount
+        by_player = np.array([expected if one is None else one for one in each], np.float64)
+        if (by_player == expected).all():
+            return {}
+        return {"discount": {name: by_player[players] for name, players in self._members.items()}}
 
     def _row_of(self, timestep: Any, rewards: Sequence[Any], *, over: bool = False, terminated: bool = False) -> Row:
         self._start_row()

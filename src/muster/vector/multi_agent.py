@@ -31,7 +31,8 @@ class MultiAgentVectorEnv:
     in the next step; ``agent_terminated`` and ``agent_truncated``, the agent ended in this step. ``action_mask``
     ``[N, A, n]`` where the env provides masks, or announces them in its spaces, never all False. ``state``
     ``[N, ...]`` and ``_state`` ``[N]``, all True, where the env has a state and `make_vec` was called with
-    ``state=True``. ``agent_infos`` by agent: everything else that the env reports.
+    ``state=True``. ``discount``, float64, and ``_discount`` ``[N]`` where the discounts of a dm_env env of several
+    players are not what the ends of its agents say. ``agent_infos`` by agent: everything else that the env reports.
     With same_step autoreset `obs`, ``alive``, ``acting``, ``action_mask`` and ``state`` are the new episode's;
     ``final_obs`` and ``final_info`` hold those of the old episode in the rows where ``_final_obs`` is True.
 
