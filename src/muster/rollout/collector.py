@@ -65,6 +65,10 @@ class Collector(BatchSource):
         its modules start without a state, or from zeros.
     exploration: how distributions in the policy are drawn from.
 
+    Batches of dm_env's envs also have ``("next", "discount")``, of several players ``("next", group, "discount")``:
+    float32, shaped like the reward, 0 where the step terminates the episode and 1 elsewhere, unless the env says
+    otherwise.
+
     policy_version: 1, and 1 more with each update of the weights.  acting_version: the version that acted in the last
     batch.
     A RuntimeWarning reports envs that the vector env replaced; their rows are masked. Raises ConfigError, UsageError,

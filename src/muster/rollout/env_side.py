@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
+from muster.envs.dm_env import DISCOUNTS
 from muster.errors import ConfigError, UsageError
 from muster.rollout.fields import Array, Field, Key
 from muster.vector.interrupted import drop_pending
@@ -44,6 +46,7 @@ class EnvSide(ABC):
 
     observation_fields, reward_fields, action_fields: the arrays of observations, rewards and actions.
     action_spaces: one env's, by action field.
+    has_discounts: whether rewards come with a field of discounts: those of dm_env's envs do.
     masks: for each action field the index of the observation field ``[A, n]`` that says which of n choices an agent
         has; None where there is none.
     """
@@ -59,6 +62,7 @@ class EnvSide(ABC):
         self.envs = envs
         self.num_envs: int = envs.num_envs
         self.autoreset_mode = autoreset_mode_of(envs)
+        self.has_discounts = bool(envs.metadata.get(DISCOUNTS))
         self.takes_turns = isinstance(envs, (VectorEnv, MultiAgentVectorEnv))  # has send and recv
 
     @abstractmethod
@@ -81,7 +85,7 @@ class EnvSide(ABC):
     def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]: ...
 
     @abstractmethod
-    def _rewards(self, rewards: Any, infos: dict[str, Any]) -> list[Array]: ...
+    def _rewards(self, rewards: Any, terminated: Array, infos: dict[str, Any]) -> list[Array]: ...
 
     @abstractmethod
     def _joined(self, actions: Sequence[Array]) -> Any: ...
@@ -116,7 +120,8 @@ class EnvSide(ABC):
             drop_pending(self.envs)
 
     def _rows(self, obs: Any, rewards: Any, terminated: Array, truncated: Array, infos: dict[str, Any]) -> StepRows:
-        return StepRows(self._observations(obs, infos), self._rewards(rewards, infos), terminated, truncated, infos)
+        leaves = self._rewards(rewards, terminated, infos)
+        return StepRows(self._observations(obs, infos), leaves, terminated, truncated, infos)
 
 
 def autoreset_mode_of(envs: Any) -> AutoresetMode:
@@ -136,6 +141,20 @@ def autoreset_mode_of(envs: Any) -> AutoresetMode:
             "gymnasium.vector.AutoresetMode"
         )
     return AutoresetMode(mode)
+
+
+def discounts(terminated: Array, infos: dict[str, Any], group: str | None = None) -> Array:
+    """The discounts of a step, float32 of the shape of `terminated`.
+
+    Where infos report none, it is 0 for those that are terminated, and 1 for all others.
+    terminated: of envs, ``[n]``, or of the agents of `group`, ``[n, A]``.
+    """
+    values = np.where(terminated, np.float32(0), np.float32(1))
+    for reports in (infos, infos.get("final_info", {})):  # same_step: the last step's are with its final info
+        if "discount" in reports:
+            column, provided = reports["discount"], reports["_discount"]
+            values[provided] = (column if group is None else column[group])[provided]
+    return values
 
 
 def _select(infos: dict[str, Any], keep: Array) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from muster.errors import SpecMismatch
-from muster.rollout.env_side import EnvSide
+from muster.rollout.env_side import EnvSide, discounts
 from muster.rollout.fields import Array, Field, FieldTree, Key, flat
 from muster.spaces.stacking import stacked_space
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -23,7 +23,8 @@ class MultiAgentEnvs(EnvSide):
 
     Observation fields: ``(g, "observation")``, ``(g, "alive")``, ``(g, "acting")`` ``[A]`` and, where the env may have
     masks, ``(g, "action_mask")`` ``[A, n]``; ``"shared"`` and ``"state"`` where it has them.
-    Reward fields: ``(g, "reward")``, ``(g, "terminated")``, ``(g, "truncated")``, ``(g, "done")``, ``[A]``.
+    Reward fields: ``(g, "reward")``, ``(g, "terminated")``, ``(g, "truncated")``, ``(g, "done")``, ``[A]``; of dm_env's
+    envs ``(g, "discount")``, too.
     """
 
     has_agents = True
@@ -48,6 +49,10 @@ class MultiAgentEnvs(EnvSide):
                 *(Field((group, name), (A,), _BOOL) for name in _ENDS),
             )
         ]
+        if self.has_discounts:
+            self.reward_fields += [
+                Field((group, "discount"), (A,), np.dtype(np.float32)) for group, A in self._sizes.items()
+            ]
         self.action_fields = [field for tree in self._action_trees.values() for field in tree.fields]
         self.action_spaces = [space for tree in self._action_trees.values() for space in tree.spaces]
         places = {field.key: i for i, field in enumerate(self.observation_fields)}
@@ -119,11 +124,13 @@ class MultiAgentEnvs(EnvSide):
                 leaves.append(masks[group] if group in masks else np.ones((count, *self._masked[group]), np.bool_))
         return leaves
 
-    def _rewards(self, rewards: Any, infos: dict[str, Any]) -> list[Array]:
+    def _rewards(self, rewards: Any, terminated: Array, infos: dict[str, Any]) -> list[Array]:
         leaves = []
         for group in self._sizes:
-            terminated, truncated = infos["agent_terminated"][group], infos["agent_truncated"][group]
-            leaves += [rewards[group], terminated, truncated, terminated | truncated]
+            ended, cut = infos["agent_terminated"][group], infos["agent_truncated"][group]
+            leaves += [rewards[group], ended, cut, ended | cut]
+        if self.has_discounts:
+            leaves += [discounts(infos["agent_terminated"][group], infos, group) for group in self._sizes]
         return leaves
 
     def _joined(self, actions: Sequence[Array]) -> dict[str, Any]:

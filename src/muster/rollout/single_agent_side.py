@@ -11,7 +11,7 @@ from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 
 from muster.errors import ConfigError
 from muster.pickling import MAKE_VEC, called_as
-from muster.rollout.env_side import EnvSide
+from muster.rollout.env_side import EnvSide, discounts
 from muster.rollout.fields import Array, Field, FieldTree, Key, flat
 from muster.rollout.multi_agent_side import MultiAgentEnvs
 from muster.vector.make import make_vec
@@ -43,7 +43,8 @@ class SingleAgentEnvs(EnvSide):
         self._observation = FieldTree(envs.single_observation_space, ("observation",), at_root=True)
         self._action = FieldTree(envs.single_action_space, ("action",))
         self.observation_fields = self._observation.fields
-        self.reward_fields = [Field(("reward",), (), np.dtype(np.float32))]
+        names = ("reward", "discount") if self.has_discounts else ("reward",)
+        self.reward_fields = [Field((name,), (), np.dtype(np.float32)) for name in names]
         self.action_fields = self._action.fields
         self.action_spaces = self._action.spaces
         self.masks = [None] * len(self.action_fields)
@@ -67,8 +68,8 @@ class SingleAgentEnvs(EnvSide):
     def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]:
         return self._observation.split(obs)
 
-    def _rewards(self, rewards: Any, infos: dict[str, Any]) -> list[Array]:
-        return [rewards]
+    def _rewards(self, rewards: Any, terminated: Array, infos: dict[str, Any]) -> list[Array]:
+        return [rewards, discounts(terminated, infos)] if self.has_discounts else [rewards]
 
     def _joined(self, actions: Sequence[Array]) -> Any:
         return self._action.join(actions)
