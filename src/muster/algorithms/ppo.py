@@ -134,9 +134,9 @@ class PPOMetrics:
 
 
 class Rollout(NamedTuple):
-    """The B rows of a rollout, by time, then env, with what the policy that collected them computed of each.
+    """The B rows of a rollout, by env, then time, with what the policy that collected them computed of each.
 
-    B = T * N for T steps of N envs, less the rows that a collector leaves out.
+    B = N * T for T steps of N envs, less the rows that a collector leaves out.
     """
 
     observations: Tensor  # [B, *obs_shape], the space's dtype; normalised ones float32
@@ -206,26 +206,18 @@ class PPO:
         )
         mask = batch["collector", "mask"]
         if self.rewards is not None:
-            rewards = self.rewards.update(rewards, terminated | truncated, mask)
+            rewards = self.rewards.update(rewards.T, (terminated | truncated).T, mask.T).T
 
         # While collecting only the actor ran: values and log-probabilities come from one pass over all rows.
         params, values = self._evaluate(torch.cat([observations.flatten(0, 1), last]))
-        values = values.view(len(observations) + 1, -1)
-        next_values = values[1:].clone()
+        values, last_values = values[: mask.numel()].view(mask.shape), values[mask.numel() :]
+        next_values = torch.cat([values[:, 1:], last_values.unsqueeze(1)], 1)
         if len(finals):
             next_values[batch["collector", "final_at"].unbind(-1)] = self._evaluate(finals)[1]
-        advantages, targets = gae(
-            rewards,
-            values[:-1],
-            next_values,
-            terminated,
-            truncated,
-            gamma=self.config.gamma,
-            gae_lambda=self.config.gae_lambda,
-            mask=mask,
-        )
+        time_first = (x.T for x in (rewards, values, next_values, terminated, truncated))
+        advantages, targets = gae(*time_first, gamma=self.config.gamma, gae_lambda=self.config.gae_lambda, mask=mask.T)
         observations, chosen, *rest = (
-            x.flatten(0, 1) for x in (observations, batch["chosen"], values[:-1], advantages, targets)
+            x.flatten(0, 1) for x in (observations, batch["chosen"], values, advantages.T, targets.T)
         )
         log_probs, _ = self.policy.head.log_prob_and_entropy(params[: len(chosen)], chosen)
         rows = (observations, chosen, log_probs, *rest)

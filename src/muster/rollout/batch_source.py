@@ -79,7 +79,7 @@ class BatchSource(ABC):
             if self._replay_buffer is None:
                 yield batch
             else:
-                self._replay_buffer.extend(batch[batch["collector", "mask"]])
+                _fill(self._replay_buffer, batch)
                 yield None
 
     def rollout(self) -> TensorDict:
@@ -108,7 +108,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def _collect(self) -> TensorDict:
-        """The next batch ``[T, N]``; adds its frames to the counts."""
+        """The next batch ``[N, T]``; adds its frames to the counts."""
 
     def _count_envs(self, num_envs: int) -> None:
         self._trajectories, self._episodes = TrajectoryCounter(num_envs), EpisodeCounter(num_envs)
@@ -141,3 +141,10 @@ class BatchSource(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
+
+
+def _fill(replay_buffer: Any, batch: TensorDict) -> None:
+    """Adds a batch ``[N, T]`` to a replay buffer, see `Collector`."""
+    storage = getattr(replay_buffer, "storage", None)
+    whole_batch = getattr(storage, "ndim", 1) > 1
+    replay_buffer.extend(batch if whole_batch else batch[batch["collector", "mask"]])

@@ -1,4 +1,4 @@
-"""`Collector`: a policy and a vector env, joined to an iterator of batches ``[T, N]``.
+"""`Collector`: a policy and a vector env, joined to an iterator of batches ``[N, T]``.
 
     collector = muster.Collector("CartPole-v1", policy, num_envs=8, frames_per_batch=1024, total_frames=100_000)
     for batch in collector:
@@ -41,7 +41,7 @@ from muster.rollout.weights import is_same_memory, load_weights, module_of, name
 
 
 class Collector(BatchSource):
-    """Iterates batches of `frames_per_batch` frames, rounded up to whole steps: TensorDicts ``[T, N]``.
+    """Iterates batches of `frames_per_batch` frames, rounded up to whole steps: TensorDicts ``[N, T]``.
 
     envs: a vector env, which stays the caller's, or what `muster.make_vec` takes as its first argument. In that case
         `num_envs` and `make_vec_options` (make_vec's other options, as a dict) apply, and `shutdown` closes the envs.
@@ -58,9 +58,10 @@ class Collector(BatchSource):
         start, to find its outputs: batches of random frames have their keys, with zeros.
     max_frames_per_traj: resets an env after so many frames; the trajectory ends truncated.
     reset_at_each_iter: starts new trajectories with each batch.
-    split_trajs: batches are ``[T, B]``, trajectories side by side, padded; see `split_trajectories`.
+    split_trajs: batches are ``[B, T]``, a trajectory in each row, padded; see `split_trajectories`.
     compact: leaves ``("next", "observation")`` out, see `muster.rollout.next_observations`; not for a `replay_buffer`.
-    replay_buffer: takes the valid frames of each batch by ``extend``; the iterator then yields None.
+    replay_buffer: takes each batch by ``extend``; the iterator then yields None. A storage of one dim takes the frames
+        that ``("collector", "mask")`` keeps, env by env; one of two dims (``ndim=2``) the batch as it is, with its mask.
     initial_state: by key one env's recurrent state at the start of an episode; a TensorDict policy needs none where
         its modules start without a state, or from zeros.
     exploration: how distributions in the policy are drawn from.
@@ -183,7 +184,7 @@ class Collector(BatchSource):
         if not storage.outputs:
             self._expected = self._expected or self._trial_outputs()
             for key, rows in self._expected.items():
-                storage.outputs[key] = rows.new_zeros((storage.T, *rows.shape[1:]))
+                storage.add_output(key, rows[0]).zero_()
 
     @property
     def fields(self) -> tuple[tuple[Field, ...], tuple[Field, ...]]:
@@ -200,8 +201,8 @@ class Collector(BatchSource):
         with torch.random.fork_rng(cuda), self._acting():
             rows = self._stepping.start(self._actors, self._env_seeds())
             trial = self._new_storage(1)
-            for array, row in zip(trial.observations, rows, strict=True):
-                array[0] = row
+            for first, row in zip(trial.observations_before(0), rows, strict=True):
+                first[:] = row
             actor, kept = self._actor(slice(0, self._envs.num_envs)), self._torch_state
             actor.begin(trial)
             actor.act(0)

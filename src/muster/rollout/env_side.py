@@ -78,8 +78,12 @@ class EnvSide(ABC):
         """The final observation of the episode that this row ended, None if the row itself holds it."""
 
     @abstractmethod
-    def mark_cut(self, observations: Sequence[Array], rewards: Sequence[Array], t: int, ids: Array) -> None:
-        """Ends the episodes of the agents in the envs `ids` with row t: the collector has ended those of the envs."""
+    def mark_cut(self, before: Sequence[Array], after: Sequence[Array], rewards: Sequence[Array], ids: Array) -> None:
+        """Ends the episodes of the agents in the envs `ids`, whose episodes the collector has cut after a step.
+
+        before, after, rewards: that step's rows ``[N, ...]`` for each observation and reward field; ends are written
+        into `rewards`.
+        """
 
     @abstractmethod
     def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]: ...

@@ -90,15 +90,15 @@ class MultiAgentEnvs(EnvSide):
             return None
         return [leaf[row] for leaf in self._observations(infos["final_obs"], infos["final_info"])]
 
-    def mark_cut(self, observations: Sequence[Array], rewards: Sequence[Array], t: int, ids: Array) -> None:
+    def mark_cut(self, before: Sequence[Array], after: Sequence[Array], rewards: Sequence[Array], ids: Array) -> None:
         places = {field.key: i for i, field in enumerate(self.observation_fields)}
         for k, group in enumerate(self._sizes):
             _, _, truncated, done = rewards[k * (1 + len(_ENDS)) :][: 1 + len(_ENDS)]
             # This row is the last observation of agents that the step before has ended.
-            alive = observations[places[group, "alive"]]
-            cut = alive[t, ids] & alive[t + 1, ids] & ~done[t, ids]
-            truncated[t, ids] |= cut
-            done[t, ids] |= cut
+            alive = places[group, "alive"]
+            cut = before[alive][ids] & after[alive][ids] & ~done[ids]
+            truncated[ids] |= cut
+            done[ids] |= cut
 
     def _fields_of_observations(self) -> list[Field]:
         fields = [field for tree in self._observation_trees.values() for field in tree.fields]

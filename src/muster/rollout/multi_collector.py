@@ -46,7 +46,7 @@ _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env")
 
 
 class MultiCollector(BatchSource):
-    """Iterates batches that several processes collect: TensorDicts ``[T, N]``, neither copied nor pickled on their way.
+    """Iterates batches that several processes collect: TensorDicts ``[N, T]``, neither copied nor pickled on their way.
 
     envs: what `muster.make_vec` takes as its first argument. The envs are split evenly.
     num_envs: number of envs; None for one for each collector, or for the length of the list that `envs` is.
@@ -69,7 +69,7 @@ class MultiCollector(BatchSource):
         error is raised after all.
     collect_timeout: seconds that a collector may take for a batch before it is killed.
 
-    Other options are `Collector`'s. ``("collector", "policy_version")``, int64 ``[T, N]``, says which weights acted.
+    Other options are `Collector`'s. ``("collector", "policy_version")``, int64 ``[N, T]``, says which weights acted.
     Raises ConfigError, CannotTravel, what `make_vec` raises, and while collecting EnvError, CollectorError, WorkerDied,
     WorkerTimeout.
     """
@@ -220,7 +220,7 @@ class MultiCollector(BatchSource):
         storage, first_env, versions = self._collectors.collect()
         self.frames += int(storage.mask.sum())
         batch = self._batch_over(storage, first_env)
-        batch["collector", "policy_version"] = torch.from_numpy(versions).expand(storage.T, -1)
+        batch["collector", "policy_version"] = torch.from_numpy(versions).unsqueeze(1).expand(-1, storage.T)
         self.batches += 1
         return batch
 

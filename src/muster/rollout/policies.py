@@ -49,14 +49,12 @@ class RandomActor:
         self._storage = storage
         self._rows: list[Array] = []
         for field, space in zip(self._envs.action_fields, self._envs.action_spaces, strict=True):
-            drawn = _draw(space, (storage.T, storage.N), self._rng).astype(field.dtype, copy=False)
-            if field.key in storage.outputs:
-                recorded = storage.outputs[field.key]
-                recorded.copy_(torch.from_numpy(drawn))
-                drawn = recorded.numpy()  # one array: what `_obey` draws again is recorded, too
-            else:
-                storage.outputs[field.key] = torch.from_numpy(drawn)
-            self._rows.append(drawn)
+            drawn = torch.from_numpy(_draw(space, (storage.T, storage.N), self._rng).astype(field.dtype, copy=False))
+            recorded = storage.outputs.get(field.key)
+            if recorded is None:
+                recorded = storage.add_output(field.key, drawn[0])
+            recorded.copy_(drawn)
+            self._rows.append(recorded.numpy())  # what `_obey` draws again is recorded, too
 
     def act(self, t: int) -> list[Array]:
         for i, masked_by in enumerate(self._envs.masks):
@@ -107,12 +105,13 @@ class PolicyActor:
 
     def begin(self, storage: Storage) -> None:
         self._storage = storage
-        self._inputs = [torch.from_numpy(array)[:, self._part] for array in storage.observations]
+        self._inputs = [torch.from_numpy(array[:, self._part]) for array in storage.observations]
         self._outputs: list[tuple[Key, Tensor, torch.Size, torch.dtype]] = []  # rows, and the shape and dtype of one
         self._actions: list[Array] = []
 
     def act(self, t: int) -> list[Array]:
-        inputs = [rows[t] for rows in self._inputs]
+        # Dense, as every env's observation: policies may call `view` on it.
+        inputs = [rows[t].contiguous() for rows in self._inputs]
         if not self._on_cpu:
             inputs = [row.to(self._device) for row in inputs]
         outputs = self._compute(inputs)

@@ -40,7 +40,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and value targets by GAE (Schulman et al. 2015, arXiv:1506.02438).
 
-    All tensors are [T, N], or [T, N, A] for a group of agents.
+    All tensors are time-first: [T, N], or [T, N, A] for a group of agents; ``batch.transpose(0, 1)`` of a collector's
+    batch [N, T].
     rewards: float, for the action at t.  values, next_values: float, of the observations before and after it.
     terminated, truncated, mask: bool; mask False leaves the row out.
 
@@ -71,7 +72,8 @@ def vtrace(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and value targets for an older policy's rollout, by V-trace (Espeholt et al. 2018, arXiv:1802.01561).
 
-    All tensors are [T, N], or [T, N, A] for a group of agents.
+    All tensors are time-first: [T, N], or [T, N, A] for a group of agents; ``batch.transpose(0, 1)`` of a collector's
+    batch [N, T].
     log_ratios: float, log-probability of the action under the policy that learns minus that under the one that acted.
     rewards, values, next_values, terminated, truncated, mask: as for ``gae``.
     rho_clip, c_clip: where the importance weights are cut off (the paper's rho-bar and c-bar).
@@ -94,17 +96,18 @@ def vtrace(
 
 
 def split_trajectories(rollout: TensorDictBase) -> TensorDict:
-    """The rollout's trajectories side by side, each from row 0 on, padded with zeros to the longest.
+    """The rollout's trajectories, one in each row, padded with zeros to the longest.
 
-    rollout: batch_size [T, N], with ``("next", "done")`` [T, N, 1] bool and, where rows are to be left out,
-    ``("collector", "mask")`` [T, N] bool. A trajectory ends where done is True, and at the end of the rollout.
+    rollout: a collector's batch [N, T], with ``("next", "done")`` [N, T, 1] bool and, where steps are to be left out,
+    ``("collector", "mask")`` [N, T] bool. A trajectory ends where done is True, and at the end of the rollout.
 
-    Returns a TensorDict of batch_size [T_longest, B], names ["time", None], for B trajectories ordered by env, then
-    time; its ``("collector", "mask")`` [T_longest, B] is False on the padding. Raises SpecMismatch where the
-    batch_size has not two dimensions or done is missing or misshapen.
+    Returns a TensorDict of batch_size [B, T_longest], names [None, "time"], for B trajectories ordered by env, then
+    time; its ``("collector", "mask")`` [B, T_longest] is False on the padding. Raises SpecMismatch where the
+    batch_size has not two dimensions, time is the first of them, or done is missing or misshapen.
     """
-    if rollout.batch_dims != 2:
-        raise SpecMismatch(f"split_trajectories: expected batch_size [T, N], got {list(rollout.batch_size)}.")
+    if rollout.batch_dims != 2 or rollout.names[0] == "time":
+        named = f" with names {rollout.names}" if any(rollout.names) else ""
+        raise SpecMismatch(f"split_trajectories: expected batch_size [N, T], got {list(rollout.batch_size)}{named}.")
     done = rollout.get(("next", "done"), None)
     if done is None or done.shape != (*rollout.batch_size, 1):
         got = "none" if done is None else f"shape {list(done.shape)}"
@@ -113,10 +116,9 @@ def split_trajectories(rollout: TensorDictBase) -> TensorDict:
         )
     num_rows = rollout.batch_size.numel()
     mask = rollout.get(("collector", "mask"), None)
-    # Rows are numbered env by env, so that a trajectory's rows are neighbours.
-    kept = torch.ones(num_rows, dtype=torch.bool) if mask is None else mask.T.reshape(num_rows)
-    begins = torch.ones(rollout.batch_size[::-1], dtype=torch.bool, device=done.device)
-    begins[:, 1:] = done[:-1, :, 0].T
+    kept = torch.ones(num_rows, dtype=torch.bool) if mask is None else mask.reshape(num_rows)
+    begins = torch.ones(rollout.batch_size, dtype=torch.bool, device=done.device)
+    begins[:, 1:] = done[:, :-1, 0]
     rows = torch.nonzero(kept.to(done.device)).squeeze(1)
     _, owners, lengths = torch.unique_consecutive(
         begins.reshape(num_rows).cumsum(0)[rows], return_inverse=True, return_counts=True
@@ -124,13 +126,13 @@ def split_trajectories(rollout: TensorDictBase) -> TensorDict:
     firsts = lengths.cumsum(0) - lengths
     times = torch.arange(len(rows), device=done.device) - firsts[owners]
 
-    flat = rollout.transpose(0, 1).reshape(num_rows)
+    flat = rollout.reshape(num_rows)
     flat = torch.cat([flat, torch.zeros_like(flat[:1])])
-    index = torch.full((int(lengths.max()) if len(rows) else 0, len(lengths)), num_rows, device=done.device)
-    index[times, owners] = rows
+    index = torch.full((len(lengths), int(lengths.max()) if len(rows) else 0), num_rows, device=done.device)
+    index[owners, times] = rows
     split: TensorDict = flat[index]
     split.set(("collector", "mask"), index < num_rows)
-    split.names = ["time", None]
+    split.names = [None, "time"]
     return split
 
 

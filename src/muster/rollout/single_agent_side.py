@@ -62,7 +62,7 @@ class SingleAgentEnvs(EnvSide):
             return None
         return self._observation.split(infos["final_obs"][row])
 
-    def mark_cut(self, observations: Sequence[Array], rewards: Sequence[Array], t: int, ids: Array) -> None:
+    def mark_cut(self, before: Sequence[Array], after: Sequence[Array], rewards: Sequence[Array], ids: Array) -> None:
         """Does nothing: the flags of the env are enough."""
 
     def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]:

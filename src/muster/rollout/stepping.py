@@ -63,8 +63,8 @@ class Stepping:
         """
         rows = self.start(actors, seeds)
         self._rows = None  # after an error the envs' state is unknown
-        for array, row in zip(storage.observations, rows, strict=True):
-            array[0] = row
+        for first, row in zip(storage.observations_before(0), rows, strict=True):
+            first[:] = row
         for actor in actors:
             actor.begin(storage)
         steps = storage.T
@@ -72,7 +72,7 @@ class Stepping:
             steps = self._step_all(storage, actors[0], stop)
         else:
             self._take_turns(storage, actors)
-        self._rows = [array[steps].copy() for array in storage.observations]
+        self._rows = [row.copy() for row in storage.observations_before(steps)]
         return steps
 
     def _start(self, actors: Sequence[Actor], seeds: Sequence[int] | None) -> list[Array]:
@@ -175,12 +175,13 @@ class Stepping:
         ids = self._ids[part][cut]
         for env in ids.tolist():
             if storage.compact:
-                storage.write_final(Final(t, env, [array[t + 1, env].copy() for array in storage.observations]))
+                storage.write_final(Final(t, env, [row[env].copy() for row in storage.observations_before(t + 1)]))
         storage.truncated[t, ids] = True
-        self._envs.mark_cut(storage.observations, storage.rewards, t, ids)
+        before, after = storage.observations_before(t), storage.observations_before(t + 1)
+        self._envs.mark_cut(before, after, [rows[t] for rows in storage.rewards], ids)
         mask = np.zeros(storage.N, np.bool_)
         mask[ids] = True
-        for array, rows in zip(storage.observations, self._envs.reset(None, mask), strict=True):
-            array[t + 1, ids] = rows[ids]
+        for row, rows in zip(storage.observations_before(t + 1), self._envs.reset(None, mask), strict=True):
+            row[ids] = rows[ids]
         begins[cut] = True
         frames[cut] = 0

@@ -1,4 +1,8 @@
-"""The memory of one rollout: arrays ``[T+1, N, ...]``, written in place as the envs step, and the batch over them."""
+"""The memory of one rollout, written in place as the envs step, and the batch over it.
+
+Memory is ordered env by env, as batches ``[N, T]`` are, so that a batch is laid over it as it is. All that works step by
+step sees the same arrays with time first, ``[T, N, ...]``.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from muster.errors import UsageError
 from muster.rollout.env_side import StepRows
 from muster.rollout.fields import Array, Field, Key
 
-_NAMES = ["time", None]
-Allocate = Callable[[int, Field], Array]
+_NAMES = [None, "time"]
+Allocate = Callable[[tuple[int, ...], Field], Array]
 
 
 class Final(NamedTuple):
@@ -37,14 +41,15 @@ class Loss(NamedTuple):
 class Storage:
     """The arrays of one rollout of T steps of N envs.
 
-    observations: for each observation field ``[T+1, N, ...]``; row T is what follows the last action.
+    observations: for each observation field ``[T, N, ...]``, what each action is for.
+    last: for each observation field ``[N, ...]``, what follows the last action.
     next_observations: for each observation field ``[T, N, ...]``, what follows each action: the final observation
         where an episode ended. Empty with ``compact``.
     rewards: for each reward field ``[T, N, ...]``: rewards, and the ends of single agents.
     outputs: by key what the policy provided, ``[T, N, ...]`` tensors.
     terminated, truncated, mask, begins: bool ``[T, N]``; begins: the row is the first of a trajectory.
 
-    allocate: returns the memory of a field, ``[rows, N, ...]``; called in a fixed order. None: new arrays.
+    allocate: returns the memory of a field, ``[N, *lead, ...]``; called in a fixed order. None: new arrays.
     """
 
     FLAGS = tuple(Field((name,), (), np.dtype(np.bool_)) for name in ("terminated", "truncated", "mask", "begins"))
@@ -59,15 +64,20 @@ class Storage:
         compact: bool,
         allocate: Allocate | None = None,
     ) -> None:
-        new = allocate or (lambda rows, field: np.empty((rows, N, *field.shape), field.dtype))
+        new = allocate or (lambda lead, field: np.empty((N, *lead, *field.shape), field.dtype))
+
+        def rows(field: Field) -> Array:
+            return new((T,), field).swapaxes(0, 1)
+
         self.T, self.N = T, N
         self.compact = compact
         self._observation_fields = observation_fields
         self._reward_fields = reward_fields
-        self.observations = [new(T + 1, field) for field in observation_fields]
-        self.next_observations = [] if compact else [new(T, field) for field in observation_fields]
-        self.rewards = [new(T, field) for field in reward_fields]
-        self.terminated, self.truncated, self.mask, self.begins = (new(T, field) for field in self.FLAGS)
+        self.observations = [rows(field) for field in observation_fields]
+        self.last = [new((), field) for field in observation_fields]
+        self.next_observations = [] if compact else [rows(field) for field in observation_fields]
+        self.rewards = [rows(field) for field in reward_fields]
+        self.terminated, self.truncated, self.mask, self.begins = (rows(field) for field in self.FLAGS)
         if allocate is None:
             self.clear_flags()
         self.outputs: dict[Key, Tensor] = {}
@@ -76,8 +86,12 @@ class Storage:
 
     def add_output(self, key: Key, like: Tensor) -> Tensor:
         """New memory ``[T, N, ...]`` for the policy's output under `key`; `like`: one step's output for some envs."""
-        self.outputs[key] = torch.empty((self.T, self.N, *like.shape[1:]), dtype=like.dtype)
+        self.outputs[key] = torch.empty((self.N, self.T, *like.shape[1:]), dtype=like.dtype).transpose(0, 1)
         return self.outputs[key]
+
+    def observations_before(self, t: int) -> list[Array]:
+        """For each observation field ``[N, ...]`` what step t acts on; t = T: what follows the last action."""
+        return [rows[t] for rows in self.observations] if t < self.T else self.last
 
     def clear_flags(self) -> None:
         """Clears all flags: a row ends nothing, begins nothing and is not masked until it is written."""
@@ -94,6 +108,8 @@ class Storage:
             flags[:, part] = False
         for array in (*self.observations, *self.next_observations, *self.rewards):
             array[:, part] = 0
+        for row in self.last:
+            row[part] = 0
         self.truncated[0, part] = True
         for array, field in zip(self.rewards, self._reward_fields, strict=True):
             if field.key[-1] in ("truncated", "done"):
@@ -113,13 +129,15 @@ class Storage:
         self.mask[since:] = False
         for array in (*(rows[1:] for rows in self.observations), *self.next_observations, *self.rewards):
             array[since:] = 0
+        for row in self.last:
+            row[:] = 0
         for tensor in self.outputs.values():
             tensor[since:] = 0
 
     def write(self, t: int, part: slice | Array, rows: StepRows) -> None:
         """Writes step t of the envs `part`, a slice or their ids."""
-        for array, value in zip(self.observations, rows.observations, strict=True):
-            array[t + 1, part] = value
+        for row, value in zip(self.observations_before(t + 1), rows.observations, strict=True):
+            row[part] = value
         for array, value in zip(self.next_observations, rows.observations, strict=False):
             array[t, part] = value
         for array, value in zip(self.rewards, rows.rewards, strict=True):
@@ -140,28 +158,28 @@ class Storage:
         self.mask[loss.time, loss.env] = False
 
     def to_batch(self, traj_ids: Array) -> TensorDict:
-        """The batch ``[T, N]``, on the memory of this storage. traj_ids: int64 ``[T, N]``.
+        """The batch ``[N, T]``, on the memory of this storage. traj_ids: int64 ``[T, N]``.
 
         Keys: the observation fields and the policy's outputs at the root; under "next" the reward fields, the flags
         and, without ``compact``, the next observations; under "collector" all that is the collector's own.
         """
-        shape = (self.T, self.N)
-        done = self.terminated | self.truncated
         values: dict[Key, Any] = {}
         for i, field in enumerate(self._observation_fields):
-            values[field.key] = torch.from_numpy(self.observations[i][: self.T])
+            values[field.key] = _env_first(self.observations[i])
             if not self.compact:
-                values["next", *field.key] = torch.from_numpy(self.next_observations[i])
+                values["next", *field.key] = _env_first(self.next_observations[i])
         for field, array in zip(self._reward_fields, self.rewards, strict=True):
-            values["next", *field.key] = torch.from_numpy(array).unsqueeze(-1)
-        for name, flags in (("terminated", self.terminated), ("truncated", self.truncated), ("done", done)):
-            values["next", name] = torch.from_numpy(flags).unsqueeze(-1)
-        values |= self.outputs  # keys that the policy provides under "next" join those of the env
-        values["collector", "traj_ids"] = torch.from_numpy(traj_ids)
-        values["collector", "mask"] = torch.from_numpy(self.mask)
+            values["next", *field.key] = _env_first(array).unsqueeze(-1)
+        terminated, truncated = _env_first(self.terminated), _env_first(self.truncated)
+        for name, flags in (("terminated", terminated), ("truncated", truncated), ("done", terminated | truncated)):
+            values["next", name] = flags.unsqueeze(-1)
+        # Keys that the policy provides under "next" join those of the env.
+        values |= {key: rows.transpose(0, 1) for key, rows in self.outputs.items()}
+        values["collector", "traj_ids"] = _env_first(traj_ids)
+        values["collector", "mask"] = _env_first(self.mask)
         if self.compact:
             values |= self._sparse()
-        return TensorDict(values, batch_size=shape, names=_NAMES)
+        return TensorDict(values, batch_size=(self.N, self.T), names=_NAMES)
 
     def _sparse(self) -> dict[Key, Any]:
         values: dict[Key, Any] = {}
@@ -169,28 +187,33 @@ class Storage:
             leaves = [np.asarray(one.leaves[i]) for one in self.finals]
             rows = np.stack(leaves) if leaves else np.empty((0, *field.shape), field.dtype)
             values["collector", "final", *field.key] = UnbatchedTensor(torch.from_numpy(rows))
-            values["collector", "last", *field.key] = UnbatchedTensor(torch.from_numpy(self.observations[i][self.T]))
-        where = np.array([(one.time, one.env) for one in self.finals], np.int64).reshape(-1, 2)
+            values["collector", "last", *field.key] = UnbatchedTensor(torch.from_numpy(self.last[i]))
+        where = np.array([(one.env, one.time) for one in self.finals], np.int64).reshape(-1, 2)
         values["collector", "final_at"] = UnbatchedTensor(torch.from_numpy(where))
         return values
 
 
+def _env_first(rows: Array) -> Tensor:
+    """The tensor ``[N, T, ...]`` of rows ``[T, N, ...]``."""
+    return torch.from_numpy(rows.swapaxes(0, 1))
+
+
 def next_observations(batch: TensorDict) -> TensorDict:
-    """The observations after each action of a ``compact`` batch ``[T, N]``, final ones included: ``[T, N]``.
+    """The observations after each action of a ``compact`` batch ``[N, T]``, final ones included: ``[N, T]``.
 
     Raises UsageError for a batch that is not a whole one from ``Collector(compact=True)``.
     """
     last = batch.get(("collector", "last"), None)
     if last is None or batch.batch_dims != 2:
         raise UsageError(
-            "next_observations: expected a whole batch [T, N] of a collector with compact=True; other batches hold "
+            "next_observations: expected a whole batch [N, T] of a collector with compact=True; other batches hold "
             '("next", "observation") already'
         )
     at = batch["collector", "final_at"].unbind(-1)
     values: dict[Key, Tensor] = {}
     for key in last.keys(include_nested=True, leaves_only=True):
         key = key if isinstance(key, tuple) else (key,)
-        rows = torch.cat([batch[key][1:], last[key].unsqueeze(0)])
+        rows = torch.cat([batch[key][:, 1:], last[key].unsqueeze(1)], 1)
         rows[at] = batch[("collector", "final", *key)]
         values[key] = rows
     return TensorDict(values, batch_size=batch.batch_size, names=_NAMES)

@@ -33,31 +33,33 @@ class BatchLayout:
     output_fields: tuple[Field, ...]
     compact: bool
 
-    def storage(self, block: mmap.mmap, columns: slice = slice(None)) -> Storage:
-        """A storage over the envs `columns` of a block; every process that maps it finds them at the same place."""
+    def storage(self, block: mmap.mmap, envs: slice = slice(None)) -> Storage:
+        """A storage over `envs` of a block; every process that maps it finds them at the same place."""
         place = _HEADER
 
-        def allocate(rows: int, field: Field) -> Array:
+        def allocate(lead: tuple[int, ...], field: Field) -> Array:
             nonlocal place
-            shape = (rows, self.N, *field.shape)
+            shape = (self.N, *lead, *field.shape)
             whole: Array = np.ndarray(shape, field.dtype, block, place)
             place += _size(shape, field)
-            return whole[:, columns]
+            return whole[envs]
 
-        width = len(range(*columns.indices(self.N)))
+        width = len(range(*envs.indices(self.N)))
         storage = Storage(
             self.T, width, self.observation_fields, self.reward_fields, compact=self.compact, allocate=allocate
         )
-        storage.outputs = {field.key: torch.from_numpy(allocate(self.T, field)) for field in self.output_fields}
+        storage.outputs = {
+            field.key: torch.from_numpy(allocate((self.T,), field).swapaxes(0, 1)) for field in self.output_fields
+        }
         return storage
 
     @property
     def block_bytes(self) -> int:
         """Size of a block: whole pages, so that each block can be mapped by itself."""
-        observations = [(self.T + 1, field) for field in self.observation_fields]
-        after = [] if self.compact else [(self.T, field) for field in self.observation_fields]
-        rest = [(self.T, field) for field in (*self.reward_fields, *Storage.FLAGS, *self.output_fields)]
-        size = sum(_size((rows, self.N, *field.shape), field) for rows, field in [*observations, *after, *rest])
+        after = () if self.compact else self.observation_fields
+        rows = (*self.observation_fields, *after, *self.reward_fields, *Storage.FLAGS, *self.output_fields)
+        size = sum(_size((self.N, self.T, *field.shape), field) for field in rows)
+        size += sum(_size((self.N, *field.shape), field) for field in self.observation_fields)  # the last ones
         return -(-(_HEADER + size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

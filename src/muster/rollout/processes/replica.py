@@ -124,7 +124,7 @@ class Replica(gymnasium.Env[Array, Array]):
             self._weights = SharedWeights(named_weights(self.policy), self._weights_file.fileno())
         self._version = self._weights.read_into(named_weights(self.policy), self._version)
         block = mmap.mmap(self._batch_memory.fileno(), layout.block_bytes, offset=offset)
-        storage = layout.storage(block, slice(*self._plan.columns))
+        storage = layout.storage(block, slice(*self._plan.part))
         storage.clear_flags()
         self._guarded(lambda: collector.fill(storage, stop_flag(block)))
         return storage

@@ -32,7 +32,7 @@ class ReplicaPlan:
     recipes: those of its envs, packed unless its process inherits them.  fds: what `unpack` needs for them.
     first_env: index of its first env among all.  num_envs: number of all envs.
     policy: packed; None for random actions.  policy_is_factory: `policy` is a factory, to be called for the policy.
-    columns: the replica's own part of a batch's envs.  batch_envs: number of envs in a batch.
+    part: the replica's own part of a batch's envs.  batch_envs: number of envs in a batch.
     batch_memory_path, weights_path: the shared memory, as files of the caller's process.
     max_restarts: of envs that raise, see `serial_vec`.
     options: for `Collector`.
@@ -46,7 +46,7 @@ class ReplicaPlan:
     num_collectors: int
     policy: bytes | None
     policy_is_factory: bool
-    columns: tuple[int, int]
+    part: tuple[int, int]
     batch_envs: int
     batch_memory_path: str
     weights_path: str
@@ -55,7 +55,7 @@ class ReplicaPlan:
 
     def layout(self, facts: ReplicaFacts) -> BatchLayout:
         """The layout of the blocks of batch memory that the replica writes into."""
-        first, last = self.columns
+        first, last = self.part
         T = self.options["frames_per_batch"] // (last - first)
         compact = bool(self.options["compact"])
         return BatchLayout(
@@ -91,12 +91,12 @@ def plans_for(
     count, num_envs = len(firsts) - 1, len(recipes)
     plans = []
     for k, (first, last) in enumerate(pairwise(firsts)):
-        part = recipes[first:last]
-        columns = (first, last) if sync else (0, last - first)
+        own = recipes[first:last]
+        part = (first, last) if sync else (0, last - first)
         batch_envs = num_envs if sync else last - first
         fds: list[int] = []
         # A forked process has the recipes already, whatever they hold.
-        packed = list(part) if is_forked else pack(part, start_method=start_method, fds=fds)
+        packed = list(own) if is_forked else pack(own, start_method=start_method, fds=fds)
         T = -(-collector_options["frames_per_batch"] // batch_envs)
         plans.append(
             ReplicaPlan(
@@ -108,7 +108,7 @@ def plans_for(
                 num_collectors=count,
                 policy=sent,
                 policy_is_factory=policy_factory is not None,
-                columns=columns,
+                part=part,
                 batch_envs=batch_envs,
                 batch_memory_path=f"{files}/{batch_memory_fd}",
                 weights_path=f"{files}/{weights_fd}",
