@@ -79,11 +79,12 @@ nb::dict host_state(const SlabLayout& slab, uint32_t index) {
   return state;
 }
 
-// Returns an array, uint8 [size], over shared memory of the file `fd`; for fd -1 over memory of this process alone.
-// Python's mmap would keep a copy of the fd open as long as any view lives.
-Ref map_fd(int fd, size_t size) {
-  const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
-  void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, fd, 0);
+// Returns an array, uint8 [size], over the file `fd` from `offset` on; for fd -1 over memory of this process alone.
+// What is written into a private mapping reaches nobody else. Python's mmap would keep a copy of the fd open as long as
+// any view lives.
+Ref map_fd(int fd, size_t size, size_t offset, bool is_private) {
+  const int flags = (is_private || fd < 0 ? MAP_PRIVATE : MAP_SHARED) | (fd < 0 ? MAP_ANONYMOUS : 0);
+  void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, fd, off_t(offset));
   if (base == MAP_FAILED) raise_os_error();
   struct Mapping {
     void* base;
@@ -275,7 +276,7 @@ void bind_functions(nb::module_& m) {
   m.def("split_agents", &split_agents);
   m.def("gather_columns", &gather_columns, "columns"_a, "ids"_a.none(), "provided"_a);
   m.def("running", &Stepper::running);
-  m.def("map_fd", &map_fd, nb::kw_only(), "fd"_a, "size"_a);
+  m.def("map_fd", &map_fd, nb::kw_only(), "fd"_a, "size"_a, "offset"_a = 0, "is_private"_a = false);
   m.def("ticks", &ticks, "The clock of host_state's since and ticks, in units of its own.");
   m.def("start_watchdog", [](int caller_pidfd, int stderr_pipe, int stderr_to, int tail) {
     errno = start_watchdog(caller_pidfd, stderr_pipe, stderr_to, tail);

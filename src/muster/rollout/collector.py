@@ -24,7 +24,7 @@ from torch import Tensor
 from muster.errors import ConfigError
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.devices import Device, place
-from muster.rollout.fields import Array, Field, Key
+from muster.rollout.fields import Array, Field, Key, floating_dtype
 from muster.rollout.policies import (
     IS_INIT,
     Actor,
@@ -61,7 +61,9 @@ class Collector(BatchSource):
     split_trajs: batches are ``[B, T]``, a trajectory in each row, padded; see `split_trajectories`.
     compact: leaves ``("next", "observation")`` out, see `muster.rollout.next_observations`; not for a `replay_buffer`.
     replay_buffer: takes each batch by ``extend``; the iterator then yields None. A storage of one dim takes the frames
-        that ``("collector", "mask")`` keeps, env by env; one of two dims (``ndim=2``) the batch as it is, with its mask.
+        that ``("collector", "mask")`` keeps, env by env; one of two dims (``ndim=2``) the batch as it is, and its mask.
+    observation_dtype: of observations of floating-point numbers, in what the policy sees and in batches: torch.float32
+        for a float32 policy and an env that observes float64, as those of MuJoCo do. None: as the envs have them.
     initial_state: by key one env's recurrent state at the start of an episode; a TensorDict policy needs none where
         its modules start without a state, or from zeros.
     exploration: how distributions in the policy are drawn from.
@@ -97,6 +99,7 @@ class Collector(BatchSource):
         split_trajs: bool = False,
         compact: bool = False,
         replay_buffer: Any = None,
+        observation_dtype: torch.dtype | None = None,
         initial_state: Mapping[Any, Tensor] | None = None,
         exploration: InteractionType = InteractionType.RANDOM,
     ) -> None:
@@ -127,8 +130,11 @@ class Collector(BatchSource):
         self._reset_at_each_iter = reset_at_each_iter
         self._initial_state = dict(initial_state or {})
         self._exploration = exploration
+        dtype = None if observation_dtype is None else floating_dtype("observation_dtype", observation_dtype)
         self._envs, self._owns_envs = open_envs(envs, num_envs, make_vec_options)
         try:
+            if dtype is not None:
+                self._envs.cast_observations(dtype)
             self._begin(frames_per_batch, overlap, max_frames_per_traj)
         except BaseException:
             self.shutdown()

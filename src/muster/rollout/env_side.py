@@ -94,6 +94,12 @@ class EnvSide(ABC):
     @abstractmethod
     def _joined(self, actions: Sequence[Array]) -> Any: ...
 
+    def cast_observations(self, dtype: np.dtype[Any]) -> None:
+        """Gives observations of floating-point numbers this dtype, in which they are written into a batch."""
+        self.observation_fields = [
+            field._replace(dtype=dtype) if field.dtype.kind == "f" else field for field in self.observation_fields
+        ]
+
     def reset(self, seeds: Sequence[int] | None, mask: Array | None = None) -> list[Array]:
         """Resets all envs, or those in `mask`; returns the observations of every env."""
         options = None if mask is None else {"reset_mask": mask}

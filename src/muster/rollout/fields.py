@@ -28,6 +28,14 @@ class Field(NamedTuple):
     dtype: np.dtype[Any]
 
 
+def floating_dtype(name: str, dtype: Any) -> np.dtype[Any]:
+    """The NumPy dtype of a torch dtype of floating-point numbers. Raises ConfigError for others; `name`: the option."""
+    numpy_name = str(dtype).removeprefix("torch.")
+    if numpy_name not in ("float16", "float32", "float64"):
+        raise ConfigError(f"{name} must be torch.float16, torch.float32 or torch.float64, got {dtype!r}")
+    return np.dtype(numpy_name)
+
+
 class FieldTree:
     """A space's leaves, and the ways to take a batch of its values apart and to put it together.
 

@@ -23,6 +23,7 @@ from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import CollectorOptions, CollectorSet, collector_nouns
 from muster.rollout.devices import Device
+from muster.rollout.fields import floating_dtype
 from muster.rollout.processes.collector_pool import CollectorPool
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.single_agent_side import COLLECTOR
@@ -97,6 +98,7 @@ class MultiCollector(BatchSource):
         split_trajs: bool = False,
         compact: bool = False,
         replay_buffer: Any = None,
+        observation_dtype: torch.dtype | None = None,
         initial_state: Mapping[Any, Tensor] | None = None,
         exploration: InteractionType = InteractionType.RANDOM,
         context: str = "auto",
@@ -117,6 +119,8 @@ class MultiCollector(BatchSource):
             compact=compact,
             replay_buffer=replay_buffer,
         )
+        if observation_dtype is not None:
+            floating_dtype("observation_dtype", observation_dtype)
         self._threshold = _threshold_of(preemptive_threshold, sync)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
         check_pool(collector_nouns(()), *how)
@@ -127,6 +131,7 @@ class MultiCollector(BatchSource):
             **self._limits,
             "policy_device": device if policy_device is None else policy_device,
             "reset_at_each_iter": reset_at_each_iter,
+            "observation_dtype": observation_dtype,
             "initial_state": dict(initial_state or {}),
             "exploration": exploration,
         }
@@ -220,7 +225,7 @@ class MultiCollector(BatchSource):
         storage, first_env, versions = self._collectors.collect()
         self.frames += int(storage.mask.sum())
         batch = self._batch_over(storage, first_env)
-        batch["collector", "policy_version"] = torch.from_numpy(versions).unsqueeze(1).expand(-1, storage.T)
+        batch["collector", "policy_version"] = torch.from_numpy(versions).unsqueeze(1).repeat(1, storage.T)
         self.batches += 1
         return batch
 

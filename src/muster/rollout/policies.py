@@ -49,17 +49,19 @@ class RandomActor:
         self._storage = storage
         self._rows: list[Array] = []
         for field, space in zip(self._envs.action_fields, self._envs.action_spaces, strict=True):
-            drawn = torch.from_numpy(_draw(space, (storage.T, storage.N), self._rng).astype(field.dtype, copy=False))
+            drawn = _draw(space, (storage.T, storage.N), self._rng).astype(field.dtype, copy=False)
             recorded = storage.outputs.get(field.key)
             if recorded is None:
-                recorded = storage.add_output(field.key, drawn[0])
-            recorded.copy_(drawn)
-            self._rows.append(recorded.numpy())  # what `_obey` draws again is recorded, too
+                recorded = storage.add_output(field.key, torch.from_numpy(drawn[0]))
+            recorded.copy_(torch.from_numpy(drawn))
+            self._rows.append(drawn)
 
     def act(self, t: int) -> list[Array]:
         for i, masked_by in enumerate(self._envs.masks):
             if masked_by is not None:
-                self._obey(self._rows[i][t], self._envs.action_spaces[i], self._storage.observations[masked_by][t])
+                actions = self._rows[i][t]
+                self._obey(actions, self._envs.action_spaces[i], self._storage.observations[masked_by][t])
+                self._storage.outputs[self._envs.action_fields[i].key][t] = torch.from_numpy(actions)
         return [rows[t] for rows in self._rows]
 
     def _obey(self, actions: Array, space: spaces.Space[Any], masks: Array) -> None:
@@ -114,7 +116,12 @@ class PolicyActor:
         inputs = [rows[t].contiguous() for rows in self._inputs]
         if not self._on_cpu:
             inputs = [row.to(self._device) for row in inputs]
-        outputs = self._compute(inputs)
+        try:
+            outputs = self._compute(inputs)
+        except RuntimeError as error:
+            if not self._outputs:
+                self._explain_dtypes(error, inputs)
+            raise
         if not self._outputs:
             self._lay_out(outputs)
         for key, rows, shape, dtype in self._outputs:
@@ -125,7 +132,7 @@ class PolicyActor:
                     f"the policy gave {_shapes(outputs)} at step {t}, expected {_shapes(expected)} as before"
                 )
             rows[t] = value
-        return [action[t] for action in self._actions]
+        return [np.ascontiguousarray(action[t]) for action in self._actions]
 
     def forget(self, done: Array) -> None:
         if not self._initial:
@@ -148,6 +155,20 @@ class PolicyActor:
 
     def _expanded(self, initial: Tensor) -> Tensor:
         return initial.expand(self._count, *initial.shape)
+
+    def _explain_dtypes(self, error: RuntimeError, inputs: Sequence[Tensor]) -> None:
+        """Raises SpecMismatch for a first call that failed since observations are float64 and the policy is not."""
+        doubles = [
+            describe(field.key)
+            for field, row in zip(self._envs.observation_fields, inputs, strict=True)
+            if row.dtype is torch.float64
+        ]
+        if doubles and any(word in str(error) for word in ("dtype", "Double", "scalar type")):
+            raise SpecMismatch(
+                f"the envs observe float64, in {', '.join(doubles)}, and the policy computes with another dtype. Pass "
+                "observation_dtype=torch.float32 to the collector, which converts them, or make the policy float64: "
+                f"policy.double(). It raised {type(error).__name__}: {error}"
+            ) from error
 
     def _lay_out(self, outputs: dict[Key, Tensor]) -> None:
         """Allocates memory for the policy's outputs, as the first step shows them."""

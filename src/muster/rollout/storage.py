@@ -1,7 +1,7 @@
 """The memory of one rollout, written in place as the envs step, and the batch over it.
 
-Memory is ordered env by env, as batches ``[N, T]`` are, so that a batch is laid over it as it is. All that works step by
-step sees the same arrays with time first, ``[T, N, ...]``.
+Memory is ordered env by env, as batches ``[N, T]`` are, so that a batch lies on it as it is. What works step by step
+sees the same arrays with time first, ``[T, N, ...]``.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Storage:
             values["next", name] = flags.unsqueeze(-1)
         # Keys that the policy provides under "next" join those of the env.
         values |= {key: rows.transpose(0, 1) for key, rows in self.outputs.items()}
-        values["collector", "traj_ids"] = _env_first(traj_ids)
+        values["collector", "traj_ids"] = _env_first(traj_ids).contiguous()
         values["collector", "mask"] = _env_first(self.mask)
         if self.compact:
             values |= self._sparse()
@@ -184,8 +184,8 @@ class Storage:
     def _sparse(self) -> dict[Key, Any]:
         values: dict[Key, Any] = {}
         for i, field in enumerate(self._observation_fields):
-            leaves = [np.asarray(one.leaves[i]) for one in self.finals]
-            rows = np.stack(leaves) if leaves else np.empty((0, *field.shape), field.dtype)
+            leaves = [one.leaves[i] for one in self.finals]
+            rows = np.array(leaves, field.dtype).reshape(-1, *field.shape)
             values["collector", "final", *field.key] = UnbatchedTensor(torch.from_numpy(rows))
             values["collector", "last", *field.key] = UnbatchedTensor(torch.from_numpy(self.last[i]))
         where = np.array([(one.env, one.time) for one in self.finals], np.int64).reshape(-1, 2)

@@ -12,6 +12,9 @@ import pickle
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
+
+from muster._core import map_fd
 
 # Address space is free in a sparse file: no number of boxes reaches this far.
 _START = 1 << 60
@@ -45,17 +48,16 @@ class BigArrays:
                 places.append(known[key])
             self.places.append(tuple(places))
         # Kept mapped, so that what workers map does not count as memory that each of them holds alone.
-        self._memory: mmap.mmap | None = None
+        self._memory: npt.NDArray[np.uint8] | None = None
         if sources:
             os.ftruncate(fd, end)
-            self._memory = _map(fd, _START, end, mmap.MAP_SHARED)
+            self._memory = map_fd(fd=fd, size=end - _START, offset=_START)
             for offset, raw in sources:
-                self._memory[offset - _START : offset - _START + raw.nbytes] = raw
+                self._memory[offset - _START :][: raw.nbytes] = np.frombuffer(raw, np.uint8)
 
     def close(self) -> None:
         """Unmaps the arrays; workers keep what they have mapped."""
-        if self._memory is not None:
-            self._memory.close()
+        self._memory = None
 
 
 def map_big_arrays(fd: int, places: Sequence[Place]) -> list[memoryview]:
@@ -63,13 +65,10 @@ def map_big_arrays(fd: int, places: Sequence[Place]) -> list[memoryview]:
     if not places:
         return []
     start = min(offset for offset, _, _ in places)
-    memory = memoryview(_map(fd, start, max(offset + size for offset, size, _ in places), mmap.MAP_PRIVATE))
+    end = max(offset + size for offset, size, _ in places)
+    memory = map_fd(fd=fd, size=end - start, offset=start, is_private=True).data
     views = [(memory[offset - start : offset - start + size], readonly) for offset, size, readonly in places]
     return [view.toreadonly() if readonly else view for view, readonly in views]
-
-
-def _map(fd: int, start: int, end: int, flags: int) -> mmap.mmap:
-    return mmap.mmap(fd, end - start, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
 
 
 def _next_page(offset: int) -> int:

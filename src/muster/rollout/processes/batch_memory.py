@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from muster._core import CACHE_LINE
+from muster._core import CACHE_LINE, map_fd
 from muster.rollout.fields import Array, Field
 from muster.rollout.storage import Storage
 from muster.transport.slab import memfd
+
+Block = npt.NDArray[np.uint8]
+"""The memory of one batch."""
 
 # A block starts with the flag that ends a batch early.
 _HEADER = CACHE_LINE
@@ -33,7 +37,7 @@ class BatchLayout:
     output_fields: tuple[Field, ...]
     compact: bool
 
-    def storage(self, block: mmap.mmap, envs: slice = slice(None)) -> Storage:
+    def storage(self, block: Block, envs: slice = slice(None)) -> Storage:
         """A storage over `envs` of a block; every process that maps it finds them at the same place."""
         place = _HEADER
 
@@ -72,7 +76,7 @@ class BatchMemory:
         self._end = 0
         self._finalizer = weakref.finalize(self, os.close, self.fd)
 
-    def take_block(self, size: int) -> tuple[int, mmap.mmap]:
+    def take_block(self, size: int) -> tuple[int, Block]:
         """The offset of a block that nobody uses, and its memory."""
         free = self._free[size]
         if not free:
@@ -80,15 +84,15 @@ class BatchMemory:
             self._end += size
             os.ftruncate(self.fd, self._end)
         offset = free.pop()
-        block = mmap.mmap(self.fd, size, offset=offset)
+        block = map_fd(fd=self.fd, size=size, offset=offset)
         # The mapping ends with the last tensor of a batch.
         weakref.finalize(block, free.append, offset).atexit = False
         return offset, block
 
 
-def stop_flag(block: mmap.mmap) -> Array:
+def stop_flag(block: Block) -> Array:
     """The flag of a block, int64 ``[1]``: not 0 once the replicas have to end this batch early."""
-    return np.frombuffer(block, np.int64, 1)
+    return block[:8].view(np.int64)
 
 
 def _size(shape: Sequence[int], field: Field) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 import warnings
@@ -28,7 +27,7 @@ from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
 from muster.recipes.recipe import Recipe, make_recipes
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
-from muster.rollout.processes.batch_memory import BatchMemory, stop_flag
+from muster.rollout.processes.batch_memory import BatchMemory, Block, stop_flag
 from muster.rollout.processes.replica import COUNTS, Replica
 from muster.rollout.processes.replica_plans import ReplicaPlan, plans_for
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes, shapes_of
@@ -77,7 +76,7 @@ class CollectorPool:
             self._batch_memory = BatchMemory()
             self._weights_fd = memfd("weights")
         self._finalizer = weakref.finalize(self, os.close, self._weights_fd)
-        self._filling: dict[int, mmap.mmap] = {}  # by collector, the block that it is filling
+        self._filling: dict[int, Block] = {}  # by collector, the block that it is filling
         # Frames returned so far, by collector. They are counted here, so that they outlive a process that dies.
         self._frames = [0] * num_collectors
         # Counts of the collectors' envs, int64 [collectors, COUNTS]: of the current processes, and of earlier ones.
@@ -242,7 +241,7 @@ class CollectorPool:
         if idle := [k for k in range(len(self._frames)) if k not in self._filling]:
             self._send({k: self._batch_memory.take_block(self._layouts[k].block_bytes) for k in idle})
 
-    def _send(self, blocks: Mapping[int, tuple[int, mmap.mmap]]) -> None:
+    def _send(self, blocks: Mapping[int, tuple[int, Block]]) -> None:
         """Has collectors fill blocks of batch memory. blocks: by collector the offset, and the memory there."""
         for _, block in blocks.values():
             stop_flag(block)[0] = 0
@@ -252,7 +251,7 @@ class CollectorPool:
         self._afresh.difference_update(blocks)
         self._filling |= {k: block for k, (_, block) in blocks.items()}
 
-    def _receive(self, min_collectors: int) -> list[tuple[int, mmap.mmap, int, dict[str, Any]]]:
+    def _receive(self, min_collectors: int) -> list[tuple[int, Block, int, dict[str, Any]]]:
         """Waits for collectors; returns those that are done: index, filled block, version of the weights, infos."""
         with self._translating():
             batch = self._processes.recv(min_envs=min_collectors)
@@ -260,7 +259,7 @@ class CollectorPool:
         columns: dict[str, Any] = {
             name: batch.infos[name] for name in ("finals", "losses", "restarted") if name in batch.infos
         }
-        done: list[tuple[int, mmap.mmap, int, dict[str, Any]]] = []
+        done: list[tuple[int, Block, int, dict[str, Any]]] = []
         for row, k in enumerate(batch.env_ids.tolist()):
             infos = {name: column[row] for name, column in columns.items() if column[row] is not None}
             done.append((k, self._filling.pop(k), int(batch.obs[row, 0]), infos))

@@ -6,7 +6,6 @@ start methods, first-ready waits, deaths that are noticed and explained, timeout
 
 from __future__ import annotations
 
-import mmap
 import pickle
 from collections.abc import Callable
 from functools import cached_property
@@ -19,6 +18,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from muster._core import map_fd
 from muster.errors import EnvError, WorkerError
 from muster.recipes.recipe import unpack
 from muster.rollout.collector import Collector
@@ -123,7 +123,7 @@ class Replica(gymnasium.Env[Array, Array]):
         if self._weights is None:
             self._weights = SharedWeights(named_weights(self.policy), self._weights_file.fileno())
         self._version = self._weights.read_into(named_weights(self.policy), self._version)
-        block = mmap.mmap(self._batch_memory.fileno(), layout.block_bytes, offset=offset)
+        block = map_fd(fd=self._batch_memory.fileno(), size=layout.block_bytes, offset=offset)
         storage = layout.storage(block, slice(*self._plan.part))
         storage.clear_flags()
         self._guarded(lambda: collector.fill(storage, stop_flag(block)))

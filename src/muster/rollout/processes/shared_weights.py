@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muster._core import CACHE_LINE
+from muster._core import CACHE_LINE, map_fd
 from muster.rollout.weights import require_fitting
 
 WeightShapes = dict[str, tuple[tuple[int, ...], str]]
@@ -45,8 +44,8 @@ class SharedWeights:
         self._threads = threading.Lock()
         if os.fstat(self.fd).st_size < size:
             os.ftruncate(self.fd, size)
-        block = mmap.mmap(self.fd, size)
-        self._version = np.frombuffer(block, np.int64, 1)
+        block = map_fd(fd=self.fd, size=size)
+        self._version = block[:8].view(np.int64)
         self._tensors: dict[str, Tensor] = {}
         for name, tensor in like.items():
             if tensor.numel():

@@ -1,0 +1,76 @@
+"""Batches, and parts of them, that are kept."""
+
+import gc
+import os
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import muster
+
+
+class Clock(gym.Env):
+    observation_space = spaces.Box(-1e9, 1e9, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.full(2, self.t, np.float32), float(self.t), False, False, {}
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_parts_of_batches_stay_as_they_are_and_hold_no_file_open(sync):
+    parts = [
+        lambda batch: batch,
+        lambda batch: batch["observation"][0],
+        lambda batch: batch["next", "reward"].numpy(),
+        lambda batch: batch["action"].unbind(1)[0],
+        lambda batch: batch[0],
+    ]
+    options = {"num_collectors": 2, "num_envs": 2, "frames_per_batch": 4, "total_frames": 400, "sync": sync}
+    with muster.MultiCollector(Clock, **options) as collector:
+        batches = iter(collector)
+        kept = [next(batches)]
+        copies = [kept[0].clone()]
+        before = len(os.listdir("/proc/self/fd"))
+        for i, batch in enumerate(batches):
+            kept.append(parts[i % len(parts)](batch))
+            copies.append(kept[-1].copy() if isinstance(kept[-1], np.ndarray) else kept[-1].clone())
+        assert len(os.listdir("/proc/self/fd")) == before
+    gc.collect()
+    assert len(kept) >= 100
+    for part, copy in zip(kept, copies, strict=True):
+        assert np.array_equal(part, copy) if isinstance(part, np.ndarray) else (part == copy).all()
+
+
+def test_memory_of_dropped_batches_is_used_again():
+    options = {"num_collectors": 1, "num_envs": 1, "frames_per_batch": 4}
+    with muster.MultiCollector(Clock, **options) as collector:
+        for _ in range(20):
+            collector.rollout()
+        size = os.fstat(collector._collectors._batch_memory.fd).st_size
+        for _ in range(20):
+            collector.rollout()
+        assert os.fstat(collector._collectors._batch_memory.fd).st_size == size
+
+
+def test_big_arguments_hold_no_file_open_in_workers():
+    class Reader(Clock):
+        def __init__(self, table):
+            self.table = table
+
+        def open_files(self):
+            return len(os.listdir("/proc/self/fd"))
+
+    counts = set()
+    for table in (np.zeros(1), np.zeros(1 << 20)):
+        with muster.make_vec(Reader, 2, env_kwargs={"table": table}, num_workers=2, context="forkserver") as envs:
+            counts |= set(envs.call("open_files"))
+            assert envs.get_attr("table")[0].shape == table.shape
+    assert len(counts) == 1
