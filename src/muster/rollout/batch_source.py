@@ -6,6 +6,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -84,13 +85,7 @@ class BatchSource(ABC):
 
     def rollout(self) -> TensorDict:
         """The next batch. After an error or Ctrl-C the following one starts new episodes in all envs."""
-        if self._closed:
-            raise ClosedError("this collector was shut down; make another one")
-        if not self._collecting.acquire(blocking=False):
-            raise UsageError("another thread is collecting; use one at a time, or a lock")
-        try:
-            if self._cut_short:
-                self._give_up()
+        with self._between_batches():
             self._cut_short = True
             batch = self._collect()
             if self._split_trajs:
@@ -99,6 +94,19 @@ class BatchSource(ABC):
                 batch = batch.to(self._storing_device)
             self._cut_short = False
             return batch
+
+    @contextmanager
+    def _between_batches(self) -> Iterator[None]:
+        """Keeps other threads from collecting; drops what an error has left under way."""
+        if self._closed:
+            raise ClosedError("this collector was shut down; make another one")
+        if not self._collecting.acquire(blocking=False):
+            raise UsageError("another thread is collecting; use one at a time, or a lock")
+        try:
+            if self._cut_short:
+                self._give_up()
+                self._cut_short = False
+            yield
         finally:
             self._collecting.release()
 

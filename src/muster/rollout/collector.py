@@ -215,6 +215,11 @@ class Collector(BatchSource):
         self._torch_state = kept
         return trial.outputs
 
+    @property
+    def envs(self) -> Any:
+        """The vector env: `call`, `get_attr` and `set_attr` reach its envs between batches."""
+        return self._envs.envs
+
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
         self._stepping.start_afresh()

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from gymnasium import Space
+
 from muster.backends.process import ProcessOptions
 from muster.rollout.fields import Array
 from muster.rollout.storage import Storage
@@ -79,6 +81,15 @@ class CollectorSet(Protocol):
 
     def give_up(self) -> None:
         """Drops what is under way: the next batches begin new episodes in all envs."""
+
+    def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Between batches `VectorEnv.call` on all envs, in the order of their indices among all."""
+
+    def set_attr(self, name: str, values: Sequence[Any]) -> None:
+        """Between batches `VectorEnv.set_attr` with a value for each env."""
+
+    def spaces(self) -> tuple[Space[Any], Space[Any]]:
+        """One env's observation and action spaces."""
 
     def reset(self, round_number: int, frames: int) -> None:
         """Begins new episodes in all envs, and drops what is under way.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from gymnasium import Space
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 from tensordict.nn import InteractionType  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor
@@ -137,6 +139,7 @@ class MultiCollector(BatchSource):
         }
         recipes = _understood(envs, num_envs, num_collectors, make_vec_options)
         self.policy = policy
+        self._num_envs = len(recipes)
         self._count_envs(len(recipes))
         self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, sync, options, for_each)
 
@@ -186,6 +189,38 @@ class MultiCollector(BatchSource):
         """Version of the weights that collectors take for their next batch; 1 for those they started with."""
         return self._collectors.version
 
+    @property
+    def single_observation_space(self) -> Space[Any]:
+        """One env's observation space; for multi-agent envs a Dict by group."""
+        return self._spaces[0]
+
+    @property
+    def single_action_space(self) -> Space[Any]:
+        """One env's action space; for multi-agent envs a Dict by group."""
+        return self._spaces[1]
+
+    def call(self, name: str | Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The results of ``env.name(*args, **kwargs)``, or of ``name(env, env_index)`` for a function, one per env.
+
+        Envs are called between batches, in the order of their indices among all. With ``sync=False`` each collector
+        first ends the batch that it has begun, which the next iterations return. Raises EnvError, UsageError.
+        """
+        with self._between_batches():
+            return self._collectors.call(name, args, kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """The attribute `name` of every env, looked up through wrappers; see `call`."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple; see `call`."""
+        if not isinstance(values, (list, tuple)):
+            values = [values] * self._num_envs
+        if len(values) != self._num_envs:
+            raise ConfigError(f"set_attr({name!r}): expected {self._num_envs} values, one an env, got {len(values)}")
+        with self._between_batches():
+            self._collectors.set_attr(name, values)
+
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
         self._collectors.reset(self.batches + 1, self.frames)
@@ -217,6 +252,11 @@ class MultiCollector(BatchSource):
         """Ends the processes."""
         self._closed = True
         self._collectors.close()
+
+    @cached_property
+    def _spaces(self) -> tuple[Space[Any], Space[Any]]:
+        with self._between_batches():
+            return self._collectors.spaces()
 
     def _give_up(self) -> None:
         self._collectors.give_up()

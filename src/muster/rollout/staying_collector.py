@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from gymnasium import Space
 
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import Filled
@@ -27,6 +28,15 @@ class StayingCollector:
     def collect(self) -> Filled:
         storage = self._collector.collect_storage()
         return Filled(storage, 0, np.full(storage.N, self._collector.acting_version))
+
+    def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(self._collector.envs.call(name, *args, **kwargs))
+
+    def set_attr(self, name: str, values: Sequence[Any]) -> None:
+        self._collector.envs.set_attr(name, values)
+
+    def spaces(self) -> tuple[Space[Any], Space[Any]]:
+        return self._collector.envs.single_observation_space, self._collector.envs.single_action_space
 
     def give_up(self) -> None:
         self._collector.reset()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from gymnasium import Space
 from torch import Tensor
 
 from muster.errors import (
@@ -94,7 +95,7 @@ class CollectorPool:
             collector_options=collector_options,
             options=options,
         )
-        self._nouns = collector_nouns([range(*ends) for ends in pairwise(self._firsts)], is_env=True)
+        self._nouns = collector_nouns([range(*ends) for ends in itertools.pairwise(self._firsts)], is_env=True)
         with called_as(recipes[0].call):
             replicas = make_recipes(Replica, num_collectors, [{"plan": plan} for plan in plans])
         with self._translating():
@@ -166,6 +167,16 @@ class CollectorPool:
         self._filling.clear()
         self._afresh.update(range(len(self._frames)))
 
+    def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(itertools.chain.from_iterable(self._call("call_envs", name, args, dict(kwargs))))
+
+    def set_attr(self, name: str, values: Sequence[Any]) -> None:
+        self._call("set_in_envs", name, list(values))
+
+    def spaces(self) -> tuple[Space[Any], Space[Any]]:
+        found: tuple[Space[Any], Space[Any]] = self._call("spaces")[0]
+        return found
+
     def stats(self) -> dict[str, Any]:
         counts = self._counts_before + self._counts
         env_steps, _, restarts = counts.sum(axis=0).tolist()
@@ -204,9 +215,12 @@ class CollectorPool:
         self._weights = SharedWeights(weights, self._weights_fd)
         self._weights.write(weights)
 
-    def _call(self, name: str) -> Any:
+    def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
+        """Calls a method of all replicas, which end their batches first."""
+        if self._filling:
+            self._take_ready(len(self._filling))
         with self._translating():
-            return self._processes.call(name)
+            return self._processes.call(name, *args)
 
     # ---- collecting
 
@@ -229,13 +243,16 @@ class CollectorPool:
     def _collect_first(self) -> Filled:
         while not self._ready:
             self._send_idle()
-            for k, block, version, infos in self._receive(1):
-                storage = self._layouts[k].storage(block)
-                self._finish(k, storage, slice(0, storage.N), infos)
-                self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, version)))
-            # Each collector goes on at once, while the caller learns; at most one of its batches waits.
-            self._send_idle()
+            self._take_ready(1)
+        # Each collector goes on at once, while the caller learns; at most one of its batches waits.
+        self._send_idle()
         return self._ready.popleft()
+
+    def _take_ready(self, min_collectors: int) -> None:
+        for k, block, version, infos in self._receive(min_collectors):
+            storage = self._layouts[k].storage(block)
+            self._finish(k, storage, slice(0, storage.N), infos)
+            self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, version)))
 
     def _send_idle(self) -> None:
         if idle := [k for k in range(len(self._frames)) if k not in self._filling]:

@@ -7,7 +7,7 @@ start methods, first-ready waits, deaths that are noticed and explained, timeout
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from io import FileIO
 from typing import Any
@@ -94,6 +94,22 @@ class Replica(gymnasium.Env[Array, Array]):
     def weight_shapes(self) -> WeightShapes:
         """Shapes and dtypes of the weights that the policy takes, by name."""
         return shapes_of(named_weights(self.policy))
+
+    def call_envs(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """`VectorEnv.call` on its envs; a function is called with their indices among all."""
+        if callable(name):
+            function = name
+            name = lambda env, i: function(env, self._plan.first_env + i)  # noqa: E731
+        return tuple(self._guarded(lambda: self._envs.call(name, *args, **kwargs)))
+
+    def set_in_envs(self, name: str, values: Sequence[Any]) -> None:
+        """`VectorEnv.set_attr` on its envs. values: those of all collectors' envs."""
+        own = values[self._plan.first_env :][: self._envs.num_envs]
+        self._guarded(lambda: self._envs.set_attr(name, list(own)))
+
+    def spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+        """One env's observation and action spaces."""
+        return self._envs.single_observation_space, self._envs.single_action_space
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         offset, frames, afresh = map(int, action)
