@@ -34,7 +34,7 @@ collector = muster.MultiCollector(
 )
 with collector:
     for i, batch in enumerate(collector):
-        T, N = batch.batch_size
+        N, T = batch.batch_size
         print(f"batch {i}: {T} steps of {N} envs, {batch['next', 'walker', 'reward'].shape[2]} walkers")
         # learn here, then: collector.update_policy_weights_()
 print("frames:", collector.frames)

@@ -136,7 +136,7 @@ def test_an_env_that_is_taken_apart_with_its_last_agent_keeps_its_last_state() -
 def test_collectors_ask_for_the_state_of_what_they_make() -> None:
     options = {"backend": "serial"}
     with muster.Collector(Stating, None, frames_per_batch=4, num_envs=2, make_vec_options=options) as collector:
-        assert collector.rollout()["state"][..., 0].tolist() == [[0, 0], [1, 1]]
+        assert collector.rollout()["state"][..., 0].tolist() == [[0, 1], [0, 1]]
 
 
 def test_a_policy_that_reads_the_state_is_told_how_to_have_it() -> None:

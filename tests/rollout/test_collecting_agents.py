@@ -50,18 +50,18 @@ def test_groups_nest_and_cut_trajectories_end_for_every_agent():
         make_vec_options={"backend": "serial", **WALKERS},
     ) as collector:
         batch = collector.rollout()
-    assert batch["walker", "observation"].shape == (4, 2, 3, 31)
-    assert batch["walker", "action"].shape == (4, 2, 3, 4)
+    assert batch["walker", "observation"].shape == (2, 4, 3, 31)
+    assert batch["walker", "action"].shape == (2, 4, 3, 4)
     for name in ("reward", "terminated", "truncated", "done"):
-        assert batch["next", "walker", name].shape == (4, 2, 3, 1)
-    assert batch["next", "done"].shape == (4, 2, 1)
+        assert batch["next", "walker", name].shape == (2, 4, 3, 1)
+    assert batch["next", "done"].shape == (2, 4, 1)
     assert batch["walker", "alive"].all()
     assert batch["walker", "acting"].all()
-    assert batch["next", "truncated"][:, 0, 0].tolist() == [False, False, True, False]
-    assert batch["next", "walker", "truncated"][2].all()
+    assert batch["next", "truncated"][0, :, 0].tolist() == [False, False, True, False]
+    assert batch["next", "walker", "truncated"][:, 2].all()
     assert not batch["next", "walker", "terminated"].any()
-    assert batch["next", "walker", "observation"][0].equal(batch["walker", "observation"][1])
-    assert not batch["next", "walker", "observation"][2].equal(batch["walker", "observation"][3])
+    assert batch["next", "walker", "observation"][:, 0].equal(batch["walker", "observation"][:, 1])
+    assert not batch["next", "walker", "observation"][:, 2].equal(batch["walker", "observation"][:, 3])
     assert collector.last_episodes.returns.shape == (2, 3)
 
 
@@ -72,9 +72,9 @@ def test_an_agent_that_has_ended_is_not_cut_off_as_well():
         env, num_envs=1, frames_per_batch=4, max_frames_per_traj=3, make_vec_options={"backend": "serial"}
     ) as collector:
         batch = collector.rollout()
-    assert batch["next", "a", "terminated"][:, 0, :, 0].tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]
-    assert batch["next", "a", "truncated"][:, 0, :, 0].tolist() == [[0, 0], [0, 0], [0, 1], [0, 0]]
-    assert batch["next", "b", "truncated"][:, 0, :, 0].tolist() == [[0], [0], [1], [0]]
+    assert batch["next", "a", "terminated"][0, :, :, 0].tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]
+    assert batch["next", "a", "truncated"][0, :, :, 0].tolist() == [[0, 0], [0, 0], [0, 1], [0, 0]]
+    assert batch["next", "b", "truncated"][0, :, :, 0].tolist() == [[0], [0], [1], [0]]
 
 
 def test_random_actions_obey_masks():
@@ -120,8 +120,8 @@ def test_four_collectors_of_multiwalker_give_two_batches(net, context):
         make_vec_options=WALKERS,
     ) as collector:
         batches = list(collector)
-    assert [batch.batch_size for batch in batches] == [(25, 4)] * 2
-    assert batches[0]["walker", "action"].shape == (25, 4, 3, 4)
+    assert [batch.batch_size for batch in batches] == [(4, 25)] * 2
+    assert batches[0]["walker", "action"].shape == (4, 25, 3, 4)
     assert not batches[0]["walker", "observation"].equal(batches[1]["walker", "observation"])
 
 

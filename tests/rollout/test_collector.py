@@ -32,19 +32,19 @@ class Noisy(nn.Module):
 
 def test_batch_has_torchrls_keys_and_shapes():
     batch, _ = collect(count_env(), zeros_policy)
-    assert batch.batch_size == (8, 2)
-    assert batch.names == ["time", None]
+    assert batch.batch_size == (2, 8)
+    assert batch.names == [None, "time"]
     shapes = {key: tuple(batch[key].shape) for key in batch.keys(True, True)}
     assert shapes == {
-        "observation": (8, 2, 2),
-        "action": (8, 2),
-        ("next", "observation"): (8, 2, 2),
-        ("next", "reward"): (8, 2, 1),
-        ("next", "terminated"): (8, 2, 1),
-        ("next", "truncated"): (8, 2, 1),
-        ("next", "done"): (8, 2, 1),
-        ("collector", "traj_ids"): (8, 2),
-        ("collector", "mask"): (8, 2),
+        "observation": (2, 8, 2),
+        "action": (2, 8),
+        ("next", "observation"): (2, 8, 2),
+        ("next", "reward"): (2, 8, 1),
+        ("next", "terminated"): (2, 8, 1),
+        ("next", "truncated"): (2, 8, 1),
+        ("next", "done"): (2, 8, 1),
+        ("collector", "traj_ids"): (2, 8),
+        ("collector", "mask"): (2, 8),
     }
     assert batch["next", "reward"].dtype == torch.float32
     assert batch["next", "done"].dtype == torch.bool
@@ -53,16 +53,16 @@ def test_batch_has_torchrls_keys_and_shapes():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_same_step_rows_hold_the_final_observation_once(overlap):
     batch, collector = collect(count_env(length=3, truncates=True), zeros_policy, overlap=overlap)
-    steps = batch["observation"][:, 0].tolist()
+    steps = batch["observation"][0].tolist()
     assert steps == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1]]
-    after = batch["next", "observation"][:, 0].tolist()
+    after = batch["next", "observation"][0].tolist()
     assert after == [[0, 1], [0, 2], [0, 3], [1, 1], [1, 2], [1, 3], [2, 1], [2, 2]]
-    assert batch["next", "truncated"][:, 0, 0].tolist() == [False, False, True] * 2 + [False] * 2
+    assert batch["next", "truncated"][0, :, 0].tolist() == [False, False, True] * 2 + [False] * 2
     assert not batch["next", "terminated"].any()
     assert batch["next", "done"].equal(batch["next", "truncated"])
-    assert batch["next", "reward"][:, 0, 0].tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert batch["next", "reward"][0, :, 0].tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
     assert batch["collector", "mask"].all()
-    assert batch["collector", "traj_ids"].T.tolist() == [[0, 0, 0, 2, 2, 2, 4, 4], [1, 1, 1, 3, 3, 3, 5, 5]]
+    assert batch["collector", "traj_ids"].tolist() == [[0, 0, 0, 2, 2, 2, 4, 4], [1, 1, 1, 3, 3, 3, 5, 5]]
     assert collector.last_episodes.returns.tolist() == [6.0] * 4
     assert collector.last_episodes.lengths.tolist() == [3] * 4
     assert collector.last_episodes.env_ids.tolist() == [0, 1, 0, 1]
@@ -74,16 +74,16 @@ def test_next_step_reset_rows_are_masked(overlap):
     with envs:
         collector = Collector(envs, zeros_policy, frames_per_batch=16, overlap=overlap)
         batch = collector.rollout()
-        assert batch["observation"][:, 1].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1], [1, 2], [1, 3]]
-        assert batch["next", "observation"][2, 1].tolist() == [0, 3]
-        assert batch["collector", "mask"][:, 1].tolist() == [True, True, True, False] * 2
-        assert batch["next", "done"][:, 1, 0].tolist() == [False, False, True, False] * 2
-        assert batch["collector", "traj_ids"][[0, 1, 2, 4, 5, 6], 0].tolist() == [0] * 3 + [2] * 3
+        assert batch["observation"][1].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1], [1, 2], [1, 3]]
+        assert batch["next", "observation"][1, 2].tolist() == [0, 3]
+        assert batch["collector", "mask"][1].tolist() == [True, True, True, False] * 2
+        assert batch["next", "done"][1, :, 0].tolist() == [False, False, True, False] * 2
+        assert batch["collector", "traj_ids"][0, [0, 1, 2, 4, 5, 6]].tolist() == [0] * 3 + [2] * 3
         assert collector.frames == 12
         assert collector.last_episodes.returns.tolist() == [6.0] * 4
         second = collector.rollout()
         assert second["observation"][0, 0].tolist() == [2, 0]
-        assert second["collector", "mask"][0].all()
+        assert second["collector", "mask"][:, 0].all()
 
 
 def test_disabled_autoreset_is_refused():
@@ -97,8 +97,8 @@ def test_disabled_autoreset_is_refused():
 def test_gymnasiums_own_vector_env_collects_too():
     envs = gym.vector.SyncVectorEnv([count_env(length=3)] * 2, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     batch = Collector(envs, zeros_policy, frames_per_batch=8).rollout()
-    assert batch["next", "observation"][2, 0].tolist() == [0, 3]
-    assert batch["observation"][3, 0].tolist() == [1, 0]
+    assert batch["next", "observation"][0, 2].tolist() == [0, 3]
+    assert batch["observation"][0, 3].tolist() == [1, 0]
     envs.close()
 
 
@@ -107,8 +107,8 @@ def test_batches_go_on_where_the_last_one_ended_and_keep_their_memory():
         count_env(length=5), zeros_policy, num_envs=1, frames_per_batch=3, total_frames=7, make_vec_options=SERIAL
     ) as collector:
         batches = list(collector)
-    assert [batch["observation"][:, 0, 1].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
-    assert [batch["collector", "traj_ids"][:, 0].tolist() for batch in batches] == [[0, 0, 0], [0, 0, 1], [1, 1, 1]]
+    assert [batch["observation"][0, :, 1].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+    assert [batch["collector", "traj_ids"][0].tolist() for batch in batches] == [[0, 0, 0], [0, 0, 1], [1, 1, 1]]
     assert collector.frames == 9
 
 
@@ -135,19 +135,19 @@ def test_max_frames_per_traj_truncates_and_resets(mode, overlap):
         max_frames_per_traj=2,
         overlap=overlap,
     )
-    assert batch["observation"][:, 0].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0], [3, 1]]
-    assert batch["next", "observation"][:, 1, 1].tolist() == [1, 2] * 4
-    assert batch["next", "truncated"][:, 1, 0].tolist() == [False, True] * 4
+    assert batch["observation"][0].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0], [3, 1]]
+    assert batch["next", "observation"][1, :, 1].tolist() == [1, 2] * 4
+    assert batch["next", "truncated"][1, :, 0].tolist() == [False, True] * 4
     assert batch["collector", "mask"].all()
-    assert batch["collector", "traj_ids"][:, 0].tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert batch["collector", "traj_ids"][0].tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
     assert collector.last_episodes.lengths.tolist() == [2] * 8
 
 
 def test_max_frames_per_traj_does_not_cut_what_ended_by_itself():
     batch, _ = collect(count_env(length=2), zeros_policy, max_frames_per_traj=2, T=4)
-    assert batch["next", "terminated"][:, 0, 0].tolist() == [False, True] * 2
+    assert batch["next", "terminated"][0, :, 0].tolist() == [False, True] * 2
     assert not batch["next", "truncated"].any()
-    assert batch["observation"][:, 0, 0].tolist() == [0, 0, 1, 1]
+    assert batch["observation"][0, :, 0].tolist() == [0, 0, 1, 1]
 
 
 def test_reset_at_each_iter_starts_new_trajectories():
@@ -161,16 +161,16 @@ def test_reset_at_each_iter_starts_new_trajectories():
         make_vec_options=SERIAL,
     ) as collector:
         first, second = collector
-    assert first["observation"][:, 0].tolist() == [[0, 0], [0, 1], [0, 2]]
-    assert second["observation"][:, 0].tolist() == [[1, 0], [1, 1], [1, 2]]
-    assert second["collector", "traj_ids"].tolist() == [[2, 3]] * 3
+    assert first["observation"][0].tolist() == [[0, 0], [0, 1], [0, 2]]
+    assert second["observation"][0].tolist() == [[1, 0], [1, 1], [1, 2]]
+    assert second["collector", "traj_ids"].tolist() == [[2] * 3, [3] * 3]
     assert not second["next", "done"].any()
 
 
-def test_split_trajs_gives_one_trajectory_per_column():
+def test_split_trajs_gives_one_trajectory_per_row():
     batch, _ = collect(count_env(length=3), zeros_policy, split_trajs=True)
-    assert batch.batch_size == (3, 6)
-    assert batch["collector", "mask"].sum(0).tolist() == [3, 3, 2, 3, 3, 2]
+    assert batch.batch_size == (6, 3)
+    assert batch["collector", "mask"].sum(1).tolist() == [3, 3, 2, 3, 3, 2]
 
 
 def test_compact_batches_rebuild_next_observations():
@@ -233,13 +233,13 @@ def test_replay_buffer_takes_valid_frames_and_nothing_is_yielded():
 
 def test_dict_spaces_nest_and_actions_go_back_as_dicts():
     batch, _ = collect(DictEnv, None, T=3, seed=0)
-    assert batch["eyes", "left"].shape == (3, 2, 2, 2)
+    assert batch["eyes", "left"].shape == (2, 3, 2, 2)
     assert batch["eyes", "left"].dtype == torch.uint8
-    assert batch["eyes", "right"].tolist() == [[3, 3]] * 3
+    assert batch["eyes", "right"].tolist() == [[3] * 3] * 2
     assert batch["next", "speed"].dtype == torch.float64
     expected = batch["action", "gear"] + batch["action", "steer"].sum(-1)
     assert torch.allclose(batch["next", "reward"].squeeze(-1), expected)
-    assert batch["action", "lights"].shape == (3, 2, 3)
+    assert batch["action", "lights"].shape == (2, 3, 3)
 
 
 # ---- policies
@@ -270,7 +270,7 @@ def test_tensordict_policy_reads_and_writes_its_keys():
     )
     batch, _ = collect(count_env(length=4), policy)
     assert batch["hidden", "twice"].equal(batch["observation"] * 2)
-    assert batch["action"][:, 0].tolist() == [0, 2, 4, 6] * 2
+    assert batch["action"][0].tolist() == [0, 2, 4, 6] * 2
 
 
 def test_what_a_plain_policy_gives_besides_actions_is_stored():
@@ -293,8 +293,8 @@ def test_recurrent_state_is_carried_and_reset_by_env():
         lengths, Counter(), frames_per_batch=14, initial_state={"seen": torch.full((1,), 10.0)}, make_vec_options=SERIAL
     ) as collector:
         first, second = collector.rollout(), collector.rollout()
-    assert first["action"].T.tolist() == [[10, 11, 12, 10, 11, 12, 10], [10, 11, 12, 13, 14, 10, 11]]
-    assert second["action"][0].tolist() == [11, 12]
+    assert first["action"].tolist() == [[10, 11, 12, 10, 11, 12, 10], [10, 11, 12, 13, 14, 10, 11]]
+    assert second["action"][:, 0].tolist() == [11, 12]
     assert first["next", "seen"][0, 0].item() == 11
 
 
@@ -313,7 +313,7 @@ def test_noise_that_reads_is_init_starts_afresh_with_each_episode():
 
     policy = TensorDictSequential(TensorDictModule(zeros_policy, ["observation"], ["action"]), Growing())
     batch, _ = collect(count_env(length=3), policy)
-    assert batch["action"][:, 0].tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert batch["action"][0].tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
 def test_plain_recurrent_policy_gets_and_gives_its_state():
@@ -321,8 +321,8 @@ def test_plain_recurrent_policy_gets_and_gives_its_state():
         return state["h"][:, 0].long(), {"h": state["h"] + 1}
 
     batch, _ = collect(count_env(length=3), policy, initial_state={"h": torch.zeros(1)})
-    assert batch["action"][:, 0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert batch["h"][:, 0, 0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert batch["action"][0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert batch["h"][0, :, 0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
 def test_torchrls_lstm_module_collects_without_a_primer():
@@ -331,9 +331,9 @@ def test_torchrls_lstm_module_collects_without_a_primer():
     head = TensorDictModule(lambda h: h.argmax(-1), in_keys=["embed"], out_keys=["action"])
     policy = TensorDictSequential(lstm, head)
     batch, _ = collect(count_env(length=3), policy)
-    assert batch["is_init"][:, 0, 0].tolist() == [True, False, False] * 2 + [True, False]
-    assert not batch["recurrent_state_h"][[0, 3, 6]].any()
-    assert batch["recurrent_state_h"][1].equal(batch["next", "recurrent_state_h"][0])
+    assert batch["is_init"][0, :, 0].tolist() == [True, False, False] * 2 + [True, False]
+    assert not batch["recurrent_state_h"][:, [0, 3, 6]].any()
+    assert batch["recurrent_state_h"][:, 1].equal(batch["next", "recurrent_state_h"][:, 0])
 
 
 def test_missing_initial_state_is_named():

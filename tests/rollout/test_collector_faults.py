@@ -24,8 +24,8 @@ def test_after_an_env_error_the_next_batch_starts_afresh(overlap):
         with pytest.raises(EnvError, match="the motor is stuck"):
             collector.rollout()
         batch = collector.rollout()
-    assert batch["observation"][:, 0].tolist() == [[1, count] for count in range(7)]
-    assert batch["observation"][:, 1].tolist() == [[1, count] for count in range(7)]
+    assert batch["observation"][0].tolist() == [[1, count] for count in range(7)]
+    assert batch["observation"][1].tolist() == [[1, count] for count in range(7)]
 
 
 def test_restarted_rows_are_masked():
@@ -36,10 +36,10 @@ def test_restarted_rows_are_masked():
         pytest.warns(RuntimeWarning, match=r"env 1 failed and was replaced.* RuntimeError: the motor is stuck"),
     ):
         batch = collector.rollout()
-    assert batch["collector", "mask"][:, 0].all()
-    assert batch["collector", "mask"][:, 1].tolist() == [True] * 4 + [False] + [True] * 3
-    assert batch["next", "truncated"][4, 1].item()
-    assert batch["collector", "traj_ids"][5, 1] != batch["collector", "traj_ids"][3, 1]
+    assert batch["collector", "mask"][0].all()
+    assert batch["collector", "mask"][1].tolist() == [True] * 4 + [False] + [True] * 3
+    assert batch["next", "truncated"][1, 4].item()
+    assert batch["collector", "traj_ids"][1, 5] != batch["collector", "traj_ids"][1, 3]
     assert len(collector.last_episodes.returns) == 0
 
 

@@ -86,11 +86,11 @@ def test_sync_batches_hold_all_envs_and_weights_follow():
         assert policy.best.item() == 9.0
         with pytest.raises(SpecMismatch, match="missing"):
             collector.update_policy_weights_({"worst": torch.tensor(1.0)})
-    assert first.batch_size == (4, 3)
-    assert first.names == ["time", None]
-    assert first["observation"][:, 2].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]
-    assert first["next", "observation"][:, 0].tolist() == [[0, 1], [0, 2], [0, 3], [1, 1]]
-    assert first["collector", "traj_ids"].tolist() == [[0, 1, 2]] * 3 + [[3, 4, 5]]
+    assert first.batch_size == (3, 4)
+    assert first.names == [None, "time"]
+    assert first["observation"][2].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]
+    assert first["next", "observation"][0].tolist() == [[0, 1], [0, 2], [0, 3], [1, 1]]
+    assert first["collector", "traj_ids"].tolist() == [[0] * 3 + [3], [1] * 3 + [4], [2] * 3 + [5]]
     assert [int(batch["action"].unique()) for batch in (first, kept, after, last)] == [3, 3, 8, 9]
     versions = [int(batch["collector", "policy_version"].unique()) for batch in (first, kept, after, last)]
     assert versions == [1, 1, 2, 3]
@@ -108,7 +108,7 @@ def test_same_seed_gives_the_same_batches_and_other_seeds_others():
     assert all(batches_equal(a, b) for a, b in zip(first, second, strict=True))
     assert not other[0]["action"].equal(first[0]["action"])
     # Neither do the two collectors of one run share anything.
-    assert not first[0]["action"][:, 0].equal(first[0]["action"][:, 1])
+    assert not first[0]["action"][0].equal(first[0]["action"][1])
 
 
 @pytest.mark.parametrize("context", ["auto", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -135,11 +135,11 @@ def test_first_come_batches_are_of_one_collector_each():
     ) as collector:
         batches = list(collector)
     assert len(batches) == 10
-    assert {tuple(batch.batch_size) for batch in batches} == {(3, 2)}
+    assert {tuple(batch.batch_size) for batch in batches} == {(2, 3)}
     ids = torch.cat([batch["collector", "traj_ids"].unique() for batch in batches])
     assert len(ids.unique()) <= 4
     for batch in batches:
-        steps = batch["observation"][:, 0, 1]
+        steps = batch["observation"][0, :, 1]
         assert (steps[1:] - steps[:-1] == 1).all()
 
 
@@ -181,7 +181,7 @@ def test_uncopyable_policy_stays_with_a_warning():
     with collector:
         batches = list(collector)
         assert collector.policy is policy
-    assert [batch.batch_size for batch in batches] == [(4, 2)] * 2
+    assert [batch.batch_size for batch in batches] == [(2, 4)] * 2
     assert (batches[0]["action"] == 5).all()
 
 
@@ -275,11 +275,11 @@ def test_dead_collector_is_replaced_and_its_rows_masked(tmp_path):
             first = collector.rollout()
         second = collector.rollout()
         stats = collector.stats()["collectors"]
-    assert first["collector", "mask"].T.tolist() == [[True] * 5, [False] * 5]
-    assert first["next", "truncated"][..., 0].T.tolist() == [[False] * 5, [True] + [False] * 4]
+    assert first["collector", "mask"].tolist() == [[True] * 5, [False] * 5]
+    assert first["next", "truncated"][..., 0].tolist() == [[False] * 5, [True] + [False] * 4]
     assert (stats["restarts"], stats["env_steps"]) == (1, 15)
     assert second["collector", "mask"].all()
-    assert second["observation"][:, 1, 1].tolist() == [0, 1, 2, 3, 4]
+    assert second["observation"][1, :, 1].tolist() == [0, 1, 2, 3, 4]
     assert (second["action"] == 4).all()
 
 
@@ -392,11 +392,11 @@ def test_stragglers_are_stopped_at_the_threshold():
         preemptive_threshold=0.5,
     ) as collector:
         first, second = collector.rollout(), collector.rollout()
-    assert first["collector", "mask"][:, 0].all()
-    done = int(first["collector", "mask"][:, 1].sum())
+    assert first["collector", "mask"][0].all()
+    done = int(first["collector", "mask"][1].sum())
     assert 0 < done < 100
-    assert second["observation"][0, 1, 1].item() == done
-    assert not first["observation"][done + 1 :, 1].any()
+    assert second["observation"][1, 0, 1].item() == done
+    assert not first["observation"][1, done + 1 :].any()
 
 
 def test_matches_what_a_collector_gives_row_by_row():

@@ -58,7 +58,8 @@ class Weightless(nn.Module):
 
 def begins_afresh(batch):
     ids = batch["collector", "traj_ids"]
-    return not batch["observation"][0, :, 1].any() and len(ids[0].unique()) == len(ids[0]) == len(ids.unique())
+    first = ids[:, 0]
+    return not batch["observation"][:, 0, 1].any() and len(first.unique()) == len(first) == len(ids.unique())
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -106,7 +107,7 @@ def test_a_second_thread_is_refused_and_the_first_is_not_disturbed():
         first.join()
         following = collector.rollout()
     assert begins_afresh(batches[0])
-    assert following["observation"][0, :, 1].tolist() == [20, 20]
+    assert following["observation"][:, 0, 1].tolist() == [20, 20]
 
 
 def test_after_a_death_it_says_that_the_collectors_have_ended():

@@ -102,9 +102,9 @@ def test_an_env_that_raises_costs_one_row_and_not_its_neighbours(sync):
         while lost < 3:
             batch = collector.rollout()
             mask, truncated = batch["collector", "mask"], batch["next", "truncated"][..., 0]
-            assert mask[:, 1:].all()
+            assert mask[1:].all()
             assert truncated.equal(~mask)
-            assert mask[:, 0].sum() >= 8
+            assert mask[0].sum() >= 8
             lost += int((~mask).sum())
 
 
@@ -191,7 +191,7 @@ def test_an_env_that_must_be_alone_in_its_process_gets_another_one():
             lost = collector.rollout()
         whole.append(collector.rollout())
     assert all(batch["collector", "mask"].all() for batch in whole)
-    assert lost["collector", "mask"].T.tolist() == [[True] * 5, [False] * 5]
+    assert lost["collector", "mask"].tolist() == [[True] * 5, [False] * 5]
 
 
 def test_agents_of_a_collector_that_died_end_truncated():
@@ -199,8 +199,8 @@ def test_agents_of_a_collector_that_died_end_truncated():
         batch = collector.rollout()
     assert not batch["collector", "mask"].any()
     for flag in (("next", "truncated"), ("next", "left", "truncated"), ("next", "right", "done")):
-        assert batch[flag][0].all()
-        assert not batch[flag][1:].any()
+        assert batch[flag][:, 0].all()
+        assert not batch[flag][:, 1:].any()
 
 
 def test_stats_count_the_envs_steps_and_resets():
@@ -246,7 +246,7 @@ def test_policies_are_told_their_collector_and_envs_their_index():
 
     with MultiCollector(Told, policy_factory=build, num_envs=6, frames_per_batch=12) as collector:
         batch = collector.rollout()
-    assert batch["told"][0].tolist() == [[-1, 0, 2, 6]] * 3 + [[-1, 1, 2, 6]] * 3
+    assert batch["told"][:, 0].tolist() == [[-1, 0, 2, 6]] * 3 + [[-1, 1, 2, 6]] * 3
 
 
 _WITHOUT_STDOUT = """

@@ -170,7 +170,7 @@ def test_what_only_the_module_before_gave_is_left_out():
         policy.module[1].register_forward_hook(lambda *_: calls.append(1))
         batch = collector.rollout()
     assert "value" not in batch
-    assert batch["worth"].shape == (4, 2, 1)
+    assert batch["worth"].shape == (2, 4, 1)
     assert len(calls) == 4
 
 

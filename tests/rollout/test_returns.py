@@ -224,7 +224,7 @@ def rollout_of(obs: Tensor, done: Tensor, mask: Tensor | None = None) -> TensorD
             "next": {"done": done.unsqueeze(-1)},
         },
         batch_size=obs.shape[:2],
-        names=["time", None],
+        names=[None, "time"],
     )
     if mask is not None:
         rollout["collector", "mask"] = mask
@@ -232,23 +232,23 @@ def rollout_of(obs: Tensor, done: Tensor, mask: Tensor | None = None) -> TensorD
 
 
 class TestSplitTrajectories:
-    def test_each_trajectory_becomes_a_padded_column(self):
-        obs = torch.arange(1, 9).reshape(4, 2, 1)  # env 0: 1 3 5 7, env 1: 2 4 6 8
-        done = torch.tensor([[0, 0], [1, 0], [0, 0], [0, 1]], dtype=torch.bool)
+    def test_each_trajectory_becomes_a_padded_row(self):
+        obs = torch.tensor([[1, 3, 5, 7], [2, 4, 6, 8]]).unsqueeze(-1)
+        done = torch.tensor([[0, 1, 0, 0], [0, 0, 0, 1]], dtype=torch.bool)
         split = split_trajectories(rollout_of(obs, done))
-        assert split.batch_size == (4, 3)
-        assert split.names == ["time", None]
-        assert split["observation"][..., 0].T.tolist() == [[1, 3, 0, 0], [5, 7, 0, 0], [2, 4, 6, 8]]
-        assert split["collector", "mask"].T.tolist() == [[True, True, False, False]] * 2 + [[True] * 4]
-        assert split["walker", "reward"].shape == (4, 3, 3)
+        assert split.batch_size == (3, 4)
+        assert split.names == [None, "time"]
+        assert split["observation"][..., 0].tolist() == [[1, 3, 0, 0], [5, 7, 0, 0], [2, 4, 6, 8]]
+        assert split["collector", "mask"].tolist() == [[True, True, False, False]] * 2 + [[True] * 4]
+        assert split["walker", "reward"].shape == (3, 4, 3)
 
     def test_masked_rows_are_dropped_and_the_rest_moves_up(self):
         # next_step autoreset: the row after done is the reset.
-        obs = torch.arange(1, 7).reshape(6, 1, 1)
-        done = torch.tensor([0, 1, 0, 0, 0, 0], dtype=torch.bool).unsqueeze(1)
-        mask = torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.bool).unsqueeze(1)
+        obs = torch.arange(1, 7).reshape(1, 6, 1)
+        done = torch.tensor([[0, 1, 0, 0, 0, 0]], dtype=torch.bool)
+        mask = torch.tensor([[1, 1, 0, 1, 1, 1]], dtype=torch.bool)
         split = split_trajectories(rollout_of(obs, done, mask))
-        assert split["observation"][..., 0].T.tolist() == [[1, 2, 0], [4, 5, 6]]
+        assert split["observation"][..., 0].tolist() == [[1, 2, 0], [4, 5, 6]]
 
     def test_advantages_are_the_same_before_and_after(self):
         rollout = random_rollout(30, 3)
@@ -261,21 +261,29 @@ class TestSplitTrajectories:
             },
             batch_size=(30, 3),
         )
-        split = split_trajectories(batch)
+        split = split_trajectories(batch.transpose(0, 1)).transpose(0, 1)
         mask = split["collector", "mask"]
         advantages, _ = gae(**{name: split[name] for name in rollout}, gamma=GAMMA, gae_lambda=LAMBDA, mask=mask)
         assert_close(advantages, split["gae"])
         assert int(mask.sum()) == 90
 
     def test_a_rollout_whose_rows_are_all_masked_has_no_trajectories(self):
-        nothing = torch.zeros(4, 2, dtype=torch.bool)
-        split = split_trajectories(rollout_of(torch.ones(4, 2, 1), nothing, nothing))
+        nothing = torch.zeros(2, 4, dtype=torch.bool)
+        split = split_trajectories(rollout_of(torch.ones(2, 4, 1), nothing, nothing))
         assert split.batch_size == (0, 0)
 
     def test_missing_done_is_named(self):
-        with pytest.raises(SpecMismatch, match=r'expected \("next", "done"\) of shape \[4, 2, 1\], got none'):
-            split_trajectories(TensorDict({"observation": torch.ones(4, 2, 1)}, batch_size=(4, 2)))
+        with pytest.raises(SpecMismatch, match=r'expected \("next", "done"\) of shape \[2, 4, 1\], got none'):
+            split_trajectories(TensorDict({"observation": torch.ones(2, 4, 1)}, batch_size=(2, 4)))
 
     def test_a_batch_without_env_dimension_is_named(self):
-        with pytest.raises(SpecMismatch, match=r"expected batch_size \[T, N\], got \[4\]"):
+        with pytest.raises(SpecMismatch, match=r"expected batch_size \[N, T\], got \[4\]"):
             split_trajectories(TensorDict({"observation": torch.ones(4, 1)}, batch_size=(4,)))
+
+    def test_a_batch_whose_time_comes_first_is_named(self):
+        nothing = torch.zeros(2, 4, dtype=torch.bool)
+        time_first = rollout_of(torch.ones(2, 4, 1), nothing).transpose(0, 1)
+        with pytest.raises(
+            SpecMismatch, match=r"expected batch_size \[N, T\], got \[4, 2\] with names \['time', None\]"
+        ):
+            split_trajectories(time_first)

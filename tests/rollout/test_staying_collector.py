@@ -37,7 +37,7 @@ class Locked(Constant):
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_replicas_and_a_policy_that_stays_fill_the_same_batches(stays):
-    """All columns of three envs are alike, whoever steps them, and so are counts."""
+    """All rows of three envs are alike, whoever steps them, and so are counts."""
     with pytest.warns(UserWarning, match="cannot be copied") if stays else nullcontext():
         collector = MultiCollector(
             CountingEnv, (Locked if stays else Constant)(5), num_collectors=3, frames_per_batch=12, total_frames=24
@@ -45,9 +45,9 @@ def test_replicas_and_a_policy_that_stays_fill_the_same_batches(stays):
     with collector:
         batches = list(collector)
         stats, state = collector.stats(), collector.state_dict()
-    assert [batch["collector", "traj_ids"][:, 0].tolist() for batch in batches] == [[0, 0, 0, 3], [3, 3, 6, 6]]
+    assert [batch["collector", "traj_ids"][0].tolist() for batch in batches] == [[0, 0, 0, 3], [3, 3, 6, 6]]
     assert [int(batch["collector", "policy_version"].unique()) for batch in batches] == [1, 1]
-    assert batches[1]["observation"][:, 2].tolist() == [[1, 1], [1, 2], [2, 0], [2, 1]]
+    assert batches[1]["observation"][2].tolist() == [[1, 1], [1, 2], [2, 0], [2, 1]]
     assert collector.last_episodes.returns.tolist() == [6.0] * 3
     assert collector.last_episodes.env_ids.tolist() == [0, 1, 2]
     assert stats["collectors"]["env_steps"] == 24

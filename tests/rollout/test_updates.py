@@ -139,7 +139,7 @@ def test_what_cannot_be_copied_changes_nothing(kind, name):
         refused()
         for _ in range(2):
             batch = collector.rollout()
-            assert (batch["first"].tolist(), batch["second"].tolist()) == ([[1.0]] * 2, [[2.0]] * 2)
+            assert (batch["first"].tolist(), batch["second"].tolist()) == ([[1.0] * 2], [[2.0] * 2])
         assert collector.policy_version == 1
 
 
@@ -233,7 +233,7 @@ def test_recurrent_state_starts_afresh_after_random_frames():
         begun = collector.state_dict()
         for _ in range(2):
             collector.rollout()
-            assert collector.rollout()["seen"][:, 0, 0].tolist() == [0, 1, 2, 3]
+            assert collector.rollout()["seen"][0, :, 0].tolist() == [0, 1, 2, 3]
             collector.load_state_dict(begun)
 
 

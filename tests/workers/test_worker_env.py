@@ -195,7 +195,7 @@ def test_collectors_take_variables_too(num_collectors: int | None, probe: Any) -
         )
     batch = next(iter(collector))
     collector.shutdown()
-    assert batch["observation"].flatten().tolist() == [10, 11, 10, 11]
+    assert batch["observation"].flatten().tolist() == [10, 10, 11, 11]
 
 
 def test_a_custom_worker_of_gymnasium_has_no_worker_env() -> None:
