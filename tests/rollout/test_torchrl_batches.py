@@ -1,63 +1,215 @@
-"""TorchRL's own advantage, loss and replay buffer on batches of a `Collector`, unchanged."""
+"""TorchRL's value estimators, losses and post-processing on batches of collectors, as they are handed out."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from counting_env import NoisyEnv
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
-from torch import nn
+from labelled_env import KINDS, SECOND, N, T, batches_of, loop_by_hand
+from tensordict.nn import (
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    set_interaction_type,
+)
+from torch import Tensor, nn
+from torch.testing import assert_close
 
-from muster.rollout.collector import Collector
-from muster.rollout.returns import gae
+from muster.rollout.returns import gae, split_trajectories, vtrace
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 pytest.importorskip("torchrl")
+GAMMA, LAMBDA = 0.9, 0.8
+
+
+class Value(nn.Module):
+    """A value that differs in every row."""
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return (obs * torch.tensor([1.0, 3.0, 5.0])).sum(-1, keepdim=True).sin()
+
+
+class Logits(nn.Module):
+    """Logits of two actions; they differ in every row, and by `shift`."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, obs: Tensor) -> Tensor:
+        one = (obs.sum(-1, keepdim=True) + self.shift).sin()
+        return torch.cat([one, -one], -1)
+
+
+def actor(shift: float) -> ProbabilisticTensorDictSequential:
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(Logits(shift), in_keys=["observation"], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(
+            in_keys=["logits"],
+            out_keys=["action"],
+            distribution_class=torch.distributions.Categorical,
+            return_log_prob=True,
+            log_prob_key="action_log_prob",
+        ),
+    )
+
+
+critic = TensorDictModule(Value(), in_keys=["observation"], out_keys=["state_value"])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def collected(request):
+    """A batch that begins within episodes."""
+    return batches_of(request.param, actor(0.0))[1]
+
+
+@pytest.fixture
+def batch(collected):
+    return collected.clone()
 
 
 @pytest.fixture(scope="module")
-def batch_and_networks():
-    torch.manual_seed(0)
-    logits = TensorDictModule(nn.Linear(2, 100), in_keys=["observation"], out_keys=["logits"])
-    head = ProbabilisticTensorDictModule(
-        in_keys=["logits"],
-        out_keys=["action"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-        log_prob_key="action_log_prob",
-    )
-    actor = ProbabilisticTensorDictSequential(logits, head)
-    critic = TensorDictModule(nn.Linear(2, 1), in_keys=["observation"], out_keys=["state_value"])
-    with Collector(
-        NoisyEnv, actor, num_envs=3, frames_per_batch=60, seed=2, make_vec_options={"backend": "serial"}
-    ) as collector:
-        return collector.rollout(), actor, critic
+def rows():
+    """The same rows as `collected` ``[N, T]``, and values of the observations before and after each."""
+    rows = loop_by_hand(SECOND)
+    values = {
+        name: Value()(rows[obs]).squeeze(-1)
+        for name, obs in (("values", "observation"), ("next_values", "next_observation"))
+    }
+    return rows | values
 
 
-def test_gae_gives_the_advantages_of_returns(batch_and_networks):
+def backwards(rows: dict[str, Tensor], step) -> Tensor:
+    """``[N, T]``: for each env, from its last row to its first, `step` of the row's numbers and of what follows it.
+
+    What follows is None where an episode, or the batch, ends.
+    """
+    found = torch.empty(N, T)
+    for env in range(N):
+        following = None
+        for t in reversed(range(T)):
+            row = {name: tensor[env, t] for name, tensor in rows.items() if tensor.ndim == 2}
+            following = found[env, t] = step(row, None if row["done"] else following)
+    return found
+
+
+def gae_by_hand(rows: dict[str, Tensor]) -> Tensor:
+    def advantage(row, following):
+        delta = row["reward"] + GAMMA * row["next_values"] * ~row["terminated"] - row["values"]
+        return delta if following is None else delta + GAMMA * LAMBDA * following
+
+    return backwards(rows, advantage)
+
+
+def test_gae_of_torchrl_and_muster_give_the_advantages_of_a_loop_by_hand(batch, rows):
     from torchrl.objectives.value import GAE
 
-    batch, _, critic = batch_and_networks
-    with torch.no_grad():
-        theirs = GAE(gamma=0.9, lmbda=0.8, value_network=critic, time_dim=0)(batch.clone())
-        values, next_values = (critic(part.clone())["state_value"].squeeze(-1) for part in (batch, batch["next"]))
-    done = {name: batch["next", name].squeeze(-1) for name in ("terminated", "truncated")}
-    rewards = batch["next", "reward"].squeeze(-1)
-    ours, targets = gae(rewards, values, next_values, **done, gamma=0.9, gae_lambda=0.8)
-    assert torch.allclose(theirs["advantage"].squeeze(-1), ours, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(theirs["value_target"].squeeze(-1), targets, rtol=1e-4, atol=1e-4)
+    expected = gae_by_hand(rows)
+    theirs = GAE(gamma=GAMMA, lmbda=LAMBDA, value_network=critic)(batch)
+    assert_close(theirs["advantage"].squeeze(-1), expected)
+    assert_close(theirs["value_target"].squeeze(-1), expected + rows["values"])
+    time_first = batch.transpose(0, 1)
+    values = [critic(part.clone())["state_value"].squeeze(-1) for part in (time_first, time_first["next"])]
+    ends = {name: time_first["next", name].squeeze(-1) for name in ("terminated", "truncated")}
+    ours, _ = gae(time_first["next", "reward"].squeeze(-1), *values, **ends, gamma=GAMMA, gae_lambda=LAMBDA)
+    assert_close(ours.T, expected)
 
 
-def test_ppo_loss_and_replay_buffer_take_the_batch(batch_and_networks):
+def test_td_lambda_gives_the_returns_of_a_loop_by_hand(batch, rows):
+    from torchrl.objectives.value import TDLambdaEstimator
+
+    def lambda_return(row, following):
+        after = row["next_values"] * ~row["terminated"]
+        return row["reward"] + GAMMA * (after if following is None else (1 - LAMBDA) * after + LAMBDA * following)
+
+    theirs = TDLambdaEstimator(gamma=GAMMA, lmbda=LAMBDA, value_network=critic)(batch)
+    assert_close(theirs["value_target"].squeeze(-1), backwards(rows, lambda_return))
+
+
+def test_vtrace_of_torchrl_and_muster_give_the_targets_of_a_loop_by_hand(batch, rows):
+    from torchrl.objectives.value import VTrace
+
+    learner = actor(0.7)
+    # TorchRL's estimator takes the probability of an action that the learner chooses itself.
+    chances = learner.get_dist(batch.clone())
+    log_ratios = chances.log_prob(chances.mode) - batch["action_log_prob"]
+
+    def correction(row, following):
+        ratio = row["log_ratios"].exp().clamp(max=1)
+        delta = ratio * (row["reward"] + GAMMA * row["next_values"] * ~row["terminated"] - row["values"])
+        return delta if following is None else delta + GAMMA * ratio * following
+
+    expected = rows["values"] + backwards({**rows, "log_ratios": log_ratios}, correction)
+    with set_interaction_type(InteractionType.MODE):
+        theirs = VTrace(gamma=GAMMA, actor_network=learner, value_network=critic)(batch)
+    assert_close(theirs["value_target"].squeeze(-1), expected)
+    names = ("reward", "values", "next_values", "terminated", "truncated")
+    advantages, targets = vtrace(log_ratios.T, *(rows[name].T for name in names), gamma=GAMMA)
+    assert_close(targets.T, expected)
+    assert_close(theirs["advantage"].squeeze(-1), advantages.T)
+
+
+def test_batches_that_are_stacked_have_the_advantages_that_each_has(batch, rows):
+    from torchrl.objectives.value import GAE
+
+    stacked = GAE(gamma=GAMMA, lmbda=LAMBDA, value_network=critic)(torch.stack([batch, batch]))
+    assert_close(stacked["advantage"].squeeze(-1), gae_by_hand(rows).expand(2, N, T))
+
+
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_multi_step_adds_up_an_envs_following_rewards(batch, rows, n_steps):
+    from torchrl.data import MultiStep
+
+    theirs = MultiStep(gamma=GAMMA, n_steps=n_steps)(batch)
+    for env in range(N):
+        for t in range(T):
+            total, last = rows["reward"][env, t].clone(), t
+            while last - t + 1 < n_steps and last + 1 < T and not rows["done"][env, last]:
+                last += 1
+                total += GAMMA ** (last - t) * rows["reward"][env, last]
+            assert_close(theirs["next", "reward"][env, t, 0], total)
+            assert theirs["next", "observation"][env, t].equal(rows["next_observation"][env, last])
+
+
+def test_reward_to_go_adds_up_the_rest_of_the_episode(batch, rows):
+    from torchrl.envs.transforms import Reward2GoTransform
+
+    def to_go(row, following):
+        return row["reward"] if following is None else row["reward"] + GAMMA * following
+
+    theirs = Reward2GoTransform(gamma=GAMMA, out_keys=["to_go"]).inv(batch)
+    assert_close(theirs["to_go"].squeeze(-1), backwards(rows, to_go))
+
+
+def test_split_trajectories_of_torchrl_and_muster_give_an_episode_in_each_row(batch, rows):
+    from torchrl.collectors.utils import split_trajectories as torchrls
+
+    episodes = rows["observation"].flatten(0, 1)[:, :2].unique(dim=0)
+    for split in (torchrls, split_trajectories):
+        found = split(batch.clone())
+        mask = found["collector", "mask"]
+        assert found.batch_size == (len(episodes), 8)
+        assert found["observation"][:, 0, :2].equal(episodes)
+        assert found["observation"][mask].equal(rows["observation"].flatten(0, 1))
+        assert found["next", "reward"][mask].equal(rows["reward"].reshape(-1, 1))
+        assert not mask[:, 1:][~mask[:, :-1]].any()
+
+
+def test_ppo_loss_takes_the_batch_and_samples_of_a_buffer(batch):
     from torchrl.data import LazyTensorStorage, ReplayBuffer
     from torchrl.objectives import ClipPPOLoss
     from torchrl.objectives.value import GAE
 
-    batch, actor, critic = batch_and_networks
-    batch = GAE(gamma=0.9, lmbda=0.8, value_network=critic, time_dim=0)(batch.clone())
-    buffer = ReplayBuffer(storage=LazyTensorStorage(60), batch_size=20)
+    net = nn.Linear(3, 2)
+    learner = ProbabilisticTensorDictSequential(
+        TensorDictModule(net, in_keys=["observation"], out_keys=["logits"]), actor(0.0)[-1]
+    )
+    judge = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["state_value"])
+    batch = GAE(gamma=GAMMA, lmbda=LAMBDA, value_network=judge)(batch)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(N * T), batch_size=20)
     buffer.extend(batch.reshape(-1))
-    losses = ClipPPOLoss(actor, critic)(buffer.sample())
-    loss = losses["loss_objective"] + losses["loss_critic"]
-    loss.backward()
-    assert actor[0].module.weight.grad.abs().sum() > 0
+    for rows in (batch, buffer.sample()):
+        losses = ClipPPOLoss(learner, judge)(rows)
+        (losses["loss_objective"] + losses["loss_critic"]).backward()
+        assert net.weight.grad.abs().sum() > 0
+        net.weight.grad = None
