@@ -54,6 +54,13 @@ def slices_in(sample: TensorDict) -> list[TensorDict]:
     return list(sample.split(lengths.tolist()))
 
 
+def is_of_one_episode(part: TensorDict) -> bool:
+    """Whether rows are consecutive steps of one episode of one env."""
+    labels = part["observation"]
+    expected = labels[0] + torch.tensor([[0.0, 0.0, step] for step in range(len(labels))])
+    return labels.equal(expected) and part["next", "observation"][:-1].equal(labels[1:])
+
+
 @pytest.mark.parametrize("by_hand", [False, True], ids=["replay_buffer", "by hand"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,13 +74,28 @@ def test_slices_are_consecutive_steps_of_one_episode(kind, way, by_hand):
     torch.manual_seed(0)
     slices, ids = slices_in(buffer.sample()), buffer[:]["collector", "traj_ids"]
     for part in slices:
-        labels = part["observation"]
-        expected = labels[0] + torch.tensor([[0.0, 0.0, step] for step in range(len(labels))])
-        assert labels.equal(expected)
-        assert part["next", "observation"][:-1].equal(labels[1:])
+        assert is_of_one_episode(part)
         steps_there = int((ids == part["collector", "traj_ids"][0]).sum())
         assert len(part) == (min(SLICE, steps_there) if "strict_length" in options else SLICE)
     assert {int(part["observation"][0, 0]) for part in slices} == set(range(N))
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_slices_by_trajectory_are_right_whichever_collector_comes_first(ndim):
+    from torchrl.data import SliceSampler
+
+    buffer = buffer_of(ndim, sampler=SliceSampler(slice_len=SLICE, traj_key=("collector", "traj_ids")))
+    with muster.MultiCollector(
+        ENVS[:2],
+        num_collectors=2,
+        frames_per_batch=T,
+        total_frames=6 * T,
+        sync=False,
+        replay_buffer=buffer,
+        context="fork",
+    ) as collector:
+        assert list(collector) == [None] * 6
+    assert all(is_of_one_episode(part) for part in buffer.sample().split(SLICE))
 
 
 @pytest.mark.parametrize("kind", KINDS)
