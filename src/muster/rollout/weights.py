@@ -18,13 +18,14 @@ from muster.nn.functional import all_names
 def named_weights(policy: object) -> dict[str, Tensor]:
     """The parameters and buffers of a policy that is a module or the method of one, each tensor once.
 
-    Placeholders on the meta device have no values, and are left out.
+    Names are those before ``torch.compile``, which puts ``_orig_mod.`` into them. Placeholders on the meta device have
+    no values, and are left out.
     """
     module = module_of(policy)
     if module is None:
         return {}
     tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    return {_plain(name): tensor for name, tensor in tensors.items() if not tensor.is_meta}
 
 
 def require_shapes(policy: object) -> None:
@@ -55,7 +56,7 @@ def weights_for(policy: object, weights: Any, own: Mapping[str, Tensor]) -> dict
     module = module_of(policy)
     assert module is not None
     # Not only the names in `own`: state dicts have all names of shared tensors, and placeholders.
-    unknown = sorted(provided.keys() - {name for name, _ in all_names(module)})
+    unknown = sorted(provided.keys() - {_plain(name) for name, _ in all_names(module)})
     if unknown or missing:
         raise SpecMismatch(f"the weights are not this policy's: unknown {unknown[:5]}, missing {missing[:5]}")
     require_fitting(provided, own)
@@ -70,7 +71,7 @@ def weights_to_send(policy: object, weights: Any) -> dict[str, Tensor]:
     if weights is not None and policy is not None:
         load_weights(policy, weights_for(policy, weights, named_weights(policy)))
     own = named_weights(policy) if weights is None or policy is not None else weights_by_name(weights)
-    if not own:
+    if not own and module_of(policy) is None:
         raise UsageError(
             "there are no weights to send: give `weights`, or for a policy that module, or method of one, that has them"
         )
@@ -120,6 +121,11 @@ def _start(tensor: Tensor) -> object:
     return (tensor.device, tensor.data_ptr()) if is_dense else id(tensor)
 
 
+def _plain(name: str) -> str:
+    """A tensor's name as it is in the module that ``torch.compile`` was given."""
+    return name.replace("_orig_mod.", "")
+
+
 def module_of(policy: object) -> nn.Module | None:
     """The module that `policy` is, or is a method of."""
     owner = policy.__self__ if inspect.ismethod(policy) else policy
@@ -129,10 +135,10 @@ def module_of(policy: object) -> nn.Module | None:
 def weights_by_name(weights: Any) -> dict[str, Tensor]:
     """The tensors of a module, a state dict or a TensorDict by name. Raises UsageError for anything else."""
     if isinstance(weights, nn.Module):
-        return {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
+        weights = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
     if isinstance(weights, TensorDictBase):
         flat = weights.flatten_keys(".")
-        return {key: flat.get(key) for key in flat.keys()}  # noqa: SIM118  # a TensorDict iterates over its batch
+        return {_plain(key): flat.get(key) for key in flat.keys()}  # noqa: SIM118  # it iterates over its batch
     if isinstance(weights, Mapping):
-        return dict(weights)
+        return {_plain(name): tensor for name, tensor in weights.items()}
     raise UsageError(f"weights must be a module, a state dict or a TensorDict, got {type(weights).__name__}")

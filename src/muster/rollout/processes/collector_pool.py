@@ -27,6 +27,7 @@ from muster.errors import (
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
 from muster.recipes.recipe import Recipe, make_recipes
+from muster.rollout.beside_weights import BesideWeights
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
 from muster.rollout.processes.batch_memory import BatchMemory, Block, stop_flag
 from muster.rollout.processes.replica import COUNTS, Replica
@@ -134,7 +135,7 @@ class CollectorPool:
     def _publish(self, weights: Mapping[str, Tensor]) -> None:
         if missing := sorted(self._weights.names - weights.keys()):
             raise SpecMismatch(f"the weights are not the replicas': missing {missing[:5]}")
-        self._weights.write(weights)
+        self._weights.write(weights, self._beside.changes())
 
     def reset(self, round_number: int, frames: int = 0) -> None:
         self.give_up()
@@ -214,6 +215,7 @@ class CollectorPool:
             _require_same(k, expected, built)
         self._weights = SharedWeights(weights, self._weights_fd)
         self._weights.write(weights)
+        self._beside = BesideWeights(self._policy)
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
         """Calls a method of all replicas, which end their batches first."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from muster._core import map_fd
 from muster.errors import EnvError, WorkerError
 from muster.recipes.recipe import unpack
+from muster.rollout.beside_weights import apply_changes
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import collector_nouns
 from muster.rollout.fields import Array
@@ -138,7 +139,9 @@ class Replica(gymnasium.Env[Array, Array]):
         """Fills the block at `offset`."""
         if self._weights is None:
             self._weights = SharedWeights(named_weights(self.policy), self._weights_file.fileno())
-        self._version = self._weights.read_into(named_weights(self.policy), self._version)
+        self._version, beside = self._weights.read_into(named_weights(self.policy), self._version)
+        if beside:
+            apply_changes(self.policy, beside)
         block = map_fd(fd=self._batch_memory.fileno(), size=layout.block_bytes, offset=offset)
         storage = layout.storage(block, slice(*self._plan.part))
         storage.clear_flags()

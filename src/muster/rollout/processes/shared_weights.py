@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor
 from muster._core import CACHE_LINE, map_fd
 from muster.rollout.weights import require_fitting
 
+_LENGTH = struct.Struct("<Q")
 WeightShapes = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -41,6 +43,7 @@ class SharedWeights:
             places[name] = size
             size += (tensor.numel() * tensor.element_size() + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
         self.fd = fd
+        self._end = size
         self._threads = threading.Lock()
         if os.fstat(self.fd).st_size < size:
             os.ftruncate(self.fd, size)
@@ -63,13 +66,17 @@ class SharedWeights:
         return int(self._version[0])
 
     @torch.no_grad()
-    def write(self, weights: Mapping[str, Tensor]) -> int:
-        """Publishes `weights` as a whole; returns their version. Raises SpecMismatch where they differ in kind."""
+    def write(self, weights: Mapping[str, Tensor], beside: bytes = b"") -> int:
+        """Publishes `weights` as a whole, and what travels beside them; returns their version.
+
+        Raises SpecMismatch where they differ in kind.
+        """
         require_fitting(weights, self._tensors)
         with self._locked(fcntl.LOCK_EX):
             if self._tensors:
                 # In one call, which Ctrl-C cannot end halfway.
                 torch._foreach_copy_(list(self._tensors.values()), [weights[name] for name in self._tensors])
+            os.pwrite(self.fd, _LENGTH.pack(len(beside)) + beside, self._end)
             self._version[0] += 1
             return self.version
 
@@ -79,14 +86,18 @@ class SharedWeights:
             return {name: shared.clone() for name, shared in self._tensors.items()}
 
     @torch.no_grad()
-    def read_into(self, weights: Mapping[str, Tensor], known: int) -> int:
-        """Copies the latest version into `weights`, unless that is the `known` one; returns its number."""
+    def read_into(self, weights: Mapping[str, Tensor], known: int) -> tuple[int, bytes]:
+        """Copies the latest version into `weights`, unless that is the `known` one.
+
+        Returns its number, and what was published beside it; nothing for the `known` one.
+        """
         if self.version == known:
-            return known
+            return known, b""
         with self._locked(fcntl.LOCK_SH):
             for name, shared in self._tensors.items():
                 weights[name].copy_(shared)
-            return self.version
+            (length,) = _LENGTH.unpack(os.pread(self.fd, _LENGTH.size, self._end))
+            return self.version, os.pread(self.fd, length, self._end + _LENGTH.size)
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[None]:
