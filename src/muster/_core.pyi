@@ -65,7 +65,6 @@ class Stepper:
         autoreset: int,
         check_finite: bool,
         actions_by_mail: bool,
-        lends_objects: bool,
         env_host: object,
         wait_budget: Any,
     ) -> None: ...

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import gymnasium
 import numpy as np
 import pytest
 from dropin_envs import Counter, Raising
@@ -120,3 +121,50 @@ def test_a_restarted_env_says_so_in_its_own_info_only():
         {"count": 2, "TimeLimit.truncated": False},
         {"terminal_observation": np.array([1], np.float32), "TimeLimit.truncated": True},
     ]
+
+
+def test_dummy_vec_envs_infos_stay_as_they_were():
+    class Growing(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            self.path = [0]
+            return np.zeros(1, np.float32), {"path": self.path}
+
+        def step(self, action):
+            self.path.append(len(self.path))
+            return np.zeros(1, np.float32), 0.0, False, False, {"path": self.path}
+
+    told = {}
+    for name, vec_env_cls in (("theirs", vec_env.DummyVecEnv), ("ours", DummyVecEnv)):
+        envs = vec_env_cls([Growing] * 2)
+        envs.reset()
+        told[name] = [envs.step(np.zeros(2, int))[3] for _ in range(3)]
+        envs.close()
+    assert [[info["path"] for info in infos] for infos in told["ours"]] == [
+        [info["path"] for info in infos] for infos in told["theirs"]
+    ]
+
+
+@pytest.mark.parametrize("vec_env_cls", [DummyVecEnv, SubprocVecEnv])
+def test_what_vec_normalize_writes_into_its_space_reaches_nobody_else(vec_env_cls):
+    class Mixed(gymnasium.Env):
+        observation_space = gymnasium.spaces.Dict(
+            img=gymnasium.spaces.Box(0, 255, (8, 8, 1), np.uint8), vec=gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+        )
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return {"img": np.full((8, 8, 1), 200, np.uint8), "vec": np.zeros(3, np.float32)}, {}
+
+        def step(self, action):
+            return self.reset()[0], 0.0, False, False, {}
+
+    envs = vec_env_cls([Mixed] * 2)
+    normal = vec_env.VecNormalize(envs, norm_obs_keys=["vec"])
+    normal.reset()
+    normal.step(np.zeros(2, int))
+    assert envs.vector_env.single_observation_space["vec"] == Mixed.observation_space["vec"]
+    assert normal.get_original_obs()["img"].dtype == np.uint8
+    envs.close()

@@ -18,11 +18,10 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 // `env_host` is the Python object that owns the stepper. Its methods are called only in rare cases:
 // on_error(env, exception) -> mail bytes, put_mail(env, objects, final_objects) -> mail bytes, own(objects) -> copies,
 // take_actions(env) -> iterator, on_new_schema() -> end of the layouts in the mail.
-// lends_objects: the mail passes the objects themselves, not copies, and the env may go on using them.
 class Stepper {
  public:
   Stepper(const SlabLayout& slab, uint32_t host, uint32_t first_env, PyObject* envs, ObsNode obs, ActionNode action,
-          Autoreset autoreset, bool check_finite, bool actions_by_mail, bool lends_objects, PyObject* env_host,
+          Autoreset autoreset, bool check_finite, bool actions_by_mail, PyObject* env_host,
           WaitBudget budget)
       : slab_(slab),
         host_(host),
@@ -34,7 +33,6 @@ class Stepper {
         autoreset_(autoreset),
         check_finite_(check_finite),
         actions_by_mail_(actions_by_mail),
-        lends_objects_(lends_objects),
         env_host_(env_host),
         awake_wait_(budget),
         infos_(slab_.info_bytes),
@@ -224,7 +222,9 @@ class Stepper {
     if (!reset_now) return;
 
     // In its reset the env may reuse the objects that its step has just returned.
-    if (PyList_GET_SIZE(final_objects_.get())) own(final_objects_);
+    if (PyList_GET_SIZE(final_objects_.get())) {
+      final_objects_ = checked(PyObject_CallMethod(env_host_, "own", "O", final_objects_.get()));
+    }
     store_reset_rows(call_reset(i), i, record);
     record.has_final = 1;
     record.needs_reset = 0;
@@ -265,14 +265,11 @@ class Stepper {
     const uint32_t env = first_env_ + i;
     const ObsPlace place{slab_.base, env, final, slab_.obs_block_shift(slab_.records[env].obs_block)};
     obs_.write(obs, place, objects.get());
-    if (lends_objects_ && PyList_GET_SIZE(objects.get())) own(objects);
     if (check_finite_ && !obs_.finite(place)) {
       PyErr_Format(PyExc_ValueError, "the observation holds NaN or infinity (check_finite=True): %.500R", obs);
       throw PythonError{};
     }
   }
-
-  void own(Ref& objects) { objects = checked(PyObject_CallMethod(env_host_, "own", "O", objects.get())); }
 
   uint32_t write_info(PyObject* info, uint32_t i, InfoRow which, const Ref& objects) {
     uint32_t& hint = hints_[i][which];
@@ -365,7 +362,6 @@ class Stepper {
   Autoreset autoreset_;
   bool check_finite_;
   bool actions_by_mail_;
-  bool lends_objects_;
   PyObject* env_host_;  // borrowed: the env host owns this stepper
   AwakeWait awake_wait_;
   InfoTable infos_;

@@ -33,6 +33,7 @@ from muster.interop.info_rows import RowReader, finals_by_env, info_rows
 from muster.interop.starting import processes, recipes_of, require_copies
 from muster.introspection import callable_name
 from muster.pickling import UserCall
+from muster.spaces.handed_out import handed_out
 from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble, drop_in_options
 from muster.vector.batched_spaces import first_envs_spaces
@@ -115,7 +116,8 @@ class MusterVecEnv(VecEnv):
         self.vector_env = envs
         self._rows = RowReader(envs.info_reader.columns)
         check_for_nested_spaces(envs.single_observation_space)
-        super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+        seen, acts = handed_out(envs.single_observation_space), handed_out(envs.single_action_space)
+        super().__init__(envs.num_envs, seen, acts)
 
     @property
     def closed(self) -> bool:

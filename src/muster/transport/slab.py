@@ -26,8 +26,8 @@ Who owns which bytes, in the slab and in the mail. Nobody reads what the other s
    memory is its replica's from the request to the answer of the env that the replica is, but for the flag that ends a
    batch early. A learner's weights have a lock. Messages are the kernel's.
 
-Steps in the caller's own process (serial, thread, ``caller_steps``) follow the same rules; objects in infos are then
-the env's own, not copies. tests/transport/handover.cpp runs rules 1, 3, 4 and 5 under ThreadSanitizer.
+Steps in the caller's own process (serial, thread, ``caller_steps``) follow the same rules; objects in infos are copies
+there, too. tests/transport/handover.cpp runs rules 1, 3, 4 and 5 under ThreadSanitizer.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from muster.envs.groups import Agent
+from muster.spaces.handed_out import handed_out
 from muster.transport.infos import Infos
 from muster.vector.agent_rows import RowVectorEnv
 from muster.vector.results import AgentBatch, AgentsStepResult, ByGroup
@@ -46,8 +47,8 @@ class MultiAgentVectorEnv:
         self.num_envs = rows.num_envs
         self.metadata = rows.metadata
         self.render_mode = rows.render_mode
-        self.single_observation_space = self._layout.observation_space()
-        self.single_action_space = self._layout.action_space()
+        self.single_observation_space = handed_out(self._layout.observation_space())
+        self.single_action_space = handed_out(self._layout.action_space())
 
     @property
     def groups(self) -> dict[str, list[Agent]]:

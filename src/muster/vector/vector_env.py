@@ -19,6 +19,7 @@ from muster._core import SLICE_NS, Status, Unusual
 from muster.backends.base import Backend
 from muster.backends.recovery import Recovery
 from muster.errors import CannotTravel, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.spaces.handed_out import handed_out
 from muster.spaces.tree import Array, Node
 from muster.transport.infos import InfoReader, Infos, spread
 from muster.transport.slab import contiguous
@@ -74,7 +75,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._records = assembled.backend.slab.records
         spaces, facts = assembled.spaces, assembled.facts
         self.num_envs = assembled.backend.slab.plan.num_envs
-        self.single_observation_space, self.single_action_space = spaces.single_observation, spaces.single_action
+        self.single_observation_space = handed_out(spaces.single_observation)
+        self.single_action_space = handed_out(spaces.single_action)
         self.observation_space, self.action_space = spaces.observation, spaces.action
         self.metadata = {**facts.metadata, "autoreset_mode": assembled.autoreset_mode}
         self.render_mode = facts.render_mode

@@ -118,7 +118,6 @@ class EnvHost:
             autoreset=options.autoreset_mode,
             check_finite=options.check_finite,
             actions_by_mail=slab.plan.action.has_objects,
-            lends_objects=mail.lends_objects,
             env_host=self,
             wait_budget=options.wait_budget,
         )
@@ -155,6 +154,8 @@ class EnvHost:
 
     def put_mail(self, i: int, objects: list[Any], final_objects: list[Any]) -> int:
         """Mails the objects in env i's observation and infos that are no numbers; returns their bytes in the mail."""
+        if self._mail.lends_objects:  # the env may go on changing them
+            objects = self._mail.own(objects)
         try:
             return self._mail.put(self.first_env + i, (objects, final_objects))
         except Exception as error:
