@@ -64,6 +64,7 @@ class Stepper:
         action: ActionNode,
         autoreset: int,
         check_finite: bool,
+        lenient: bool,
         actions_by_mail: bool,
         env_host: object,
         wait_budget: Any,

@@ -15,13 +15,15 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 
 // Steps the envs of one worker: reads actions from the slab, calls Python's env.step, writes the rows in place.
 //
+// lenient: rewards and flags may be what other libraries' vector envs make numbers and bools of.
+//
 // `env_host` is the Python object that owns the stepper. Its methods are called only in rare cases:
 // on_error(env, exception) -> mail bytes, put_mail(env, objects, final_objects) -> mail bytes, own(objects) -> copies,
 // take_actions(env) -> iterator, on_new_schema() -> end of the layouts in the mail.
 class Stepper {
  public:
   Stepper(const SlabLayout& slab, uint32_t host, uint32_t first_env, PyObject* envs, ObsNode obs, ActionNode action,
-          Autoreset autoreset, bool check_finite, bool actions_by_mail, PyObject* env_host,
+          Autoreset autoreset, bool check_finite, bool lenient, bool actions_by_mail, PyObject* env_host,
           WaitBudget budget)
       : slab_(slab),
         host_(host),
@@ -32,6 +34,7 @@ class Stepper {
         action_(std::move(action)),
         autoreset_(autoreset),
         check_finite_(check_finite),
+        lenient_(lenient),
         actions_by_mail_(actions_by_mail),
         env_host_(env_host),
         awake_wait_(budget),
@@ -298,6 +301,11 @@ class Stepper {
       if (number == -1.0 && PyErr_Occurred()) throw PythonError{};
       return finite_reward(number, value);
     }
+    if (lenient_ && value == Py_None) return finite_reward(std::nan(""), value);
+    if (lenient_ && PyUnicode_Check(value)) {
+      const Ref number = checked(PyNumber_Float(value));
+      return finite_reward(PyFloat_AS_DOUBLE(number.get()), value);
+    }
     PyErr_Format(PyExc_TypeError, "the reward must be one number, got %U: %.300R", type_name(value).get(), value);
     throw PythonError{};
   }
@@ -310,10 +318,10 @@ class Stepper {
     return number;
   }
 
-  static bool as_flag(PyObject* value, const char* name) {
+  bool as_flag(PyObject* value, const char* name) const {
     if (value == Py_True) return true;
     if (value == Py_False) return false;
-    if (PyArray_IsScalar(value, Bool) || PyLong_Check(value) || PyArray_IsScalar(value, Integer) ||
+    if (lenient_ || PyArray_IsScalar(value, Bool) || PyLong_Check(value) || PyArray_IsScalar(value, Integer) ||
         (PyArray_Check(value) && PyArray_NDIM(reinterpret_cast<PyArrayObject*>(value)) == 0)) {
       const int truth = PyObject_IsTrue(value);
       check(truth);
@@ -361,6 +369,7 @@ class Stepper {
   ActionNode action_;
   Autoreset autoreset_;
   bool check_finite_;
+  bool lenient_;
   bool actions_by_mail_;
   PyObject* env_host_;  // borrowed: the env host owns this stepper
   AwakeWait awake_wait_;

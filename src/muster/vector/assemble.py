@@ -43,7 +43,8 @@ class Parts:
     trees: makes the trees of one env's observations and actions.
     writer: makes the object that writes the actions that the core does not write.
     raiser: raises the exception for envs that failed.
-    steps_unreset: whether envs may be stepped before their first reset.
+    lenient: whether other libraries' vector envs are followed in what they take: envs may be stepped before their
+        first reset, and rewards and flags be whatever numbers and bools can be made of.
     raise_closed: raises the ClosedError for a call after `close`, where its words are not Muster's own.
     """
 
@@ -51,7 +52,7 @@ class Parts:
     trees: Callable[[EnvFacts, BatchedSpaces], tuple[Node, Node]]
     writer: Callable[..., ActionWriter]
     raiser: Raiser
-    steps_unreset: bool
+    lenient: bool
     raise_closed: Callable[[], NoReturn] | None = None
 
 
@@ -84,8 +85,8 @@ def agents_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
     return facts.agents.row_tree(), facts.agents.action_tree()
 
 
-STRICT = Parts(equal_spaces, strict_trees, ActionWriter, raise_env_error, steps_unreset=False)
-LENIENT = Parts(equal_spaces, lenient_trees, LenientWriter, raise_original, steps_unreset=True)
+STRICT = Parts(equal_spaces, strict_trees, ActionWriter, raise_env_error, lenient=False)
+LENIENT = Parts(equal_spaces, lenient_trees, LenientWriter, raise_original, lenient=True)
 
 
 def assemble(
@@ -104,9 +105,12 @@ def assemble(
         backend.attach(
             SlabPlan(obs, actions, backend.first_envs),
             HostOptions(
-                getattr(Autoreset, options.autoreset_mode.name), options.check_finite, options.worker_wait_budget
+                getattr(Autoreset, options.autoreset_mode.name),
+                options.check_finite,
+                parts.lenient,
+                options.worker_wait_budget,
             ),
-            CallerOptions(must_reset, parts.steps_unreset, writer.in_core, options.caller_wait_budget),
+            CallerOptions(must_reset, parts.lenient, writer.in_core, options.caller_wait_budget),
         )
     except BaseException:
         backend.close(0.0)

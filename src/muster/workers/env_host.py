@@ -117,6 +117,7 @@ class EnvHost:
             action=slab.plan.action.action_node(slab.actions),
             autoreset=options.autoreset_mode,
             check_finite=options.check_finite,
+            lenient=options.lenient,
             actions_by_mail=slab.plan.action.has_objects,
             env_host=self,
             wait_budget=options.wait_budget,

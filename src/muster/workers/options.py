@@ -24,4 +24,5 @@ class HostOptions:
 
     autoreset_mode: int  # of _core.Autoreset
     check_finite: bool
+    lenient: bool  # whether rewards and flags may be what other libraries convert
     wait_budget: WaitBudget
