@@ -300,9 +300,58 @@ def test_max_concurrency_takes_what_is_no_env_of_gymnasiums(cls):
         assert envs.get_attr("gravity") == (5, 5)
 
 
-def test_max_concurrency_leaves_the_names_of_envs_as_they_are():
-    with AsyncVectorEnv([Counter] * 2) as free, AsyncVectorEnv([Counter] * 2, max_concurrency=1) as limited:
-        assert limited.call("__str__") == free.call("__str__")
+class Noisy(Counter):
+    """Its step returns the attribute `noise`; the action 1 raises, 2 ends the process."""
+
+    goal = 7
+
+    def step(self, action):
+        if action == 1:
+            raise ValueError("no such action")
+        if action == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reset()[0], float(getattr(self, "noise", -1)), False, False, {}
+
+
+def read_the_env(env, index):
+    return type(env).__name__, env.goal, isinstance(env, Noisy), env.unwrapped is env, str(env)
+
+
+def set_goal(env, index):
+    env.goal = 8
+
+
+@pytest.mark.parametrize("context", [None, "fork"])
+def test_max_concurrency_puts_nothing_around_the_envs(context):
+    seen = []
+    for options in ({}, {"max_concurrency": 1}):
+        with AsyncVectorEnv([Noisy] * 2, context=context, **options) as envs:
+            envs.reset()
+            envs.set_attr("noise", [3, 4])
+            assert envs.step([0, 0])[1].tolist() == [3.0, 4.0]
+            envs.call(set_goal)
+            seen.append([envs.get_attr("noise"), envs.call("goal"), envs.call("__str__"), envs.call(read_the_env)])
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("context", [None, "fork"])
+def test_a_permit_is_not_lost_with_a_step_that_raises(context):
+    with AsyncVectorEnv([Noisy] * 3, context=context, max_concurrency=1) as envs:
+        envs.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(ValueError, match="no such action"):
+                envs.step([1, 0, 0])
+        envs.reset()
+        assert envs.step([0, 0, 0])[1].tolist() == [-1.0] * 3
+
+
+def test_a_worker_that_dies_with_a_permit_ends_the_vector_env():
+    envs = AsyncVectorEnv([Noisy] * 3, max_concurrency=1)
+    envs.reset()
+    with pytest.raises(WorkerDied):
+        envs.step([2, 2, 2])
+    envs.close()
 
 
 def test_envs_with_max_concurrency_are_packed_where_a_trial_shows_that_they_may(capfd):

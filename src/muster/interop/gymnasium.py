@@ -28,7 +28,6 @@ from muster.interop.agreed_spaces import (
     agreed_spaces,
     shareable_spaces,
 )
-from muster.interop.concurrency import LimitConcurrency
 from muster.interop.env_functions import with_lazies
 from muster.interop.starting import processes, recipes_of
 from muster.interop.vector_specs import read_vector_spec
@@ -233,16 +232,16 @@ class AsyncVectorEnv(_DropIn):
             shared_memory, copy, context, daemon, worker
         )  # fmt: skip
         self._set_up(observation_mode, autoreset_mode)
-        limit: tuple[LimitConcurrency, ...] = ()
+        permits = None
         if max_concurrency is not None:
             _check_concurrency(max_concurrency)
-            limit = (LimitConcurrency.to(max_concurrency, context),)
+            permits = multiprocessing.get_context(context or "forkserver").BoundedSemaphore(max_concurrency)
         self.max_concurrency = max_concurrency
         self._kind = "default"
         agree = partial(shareable_spaces if shared_memory else agreed_spaces, observation_mode, ASYNC_COMPLAINTS)
         start = partial(self._start, copy=copy, agree=agree, raiser=_raise_last)
         with originals_raised():
-            recipes = recipes_of(self.env_fns, ASYNC_VECTOR_ENV, limit)
+            recipes = [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)]
             start(
                 processes(recipes, context=context, num_workers=num_workers, name="num_workers", worker_env=worker_env)
             )

@@ -8,6 +8,7 @@ import pickle
 import reprlib
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ class Recipe:
     ``kwargs`` are arguments of that call.
     may_reuse: whether the factory may return an env that is in use already, as some other libraries' vector envs allow.
     call: the user's call that the recipe comes from, in words.
+    permits: see `muster.workers.permits`; None where any number of envs may execute at once.
     """
 
     env_index: int
@@ -47,6 +49,7 @@ class Recipe:
     labels: tuple[str, str] = ("factory", "env_kwargs")
     may_reuse: bool = False
     call: UserCall = MAKE_VEC
+    permits: AbstractContextManager[Any] | None = None
 
     def build(self) -> BuiltEnv:
         """Builds the env in this process.

@@ -29,6 +29,7 @@ from muster.workers.env_facts import EnvFacts, check_one_per_process, facts_of, 
 from muster.workers.failures import Failure, message_of, portable, reset_note
 from muster.workers.messages import ResetArguments, Restart
 from muster.workers.options import EnvCall, HostOptions
+from muster.workers.permits import Permitted
 from muster.workers.usage import own_memory_bytes
 
 _RELEASE_TIMEOUT_S = 2.0
@@ -58,6 +59,7 @@ class EnvHost:
         self.first_env = first_env
         self.dumps = dumps
         self.envs: list[Any] = []
+        self._stepped: list[Any] = []  # what the stepper calls for each env: most often the same list
         self._built: list[BuiltEnv] = []
         self._slab: Slab | None = None
 
@@ -108,11 +110,13 @@ class EnvHost:
         self._schemas_mailed = self._schema_mail_end = 0
         self._host = host
         self._misfits = [self._misfit(i, env) for i, env in enumerate(self.envs)]
+        limited = any(recipe.permits is not None for recipe in self.recipes)
+        self._stepped = [self._permitted(i) for i in range(len(self.envs))] if limited else self.envs
         self.stepper = Stepper(
             slab=slab.layout,
             host=host,
             first_env=self.first_env,
-            envs=self.envs,
+            envs=self._stepped,
             obs=slab.plan.obs.obs_node(slab.obs, slab.final_obs),
             action=slab.plan.action.action_node(slab.actions),
             autoreset=options.autoreset_mode,
@@ -122,6 +126,10 @@ class EnvHost:
             env_host=self,
             wait_budget=options.wait_budget,
         )
+
+    def _permitted(self, i: int) -> Any:
+        permits = self.recipes[i].permits
+        return self.envs[i] if permits is None else Permitted(self.envs[i], permits)
 
     def _misfit(self, i: int, env: Any) -> SpecMismatch | None:
         """The reason why a new env does not fit the rows that were laid out for the first one; None if it does."""
@@ -237,7 +245,8 @@ class EnvHost:
         if (misfit := self._misfits[i]) is not None:
             self.stepper.refuse(i, misfit)
             return
-        self.stepper.replace_env(i, self._built[i].env, restart.seed)
+        self.envs[i] = self._built[i].env
+        self.stepper.replace_env(i, self._permitted(i), restart.seed)
         if restart.resets_now:
             self.stepper.reset_env(i, restart.seed, restart.options)
         else:
@@ -269,6 +278,7 @@ class EnvHost:
         errors = [self._close_one(i, built) for i, built in enumerate(all_built)]
         failures = [self.failure(i, error) for i, error in enumerate(errors) if error is not None]
         self.envs.clear()
+        self._stepped.clear()
         return failures
 
     def _close_one(self, i: int, built: BuiltEnv) -> BaseException | None:
