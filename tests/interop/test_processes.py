@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -183,6 +184,35 @@ class Harmless(ClassVariable):
         return np.array([self.own]), 0.0, False, False, {}
 
 
+class CountsInInfos(Harmless):
+    """Shows the state of its class in infos alone, beside a time, which differs from run to run."""
+
+    count = 0
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        CountsInInfos.count += 1
+        info = {"at": time.perf_counter(), "of the class": {"count": self.counted()}}
+        return *super().step(action)[:4], info
+
+    def counted(self) -> Any:
+        return CountsInInfos.count
+
+
+class WritesInInfos(CountsInInfos):
+    def counted(self) -> Any:
+        return f"step {CountsInInfos.count}"
+
+
+class HandsOutInInfos(CountsInInfos):
+    def counted(self) -> Any:
+        return {CountsInInfos.count, "steps"}
+
+
+class TellsOnlyTheTime(CountsInInfos):
+    def counted(self) -> Any:
+        return (time.perf_counter(), os.getpid(), object())
+
+
 class Pushing(Harmless):
     """Writes where only ClassVariable reads."""
 
@@ -227,6 +257,21 @@ def quickly(cases: dict[str, Any], *quick: str) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in cases]
 
 
+@pytest.mark.parametrize(
+    "env", [CountsInInfos, *(pytest.param(one, marks=pytest.mark.slow) for one in (WritesInInfos, HandsOutInInfos))]
+)
+def test_auto_does_not_pack_envs_that_differ_in_infos_alone(env, capfd):
+    with muster.make_vec(env, 3, num_workers="auto") as envs:
+        assert envs.stats()["processes"] == 3
+    assert "infos['of the class']['count'] changes when another env is stepped" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_auto_leaves_out_infos_that_differ_from_run_to_run():
+    with muster.make_vec(TellsOnlyTheTime, 3, num_workers="auto") as envs:
+        assert envs.stats()["processes"] == len(os.sched_getaffinity(0))
+
+
 @pytest.mark.parametrize("case", quickly(UNIFORM, "two kinds"))
 def test_auto_packs_a_list_of_envs_that_share_nothing(case):
     with muster.make_vec(**UNIFORM[case](), num_envs=4, num_workers="auto") as envs:
@@ -252,7 +297,7 @@ def test_an_env_with_an_address_of_its_own_meets_itself_in_no_trial():
 
 
 def cart_pole() -> Any:
-    return gym.make("CartPole-v1")
+    return gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))  # whose infos hold times
 
 
 def half_cheetah() -> Any:

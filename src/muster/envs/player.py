@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import math
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,8 @@ class RandomPlayer:
 class Player(RandomPlayer):
     """Plays one env. rows, infos, reuses_buffers and changes_action describe what `play` has seen.
 
+    Digests sum up all that the env has returned since the last reset by a seed.
+
     steps_s, resets_s: seconds of each step and reset.  on_row: called after every row.
     """
 
@@ -87,9 +90,10 @@ class Player(RandomPlayer):
         super().__init__(env)
         self._on_row = on_row
         self._digest = hashlib.sha256()
+        self._info_digests: dict[str, Any] = {}
         self._last: Any = None
         self._kept: Any = None
-        self.rows = 0
+        self.rows = self._seen_rows = 0
         self.infos: list[dict[str, Any]] = []
         self.steps_s: list[float] = []
         self.resets_s: list[float] = []
@@ -98,13 +102,19 @@ class Player(RandomPlayer):
 
     @property
     def digest(self) -> str:
-        """The digest of all that the env has returned since `reset`, infos left out."""
+        """The digest of observations, rewards and flags."""
         return self._digest.hexdigest()
+
+    @property
+    def info_digests(self) -> dict[str, str]:
+        """The digest of each value in the infos, of reset and step, by its place: ``infos['episode']['r']``."""
+        return {place: digest.hexdigest() for place, digest in self._info_digests.items()}
 
     def reset(self, seed: int) -> None:
         """Starts an episode, and seeds the actions."""
         self.seed(seed)
-        self._digest, self._last = hashlib.sha256(), None
+        self._digest, self._info_digests, self._last = hashlib.sha256(), {}, None
+        self._seen_rows = 0
         self._start_episode(seed=seed, options=None)
 
     def obs_bytes(self) -> int:
@@ -146,10 +156,19 @@ class Player(RandomPlayer):
 
     def _see(self, obs: Any, *flags: Any) -> None:
         _feed(self._digest, (obs, *flags))
+        self._seen_rows += 1
+        with contextlib.suppress(Exception):  # of a key's repr, or a dict that holds itself: no failure of the env
+            self._see_info(self._seen[1])
         last, kept = self._last, self._kept
         if last is not None and kept is not None:
             self.reuses_buffers |= not np.array_equal(last, kept, equal_nan=kept.dtype.kind in "fc")
         self._last, self._kept = obs, _copy(obs)
+
+    def _see_info(self, info: Any) -> None:
+        for place, value in _values_in(info, "infos"):
+            digest = self._info_digests.setdefault(place, hashlib.sha256())
+            digest.update(b"%d:" % self._seen_rows)
+            _feed(digest, value, pickles=True)
 
     def take_step(self, action: Any) -> Any:
         start = time.perf_counter()
@@ -158,18 +177,33 @@ class Player(RandomPlayer):
         return stepped
 
 
-def _feed(digest: Any, value: Any) -> None:
+def _values_in(info: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Each value in an info that is no dict itself, with its place."""
+    if isinstance(info, Mapping):
+        for key, value in info.items():
+            yield from _values_in(value, f"{place}[{key!r}]")
+    else:
+        yield place, info
+
+
+def _feed(digest: Any, value: Any, *, pickles: bool = False) -> None:
+    """Adds a value to a digest. pickles: adds pickles of objects of unknown types too, not just the types' names."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             digest.update(str(key).encode())
-            _feed(digest, value[key])
+            _feed(digest, value[key], pickles=pickles)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _feed(digest, item)
+            _feed(digest, item, pickles=pickles)
     elif isinstance(value, (bool, int, float, np.generic, np.ndarray)) and np.asarray(value).dtype != object:
         digest.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, (str, bytes)):
+        digest.update(value if isinstance(value, bytes) else value.encode(errors="surrogatepass"))
     else:
         digest.update(type(value).__qualname__.encode())
+        if pickles:
+            with contextlib.suppress(Exception):
+                digest.update(pickle.dumps(value))
 
 
 def _first_row(batch: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from muster.envs.player import Player
@@ -20,14 +20,22 @@ from muster.workers.worker_env import Changes
 ROWS = 64
 BUILDING_SECOND, STEPPING_BOTH = "building a second one in the same process", "stepping two of it in one process"
 _HASH_SEED = 1
+# Of an env alone, before an info counts as one that repeats: two short times may be equal by chance.
+_RUNS_ALONE = 3
 
 
 @dataclass(frozen=True)
 class SideBySide:
-    """The outcomes of playing two envs, each alone in a process, then both in one; those up to a failure."""
+    """The outcomes of playing two envs, each alone in a process, then both in one; those up to a failure.
+
+    changed_info: the place of an info that differs beside another env; None where none does, or only as times do.
+    again: the outcomes of playing an env alone once more, to find that out.
+    """
 
     alone: tuple[TrialOutcome, ...]
     together: TrialOutcome
+    changed_info: str | None = None
+    again: tuple[TrialOutcome, ...] = ()
 
     @property
     def disturbed(self) -> str | None:
@@ -36,14 +44,18 @@ class SideBySide:
             return None
         if "digests" not in self.together.results:
             return f"only one may live in a process: {self.together.problem.text}"
-        if [one.results["digest"] for one in self.alone] == self.together.results["digests"]:
+        if [one.results["digest"] for one in self.alone] != self.together.results["digests"]:
+            changes = "a trajectory changes"
+        elif self.changed_info is not None:
+            changes = f"{self.changed_info} changes"
+        else:
             return None
-        return "two in one process disturb each other: a trajectory changes when another env is stepped in between"
+        return f"two in one process disturb each other: {changes} when another env is stepped in between"
 
     @property
     def unknown(self) -> str | None:
         """The reason why it is not known whether the envs may share a process."""
-        failed = next((one for one in self.alone if "digest" not in one.results), None)
+        failed = next((one for one in (*self.alone, *self.again) if "digest" not in one.results), None)
         both = self.together
         if failed is None and "digests" not in both.results and both.stage not in (BUILDING_SECOND, STEPPING_BOTH):
             failed = both
@@ -74,23 +86,46 @@ def try_side_by_side(
         alone.append(run(play_alone, which=which))
         if "digest" not in alone[-1].results:
             return SideBySide(tuple(alone), TrialOutcome())
-    return SideBySide(tuple(alone), run(play_together))
+    tried = SideBySide(tuple(alone), run(play_together))
+    if tried.unknown is not None or tried.disturbed is not None:
+        return tried
+    return _with_infos(tried, lambda which: run(play_alone, which=which))
+
+
+def _with_infos(tried: SideBySide, play_again: Callable[[int], TrialOutcome]) -> SideBySide:
+    """`tried`, with what the infos show. play_again: plays one of the envs alone, in another process."""
+    again: list[TrialOutcome] = []
+    for which, one in enumerate(tried.alone):
+        alone, beside = one.results["infos"], tried.together.results["infos"][which]
+        changed = [place for place in {**alone, **beside} if alone.get(place) != beside.get(place)]
+        for _ in range(_RUNS_ALONE - 1):
+            if not changed:
+                break
+            again.append(play_again(which))
+            if "digest" not in again[-1].results:
+                return replace(tried, again=tuple(again))
+            repeated = again[-1].results["infos"]
+            changed = [place for place in changed if alone.get(place) == repeated.get(place)]
+        if changed:
+            return replace(tried, changed_info=changed[0], again=tuple(again))
+    return replace(tried, again=tuple(again))
 
 
 def play_alone(first: Recipe, second: Recipe, reporter: Reporter, rows: int, which: int) -> None:
-    """The trial that plays one of two envs in a process of its own, and reports its digest."""
+    """The trial that plays one of two envs in a process of its own, and reports its digests."""
     reporter.stage("building it")
     seed_globals(0)  # an env that draws from the global generators repeats alone, and not beside another
     with built((first, second)[which]) as env:
         reporter.stage("stepping it")
         player = Player(env, reporter.alive)
         _play([player], [which], rows)
+        reporter.result("infos", player.info_digests)
         reporter.result("digest", player.digest)
         reporter.stage("closing it")
 
 
 def play_together(first: Recipe, second: Recipe, reporter: Reporter, rows: int) -> None:
-    """The trial that plays two envs in turns in one process, and reports the digest of each."""
+    """The trial that plays two envs in turns in one process, and reports the digests of each."""
     reporter.stage("building the first of two in one process")
     seed_globals(0)
     with built(first) as one:
@@ -103,6 +138,7 @@ def play_together(first: Recipe, second: Recipe, reporter: Reporter, rows: int) 
             reporter.stage(STEPPING_BOTH)
             _play(players, [0, 1], rows)
             reporter.result("env_bytes", max(0, own_memory_bytes() - before))
+            reporter.result("infos", [player.info_digests for player in players])
             reporter.result("digests", [player.digest for player in players])
             reporter.stage("closing two of it in one process")
 
