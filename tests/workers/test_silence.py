@@ -75,6 +75,23 @@ def test_atari_in_two_workers(run, context):
     ]
 
 
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["by id", "by factory"])
+def test_atari_in_the_caller(run, late):
+    use = f"""
+        import sys, gymnasium, muster
+
+        def imports():
+            import ale_py
+            gymnasium.register_envs(ale_py)
+            return gymnasium.make("ALE/Pong-v5")
+
+        finders = list(sys.meta_path)
+        muster.make_vec(imports if {late} else "ALE/Pong-v5", 2, num_workers=1, caller_steps=True).close()
+        print(finders == sys.meta_path)
+    """
+    assert run("" if late else PONG, use) == ("True\n", "")
+
+
 @pytest.mark.slow
 def test_atari_in_the_drop_ins(run):
     use = """

@@ -14,6 +14,7 @@ from typing import Any
 
 from muster.arguments import one_of, seconds, whole
 from muster.backends.base import Backend, CallerOptions, attach_local_host, make_caller, raise_local_interrupt
+from muster.envs.quiet_atari import no_banner_meanwhile
 from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitTimeout, WorkerError
 from muster.introspection import type_name
 from muster.pickling import dumps as dumps_carefully
@@ -104,7 +105,9 @@ class ProcessBackend(Backend):
         host, first = self.num_workers, self.first_envs[self.num_workers]
         info = WorkerInfo(None, host, len(self._recipes), self.num_workers, None)
         self._local = EnvHost(self._recipes[first:], info, first)
-        if failure := self._local.build():
+        with no_banner_meanwhile():  # none from the workers, so none from here
+            failure = self._local.build()
+        if failure:
             raise to_exception(failure)
         return self._local.facts()
 

@@ -22,6 +22,11 @@ class PackageFinder(MetaPathFinder):
         if all(finder._package != self._package for finder in finders):
             sys.meta_path.insert(0, self)
 
+    def remove(self) -> None:
+        """Takes this finder away again, if it was installed."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:

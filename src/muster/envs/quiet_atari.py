@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 
 from muster.envs.package_finder import PackageFinder
@@ -21,6 +22,23 @@ def print_no_banner() -> None:
         _set_level(ale)
     else:
         PackageFinder(_PACKAGE, _WithoutBanner).install()
+
+
+@contextlib.contextmanager
+def no_banner_meanwhile() -> Iterator[None]:
+    """Has ALE print no banner for the envs that are built meanwhile in the user's own process.
+
+    Imports are as they were afterwards. ALE's class for Gymnasium has then set its own level.
+    """
+    finder = PackageFinder(_PACKAGE, _WithoutBanner)
+    if (ale := sys.modules.get(_PACKAGE)) is not None:
+        _set_level(ale)
+    else:
+        finder.install()
+    try:
+        yield
+    finally:
+        finder.remove()
 
 
 class _WithoutBanner(SourceFileLoader):
