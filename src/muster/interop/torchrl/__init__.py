@@ -1,4 +1,4 @@
-"""Vector envs as TorchRL's batched `EnvBase`, and a `ParallelEnv` that steps several envs in each worker process."""
+"""Vector envs as TorchRL's batched `EnvBase`, and a `ParallelEnv` with a worker process for each env."""
 
 from muster.interop.torchrl.env import MusterEnv, ParallelEnv, as_torchrl
 
