@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,15 @@ def test_diagnose_takes_functions_only():
 def test_it_is_built_in_processes_of_its_own():
     findings = judge_factory(Locked, Net(), None, 60.0)
     assert "the same architecture as policy: 9 weights" in only(findings, "good")
-    assert only(findings, "note") == "outputs were not compared: no env could be built"
+    assert only(findings, "note") == "outputs were not compared: no env could be played for that, see above"
+
+
+def test_no_trial_uses_what_it_shares_with_the_caller():
+    memory = shared_memory.SharedMemory(create=True, size=8)
+    memory.unlink()
+    text = only(judge_factory(functools.partial(Net, scale=memory), None, None, 60.0), "warns")
+    assert text.startswith("not tried: ")
+    assert 'policy_factory.keywords["scale"] (multiprocessing.shared_memory.SharedMemory)' in text
 
 
 def crash() -> Net:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import gymnasium as gym
 import numpy as np
 import zmq
@@ -73,3 +75,8 @@ class Connecting(Reporting):
             there.send(b"3")
             self.sum = float(here.recv())
         return self._obs(), {}
+
+
+def making_its_own():
+    ctx = multiprocessing.get_context("spawn")
+    return Reporting(queue=ctx.Queue(), event=ctx.Event())

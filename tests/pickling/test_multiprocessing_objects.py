@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
+import mmap
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,10 +22,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import zmq
-from reporting_envs import Connecting, PutsAtClose, Reporting, send_through_the_last
+from reporting_envs import Connecting, PutsAtClose, Reporting, making_its_own, send_through_the_last
 
 import muster
 from muster.errors import CannotTravel
+from muster.pickling import find_shared
 
 CTX = multiprocessing.get_context("spawn")
 FRESH = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
@@ -107,23 +111,109 @@ def test_every_drop_in_passes_a_queue(make):
     assert sorted(queue.get(timeout=5)[0] for _ in range(2)) == [0, 1]
 
 
+def used_by(queue):
+    """What has been put into a queue. Ends it."""
+    queue.put(None)
+    put = list(iter(lambda: queue.get(timeout=5), None))
+    queue.close()
+    return put
+
+
 @pytest.mark.parametrize("context", ["forkserver", "fork"])
-def test_envs_that_share_a_queue_are_tried_side_by_side(context):
+def test_no_trial_uses_the_queue_that_envs_share_with_the_caller(context, capfd, monkeypatch):
+    monkeypatch.setattr("muster.workers.notices._said", set())
     ctx = multiprocessing.get_context(context)
-    queue, event = ctx.Queue(), ctx.Event()
+    queue, event = ctx.Queue(5), ctx.Event()
     event.set()
     kwargs = {"queue": queue, "event": event, "value": ctx.Value("i", 0)}
     with muster.make_vec(Reporting, 3, env_kwargs=kwargs, context=context, num_workers="auto") as envs:
-        assert len(envs.stats()["workers"]) == len(os.sched_getaffinity(0))
-    # The envs of the trial have used it, too, and left it whole: two alone and two together, each for 64 rows.
-    assert {queue.get(timeout=5)[0] for _ in range(4 * 30)} == {0, 1}
-    queue.close()
+        assert envs.stats()["processes"] == 3
+        envs.reset()
+        envs.step(np.ones(3, int))
+    assert sorted(used_by(queue)) == [(i, 1.0) for i in range(3)]
+    assert kwargs["value"].value == 3
+    said = capfd.readouterr().err
+    assert 'in 3 processes: the envs share env_kwargs["queue"] (multiprocessing.queues.Queue), ' in said
+    assert "with this process: not tried" in said
 
 
-def test_the_doctor_has_nothing_against_a_queue():
-    diagnosis = muster.diagnose(Reporting, env_kwargs={"queue": CTX.Queue(), "event": CTX.Event()}, seconds=0.05)
-    assert [one for one in diagnosis.findings if one.severity == "blocks"] == []
+def test_what_must_not_be_inherited_is_refused_before_a_trial():
+    with zmq.Context() as context, context.socket(zmq.PAIR), pytest.raises(CannotTravel, match="by fork hangs"):
+        muster.make_vec(lambda: Connecting(context), 2, context="fork", num_workers="auto")
+
+
+@pytest.mark.parametrize("context", ["spawn", "fork"])
+def test_the_doctor_takes_one_step_with_a_queue(context):
+    ctx = multiprocessing.get_context(context)
+    kwargs = {"queue": ctx.Queue(5), "event": ctx.Event()}
+    kwargs["event"].set()
+    diagnosis = muster.diagnose(Reporting, env_kwargs=kwargs, soak_s=0.1, seconds=0.05)
+    assert len(used_by(kwargs["queue"])) == 1
+    (sharing,) = [one for one in diagnosis.findings if one.topic == "sharing"]
+    assert sharing.severity == "warns"
+    assert 'env_kwargs["queue"] (multiprocessing.queues.Queue)' in sharing.text
+    assert "not soaked" in diagnosis.findings[-1].text
+    assert diagnosis.blocks is (context == "fork")  # such a queue cannot be sent
+    assert all(one.problem.startswith("not run: its envs would use") for one in diagnosis.tried)
+    assert diagnosis.recommendation.line.endswith("env_kwargs=env_kwargs)")
+
+
+@pytest.mark.slow
+def test_the_doctor_tries_all_where_the_factory_makes_the_queue():
+    diagnosis = muster.diagnose(making_its_own, seconds=0.05)
+    assert not [one for one in diagnosis.findings if one.topic == "sharing" or one.severity == "blocks"]
     assert diagnosis.recommendation.steps_per_s
+
+
+def on_a_raw_array():
+    memory = shared_memory.SharedMemory(create=True, size=8)
+    memory.unlink()
+    return memory, np.ndarray(8, np.uint8, memory.buf)
+
+
+SENT = {
+    "multiprocessing.synchronize.Lock": CTX.Lock,
+    "multiprocessing.sharedctypes.SynchronizedArray": lambda: CTX.Array("i", 2),
+    "ctypes.c_int": lambda: CTX.RawValue("i", 2),
+    "multiprocessing.connection.Connection": lambda: CTX.Pipe()[0],
+    "multiprocessing.shared_memory.SharedMemory": lambda: on_a_raw_array()[0],
+}
+INHERITED = {
+    **SENT,
+    "multiprocessing.queues.SimpleQueue": multiprocessing.get_context("fork").SimpleQueue,
+    "socket.socket": socket.socket,
+    "_io.FileIO": lambda: io.FileIO(os.open(os.devnull, os.O_RDWR)),
+    "mmap.mmap": lambda: mmap.mmap(-1, 8),
+    "numpy.ndarray": lambda: on_a_raw_array()[1],
+    "torch.Tensor": lambda: pytest.importorskip("torch").zeros(2).share_memory_(),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_fork"), [*((kind, False) for kind in SENT), *((kind, True) for kind in INHERITED)]
+)
+def test_what_workers_share_with_the_caller_is_named(kind, by_fork):
+    thing = (INHERITED if by_fork else SENT)[kind]()
+    parts = {"factory": functools.partial(Reporting, others=[3, thing]), "env_kwargs": {"lazy": muster.lazy(id, thing)}}
+    assert f'factory.keywords["others"][1] ({kind})' in find_shared(parts, by_fork=by_fork)
+    if isinstance(thing, (socket.socket, io.FileIO)):
+        thing.close()
+
+
+def test_a_manager_s_proxy_is_shared():
+    with CTX.Manager() as manager:
+        for by_fork in (False, True):
+            assert "ListProxy" in find_shared({"env_kwargs": {"list": manager.list()}}, by_fork=by_fork)
+
+
+def test_what_workers_have_copies_of_is_not_shared(tmp_path):
+    np.save(tmp_path / "data.npy", np.zeros(4))
+    data = [np.load(tmp_path / "data.npy", mmap_mode=mode) for mode in ("r", "c")]
+    parts = {"a": [threading.Lock(), np.zeros(3), sys.stderr, sys.__stderr__], "b": making_its_own, "c": CTX}
+    assert find_shared(parts | {"d": np.asarray(data[0])}, by_fork=True) == ""
+    assert find_shared({"data": data, "b": making_its_own}, by_fork=False) == ""
+    with Path(__file__).open() as file:
+        assert find_shared({"file": file}, by_fork=False) == ""  # it travels as a copy
 
 
 def id_by_make_vec(env_id, pipe):

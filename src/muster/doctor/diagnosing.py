@@ -17,10 +17,12 @@ from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unb
 from muster.doctor.diagnosis import Diagnosis, Finding, Measurements, Soak
 from muster.doctor.findings import (
     FATAL,
+    SHARING,
     about_behaviour,
     about_early_end,
     about_pair,
     about_replay,
+    about_sharing,
     about_start_methods,
     about_untried,
 )
@@ -33,7 +35,7 @@ from muster.extras import require
 from muster.introspection import callable_name, type_name
 from muster.pickling import find_culprits, fork_hazards
 from muster.recipes.existing_env import is_env
-from muster.recipes.recipe import Recipe, make_recipes
+from muster.recipes.recipe import Recipe, make_recipes, shared_by
 from muster.vector.side_by_side import try_side_by_side
 from muster.workers.guarded import PackedRecipes, Problem, TrialOutcome, run_guarded
 
@@ -60,7 +62,8 @@ def diagnose(
     """The obstacles to running an env in parallel, and the fastest of the `make_vec` lines that suit it.
 
     env, env_kwargs, wrappers: as for `make_vec`; an env that exists already is a finding, not an error. Every trial
-    runs in a process of its own: a crash, a hang or an exit in the env is a finding, too.
+    runs in a process of its own: a crash, a hang or an exit in the env is a finding, too. With what the env shares with
+    this process (queues, locks, pipes, memory) only one worker is tried, for one step, and a finding says so.
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
     of a trial, and for each step.  seconds: how long each line that could be recommended is run, after its start.
     soak_s: for so many seconds the env is also stepped and reset by random allowed actions, in one process. Findings
@@ -125,17 +128,21 @@ def _diagnose_env(
     if is_env(env):
         findings.append(_about_instance(env))
     packed = _pack(recipe, findings)
+    # What must not be inherited is not tried at all.
+    shared = "" if packed is None and fork_hazards(recipe.parts()) else shared_by([recipe], by_fork=packed is None)
 
     def run(trial: Callable[..., None], hash_seed: int, **options: Any) -> TrialOutcome:
         return run_guarded(trial, packed, stage_timeout_s=timeout, options=options, hash_seed=hash_seed)
 
-    behaviour = run(trials.behaviour, hash_seed=1) if packed is not None else TrialOutcome()
-    tried = try_contexts(recipe, timeout, packed is not None, behaviour)
+    behaviour = run(trials.behaviour, hash_seed=1) if packed is not None and not shared else TrialOutcome()
+    tried = try_contexts(recipe, timeout, packed is not None, behaviour, once=bool(shared))
+    if shared:
+        findings.append(about_sharing(shared))
     findings += about_behaviour(behaviour)
     findings += about_start_methods(tried, known=behaviour.stage in FATAL)
     verdict = Verdict(_source(env, target), env_kwargs, num_envs, packed is not None, tried)
-    if packed is None:
-        return _run_lines(target, findings, verdict, Measurements(), recipe, timeout, seconds)
+    if packed is None or shared:
+        return _run_lines(target, findings, verdict, Measurements(), recipe, timeout, seconds, shared)
     verdict.fragile = behaviour.stage in ("resetting it", "stepping it")
     verdict.alone = bool(behaviour.results.get("one_per_process"))
     if behaviour.hung and behaviour.stage in _ON_THE_WAY:
@@ -164,10 +171,11 @@ def _run_lines(
     recipe: PackedRecipes | Recipe,
     timeout_s: float,
     run_s: float,
+    shared: str = "",
 ) -> Diagnosis:
-    """Runs the lines that could be recommended, and returns the diagnosis. recipe: as for `try_lines`."""
+    """Runs the lines that could be recommended, and returns the diagnosis. recipe, shared: as for `try_lines`."""
     lines = candidates(verdict, measured)
-    tried, outcomes = try_lines(lines, recipe, measured.build_s, timeout_s, run_s)
+    tried, outcomes = try_lines(lines, recipe, measured.build_s, timeout_s, run_s, shared)
     if outcomes and outcomes[0].results.get("episodes"):
         results = outcomes[0].results
         measured = replace(measured, episode_rows=results["env_steps"] / results["episodes"])
@@ -190,6 +198,8 @@ def _soak(
     timeout_s: float,
 ) -> tuple[Soak | None, list[Finding]]:
     """Soaks an env that the `diagnosis` has found to work; returns the soak and its verdicts."""
+    if any(one.topic == SHARING for one in diagnosis.findings):
+        return None, [Finding("note", "soak", "not soaked: that would use what it shares with this process, see above")]
     if diagnosis.measured.step_median_s is None and not any(one.steps_per_s for one in diagnosis.tried):
         return None, [Finding("note", "soak", "not soaked: it cannot be stepped, see above")]
     with warnings.catch_warnings():
@@ -247,14 +257,19 @@ def _pack(recipe: Recipe, findings: list[Finding]) -> PackedRecipes | None:
     return packed
 
 
-def try_contexts(recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome) -> dict[str, Problem | None]:
-    """The problem that ended a worker, by start method; None where it stepped. Methods that would hang are left out."""
+def try_contexts(
+    recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome, *, once: bool = False
+) -> dict[str, Problem | None]:
+    """The problem that ended a worker, by start method; None where it stepped. Methods that would hang are left out.
+
+    once: no method is tried after the first one that starts a worker.
+    """
     tried: dict[str, Problem | None] = {}
     if behaviour.hung and behaviour.stage in _BEFORE_STEPS:
         return tried
     for context in CONTEXTS:
         tried[context] = _try_context(recipe, context, timeout_s, travels)
-        if behaviour.hung and tried[context] is not None:
+        if (behaviour.hung and tried[context] is not None) or (once and (travels or context == "fork")):
             break
     return tried
 

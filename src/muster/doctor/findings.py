@@ -11,6 +11,8 @@ from muster.workers.guarded import STARTING, Problem, TrialOutcome
 
 # An env that ends its trial early in one of these stages cannot be stepped; one that gets past them can.
 FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
+# The topic of the finding that an env uses objects of the calling process.
+SHARING = "sharing"
 _MANY_THREADS = 2
 _LONG_STEP_S = 100e-6
 _MUCH = 10_000
@@ -95,6 +97,16 @@ def about_untried(behaviour: TrialOutcome) -> Finding:
     """The finding that names what was not tried, since those trials would hang as `behaviour` did."""
     text = f"{behaviour.stage}, it hung: its speed, its seeds and two of it in one process were not tried"
     return Finding("note", "life", text)
+
+
+def about_sharing(shared: str) -> Finding:
+    """The finding that says how little was tried, since trials would use objects of the calling process."""
+    text = (
+        f"it shares {shared} with this process, and every trial would use that. So only one worker was tried, for a "
+        "reset and a step: what these have put there is there now. To have all tried, diagnose a factory that makes "
+        "such objects itself"
+    )
+    return Finding("warns", SHARING, text)
 
 
 def about_start_methods(tried: Mapping[str, Problem | None], known: bool) -> list[Finding]:

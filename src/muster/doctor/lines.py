@@ -16,7 +16,12 @@ _LONG_BUILD_S = 5.0
 
 
 def try_lines(
-    lines: Sequence[Candidate], recipe: PackedRecipes | Recipe, build_s: float | None, timeout_s: float, run_s: float
+    lines: Sequence[Candidate],
+    recipe: PackedRecipes | Recipe,
+    build_s: float | None,
+    timeout_s: float,
+    run_s: float,
+    shared: str = "",
 ) -> tuple[list[TriedLine], list[TrialOutcome]]:
     """The lines, each with its env steps a second or its problem, and the outcomes of the trials that were run.
 
@@ -24,9 +29,14 @@ def try_lines(
     not so where the trial runs in a fork, which may be the cause.
 
     recipe: packed, or a Recipe if it cannot be sent.  build_s: seconds to build one env, if known.
+    shared: what the envs share with this process, in words; then no line is run.
     """
+    why = ""
     if isinstance(recipe, Recipe) and (hazards := fork_hazards(recipe.parts())):
         why = f"not run: its process would inherit {hazards[0].path}, see above"
+    elif shared:
+        why = "not run: its envs would use what they share with this process, see above"
+    if why:
         return [TriedLine(one.advice.line, problem=why) for one in lines], []
     recipes = [recipe] if isinstance(recipe, Recipe) else recipe
     limit_s = max(timeout_s, 2 * run_s)

@@ -24,6 +24,7 @@ from muster.doctor.policy_differences import layout_differences, output_differen
 from muster.doctor.trials import building, observing
 from muster.envs import resolve_foreign_id
 from muster.errors import CannotTravel, RecipeError, UsageError
+from muster.pickling import find_shared
 from muster.recipes.recipe import make_recipes
 from muster.rollout.processes.policy_travel import pack_factory
 from muster.rollout.weights import require_shapes
@@ -72,6 +73,9 @@ def judge_factory(
             packed = pack_factory(factory, "spawn")
         except CannotTravel as error:
             return [Finding("blocks", _TOPIC, str(error))]
+        if shared := find_shared({"policy_factory": factory}, by_fork=False):
+            text = f"not tried: the policies would use what it shares with this process: {shared}"
+            return [Finding("warns", _TOPIC, text)]
     with tempfile.TemporaryDirectory(prefix="muster-policy-") as name:
         folder = Path(name)
         (folder / FACTORY).write_bytes(packed)
@@ -82,7 +86,7 @@ def judge_factory(
                 return [Finding("warns", _TOPIC, f"nothing was compared: {error}")]
             write_weights(policy, folder)
         options = {"folder": name}
-        uncalled = "no env could be built"
+        uncalled = "no env could be played for that, see above"
         if recipe is not None:
             outcome = run_guarded(observing, recipe, stage_timeout_s=timeout_s, options=options)
             uncalled = "" if (folder / OBSERVED).exists() else f"{outcome.stage}, it {outcome.how}"

@@ -2,6 +2,7 @@
 
 from muster.pickling.culprits import Culprit, find_culprits, fork_hazards
 from muster.pickling.probe import takes
+from muster.pickling.shared_parts import find_shared
 from muster.pickling.travel import check_inheritable, dumps, is_plain, not_rebuilt
 from muster.pickling.user_call import MAKE_VEC, UserCall, called_as, current_call
 
@@ -14,6 +15,7 @@ __all__ = [
     "current_call",
     "dumps",
     "find_culprits",
+    "find_shared",
     "fork_hazards",
     "is_plain",
     "not_rebuilt",

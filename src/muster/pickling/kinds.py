@@ -44,6 +44,7 @@ class Kind:
     refused: pickling it "works", but what arrives is broken.  silent: it travels, but arrives as something else.
     warns: like silent, and worth a warning on every start.  inherited: what a forked worker gets.
     fork_is_safe: whether that is usable.  breaks_under_fork: it certainly is not, so it must not be inherited at all.
+    shared_by_fork: what is inherited is no copy, but what the caller uses.
     may_work_by_fork: what is inherited works on conditions, which `inherited` names.
     idle: it is closed, or was not started, and does no harm in a forked worker.
     made_anew: code that makes another one in the caller, which workers can receive; empty where there is none.
@@ -59,6 +60,7 @@ class Kind:
     silent: bool = False
     warns: bool = False
     idle: bool = False
+    shared_by_fork: bool = False
     may_work_by_fork: bool = False
     made_anew: str = ""
     instead: str = ""
@@ -148,6 +150,7 @@ def _open_file(file: Any) -> Kind:
         lazy="..." if stream else f"open, {name}, {mode}",
         instead=f"use sys.{stream} in the env itself, for every process has one" if stream else "",
         inherited="all workers would share one file position with the caller, and each write out what is buffered now",
+        shared_by_fork=True,
         idle=_is_closed(file) or any(file is stream for stream in _standard_streams()),
     )
 
@@ -297,16 +300,19 @@ _SHARED = Kind(
     lazy="...",
     inherited="workers inherit this very object, shared with each other and the caller",
     fork_is_safe=True,
+    shared_by_fork=True,
 )
 _SOCKET = Kind(
     reason="a socket belongs to the process that opened it",
     lazy="socket.create_connection, (host, port)",
     inherited="all workers would read from and write to one connection",
+    shared_by_fork=True,
 )
 _SQLITE = Kind(
     reason="an SQLite connection belongs to the process that opened it",
     lazy="sqlite3.connect, path",
     inherited="SQLite forbids to use a connection in a forked child: the database file can be damaged",
+    shared_by_fork=True,
 )
 _PIPE = Kind(
     reason="one end of a pipe can be passed to a worker only when that starts; later its number would be sent, which "
@@ -314,6 +320,7 @@ _PIPE = Kind(
     lazy="...",
     inherited="workers inherit this very end, shared with each other and the caller",
     fork_is_safe=True,
+    shared_by_fork=True,
     refused=True,
 )
 _LIBRARY = Kind(
@@ -346,6 +353,7 @@ _MAPPING = Kind(
     lazy="mmap.mmap, fileno, length",
     inherited="workers inherit the same mapping; whether they see each other's writes depends on its flags",
     fork_is_safe=True,
+    shared_by_fork=True,
 )
 
 

@@ -17,6 +17,7 @@ import cloudpickle
 
 from muster.pickling import functools_pickling
 from muster.pickling.kinds import kind_of
+from muster.pickling.shared_kinds import is_callers_own
 from muster.pickling.shared_pickling import reduction_of_memory, reduction_of_shared, spawning
 
 _POLL_S = 0.05
@@ -31,7 +32,7 @@ class PickleAttempt:
 
     data: the pickle, None if there is none.  failed: the very object that could not be pickled.  error: the exception
     that it raised, None if it hung.  out_of_time: the limit was reached before anything failed.  noted: objects that
-    arrive as something else, or are huge.
+    arrive as something else, or are huge.  shared: objects that the receiver shares with this process.
     """
 
     data: bytes | None = None
@@ -39,6 +40,7 @@ class PickleAttempt:
     error: BaseException | None = None
     out_of_time: bool = False
     noted: list[Any] = field(default_factory=list)
+    shared: list[Any] = field(default_factory=list)
 
 
 def attempt(
@@ -60,7 +62,7 @@ def attempt(
     buffer = io.BytesIO()
     buffer_callback = None if big is None else lambda one: not takes(one, big)
     pickler = _ReportingPickler(buffer, skip, buffer_callback, shares=fds is not None)
-    outcome = PickleAttempt(noted=pickler.noted)
+    outcome = PickleAttempt(noted=pickler.noted, shared=pickler.shared)
 
     def run() -> None:
         try:
@@ -111,6 +113,7 @@ class _ReportingPickler(functools_pickling.Pickler):
         self.current: Any = None
         self.count = 0
         self.noted: list[Any] = []
+        self.shared: list[Any] = []
         self._skip = skip
         self._shares = shares
 
@@ -121,6 +124,8 @@ class _ReportingPickler(functools_pickling.Pickler):
         self.count += 1
         if id(obj) in self._skip:
             return str, ()
+        if is_callers_own(obj):
+            self.shared.append(obj)
         if self._shares and (reduction := reduction_of_shared(obj)) is not None:
             return reduction
         kind = kind_of(obj)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from typing import Any
 
-from muster.introspection import module_name
+from muster.introspection import attributes_of, module_name
 
 MODULES = ("multiprocessing.synchronize", "multiprocessing.queues", "multiprocessing.sharedctypes")
+
+_OTHERS = (
+    ("multiprocessing.connection", "_ConnectionBase"),
+    ("multiprocessing.managers", "BaseProxy"),
+    ("multiprocessing.shared_memory", "SharedMemory"),
+    ("multiprocessing.shared_memory", "ShareableList"),
+)
+_C_DATA = ctypes.Structure.__mro__[1]
 
 _CONTEXT = 'multiprocessing.get_context("forkserver")'
 # Longer arrays are not written out.
@@ -17,6 +26,14 @@ _SHOWN_ELEMENTS = 8
 def is_shared(value: Any) -> bool:
     """Whether `value` is one of these objects."""
     return any(module_name(base) in MODULES for base in type(value).__mro__)
+
+
+def is_callers_own(value: Any) -> bool:
+    """Whether a worker that receives `value` uses what this process uses: one of these objects, a pipe, memory, ..."""
+    kind = type(value)
+    if issubclass(kind, _C_DATA):
+        return "_wrapper" in attributes_of(value)  # a RawValue or RawArray, which lies in memory of multiprocessing
+    return is_shared(value) or any((module_name(base), base.__name__) in _OTHERS for base in kind.__mro__)
 
 
 def made_anew(value: Any) -> str:

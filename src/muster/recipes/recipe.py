@@ -18,7 +18,7 @@ from muster.arguments import at_least
 from muster.errors import ConfigError, RecipeError
 from muster.introspection import callable_name, place_of
 from muster.lazy_values import LazyValues
-from muster.pickling import MAKE_VEC, UserCall, check_inheritable, current_call, dumps, not_rebuilt, takes
+from muster.pickling import MAKE_VEC, UserCall, check_inheritable, current_call, dumps, find_shared, not_rebuilt, takes
 from muster.pickling.shared_pickling import receiving
 from muster.recipes.existing_env import LiveEnvs
 from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
@@ -227,6 +227,11 @@ def check_forkable(recipes: Sequence[Recipe]) -> None:
     Warns about what the process may inherit but cannot use safely: open files and sockets, ...
     """
     check_inheritable(_parts_of(recipes), recipes[0].call)
+
+
+def shared_by(recipes: Sequence[Recipe], *, by_fork: bool) -> str:
+    """What envs of the recipes share with this process where they run, in words, see `find_shared`; "" for nothing."""
+    return find_shared(_parts_of(recipes), by_fork=by_fork)
 
 
 def _parts_of(recipes: Sequence[Recipe]) -> dict[str, Any]:

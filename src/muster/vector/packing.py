@@ -9,7 +9,7 @@ from typing import Literal
 
 from muster.arguments import whole
 from muster.errors import CannotTravel, ConfigError
-from muster.recipes.recipe import Recipe
+from muster.recipes.recipe import Recipe, check_forkable, shared_by
 from muster.recipes.recipe_kinds import kinds_of
 from muster.vector.side_by_side import try_side_by_side
 from muster.workers.guarded import PackedRecipes
@@ -88,8 +88,17 @@ def count_processes(
 def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float, changes: Changes) -> str | None:
     """The reason why each env needs a process of its own; None where two of each kind, and of any two, may share one.
 
-    Envs of one kind differ in numbers and strings alone, see `kinds_of`.
+    Envs of one kind differ in numbers and strings alone, see `kinds_of`. No trial is made with objects that the caller
+    uses, too: it would leave its items in the caller's queues, and locks held where it is ended.
+    Raises CannotTravel where forked workers must not inherit the recipes.
     """
+    by_fork = context == "fork"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come once more, when workers start
+        if by_fork:
+            check_forkable(recipes)
+        if shared := shared_by(recipes, by_fork=by_fork):
+            return f"the envs share {shared} with this process: not tried"
     kinds = kinds_of(recipes, _MOST_KINDS)
     if kinds is None:
         return f"they are of more than {_MOST_KINDS} kinds, too many to try each beside each"

@@ -70,17 +70,14 @@ class TrialOutcome:
 
 @dataclass(frozen=True)
 class PackedRecipes:
-    """Recipes for the process of a trial. fds: those that it needs, see `pack`; the objects in the recipes own them."""
+    """Recipes for the process of a trial. They share nothing with this process: ask `shared_by` before a trial."""
 
     data: bytes
-    fds: tuple[int, ...]
 
     @classmethod
     def of(cls, recipes: Sequence[Recipe], start_method: str) -> PackedRecipes:
         """What `pack` packs, with its warnings and errors."""
-        fds: list[int] = []
-        data = pack(recipes, start_method=start_method, fds=fds)
-        return cls(data, tuple(fds))
+        return cls(pack(recipes, start_method=start_method, fds=[]))  # fds are for what is shared
 
 
 def run_guarded(
@@ -114,7 +111,7 @@ def run_guarded(
             if recipes is None or isinstance(recipes, PackedRecipes):
                 fds: list[int] = []
                 if recipes is not None:
-                    inherited, fds = with_tracker(recipes.fds)
+                    inherited, fds = with_tracker(())
                     pickle.dump((inherited, recipes.data), packed)
                     packed.seek(0)
                 arguments = (name, write, guard, options, recipes is not None, fds)

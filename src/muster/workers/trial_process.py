@@ -68,7 +68,7 @@ def main(
     """Calls the function ``module:name`` that is the trial with `recipes`, a Reporter and `options`; never returns.
 
     fd: the pipe to report to.  guard: pidfd of the process that has started this one; the trial ends with it.
-    packed: whether the recipes come from stdin.  inherited_fds: those that they need, and the resource tracker's.
+    packed: whether the recipes come from stdin.  inherited_fds: the resource tracker's, if there is one.
     """
     # Otherwise processes that the env starts would hold the pipe, and the guard would wait for them.
     for one in (fd, guard, *inherited_fds):
@@ -86,10 +86,8 @@ def main(
             if packed:
                 reporter.stage("unpacking the recipe")
                 inherited, data = pickle.load(sys.stdin.buffer)
-                fds = take_over(inherited, inherited_fds)
-                recipes = unpack(data, fds=fds)
-                for one in fds:  # the objects have copies
-                    os.close(one)
+                take_over(inherited, inherited_fds)
+                recipes = unpack(data)
             function(*recipes, reporter, **options)
             finish_queues()
         reporter.stage(None)
