@@ -101,6 +101,12 @@ Ref map_fd(int fd, size_t size, size_t offset, bool is_private) {
   return array;
 }
 
+// Gives the whole pages of shared memory back that `memory` covers from their beginning; they read as zeros afterwards.
+void give_back(PyObject* memory) {
+  auto* array = reinterpret_cast<PyArrayObject*>(memory);
+  if (madvise(PyArray_DATA(array), size_t(PyArray_NBYTES(array)), MADV_REMOVE)) raise_os_error();
+}
+
 // Binds an enum as a class of ints: creating Python's own enums would take longer than everything else in this module.
 template <class Enum>
 void bind_enum(nb::module_& m, const char* name, std::initializer_list<std::pair<const char*, Enum>> members) {
@@ -276,6 +282,7 @@ void bind_functions(nb::module_& m) {
   m.def("split_agents", &split_agents);
   m.def("gather_columns", &gather_columns, "columns"_a, "ids"_a.none(), "provided"_a);
   m.def("running", &Stepper::running);
+  m.def("give_back", [](nb::handle memory) { give_back(memory.ptr()); }, "memory"_a);
   m.def("map_fd", &map_fd, nb::kw_only(), "fd"_a, "size"_a, "offset"_a = 0, "is_private"_a = false);
   m.def("ticks", &ticks, "The clock of host_state's since and ticks, in units of its own.");
   m.def("start_watchdog", [](int caller_pidfd, int stderr_pipe, int stderr_to, int tail) {

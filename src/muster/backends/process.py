@@ -120,7 +120,7 @@ class ProcessBackend(Backend):
             self._own_usage_at_start = usage_of(os.getpid())
 
     def never_replaces(self) -> None:
-        self._workers.drop_inheritance()
+        self._workers.never_replace()
 
     # ---- commands
 

@@ -1,4 +1,6 @@
-"""The big arrays of recipes, written once into memory that all workers map, instead of a copy for each.
+"""The big parts of recipes, written once into memory that all workers map, instead of a copy for each.
+
+Arrays are used where they lie. Pickles that are big themselves, by bytes and dicts in them, are only read from there.
 
 They lie in the mail's sparse memfd, behind all boxes. A worker maps them privately: all workers read the same memory,
 and a page that a worker writes to becomes its own.
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from muster._core import map_fd
+from muster._core import give_back, map_fd
 
 # Address space is free in a sparse file: no number of boxes reaches this far.
 _START = 1 << 60
@@ -26,13 +28,15 @@ Place = tuple[int, int, bool]
 class BigArrays:
     """The caller's end: stores the buffers of all workers in the mail's file, and maps them.
 
-    buffers: for each worker the buffers that it gets; a buffer that several workers get is stored once.
+    buffers: for each worker the buffers that it gets; a buffer that several workers get is stored once. Those over
+        bytes are pickles.
     places: for each worker the places of its buffers.
     """
 
     def __init__(self, fd: int, buffers: Sequence[Sequence[pickle.PickleBuffer]]) -> None:
         # The keys are addresses and lengths: the buffers of one array may be different objects.
         known: dict[tuple[int, int, bool], Place] = {}
+        pickles: list[Place] = []
         end = _START
         sources: list[tuple[int, memoryview]] = []
         self.places: list[tuple[Place, ...]] = []
@@ -43,10 +47,13 @@ class BigArrays:
                 key = (np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes, raw.readonly)
                 if key not in known:
                     known[key] = (end, raw.nbytes, raw.readonly)
+                    if isinstance(raw.obj, bytes):
+                        pickles.append(known[key])
                     sources.append((end, raw))
                     end = _next_page(end + raw.nbytes)
                 places.append(known[key])
             self.places.append(tuple(places))
+        self._pickles = pickles
         # Kept mapped, so that what workers map does not count as memory that each of them holds alone.
         self._memory: npt.NDArray[np.uint8] | None = None
         if sources:
@@ -55,8 +62,15 @@ class BigArrays:
             for offset, raw in sources:
                 self._memory[offset - _START :][: raw.nbytes] = np.frombuffer(raw, np.uint8)
 
+    def drop_pickles(self) -> None:
+        """Gives back the memory of pickles, which all workers have read: none will be started in another's place."""
+        if self._memory is not None:
+            for offset, size, _ in self._pickles:
+                give_back(self._memory[offset - _START :][:size])
+        self._pickles = []
+
     def close(self) -> None:
-        """Unmaps the arrays; workers keep what they have mapped."""
+        """Unmaps all; workers keep what they have mapped."""
         self._memory = None
 
 

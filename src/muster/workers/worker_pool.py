@@ -300,8 +300,13 @@ class Workers:
 
     # ---- ending
 
-    def drop_inheritance(self) -> None:
-        """Closes the copies of users' fds, which only replacements of workers would need."""
+    def never_replace(self) -> None:
+        """Releases what only replacements of workers would need: copies of users' fds, and big pickles."""
+        self._drop_inheritance()
+        if self._big_arrays is not None:
+            self._big_arrays.drop_pickles()
+
+    def _drop_inheritance(self) -> None:
         if self._inheritance is not None:
             self._inheritance.close()
 
@@ -324,7 +329,7 @@ class Workers:
         launcher, self._launcher = self._launcher, None
         if launcher is not None:
             launcher.release()
-        self.drop_inheritance()
+        self._drop_inheritance()
         if self._big_arrays is not None:
             self._big_arrays.close()
         fds, self.fds = self.fds, {}
