@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import multiprocessing
 import operator
 import os
 import pickle
@@ -306,3 +307,14 @@ def test_the_public_names_are_not_hidden_by_modules():
     code = "import muster, muster.recipes.recipe; print(callable(muster.lazy), callable(muster.get_worker_info))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["True", "True"]
+
+
+def test_what_multiprocessing_shares_comes_unlocked():
+    counted = lazy(multiprocessing.Value, "i", 3)
+    _, resolved = resolve(
+        value=counted, numbers=lazy(multiprocessing.Array, "i", 2), gate=lazy(multiprocessing.Condition)
+    )
+    assert resolved["value"].value == 3
+    assert list(resolved["numbers"]) == [0, 0]
+    assert all(one.acquire(block=False) for one in (resolved["value"], resolved["numbers"]))
+    assert resolved["gate"].acquire(False)

@@ -191,7 +191,7 @@ class LazyValues:
             return self._adopted[id(resource)][1]
         kind = type(resource)
         close = next((getattr(resource, m) for m in _RELEASE_METHODS if callable(getattr(kind, m, None))), None)
-        if not _is_context_manager(kind):
+        if not _is_context_manager(resource):
             if close is not None:
                 self._releases.append((path, close))
                 self._adopted[id(resource)] = (resource, resource)
@@ -211,12 +211,14 @@ class LazyValues:
         return entered
 
 
-def _is_context_manager(kind: type) -> bool:
-    """Whether ``with`` opens and closes an instance, and does not merely take a lock or start a transaction."""
+def _is_context_manager(resource: object) -> bool:
+    """Whether ``with`` opens and closes the resource, and does not merely take a lock or start a transaction."""
+    kind = type(resource)
+    # multiprocessing's values and conditions have `acquire` as an attribute of their own.
     return (
         hasattr(kind, "__enter__")
         and hasattr(kind, "__exit__")
-        and not hasattr(kind, "acquire")
+        and not hasattr(resource, "acquire")
         and not hasattr(kind, "commit")
     )
 
