@@ -6,9 +6,11 @@ import copy
 import io
 import multiprocessing
 import pickle
+import re
 import weakref
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -132,6 +134,28 @@ def test_what_is_not_a_bool_or_a_string_is_no_mark():
         def uncopyable(self) -> None: ...
 
     assert not is_uncopyable(Odd())
+
+
+@pytest.mark.parametrize("save", [torch.save, pickle.dump], ids=["torch.save", "pickle"])
+@pytest.mark.parametrize("marked", MARKED.values(), ids=MARKED)
+def test_whoever_saves_a_module_is_told_to_save_its_weights(marked: Callable[[], Any], save: Any, tmp_path: Path):
+    policy = marked()
+    with pytest.raises(CannotTravel) as raised, (tmp_path / "policy").open("wb") as file:
+        save({"policy": policy}, file)
+    if not isinstance(policy, nn.Module):
+        assert "state_dict" not in str(raised.value)
+        return
+    way = next(line for line in str(raised.value).splitlines() if "state_dict" in line)
+    saving, loading = re.findall(r"[\w.]+\(\S*?\([^()]*\)(?:, \w+)?\)", way)
+    path = tmp_path / "weights"
+    names = {"policy": policy, "path": path, "torch": torch}
+    eval(saving, names)
+    weights = {name: one.clone() for name, one in policy.state_dict().items()}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.zero_()
+    eval(loading, names)
+    assert all(torch.equal(one, weights[name]) for name, one in policy.state_dict().items())
 
 
 @pytest.mark.parametrize("marked", MARKED.values(), ids=MARKED)

@@ -46,11 +46,13 @@ class Mark:
     """The value of the attribute ``uncopyable``, as `uncopyable` sets it.
 
     type_name: the marked class, or that of the marked object.  reason, where: as in `UncopyableMark`.
+    is_module: whether the object is a module of torch's, whose weights can be saved without it.
     """
 
     type_name: str
     reason: str = ""
     where: str = ""
+    is_module: bool = False
 
     def __str__(self) -> str:
         return self.reason or "marked as uncopyable"
@@ -111,7 +113,7 @@ def uncopyable(target: object, reason: str = "") -> object:
             f"an object of type {type_name(target)} cannot be marked: it takes no attributes. Mark its class, or the "
             "object that holds it"
         )
-    attributes["uncopyable"] = MarkOfObject(type_name(target), reason, where)
+    attributes["uncopyable"] = MarkOfObject(type_name(target), reason, where, isinstance(target, nn.Module))
     for name in _OF_OBJECTS:
         if hasattr(type(target), name):
             attributes.setdefault(name, OwnMethod(target, functools.partial(_unless_marked, name)))
@@ -143,7 +145,7 @@ def own_mark(part: object) -> Mark | None:
     # would be reported at the wrong path.
     value = getattr(part, "__dict__", {}).get("uncopyable", getattr(type(part), "uncopyable", False))
     if isinstance(value, Mark):
-        return replace(value, type_name=type_name(part))
+        return replace(value, type_name=type_name(part), is_module=isinstance(part, nn.Module))
     if isinstance(value, bool | str) and value is not False:
         return Mark(type_name(part), value if isinstance(value, str) else "")
     return None
@@ -188,6 +190,10 @@ def _refusal(mark: Mark) -> CannotTravel:
     name = "that_object" if isinstance(mark, MarkOfObject) else mark.type_name.rpartition(".")[2]
     where = f" in {mark.where}" if mark.where else ""
     reason = f": {mark.reason}" if mark.reason else ""
+    saved = (
+        "  - to save it, save its weights: torch.save(policy.state_dict(), path), and to go on from there "
+        "policy.load_state_dict(torch.load(path))\n"
+    )
     return CannotTravel(
         f"{mark.type_name} is marked as uncopyable{where}{reason}. It stays where it is, neither copied nor pickled\n"
         "What to do instead:\n"
@@ -196,5 +202,6 @@ def _refusal(mark: Mark) -> CannotTravel:
         "  - losses and target networks need no copy: muster.nn.functionalize(policy), muster.nn.TargetParams(policy)\n"
         "  - for a library that copies the policy itself, hand over muster.nn.shared_on_copy(policy): its copies have "
         "weights of their own, and share everything else\n"
+        f"{saved if mark.is_module else ''}"
         "  - if it can be copied after all, take the mark off: uncopyable = False"
     )
