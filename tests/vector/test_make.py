@@ -55,6 +55,12 @@ def test_numpys_flags_are_flags() -> None:
         assert envs.reset(seed=0)[0].base is not None
 
 
+def test_auto_with_one_env_per_process_is_one_each_without_a_trial(capfd: pytest.CaptureFixture[str]) -> None:
+    with muster.make_vec([Counter] * 3, num_workers="auto", one_env_per_process=True, context="fork") as envs:
+        assert len({worker["pid"] for worker in envs.stats()["workers"]}) == 3
+    assert capfd.readouterr().err == ""  # a trial says what it has found
+
+
 def test_one_env_per_process() -> None:
     with muster.make_vec([Counter] * 3, one_env_per_process=True, context="fork") as envs:
         assert len({worker["pid"] for worker in envs.stats()["workers"]}) == 3

@@ -77,8 +77,8 @@ def make_vec(
     autoreset_mode: "next_step", "same_step" or "disabled", as Gymnasium defines them.
     observation_mode: "different" lets the envs' bounds differ; shapes, dtypes and keys must be equal.
     copy: False returns observations as views, valid until that env's next send.
-    one_env_per_process: for libraries that can be loaded only once per process: num_workers is num_envs, and an env
-        that raised is built again in a new process. An env class requests it by
+    one_env_per_process: for libraries that can be loaded only once per process: num_workers is num_envs ("auto", too,
+        without a trial), and an env that raised is built again in a new process. An env class requests it by
         ``metadata["one_per_process"] = True``.
     caller_steps: the calling process steps some of the envs instead of sleeping, one where each env has a process of
         its own; if one of these crashes, so does it.

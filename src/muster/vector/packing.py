@@ -34,8 +34,8 @@ def check_workers(name: str, asked: Asked) -> Asked:
 
 
 def one_each(asked: Asked, recipes: Sequence[Recipe]) -> int:
-    """One worker for each env. Raises ConfigError where the user has asked for another number."""
-    if asked not in (None, len(recipes)):
+    """One worker for each env, which "auto" allows. Raises ConfigError where the user has asked for another number."""
+    if asked not in (None, AUTO, len(recipes)):
         needed = f"num_workers={len(recipes)} (num_envs)"
         raise ConfigError(f"one_env_per_process=True needs {needed}, got num_workers={asked}")
     return len(recipes)
