@@ -6,9 +6,11 @@ import ctypes
 import os
 import resource
 import subprocess
+import sys
 import tempfile
 import threading
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 from pettingzoo.utils.env import ParallelEnv
 
 CACHE = 400
+HOLDING = "import sys, time; file = open(f'/dev/shm/muster-leaky-{sys.argv[1]}-held', 'w'); time.sleep(1000)"
 
 
 class Leaky(gym.Env[Any, Any]):
@@ -85,6 +88,15 @@ class Leaky(gym.Env[Any, Any]):
             os.close(tempfile.mkstemp(suffix=".log")[0])
         if trait == "shared file":
             Path(f"/dev/shm/muster-leaky-{os.getpid()}-{self.episodes}").touch()
+        if trait == "file of Python's":
+            Path(tempfile.gettempdir(), f"../muster-leaky-{self.episodes}-{id(self)}").touch()
+        if trait == "shared memory":
+            SharedMemory(f"muster-leaky-{self.episodes}-{id(self)}", create=True, size=64).close()
+        if trait == "file of C code's":
+            name = f"/dev/shm/muster-leaky-{os.getpid()}-{self.episodes}-c"
+            os.close(ctypes.CDLL(None).creat(name.encode(), 0o600))
+        if trait == "file of a child's":
+            self.kept.append(subprocess.Popen([sys.executable, "-S", "-c", HOLDING, f"{self.episodes}-{id(self)}"]))
         if trait == "trajectory":
             self.kept.clear()
         if trait == "slower":

@@ -93,6 +93,12 @@ def judge(at_s: Floats, steps: Floats, episodes: Floats, values: Floats, toleran
     )
 
 
+def samples_needed(tolerance: Tolerance) -> float:
+    """The number of samples, the warm-up's among them, from which on `judge` can tell."""
+    later = _FEWEST_BLOCKS if tolerance.has_floor else _BLOCKS * _FEWEST_FOR_QUARTILE
+    return later / (1 - WARM_UP)
+
+
 def overall(steps: Floats, episodes: Floats, values: Floats) -> Growth:
     """The growth of `values` from the first sample to the last, of a soak that was too short to tell its course."""
     added = float(values[-1] - values[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 
 from muster.doctor.diagnosis import Finding, Soak, SoakedQuantity, seconds, size
 from muster.doctor.findings import about_early_end
-from muster.doctor.growth import Growth, Tolerance, judge, overall
+from muster.doctor.growth import Growth, Tolerance, judge, overall, samples_needed
 from muster.doctor.soaking import Sample, soaking
 from muster.recipes.recipe import Recipe
 from muster.workers.guarded import PackedRecipes, TrialOutcome, run_guarded
@@ -22,9 +23,9 @@ _PART_OF_MEMORY, _MOST_BYTES = 0.25, 4 << 30
 _NUMBERS = ("no", "one", "two", "three", "four", "five")
 # A rate this close to a whole number is called that number.
 _NEARLY = 0.03
-# Files where other programs put theirs, too, are blamed on the env from this many an episode.
-_OWN_FILES_AN_EPISODE = 0.5
 _MILLION = 1e6
+# A soak that is too short is to be longer by a half than what its samples ask for, and by this where it has none.
+_MARGIN, _FAR_LONGER = 1.5, 10
 # A leak of memory that takes no more than this in a million steps deserves no care.
 _SLIGHT_BYTES = 10e6
 
@@ -41,14 +42,14 @@ class _Quantity:
 
 
 _FEW = Tolerance(2.5)
-_STRANGE = "strange_files"
+_COMMON = "common_files"
 _QUANTITIES = (
     _Quantity("memory_bytes", "memory", "bytes", Tolerance(256_000, 0.005)),
     _Quantity("handles", "file handles", "", _FEW, "file handle"),
     _Quantity("threads", "threads", "", _FEW, "thread"),
     _Quantity("children", "child processes", "", _FEW, "child process"),
     _Quantity("files", "temporary files", "", _FEW, "temporary file"),
-    _Quantity(_STRANGE, "files in /tmp and /dev/shm", "", _FEW, "file in /tmp or /dev/shm"),
+    _Quantity(_COMMON, "files in /tmp and /dev/shm", "", _FEW, "file in /tmp or /dev/shm"),
     _Quantity("step_s", "time of a step", "seconds", Tolerance(5e-6, 0.5, has_floor=False), "step"),
     _Quantity("reset_s", "time of a reset", "seconds", Tolerance(100e-6, 0.5, has_floor=False), "reset"),
 )
@@ -79,7 +80,7 @@ def judge_soak(outcome: TrialOutcome, soak_s: float) -> tuple[Soak | None, list[
     quantities = tuple(
         SoakedQuantity(one.name, one.unit, growth.trend, growth.marks, growth.a_step, growth.an_episode)
         for one, growth in grown.items()
-        if one.field != _STRANGE or growth.trend != "steady"
+        if one.field != _COMMON or growth.trend != "steady"
     )
     soak = Soak(last.at_s, soak_s, last.steps, last.episodes, quantities)
     # Memory comes last: whatever else leaks takes some of it, too.
@@ -87,7 +88,10 @@ def judge_soak(outcome: TrialOutcome, soak_s: float) -> tuple[Soak | None, list[
     verdicts = [_verdict(one, grown[one], soak, outcome.results) for one in in_order]
     findings += [verdict for verdict in verdicts if verdict is not None]
     if all(finding.severity == "good" for finding in findings):
-        findings.append(_when_nothing_grows(soak))
+        findings.append(_when_nothing_grows(soak, samples))
+    unjudged = [one for one in _QUANTITIES if one.unit == "seconds" and one not in grown]
+    if unjudged and quantities and stopped_by is None:
+        findings.append(_about_unjudged(unjudged, samples, soak, outcome.results.get("cut_short", 0)))
     return soak, findings
 
 
@@ -100,8 +104,6 @@ def _growth_of(quantity: _Quantity, samples: Sequence[Sample], stopped_by: str |
         for name in ("at_s", "steps", "episodes", quantity.field)
     )
     growth = judge(at_s, steps, episodes, values, quantity.tolerance)
-    if quantity.field == _STRANGE and growth is not None and growth.an_episode < _OWN_FILES_AN_EPISODE:
-        return None
     if quantity.field == stopped_by and not quantity.unit and (growth is None or growth.trend != "grows"):
         return overall(steps, episodes, values)  # no warm-up takes so many
     return growth
@@ -172,12 +174,33 @@ def _cut_short(soak: Soak) -> str:
     return f". The soak was ended there, after {seconds(soak.seconds)} of {soak.asked_s:g} s, to spare the machine"
 
 
-def _when_nothing_grows(soak: Soak) -> Finding:
+def _when_nothing_grows(soak: Soak, samples: Sequence[Sample]) -> Finding:
     played = f"{seconds(soak.seconds)}, {soak.episodes:,} episodes and {soak.steps:,} steps"
     if not soak.quantities:
-        return Finding("note", "soak", f"{played} are too few to tell whether anything grows")
+        text = f"{played} are too few to tell whether anything grows"
+        return Finding("note", "soak", text, _longer(_QUANTITIES[:1], samples, soak))
     names = ", ".join(one.name for one in soak.quantities)
     return Finding("good", "soak", f"no leak in {played}: {names} stay as they are")
+
+
+def _about_unjudged(unjudged: Sequence[_Quantity], samples: Sequence[Sample], soak: Soak, cut_short: int) -> Finding:
+    """The finding about durations of which there were too few."""
+    what = " and ".join(f"{one.one}s" for one in unjudged)
+    text = f"whether {what} take longer and longer was not judged: {seconds(soak.seconds)}"
+    if cut_short >= soak.episodes - 1 > 0 and [one.field for one in unjudged] == ["reset_s"]:
+        return Finding("note", "soak", f"{text} had no episode that came to its end")
+    return Finding("note", "soak", f"{text} gave too few samples of them", _longer(unjudged, samples, soak))
+
+
+def _longer(wanted: Sequence[_Quantity], samples: Sequence[Sample], soak: Soak) -> str:
+    """The option for a soak that is long enough to judge all that is wanted."""
+    needed_s = [_FAR_LONGER * soak.asked_s]
+    for one in wanted:
+        at_s = [sample.at_s for sample in samples if getattr(sample, one.field) is not None]
+        if len(at_s) > 1:
+            between_s = (at_s[-1] - at_s[0]) / (len(at_s) - 1)
+            needed_s.append(_MARGIN * between_s * samples_needed(one.tolerance))
+    return f"--soak {math.ceil(max(_MARGIN * soak.asked_s, *(needed_s[1:] or needed_s)))}"
 
 
 def _amount(value: float, one: _Quantity) -> str:

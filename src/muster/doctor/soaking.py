@@ -8,7 +8,6 @@ import math
 import os
 import re
 import resource
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from muster.doctor.temporary_files import TemporaryFiles
 from muster.envs.player import RandomPlayer
 from muster.recipes.recipe import Recipe
 from muster.vector.side_by_side import built
@@ -46,8 +46,8 @@ class Sample(NamedTuple):
     """The process of a soaked env at one moment.
 
     at_s: seconds since the start.  memory_bytes: that belongs to no file, of all its processes.  handles, threads: of
-    its own process alone.  files: in its folder for temporary files.  strange_files: new ones of this user in the
-    machine's folders for temporary files.  step_s, reset_s: medians since the sample before, None without any.
+    its own process alone.  files: in its folder for temporary files.  common_files: its own ones in the machine's
+    folders for temporary files.  step_s, reset_s: medians since the sample before, None without any.
     """
 
     at_s: float
@@ -58,7 +58,7 @@ class Sample(NamedTuple):
     threads: int
     children: int
     files: int
-    strange_files: int
+    common_files: int
     step_s: float | None
     reset_s: float | None
 
@@ -78,6 +78,7 @@ def soaking(recipe: Recipe, reporter: Reporter, seconds: float, folder: str, mos
             soak.run()
         finally:
             reporter.result("stopped_by", soak.stopped_by)
+            reporter.result("cut_short", soak.cut_short)
             reporter.result("most_handles", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             with contextlib.suppress(OSError):  # the env has used up all handles again
                 reporter.result("new_names", soak.new_names())
@@ -88,7 +89,7 @@ class Soaking:
     """One env that is stepped and reset by random actions until its time is over.
 
     most_bytes: growth of memory that ends the soak early.  on_sample: called with each sample.
-    stopped_by: the field of `Sample` that has ended the soak early, else None.
+    stopped_by: the field of `Sample` that has ended the soak early, else None.  cut_short: episodes that were.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Soaking:
             "children": _MOST_CHILDREN,
             "threads": _MOST_THREADS,
             "files": _MOST_FILES,
+            "common_files": _MOST_FILES,
         }
         # Filled in place: what is kept for each sample would look like a leak of the env.
         self._durations_s = {"step": np.zeros(_KEPT_STEPS), "reset": np.zeros(_KEPT_STEPS)}
@@ -118,6 +120,7 @@ class Soaking:
         self._cost_s = 0.0
         self._first: Sample | None = None
         self.stopped_by: str | None = None
+        self.cut_short = 0
 
     def run(self) -> None:
         """Soaks the env. Its exceptions pass through, after a last sample."""
@@ -129,6 +132,7 @@ class Soaking:
         try:
             while self.stopped_by is None and self._elapsed() < self._seconds:
                 if self._player.over or self._elapsed() - self._began_at > self._seconds * _LONGEST_EPISODE:
+                    self.cut_short += not self._player.over
                     self._reset()
                 else:
                     self._step()
@@ -200,7 +204,7 @@ class Soaking:
             threads=len(os.listdir("/proc/self/task")),
             children=len(started),
             files=len(self._files.own()),
-            strange_files=len(self._files.strange()),
+            common_files=len(self._files.common(started)),
             step_s=self._take_median("step"),
             reset_s=self._take_median("reset"),
         )
@@ -224,39 +228,8 @@ class Soaking:
             ),
             "children": Counter(map(_name, started_processes())),
             "files": Counter(self._files.own()),
-            "strange_files": Counter(self._files.strange()),
+            "common_files": Counter(self._files.common(started_processes())),
         }
-
-
-class TemporaryFiles:
-    """Counts temporary files, and makes `folder` the place for those of this process, where nobody else puts any.
-
-    In the machine's own folders, which are for all processes, only new files of this user count.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        common = {os.path.realpath(one) for one in (tempfile.gettempdir(), "/tmp", "/dev/shm") if os.path.isdir(one)}
-        self._common = sorted(common - {os.path.realpath(folder)})
-        self._old = {(place, name) for place in self._common for name in _listed(place)}
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
-
-    def own(self) -> list[str]:
-        """The names of what lies in the folder, and in the folders there."""
-        return [name for _, folders, files in os.walk(self._folder) for name in (*folders, *files)]
-
-    def strange(self) -> list[str]:
-        """The paths of this user's new files in the machine's folders."""
-        return [
-            os.path.join(place, name) for place in self._common for name in _listed(place) if self._is_mine(place, name)
-        ]
-
-    def _is_mine(self, place: str, name: str) -> bool:
-        if (place, name) in self._old:
-            return False
-        with contextlib.suppress(OSError):
-            return os.lstat(os.path.join(place, name)).st_uid == os.geteuid()
-        return False
 
 
 def started_processes() -> set[int]:
@@ -288,12 +261,6 @@ def _session(pid: int) -> int | None:
 
 def _name(process: str | int) -> str:
     return read_text(Path(f"/proc/{process}/comm")).strip()
-
-
-def _listed(folder: str) -> list[str]:
-    with contextlib.suppress(OSError):
-        return os.listdir(folder)
-    return []
 
 
 def _link(path: Path) -> str:
