@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import sys
@@ -60,6 +61,25 @@ def class_name(kind: type) -> str:
     """Module and name of a class; the name alone for a builtin."""
     module = module_name(kind)
     return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
+
+
+def public_name(definition: Any) -> str | None:
+    """Module and name by which code may import a class or function; None where only private names lead to it.
+
+    Where its own module is private, that is a public one that has it, too: ``queue`` for ``_queue``,
+    ``concurrent.futures`` for ``concurrent.futures._base``.
+    """
+    name, parts = definition.__qualname__, module_name(definition).split(".")
+    if parts == ["builtins"]:
+        return name if getattr(builtins, name, None) is definition else None
+    packages = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    for module in (*packages, ".".join(part.lstrip("_") for part in parts)):
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = vars(found).get(part) if isinstance(found, (type, types.ModuleType)) else None
+        if found is definition and not any(part.startswith("_") for part in f"{module}.{name}".split(".")):
+            return f"{module}.{name}"
+    return None
 
 
 def module_name(definition: Any) -> str:

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -458,17 +457,3 @@ def test_a_zeromq_context_without_sockets_may_be_forked():
             muster.make_vec(Connecting, 2, env_kwargs={"context": zmq.Context(context)}, context="fork")
     finally:
         context.term()
-
-
-def test_a_thread_may_be_forked_with_a_warning():
-    stop = []
-    thread = threading.Thread(target=lambda: [time.sleep(0.01) for _ in iter(lambda: bool(stop), True)])
-    thread.start()
-    try:
-        with pytest.warns(UserWarning, match="workers would inherit the object, but not its thread"):
-            envs = muster.make_vec(Reporting, 2, num_workers=2, env_kwargs={"others": [thread]}, context="fork")
-        with envs:
-            envs.reset()
-    finally:
-        stop.append(True)
-        thread.join()

@@ -10,8 +10,10 @@ import ctypes
 import functools
 import hashlib
 import io
+import itertools
 import mmap
 import multiprocessing
+import queue
 import random
 import re
 import runpy
@@ -135,8 +137,8 @@ FORK_UNKNOWN = 'Whether context="fork" would be safe'
         ),
         (RaisesInReduce, "RaisesInReduce", "muster.lazy(RaisesInReduce)", FORK_SAFE),
         (ExitsInReduce, "ExitsInReduce", "SystemExit: 3", FORK_SAFE),
-        (threading.Thread, "threading.Thread", "muster.lazy(function)", FORK_UNSAFE),
-        (closed_file, "_io.TextIOWrapper", "muster.lazy(open, ", FORK_UNSAFE),
+        (threading.Thread, "threading.Thread", "muster.lazy(function)", FORK_SAFE),
+        (closed_file, "_io.TextIOWrapper", "muster.lazy(open, ", FORK_SAFE),
         (lambda: mmap.mmap(-1, 10), "mmap.mmap", "muster.lazy(mmap.mmap", FORK_SAFE),
         (lambda: weakref.ref(Server), "weakref", "muster.lazy(", FORK_UNKNOWN),
     ],
@@ -164,7 +166,7 @@ def test_a_clear_answer_for(make, type_name, fix, fork):
         (lambda path: zmq.Context.instance().socket(zmq.REQ), "Socket", ".socket(zmq.REQ))"),
     ],
 )
-def test_what_is_open_is_never_offered_to_fork(tmp_path, open_resource, type_name, fix):
+def test_what_is_open_is_never_called_safe_by_fork(tmp_path, open_resource, type_name, fix):
     path = tmp_path / "file"
     path.touch()
     resource = open_resource(path)
@@ -173,7 +175,7 @@ def test_what_is_open_is_never_offered_to_fork(tmp_path, open_resource, type_nam
         assert f'env_kwargs["x"]["deep"][0]._context: {type_name}' in message or type_name in message.splitlines()[1]
         assert """env_kwargs["x"]["deep"][0] = muster.lazy(Server)""" in message
         assert "# Server takes arguments of its own" in message
-        assert FORK_UNSAFE in message
+        assert (FORK_UNSAFE if isinstance(resource, zmq.Socket) else FORK_AT_A_RISK) in message
         assert fix.format(path) in refusal(resource)
     finally:
         resource.close()
@@ -280,9 +282,7 @@ def test_a_file_without_a_name_is_not_opened_by_its_number():
         assert "muster.lazy(open, path, 'rb+')" in only(find_culprits(file, 'env_kwargs["x"]')).remedy
 
 
-def test_processes_and_executors_are_refused():
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        assert FORK_UNSAFE in refusal(executor)
+def test_processes_and_pipes_are_refused():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         assert "belongs to the process that started it" in refusal(process)
     ours, theirs = multiprocessing.Pipe()
@@ -506,14 +506,104 @@ def test_a_reduce_that_never_ends_is_told():
     assert "pickling it never ends" in message
 
 
-def test_what_only_a_getstate_returns_is_told_by_its_type():
-    class Hidden:
-        def __getstate__(self):
-            return {"lock": threading.Lock()}
+class Hidden:
+    """Pickles what is no part of it, behind a part that travels."""
 
-    culprit = only(find_culprits(Hidden()))
+    def __init__(self):
+        self.part = Server(None)
+
+    def __getstate__(self):
+        return {"part": self.part, "lock": [threading.Lock()]}
+
+
+class Reducing:
+    def __reduce__(self):
+        return Reducing, (threading.Lock(),)
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "code"),
+    [
+        (Hidden, 'env_kwargs["x"]', 'env_kwargs["x"] = muster.lazy(Hidden)'),
+        (lambda: {"a": [1, Hidden()]}, 'env_kwargs["x"]["a"][1]', 'env_kwargs["x"]["a"][1] = muster.lazy(Hidden)'),
+        (lambda: (Reducing(),), 'env_kwargs["x"][0]', 'env_kwargs["x"] = (muster.lazy(Reducing),)'),
+        (lambda: Server(Reducing()), 'env_kwargs["x"]._context', 'env_kwargs["x"] = muster.lazy(Server)'),
+        (lambda: functools.partial(print, Hidden()), 'env_kwargs["x"].args[0]', "partial(print, muster.lazy(Hidden))"),
+    ],
+)
+def test_what_only_a_getstate_or_reduce_returns_is_told_by_who_returns_it(make, path, code):
+    message = refusal(make())
+    assert message.startswith('env_kwargs["x"] cannot be sent')
+    (found,) = [line for line in message.splitlines() if "_thread.lock" in line]
+    assert found.startswith(f"  {path}: test_pickling.")
+    assert "what its __reduce__ or __getstate__ returns holds a _thread.lock: a lock works only within" in found
+    assert code in message
+    assert FORK_SAFE in message
+
+
+def test_all_that_a_getstate_hides_is_found():
+    value = [Hidden(), threading.Lock(), Reducing()]
+    assert [one.path for one in find_culprits(value, "env")] == ["env[0]", "env[1]", "env[2]"]
+
+
+@pytest.mark.parametrize("hidden", [itertools.cycle, iter, dict.fromkeys, lambda values: map(print, values)])
+def test_what_iterators_and_views_hold_is_found(hidden):
+    held = hidden([threading.Lock()])
+    (culprit,) = find_culprits([held.keys() if type(held) is dict else held], "env")
+    assert culprit.path.startswith("env[0]")
     assert culprit.type == "_thread.lock"
-    assert "__getstate__" in culprit.path
+    context = zmq.Context()
+    with context.socket(zmq.REQ):
+        value = hidden([context])
+        with pytest.raises(CannotTravel, match="inherited by fork hangs"):
+            check_forkable(make_recipes(make_env, 1, {"x": value.items() if type(value) is dict else value}))
+    context.term()
+
+
+@pytest.mark.parametrize(
+    ("bind", "code"),
+    [
+        (lambda file: file.write, "write"),
+        (lambda file: file.__iter__, "__iter__"),
+        (lambda file: file.buffer.write, "write"),
+    ],
+)
+def test_a_bound_method_of_c_code_is_told_by_the_object_that_it_is_bound_to(bind, code, tmp_path):
+    with open(tmp_path / "log", "w") as file:
+        message = refusal({"log": [bind(file)]})
+    assert message.startswith('env_kwargs["x"] cannot be sent')
+    assert message.splitlines()[1].startswith('  env_kwargs["x"]["log"][0].__self__: _io.')
+    call = f"functools.partial(lambda *args, owner, **kwargs: owner.{code}(*args, **kwargs), owner=muster.lazy(open, "
+    assert f'env_kwargs["x"]["log"][0] = {call}' in message
+
+
+def test_functions_of_c_code_travel_by_their_names():
+    assert find_culprits([len, time.monotonic, dict.fromkeys, "".join, [].append]) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (queue.Queue, "queue.Queue"),
+        (queue.SimpleQueue, "queue.SimpleQueue"),
+        (threading.Event, "threading.Event"),
+        (threading.local, "threading.local"),
+        (concurrent.futures.Future, "concurrent.futures.Future"),
+        (Plain, "Plain"),
+    ],
+)
+def test_the_class_to_build_has_its_own_name_and_not_that_of_another_variable(make, name):
+    remedy = find_culprits([make()], 'env_kwargs["x"]')[0].remedy
+    assert f'env_kwargs["x"][0] = muster.lazy({name})' in remedy
+
+
+def test_a_class_is_named_by_the_module_as_the_user_has_imported_it(tmp_path):
+    np.savez(tmp_path / "some.npz", a=np.zeros(1))
+    with np.load(tmp_path / "some.npz") as archive:
+        remedy = find_culprits(archive, 'env_kwargs["x"]')[0].remedy
+    name = f"{type(archive).__module__}.NpzFile".replace("numpy.", "np.", 1)
+    assert f'env_kwargs["x"] = muster.lazy({name})' in remedy
+    assert "import numpy" not in remedy
 
 
 def test_the_message_of_the_object_is_quoted():
@@ -584,7 +674,7 @@ def test_a_huge_array_is_warned_about_with_its_size():
     with pytest.warns(UserWarning, match="200 MB"):
         pack(make_recipes(make_env, 1, {"x": [array]}), start_method="spawn")
     culprit = only(find_culprits(functools.partial(make_env, array)))
-    assert (culprit.severity, culprit.fork_is_safe) == ("silently_wrong", True)
+    assert (culprit.severity, culprit.by_fork) == ("silently_wrong", "safe")
 
 
 def test_a_memory_map_arrives_as_a_copy(tmp_path):

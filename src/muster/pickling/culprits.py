@@ -16,7 +16,8 @@ from typing import Any, Literal
 from gymnasium.envs.registration import EnvSpec
 
 from muster.errors import CannotTravel
-from muster.pickling.kinds import Kind, kind_of
+from muster.pickling.kind_facts import ByFork, Kind
+from muster.pickling.kinds import kind_of
 from muster.pickling.probe import PickleAttempt, attempt
 from muster.pickling.public_names import shown_type
 from muster.pickling.remedies import BUILD, Obstacle, remedy_for
@@ -33,8 +34,13 @@ _DEEP = 100
 _SHOWN_LEVELS = 4
 _DEEPEST_S = 0.5
 _ALONE_S = 0.2
+_UNKNOWN: tuple[str, Unknown] = ("", "unknown")
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 # Objects that lead from an argument to what it is made of.
 _HOLDERS = (types.FunctionType, types.MethodType, functools.partial, type, abc.ABCMeta, EnvSpec)
+
+
+Unknown = Literal["unknown"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,8 @@ class Culprit:
     path: the place of the object, ``factory.<closure>.server._context``.  type: its class, with module.
     reason: why it cannot be sent, or what arrives instead of it.  remedy: code to write instead.  lead: what that does.
     severity: it ``"blocks"`` sending, or arrives ``"silently_wrong"``.
-    inherited: what a forked worker would get, None where that is not known.
-    fork_is_safe: whether that is known to be usable.  may_work_by_fork: whether it may be, as the user uses it.
+    inherited: what a forked worker would get; empty where that is not known.
+    by_fork: whether that is usable, see `Kind`.
     """
 
     path: str
@@ -53,10 +59,9 @@ class Culprit:
     reason: str
     remedy: str
     severity: Literal["blocks", "silently_wrong"]
-    inherited: str | None = None
-    fork_is_safe: bool = False
+    inherited: str = ""
+    by_fork: ByFork | Unknown = "unknown"
     lead: str = BUILD
-    may_work_by_fork: bool = False
 
 
 def find_culprits(obj: Any, name: str = "factory", *, limit_s: float = 2.0) -> list[Culprit]:
@@ -84,17 +89,19 @@ def culprits_in(
     deadline = time.monotonic() + limit_s
     failures = list(known)
     # One failure before the walk, which may use up the time, and the others after it.
-    if not failures and (first := _next_failure(parts, failures, deadline, shares)) is not None:
+    if not failures and (first := _next_failure(parts, (), deadline, shares)) is not None:
         failures = [first]
     walk = Walk(parts, limit_s=max(limit_s / 4, deadline - time.monotonic()))
     known_kinds = ((value, kind) for value in walk if (kind := kind_of(value)) is not None)
     silent = [(value, kind) for value, kind in known_kinds if kind.silent or kind.warns]
-    while failures and len(failures) < _MAX_CULPRITS and _can_be_left_out(failures[-1], walk):
-        another = _next_failure(parts, failures, deadline, shares)
+    obstacles = [_obstacle(failure, walk, shares) for failure in failures]
+    while failures and len(failures) < _MAX_CULPRITS and _can_be_left_out(failures[-1], obstacles):
+        skip = [one.trail[-1][1] for one in obstacles] + [failure.failed for failure in failures]
+        another = _next_failure(parts, skip, deadline, shares)
         if another is None or another.out_of_time:
             break
         failures.append(another)
-    obstacles = [_obstacle(failure, walk) for failure in failures]
+        obstacles.append(_obstacle(another, walk, shares))
     found = [
         _blocking(failure, one, _in_one_argument(one, obstacles), walk, call)
         for failure, one in zip(failures, obstacles, strict=True)
@@ -114,63 +121,54 @@ def noted_in(parts: dict[str, Any], noted: Iterable[Any], call: UserCall | Runni
 
 
 def fork_hazards(parts: dict[str, Any]) -> list[Culprit]:
-    """The objects that a forked worker would inherit but could not use."""
-    walk = Walk(parts, limit_s=0.5, inherited=True)
-    return [hazard for _, hazard in _unsafe_under_fork(walk, MAKE_VEC)]
+    """The objects that a forked worker cannot use at all, or only on conditions, by their `by_fork`."""
+    return search_hazards(parts, MAKE_VEC)[0]
 
 
-def inherited_hazards(parts: dict[str, Any], call: UserCall) -> tuple[list[Culprit], list[Culprit]]:
-    """The objects that a forked worker must not inherit at all, and those that it inherits at its own risk.
+def search_hazards(parts: dict[str, Any], call: UserCall) -> tuple[list[Culprit], bool]:
+    """As `fork_hazards`, with remedies for `call`; and whether there was time to look at everything.
 
-    Parts of an object that is listed are not listed again.
+    Parts of a listed object are not listed again, unless they cannot be used at all, and it can.
     """
     walk = Walk(parts, limit_s=0.5, inherited=True)
-    forbidden: list[Culprit] = []
-    risky: list[Culprit] = []
-    met: list[str] = []
-    for kind, hazard in _unsafe_under_fork(walk, call):
-        if kind.breaks_under_fork:
-            forbidden.append(hazard)
-        elif not hazard.path.startswith(tuple(met)):
-            met.append(f"{hazard.path}.")  # a file holds its buffer, and the buffer holds another file
-            if not kind.idle:
-                risky.append(hazard)
-    return forbidden, risky
-
-
-def _unsafe_under_fork(walk: Walk, call: UserCall) -> list[tuple[Kind, Culprit]]:
-    known = [(value, kind) for value in walk if (kind := kind_of(value)) is not None and not kind.fork_is_safe]
+    known = [(value, kind) for value in walk if (kind := kind_of(value)) is not None and kind.by_fork != "safe"]
     obstacles = [Obstacle(walk.trail(value), kind) for value, kind in known]
-    return [
-        (kind, dataclasses.replace(_silently_wrong(one, obstacles, call), severity="blocks", reason=kind.inherited))
-        for one, (_, kind) in zip(obstacles, known, strict=True)
-    ]
+    hazards: list[Culprit] = []
+    listed: dict[int, ByFork] = {}
+    for one, (value, kind) in zip(obstacles, known, strict=True):
+        around = {listed[id(holder)] for _, holder in one.trail if id(holder) in listed}
+        if not around or (kind.by_fork == "breaks" and "breaks" not in around):
+            listed[id(value)] = kind.by_fork
+            hazard = _silently_wrong(one, obstacles, call)
+            hazards.append(dataclasses.replace(hazard, severity="blocks", reason=kind.inherited))
+    return hazards, walk.complete
 
 
-def _next_failure(
-    parts: dict[str, Any], known: Sequence[PickleAttempt], deadline: float, shares: bool
-) -> PickleAttempt | None:
-    """The first failure when pickling without the objects that failed before; None if nothing fails in time."""
+def _next_failure(parts: dict[str, Any], without: Sequence[Any], deadline: float, shares: bool) -> PickleAttempt | None:
+    """The first failure when pickling all but these objects; None if nothing fails in time."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         return None
-    skip = {id(failure.failed) for failure in known}
     silence_s = min(_SILENCE_S, left_s)
-    fds: list[int] | None = [] if shares else None
-    outcome = attempt(list(parts.values()), silence_s=silence_s, limit_s=left_s, skip=skip, fds=fds)
+    outcome = attempt(
+        list(parts.values()), silence_s=silence_s, limit_s=left_s, skip=set(map(id, without)), fds=_fds(shares)
+    )
     return None if outcome.data is not None else outcome
 
 
-def _can_be_left_out(failure: PickleAttempt, walk: Walk) -> bool:
-    """Whether pickling can go on without the object that failed.
-
-    An object that a __getstate__ makes cannot be left out: it is a new one each time.
-    """
-    return not failure.out_of_time and not _is_too_deep(failure.error) and bool(walk.trail(failure.failed))
+def _fds(shares: bool) -> list[int] | None:
+    return [] if shares else None
 
 
-def _obstacle(failure: PickleAttempt, walk: Walk) -> Obstacle:
-    """The object that failed, with the way to it."""
+def _can_be_left_out(failure: PickleAttempt, obstacles: Sequence[Obstacle]) -> bool:
+    """Whether pickling can go on without the object that failed last: a builtin container cannot be skipped."""
+    last = obstacles[-1].trail[-1][1]
+    again = any(one.trail[-1][1] is last for one in obstacles[:-1])
+    return not failure.out_of_time and not _is_too_deep(failure.error) and not again and type(last) not in _CONTAINERS
+
+
+def _obstacle(failure: PickleAttempt, walk: Walk, shares: bool) -> Obstacle:
+    """The object that failed, with the way to it; or the one that holds it, where it was only made to be pickled."""
     trail: list[Edge] = walk.trail(failure.failed)
     shared = next((i for i, (_, holder) in enumerate(trail) if is_shared(holder)), None)
     if shared is not None:  # not the parts of a queue, but the queue
@@ -178,13 +176,21 @@ def _obstacle(failure: PickleAttempt, walk: Walk) -> Obstacle:
     if failure.out_of_time or _is_too_deep(failure.error):
         # The whole argument is too large; the object at which the limit was reached is only one of many.
         name, root = next(iter(walk.parts.items()))
-        trail = [_part_that_fails(walk.parts) if _is_too_deep(failure.error) else (name, root)]
-    if not trail:
-        where = (
-            "in what a __reduce__ or __getstate__ in it returns" if walk.complete else "too large to say where in it"
-        )
-        trail = [(f"{next(iter(walk.parts))} ({where})", failure.failed)]
+        trail = [_part_that_fails(walk.parts, shares) if _is_too_deep(failure.error) else (name, root)]
+    trail = trail or _way_to_maker(failure, walk, shares)
     return Obstacle(trail, kind_of(trail[-1][1]))
+
+
+def _way_to_maker(failure: PickleAttempt, walk: Walk, shares: bool) -> list[Edge]:
+    """The way to the object whose __reduce__ or __getstate__ has made the one that failed.
+
+    Pickling goes depth first: that object holds, or is, the last one that both pickling and `walk` have reached.
+    """
+    deadline = time.monotonic() + _DEEPEST_S
+    trail = next((trail for value in reversed(failure.seen) if (trail := walk.trail(value))), [])
+    while trail and time.monotonic() < deadline and not _fails(trail[-1][1], shares):
+        trail.pop()
+    return trail or [_part_that_fails(walk.parts, shares)]
 
 
 def _in_one_argument(one: Obstacle, obstacles: Sequence[Obstacle]) -> list[Obstacle]:
@@ -201,17 +207,16 @@ def _blocking(
     kind = one.kind
     remedy = remedy_for(one, together, call)
     # What refuses to travel at all, such as a policy that is marked to stay, has no business in a fork either.
-    plain = kind is None and not isinstance(error, CannotTravel) and _is_plain_python(type(value))
+    inherited, by_fork = _UNKNOWN if isinstance(error, CannotTravel) else _copied(value)
     return Culprit(
         path=path,
         type=shown_type(value),
-        reason=_reason(failure, kind),
+        reason=_reason(failure, value, kind),
         remedy=remedy.code,
         lead=remedy.lead,
         severity="silently_wrong" if failure.out_of_time else "blocks",
-        inherited=kind.inherited if kind else "workers inherit a copy of it as it is now" if plain else None,
-        fork_is_safe=kind.fork_is_safe if kind else plain,
-        may_work_by_fork=kind is not None and kind.may_work_by_fork,
+        inherited=inherited if kind is None else kind.inherited,
+        by_fork=by_fork if kind is None else kind.by_fork,
     )
 
 
@@ -225,7 +230,7 @@ def _too_deep(parts: Mapping[str, Any], call: UserCall | Running) -> Culprit | N
     paths = list(itertools.accumulate(part for part, _ in steps[: first + _SHOWN_LEVELS]))
     trail = list(zip(paths, (value for _, value in steps), strict=False))[: first + 1]
     value = steps[first][1]
-    plain = _is_plain_python(type(value))
+    inherited, by_fork = _copied(value)
     remedy = remedy_for(Obstacle(trail, None), [Obstacle(trail, None)], call)
     return Culprit(
         path=f"{paths[-1]}...",
@@ -234,16 +239,18 @@ def _too_deep(parts: Mapping[str, Any], call: UserCall | Running) -> Culprit | N
         remedy=remedy.code,
         lead=remedy.lead,
         severity="blocks",
-        inherited="workers inherit a copy of it as it is now" if plain else None,
-        fork_is_safe=plain,
+        inherited=inherited,
+        by_fork=by_fork,
     )
 
 
-def _part_that_fails(parts: Mapping[str, Any]) -> tuple[str, Any]:
-    def fails(value: Any) -> bool:
-        return attempt(value, silence_s=_ALONE_S, limit_s=_ALONE_S).data is None
+def _part_that_fails(parts: Mapping[str, Any], shares: bool) -> tuple[str, Any]:
+    return next((part for part in parts.items() if _fails(part[1], shares)), next(iter(parts.items())))
 
-    return next((part for part in parts.items() if fails(part[1])), next(iter(parts.items())))
+
+def _fails(value: Any, shares: bool) -> bool:
+    """Whether pickling `value` alone fails."""
+    return attempt(value, silence_s=_ALONE_S, limit_s=_ALONE_S, fds=_fds(shares)).data is None
 
 
 def _silently_wrong(one: Obstacle, others: Sequence[Obstacle], call: UserCall | Running) -> Culprit:
@@ -259,12 +266,12 @@ def _silently_wrong(one: Obstacle, others: Sequence[Obstacle], call: UserCall | 
         lead=remedy.lead,
         severity="silently_wrong",
         inherited=kind.inherited,
-        fork_is_safe=kind.fork_is_safe,
-        may_work_by_fork=kind.may_work_by_fork,
+        by_fork=kind.by_fork,
     )
 
 
-def _reason(failure: PickleAttempt, kind: Kind | None) -> str:
+def _reason(failure: PickleAttempt, value: Any, kind: Kind | None) -> str:
+    """The reason why the object `value`, which is of this kind, cannot be sent."""
     error = failure.error
     if failure.out_of_time:
         return "it is so large that there was no time to pickle it to the end; the rest was not looked at"
@@ -277,6 +284,10 @@ def _reason(failure: PickleAttempt, kind: Kind | None) -> str:
     if isinstance(error, CannotTravel):
         return error.headline
     said = f"{type(error).__name__}: {str(error) or '(no message)'}"
+    if failure.failed is not value and not is_shared(value):
+        made = kind_of(failure.failed)
+        why = f"{made.reason} ({said})" if made is not None else said
+        return f"what its __reduce__ or __getstate__ returns holds a {shown_type(failure.failed)}: {why}"
     if kind is not None and kind.made_anew and "fork context" in said:
         return f"it belongs to multiprocessing's fork context, in which fresh processes cannot find it ({said})"
     return f"{kind.reason} ({said})" if kind is not None else said
@@ -287,6 +298,11 @@ def _is_too_deep(error: BaseException | None) -> bool:
     return isinstance(error, RecursionError) or (
         isinstance(error, pickle.PicklingError) and isinstance(error.__cause__, RecursionError)
     )
+
+
+def _copied(value: Any) -> tuple[str, ByFork | Unknown]:
+    """What a forked worker inherits of an object of no known kind, apart from its parts, and whether that is usable."""
+    return ("workers inherit a copy of it as it is now", "safe") if _is_plain_python(type(value)) else _UNKNOWN
 
 
 def _is_plain_python(kind: type) -> bool:

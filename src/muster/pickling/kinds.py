@@ -5,14 +5,11 @@ from __future__ import annotations
 import _thread
 import ctypes
 import io
-import multiprocessing
 import random
-import subprocess
 import sys
-import threading
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from mmap import mmap
 from socket import socket
 from typing import Any
@@ -20,50 +17,20 @@ from typing import Any
 import numpy as np
 
 from muster.introspection import attributes_of, module_name
+from muster.pickling.kind_facts import Kind
 from muster.pickling.made_again import (
     generator_code,
-    is_short,
     memory_map_code,
     socket_code,
     sqlite_code,
     zeromq_socket_code,
 )
 from muster.pickling.modules import is_found_by_name
+from muster.pickling.owners import OWNERS
 from muster.pickling.shared_kinds import MODULES, made_anew
 
 HUGE_BYTES = 100 * 1000 * 1000
 """Arrays of at least this size are worth a warning: sending them takes their memory twice, and time."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The facts about one kind of object.
-
-    reason: why it cannot be sent, or what arrives instead.  lazy: the arguments of the ``muster.lazy`` that builds one,
-    ending in ``, ...`` where some are not known; ``...`` alone where no code is known that builds one.
-    refused: pickling it "works", but what arrives is broken.  silent: it travels, but arrives as something else.
-    warns: like silent, and worth a warning on every start.  inherited: what a forked worker gets.
-    fork_is_safe: whether that is usable.  breaks_under_fork: it certainly is not, so it must not be inherited at all.
-    shared_by_fork: what is inherited is no copy, but what the caller uses.
-    may_work_by_fork: what is inherited works on conditions, which `inherited` names.
-    idle: it is closed, or was not started, and does no harm in a forked worker.
-    made_anew: code that makes another one in the caller, which workers can receive; empty where there is none.
-    instead: what to do, in words, where no code builds one; empty for the usual words.
-    """
-
-    reason: str
-    lazy: str
-    inherited: str
-    fork_is_safe: bool = False
-    breaks_under_fork: bool = False
-    refused: bool = False
-    silent: bool = False
-    warns: bool = False
-    idle: bool = False
-    shared_by_fork: bool = False
-    may_work_by_fork: bool = False
-    made_anew: str = ""
-    instead: str = ""
 
 
 def kind_of(value: Any) -> Kind | None:
@@ -71,7 +38,8 @@ def kind_of(value: Any) -> Kind | None:
     bases = type(value).__mro__
     for base in bases:
         module = module_name(base)
-        describe = _BY_CLASS.get(base) or _BY_NAME.get((module.partition(".")[0], base.__name__))
+        named = module.partition(".")[0], base.__name__
+        describe = _BY_CLASS.get(base) or _BY_NAME.get(named) or OWNERS.get(named)
         if describe is not None:
             return describe(value)
         if module in MODULES:
@@ -85,13 +53,12 @@ _ZEROMQ_HANGS = "inherited by fork hangs: its I/O threads do not exist in the ch
 def _zeromq_context(context: Any) -> Kind:
     reason = "a ZeroMQ context belongs to the threads of the process that made it"
     if _has_sockets(context):
-        return Kind(reason, "zmq.Context", f"a ZeroMQ context {_ZEROMQ_HANGS}", breaks_under_fork=True)
+        return Kind(reason, "zmq.Context", f"a ZeroMQ context {_ZEROMQ_HANGS}", by_fork="breaks")
     return Kind(
         reason,
         "zmq.Context",
         "a ZeroMQ context starts its I/O threads with its first socket: inherited by fork it works only if it has "
         "never had one, and each worker then has a context of its own",
-        may_work_by_fork=True,
     )
 
 
@@ -110,7 +77,7 @@ def _zeromq_socket(socket: Any) -> Kind:
         "a ZeroMQ socket belongs to the threads of the process that made it",
         zeromq_socket_code(socket),
         f"a ZeroMQ socket {_ZEROMQ_HANGS}",
-        breaks_under_fork=True,
+        by_fork="breaks",
     )
 
 
@@ -124,8 +91,7 @@ def _lock(code: str, show: Callable[[Any], str]) -> Callable[[Any], Kind]:
             inherited="the lock is held now, and nobody would ever release the copy in a worker: waiting for it hangs"
             if held
             else "each worker inherits a copy of the lock, free, which keeps out only its own threads",
-            fork_is_safe=not held,
-            breaks_under_fork=held,
+            by_fork="breaks" if held else "safe",
         )
 
     return describe
@@ -145,19 +111,27 @@ def _text_file(file: Any) -> Kind | None:
 def _open_file(file: Any) -> Kind:
     name, mode = _file_name_and_mode(file)
     stream = next((name for name in ("stdin", "stdout", "stderr") if file is getattr(sys, name)), "")
-    return Kind(
+    kind = Kind(
         reason="an open file belongs to the process that opened it",
         lazy="..." if stream else f"open, {name}, {mode}",
         instead=f"use sys.{stream} in the env itself, for every process has one" if stream else "",
         inherited="all workers would share one file position with the caller, and each write out what is buffered now",
         shared_by_fork=True,
-        idle=_is_closed(file) or any(file is stream for stream in _standard_streams()),
     )
+    if _belongs_to_all(file):
+        ours = "workers inherit the standard streams, as all processes do"
+        return replace(kind, by_fork="safe", shared_by_fork=False, inherited=ours)
+    return replace(kind, by_fork="safe", shared_by_fork=False, inherited=_CLOSED) if _is_closed(file) else kind
 
 
-def _standard_streams() -> tuple[Any, ...]:
-    """The standard streams, which every process shares with its parent."""
-    return sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__
+_CLOSED = "it is closed here, and in each worker"
+
+
+def _belongs_to_all(file: Any) -> bool:
+    """Whether `file` is a standard stream, which every process shares with its parent, or a part of one."""
+    streams = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    buffers = [getattr(stream, "buffer", None) for stream in streams]
+    return any(file is one for one in (*streams, *buffers, *(getattr(one, "raw", None) for one in buffers)))
 
 
 def _is_closed(file: Any) -> bool:
@@ -177,7 +151,9 @@ def _file_name_and_mode(file: Any) -> tuple[str, str]:
 
 
 def _socket(connection: Any) -> Kind:
-    return replace(_SOCKET, idle=socket.fileno(connection) < 0, lazy=socket_code(connection))
+    kind = replace(_SOCKET, lazy=socket_code(connection))
+    is_closed = socket.fileno(connection) < 0
+    return replace(kind, by_fork="safe", shared_by_fork=False, inherited=_CLOSED) if is_closed else kind
 
 
 def _sqlite(connection: Any) -> Kind:
@@ -188,37 +164,12 @@ def _library(library: Any) -> Kind:
     return replace(_LIBRARY, lazy=f"ctypes.CDLL, {attributes_of(library).get('_name')!r}")
 
 
-def _child(process: Any) -> Kind:
-    command = attributes_of(process).get("args")
-    return replace(_CHILD, lazy=f"subprocess.Popen, {command!r}") if is_short(command) else _CHILD
-
-
-def _process(process: Any) -> Kind:
-    if process is not multiprocessing.current_process():
-        return replace(_CHILD, lazy="...")
-    return replace(_CHILD, lazy="multiprocessing.current_process", reason="a process object belongs to its own process")
-
-
-def _executor(executor: Any) -> Kind:
-    kind = type(executor)
-    known = module_name(kind).startswith("concurrent.futures.") and f"concurrent.futures.{kind.__name__}"
-    return replace(_EXECUTOR, lazy=known or "...")
-
-
-def _thread_object(thread: Any) -> Kind:
-    try:
-        alive = threading.Thread.is_alive(thread)
-    except Exception:  # of a subclass that has not called __init__
-        alive = False
-    return replace(_THREAD, idle=not alive)
-
-
 def _generator(generator: Any) -> Kind:
     return Kind(
         reason="a generator's stack frame cannot be sent",
         lazy=generator_code(generator),
         inherited="every worker continues a copy of its own from where it stands now",
-        fork_is_safe=True,
+        by_fork="safe",
     )
 
 
@@ -240,7 +191,7 @@ def _memory_map(array: Any) -> Kind:
 
 
 def _array_kind(reason: str, inherited: str) -> Kind:
-    return Kind(reason, 'np.load, "data.npy", mmap_mode="r"', inherited, fork_is_safe=True, warns=True)
+    return Kind(reason, 'np.load, "data.npy", mmap_mode="r"', inherited, by_fork="safe", warns=True)
 
 
 def _megabytes(array: Any) -> str:
@@ -259,7 +210,7 @@ def _module(module: types.ModuleType) -> Kind | None:
         reason="a module that cannot be imported by its name travels by value: every worker gets a module of its own",
         lazy=f'importlib.import_module, "{module.__name__}"',
         inherited="workers inherit a copy of the module as it is now",
-        fork_is_safe=True,
+        by_fork="safe",
         warns=True,
     )
 
@@ -271,7 +222,7 @@ def _tensor(tensor: Any) -> Kind | None:
         reason="a CUDA tensor travels as a copy through the host, and every worker opens a CUDA context for it",
         lazy="torch.load, path",
         inherited="CUDA cannot be used in a forked child of a process that uses it",
-        breaks_under_fork=True,
+        by_fork="breaks",
         warns=True,
     )
 
@@ -281,7 +232,7 @@ def _random(generator: Any) -> Kind:
         reason="every worker gets a copy in the same state, so its envs repeat each other's draws",
         lazy="lambda: np.random.default_rng(muster.get_worker_info().env_index)",
         inherited="every worker inherits a copy in the same state",
-        fork_is_safe=True,
+        by_fork="safe",
         silent=True,
     )
 
@@ -291,7 +242,7 @@ def _ctypes_data(value: Any) -> Kind:
         reason="a C pointer means nothing in another process",
         lazy="...",
         inherited="workers inherit a copy of the memory that it points to, at the same address",
-        fork_is_safe=True,
+        by_fork="safe",
     )
 
 
@@ -299,7 +250,7 @@ _SHARED = Kind(
     reason="what multiprocessing shares can be passed to a worker only when that starts",
     lazy="...",
     inherited="workers inherit this very object, shared with each other and the caller",
-    fork_is_safe=True,
+    by_fork="safe",
     shared_by_fork=True,
 )
 _SOCKET = Kind(
@@ -319,40 +270,22 @@ _PIPE = Kind(
     "means another file in a worker",
     lazy="...",
     inherited="workers inherit this very end, shared with each other and the caller",
-    fork_is_safe=True,
-    shared_by_fork=True,
+    by_fork="safe",
     refused=True,
+    shared_by_fork=True,
 )
 _LIBRARY = Kind(
     reason="a loaded C library: its address would be sent, which means nothing in a worker",
     lazy='ctypes.CDLL, "lib.so"',
     inherited="workers inherit the library as it is now, initialised or not",
-    fork_is_safe=True,
-    refused=True,
-)
-_THREAD = Kind(
-    reason="a thread runs only in the process that started it",
-    lazy="...",
-    inherited="workers would inherit the object, but not its thread: what waits for it hangs",
-    refused=True,
-)
-_EXECUTOR = Kind(
-    reason="the threads or processes of an executor belong to the process that started them",
-    lazy="concurrent.futures.ThreadPoolExecutor",
-    inherited="workers would inherit the object, but not its threads: what is submitted to it hangs",
-    refused=True,
-)
-_CHILD = Kind(
-    reason="a child process belongs to the process that started it",
-    lazy="subprocess.Popen, ...",
-    inherited="workers would inherit a handle on a process that is not their child, so they cannot wait for it",
+    by_fork="safe",
     refused=True,
 )
 _MAPPING = Kind(
     reason="a memory mapping belongs to the process that made it",
     lazy="mmap.mmap, fileno, length",
     inherited="workers inherit the same mapping; whether they see each other's writes depends on its flags",
-    fork_is_safe=True,
+    by_fork="safe",
     shared_by_fork=True,
 )
 
@@ -381,8 +314,6 @@ _BY_CLASS: dict[type, Callable[[Any], Kind | None]] = {
     random.Random: _random,
     ctypes.CDLL: _library,
     ctypes.Structure.__mro__[1]: _ctypes_data,
-    threading.Thread: _thread_object,
-    subprocess.Popen: _child,
     mmap: _always(_MAPPING),
 }
 
@@ -394,6 +325,4 @@ _BY_NAME: dict[tuple[str, str], Callable[[Any], Kind | None]] = {
     ("sqlite3", "Connection"): _sqlite,
     ("sqlite3", "Cursor"): _always(_SQLITE),
     ("multiprocessing", "_ConnectionBase"): _always(_PIPE),
-    ("multiprocessing", "BaseProcess"): _process,
-    ("concurrent", "Executor"): _executor,
 }

@@ -32,7 +32,8 @@ class PickleAttempt:
 
     data: the pickle, None if there is none.  failed: the very object that could not be pickled.  error: the exception
     that it raised, None if it hung.  out_of_time: the limit was reached before anything failed.  noted: objects that
-    arrive as something else, or are huge.  shared: objects that the receiver shares with this process.
+    arrive as something else, or are huge.  seen: the objects that were reached, in this order, builtin containers and
+    plain values excepted.  shared: objects that the receiver shares with this process.
     """
 
     data: bytes | None = None
@@ -40,6 +41,7 @@ class PickleAttempt:
     error: BaseException | None = None
     out_of_time: bool = False
     noted: list[Any] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
     shared: list[Any] = field(default_factory=list)
 
 
@@ -62,7 +64,7 @@ def attempt(
     buffer = io.BytesIO()
     buffer_callback = None if big is None else lambda one: not takes(one, big)
     pickler = _ReportingPickler(buffer, skip, buffer_callback, shares=fds is not None)
-    outcome = PickleAttempt(noted=pickler.noted, shared=pickler.shared)
+    outcome = PickleAttempt(noted=pickler.noted, seen=pickler.seen, shared=pickler.shared)
 
     def run() -> None:
         try:
@@ -76,12 +78,13 @@ def attempt(
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name="muster-pickling")
     with _main_by_value():
         thread.start()
-        end = _wait(thread, lambda: (pickler.count, buffer.tell()), silence_s, limit_s)
+        end = _wait(thread, lambda: (len(pickler.seen), buffer.tell()), silence_s, limit_s)
     if end == "finished":
-        outcome.failed = pickler.current if outcome.data is None else None
+        outcome.failed = pickler.seen[-1] if outcome.data is None and pickler.seen else None
         return outcome
     pickler.abandoned = True
-    return PickleAttempt(failed=pickler.current, out_of_time=end == "out of time")
+    seen = pickler.seen.copy()
+    return PickleAttempt(failed=seen[-1] if seen else None, out_of_time=end == "out of time", seen=seen)
 
 
 def takes(buffer: pickle.PickleBuffer, big: list[pickle.PickleBuffer]) -> bool:
@@ -110,8 +113,7 @@ class _ReportingPickler(functools_pickling.Pickler):
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.abandoned = False
-        self.current: Any = None
-        self.count = 0
+        self.seen: list[Any] = []
         self.noted: list[Any] = []
         self.shared: list[Any] = []
         self._skip = skip
@@ -120,8 +122,7 @@ class _ReportingPickler(functools_pickling.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if self.abandoned:
             raise TimeoutError("nobody waits for this pickle any more")
-        self.current = obj
-        self.count += 1
+        self.seen.append(obj)
         if id(obj) in self._skip:
             return str, ()
         if is_callers_own(obj):

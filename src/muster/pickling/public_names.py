@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from muster.introspection import class_name, module_name, type_name
-from muster.pickling.kinds import Kind
+from muster.introspection import class_name, module_name, public_name, type_name
+from muster.pickling.kind_facts import Kind
+from muster.pickling.walk import is_importable
 from muster.pickling.written_code import Writer
 
 ARGUMENTS = ", ..."
@@ -18,6 +18,7 @@ ARGUMENTS = ", ..."
 _MADE_BY: dict[tuple[str, str], Callable[[Any], str]] = {
     ("tempfile", "_TemporaryFileWrapper"): lambda file: "tempfile.NamedTemporaryFile",
     ("asyncio", "BaseEventLoop"): lambda loop: "asyncio.new_event_loop",
+    ("_thread", "_local"): lambda made: "threading.local",
     ("_hashlib", "HASH"): lambda made: f"hashlib.new, {made.name!r}",
 }
 
@@ -50,10 +51,12 @@ def _is_own(kind: type) -> bool:
 
 
 def _has_public_name(kind: type) -> bool:
-    if module_name(kind) == "builtins":
-        return getattr(builtins, kind.__name__, None) is kind
+    if _is_own(kind):
+        return False
+    if is_importable(kind):
+        return public_name(kind) is not None
     path = class_name(kind).replace("__main__", "main").replace("__mp_main__", "main")
-    return not _is_own(kind) and not any(part.startswith("_") for part in path.split("."))
+    return not any(part.startswith("_") for part in path.split("."))
 
 
 def _takes_nothing(kind: type) -> bool:

@@ -12,20 +12,22 @@ from typing import Any
 from gymnasium.envs.registration import EnvSpec
 
 from muster.lazy_values import Lazy
-from muster.pickling.kinds import Kind
+from muster.pickling.kind_facts import Kind
 from muster.pickling.public_names import ARGUMENTS, build_of
 from muster.pickling.running_calls import Running
 from muster.pickling.user_call import UserCall
-from muster.pickling.walk import Edge
+from muster.pickling.walk import METHODS, Edge
 from muster.pickling.written_code import Scope, Writer, as_call, parameter_of, user_scope, with_imports, with_parameters
 
 _HOLDERS = (
     *(dict, list, tuple, set, frozenset, type(None), functools.partial, EnvSpec),
-    *(types.FunctionType, types.MethodType, types.CellType, staticmethod, classmethod, property),
+    *(types.FunctionType, *METHODS, types.CellType, staticmethod, classmethod, property),
 )
 # A path that code can assign to, and the beginning of one: an argument's value by its name.
 _SUBSCRIPTS = re.compile(r'[A-Za-z_]\w*(\["[^"\\\n]*"\]|\[-?\w+\])+')
 _KEYWORD = re.compile(r'.*\["[^"\\\n]*"\]')
+
+_UNNAMED = ("cell_contents", "__self__", "__func__")
 
 BUILD = "Build it in the worker instead"
 MAKE = "Make it in a context that can start fresh processes"
@@ -179,7 +181,7 @@ def _for_function(one: Obstacle, lazy: str, writer: Writer, scope: Scope) -> str
     if one.owner is root and not callable(root):  # the value of an argument
         code: str | None = lazy
     elif one.owner is root:
-        code = f"functools.partial(lambda *args, owner: owner(*args), owner={lazy})"
+        code = f"functools.partial(lambda *args, owner, **kwargs: owner(*args, **kwargs), owner={lazy})"
     else:
         code = writer.write(root)
     if code is None:
@@ -247,4 +249,4 @@ def _last_name(path: str, owner: Any) -> str:
     ``factory.<closure>.server`` and ``factory.keywords["server"]`` become ``server``.
     """
     last = re.split(r"[.\[]", path)[-1].strip('"]')
-    return last if last.isidentifier() and last not in ("cell_contents",) else type(owner).__name__.lower().strip("_")
+    return last if last.isidentifier() and last not in _UNNAMED else type(owner).__name__.lower().strip("_")

@@ -28,11 +28,10 @@ def find_shared(parts: dict[str, Any], *, by_fork: bool) -> str:
     walk = Walk(parts, limit_s=_WALK_S, inherited=by_fork)
     if by_fork:
         found = [value for value in walk if _is_one_under_fork(value)]
-        idle = {id(value) for value in found if (kind := kind_of(value)) is not None and kind.idle}
     else:
         fds: list[int] = []
         big: list[pickle.PickleBuffer] = []  # their memory is not copied
-        found, idle = attempt(list(parts.values()), silence_s=_SILENCE_S, big=big, fds=fds).shared, set()
+        found = attempt(list(parts.values()), silence_s=_SILENCE_S, big=big, fds=fds).shared
         if not found:
             return "an open file descriptor" if fds else ""
         for _ in walk:
@@ -42,7 +41,7 @@ def find_shared(parts: dict[str, Any], *, by_fork: bool) -> str:
     for value in found:
         trail = walk.trail(value) or [(f"what {next(iter(parts))} holds", value)]
         is_part = any(id(holder) in ids for _, holder in trail[:-1])  # such as the lock of a queue
-        if not is_part and id(value) not in idle:
+        if not is_part:
             shown.append(f"{trail[-1][0]} ({shown_type(value)})")
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return ", ".join(shown[:_SHOWN]) + more

@@ -13,7 +13,7 @@ import numpy as np
 
 from muster.errors import CannotTravel
 from muster.introspection import caller_stacklevel
-from muster.pickling.culprits import Culprit, culprits_in, fork_hazards, inherited_hazards, noted_in
+from muster.pickling.culprits import Culprit, culprits_in, noted_in, search_hazards
 from muster.pickling.probe import attempt
 from muster.pickling.running_calls import Running
 from muster.pickling.user_call import MAKE_VEC, UserCall
@@ -84,7 +84,9 @@ def _is_plain(value: Any) -> bool:
 
 def check_inheritable(parts: dict[str, Any], call: UserCall = MAKE_VEC) -> None:
     """Raises CannotTravel for `parts` that a forked worker must not inherit; warns about those that are risky there."""
-    forbidden, risky = inherited_hazards(parts, call)
+    hazards, _ = search_hazards(parts, call)
+    forbidden = [hazard for hazard in hazards if hazard.by_fork == "breaks"]
+    risky = [hazard for hazard in hazards if hazard.by_fork == "risky"]
     fork = call.context.format(method="fork")
     if forbidden:
         lines = [f"{_argument(forbidden[0].path, parts)} cannot be inherited by a worker ({fork})."]
@@ -104,8 +106,8 @@ def _explain(culprits: Sequence[Culprit], start_method: str, parts: dict[str, An
         )
     how = call.context.format(method=start_method)
     lines = [f"{argument} cannot be sent to a worker ({how}).", *_found(blocking), _instead(blocking)]
-    lines.append("  " + _about_fork(blocking, parts, call.context.format(method="fork")))
-    return "\n".join([*lines, f"  {call.in_process} hands over this very object."])
+    lines.append("  " + _about_fork(blocking, parts, call))
+    return "\n".join([*lines, f"  {call.handing_over()}"])
 
 
 def _found(culprits: Sequence[Culprit]) -> list[str]:
@@ -141,16 +143,16 @@ def _argument(path: str, parts: dict[str, Any]) -> str:
     return name if item is None else name + item[0]
 
 
-def _verdict(culprit: Culprit) -> str:
-    return "may work here, at a risk" if culprit.may_work_by_fork else "is no way out here"
-
-
-def _about_fork(blocking: Sequence[Culprit], parts: dict[str, Any], fork: str) -> str:
-    unsafe = next((culprit for culprit in blocking if not culprit.fork_is_safe), None)
-    if unsafe is not None and unsafe.inherited is None:
-        return f"Whether {fork} would be safe for {unsafe.path} is not known."
-    if unsafe is not None:
-        return f"{fork} {_verdict(unsafe)}: {unsafe.inherited}."
-    for hazard in fork_hazards(parts):
-        return f"{fork} {_verdict(hazard)}: {hazard.path}: {hazard.reason}."
+def _about_fork(blocking: Sequence[Culprit], parts: dict[str, Any], call: UserCall) -> str:
+    """The sentence that says what a fork would do, in agreement with `check_inheritable`."""
+    fork = call.context.format(method="fork")
+    hazards, complete = search_hazards(parts, call)
+    for by_fork, verdict in (("breaks", "is no way out here"), ("risky", "may work here, at a risk")):
+        hazard = next((hazard for hazard in hazards if hazard.by_fork == by_fork), None)
+        if hazard is not None:
+            where = "" if any(culprit.path == hazard.path for culprit in blocking) else f"{hazard.path}: "
+            return f"{fork} {verdict}: {where}{hazard.reason}."
+    unknown = next((culprit.path for culprit in blocking if culprit.by_fork == "unknown"), None)
+    if unknown is not None or not complete:
+        return f"Whether {fork} would be safe for {unknown or 'all of this'} is not known."
     return f"{fork} would be safe here: {blocking[0].inherited}."

@@ -16,7 +16,8 @@ class UserCall:
     where the call has none.  wrappers: the argument for wrappers, in which paths begin.
     context: the argument that chooses the start method `{method}`; empty where nothing is started.
     in_process: what hands over the very objects, since it steps the envs in the calling process; empty where this call
-    does.  one_each: a process for each env.  packed: `{count}` processes that share the envs; empty where the call
+    does.  in_process_of_others: the same for envs of other libraries than the front end's, where these need another.
+    one_each: a process for each env.  packed: `{count}` processes that share the envs; empty where the call
     starts none.  num_envs: the argument that asks for `{count}` envs.  processes: the argument that has processes step
     the envs, for a call that may also do without.  step_timeout: the argument that limits a step's time; empty where
     there is none.  acts: what calls ``act(env, env_index)`` in every env later on.
@@ -39,10 +40,23 @@ class UserCall:
     step_timeout: str = ""
     acts: str = "envs.call(act)"
     argument: str = ""
+    in_process_of_others: str = ""
 
     def in_caller(self, **words: str) -> UserCall:
         """The words of a like call that steps the envs in the calling process. words: other fields that differ."""
-        return replace(self, context="", in_process="", packed="", **words)
+        return replace(self, context="", in_process="", in_process_of_others="", packed="", **words)
+
+    def stepping_here(self) -> str:
+        """What steps the envs in the calling process."""
+        others = self.in_process_of_others
+        return self.in_process + (f", or {others} for an env of another library" if others else "")
+
+    def handing_over(self) -> str:
+        """The sentence about what hands over the very objects."""
+        sentence = f"{self.in_process} hands over this very object"
+        if not self.in_process_of_others:
+            return f"{sentence}."
+        return f"{sentence}; {self.in_process_of_others} does where {self.factory} returns an env of another library."
 
     def sent(self) -> str:
         """What workers receive, in words."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 import logging
 import sys
@@ -23,10 +24,15 @@ Edge = tuple[str, Any]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, type(...), range, np.dtype)
 _OPAQUE = (
-    *(types.BuiltinFunctionType, types.CodeType, types.FrameType, types.GeneratorType, types.GetSetDescriptorType),
+    *(types.CodeType, types.FrameType, types.GetSetDescriptorType),
     logging.Logger,  # travels by its name, and renews its locks after a fork; it leads to the handlers of all others
 )
-_CODE = (types.FunctionType, types.MethodType, types.ModuleType, staticmethod, classmethod, property)
+METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+"""Functions that may be bound to an object. Those of C code are also what builtin functions are."""
+
+_MODULES_OF_ITERATORS = ("builtins", "itertools")
+
+_CODE = (types.FunctionType, *METHODS, types.ModuleType, staticmethod, classmethod, property)
 _WITH_ELEMENTS = (dict, list, tuple, collections.deque, set, frozenset, types.CellType, np.ndarray)
 _MAIN_MODULES = ("__main__", "__mp_main__")
 
@@ -122,6 +128,10 @@ def edges(holder: Any, layouts: dict[type, _ClassLayout], *, inherited: bool) ->
     if kind in _CODE or issubclass(kind, type):
         yield from _code_edges(holder, kind, inherited)
         return
+    if kind is types.GeneratorType:
+        if inherited and holder.gi_frame is not None:
+            yield from ((f".<local>.{name}", value) for name, value in dict(holder.gi_frame.f_locals).items())
+        return
     if inherited and module_name(kind).startswith("multiprocessing."):
         return  # renews its locks, and leaves its processes alone, after a fork
     if kind not in layouts:
@@ -129,6 +139,8 @@ def edges(holder: Any, layouts: dict[type, _ClassLayout], *, inherited: bool) ->
     layout = layouts[kind]
     if layout.has_elements:
         yield from _element_edges(holder, kind)
+    elif layout.is_iterator:
+        yield from ((f".<held {i}>", value) for i, value in enumerate(gc.get_referents(holder)))
     yield from layout.attributes(holder)
     if not inherited and not layout.importable:
         yield ".__class__", kind
@@ -147,6 +159,8 @@ class _ClassLayout:
             for name, member in vars(base).items()
             if type(member) is types.MemberDescriptorType and name != "__dict__"
         ]
+        # Iterators, views and others of C code whose classes do not tell what they hold.
+        self.is_iterator = module_name(kind) in _MODULES_OF_ITERATORS and self._dict is None and not self._slots
         self._hidden: str | None = None
         if issubclass(kind, gym.Space):
             # Code that draws from a space seeds the space's generator again: the generator's state does not matter.
@@ -166,6 +180,14 @@ class _ClassLayout:
                 continue
 
 
+def is_bound(value: Any) -> bool:
+    """Whether `value` is a method of an object, which travels with it. A function of C code belongs to its module."""
+    if type(value) not in METHODS or value.__self__ is None:
+        return False
+    owner = type(value.__self__)
+    return owner is not types.ModuleType and owner.__name__ != "PyCapsule"  # which is that of a function of pybind11
+
+
 def is_importable(definition: Any) -> bool:
     """Whether a function or class travels by its name; else it is sent by value, with what it uses."""
     module = module_name(definition)
@@ -182,9 +204,11 @@ def is_importable(definition: Any) -> bool:
 def _code_edges(holder: Any, kind: type, inherited: bool) -> Iterator[Edge]:
     if kind is types.FunctionType:
         yield from _function_edges(holder, inherited)
-    elif kind is types.MethodType:
-        yield ".__self__", holder.__self__
-        yield ".__func__", holder.__func__
+    elif kind in METHODS:
+        if is_bound(holder):
+            yield ".__self__", holder.__self__
+        if kind is types.MethodType:
+            yield ".__func__", holder.__func__
     elif kind in (staticmethod, classmethod):
         yield ".__func__", holder.__func__
     elif kind is property:

@@ -12,9 +12,9 @@ import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from muster.introspection import class_name, is_users
+from muster.introspection import class_name, is_users, public_name
 from muster.lazy_values import Lazy
-from muster.pickling.walk import Edge, is_importable
+from muster.pickling.walk import Edge, is_bound, is_importable
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -79,26 +79,39 @@ class Writer:
             return self._call("functools.partial", value.func, value.args, value.keywords)
         if kind is Lazy:
             return self._call("muster.lazy", value.fn, value.args, value.kwargs)
-        if kind is types.MethodType:
+        if is_bound(value):
             owner = self.write(value.__self__)
-            call = f"lambda *args, owner: owner.{value.__func__.__name__}(*args)"
+            call = f"lambda *args, owner, **kwargs: owner.{value.__name__}(*args, **kwargs)"
             return None if owner is None else f"functools.partial({call}, owner={owner})"
         return self._function(value) if isinstance(value, (type, *_FUNCTIONS)) else None
 
     def name_of(self, definition: Any) -> str:
         """The name of a class or function in the user's code: with its module, if it can be imported from there."""
-        name = self.variable(definition)
-        if name is not None:
+        if (name := self.variable(definition)) is not None:
             return name
-        return class_name(definition) if is_importable(definition) else definition.__name__
+        if not is_importable(definition):
+            return str(definition.__name__)
+        parts = (public_name(definition) or class_name(definition)).split(".")
+        for count in range(len(parts) - 1, 0, -1):  # by what the user has imported, as np.random.Generator
+            module = ".".join(parts[:count])
+            for name in (parts[count - 1], *(alias for alias, known in _ALIASES.items() if known == module)):
+                if self._scope.get(name, self) is sys.modules.get(module):
+                    return ".".join([name, *parts[count:]])
+        return ".".join(parts)
 
     def variable(self, value: Any) -> str | None:
-        """The user's variable for `value`; None where there is none."""
+        """The user's variable for `value`; None where there is none.
+
+        What can be imported has its own name: another variable, such as a loop's, may mean something else by then.
+        """
         if type(value) in _SCALARS:
             return None
         names = [name for name, known in self._scope.items() if known is value and name.isidentifier()]
-        own = getattr(value, "__name__", None)
-        return own if own in names else next(iter(names), None)
+        own = next((name for name in names if name == getattr(value, "__name__", None)), None)
+        if own is not None:
+            return own
+        is_code = isinstance(value, (type, *_FUNCTIONS))
+        return None if is_code and not is_bound(value) and is_importable(value) else next(iter(names), None)
 
     @staticmethod
     def _all(written: Any) -> list[str] | None:
