@@ -57,7 +57,25 @@ class Guarded(gymnasium.Wrapper):
         with self.lock:
             return super().reset(**arguments)
 
+class Guard:  # pickles another lock each time
+    def __getstate__(self):
+        return {"lock": threading.Lock()}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        pass
+
 def use(thing):
+    if isinstance(thing, dict):
+        return use(thing["run"][0])
+    if callable(thing) and not isinstance(thing, sqlite3.Connection):  # a database's own method
+        return thing("select value from numbers").fetchone()[0]
+    if hasattr(thing, "apply"):
+        return thing.apply(abs, (-7,))
+    if hasattr(thing, "submit"):
+        return thing.submit(abs, -7).result()
     if isinstance(thing, zmq.Context):
         with thing.socket(zmq.PAIR) as here, thing.socket(zmq.PAIR) as there:
             address = f"inproc://{next(COUNT)}"
@@ -193,6 +211,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv as Original
 from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, make_vec_env
 """
 SB3_ORIGINAL = (("SubprocVecEnv(", "Original("), ("vec_env_cls=SubprocVecEnv", "vec_env_cls=Original"))
+DATABASE = "database = sqlite3.connect(FILE)"
+POOL = "from multiprocessing.pool import ThreadPool\npool = ThreadPool(1)"
 SB3_USE = """
 obs = envs.reset()
 result = [obs.tolist(), envs.step(np.zeros(2, int))[0].tolist()]
@@ -457,6 +477,68 @@ PROGRAMS = {
         SERIAL,
         cleanup="del gymnasium.registry['Locked-v0']",
     ),
+    "make_vec_env, a method of C code": Program(
+        SB3 + DATABASE,
+        "env_kwargs = {'thing': {'run': [database.execute]}}\n"
+        f"envs = make_vec_env(Env, 2, env_kwargs=env_kwargs, vec_env_cls=SubprocVecEnv)\n{SB3_USE}",
+        SB3_ORIGINAL,
+        cleanup="database.close()",
+    ),
+    "sb3, a method of C code in a partial": Program(
+        SB3 + DATABASE,
+        f"envs = SubprocVecEnv([functools.partial(Env, database.execute)] * 2)\n{SB3_USE}",
+        SB3_ORIGINAL,
+        element="functools.partial(Env, database.execute)",
+        cleanup="database.close()",
+    ),
+    "gymnasium, a method of C code in a lambda": Program(
+        GYM + DATABASE + "\nrun = database.execute",
+        f"envs = AsyncVectorEnv([lambda: Env(run) for _ in range(2)])\n{GYM_USE}",
+        GYM_ORIGINAL,
+        element="lambda: Env(run)",
+        cleanup="database.close()",
+    ),
+    "torchrl, a method of C code": Program(
+        "from muster.interop.torchrl import ParallelEnv\n" + DATABASE,
+        "create_env_kwargs = {'thing': database.execute}\n"
+        "envs = ParallelEnv(2, Env, create_env_kwargs=create_env_kwargs)\n"
+        "result = envs.reset()['observation'].tolist()\nenvs.close()",
+        (("from muster.interop.torchrl import ParallelEnv", "from muster.interop.gymnasium import SyncVectorEnv"),)
+        + (("ParallelEnv(2, Env, create_env_kwargs=create_env_kwargs)", "SyncVectorEnv([lambda: Env(run)] * 2)"),)
+        + (("create_env_kwargs = {'thing': database.execute}", "run = database.execute"),)
+        + (("envs.reset()['observation']", "envs.reset()[0]"),),
+        cleanup="database.close()",
+    ),
+    "make_vec, what a __getstate__ returns": Program(
+        MAKE_VEC,
+        f"env_kwargs = {{'thing': Guard()}}\nenvs = muster.make_vec(Env, num_envs=2, env_kwargs=env_kwargs)\n{GYM_USE}",
+        SERIAL,
+    ),
+    "sb3, what a __getstate__ returns": Program(
+        SB3,
+        f"envs = SubprocVecEnv([functools.partial(Env, Guard())] * 2)\n{SB3_USE}",
+        SB3_ORIGINAL,
+        element="functools.partial(Env, Guard())",
+    ),
+    "make_vec, a thread pool by fork": Program(
+        f"{MAKE_VEC}\n{POOL}",
+        "env_kwargs = {'thing': pool}\n"
+        f"envs = muster.make_vec(Env, num_envs=2, env_kwargs=env_kwargs, context='fork')\n{GYM_USE}",
+        (("muster.make_vec(", 'muster.make_vec(backend="serial", env='), (", context='fork'", "")),
+        cleanup="pool.terminate()",
+    ),
+    "gymnasium, a thread pool": Program(
+        f"{GYM}\n{POOL}",
+        f"envs = AsyncVectorEnv([functools.partial(Env, pool)] * 2)\n{GYM_USE}",
+        GYM_ORIGINAL,
+        element="functools.partial(Env, pool)",
+        cleanup="pool.terminate()",
+    ),
+    "make_vec, a class under the name of a loop": Program(
+        f"{MAKE_VEC}\nimport queue\nfor make in (queue.Queue,):\n    thing = make()",
+        f"env_kwargs = {{'thing': thing}}\nenvs = muster.make_vec(Env, num_envs=2, env_kwargs=env_kwargs)\n{GYM_USE}",
+        SERIAL,
+    ),
     "make_vec, call": Program(
         MAKE_VEC + "\nenvs = None",
         "envs = muster.make_vec(lambda: Env(threading.Lock()), num_envs=2)\nlock = threading.Lock()\n"
@@ -492,5 +574,12 @@ PROGRAMS = {
         ),
     ),
 }
-QUICK = {"sb3, a partial", "make_vec_env", "gymnasium, a database in a lambda", "make_vec, a lock in a tuple"}
+QUICK = {
+    "sb3, a partial",
+    "make_vec_env",
+    "gymnasium, a database in a lambda",
+    "gymnasium, a method of C code in a lambda",
+    "make_vec, a lock in a tuple",
+    "make_vec, what a __getstate__ returns",
+}
 CASES = [pytest.param(one, id=name, marks=() if name in QUICK else slow) for name, one in PROGRAMS.items()]

@@ -98,21 +98,65 @@ def test_fork_with_a_context_without_sockets_is_warned_of_where_the_user_called(
 
 
 class Holding(Counter):
-    def __init__(self, thing):
+    def __init__(self, thing, render_mode=None):
         super().__init__()
         self.thing = thing
 
 
-@pytest.mark.slow
-def test_what_hands_over_the_very_object_for_torchrl_can_be_followed(tmp_path):
+def own_env(**kwargs):
+    from torchrl.envs import GymEnv
+
+    return GymEnv("Holding-v0", **kwargs)
+
+
+@pytest.fixture
+def _registered():
+    import gymnasium
+
+    gymnasium.register("Holding-v0", entry_point=Holding)
+    yield
+    del gymnasium.registry["Holding-v0"]
+
+
+HANDED_OVER = {
+    "a dict": lambda thing: {"thing": thing},
+    "a list": lambda thing: [{"thing": thing}] * 2,
+    "a closure": lambda thing: None,
+}
+
+
+@pytest.mark.usefixtures("_registered")
+@pytest.mark.parametrize("library", ["torchrl", "another"])
+@pytest.mark.parametrize("handed_over", HANDED_OVER)
+def test_what_hands_over_the_very_object_for_torchrl_can_be_followed(handed_over, library):
+    import torchrl.envs
+
     from muster.interop.torchrl import ParallelEnv, as_torchrl
 
-    create_env_fn, num_workers, create_env_kwargs = Holding, 2, {"thing": threading.Lock()}
+    lock, num_workers = threading.Lock(), 2
+    create_env_kwargs = HANDED_OVER[handed_over](lock)
+    create_env_fn = make = own_env if library == "torchrl" else Holding
+    if create_env_kwargs is None:
+        create_env_fn = lambda: make(thing=lock)  # noqa: E731  # as users write it
     with pytest.raises(CannotTravel) as raised:
         ParallelEnv(num_workers, create_env_fn, create_env_kwargs=create_env_kwargs)
-    code = re.search(r"(as_torchrl.*) hands over this very object", str(raised.value))[1]
-    names = {"as_torchrl": as_torchrl, "muster": muster} | locals()
-    env = eval(code, names)
-    assert all(one is create_env_kwargs["thing"] for one in env.vector_env.get_attr("thing"))
+    told = r"  (torchrl\.\S.*) hands over this very object; (as_torchrl.*) does where create_env_fn returns an env of"
+    own, others = re.search(told, str(raised.value)).groups()
+    names = {"as_torchrl": as_torchrl, "muster": muster, "torchrl": torchrl} | locals()
+    env = eval(own if library == "torchrl" else others, names)
     env.reset()
+    assert env.rollout(2).batch_size == (2, 2)
+    things = (
+        [one._env.unwrapped.thing for one in env._envs] if library == "torchrl" else env.vector_env.get_attr("thing")
+    )
+    assert [one is lock for one in things] == [True, True]
     env.close()
+
+
+def test_a_function_for_torchrl_that_is_none_is_named_as_it_was_given():
+    from muster.interop.torchrl import ParallelEnv
+
+    with pytest.raises(TypeError, match=r"^create_env_fn must be a callable that returns an env, got Lazy$"):
+        ParallelEnv(2, muster.lazy(Holding))
+    with pytest.raises(TypeError, match=r"^create_env_fn\[1\] must be a callable that returns an env, got int$"):
+        ParallelEnv(2, [Holding, 3])

@@ -29,17 +29,22 @@ def recipes_of(
     wrappers: Sequence[Callable[[Any], Any]] = (),
     *,
     may_reuse: bool = False,
+    label: str = "",
 ) -> list[Recipe]:
-    """Recipes, one for each factory. may_reuse: see Recipe. Raises ConfigError for an empty list, WrongType."""
+    """Recipes, one for each factory.
+
+    may_reuse: see Recipe.  label: the name of factory `{}` in messages; empty for that of an element of a list.
+    Raises ConfigError for an empty list, WrongType.
+    """
     recipes = []
     for i, fn in enumerate(fns):
+        name = (label or f"{call.factory}[{{}}]").format(i)
         if isinstance(fn, FromArguments):
             recipe = replace(fn.recipe(tuple(wrappers), may_reuse=may_reuse), env_index=i)
         elif callable(fn) and type(fn) is not Lazy:
-            labels = (f"{call.factory}[{i}]", f"{call.factory}[{i}]")
-            recipe = Recipe(i, callable_name(fn), fn, {}, tuple(wrappers), labels, may_reuse, call)
+            recipe = Recipe(i, callable_name(fn), fn, {}, tuple(wrappers), (name, name), may_reuse, call)
         else:
-            raise WrongType(f"{call.factory}[{i}] must be a callable that returns an env, got {type(fn).__name__}")
+            raise WrongType(f"{name} must be a callable that returns an env, got {type(fn).__name__}")
         recipes.append(recipe)
     if not recipes:
         raise ConfigError(f"{call.factory} is empty; give at least one callable that returns an env")

@@ -36,14 +36,17 @@ with imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl"
 
 __all__ = ["MusterEnv", "ParallelEnv", "as_torchrl"]
 
+_SERIAL = (
+    'as_torchrl(muster.make_vec(create_env_fn, num_workers, {kwargs}backend="serial", autoreset_mode="same_step"))'
+)
 PARALLEL_ENV = UserCall(
     name="ParallelEnv",
     factory="create_env_fn",
     kwargs="create_env_kwargs",
     wrappers="",
     context='mp_start_method="{method}"',
-    in_process="as_torchrl(muster.make_vec(create_env_fn, num_workers, env_kwargs=create_env_kwargs, "
-    'backend="serial", autoreset_mode="same_step"))',
+    in_process="torchrl.envs.SerialEnv(num_workers, create_env_fn)",
+    in_process_of_others=_SERIAL.format(kwargs=""),
     one_each="ParallelEnv without num_processes",
     packed="num_processes={count}",
     num_envs="num_workers={count}",
@@ -241,11 +244,10 @@ class ParallelEnv(MusterEnv):
             )
         fns_label = PARALLEL_ENV.factory + "[{}]" * isinstance(create_env_fn, Sequence)
         kwargs_label = PARALLEL_ENV.kwargs + "[{}]" * isinstance(create_env_kwargs, Sequence)
+        bare = recipes_of(fns, _words(create_env_kwargs), (inner_env_of,), label=fns_label)
         recipes = [
             replace(recipe, kwargs=dict(provided or {}), labels=(fns_label.format(i), kwargs_label.format(i)))
-            for i, (recipe, provided) in enumerate(
-                zip(recipes_of(fns, PARALLEL_ENV, (inner_env_of,)), kwargs, strict=True)
-            )
+            for i, (recipe, provided) in enumerate(zip(bare, kwargs, strict=True))
         ]
         with originals_raised():
             envs = _vector_env(
@@ -274,6 +276,19 @@ class ParallelEnv(MusterEnv):
 
 class WrongCount(ConfigError, RuntimeError):
     """The number of functions, or of dicts of arguments, is not that of envs; TorchRL's class raises RuntimeError."""
+
+
+def _words(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> UserCall:
+    """The words for a `ParallelEnv` with these keyword arguments."""
+    if create_env_kwargs is None:
+        return PARALLEL_ENV
+    # TorchRL copies the values of a dict, and not those of a list's dicts.
+    each = "create_env_kwargs" if isinstance(create_env_kwargs, Sequence) else "[create_env_kwargs] * num_workers"
+    return replace(
+        PARALLEL_ENV,
+        in_process=f"torchrl.envs.SerialEnv(num_workers, create_env_fn, create_env_kwargs={each})",
+        in_process_of_others=_SERIAL.format(kwargs="env_kwargs=create_env_kwargs, "),
+    )
 
 
 def _vector_env(backend: Backend) -> AnyVectorEnv:
