@@ -136,7 +136,7 @@ MAKERS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "Future": ("risky", concurrent.futures.Future),
     "done Future": ("safe", lambda: after(concurrent.futures.Future(), lambda one: one.set_result(4))),
-    "running Thread": ("breaks", waiting_thread),
+    "running Thread": ("risky", waiting_thread),
     "new Thread": ("safe", lambda: threading.Thread(target=int)),
     "new Timer": ("safe", lambda: threading.Timer(0, int)),
     "ended Thread": ("safe", ended_thread),
@@ -152,10 +152,10 @@ MAKERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "Popen": ("risky", lambda: subprocess.Popen(["sleep", "1000"])),
     "ended Popen": ("safe", lambda: after(subprocess.Popen(["true"]), lambda one: one.wait())),
     "event loop": ("risky", asyncio.new_event_loop),
-    "object with a thread": ("breaks", Owner),
-    "object deep in another": ("breaks", lambda: Further(Owner())),
-    "method of an object with a thread": ("breaks", lambda: functools.partial(Owner().thread.join, 1)),
-    "generator with a thread": ("breaks", lambda: generator_with(waiting_thread())),
+    "object with a thread": ("risky", Owner),
+    "object deep in another": ("risky", lambda: Further(Owner())),
+    "method of an object with a thread": ("risky", lambda: functools.partial(Owner().thread.join, 1)),
+    "generator with a thread": ("risky", lambda: generator_with(waiting_thread())),
 }
 SAID = {"safe": "would be safe here", "risky": "may work here, at a risk", "breaks": "is no way out here"}
 

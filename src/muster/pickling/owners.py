@@ -16,7 +16,6 @@ _THREAD = Kind(
     reason="a thread runs only in the process that started it",
     lazy="...",
     inherited="workers would inherit the object, but not its thread: what waits for it hangs",
-    by_fork="breaks",
     refused=True,
 )
 _EXECUTOR = Kind(
