@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
+import torch
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 
 from muster.arguments import whole
@@ -17,6 +18,7 @@ from muster.errors import ClosedError, ConfigError, UsageError
 from muster.introspection import caller_stacklevel
 from muster.rollout.devices import Device, to_device
 from muster.rollout.episodes import EpisodeCounter, Episodes, TrajectoryCounter
+from muster.rollout.fields import floating_dtype
 from muster.rollout.returns import split_trajectories
 from muster.rollout.storage import Storage
 
@@ -42,6 +44,7 @@ class BatchSource(ABC):
         split_trajs: bool,
         compact: bool,
         replay_buffer: Any,
+        observation_dtype: torch.dtype | None,
     ) -> None:
         whole("frames_per_batch", frames_per_batch, 1)
         whole("total_frames", total_frames, -1)
@@ -54,11 +57,13 @@ class BatchSource(ABC):
             raise ConfigError("split_trajs needs every row's next observation: not with compact=True")
         if replay_buffer is not None and compact:
             raise ConfigError("replay_buffer needs every row's next observation: not with compact=True")
+        self._dtype = None if observation_dtype is None else floating_dtype("observation_dtype", observation_dtype)
         self._limits = {
             "frames_per_batch": frames_per_batch,
             "init_random_frames": init_random_frames,
             "max_frames_per_traj": max_frames_per_traj,
             "compact": compact,
+            "observation_dtype": observation_dtype,
         }
         self.total_frames = total_frames
         self.frames = 0
@@ -119,6 +124,7 @@ class BatchSource(ABC):
         """The next batch ``[N, T]``; adds its frames to the counts."""
 
     def _count_envs(self, num_envs: int) -> None:
+        self._num_envs = num_envs
         self._trajectories, self._episodes = TrajectoryCounter(num_envs), EpisodeCounter(num_envs)
 
     def _batch_over(self, storage: Storage, first_env: int = 0) -> TensorDict:

@@ -24,7 +24,7 @@ from torch import Tensor
 from muster.errors import ConfigError
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.devices import Device, place
-from muster.rollout.fields import Array, Field, Key, floating_dtype
+from muster.rollout.fields import Array, Field, Key
 from muster.rollout.policies import (
     IS_INIT,
     Actor,
@@ -113,6 +113,7 @@ class Collector(BatchSource):
             split_trajs=split_trajs,
             compact=compact,
             replay_buffer=replay_buffer,
+            observation_dtype=observation_dtype,
         )
         if policy is not None and policy_factory is not None:
             raise ConfigError("give policy or policy_factory, not both")
@@ -130,17 +131,16 @@ class Collector(BatchSource):
         self._reset_at_each_iter = reset_at_each_iter
         self._initial_state = dict(initial_state or {})
         self._exploration = exploration
-        dtype = None if observation_dtype is None else floating_dtype("observation_dtype", observation_dtype)
         self._envs, self._owns_envs = open_envs(envs, num_envs, make_vec_options)
         try:
-            if dtype is not None:
-                self._envs.cast_observations(dtype)
             self._begin(frames_per_batch, overlap, max_frames_per_traj)
         except BaseException:
             self.shutdown()
             raise
 
     def _begin(self, frames_per_batch: int, overlap: bool, max_frames_per_traj: int | None) -> None:
+        if self._dtype is not None:
+            self._envs.cast_observations(self._dtype)
         self.steps_per_batch = math.ceil(frames_per_batch / self._envs.num_envs)
         self._stepping = Stepping(self._envs, overlap=overlap, max_frames_per_traj=max_frames_per_traj)
         self._random = RandomActor(self._envs, self._rng)

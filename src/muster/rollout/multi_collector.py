@@ -25,13 +25,12 @@ from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import CollectorOptions, CollectorSet, collector_nouns
 from muster.rollout.devices import Device
-from muster.rollout.fields import floating_dtype
 from muster.rollout.processes.collector_pool import CollectorPool
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.staying_collector import StayingCollector
 from muster.rollout.weights import require_shapes
-from muster.workers.worker_env import changes_of
+from muster.workers.worker_env import WorkerEnv, changes_of
 
 MULTI_COLLECTOR = replace(
     COLLECTOR,
@@ -120,26 +119,20 @@ class MultiCollector(BatchSource):
             split_trajs=split_trajs,
             compact=compact,
             replay_buffer=replay_buffer,
+            observation_dtype=observation_dtype,
         )
-        if observation_dtype is not None:
-            floating_dtype("observation_dtype", observation_dtype)
         self._threshold = _threshold_of(preemptive_threshold, sync)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
-        check_pool(collector_nouns(()), *how)
-        num_collectors = whole("num_collectors", num_collectors, 1)
-        changes = changes_of((make_vec_options or {}).get("worker_env"), num_collectors, worker="collector")
-        options = CollectorOptions(num_collectors, *how, changes)
+        options = _options_of(num_collectors, how, (make_vec_options or {}).get("worker_env"))
         for_each = {
             **self._limits,
             "policy_device": device if policy_device is None else policy_device,
             "reset_at_each_iter": reset_at_each_iter,
-            "observation_dtype": observation_dtype,
             "initial_state": dict(initial_state or {}),
             "exploration": exploration,
         }
         recipes = _understood(envs, num_envs, num_collectors, make_vec_options)
         self.policy = policy
-        self._num_envs = len(recipes)
         self._count_envs(len(recipes))
         self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, sync, options, for_each)
 
@@ -268,6 +261,14 @@ class MultiCollector(BatchSource):
         batch["collector", "policy_version"] = torch.from_numpy(versions).unsqueeze(1).repeat(1, storage.T)
         self.batches += 1
         return batch
+
+
+def _options_of(
+    num_collectors: int, how: tuple[str, float, float | None, str, int, int], worker_env: WorkerEnv | None
+) -> CollectorOptions:
+    check_pool(collector_nouns(()), *how)
+    whole("num_collectors", num_collectors, 1)
+    return CollectorOptions(num_collectors, *how, changes_of(worker_env, num_collectors, worker="collector"))
 
 
 def _understood(
