@@ -230,3 +230,27 @@ def test_what_is_no_environment_is_refused_by_name(worker_env: Any, said: str) -
 def test_backends_without_processes_refuse_variables(backend: str) -> None:
     with pytest.raises(ConfigError, match='worker_env .* use backend="process"'):
         muster.make_vec("CartPole-v1", 2, backend=backend, worker_env={})
+
+
+class WithTorch(gymnasium.Env[Any, Any]):
+    observation_space = gymnasium.spaces.Discrete(2)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self._torch = import_module("torch")
+
+    def threads(self) -> int:
+        return int(self._torch.get_num_threads())
+
+
+@pytest.mark.parametrize(("chosen", "threads"), [(None, 2), ("3", 3), ("4,1", 4)])
+@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+def test_torch_keeps_to_the_users_own_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, context: str, chosen: str | None, threads: int
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    with muster.make_vec(WithTorch, 1, context=context, threads_per_worker=2) as envs:
+        assert envs.call("threads") == (threads,)

@@ -88,7 +88,8 @@ def make_vec(
         replacements, until `close`.
     max_restarts: how often one worker may fail within a minute before its failure is an error after all.
     check_finite: raise on NaN or infinity in observations and rewards.
-    threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker.
+    threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker, where the environment does not say
+        it (``OMP_NUM_THREADS``).
     groups: for multi-agent envs the group of every agent; None groups agents by name and spaces.
     state: True reads the state of multi-agent envs that have one after every step, into ``infos["state"]``; this may
         take a fifth of the step's time. Exceptions of ``state()`` are raised, except after the last agent has gone:

@@ -161,6 +161,10 @@ class Worker:
 
 
 def limit_threads(count: int) -> None:
-    """Limits the threads of torch, where the env has loaded it; OpenMP and BLAS read the environment."""
+    """Limits the threads of torch, where the env has loaded it, to `count`, or to the user's own OMP_NUM_THREADS.
+
+    OpenMP and BLAS read the environment themselves.
+    """
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(count)
+        first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2" is for nested regions
+        torch.set_num_threads(int(first) if first.isdecimal() and int(first) else count)
