@@ -207,7 +207,7 @@ def test_call_to_a_worker_that_died_before(envs: Any) -> None:
 def test_worker_that_dies_in_reset_is_asked_again(envs: Any) -> None:
     envs.reset(seed=0)
     pid = envs.stats()["workers"][0]["pid"]
-    envs.set_attr("episode", 20)
+    envs.call(lambda env, index: setattr(env, "episode", 20))
     os.kill(pid, signal.SIGSTOP)
     envs.reset_async(seed=0)
     os.kill(pid, signal.SIGKILL)

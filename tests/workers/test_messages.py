@@ -29,6 +29,7 @@ from muster.workers.messages import (
     Reset,
     ResetArguments,
     Restart,
+    SetAgain,
     SetAttr,
     StartOrder,
     Unpacking,
@@ -42,7 +43,8 @@ BACKENDS = [
 EXAMPLES = [
     Attach(Mock(), Mock()),
     Reset([0], ResetArguments([None], None)),
-    Restart(0, None, None, resets_now=True, rebuilds=False),
+    Restart(0, None, None, resets_now=True, rebuilds=False, attributes={"goal": 1}),
+    SetAgain({0: {"goal": 1}}),
     Call(1, ("render", (), {})),
     SetAttr(2, ("gravity", [9.8])),
     Close(),
@@ -119,7 +121,11 @@ def test_what_a_user_hands_over_arrives_as_it_was() -> None:
 
 def test_what_cannot_be_rebuilt_is_refused_for_whom_it_came() -> None:
     packed = Packed(dumps(Unbuildable()))
-    sent = (Reset([4, 5], ResetArguments([None, None], packed)), Restart(5, None, packed, True, False), Call(3, packed))
+    sent = (
+        Reset([4, 5], ResetArguments([None, None], packed)),
+        Restart(5, None, packed, True, False, {}),
+        Call(3, packed),
+    )
     host, replies = answers_to(*pickle.loads(dumps(sent)))
     assert [call.args[0] for call in host.refuse.call_args_list] == [[4, 5], [5]]
     assert all(isinstance(call.args[1], CannotTravel) for call in host.refuse.call_args_list)

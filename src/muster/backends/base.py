@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ from muster.workers.failures import Failure
 from muster.workers.messages import Reset, ResetArguments, Restart
 from muster.workers.options import EnvCall, HostOptions, WaitBudget
 from muster.workers.usage import Usage
+
+# Values of an env's attributes by name, as `Backend.kept` returns them.
+Attributes = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,9 @@ class Backend(ABC):
     user_call: UserCall = MAKE_VEC
     slab: Slab
     caller: Caller
-    on_worker_died: Callable[[int, range, str], None] | None = None
-    """Called with each worker that has died; where it is set, dead workers are replaced."""
+    on_worker_died: Callable[[int, range, str], Mapping[int, Attributes]] | None = None
+    """Called with each worker that has died; where it is set, dead workers are replaced. Returns what their new envs
+    have to be given, by env."""
 
     @abstractmethod
     def start(self) -> list[EnvFacts]:
@@ -91,6 +95,10 @@ class Backend(ABC):
     @abstractmethod
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
         """Sets an attribute of every env: in env i to `values[i]`. A Failure stands where an env raised."""
+
+    def kept(self, value: Any) -> Any:
+        """A value that was sent to the envs, in a form that can be sent again as it was."""
+        return value
 
     @abstractmethod
     def restart(self, restart: Restart) -> bool:

@@ -9,11 +9,18 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from muster.arguments import one_of, seconds, whole
-from muster.backends.base import Backend, CallerOptions, attach_local_host, make_caller, raise_local_interrupt
+from muster.backends.base import (
+    Attributes,
+    Backend,
+    CallerOptions,
+    attach_local_host,
+    make_caller,
+    raise_local_interrupt,
+)
 from muster.envs.quiet_atari import no_banner_meanwhile
 from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitTimeout, WorkerError
 from muster.introspection import type_name
@@ -149,11 +156,17 @@ class ProcessBackend(Backend):
         with self.whole():
             if replaces:
                 self._end_gently(self._workers.handles[host])
-                self._workers.replace(host, f"{self.nouns.env(host, restart.env) or 'it'} raised")
+                reason = f"{self.nouns.env(host, restart.env) or 'it'} raised"
+                self._replace(host, reason, {restart.env: restart.attributes})
             packed = self._packed_options(restart.options)
             rebuilds = restart.rebuilds and not replaces
             self._send_or_replace(host, dumps(dataclasses.replace(restart, options=packed, rebuilds=rebuilds)))
         return replaces
+
+    def _replace(self, host: int, reason: str, attributes: Mapping[int, Attributes]) -> None:
+        self._workers.replace(host, reason)
+        if any(attributes.values()):
+            self._workers.handles[host].outbox.append(dumps(messages.SetAgain(attributes)))
 
     def _end_gently(self, worker: WorkerHandle) -> None:
         """Gives a worker time to close its envs, then ends it."""
@@ -185,6 +198,10 @@ class ProcessBackend(Backend):
         except UsageError:  # raised before anything was sent
             self._calling = None
             raise
+
+    def kept(self, value: Any) -> messages.Packed:
+        # It has just been sent: what cannot be pickled has been reported.
+        return messages.Packed(dumps(value, shares_main=self._options.context == "fork"))
 
     def _call(self, pickles: Sequence[bytes], calling: str) -> None:
         self._results = {}
@@ -346,8 +363,8 @@ class ProcessBackend(Backend):
         # Killed before its envs are marked as lost: a worker that only hung could still write to their rows.
         worker.retire()
         # Called before the replacement starts: it may raise because there have been too many restarts.
-        self.on_worker_died(host, worker.envs, reason)
-        self._workers.replace(host, replaces or reason)
+        attributes = self.on_worker_died(host, worker.envs, reason)
+        self._replace(host, replaces or reason, attributes)
 
     # ---- messages
 

@@ -3,24 +3,30 @@
 The failure itself is not delivered. The env stays pending while its worker builds it again. Then one row is delivered
 that reports the restart: the last observation, reward 0, ``truncated=True``, and the reason in ``infos["restarted"]``.
 With ``same_step`` the observation is the first of the new episode, and the last one is the final observation.
+
+What ``set_attr`` set last is set again in the new env, before its first reset. Where that fails, the env refuses its
+first request; the reason of the restart then says what was lost.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from muster._core import Command, InfoSchema, Status
-from muster.backends.base import Backend
+from muster.backends.base import Attributes, Backend
 from muster.errors import WorkerError
+from muster.introspection import caller_stacklevel
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns
+from muster.workers.failures import Failure
 from muster.workers.messages import Restart
 
 WINDOW_S = 60.0
@@ -53,6 +59,8 @@ class Recovery:
         self.lost: dict[int, str] = {}
         self._reasons: dict[int, str] = {}  # of workers' deaths, by the envs that were pending then
         self._restarts: dict[int, _Restart] = {}  # by env, until the row of the restart is delivered
+        self._attributes: list[dict[str, Any]] = [{} for _ in range(num_envs)]  # set last, as `Backend.kept` has them
+        self._told_lost: set[str] = set()  # names of lost attributes that a warning has told of
         self._caller.keep_rows(backend.slab.obs.arrays)
 
     def seeds_for_reset(self, env_ids: Array, seeds: Sequence[int | None], options: Any) -> list[int | None]:
@@ -66,14 +74,27 @@ class Recovery:
             chosen.append(self._new_seed(env) if lost and seed is None else seed)
         return chosen
 
-    def worker_died(self, host: int, envs: range, reason: str) -> None:
-        """Notes that the backend replaces a dead worker: its envs are built again, their episodes are lost."""
+    def attribute_set(self, name: str, values: Sequence[Any], results: Sequence[Failure | None]) -> None:
+        """Keeps what `set_attr` has set for envs that are built again. results: by env, None where it was set."""
+        kept: dict[int, Any] = {}  # by identity: one value may be big, and that of all envs
+        for attributes, value, failure in zip(self._attributes, values, results, strict=True):
+            if failure is None:
+                if id(value) not in kept:
+                    kept[id(value)] = self._backend.kept(value)
+                attributes[name] = kept[id(value)]
+
+    def worker_died(self, host: int, envs: range, reason: str) -> dict[int, Attributes]:
+        """Notes that the backend replaces a dead worker: its envs are built again, their episodes are lost.
+
+        Returns what is to be set in the new envs.
+        """
         self._count(host, reason)
         pending = self._caller.lose_host(host)
         self._infos.forget(host)
         for env in envs:
             self._records["restarts"][env] += 1
             (self._reasons if env in pending else self.lost)[env] = reason
+        return {env: self._attributes[env] for env in envs}
 
     def split(self, ids: Array) -> tuple[Array, Array]:
         """Splits envs that are about to be stepped into those that can be, and those in `lost`."""
@@ -104,30 +125,46 @@ class Recovery:
 
     def _retry(self, env: int, interrupt: BaseException | None) -> BaseException | None:
         """Restarts an env that has failed; returns `interrupt`, or the KeyboardInterrupt that this env has raised."""
-        died, untouched = self._records["status"][env] == Status.LOST, False
+        died, untouched, lost = self._records["status"][env] == Status.LOST, False, None
         if died:
             reason = self._reasons.pop(env)
         else:
             failure = self._backend.failures(np.array([env]))[0]
-            reason = f"{failure.type_name}: {failure.message}"
+            lost = failure.lost_attributes
+            reason = f"{failure.type_name}: {failure.message}" if lost is None else self._tell_lost(env, lost)
             untouched = interrupt is not None and failure.exception is interrupt  # not stepped at all
             if isinstance(failure.exception, KeyboardInterrupt):
                 interrupt = failure.exception
-            else:
+            elif lost is None:
                 host = self._caller.host_of(env)
                 named = self._backend.nouns.env(host, env)
                 self._count(host, f"{named}: {reason}" if named else reason)
         was_reset = self._records["command"][env] == Command.RESET
         self._caller.restore(env)
-        if not died:
+        if not died and lost is None:
             self._records["restarts"][env] += 1
         restart = self._restarts.pop(env, None)  # not None where the restarted env has failed again
         if restart is None:
             ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
             restart = _Restart(reason, not (was_reset or ended), self._options if was_reset else None)
+        elif lost is not None:
+            restart = replace(restart, reason=f"{restart.reason}; {reason}")
         self._caller.ask_again(env)
-        self._restart(env, restart, rebuilds=not (died or untouched))
+        self._restart(env, restart, rebuilds=not (died or untouched or lost is not None))
         return interrupt
+
+    def _tell_lost(self, env: int, lost: Mapping[str, str]) -> str:
+        """What is lost of env's attributes, in words; the first time for a name, warns of it. lost: reasons by name."""
+        told = "; ".join(f"{name!r} ({why})" for name, why in lost.items())
+        if not self._told_lost.issuperset(lost):
+            self._told_lost.update(lost)
+            warnings.warn(
+                f"env {env} was built again, and what set_attr had set is lost: {told}. It goes on with what its "
+                "constructor gives it: call set_attr again, or give the factory the value",
+                RuntimeWarning,
+                stacklevel=caller_stacklevel(),
+            )
+        return f"could not be set again: {told}"
 
     def finish_rows(self, ids: Array, rewards: Array, terminated: Array, truncated: Array) -> dict[int, str]:
         """Overwrites the rows of restarted envs among `ids`, and returns the reasons by row.
@@ -153,7 +190,8 @@ class Recovery:
                 final[env] = obs[env]
         resets_now = not restart.truncates or self._mode is AutoresetMode.SAME_STEP
         seed = self._new_seed(env)
-        if self._backend.restart(Restart(env, seed, restart.options, resets_now, rebuilds)):
+        order = Restart(env, seed, restart.options, resets_now, rebuilds, self._attributes[env])
+        if self._backend.restart(order):
             self._infos.forget(self._caller.host_of(env))
 
     def _new_seed(self, env: int) -> int | None:

@@ -206,7 +206,10 @@ class MultiCollector(BatchSource):
         return self.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple; see `call`."""
+        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple; see `call`.
+
+        With ``on_failure="restart"`` it is set again in an env that is built again.
+        """
         if not isinstance(values, (list, tuple)):
             values = [values] * self._num_envs
         if len(values) != self._num_envs:

@@ -84,7 +84,8 @@ def make_vec(
         its own; if one of these crashes, so does it.
     start_timeout, step_timeout: seconds for a worker to build its envs, and for one ``env.step``.
     on_failure: "restart" replaces an env that raised, and a worker that died or timed out; their episodes end
-        truncated, with the reason in ``infos["restarted"]``. Ends of pipes in `env_kwargs` then stay open, for
+        truncated, with the reason in ``infos["restarted"]``. What `set_attr` set last is set again in the new env;
+        where that fails, the reason and a RuntimeWarning say so. Ends of pipes in `env_kwargs` then stay open, for
         replacements, until `close`.
     max_restarts: how often one worker may fail within a minute before its failure is an error after all.
     check_finite: raise on NaN or infinity in observations and rewards.

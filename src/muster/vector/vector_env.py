@@ -261,7 +261,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return self.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
+        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple.
+
+        With ``on_failure="restart"`` it is set again in an env that is built again.
+        """
         self.require_idle("set_attr")
         if not isinstance(values, (list, tuple)):
             values = [values] * self.num_envs
@@ -272,6 +275,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             results = self._backend.set_attr(name, values)
         finally:
             self._caller.calling = False
+        if self._recovery is not None:
+            self._recovery.attribute_set(name, values, results)
         if failures := [result for result in results if result is not None]:
             self._raise(failures, None)
 

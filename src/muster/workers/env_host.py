@@ -7,7 +7,7 @@ import gc
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from muster.transport.mail import Mail
 from muster.transport.slab import Slab
 from muster.worker_info import WorkerInfo, worker_info_context
 from muster.workers.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
-from muster.workers.failures import Failure, message_of, portable, reset_note
+from muster.workers.failures import AttributesLost, Failure, message_of, portable, reset_note
 from muster.workers.messages import ResetArguments, Restart
 from muster.workers.options import EnvCall, HostOptions
 from muster.workers.permits import Permitted
@@ -61,6 +61,7 @@ class EnvHost:
         self.envs: list[Any] = []
         self._stepped: list[Any] = []  # what the stepper calls for each env: most often the same list
         self._built: list[BuiltEnv] = []
+        self._unset: dict[int, AttributesLost] = {}  # what could not be set again, until the env's next request
         self._slab: Slab | None = None
 
     # ---- building
@@ -218,7 +219,7 @@ class EnvHost:
         interrupt: BaseException | None = None
         for env, seed in zip(env_ids, arguments.seeds, strict=True):
             i = env - self.first_env
-            if (refusal := interrupt or self._misfits[i]) is not None:
+            if (refusal := interrupt or self._misfits[i] or self._unset.pop(i, None)) is not None:
                 self.stepper.refuse(i, refusal)
                 continue
             error = self.stepper.reset_env(i, seed, arguments.options, arguments.passes_options)
@@ -238,14 +239,15 @@ class EnvHost:
                 if isinstance(error, KeyboardInterrupt):
                     raise error
                 self._built[i] = self._build_one(i)
+                self._misfits[i] = self._misfit(i, self._built[i].env)
+                self.envs[i] = self._built[i].env
+                self.set_again({restart.env: restart.attributes})
             except BaseException as error:
                 self.stepper.refuse(i, error)
                 return
-            self._misfits[i] = self._misfit(i, self._built[i].env)
-        if (misfit := self._misfits[i]) is not None:
-            self.stepper.refuse(i, misfit)
+        if (refusal := self._misfits[i] or self._unset.pop(i, None)) is not None:
+            self.stepper.refuse(i, refusal)
             return
-        self.envs[i] = self._built[i].env
         self.stepper.replace_env(i, self._permitted(i), restart.seed)
         if restart.resets_now:
             self.stepper.reset_env(i, restart.seed, restart.options)
@@ -259,6 +261,21 @@ class EnvHost:
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
         """Sets an attribute of each env to its own value."""
         return self._for_each(lambda i, env: set_attribute(env, name, values[i]))
+
+    def set_again(self, attributes: Mapping[int, Mapping[str, Any]]) -> None:
+        """Sets attributes of new envs, by env and name. What cannot be set is the answer to the env's next request."""
+        for env, of_env in attributes.items():
+            i, reasons = env - self.first_env, {}
+            for name, value in of_env.items():
+                try:
+                    if isinstance(value, CannotTravel):
+                        raise value
+                    with worker_info_context(self.info_of(i)):
+                        set_attribute(self.envs[i], name, value)
+                except Exception as error:
+                    reasons[name] = f"{type_name(error)}: {message_of(error)}"
+            if reasons:
+                self._unset[i] = AttributesLost(reasons)
 
     def _for_each(self, act: Callable[[int, Any], Any]) -> list[Any]:
         results = []
@@ -306,6 +323,7 @@ class EnvHost:
             note=reset_note(self.envs[i], error) if step == 0 and self.envs else None,
             worker_noun=self.worker_noun,
             hint="" if isinstance(error, MusterError) else self._hint(i),
+            lost_attributes=error.reasons if isinstance(error, AttributesLost) else None,
         )
 
     def _hint(self, i: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import traceback
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -25,7 +25,7 @@ class Failure:
 
     exception: the original, pickled for another process, or None where it cannot be rebuilt there.
     step: the number of env steps in the episode, None while building.  note: added to the error by `add_note`.
-    worker_noun: the pool's noun for a worker.  hint: see EnvError.
+    worker_noun: the pool's noun for a worker.  hint: see EnvError.  lost_attributes: those of an AttributesLost.
     """
 
     env_index: int
@@ -38,6 +38,7 @@ class Failure:
     note: str | None = None
     worker_noun: str = "worker"
     hint: str = ""
+    lost_attributes: Mapping[str, str] | None = None
 
     def original(self) -> BaseException | None:
         """The original exception, where it can be rebuilt."""
@@ -48,6 +49,14 @@ class Failure:
         except Exception:
             return None
         return error if isinstance(error, BaseException) else None
+
+
+class AttributesLost(MusterError):
+    """Attributes of an env that was built again could not be set again. reasons: by name."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons
 
 
 def to_exception(failure: Failure) -> BaseException:

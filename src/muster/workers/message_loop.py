@@ -10,7 +10,19 @@ from muster.errors import CannotTravel, UnknownMessage
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab
 from muster.workers.env_host import EnvHost
-from muster.workers.messages import Answer, Attach, Attached, Call, Close, Closed, Message, Reset, Restart, SetAttr
+from muster.workers.messages import (
+    Answer,
+    Attach,
+    Attached,
+    Call,
+    Close,
+    Closed,
+    Message,
+    Reset,
+    Restart,
+    SetAgain,
+    SetAttr,
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,8 @@ class MessageLoop:
                 env_host.refuse([env], refusal)
             case Restart():
                 env_host.restart(message)
+            case SetAgain(attributes):
+                env_host.set_again(attributes)
             case Call(number, CannotTravel() as refusal) | SetAttr(number, CannotTravel() as refusal):
                 self.reply(Answer(number, [env_host.failure(i, refusal) for i in range(len(env_host.envs))]))
             case Call(number, arguments):

@@ -7,7 +7,7 @@ caller and again in the launcher: `dataclass` compiles each method that it gener
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -123,6 +123,7 @@ class Restart(Message):
     rebuilds: the env is built again first; in a new worker it is new already.
     resets_now: the answer is a reset; else the env answers without one and the caller fills in the row.
     seed: for the env's first reset.  options: for the reset that is the answer.
+    attributes: to be set on the env that is built again, by name.
     """
 
     env: int
@@ -130,6 +131,14 @@ class Restart(Message):
     options: Any
     resets_now: bool
     rebuilds: bool
+    attributes: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class SetAgain(Message):
+    """Sets attributes of the envs of a new worker, by env and name. There is no reply, see `EnvHost.set_again`."""
+
+    attributes: Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(eq=False)

@@ -172,7 +172,10 @@ class CollectorPool:
         return tuple(itertools.chain.from_iterable(self._call("call_envs", name, args, dict(kwargs))))
 
     def set_attr(self, name: str, values: Sequence[Any]) -> None:
-        self._call("set_in_envs", name, list(values))
+        of_collectors = [list(values[first:last]) for first, last in itertools.pairwise(self._firsts)]
+        self._end_batches()
+        with self._translating():  # the replicas' own attribute, so that a replica in the place of another gets it, too
+            self._processes.set_attr(name, of_collectors)
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
         found: tuple[Space[Any], Space[Any]] = self._call("spaces")[0]
@@ -218,11 +221,14 @@ class CollectorPool:
         self._beside = BesideWeights(self._policy)
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
-        """Calls a method of all replicas, which end their batches first."""
-        if self._filling:
-            self._take_ready(len(self._filling))
+        """Calls a method of all replicas."""
+        self._end_batches()
         with self._translating():
             return self._processes.call(name, *args)
+
+    def _end_batches(self) -> None:
+        if self._filling:
+            self._take_ready(len(self._filling))
 
     # ---- collecting
 

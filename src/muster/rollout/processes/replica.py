@@ -7,7 +7,7 @@ start methods, first-ready waits, deaths that are noticed and explained, timeout
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from io import FileIO
 from typing import Any
@@ -103,10 +103,10 @@ class Replica(gymnasium.Env[Array, Array]):
             name = lambda env, i: function(env, self._plan.first_env + i)  # noqa: E731
         return tuple(self._guarded(lambda: self._envs.call(name, *args, **kwargs)))
 
-    def set_in_envs(self, name: str, values: Sequence[Any]) -> None:
-        """`VectorEnv.set_attr` on its envs. values: those of all collectors' envs."""
-        own = values[self._plan.first_env :][: self._envs.num_envs]
-        self._guarded(lambda: self._envs.set_attr(name, list(own)))
+    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
+        """`VectorEnv.set_attr` on its envs. value: one for each of them."""
+        self._guarded(lambda: self._envs.set_attr(name, value))
+        return True
 
     def spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         """One env's observation and action spaces."""
