@@ -153,6 +153,8 @@ class Leaf(Node):
             raise ActionError(f"{self.path}: expected {count} actions, one for each env, got {got}")
         if array.shape[1:] != self.shape:
             raise ActionError(f"{self.path}: expected shape {(count, *self.shape)}, got {array.shape}")
+        if self.lenient and (array.dtype != self.dtype or isinstance(value, (list, tuple))):
+            raise ActionError(f"{self.path}: expected an array of {self.dtype}, got {_brief(value)}")
         if not keeps_kind(array, self.dtype):
             raise ActionError(
                 f"{self.path}: expected dtype {self.dtype}, got {array.dtype}; cast the actions if that is meant"
@@ -297,20 +299,17 @@ class BranchNode(Node):
         return dict(zip(self.keys, values, strict=True)) if self.kind == "dict" else tuple(values)
 
 
-def tree(space: Space, path: str, *, lenient: bool = False, of_actions: bool = False) -> Node:
+def tree(space: Space, path: str, *, lenient: bool = False) -> Node:
     """The tree of `space`, its leaves numbered from 0.
 
     lenient: observations are cast to the space's dtype even where values are lost, and axes of length 1 may be missing
-    or surplus; discrete actions may be out of range, and single discrete values are ints. Other libraries' vector envs
-    do the same.  of_actions: whether `space` is a space of actions.
+    or surplus; single discrete values are ints. Actions may be out of range, but are of the space's dtype: other
+    libraries' vector envs pass all others to envs in the caller's own type.
     """
     root = _node(space, path)
     for index, leaf in enumerate(root.leaves):
         leaf.index = index
         leaf.lenient = lenient
-        if lenient and of_actions and not leaf.shape and leaf.dtype.kind == "f":
-            # Other libraries pass single numbers to envs in the caller's own type, and only float64 is a Python float.
-            leaf.dtype, leaf.row_bytes = np.dtype(np.float64), 8
     return root
 
 

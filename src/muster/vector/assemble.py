@@ -76,7 +76,7 @@ def strict_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
 def lenient_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
     """Trees that cast observations even where values are lost, as other libraries' vector envs do."""
     obs = tree(spaces.single_observation, "observation", lenient=True)
-    return obs, tree(spaces.single_action, "action", lenient=True, of_actions=True)
+    return obs, tree(spaces.single_action, "action", lenient=True)
 
 
 def agents_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
