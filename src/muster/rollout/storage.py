@@ -64,17 +64,25 @@ class Storage:
         compact: bool,
         allocate: Allocate | None = None,
     ) -> None:
-        new = allocate or (lambda lead, field: np.empty((N, *lead, *field.shape), field.dtype))
 
         def rows(field: Field) -> Array:
-            return new((T,), field).swapaxes(0, 1)
+            own = np.empty((N, T, *field.shape), field.dtype) if allocate is None else allocate((T,), field)
+            return own.swapaxes(0, 1)
+
+        def rows_and_last(field: Field) -> tuple[Array, Array]:
+            if allocate is not None:
+                return rows(field), allocate((), field)
+            # As one array, so that all arrays are together no more than twice the largest: glibc then keeps their
+            # memory for the next storage. Given back to the kernel, it would cost a page fault for each page again.
+            both = np.empty((N * (T + 1), *field.shape), field.dtype)
+            return both[: N * T].reshape(N, T, *field.shape).swapaxes(0, 1), both[N * T :]
 
         self.T, self.N = T, N
         self.compact = compact
         self._observation_fields = observation_fields
         self._reward_fields = reward_fields
-        self.observations = [rows(field) for field in observation_fields]
-        self.last = [new((), field) for field in observation_fields]
+        observed = [rows_and_last(field) for field in observation_fields]
+        self.observations, self.last = [one[0] for one in observed], [one[1] for one in observed]
         self.next_observations = [] if compact else [rows(field) for field in observation_fields]
         self.rewards = [rows(field) for field in reward_fields]
         self.terminated, self.truncated, self.mask, self.begins = (rows(field) for field in self.FLAGS)
@@ -136,8 +144,12 @@ class Storage:
 
     def write(self, t: int, part: slice | Array, rows: StepRows) -> None:
         """Writes step t of the envs `part`, a slice or their ids."""
-        for row, value in zip(self.observations_before(t + 1), rows.observations, strict=True):
-            row[part] = value
+        if (after := t + 1) < self.T:
+            for array, value in zip(self.observations, rows.observations, strict=True):
+                array[after, part] = value
+        else:
+            for row, value in zip(self.last, rows.observations, strict=True):
+                row[part] = value
         for array, value in zip(self.next_observations, rows.observations, strict=False):
             array[t, part] = value
         for array, value in zip(self.rewards, rows.rewards, strict=True):
