@@ -11,8 +11,8 @@ from typing import Any
 
 from muster.errors import RecipeError
 
-# TorchRL's metaclasses stand between the user and the classes derived from TorchRL's.
-_NOT_THE_USERS = (__name__.partition(".")[0], "torchrl", "abc")
+# TorchRL's metaclasses stand between the user and the classes derived from TorchRL's, Gymnasium's `close` calls ours.
+_NOT_THE_USERS = (__name__.partition(".")[0], "gymnasium", "torchrl", "abc")
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

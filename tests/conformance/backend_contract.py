@@ -9,6 +9,7 @@ All tests of the contract then run on that backend.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -176,7 +177,9 @@ class BackendContract(StepContract, InfoContract, ErrorContract, StartContract):
         envs.reset(seed=0)
         envs.step_async(np.zeros(2, int))
         started = time.monotonic()
-        envs.close(timeout=0.2)
+        killed = pytest.warns(RuntimeWarning, match="was killed before it closed env 0: it was in step of env 0")
+        with killed if self.has_worker_processes else contextlib.nullcontext():
+            envs.close(timeout=0.2)
         assert time.monotonic() - started < 20
         assert envs.closed
 

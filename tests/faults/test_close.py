@@ -19,6 +19,7 @@ from faulty_envs import CountingEnv, hang_in_c
 
 import muster
 from muster.errors import ClosedError, EnvError, WorkerDied
+from muster.workers import close_limits
 from muster.workers.launcher_client import LauncherClient
 
 HERE = Path(__file__).parent
@@ -142,12 +143,14 @@ def test_close_is_silent_about_a_dead_worker_and_closes_the_others(tmp_path: Pat
     assert closed(tmp_path) == ["closed-1"]
 
 
-def test_close_does_not_wait_for_a_step_that_hangs(tmp_path: Path) -> None:
+def test_close_does_not_wait_for_a_step_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(close_limits, "BUSY_S", 0.5)
     envs = make(tmp_path, hangs=True)
     envs.reset()
     envs.send(ACTIONS)
     start = time.monotonic()
-    envs.close()
+    with pytest.warns(RuntimeWarning, match="^worker 0 .* was killed before it closed env 0: it was in step of"):
+        envs.close()
     assert time.monotonic() - start < BOUND_S
     assert closed(tmp_path) == ["closed-1"]
 
@@ -155,7 +158,8 @@ def test_close_does_not_wait_for_a_step_that_hangs(tmp_path: Path) -> None:
 def test_close_kills_an_env_that_does_not_end_its_close() -> None:
     envs = muster.make_vec(ClosingNever, 2, num_workers=2)
     start = time.monotonic()
-    envs.close(timeout=0.5)
+    with pytest.warns(RuntimeWarning, match="did not end within timeout=0.5"):
+        envs.close(timeout=0.5)
     assert time.monotonic() - start < BOUND_S
 
 

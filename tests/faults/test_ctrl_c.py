@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import pytest
 import muster
 from muster.backends import process, recovery
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.workers import close_limits
 
 ACTIONS = np.zeros(4, np.int64)
 BOUND_S = 20.0
@@ -84,14 +86,16 @@ def test_it_does_not_wait_for_a_worker_that_hangs() -> None:
 
     caller = os.getpid()
     options: Any = {"num_workers": 1, "caller_steps": True, "context": "fork"}
-    with muster.make_vec(Hangs, 2, env_kwargs={"place": "", "notes": []}, **options) as envs:
-        envs.reset()
-        with pytest.raises(KeyboardInterrupt):
-            envs.step(ACTIONS[:2])
-        with pytest.raises(EnvError, match="env 1 .*KeyboardInterrupt"):  # env 1 has answered with its error
-            envs.recv(min_envs=1)
-        with pytest.raises(WaitTimeout):
-            envs.recv(timeout=0.0)
+    envs = muster.make_vec(Hangs, 2, env_kwargs={"place": "", "notes": []}, **options)
+    envs.reset()
+    with pytest.raises(KeyboardInterrupt):
+        envs.step(ACTIONS[:2])
+    with pytest.raises(EnvError, match="env 1 .*KeyboardInterrupt"):  # env 1 has answered with its error
+        envs.recv(min_envs=1)
+    with pytest.raises(WaitTimeout):
+        envs.recv(timeout=0.0)
+    with pytest.warns(RuntimeWarning, match="worker 0 .* was killed before it closed env 0"):
+        envs.close()
 
 
 def test_the_rest_of_the_callers_envs_are_not_reset() -> None:
@@ -355,9 +359,13 @@ class Sleeping(faulty_envs.CountingEnv):
 
 
 @pytest.mark.parametrize("backend", ["process", "thread"])
-def test_close_does_not_wait_for_a_call_that_hangs(backend: str) -> None:
+def test_close_does_not_wait_for_a_call_that_hangs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(close_limits, "BUSY_S", 0.5)
     envs = muster.make_vec(Sleeping, 2, backend=backend, num_workers=2)
     envs.call_async("sleep")
     start = time.monotonic()
-    envs.close(timeout=1000.0)
+    # A thread ends the call, and closes its env.
+    killed = pytest.warns(RuntimeWarning, match=r"it was answering call\('sleep'\)")
+    with killed if backend == "process" else contextlib.nullcontext():
+        envs.close(timeout=1000.0)
     assert time.monotonic() - start < BOUND_S

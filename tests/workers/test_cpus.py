@@ -51,11 +51,13 @@ def test_workers_confined_to_one_core_step_all_the_same(two_workers: Any) -> Non
 def test_a_stopped_worker_keeps_no_answer_of_another_from_the_caller(two_workers: Any, stopped: int) -> None:
     for _ in range(50):  # seats are taken
         two_workers.step(np.ones(4, np.int64))
-    os.kill(two_workers.stats()["workers"][stopped]["pid"], signal.SIGSTOP)
+    pid = two_workers.stats()["workers"][stopped]["pid"]
+    os.kill(pid, signal.SIGSTOP)
     others = np.array([2, 3] if stopped == 0 else [0, 1])
     for _ in range(100):
         two_workers.send(np.ones(2, np.int64), env_ids=others)
         assert two_workers.recv(min_envs=2, timeout=5).env_ids.tolist() == others.tolist()
+    os.kill(pid, signal.SIGCONT)
 
 
 def test_a_timeout_holds_while_another_process_wants_the_callers_core(two_workers: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import Any
 from unittest.mock import Mock
@@ -9,9 +10,10 @@ from unittest.mock import Mock
 import pytest
 
 import muster
-from muster.backends.process import ProcessBackend
 from muster.errors import CannotTravel, UnknownMessage, WorkerDied
 from muster.transport.mail import LocalMail, dumps
+from muster.workers.close_limits import CloseLimits
+from muster.workers.closing import ClosingWorkers
 from muster.workers.message_loop import MessageLoop
 from muster.workers.messages import (
     Answer,
@@ -22,6 +24,7 @@ from muster.workers.messages import (
     Call,
     Close,
     Closed,
+    ClosingEnv,
     EnvsBuilt,
     Inherited,
     Message,
@@ -101,7 +104,7 @@ def test_no_word_and_no_other_class_is_taken_for_a_message(message: object) -> N
 
 def test_no_message_is_forgotten_here() -> None:
     of_the_start, parts = {StartOrder, Build}, {ResetArguments, Inherited}
-    replies = {Unpacking, BuildProgress, EnvsBuilt, Attached, Answer, Closed}
+    replies = {Unpacking, BuildProgress, EnvsBuilt, Attached, Answer, ClosingEnv, Closed}
     assert set(Message.__subclasses__()) == {type(one) for one in EXAMPLES} | of_the_start | parts | replies
 
 
@@ -146,16 +149,25 @@ def test_a_thread_that_replies_what_nobody_knows_is_named() -> None:
             envs._backend._wait_for(Answer, envs._backend._workers[0], None)
 
 
+def failures_after(*replies: Message) -> list[Any]:
+    """What a closing caller takes for errors of ``env.close()`` once a worker has sent these replies, and ended."""
+    worker = Mock(index=0, envs=range(2), starting_until=None)
+    worker.nouns.envs = ()
+    worker.process.has_ended.side_effect = [False, True]
+    with open(os.devnull) as always_readable:
+        worker.process.fileno.return_value = worker.channel.fileno.return_value = always_readable.fileno()
+        worker.channel.recv.side_effect = [*replies, TimeoutError]
+        closing = ClosingWorkers([worker], CloseLimits(), send=Mock(), doing=Mock(), count_pending=Mock(return_value=0))
+        closing.wait()
+    return closing.failures
+
+
 @pytest.mark.parametrize("waiting", [Attached(), Answer(1, [])], ids=repr)
 def test_closing_skips_replies_that_nobody_has_waited_for(waiting: Message) -> None:
     failures: list[Any] = [Mock()]
-    worker = Mock()
-    worker.channel.recv.side_effect = [waiting, Closed(failures)]
-    assert ProcessBackend._last_results(Mock(), worker, 0.0) is failures
+    assert failures_after(waiting, ClosingEnv(0), Closed(failures)) == failures
 
 
 def test_an_unknown_reply_to_close_is_named() -> None:
-    worker = Mock()
-    worker.channel.recv.side_effect = [Build()]
     with pytest.raises(UnknownMessage, match="expected Closed, got Build"):
-        ProcessBackend._last_results(Mock(), worker, 0.0)
+        failures_after(Build())

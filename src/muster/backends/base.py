@@ -19,6 +19,7 @@ from muster.pickling import MAKE_VEC, UserCall
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab, SlabPlan
+from muster.workers.close_limits import AT_ONCE, CloseLimits, NoticeBeside, abandoned
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import EnvHost
@@ -61,6 +62,8 @@ class Backend(ABC):
     user_call: UserCall = MAKE_VEC
     slab: Slab
     caller: Caller
+    close_limits: CloseLimits = CloseLimits()
+    """How long the user's own ``close()`` waits, and the replacement of an env for the close of the old one."""
     on_worker_died: Callable[[int, range, str], Mapping[int, Attributes]] | None = None
     """Called with each worker that has died; where it is set, dead workers are replaced. Returns what their new envs
     have to be given, by env."""
@@ -117,8 +120,12 @@ class Backend(ABC):
         """What the process of `host` held once it was ready to step its envs; all None while it is being replaced."""
 
     @abstractmethod
-    def close(self, timeout_s: float) -> list[Failure]:
-        """Closes envs and workers within about `timeout_s` seconds; returns what ``env.close()`` raised."""
+    def close(self, limits: CloseLimits) -> list[Failure]:
+        """Closes envs and workers within `limits`; returns what ``env.close()`` raised.
+
+        Gives a RuntimeWarning about workers that were cut off, except with `AT_ONCE`. Only the first call does
+        anything, and none does in a forked child.
+        """
 
     def resets_by_host(self, env_ids: Array, arguments: ResetArguments) -> Iterator[tuple[int, Reset]]:
         """Yields each host that steps some of `env_ids`, with the reset of those envs."""
@@ -136,7 +143,7 @@ class Backend(ABC):
             raise
         except BaseException:
             self.caller.closed = True
-            self.close(0.0)
+            self.close(AT_ONCE)
             raise
 
     @functools.cached_property
@@ -206,6 +213,28 @@ def attach_local_host(backend: Backend, env_host: EnvHost, host: int, mail: Mail
     """Lets the calling process step the envs of `env_host` itself."""
     env_host.attach(backend.slab, host, mail, options)
     backend.caller.set_local(env_host.stepper)
+
+
+def close_abandoned(backend: Backend) -> None:
+    """Closes the backend of a vector env that nobody has closed."""
+    backend.close(abandoned())
+
+
+def close_here(env_host: EnvHost, limits: CloseLimits) -> list[Failure]:
+    """Closes the envs of `env_host` in this thread, however long that takes; returns what they raised.
+
+    A Ctrl-C ends the close of one env, and the others are closed.
+    """
+    envs = range(env_host.first_env, env_host.first_env + len(env_host.envs))
+    notice = NoticeBeside(NOUNS.name(env_host.info.worker_index, envs), envs)
+    try:
+        notice.start(limits)
+    finally:  # also when a Ctrl-C comes now
+        try:
+            failures = env_host.close(notice.progress.begins)
+        finally:
+            notice.stop()
+    return failures
 
 
 def raise_local_interrupt(backend: Backend, host: int) -> None:

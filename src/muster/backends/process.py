@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
 import pickle
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from muster.arguments import one_of, seconds, whole
@@ -18,6 +17,7 @@ from muster.backends.base import (
     Backend,
     CallerOptions,
     attach_local_host,
+    close_here,
     make_caller,
     raise_local_interrupt,
 )
@@ -34,6 +34,8 @@ from muster.transport.mail import LocalMail, Mail, SharedMail, dumps
 from muster.transport.slab import Slab, SlabPlan, split_evenly
 from muster.worker_info import WorkerInfo
 from muster.workers import messages
+from muster.workers.close_limits import AT_ONCE, CloseLimits, warn_of_cuts
+from muster.workers.closing import ClosingWorkers
 from muster.workers.deaths import Nouns, seconds_since
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import EnvHost
@@ -47,12 +49,8 @@ from muster.workers.worker_pool import PATIENT_S, SLICE_S, ProcessOptions, Worke
 __all__ = ["ProcessBackend", "ProcessOptions", "check_pool"]
 
 CONTEXTS = ("auto", "fork", "forkserver", "spawn")
-# How long a worker may take to finish its current step when the vector env closes, or to close an env that has raised.
-_BUSY_GRACE_S = 1.0
 # How long a Ctrl-C in an env that the caller steps is held back: if the workers answer in time, the whole step ends.
 _INTERRUPT_GRACE_S = 0.5
-# Replies that may come before `Closed`: a wait for them may have been interrupted.
-_BEFORE_CLOSED = (messages.Attached, messages.Answer)
 
 
 def check_pool(
@@ -100,7 +98,7 @@ class ProcessBackend(Backend):
             local = self._build_local()
             facts = [*self._workers.facts(), *local]
         except BaseException:
-            self.close(0.0)
+            self.close(AT_ONCE)
             raise
         declared = any(one.metadata.get("one_per_process") for one in facts)
         self._one_per_process = declared or self._options.one_env_per_process
@@ -169,11 +167,11 @@ class ProcessBackend(Backend):
             self._workers.handles[host].outbox.append(dumps(messages.SetAgain(attributes)))
 
     def _end_gently(self, worker: WorkerHandle) -> None:
-        """Gives a worker time to close its envs, then ends it."""
-        with contextlib.suppress(ChannelClosed, TimeoutError):
-            self._send(worker, dumps(messages.Close()), _BUSY_GRACE_S)
-            worker.process.wait(_BUSY_GRACE_S)
+        """Gives a worker that is to be replaced the time to close its envs, then ends it."""
+        closing = self._closing([worker], self.close_limits, lambda _: 0)  # its answer is this replacement
+        closing.wait()
         worker.retire()
+        warn_of_cuts(closing.cuts)
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._number += 1
@@ -213,6 +211,7 @@ class ProcessBackend(Backend):
     def call_wait(self, timeout_s: float | None) -> list[Any]:
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         while owed := [worker for worker in self._workers.handles if worker.index not in self._results]:
+            self._require_not_closed()
             left_s = max(0.0, deadline - time.monotonic())
             ready = readable([worker.channel for worker in owed], min(SLICE_S, left_s))
             with self.whole():
@@ -254,9 +253,12 @@ class ProcessBackend(Backend):
 
     # ---- watching
 
-    def watch(self, waited_s: float) -> None:
+    def _require_not_closed(self) -> None:
         if self._closed:
             raise ClosedError("this vector env was closed by another thread while this one waited for it")
+
+    def watch(self, waited_s: float) -> None:
+        self._require_not_closed()
         workers = list(self._workers.handles)
         ended = readable([worker.process for worker in workers], 0.0)
         for worker in workers:
@@ -407,60 +409,37 @@ class ProcessBackend(Backend):
 
     # ---- closing
 
-    def close(self, timeout_s: float) -> list[Failure]:
+    def close(self, limits: CloseLimits) -> list[Failure]:
         # A forked child of the caller has copies of all this, and must not touch the caller's workers.
         if self._closed or self._owner != os.getpid():
             return []
         self._closed = True
+        waits = limits.in_all_s > 0.0 and hasattr(self, "caller")
         failures: list[Failure] = []
         try:
+            asked = self._workers.handles if waits else []
+            closing = self._closing(asked, limits, lambda worker: len(self._busy(worker)))
+            closing.ask()
             if self._local is not None:
-                failures += self._local.close()
-            deadline = time.monotonic() + timeout_s
-            for worker in self._ask_to_close(deadline) if timeout_s > 0 else []:
-                try:
-                    failures += self._last_results(worker, deadline)
-                    worker.process.wait(max(0.0, deadline - time.monotonic()))
-                except (TimeoutError, ChannelClosed):
-                    pass  # dead, or too slow: killed below
+                failures += close_here(self._local, limits)
+            if not any(isinstance(one.exception, KeyboardInterrupt) for one in failures):
+                closing.wait()
         finally:  # also when Ctrl-C ends the wait
             if self._mail is not None:
                 self._mail.close()
             self._workers.end()
-        return failures
+        warn_of_cuts(closing.cuts)
+        return failures + closing.failures
 
-    def _last_results(self, worker: WorkerHandle, deadline: float) -> list[Failure]:
-        """The errors that ``env.close()`` raised in `worker`. Skips replies that nobody has waited for."""
-        while isinstance(reply := worker.channel.recv(max(0.0, deadline - time.monotonic())), _BEFORE_CLOSED):
-            pass
-        return messages.expect(messages.Closed, reply).failures
+    def _closing(
+        self, workers: Sequence[WorkerHandle], limits: CloseLimits, count_pending: Callable[[WorkerHandle], int]
+    ) -> ClosingWorkers:
+        message = dumps(messages.Close())
 
-    def _ask_to_close(self, deadline: float) -> list[WorkerHandle]:
-        """Sends `Close` to the workers that can read it, and returns them; those that hang in a step are left out."""
-        if not hasattr(self, "caller"):
-            return []
-        grace_end = min(time.monotonic() + _BUSY_GRACE_S, deadline)
-        while any(self._holds_up(worker) for worker in self._workers.handles) and time.monotonic() < grace_end:
-            time.sleep(0.002)
-        asked = []
-        for worker in self._workers.handles:
-            if worker.process.has_ended() or self._holds_up(worker):
-                continue
-            with contextlib.suppress(ChannelClosed, TimeoutError):
-                self._send(worker, dumps(messages.Close()), max(0.0, deadline - time.monotonic()))
-                asked.append(worker)
-        return asked
+        def send(worker: WorkerHandle) -> None:
+            self._send(worker, message, 0.0)
 
-    def _holds_up(self, worker: WorkerHandle) -> bool:
-        """Whether a worker is busy now, but may soon be able to read a message."""
-        if worker.process.has_ended():
-            return False
-        if worker.starting_until is None:
-            answers = self._calling is not None and worker.index not in self._results
-            return bool(self._busy(worker)) or (answers and not readable([worker.channel], 0.0))
-        with contextlib.suppress(WorkerError, EnvError):
-            return not self._workers.continue_start(worker)
-        return True
+        return ClosingWorkers(workers, limits, send=send, doing=self._doing, count_pending=count_pending)
 
 
 def _unpacked(worker: WorkerHandle, i: int, data: bytes) -> Any:

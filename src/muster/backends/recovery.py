@@ -26,6 +26,7 @@ from muster.errors import WorkerError
 from muster.introspection import caller_stacklevel
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns
+from muster.workers.close_limits import AT_ONCE
 from muster.workers.failures import Failure
 from muster.workers.messages import Restart
 
@@ -218,7 +219,7 @@ class Recovery:
             recent.popleft()
         if len(recent) > self._max_restarts:
             self._caller.closed = True
-            self._backend.close(0.0)
+            self._backend.close(AT_ONCE)
             raise WorkerError(
                 self._backend.nouns.name(host),
                 f"failed {len(recent)} times within {WINDOW_S:.0f} s (max_restarts={self._max_restarts}), so "

@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from muster.backends.base import Backend, CallerOptions, attach_local_host, make_caller
+from muster.backends.base import Backend, CallerOptions, attach_local_host, close_here, make_caller
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Slab, SlabPlan
 from muster.worker_info import WorkerInfo
+from muster.workers.close_limits import AT_ONCE, CloseLimits
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.env_host import EnvHost
@@ -30,6 +31,7 @@ class SerialBackend(Backend):
         self.nouns = nouns
         self.user_call = recipes[0].call
         self.first_envs = (0, len(recipes))
+        self._is_callers = info is None  # else a worker's, whose caller says what it waits for
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
         self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker)
         self.envs = self._env_host.envs
@@ -77,5 +79,5 @@ class SerialBackend(Backend):
     def usage_at_start(self, host: int) -> Usage:
         return self._usage_at_start
 
-    def close(self, timeout_s: float) -> list[Failure]:
-        return self._env_host.close()
+    def close(self, limits: CloseLimits) -> list[Failure]:
+        return close_here(self._env_host, limits if self._is_callers else AT_ONCE)

@@ -17,6 +17,7 @@ from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Slab, SlabPlan, split_evenly
 from muster.worker_info import WorkerInfo
 from muster.workers import messages
+from muster.workers.close_limits import AT_ONCE, CloseLimits
 from muster.workers.deaths import NOUNS
 from muster.workers.env_facts import EnvFacts, check_one_per_process
 from muster.workers.failures import Failure, to_exception
@@ -63,7 +64,7 @@ class ThreadBackend(Backend):
                 facts += self._take(messages.EnvsBuilt, worker, deadline, "building its envs").facts
                 check_one_per_process(worker.env_host.envs[0], self.first_envs[-1], self.user_call)
         except BaseException:
-            self.close(1.0)
+            self.close(AT_ONCE)
             raise
         return facts
 
@@ -131,18 +132,33 @@ class ThreadBackend(Backend):
 
     # ---- closing
 
-    def close(self, timeout_s: float) -> list[Failure]:
+    def close(self, limits: CloseLimits) -> list[Failure]:
         # In a forked child of the caller these threads do not exist.
         if self._closed or self._owner != os.getpid():
             return []
         self._closed = True
         if hasattr(self, "caller"):
             self.caller.closed = True
-        for host in range(self.num_workers):
-            self._send(host, messages.Close())
         # The garbage collector may run this in any thread, even in a worker's own.
         started = [worker for worker in self._workers if worker.thread.ident not in (None, threading.get_ident())]
-        return end_threads(started, timeout_s)
+        for worker in self._workers:
+            if worker not in started:  # reads it once it comes to that
+                self._send(worker.name.index, messages.Close())
+        return end_threads(
+            started,
+            limits,
+            send=lambda worker: self._send(worker.name.index, messages.Close()),
+            doing=self._doing,
+            count_pending=self._count_pending,
+        )
+
+    def _count_pending(self, worker: ThreadWorker) -> int:
+        if not hasattr(self, "caller"):
+            return 0
+        return sum(self.caller.is_pending(env) and not self.caller.finished(env) for env in worker.envs)
+
+    def _doing(self, worker: ThreadWorker) -> str:
+        return NOUNS.doing(getattr(self, "slab", None), worker.name.index, list(worker.envs))
 
     # ---- messages
 
@@ -182,6 +198,6 @@ class ThreadBackend(Backend):
         if worker.crash is None:
             return
         doing = NOUNS.doing(getattr(self, "slab", None), worker.name.index, [])
-        self.close(0.0)
+        self.close(AT_ONCE)
         cause = f"{type(worker.crash).__name__}: {worker.crash}"
         raise WorkerDied(worker.name, doing, None, cause, is_thread=True) from worker.crash

@@ -288,7 +288,8 @@ def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with make_envs(recipe, 1, context=context, start_timeout=timeout_s, step_timeout=timeout_s) as envs:
+            limits = dict.fromkeys(("start_timeout", "step_timeout", "close_timeout"), timeout_s)
+            with make_envs(recipe, 1, context=context, **limits) as envs:
                 envs.reset(seed=0)
                 envs.step(envs.action_space.sample())
         except Exception as error:  # a KeyboardInterrupt or SystemExit that the env raises arrives as an EnvError

@@ -34,6 +34,7 @@ class CollectorOptions:
     context: str
     start_timeout: float
     step_timeout: float | None
+    close_timeout: float | None
     on_failure: str
     max_restarts: int
     threads_per_worker: int

@@ -30,6 +30,7 @@ from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.staying_collector import StayingCollector
 from muster.rollout.weights import require_shapes
+from muster.workers.close_limits import CLOSE_S, limits_of
 from muster.workers.worker_env import WorkerEnv, changes_of
 
 MULTI_COLLECTOR = replace(
@@ -70,6 +71,7 @@ class MultiCollector(BatchSource):
     max_restarts: how often within a minute one collector's envs may raise, or the collector may be replaced, before an
         error is raised after all.
     collect_timeout: seconds that a collector may take for a batch before it is killed.
+    close_timeout: seconds that `shutdown` waits for each env's own ``close()``, see `make_vec`.
 
     Other options are `Collector`'s. ``("collector", "policy_version")``, int64 ``[N, T]``, says which weights acted.
     Raises ConfigError, CannotTravel, what `make_vec` raises, and while collecting EnvError, CollectorError, WorkerDied,
@@ -105,6 +107,7 @@ class MultiCollector(BatchSource):
         context: str = "auto",
         start_timeout: float = 300.0,
         collect_timeout: float | None = None,
+        close_timeout: float | None = CLOSE_S,
         on_failure: str = "raise",
         max_restarts: int = 10,
         threads_per_collector: int = 1,
@@ -123,7 +126,7 @@ class MultiCollector(BatchSource):
         )
         self._threshold = _threshold_of(preemptive_threshold, sync)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
-        options = _options_of(num_collectors, how, (make_vec_options or {}).get("worker_env"))
+        options = _options_of(num_collectors, how, close_timeout, (make_vec_options or {}).get("worker_env"))
         for_each = {
             **self._limits,
             "policy_device": device if policy_device is None else policy_device,
@@ -245,7 +248,7 @@ class MultiCollector(BatchSource):
         self.reset()
 
     def shutdown(self) -> None:
-        """Ends the processes."""
+        """Closes the envs and ends the processes. A batch that is under way ends after the step that it is in."""
         self._closed = True
         self._collectors.close()
 
@@ -267,11 +270,17 @@ class MultiCollector(BatchSource):
 
 
 def _options_of(
-    num_collectors: int, how: tuple[str, float, float | None, str, int, int], worker_env: WorkerEnv | None
+    num_collectors: int,
+    how: tuple[str, float, float | None, str, int, int],
+    close_timeout: float | None,
+    worker_env: WorkerEnv | None,
 ) -> CollectorOptions:
     check_pool(collector_nouns(()), *how)
+    limits_of(close_timeout)
     whole("num_collectors", num_collectors, 1)
-    return CollectorOptions(num_collectors, *how, changes_of(worker_env, num_collectors, worker="collector"))
+    return CollectorOptions(
+        num_collectors, *how[:3], close_timeout, *how[3:], changes_of(worker_env, num_collectors, worker="collector")
+    )
 
 
 def _understood(

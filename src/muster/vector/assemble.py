@@ -26,6 +26,7 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.raisers import Raiser, raise_env_error, raise_original
 from muster.vector.vector_env import Assembled, VectorEnv
 from muster.worker_info import WorkerInfo
+from muster.workers.close_limits import AT_ONCE, CloseLimits
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.options import HostOptions, WaitBudget
@@ -113,7 +114,7 @@ def assemble(
             CallerOptions(must_reset, parts.lenient, writer.in_core, options.caller_wait_budget),
         )
     except BaseException:
-        backend.close(0.0)
+        backend.close(AT_ONCE)
         raise
     columns = InfoColumns(backend.slab, backend.caller, backend.fetch_schemas)
     recovery: Recovery | None = None
@@ -165,9 +166,12 @@ def serial_vec(
     return vector_env_of(backend, STRICT, options, facts)
 
 
-def process_vec(recipes: Sequence[Recipe], options: ProcessOptions, max_restarts: int | None) -> VectorEnv:
+def process_vec(
+    recipes: Sequence[Recipe], options: ProcessOptions, max_restarts: int | None, close_limits: CloseLimits
+) -> VectorEnv:
     """A vector env whose processes step Muster's own envs, which have one agent; it returns copies."""
     backend = ProcessBackend(recipes, options)
+    backend.close_limits = close_limits
     assembly = drop_in_options(backend, AutoresetMode.SAME_STEP, max_restarts=max_restarts)
     return VectorEnv(assemble(backend, STRICT, assembly))
 

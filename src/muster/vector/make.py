@@ -22,6 +22,7 @@ from muster.vector.batched_spaces import alike_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import AUTO, Asked, at_most, check_workers, count_processes, one_each
 from muster.vector.vector_env import VectorEnv
+from muster.workers.close_limits import CLOSE_S, limits_of
 from muster.workers.deaths import NOUNS
 from muster.workers.memory_plan import MEMORY_CHECKS
 from muster.workers.resources import usable_cores
@@ -46,6 +47,7 @@ def make_vec(
     caller_steps: bool = False,
     start_timeout: float = 300.0,
     step_timeout: float | None = None,
+    close_timeout: float | None = CLOSE_S,
     on_failure: str = "raise",
     max_restarts: int = 10,
     check_finite: bool = False,
@@ -83,6 +85,9 @@ def make_vec(
     caller_steps: the calling process steps some of the envs instead of sleeping, one where each env has a process of
         its own; if one of these crashes, so does it.
     start_timeout, step_timeout: seconds for a worker to build its envs, and for one ``env.step``.
+    close_timeout: seconds that ``close()`` waits for each env's own ``close()``, which may have a video to finish; None
+        waits as long as that takes. After 5 s a line says which envs are still closing; Ctrl-C ends the wait. Workers
+        that are too slow are killed, with a RuntimeWarning. Envs that the caller steps itself cannot be cut off.
     on_failure: "restart" replaces an env that raised, and a worker that died or timed out; their episodes end
         truncated, with the reason in ``infos["restarted"]``. What `set_attr` set last is set again in the new env;
         where that fails, the reason and a RuntimeWarning say so. Ends of pipes in `env_kwargs` then stay open, for
@@ -113,6 +118,7 @@ def make_vec(
     one_of("observation_mode", observation_mode, ("same", "different"))
     one_of("memory_check", memory_check, MEMORY_CHECKS)
     check_pool(NOUNS, context, start_timeout, step_timeout, on_failure, max_restarts, threads_per_worker)
+    close_limits = limits_of(close_timeout)
     copy, check_finite = flags(copy=copy, check_finite=check_finite)
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
     num_workers = check_workers("num_workers", num_workers)
@@ -164,6 +170,7 @@ def make_vec(
         check_finite=check_finite,
         max_restarts=max_restarts if on_failure == "restart" else None,
     )
+    chosen.close_limits = close_limits
     parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=alike_spaces)
     return vector_env_of(chosen, parts, assembly)
 

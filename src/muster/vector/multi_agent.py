@@ -181,8 +181,8 @@ class MultiAgentVectorEnv:
         """Whether the vector env is closed for good: by `close`, or after an error that says so."""
         return bool(self._rows.closed)
 
-    def close(self, timeout: float = 5.0, terminate: bool = False) -> None:
-        """Closes envs and workers, within about `timeout` seconds; `terminate` does not wait for env.close()."""
+    def close(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Closes envs and workers, see `VectorEnv.close_extras`."""
         self._rows.close(timeout=timeout, terminate=terminate)
 
     def __enter__(self) -> Self:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
 from muster._core import SLICE_NS, Status, Unusual
-from muster.backends.base import Backend
+from muster.backends.base import Backend, close_abandoned
 from muster.backends.recovery import Recovery
 from muster.errors import CannotTravel, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.spaces.handed_out import handed_out
@@ -36,7 +36,6 @@ from muster.workers.messages import ResetArguments
 from muster.workers.options import EnvCall
 
 _WATCH_S = 0.05
-_CLOSE_S = 5.0
 _INFOS, _NOT_OK, _FINALS = Unusual.INFOS, Unusual.NOT_OK, Unusual.FINALS
 
 
@@ -91,8 +90,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._recovery = assembled.recovery
         self._all = np.arange(self.num_envs)
         self._watch_at = 0.0
-        # On garbage collection and at the interpreter's exit; `close` itself is bounded.
-        self._finalizer = weakref.finalize(self, assembled.backend.close, 1.0)
+        self._finalizer = weakref.finalize(self, close_abandoned, assembled.backend)
 
     # ---- reset
 
@@ -331,15 +329,18 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._caller.closed = closed
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes envs and workers, within about `timeout` seconds (None: 5); `terminate` does not wait for env.close().
+        """Closes envs and workers, and waits for each env's own ``close()`` as long as make_vec's `close_timeout` says.
 
+        timeout: seconds for all envs, in the place of that.  terminate: does not wait for ``env.close()``.
+        A worker in a step, a reset or a call has 5 s to begin. After 5 s a line on stderr says which envs are still
+        closing, and until when they are waited for; Ctrl-C ends the wait. Workers that are too slow are killed, with a
+        RuntimeWarning. Garbage collection and the interpreter's exit, where nobody calls this, wait 5 s in all.
         Raises EnvError if an ``env.close()`` raised, after everything is closed. Dead workers are no error.
         """
-        timeout = checks.timeout_of(timeout)
+        limits = self._backend.close_limits.of_call(checks.timeout_of(timeout), terminate=terminate)
         self._finalizer.detach()
         self._caller.closed = True
-        failures = self._backend.close(0.0 if terminate else _CLOSE_S if timeout is None else timeout)
-        if failures:
+        if failures := self._backend.close(limits.hurried(self.interrupted)):
             self._raise(failures, None)
 
     def __reduce__(self) -> NoReturn:

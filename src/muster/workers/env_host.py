@@ -289,10 +289,18 @@ class EnvHost:
                 results.append(self.failure(i, error))
         return results
 
-    def close(self) -> list[Failure]:
-        """Closes the envs and releases what was built for them. Raises nothing; returns what was raised."""
+    def close(self, on_closing: Callable[[int], None] | None = None) -> list[Failure]:
+        """Closes the envs and releases what was built for them. Raises nothing; returns what was raised.
+
+        One after the other, in the thread that has built them: what they hold may be bound to it.
+        on_closing: called with the number of each env, from 0, before that env is closed.
+        """
         all_built, self._built = self._built, []
-        errors = [self._close_one(i, built) for i, built in enumerate(all_built)]
+        errors = []
+        for i, built in enumerate(all_built):
+            if on_closing is not None:
+                on_closing(i)
+            errors.append(self._close_one(i, built))
         failures = [self.failure(i, error) for i, error in enumerate(errors) if error is not None]
         self.envs.clear()
         self._stepped.clear()

@@ -152,14 +152,26 @@ def fork_worker_for(
 
 def python_stack(process: WorkerProcess) -> str:
     """The Python stack of a worker that hangs, as faulthandler reports it."""
-    before = process.tail_size()
-    process.send_signal(STACK_SIGNAL)
+    return python_stacks([process])[0]
+
+
+def python_stacks(processes: Sequence[WorkerProcess]) -> list[str]:
+    """The Python stacks of workers that hang, in the time that one takes."""
+    if not processes:
+        return []
+    before = [process.tail_size() for process in processes]
+    for process in processes:
+        process.send_signal(STACK_SIGNAL)
     deadline = time.monotonic() + _STACK_S
-    while process.tail_size() == before and time.monotonic() < deadline:
+    while time.monotonic() < deadline and any(map(_is_silent, processes, before)):
         time.sleep(0.01)
     time.sleep(0.05)  # the report is written line by line
-    text = process.tail() if process.tail_size() != before else ""
-    return text or "(none: the process does not react to signals; it may be stopped or in the kernel)"
+    none = "(none: the process does not react to signals; it may be stopped or in the kernel)"
+    return [none if _is_silent(*one) else one[0].tail() or none for one in zip(processes, before, strict=True)]
+
+
+def _is_silent(process: WorkerProcess, tail_size: int) -> bool:
+    return process.tail_size() == tail_size
 
 
 def name_workers(workers: Sequence[WorkerHandle]) -> str:

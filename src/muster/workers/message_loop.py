@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from muster.errors import CannotTravel, UnknownMessage
+from muster.transport.channel import ChannelClosed
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab
 from muster.workers.env_host import EnvHost
@@ -17,6 +19,7 @@ from muster.workers.messages import (
     Call,
     Close,
     Closed,
+    ClosingEnv,
     Message,
     Reset,
     Restart,
@@ -67,7 +70,11 @@ class MessageLoop:
             case SetAttr(number, arguments):
                 self.reply(Answer(number, env_host.set_attr(*arguments)))
             case Close():
-                self.reply(Closed(env_host.close()))
+                self.reply(Closed(env_host.close(self._report_closing)))
             case _:  # the two ends do not agree on the protocol: whatever came next would be wrong
                 raise UnknownMessage(f"worker {env_host.info.worker_index} knows no such message: {message!r:.200}")
         return not isinstance(message, Close)
+
+    def _report_closing(self, i: int) -> None:
+        with contextlib.suppress(ChannelClosed):  # an env has closed this process's fds: the others are still closed
+            self.reply(ClosingEnv(i))

@@ -205,6 +205,13 @@ class Answer(Message):
 
 
 @dataclass(eq=False)
+class ClosingEnv(Message):
+    """Reports that the host closes its i-th env now."""
+
+    i: int
+
+
+@dataclass(eq=False)
 class Closed(Message):
     """The errors that closing the envs raised."""
 

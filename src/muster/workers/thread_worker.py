@@ -5,24 +5,26 @@ from __future__ import annotations
 import _thread
 import contextlib
 import ctypes
-import logging
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from muster.recipes.recipe import Recipe
 from muster.transport.mail import Mail
 from muster.worker_info import WorkerInfo, worker_info_context
+from muster.workers.close_limits import CloseLimits, CloseNotice, CloseProgress, warn_of_cuts
 from muster.workers.deaths import NOUNS
 from muster.workers.env_host import EnvHost
 from muster.workers.failures import Failure
 from muster.workers.message_loop import MessageLoop
-from muster.workers.messages import Closed, EnvsBuilt, Message
+from muster.workers.messages import Closed, ClosingEnv, EnvsBuilt, Message
 
-_log = logging.getLogger("muster")
-# How long a thread may take to finish its current work when the vector env closes, and then to end by an interrupt.
-# Together under 2 s: after Ctrl-C nobody waits longer.
+# How long a thread may take at least to finish its current work when the vector env closes, and then to end by an
+# interrupt. Together under 2 s: after Ctrl-C nobody waits longer.
 _GRACE_S = 1.0
 _INTERRUPT_S = 0.5
 
@@ -32,9 +34,9 @@ class _ThreadHost(EnvHost):
 
     before_close: Callable[[], None]
 
-    def close(self) -> list[Failure]:
+    def close(self, on_closing: Callable[[int], None] | None = None) -> list[Failure]:
         self.before_close()
-        return super().close()
+        return super().close(on_closing)
 
 
 class ThreadWorker:
@@ -44,7 +46,8 @@ class ThreadWorker:
     together: the recipes of all threads.
     last_reply: readers leave it in place, so that a wait that Ctrl-C ends loses nothing. `replied` receives an item
     with each reply, to wait for.
-    closes: whether the thread is closing its envs, or has ended.  failures: the errors that closing raised.
+    closes: whether the thread is closing its envs, or has ended.  closing: the number of the env that it closes then.
+    failures: the errors that closing raised.
 
     Event and the other parts of `threading` that are written in Python are not used: Ctrl-C in a wait may break them.
     """
@@ -63,6 +66,7 @@ class ThreadWorker:
         self.failures: list[Failure] = []
         self.crash: BaseException | None = None
         self.closes = False
+        self.closing = 0
         self._interrupting = threading.Lock()
         # A daemon: an endless step must not keep the interpreter from ending.
         name = f"muster-worker-{info.worker_index}"
@@ -88,7 +92,7 @@ class ThreadWorker:
                 try:
                     self._run()
                 except SystemExit:  # an interrupt between the steps of two envs
-                    self.failures += self.env_host.close()
+                    self.failures += self.env_host.close(lambda i: self._reply(ClosingEnv(i)))
         except BaseException as error:  # reported by the caller's `watch`: nobody reads a thread's traceback
             self.crash = error
         finally:
@@ -101,39 +105,122 @@ class ThreadWorker:
             MessageLoop(self.env_host, self._mail, self._reply, lambda slab: slab).run(self.inbox.get)
 
     def _reply(self, reply: Message | Failure) -> None:
-        if isinstance(reply, Closed):
-            self.failures += reply.failures
-        else:
-            self.last_reply = reply
-            self.replied.put(None)
+        match reply:
+            case ClosingEnv(i):
+                self.closing = i
+            case Closed(failures):
+                self.failures += failures
+            case _:
+                self.last_reply = reply
+                self.replied.put(None)
+
+    def stack(self) -> str:
+        """The thread's Python stack."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(none: it has ended)"
 
 
-def end_threads(workers: Sequence[ThreadWorker], timeout_s: float) -> list[Failure]:
-    """Waits for threads that `Close` was sent to, and interrupts those that hang; returns what ``env.close()`` raised.
+def end_threads(
+    workers: Sequence[ThreadWorker],
+    limits: CloseLimits,
+    *,
+    send: Callable[[ThreadWorker], None],
+    doing: Callable[[ThreadWorker], str],
+    count_pending: Callable[[ThreadWorker], int],
+) -> list[Failure]:
+    """Waits for threads to close their envs, and interrupts those that hang; returns what ``env.close()`` raised.
 
-    A thread that is still busy with other work has `_GRACE_S`, a thread that closes its envs `timeout_s`.
+    send: sends a thread the message `Close`.  doing: what a thread is busy with, in words.
+    count_pending: the number of envs that it has to step or reset first.
     """
     # Threads in the caller's own process always have time to close, even after an error or with a timeout of 0.
-    busy_until, deadline = time.monotonic() + _GRACE_S, time.monotonic() + timeout_s
+    longer = replace(
+        limits,
+        env_s=max(limits.env_s, _INTERRUPT_S),
+        in_all_s=max(limits.in_all_s, _GRACE_S + _INTERRUPT_S),
+        busy_s=max(limits.busy_s, _GRACE_S),
+    )
+    ending = _EndingThreads(workers, longer, send, doing, count_pending if limits.in_all_s > 0.0 else lambda _: 0)
     try:
-        while not all(worker.closes for worker in workers) and time.monotonic() < busy_until:
-            time.sleep(0.002)
+        ending.wait()
     finally:  # also when another Ctrl-C ends the wait
-        _interrupt(workers, lambda worker: not worker.closes)
-    deadline = max(deadline, time.monotonic() + _INTERRUPT_S)
-    try:
+        ending.ask(workers)
+        for hangs in (lambda worker: not worker.closes, lambda worker: worker.thread.is_alive()):
+            _interrupt(workers, hangs)
+    if limits.in_all_s > 0.0:
+        warn_of_cuts(ending.cuts)
+    cut = ending.cut_envs
+    ended = [worker for worker in workers if not worker.thread.is_alive()]
+    failures = [failure for worker in ended for failure in worker.failures]
+    return [one for one in failures if not (one.env_index in cut and isinstance(one.exception, SystemExit))]
+
+
+class _EndingThreads:
+    """The wait of `end_threads`. cuts: reports of what was interrupted.  cut_envs: those whose close was."""
+
+    def __init__(
+        self,
+        workers: Sequence[ThreadWorker],
+        limits: CloseLimits,
+        send: Callable[[ThreadWorker], None],
+        doing: Callable[[ThreadWorker], str],
+        count_pending: Callable[[ThreadWorker], int],
+    ) -> None:
+        began = time.monotonic()
+        self._owed = list(workers)
+        self._progress = {worker: CloseProgress(worker.name, worker.envs, limits, began) for worker in workers}
+        self._seen: dict[ThreadWorker, int | None] = dict.fromkeys(workers)
+        self._notice = CloseNotice(limits, began)
+        self._send, self._doing, self._count_pending = send, doing, count_pending
+        self._unasked = list(workers)
+        self._pending = {worker: count_pending(worker) for worker in workers}
+        self.cuts: list[str] = []
+        self.cut_envs: set[int] = set()
+
+    def ask(self, workers: Sequence[ThreadWorker]) -> None:
+        """Sends `Close` to those of `workers` that it was not sent to yet."""
         for worker in workers:
-            if worker.closes:
-                worker.thread.join(max(0.0, deadline - time.monotonic()))
-    finally:
-        _interrupt(workers, lambda worker: worker.closes and worker.thread.is_alive())
-    failures: list[Failure] = []
-    for worker in workers:
-        if worker.thread.is_alive():
-            _log.warning("%s is left behind: it is in a native call that does not return.", worker.name)
-        else:
-            failures += worker.failures
-    return failures
+            if worker in self._unasked:
+                self._unasked.remove(worker)
+                self._send(worker)
+
+    def wait(self) -> None:
+        """Returns once all threads have ended, but for those that no interrupt reaches."""
+        while owed := [worker for worker in self._owed if worker.thread.is_alive()]:
+            # A thread reads a message before it begins the next step.
+            self.ask([worker for worker in owed if not self._pending[worker]])
+            for worker in owed:
+                if not worker.closes and (pending := self._count_pending(worker)) != self._pending[worker]:
+                    self._pending[worker] = pending
+                    self._progress[worker].goes_on()
+                if worker.closes and worker.closing != self._seen[worker]:
+                    self._seen[worker] = worker.closing
+                    self._progress[worker].begins(worker.closing)
+            now = time.monotonic()
+            if late := [worker for worker in owed if now >= self._progress[worker].until]:
+                self._cut(late)
+            self._notice.check([self._progress[worker] for worker in owed], lambda place: self._doing(owed[place]))
+            time.sleep(0.002)  # not a join: a Ctrl-C in that makes Python 3.11 take the thread for ended
+
+    def _cut(self, late: Sequence[ThreadWorker]) -> None:
+        """Interrupts threads. One that was in a step closes its envs then, the others their next env."""
+        at = {worker: (worker.closes, worker.closing) for worker in late}
+        before = [(self._doing(worker), worker.stack()) for worker in late]
+
+        def hangs(worker: ThreadWorker) -> bool:
+            return worker.thread.is_alive() and (worker.closes, worker.closing) == at[worker]
+
+        self.ask(late)
+        _interrupt(late, hangs)
+        for worker, (doing, stack) in zip(late, before, strict=True):
+            progress = self._progress[worker]
+            if hangs(worker):
+                self._owed.remove(worker)
+                verb = "left behind, in a native call that does not return,"
+                self.cuts.append(progress.cut(verb, doing, stack))
+            elif progress.begun:
+                self.cuts.append(progress.cut("interrupted", doing, stack))
+                self.cut_envs.add(progress.left[0])
 
 
 def _interrupt(workers: Sequence[ThreadWorker], hangs: Callable[[ThreadWorker], bool]) -> None:
