@@ -40,6 +40,7 @@ from muster.vector.packing import Asked
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
 from muster.vector.results import Batch, StepResult
 from muster.vector.vector_env import VectorEnv
+from muster.workers.close_limits import FOR_EVER
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
 from muster.workers.options import EnvCall
@@ -243,7 +244,14 @@ class AsyncVectorEnv(_DropIn):
         with originals_raised():
             recipes = [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)]
             start(
-                processes(recipes, context=context, num_workers=num_workers, name="num_workers", worker_env=worker_env)
+                processes(
+                    recipes,
+                    context=context,
+                    num_workers=num_workers,
+                    name="num_workers",
+                    worker_env=worker_env,
+                    close_limits=lambda _: FOR_EVER,
+                )
             )
 
     # ---- the calls, each refused while another is pending
@@ -303,10 +311,14 @@ class AsyncVectorEnv(_DropIn):
         super().set_attr(name, values)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes envs and workers, within about `timeout` seconds (None: 5)."""
+        """Closes envs and workers, once a pending call has ended.
+
+        timeout: seconds for all of that; None waits as long as it takes, as Gymnasium does. A worker that is too slow
+        is killed, with a RuntimeWarning that holds its stack.  terminate: kills the workers without closing the envs.
+        """
         if self._pending() != "default" and not self.closed:
             logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending()}` to complete.")
-        super().close_extras(5.0 if timeout is None else timeout, terminate)
+        super().close_extras(timeout, terminate)
 
     # ---- inside
 

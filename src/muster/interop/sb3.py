@@ -43,6 +43,7 @@ from muster.vector.packing import Asked
 from muster.vector.raisers import originals_raised
 from muster.vector.results import StepResult
 from muster.vector.vector_env import VectorEnv
+from muster.workers.close_limits import FOR_EVER
 from muster.workers.messages import ResetArguments
 from muster.workers.options import EnvCall
 from muster.workers.worker_env import WorkerEnv
@@ -263,6 +264,9 @@ class SubprocVecEnv(MusterVecEnv):
     num_workers: None for one process per env, as in SB3; a number for so many processes that share the envs, which is
         for envs that share nothing; "auto" for one per usable core where a trial has shown that, as `muster.make_vec`.
     worker_env: environment variables of the workers, as for `muster.make_vec`.
+
+    `close` waits for a pending step, and for the envs to close, as long as these take, as SB3's does. After 5 s a line
+    says which envs are still closing; Ctrl-C ends the wait.
     """
 
     def __init__(
@@ -276,7 +280,12 @@ class SubprocVecEnv(MusterVecEnv):
         recipes = recipes_of(env_fns, SUBPROC_VEC_ENV, (of_gymnasium,))
         with originals_raised():
             backend = processes(
-                recipes, context=start_method, num_workers=num_workers, name="num_workers", worker_env=worker_env
+                recipes,
+                context=start_method,
+                num_workers=num_workers,
+                name="num_workers",
+                worker_env=worker_env,
+                close_limits=lambda _: FOR_EVER,
             )
             super().__init__(_Envs(backend))
 

@@ -17,6 +17,7 @@ from muster.recipes.recipe import Recipe
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import Asked, check_workers, count_processes
 from muster.vector.vector_env import VectorEnv
+from muster.workers.close_limits import CloseLimits
 from muster.workers.resources import usable_cores
 from muster.workers.worker_env import WorkerEnv
 
@@ -58,12 +59,14 @@ def processes(
     num_workers: Asked,
     name: str,
     worker_env: WorkerEnv | None,
+    close_limits: Callable[[int], CloseLimits],
 ) -> ProcessBackend:
     """The backend that steps each env in a process of its own, as the originals do; fewer processes only on request.
 
     context: as for `multiprocessing`; None never forks the caller.
     num_workers: None for one process per env; a number packs the envs, "auto" where a trial shows that it may.
     name: the argument's name.  worker_env: as for `muster.make_vec`.
+    close_limits: how long the original waits for envs that close, by the number of processes.
     Raises ValueError for an unknown context, ConfigError.
     """
     if context is not None:
@@ -82,7 +85,9 @@ def processes(
         memory_check="warn",
         worker_env=worker_env,
     )
-    return ProcessBackend(recipes, options)
+    backend = ProcessBackend(recipes, options)
+    backend.close_limits = close_limits(workers)
+    return backend
 
 
 def require_copies(envs: VectorEnv | MultiAgentVectorEnv) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from muster.arguments import seconds
 from muster.backends.base import Backend
 from muster.envs.attributes import get_attribute
 from muster.errors import ConfigError, UsageError, WorkerError, WrongType
@@ -23,6 +25,7 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import Asked
 from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
+from muster.workers.close_limits import CloseLimits
 from muster.workers.worker_env import WorkerEnv
 
 with imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl", "torch", "tensordict"):
@@ -219,6 +222,8 @@ class ParallelEnv(MusterEnv):
         which is for envs that share nothing; "auto" for one per usable core where a trial has shown that, as
         `muster.make_vec`.
     worker_env: environment variables of the processes, as for `muster.make_vec`; its function's index is a process's.
+    shutdown_timeout: seconds that `close` waits for each process in turn to close its envs, and once more for all of
+        them to end, as in TorchRL. What is killed then is named in a RuntimeWarning.
 
     Transforms belong around the batch: ``TransformedEnv(ParallelEnv(...), ...)``. The other options of TorchRL's class
     control how that class moves its data; they would have no effect here, so they are not accepted.
@@ -234,7 +239,9 @@ class ParallelEnv(MusterEnv):
         mp_start_method: str | None = None,
         num_processes: Asked = None,
         worker_env: WorkerEnv | None = None,
+        shutdown_timeout: float = 10.0,
     ) -> None:
+        seconds("shutdown_timeout", shutdown_timeout)
         fns = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
         kwargs = list(create_env_kwargs) if isinstance(create_env_kwargs, Sequence) else [create_env_kwargs] * len(fns)
         if len(fns) != num_workers or len(kwargs) != num_workers:
@@ -257,6 +264,7 @@ class ParallelEnv(MusterEnv):
                     num_workers=num_processes,
                     name="num_processes",
                     worker_env=worker_env,
+                    close_limits=partial(_limits_of, shutdown_timeout),
                 )
             )
         super().__init__(envs, categorical_action_encoding=envs.metadata.get(ENCODING), device=device)
@@ -276,6 +284,12 @@ class ParallelEnv(MusterEnv):
 
 class WrongCount(ConfigError, RuntimeError):
     """The number of functions, or of dicts of arguments, is not that of envs; TorchRL's class raises RuntimeError."""
+
+
+def _limits_of(shutdown_timeout: float, num_processes: int) -> CloseLimits:
+    """The limits that never end a close before TorchRL's own would."""
+    longest_s = shutdown_timeout * (num_processes + 1)
+    return CloseLimits(longest_s, longest_s, longest_s, f"shutdown_timeout={shutdown_timeout:g}")
 
 
 def _words(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> UserCall:
