@@ -107,13 +107,13 @@ class PolicyActor:
 
     def begin(self, storage: Storage) -> None:
         self._storage = storage
-        self._inputs = [torch.from_numpy(array[:, self._part]) for array in storage.observations]
+        self._inputs = [array[:, self._part] for array in storage.observations]
         self._outputs: list[tuple[Key, Tensor, torch.Size, torch.dtype]] = []  # rows, and the shape and dtype of one
         self._actions: list[Array] = []
 
     def act(self, t: int) -> list[Array]:
-        # Dense, as every env's observation: policies may call `view` on it.
-        inputs = [rows[t].contiguous() for rows in self._inputs]
+        # Copies, since these are dense: policies may call `view` on them.
+        inputs = [torch.from_numpy(rows[t].copy()) for rows in self._inputs]
         if not self._on_cpu:
             inputs = [row.to(self._device) for row in inputs]
         try:
