@@ -150,7 +150,7 @@ def test_version_1_of_cgroups_limits_threads_too(tmp_path: Path, monkeypatch: py
 def test_open_files_limit_the_workers(only: Only, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 8)
     monkeypatch.setattr(machine, "threads_left", lambda: None)
-    soft = len(os.listdir("/proc/self/fd")) + 31
+    soft = len(os.listdir("/proc/self/fd")) + 32
     with limited(resource.RLIMIT_NOFILE, soft):
         limits = only("limits")
     assert limits.severity == "warns"

@@ -41,6 +41,10 @@ def acting(*actions: spaces.Space[Any]) -> list[Any]:
     return [functools.partial(Observing, BOX, space) for space in actions]
 
 
+def refuse() -> None:
+    raise ValueError("no licence")
+
+
 class ConfiguredEnv(Counter):
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -87,6 +91,9 @@ situations(
             "worker_env, a value": {"worker_env": {"A": 0.5}},
             "worker_env, a name": {"worker_env": lambda index: {"A=B": "1"}},
             "worker_env without processes": {"backend": "thread", "worker_env": {"A": "1"}},
+            "worker_init, neither a function nor a script": {"worker_init": 5},
+            "worker_init, a function with an argument": {"worker_init": lambda index: None},
+            "worker_init, a function that raises": {"worker_init": refuse},
         }.items()
     },
 )

@@ -67,6 +67,8 @@ class Backend(ABC):
     on_worker_died: Callable[[int, range, str], Mapping[int, Attributes]] | None = None
     """Called with each worker that has died; where it is set, dead workers are replaced. Returns what their new envs
     have to be given, by env."""
+    log_flag: memoryview = memoryview(bytes(1))
+    """``log_flag[0]`` is not 0 while there are log records to deliver. Workers in other processes set it."""
 
     @abstractmethod
     def start(self) -> list[EnvFacts]:
@@ -75,6 +77,9 @@ class Backend(ABC):
     @abstractmethod
     def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
         """Creates the slab and makes every host ready to step into it."""
+
+    def deliver_logs(self) -> None:
+        """Hands log records of other processes to the caller's loggers."""
 
     def never_replaces(self) -> None:
         """Releases what only replacements of workers would need."""

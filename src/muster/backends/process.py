@@ -93,6 +93,8 @@ class ProcessBackend(Backend):
     def start(self) -> list[EnvFacts]:
         try:
             self._workers.start()
+            assert self._workers.log_inbox is not None
+            self.log_flag = self._workers.log_inbox.flag
             self._mail = SharedMail(self._workers.fds["mail"], shares_main=self._options.context == "fork")
             self._workers.send_orders()
             local = self._build_local()
@@ -111,7 +113,7 @@ class ProcessBackend(Backend):
         info = WorkerInfo(None, host, len(self._recipes), self.num_workers, None)
         self._local = EnvHost(self._recipes[first:], info, first)
         with no_banner_meanwhile():  # none from the workers, so none from here
-            failure = self._local.build()
+            failure = self._local.initialise(self._options.init.function) or self._local.build()
         if failure:
             raise to_exception(failure)
         return self._local.facts()
@@ -123,6 +125,9 @@ class ProcessBackend(Backend):
         if self._local is not None:
             attach_local_host(self, self._local, self.num_workers, self._local_mail, options)
             self._own_usage_at_start = usage_of(os.getpid())
+
+    def deliver_logs(self) -> None:
+        self._workers.deliver_logs()
 
     def never_replaces(self) -> None:
         self._workers.never_replace()
@@ -217,6 +222,7 @@ class ProcessBackend(Backend):
             with self.whole():
                 for worker in owed:
                     self._take_results(worker)
+            self.deliver_logs()
             if left_s == 0.0 and not ready:
                 raise WaitTimeout(
                     f"call_wait(timeout={timeout_s}): {name_workers(owed)} not answered; the call stays pending"
@@ -270,6 +276,7 @@ class ProcessBackend(Backend):
                 elif worker.process.has_ended():
                     self._replace_or_raise(worker, worker.died(self._doing(worker)))
         self._watch_step_time()
+        self.deliver_logs()
         if self._local is not None and waited_s > _INTERRUPT_GRACE_S:
             raise_local_interrupt(self, self.num_workers)
         self._warn_once(waited_s)
@@ -286,6 +293,7 @@ class ProcessBackend(Backend):
                 raise ChannelClosed
             if self.on_worker_died is None and not self._closed:
                 raise worker.died(self._doing(worker))
+        self.deliver_logs()
         self._warn_once(time.monotonic() - self._sending_at)
 
     def _warn_once(self, waited_s: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from muster.backends.base import Backend, CallerOptions, attach_local_host, close_here, make_caller
+from muster.recipes.init_once import Init
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
@@ -23,11 +24,22 @@ from muster.workers.usage import Usage, usage_of
 
 
 class SerialBackend(Backend):
-    """Steps every env in the calling thread. Arguments are not copied; global random generators are not seeded."""
+    """Steps every env in the calling thread. Arguments are not copied; global random generators are not seeded.
+
+    init: called once, before the first env is built.
+    """
 
     num_workers = 0
 
-    def __init__(self, recipes: Sequence[Recipe], info: WorkerInfo | None = None, nouns: Nouns = NOUNS) -> None:
+    def __init__(
+        self,
+        recipes: Sequence[Recipe],
+        info: WorkerInfo | None = None,
+        nouns: Nouns = NOUNS,
+        *,
+        init: Init | None = None,
+    ) -> None:
+        self._init = init
         self.nouns = nouns
         self.user_call = recipes[0].call
         self.first_envs = (0, len(recipes))
@@ -38,7 +50,7 @@ class SerialBackend(Backend):
         self._mail = LocalMail()
 
     def start(self) -> list[EnvFacts]:
-        if failure := self._env_host.build():
+        if failure := self._env_host.initialise(self._init) or self._env_host.build():
             raise to_exception(failure)
         return self._env_host.facts()
 

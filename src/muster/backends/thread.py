@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from muster.backends.base import Backend, CallerOptions, make_caller
 from muster.errors import ClosedError, WaitTimeout, WorkerDied, WorkerTimeout
+from muster.recipes.init_once import Init
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
@@ -36,9 +37,15 @@ _BEFORE: dict[type, tuple[type, ...]] = {
 
 
 class ThreadBackend(Backend):
-    """Steps envs in threads. Hosts 0 to W-1 are the workers. Arguments are not copied."""
+    """Steps envs in threads. Hosts 0 to W-1 are the workers. Arguments are not copied.
 
-    def __init__(self, recipes: Sequence[Recipe], num_workers: int, start_timeout_s: float) -> None:
+    init: called once, in the calling thread, before the first env is built.
+    """
+
+    def __init__(
+        self, recipes: Sequence[Recipe], num_workers: int, start_timeout_s: float, init: Init | None = None
+    ) -> None:
+        self._init = init
         self.num_workers = num_workers
         self.user_call = recipes[0].call
         self.first_envs = split_evenly(len(recipes), num_workers)
@@ -58,6 +65,8 @@ class ThreadBackend(Backend):
         facts: list[EnvFacts] = []
         deadline = time.monotonic() + self._start_timeout_s
         try:
+            if failure := self._workers[0].env_host.initialise(self._init):
+                raise to_exception(failure)
             # One after the other: few constructors are thread-safe, and Python's warning filters are not.
             for worker in self._workers:
                 worker.thread.start()

@@ -25,10 +25,10 @@ from muster.workers.resources import cpu_quota, memory_left, read_text, threads_
 PROC, DEV = Path("/proc"), Path("/dev")
 
 # A worker takes open files of the caller, and threads of what a user or a cgroup may have. The other files are for the
-# slab, the mail, the launcher, and while a worker starts.
+# slab, the mail, the log records, the launcher, and while a worker starts.
 FDS_PER_WORKER = 5
 THREADS_PER_WORKER = 3
-OTHER_FDS = 6
+OTHER_FDS = 7
 _LITTLE_MEMORY = 500_000_000
 _LITTLE_SHM = 64 << 20  # docker's default
 _TRIAL_S = 30.0

@@ -19,7 +19,6 @@ from gymnasium.vector import VectorEnv as GymnasiumsVectorEnv
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
 
 from muster.backends.base import Backend
-from muster.backends.serial import SerialBackend
 from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout, WrongType
 from muster.interop.agreed_spaces import (
     ASYNC_COMPLAINTS,
@@ -29,7 +28,7 @@ from muster.interop.agreed_spaces import (
     shareable_spaces,
 )
 from muster.interop.env_functions import with_lazies
-from muster.interop.starting import processes, recipes_of
+from muster.interop.starting import in_this_process, processes, recipes_of
 from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
 from muster.spaces.tree import Array
@@ -45,6 +44,7 @@ from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
 from muster.workers.options import EnvCall
 from muster.workers.worker_env import WorkerEnv
+from muster.workers.worker_init import WorkerInit
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "make_vec"]
 
@@ -148,7 +148,10 @@ class _DropIn(VectorEnv):
 
 
 class SyncVectorEnv(_DropIn):
-    """Steps all envs in the calling thread, one by one. Arguments and attributes are those of Gymnasium's class."""
+    """Steps all envs in the calling thread, one by one. Arguments and attributes are those of Gymnasium's class, and:
+
+    worker_init: as for `AsyncVectorEnv`; a function is called here, once.
+    """
 
     def __init__(
         self,
@@ -156,11 +159,13 @@ class SyncVectorEnv(_DropIn):
         copy: bool = True,
         observation_mode: ObservationMode = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        *,
+        worker_init: WorkerInit = None,
     ) -> None:
         self.env_fns = tuple(env_fns)
         self.copy = copy
         self._set_up(observation_mode, autoreset_mode)
-        backend = SerialBackend(recipes_of(self.env_fns, SYNC_VECTOR_ENV, may_reuse=True))
+        backend = in_this_process(recipes_of(self.env_fns, SYNC_VECTOR_ENV, may_reuse=True), worker_init)
         agree = partial(agreed_spaces, observation_mode, SYNC_COMPLAINTS)
         with originals_raised():
             self._start(backend, copy, agree, raise_original)
@@ -184,6 +189,9 @@ class AsyncVectorEnv(_DropIn):
         which is for envs that share nothing; "auto" for one per usable core where a trial has shown that, as
         `muster.make_vec`.
     worker_env: environment variables of the workers, as for `muster.make_vec`.
+    worker_init: a function that each worker calls before its first env, or "script", as for `muster.make_vec`. None is
+        "script" where the script has a main guard and its top level assigns into modules that it imports, since
+        Gymnasium's workers, forks of the caller, have that.
 
     No env is built in the calling process. `shared_memory` and `daemon` make no difference: observations are always
     shared, and workers never outlive the caller. `context`: None starts fresh processes instead of forking the caller.
@@ -202,12 +210,14 @@ class AsyncVectorEnv(_DropIn):
         *args: Any,
         num_workers: Asked = None,
         worker_env: WorkerEnv | None = None,
+        worker_init: WorkerInit = None,
         **kwargs: Any,
     ) -> Any:
         """A new instance of this class; of Gymnasium's own class where `worker` is set."""
         if worker is None:
             return super().__new__(cls)
-        for name, option in (("num_workers", num_workers), ("worker_env", worker_env)):
+        options = {"num_workers": num_workers, "worker_env": worker_env, "worker_init": worker_init}
+        for name, option in options.items():
             if option is not None:
                 raise WrongType(f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no {name}")
         env_fns = with_lazies(recipes_of(env_fns, ASYNC_VECTOR_ENV, may_reuse=True))
@@ -227,6 +237,7 @@ class AsyncVectorEnv(_DropIn):
         *,
         num_workers: Asked = None,
         worker_env: WorkerEnv | None = None,
+        worker_init: WorkerInit = None,
     ) -> None:
         self.env_fns = tuple(env_fns)
         self.shared_memory, self.copy, self.context, self.daemon, self.worker = (
@@ -250,6 +261,7 @@ class AsyncVectorEnv(_DropIn):
                     num_workers=num_workers,
                     name="num_workers",
                     worker_env=worker_env,
+                    worker_init=worker_init,
                     close_limits=lambda _: FOR_EVER,
                 )
             )

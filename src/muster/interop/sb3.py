@@ -16,7 +16,6 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
 from muster.backends.base import Backend
-from muster.backends.serial import SerialBackend
 from muster.errors import ConfigError, WrongType
 from muster.extras import imports_for
 from muster.interop.env_calls import (
@@ -30,7 +29,7 @@ from muster.interop.env_calls import (
 )
 from muster.interop.env_functions import FromArguments
 from muster.interop.info_rows import RowReader, finals_by_env, info_rows
-from muster.interop.starting import processes, recipes_of, require_copies
+from muster.interop.starting import in_this_process, processes, recipes_of, require_copies
 from muster.introspection import callable_name
 from muster.pickling import UserCall
 from muster.spaces.handed_out import handed_out
@@ -47,6 +46,7 @@ from muster.workers.close_limits import FOR_EVER
 from muster.workers.messages import ResetArguments
 from muster.workers.options import EnvCall
 from muster.workers.worker_env import WorkerEnv
+from muster.workers.worker_init import WorkerInit
 
 with imports_for("muster.interop.sb3 needs", "muster-rl[sb3]", "stable_baselines3"):
     from stable_baselines3.common.monitor import Monitor
@@ -87,6 +87,7 @@ MAKE_VEC_ENV = replace(
     num_envs="n_envs={count}",
     apart="Leave num_workers out of vec_env_kwargs",
     by_function="envs = make_vec_env(make_env, ...)",
+    worker_init='vec_env_kwargs={"worker_init": "script"}',
 )
 MAKE_DUMMY_VEC_ENV = MAKE_VEC_ENV.in_caller(
     one_each="vec_env_cls=SubprocVecEnv",
@@ -237,10 +238,14 @@ class _Envs(VectorEnv):
 
 
 class DummyVecEnv(MusterVecEnv):
-    """Steps all envs in the calling thread, one after the other."""
+    """Steps all envs in the calling thread, one after the other.
 
-    def __init__(self, env_fns: EnvFns) -> None:
-        backend = SerialBackend(recipes_of(env_fns, DUMMY_VEC_ENV, (of_gymnasium,), may_reuse=True))
+    worker_init: as for `SubprocVecEnv`; a function is called here, once.
+    """
+
+    def __init__(self, env_fns: EnvFns, *, worker_init: WorkerInit = None) -> None:
+        recipes = recipes_of(env_fns, DUMMY_VEC_ENV, (of_gymnasium,), may_reuse=True)
+        backend = in_this_process(recipes, worker_init)
         with originals_raised():
             envs = _Envs(backend, ignores_surplus=True)
         self.envs = backend.envs
@@ -264,6 +269,9 @@ class SubprocVecEnv(MusterVecEnv):
     num_workers: None for one process per env, as in SB3; a number for so many processes that share the envs, which is
         for envs that share nothing; "auto" for one per usable core where a trial has shown that, as `muster.make_vec`.
     worker_env: environment variables of the workers, as for `muster.make_vec`.
+    worker_init: a function that each worker calls before its first env, or "script", as for `muster.make_vec`. None is
+        "script" where the script has a main guard and its top level assigns into modules that it imports, since workers
+        of SB3's class have that.
 
     `close` waits for a pending step, and for the envs to close, as long as these take, as SB3's does. After 5 s a line
     says which envs are still closing; Ctrl-C ends the wait.
@@ -276,6 +284,7 @@ class SubprocVecEnv(MusterVecEnv):
         *,
         num_workers: Asked = None,
         worker_env: WorkerEnv | None = None,
+        worker_init: WorkerInit = None,
     ) -> None:
         recipes = recipes_of(env_fns, SUBPROC_VEC_ENV, (of_gymnasium,))
         with originals_raised():
@@ -285,6 +294,7 @@ class SubprocVecEnv(MusterVecEnv):
                 num_workers=num_workers,
                 name="num_workers",
                 worker_env=worker_env,
+                worker_init=worker_init,
                 close_limits=lambda _: FOR_EVER,
             )
             super().__init__(_Envs(backend))

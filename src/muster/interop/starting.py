@@ -8,6 +8,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from muster.backends.process import ProcessBackend, ProcessOptions
+from muster.backends.serial import SerialBackend
 from muster.errors import ConfigError, WrongType
 from muster.interop.env_functions import FromArguments
 from muster.introspection import callable_name
@@ -20,6 +21,7 @@ from muster.vector.vector_env import VectorEnv
 from muster.workers.close_limits import CloseLimits
 from muster.workers.resources import usable_cores
 from muster.workers.worker_env import WorkerEnv
+from muster.workers.worker_init import WorkerInit, choose_init, choose_init_of_drop_in
 
 _START_TIMEOUT_S = 300.0
 
@@ -59,13 +61,15 @@ def processes(
     num_workers: Asked,
     name: str,
     worker_env: WorkerEnv | None,
+    worker_init: WorkerInit,
     close_limits: Callable[[int], CloseLimits],
 ) -> ProcessBackend:
     """The backend that steps each env in a process of its own, as the originals do; fewer processes only on request.
 
     context: as for `multiprocessing`; None never forks the caller.
     num_workers: None for one process per env; a number packs the envs, "auto" where a trial shows that it may.
-    name: the argument's name.  worker_env: as for `muster.make_vec`.
+    name: the argument's name.  worker_env, worker_init: as for `muster.make_vec`; without `worker_init` workers run the
+    script's top level where that sets up other modules, since the originals' workers have that.
     close_limits: how long the original waits for envs that close, by the number of processes.
     Raises ValueError for an unknown context, ConfigError.
     """
@@ -73,21 +77,30 @@ def processes(
         get_context(context)  # raises ValueError for an unknown name
     method = context or "forkserver"
     asked = check_workers(name, num_workers)
+    init = choose_init_of_drop_in(worker_init, starts_fresh=method != "fork")
     if isinstance(asked, int):
         workers = min(asked, len(recipes))
     else:
         cores = usable_cores()
-        workers = count_processes(recipes, asked, cores, method, _START_TIMEOUT_S, packs=False, worker_env=worker_env)
+        workers = count_processes(
+            recipes, asked, cores, method, _START_TIMEOUT_S, packs=False, worker_env=worker_env, init=init
+        )
     options = ProcessOptions(
         context=method,
         num_workers=workers,
         start_timeout_s=_START_TIMEOUT_S,
         memory_check="warn",
         worker_env=worker_env,
+        init=init,
     )
     backend = ProcessBackend(recipes, options)
     backend.close_limits = close_limits(workers)
     return backend
+
+
+def in_this_process(recipes: Sequence[Recipe], worker_init: WorkerInit) -> SerialBackend:
+    """The backend that steps all envs in the calling thread. worker_init: as for `muster.make_vec`."""
+    return SerialBackend(recipes, init=choose_init(worker_init, starts_fresh=False).function)
 
 
 def require_copies(envs: VectorEnv | MultiAgentVectorEnv) -> None:

@@ -16,20 +16,33 @@ from typing import Any, cast
 import cloudpickle
 
 from muster.pickling import modules
+from muster.pickling.main_module import Arriving, Definitions
 from muster.pickling.walk import is_importable
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
-    """Cloudpickle's pickler, which here also pickles these caches and dispatchers, and modules by their names."""
+    """Cloudpickle's pickler, which here also pickles these caches and dispatchers, and modules by their names.
+
+    lays_main: see `Definitions`.
+    """
+
+    def __init__(self, file: io.BytesIO, *, lays_main: bool = False, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._definitions = Definitions(lays=lays_main)
+        self.globals_ref.update(self._definitions.globals_ref())
+
+    def dump(self, obj: Any) -> None:
+        super().dump(Arriving(obj, self._definitions))
 
     def reducer_override(self, obj: Any) -> Any:
+        self._definitions.note(obj)
         return reduction_of(obj) or modules.reduction_of(obj) or super().reducer_override(obj)
 
 
-def dumps(value: object) -> bytes:
-    """``value`` as a pickle by value, which another process can load."""
+def dumps(value: object, *, lays_main: bool = False) -> bytes:
+    """``value`` as a pickle by value, which another process can load. lays_main: see `Definitions`."""
     buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
+    Pickler(buffer, lays_main=lays_main).dump(value)
     return buffer.getvalue()
 
 

@@ -9,7 +9,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import cloudpickle
 
 from muster.pickling import functools_pickling
 from muster.pickling.kinds import kind_of
+from muster.pickling.main_module import OWN_PARTS
 from muster.pickling.shared_kinds import is_callers_own
 from muster.pickling.shared_pickling import reduction_of_memory, reduction_of_shared, spawning
 
@@ -49,6 +50,8 @@ def attempt(
     value: Any,
     *,
     silence_s: float,
+    before: Sequence[Any] = (),
+    lays_main: bool = False,
     limit_s: float | None = None,
     skip: Collection[int] = (),
     big: list[pickle.PickleBuffer] | None = None,
@@ -56,6 +59,8 @@ def attempt(
 ) -> PickleAttempt:
     """Pickles ``value`` with cloudpickle.
 
+    before: pickled before it, each as a pickle of its own that shares its objects with the others: what the receiver
+    needs before it loads the rest, by one Unpickler.  lays_main: see `main_module.Definitions`.
     silence_s: an object that takes longer than this counts as hanging.  limit_s: the limit for the whole; None for no
     limit.  skip: ids of objects that a placeholder replaces, to find what else fails.
     big: receives the memory of big arrays, which is then no part of the pickle.
@@ -63,13 +68,14 @@ def attempt(
     """
     buffer = io.BytesIO()
     buffer_callback = None if big is None else lambda one: not takes(one, big)
-    pickler = _ReportingPickler(buffer, skip, buffer_callback, shares=fds is not None)
+    pickler = _ReportingPickler(buffer, skip, buffer_callback, shares=fds is not None, lays_main=lays_main)
     outcome = PickleAttempt(noted=pickler.noted, seen=pickler.seen, shared=pickler.shared)
 
     def run() -> None:
         try:
             with spawning(fds):
-                pickler.dump(value)
+                for one in (*before, value):
+                    pickler.dump(one)
             outcome.data = buffer.getvalue()
         except BaseException as error:  # a SystemExit from a __reduce__ must not get any further either
             outcome.error = error
@@ -110,8 +116,9 @@ class _ReportingPickler(functools_pickling.Pickler):
         skip: Collection[int],
         buffer_callback: Callable[[pickle.PickleBuffer], bool] | None,
         shares: bool,
+        lays_main: bool,
     ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback, lays_main=lays_main)
         self.abandoned = False
         self.seen: list[Any] = []
         self.noted: list[Any] = []
@@ -122,6 +129,8 @@ class _ReportingPickler(functools_pickling.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if self.abandoned:
             raise TimeoutError("nobody waits for this pickle any more")
+        if type(obj) in OWN_PARTS:
+            return NotImplemented
         self.seen.append(obj)
         if id(obj) in self._skip:
             return str, ()

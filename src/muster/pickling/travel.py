@@ -32,15 +32,18 @@ def dumps(
     start_method: str,
     big: list[pickle.PickleBuffer] | None = None,
     fds: list[int] | None = None,
+    before: Sequence[Any] = (),
+    lays_main: bool = False,
     call: UserCall | Running = MAKE_VEC,
 ) -> bytes:
     """``value`` as a pickle.
 
-    parts: what ``value`` is made of, by the names that messages use.  big, fds: see `attempt`.
+    parts: what ``value`` and `before` are made of, by the names that messages use.  big, fds, before, lays_main: see
+    `attempt`.
     call: the user's call that wants it sent.
     Warns about objects that arrive as something else. Raises CannotTravel.
     """
-    outcome = attempt(value, silence_s=_SILENCE_S, big=big, fds=fds)
+    outcome = attempt(value, silence_s=_SILENCE_S, before=before, lays_main=lays_main, big=big, fds=fds)
     if outcome.data is None:
         shares = fds is not None
         culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome], shares=shares, call=call)

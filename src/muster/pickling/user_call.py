@@ -23,6 +23,7 @@ class UserCall:
     there is none.  acts: what calls ``act(env, env_index)`` in every env later on.
     apart: a sentence, how to give each env a process of its own.  by_function: the call with the function ``make_env``.
     argument: the call with an env's argument `{name}` built by ``muster.lazy({build})``, where these have no dict.
+    worker_init: the argument that has workers run the caller's script.
     """
 
     name: str
@@ -41,6 +42,7 @@ class UserCall:
     acts: str = "envs.call(act)"
     argument: str = ""
     in_process_of_others: str = ""
+    worker_init: str = 'worker_init="script"'
 
     def in_caller(self, **words: str) -> UserCall:
         """The words of a like call that steps the envs in the calling process. words: other fields that differ."""

@@ -18,6 +18,7 @@ import gymnasium as gym
 import numpy as np
 
 from muster.introspection import attribute_dict, global_names, module_name, subscript
+from muster.pickling.main_module import MAIN_NAMES
 from muster.pickling.modules import is_found_by_name
 
 Edge = tuple[str, Any]
@@ -34,7 +35,6 @@ _MODULES_OF_ITERATORS = ("builtins", "itertools")
 
 _CODE = (types.FunctionType, *METHODS, types.ModuleType, staticmethod, classmethod, property)
 _WITH_ELEMENTS = (dict, list, tuple, collections.deque, set, frozenset, types.CellType, np.ndarray)
-_MAIN_MODULES = ("__main__", "__mp_main__")
 
 
 class Walk:
@@ -191,7 +191,7 @@ def is_bound(value: Any) -> bool:
 def is_importable(definition: Any) -> bool:
     """Whether a function or class travels by its name; else it is sent by value, with what it uses."""
     module = module_name(definition)
-    if module in _MAIN_MODULES or module in cloudpickle.list_registry_pickle_by_value():
+    if module in MAIN_NAMES or module in cloudpickle.list_registry_pickle_by_value():
         return False
     found: Any = sys.modules.get(module)
     for name in getattr(definition, "__qualname__", "").split("."):

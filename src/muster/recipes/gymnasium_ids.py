@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import cloudpickle
 import gymnasium as gym
 from gymnasium.envs.registration import EnvCreator, EnvSpec, WrapperSpec, _find_spec, load_env_creator
 
 from muster.errors import RecipeError
 from muster.extras import missing
 from muster.pickling import is_plain
+from muster.pickling.functools_pickling import dumps as by_value
+from muster.pickling.main_module import MAIN_NAMES
 
 FOREIGN_PREFIXES = ("pettingzoo/", "meltingpot/")
 """First parts of the ids that are resolved by the layer above instead of by Gymnasium."""
@@ -32,7 +33,6 @@ _LIKELY_PREFIXES = (*FOREIGN_PREFIXES, *(f"pettingzoo/{family}/" for family in (
 ForeignResolver = Callable[[str], Callable[..., Any]]
 """Returns the factory of an id that starts with one of FOREIGN_PREFIXES; raises RecipeError for an unknown one."""
 
-_MAIN_MODULES = ("__main__", "__mp_main__")
 _GYMNASIUM = "gymnasium."
 # Parameters of `gymnasium.make` itself.
 _OPTIONS_OF_MAKE = ("id", "max_episode_steps", "disable_env_checker")
@@ -147,7 +147,7 @@ def pack_registrations() -> list[bytes]:
     packed = []
     for specs in (named, *([spec] for spec in held)):
         with contextlib.suppress(Exception):
-            packed.append(cloudpickle.dumps(specs))
+            packed.append(by_value(specs, lays_main=True))
     return packed
 
 
@@ -192,7 +192,7 @@ def _portable(spec: EnvSpec) -> EnvSpec:
 
 
 def _is_in_main(entry_point: Any) -> bool:
-    return type(entry_point) is str and entry_point.split(":")[0] in _MAIN_MODULES
+    return type(entry_point) is str and entry_point.split(":")[0] in MAIN_NAMES
 
 
 def _check_installed(module: str, env_id: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import pickle
 import reprlib
 import textwrap
@@ -22,6 +23,7 @@ from muster.pickling import MAKE_VEC, UserCall, check_inheritable, current_call,
 from muster.pickling.shared_pickling import receiving
 from muster.recipes.existing_env import LiveEnvs
 from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
+from muster.recipes.init_once import Init, run_once
 from muster.recipes.sources import Source, check_call, factory_example, sources_of
 
 _RELEASE_AFTER_ERROR_S = 5.0
@@ -179,63 +181,81 @@ def pack(
     start_method: str,
     big: list[pickle.PickleBuffer] | None = None,
     fds: list[int] | None = None,
+    init: Init | None = None,
 ) -> bytes:
     """The recipes as bytes for another process; functions and classes of ``__main__`` travel by value.
 
     The ids that are registered here travel too, for factories that call ``gymnasium.make``. Returns in under 5 s even
     if an object hangs while it is pickled. big: receives the memory of big arrays, fds the file descriptors of what
     multiprocessing shares; `unpack` then needs both. Without `fds` such objects cannot travel.
+    init: a function that is called there before the recipes are rebuilt.
     Warns about objects that arrive as something else (an open file) or are huge. Raises CannotTravel.
     """
     inner: list[pickle.PickleBuffer] | None = None if big is None else []
-    parts, call = _parts_of(recipes), recipes[0].call
-    packed = dumps(list(recipes), parts, start_method=start_method, big=inner, fds=fds, call=call)
+    parts, call = _parts_of(recipes, init), recipes[0].call
+    before = () if init is None else (init,)
+    packed = dumps(
+        list(recipes), parts, start_method=start_method, big=inner, fds=fds, before=before, lays_main=True, call=call
+    )
     if big is None or inner is None:
-        return pickle.dumps((pack_registrations(), call, packed))
+        return pickle.dumps((pack_registrations(), call, packed, init is not None))
     outer = pickle.PickleBuffer(packed)
     whole = pickle.dumps(
-        (pack_registrations(), call, outer), protocol=5, buffer_callback=lambda buffer: not takes(buffer, big)
+        (pack_registrations(), call, outer, init is not None),
+        protocol=5,
+        buffer_callback=lambda buffer: not takes(buffer, big),
     )
     big += inner
     return whole
 
 
-def unpack(data: bytes, big: Iterable[Any] = (), fds: Sequence[int] = ()) -> list[Recipe]:
+def unpack(
+    data: bytes, big: Iterable[Any] = (), fds: Sequence[int] = (), run: Callable[[Init], None] = run_once
+) -> list[Recipe]:
     """The recipes that ``pack`` packed. big, fds: what ``pack`` took out, if any, in the same order.
 
-    Raises CannotTravel where something in them cannot be rebuilt here.
+    run: calls the `init` that was packed with them. Raises what it raises, and CannotTravel where something cannot be
+    rebuilt here.
     """
     buffers = iter(big)
-    registrations, call, packed = pickle.loads(data, buffers=buffers)
+    registrations, call, packed, has_init = pickle.loads(data, buffers=buffers)
     registered = register_packed(registrations)
-    try:
-        with receiving(fds):
-            recipes: list[Recipe] = pickle.loads(packed, buffers=buffers)
-    except Exception as error:
-        lazily = textwrap.indent(call.lazily("name", "MyClass"), " " * 6)
-        raise not_rebuilt(
-            f"a part of {call.sent()} was sent to the worker, but", error, f"Build it in the worker instead:\n{lazily}"
-        ) from error
+    load: Callable[[], Any] = functools.partial(pickle.loads, packed, buffers=buffers)
+    if has_init:
+        load = pickle.Unpickler(io.BytesIO(packed), buffers=buffers).load
+        run(_loaded(load, fds, "worker_init", "What it needs has to be importable in the worker."))
+    lazily = textwrap.indent(call.lazily("name", "MyClass"), " " * 6)
+    instead = f"Build it in the worker instead:\n{lazily}"
+    recipes: list[Recipe] = _loaded(load, fds, f"a part of {call.sent()}", instead)
     # Again: what the caller registered last counts, not what a module has registered that was imported just now.
     gym.registry.update({spec.id: spec for spec in registered})
     return recipes
 
 
-def check_forkable(recipes: Sequence[Recipe]) -> None:
+def _loaded(load: Callable[[], Any], fds: Sequence[int], what: str, instead: str) -> Any:
+    try:
+        with receiving(fds):
+            return load()
+    except Exception as error:
+        raise not_rebuilt(f"{what} was sent to the worker, but", error, instead) from error
+
+
+def check_forkable(recipes: Sequence[Recipe], init: Init | None = None) -> None:
     """Raises CannotTravel if the recipes hold what a forked process must not inherit: ZeroMQ, held locks, threads, ...
 
     Warns about what the process may inherit but cannot use safely: open files and sockets, ...
     """
-    check_inheritable(_parts_of(recipes), recipes[0].call)
+    check_inheritable(_parts_of(recipes, init), recipes[0].call)
 
 
-def shared_by(recipes: Sequence[Recipe], *, by_fork: bool) -> str:
+def shared_by(recipes: Sequence[Recipe], init: Init | None = None, *, by_fork: bool) -> str:
     """What envs of the recipes share with this process where they run, in words, see `find_shared`; "" for nothing."""
-    return find_shared(_parts_of(recipes), by_fork=by_fork)
+    return find_shared(_parts_of(recipes, init), by_fork=by_fork)
 
 
-def _parts_of(recipes: Sequence[Recipe]) -> dict[str, Any]:
-    return {name: part for recipe in recipes for name, part in recipe.parts().items()}
+def _parts_of(recipes: Sequence[Recipe], init: Init | None) -> dict[str, Any]:
+    own = {} if init is None else {"worker_init": init}
+    return own | {name: part for recipe in recipes for name, part in recipe.parts().items()}
 
 
 def _count_envs(sources: Sequence[Source], several: bool, num_envs: int | None) -> int:

@@ -13,6 +13,7 @@ from muster.rollout.fields import Array
 from muster.rollout.storage import Storage
 from muster.workers.deaths import Nouns
 from muster.workers.worker_env import Changes
+from muster.workers.worker_init import WorkerInit, choose_init
 
 
 class Filled(NamedTuple):
@@ -27,7 +28,7 @@ class Filled(NamedTuple):
 class CollectorOptions:
     """Options for starting and watching the processes of collectors, or of envs; named as in `make_vec`.
 
-    worker_env: one for each process.
+    worker_env: one for each process.  worker_init: as the user gave it.
     """
 
     num_workers: int
@@ -39,6 +40,7 @@ class CollectorOptions:
     max_restarts: int
     threads_per_worker: int
     worker_env: Sequence[Changes]
+    worker_init: WorkerInit
 
     @property
     def restarts(self) -> int | None:
@@ -55,6 +57,7 @@ class CollectorOptions:
             threads_per_worker=self.threads_per_worker,
             nouns=nouns,
             worker_env=self.worker_env,
+            init=choose_init(self.worker_init, starts_fresh=self.context != "fork"),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,7 @@ from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.staying_collector import StayingCollector
 from muster.rollout.weights import require_shapes
 from muster.workers.close_limits import CLOSE_S, limits_of
-from muster.workers.worker_env import WorkerEnv, changes_of
+from muster.workers.worker_env import changes_of
 
 MULTI_COLLECTOR = replace(
     COLLECTOR,
@@ -45,7 +45,7 @@ MULTI_COLLECTOR = replace(
     step_timeout="collect_timeout",
     acts="",
 )
-_ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env")
+_ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env", "worker_init")
 
 
 class MultiCollector(BatchSource):
@@ -56,7 +56,8 @@ class MultiCollector(BatchSource):
     make_vec_options: those of make_vec's other options that concern single envs, as a dict: ``env_kwargs``,
         ``wrappers``, ``groups`` and ``state``; and ``worker_env``, the environment variables of the collectors'
         processes: one dict, one per collector, or a function of the collector's index. They are set before a collector
-        imports what its policy and envs need, so that ``CUDA_VISIBLE_DEVICES`` deals out GPUs to both.
+        imports what its policy and envs need, so that ``CUDA_VISIBLE_DEVICES`` deals out GPUs to both; and
+        ``worker_init``, which each of these processes calls, or runs, before that.
     policy: as for `Collector`, and copied to each collector; with `policy_factory` it is built there, and `policy`
         only says where weights come from. A policy that cannot be copied stays here, with a warning, and acts for all.
         In the factory `muster.get_worker_info` has the collector's ``worker_index``, and no ``env_index``.
@@ -126,7 +127,7 @@ class MultiCollector(BatchSource):
         )
         self._threshold = _threshold_of(preemptive_threshold, sync)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
-        options = _options_of(num_collectors, how, close_timeout, (make_vec_options or {}).get("worker_env"))
+        options = _options_of(num_collectors, how, close_timeout, make_vec_options or {})
         for_each = {
             **self._limits,
             "policy_device": device if policy_device is None else policy_device,
@@ -166,7 +167,7 @@ class MultiCollector(BatchSource):
         warnings.warn(_explained(obstacle, self._threshold), UserWarning, stacklevel=caller_stacklevel())
         for_each |= {
             "num_envs": len(recipes),
-            "make_vec_options": {**(make_vec_options or {}), **asdict(options)},
+            "make_vec_options": {**(make_vec_options or {}), **vars(options)},
             "seed": self._seed,
             "overlap": not sync and len(recipes) > 1,
         }
@@ -273,13 +274,14 @@ def _options_of(
     num_collectors: int,
     how: tuple[str, float, float | None, str, int, int],
     close_timeout: float | None,
-    worker_env: WorkerEnv | None,
+    make_vec_options: Mapping[str, Any],
 ) -> CollectorOptions:
     check_pool(collector_nouns(()), *how)
     limits_of(close_timeout)
     whole("num_collectors", num_collectors, 1)
+    changes = changes_of(make_vec_options.get("worker_env"), num_collectors, worker="collector")
     return CollectorOptions(
-        num_collectors, *how[:3], close_timeout, *how[3:], changes_of(worker_env, num_collectors, worker="collector")
+        num_collectors, *how[:3], close_timeout, *how[3:], changes, make_vec_options.get("worker_init")
     )
 
 

@@ -32,6 +32,7 @@ COLLECTOR = replace(
     processes='make_vec_options={"backend": "process"}',
     step_timeout='make_vec_options["step_timeout"]',
     acts="collector.envs.call(act)",
+    worker_init='make_vec_options={"worker_init": "script"}',
 )
 
 

@@ -27,6 +27,7 @@ from muster.workers.deaths import NOUNS
 from muster.workers.memory_plan import MEMORY_CHECKS
 from muster.workers.resources import usable_cores
 from muster.workers.worker_env import WorkerEnv, refuse_without_processes
+from muster.workers.worker_init import WorkerInit, choose_init
 
 BACKENDS = ("serial", "thread", "process")
 
@@ -55,6 +56,7 @@ def make_vec(
     groups: Mapping[Any, str] | None = None,
     state: bool = False,
     worker_env: WorkerEnv | None = None,
+    worker_init: WorkerInit = None,
     memory_check: str = "error",
 ) -> VectorEnv | MultiAgentVectorEnv:
     """A vector env: N envs, stepped in parallel by worker processes, behind Gymnasium's `VectorEnv` API.
@@ -107,6 +109,13 @@ def make_vec(
         (``LD_LIBRARY_PATH``, ``PYTHONHASHSEED``, ``OPENBLAS_NUM_THREADS``) take effect with ``context="spawn"`` alone:
         other workers are forked from a process that has started already; those of "fork" have all that the caller has
         imported, too. Envs that the caller steps itself have the caller's environment.
+    worker_init: called once in each worker process before what its envs need is imported: a function without arguments,
+        for what a script sets up beside its own classes, functions and globals, which travel: patched libraries,
+        aliases in ``sys.modules``, registries. "script": each worker runs the script's top level instead, as
+        multiprocessing does; the script needs a main guard. A worker that replaces another one does the same. NumPy's
+        error handling (``np.seterr``), torch's default dtype, the recursion limit and warning filters are copied
+        anyway. Where this process steps envs (serial, thread, `caller_steps`) it calls the function once, too; the
+        script has run here already.
     memory_check: what to do if the envs in worker processes will not fit into the memory that the cgroup or the
         machine has left, estimated from the first ones that were built: "error", "warn" or "off".
 
@@ -128,13 +137,14 @@ def make_vec(
     if backend != "process":
         _refuse_without_processes(one_env_per_process, caller_steps, step_timeout, num_workers)
         refuse_without_processes(worker_env, backend)
+    init = choose_init(worker_init, starts_fresh=backend == "process" and context != "fork")
     if backend == "serial":
         if num_workers is not None:
             raise ConfigError('num_workers needs workers; leave it out, or use backend="process" or "thread"')
-        chosen: Backend = SerialBackend(recipes)
+        chosen: Backend = SerialBackend(recipes, init=init.function)
     elif backend == "thread":
         threads = num_workers if isinstance(num_workers, int) else min(cores, len(recipes))
-        chosen = ThreadBackend(recipes, at_most(threads, recipes), start_timeout)
+        chosen = ThreadBackend(recipes, at_most(threads, recipes), start_timeout, init.function)
     else:
         if caller_steps:
             _refuse_caller_steps(one_env_per_process, step_timeout, on_failure)
@@ -146,7 +156,7 @@ def make_vec(
         else:
             packs = all(map(is_known, recipes))
             processes = count_processes(
-                recipes, num_workers, cores, context, start_timeout, packs=packs, worker_env=worker_env
+                recipes, num_workers, cores, context, start_timeout, packs=packs, worker_env=worker_env, init=init
             )
             workers = processes - caller_steps
         options = ProcessOptions(
@@ -159,6 +169,7 @@ def make_vec(
             one_env_per_process=one_env_per_process,
             memory_check=memory_check,
             worker_env=worker_env,
+            init=init,
         )
         chosen = ProcessBackend(recipes, options)
     caller_wait_budget, worker_wait_budget = wait_budgets(cores, chosen.num_workers + 1, caller_steps=caller_steps)

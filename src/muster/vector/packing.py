@@ -12,9 +12,10 @@ from muster.errors import CannotTravel, ConfigError
 from muster.recipes.recipe import Recipe, check_forkable, shared_by
 from muster.recipes.recipe_kinds import kinds_of
 from muster.vector.side_by_side import try_side_by_side
-from muster.workers.guarded import PackedRecipes
+from muster.workers.guarded import PackedRecipes, TrialConditions
 from muster.workers.notices import say_once
-from muster.workers.worker_env import Changes, WorkerEnv, first_changes
+from muster.workers.worker_env import WorkerEnv, first_changes
+from muster.workers.worker_init import ChosenInit, SetUp
 
 Asked = int | Literal["auto"] | None
 AUTO = "auto"
@@ -59,19 +60,22 @@ def count_processes(
     *,
     packs: bool,
     worker_env: WorkerEnv | None,
+    init: ChosenInit,
 ) -> int:
     """The number of processes for envs whose number of workers the user has not given.
 
     asked: "auto" packs the envs where a trial shows that two side by side are what each is alone, and says what it has
     chosen.  packs: whether the envs are known to share nothing, and are packed without a trial.
     timeout_s: seconds for each stage of the trial.  worker_env: as for `make_vec`; the trial has the first worker's.
+    init: what workers do before their first env; the trial does it, too.
     """
     count, fewest = len(recipes), min(cores, len(recipes))
     if count == 1:
         return 1
     call = recipes[0].call
     if asked == AUTO:
-        why = _why_apart(recipes, context, timeout_s, first_changes(worker_env))
+        conditions = TrialConditions(first_changes(worker_env), SetUp.of_this_process(call, init), init.function)
+        why = _why_apart(recipes, context, timeout_s, conditions)
         processes, reason = (fewest, "two of it side by side are what each is alone") if why is None else (count, why)
         names = list(dict.fromkeys(recipe.name for recipe in recipes))
         shown = ", ".join(names[:_MOST_KINDS]) + ", ..." * (len(names) > _MOST_KINDS)
@@ -85,7 +89,7 @@ def count_processes(
     return count
 
 
-def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float, changes: Changes) -> str | None:
+def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float, conditions: TrialConditions) -> str | None:
     """The reason why each env needs a process of its own; None where two of each kind, and of any two, may share one.
 
     Envs of one kind differ in numbers and strings alone, see `kinds_of`. No trial is made with objects that the caller
@@ -96,26 +100,26 @@ def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float, change
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come once more, when workers start
         if by_fork:
-            check_forkable(recipes)
-        if shared := shared_by(recipes, by_fork=by_fork):
+            check_forkable(recipes, conditions.init)
+        if shared := shared_by(recipes, conditions.init, by_fork=by_fork):
             return f"the envs share {shared} with this process: not tried"
     kinds = kinds_of(recipes, _MOST_KINDS)
     if kinds is None:
         return f"they are of more than {_MOST_KINDS} kinds, too many to try each beside each"
     pairs = [kind[:2] for kind in kinds if len(kind) > 1]
     pairs += [[one[0], other[0]] for one, other in combinations(kinds, 2)]
-    reasons = (_why_two_apart(pair, context, timeout_s, changes) for pair in pairs)
+    reasons = (_why_two_apart(pair, context, timeout_s, conditions) for pair in pairs)
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _why_two_apart(pair: Sequence[Recipe], context: str, timeout_s: float, changes: Changes) -> str | None:
+def _why_two_apart(pair: Sequence[Recipe], context: str, timeout_s: float, conditions: TrialConditions) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come once more, when workers start
-            packed: PackedRecipes | Sequence[Recipe] = PackedRecipes.of(pair, context)
+            packed: PackedRecipes | Sequence[Recipe] = PackedRecipes.of(pair, context, conditions.init)
     except CannotTravel as error:
         if context != "fork":
             return f"they cannot be tried: {error.headline}"
         packed = pair
-    tried = try_side_by_side(packed, timeout_s, changes=changes)
+    tried = try_side_by_side(packed, timeout_s, conditions=conditions)
     return tried.unknown or tried.disturbed

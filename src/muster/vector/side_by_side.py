@@ -12,10 +12,9 @@ from muster.recipes.recipe import Recipe
 from muster.worker_info import WorkerInfo, worker_info_context
 from muster.workers.env_facts import check_one_per_process
 from muster.workers.env_host import seed_globals
-from muster.workers.guarded import PackedRecipes, TrialOutcome, run_guarded
+from muster.workers.guarded import PackedRecipes, TrialConditions, TrialOutcome, run_guarded
 from muster.workers.trial_process import Reporter
 from muster.workers.usage import own_memory_bytes
-from muster.workers.worker_env import Changes
 
 ROWS = 64
 BUILDING_SECOND, STEPPING_BOTH = "building a second one in the same process", "stepping two of it in one process"
@@ -65,9 +64,12 @@ class SideBySide:
 
 
 def try_side_by_side(
-    pair: PackedRecipes | Sequence[Recipe], stage_timeout_s: float, rows: int = ROWS, changes: Changes | None = None
+    pair: PackedRecipes | Sequence[Recipe],
+    stage_timeout_s: float,
+    rows: int = ROWS,
+    conditions: TrialConditions | None = None,
 ) -> SideBySide:
-    """Plays two envs for `rows` rows, each alone and then both in turns. pair, changes: as for `run_guarded`."""
+    """Plays two envs for `rows` rows, each alone and then both in turns. pair, conditions: as for `run_guarded`."""
 
     def run(trial: Any, **options: Any) -> TrialOutcome:
         return run_guarded(
@@ -76,7 +78,7 @@ def try_side_by_side(
             stage_timeout_s=stage_timeout_s,
             options={"rows": rows, **options},
             hash_seed=_HASH_SEED,
-            changes=changes,
+            conditions=conditions,
         )
 
     # One after the other: what two processes cannot have at once, such as a port or the only licence, may still be had

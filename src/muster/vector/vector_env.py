@@ -72,6 +72,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._backend = assembled.backend
         self._caller = assembled.backend.caller
         self._records = assembled.backend.slab.records
+        self._log_flag = assembled.backend.log_flag
         spaces, facts = assembled.spaces, assembled.facts
         self.num_envs = assembled.backend.slab.plan.num_envs
         self.single_observation_space = handed_out(spaces.single_observation)
@@ -440,6 +441,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def _read(self, copies: bool, reader: InfoReader | None) -> Rows:
         """The rows of the envs that are ready, as the core has read them; the rest is read here."""
         reader = reader or self.info_reader
+        if self._log_flag[0]:
+            self._backend.deliver_logs()
         rows = self._caller.collect(copies, reader.in_core)
         ids, obs, rewards, terminated, truncated, infos, unusual = rows
         if not unusual and obs is not None and self._recovery is None:

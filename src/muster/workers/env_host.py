@@ -8,7 +8,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from muster.envs.layout import RowNode, layout_difference
 from muster.errors import CannotTravel, MusterError, SpecMismatch
 from muster.introspection import type_name
 from muster.pickling import find_culprits
+from muster.recipes.init_once import ABOUT_INIT, Init
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.spaces.compare import first_difference
@@ -40,7 +41,10 @@ class EnvHost:
 
     dumps: pickles for the caller; None where the caller is in this process.  worker_noun: for a worker, in failures.
     together: the recipes of all hosts in this process; None where there is no other host.
+    lacks: see `SetUp`; equal for all hosts of a worker process, which sets it.
     """
+
+    lacks: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -65,6 +69,16 @@ class EnvHost:
         self._slab: Slab | None = None
 
     # ---- building
+
+    def initialise(self, init: Init | None) -> Failure | None:
+        """Calls `worker_init` in the caller's own process; returns the failure where it raises."""
+        try:
+            with worker_info_context(self.info):
+                if init is not None:
+                    init()
+        except BaseException as error:
+            return dataclasses.replace(self.failure(0, error), hint=ABOUT_INIT)
+        return None
 
     def build(self, on_built: Callable[[tuple[int, ...]], None] | None = None) -> Failure | None:
         """Builds the envs, in order. Where one fails, releases the others and returns the failure.
@@ -332,6 +346,7 @@ class EnvHost:
             worker_noun=self.worker_noun,
             hint="" if isinstance(error, MusterError) else self._hint(i),
             lost_attributes=error.reasons if isinstance(error, AttributesLost) else None,
+            lacks=self.lacks,
         )
 
     def _hint(self, i: int) -> str:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import IO, Any
 
 from muster._core import EXIT_FDS_CLOSED
+from muster.recipes.init_once import Init
 from muster.recipes.recipe import Recipe, pack
 from muster.workers.inheritance import with_tracker
 from muster.workers.inheriting import after_fork
@@ -27,6 +28,7 @@ from muster.workers.launcher import python_command
 from muster.workers.launcher_client import worker_environment
 from muster.workers.trial_process import main
 from muster.workers.worker_env import Changes, apply, changed
+from muster.workers.worker_init import SetUp
 from muster.workers.worker_main import flush_streams
 
 STARTING = "starting Python"
@@ -69,15 +71,27 @@ class TrialOutcome:
 
 
 @dataclass(frozen=True)
+class TrialConditions:
+    """What a trial's process has of the caller's. changes: of its environment.
+
+    set_up: what it sets up first, where the recipes are packed.  init: `worker_init`, where they are not.
+    """
+
+    changes: Changes = field(default_factory=dict)
+    set_up: SetUp | None = None
+    init: Init | None = None
+
+
+@dataclass(frozen=True)
 class PackedRecipes:
     """Recipes for the process of a trial. They share nothing with this process: ask `shared_by` before a trial."""
 
     data: bytes
 
     @classmethod
-    def of(cls, recipes: Sequence[Recipe], start_method: str) -> PackedRecipes:
+    def of(cls, recipes: Sequence[Recipe], start_method: str, init: Init | None = None) -> PackedRecipes:
         """What `pack` packs, with its warnings and errors."""
-        return cls(pack(recipes, start_method=start_method, fds=[]))  # fds are for what is shared
+        return cls(pack(recipes, start_method=start_method, fds=[], init=init))  # fds are for what is shared
 
 
 def run_guarded(
@@ -87,18 +101,19 @@ def run_guarded(
     stage_timeout_s: float,
     options: dict[str, Any],
     hash_seed: int | None = None,
-    changes: Changes | None = None,
+    conditions: TrialConditions | None = None,
 ) -> TrialOutcome:
     """Calls ``trial(*recipes, reporter, **options)`` in a new process, and returns its outcome.
 
     trial: a function of a module, with options that JSON knows.  recipes: None where the trial takes none; recipes that
     are not packed cannot be sent: then the trial runs in a fork of this process.  stage_timeout_s: limit for each stage
-    of the trial, and for each row that it plays.  changes: of the process's environment.
+    of the trial, and for each row that it plays.
     """
+    conditions = conditions or TrialConditions()
     read, write = os.pipe()
     guard = os.pidfd_open(os.getpid())
     name = f"{trial.__module__}:{trial.__name__}"
-    environment = changed(worker_environment(1), changes or {})
+    environment = changed(worker_environment(1), conditions.changes)
     if hash_seed is not None:
         environment["PYTHONHASHSEED"] = str(hash_seed)
     with (
@@ -112,7 +127,7 @@ def run_guarded(
                 fds: list[int] = []
                 if recipes is not None:
                     inherited, fds = with_tracker(())
-                    pickle.dump((inherited, recipes.data), packed)
+                    pickle.dump((inherited, conditions.set_up, recipes.data), packed)
                     packed.seek(0)
                 arguments = (name, write, guard, options, recipes is not None, fds)
                 process = subprocess.Popen(
@@ -125,7 +140,10 @@ def run_guarded(
                     start_new_session=True,
                 )
             else:
-                process = _Fork(changes or {}, name, write, guard, options, False, (), recipes, stderr=stderr.fileno())
+                own = (recipes, conditions.init)
+                process = _Fork(
+                    conditions.changes, name, write, guard, options, False, (), *own, stderr=stderr.fileno()
+                )
         finally:
             os.close(write)
             os.close(guard)

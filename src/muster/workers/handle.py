@@ -13,6 +13,7 @@ from typing import Any
 
 from muster.errors import WorkerDied, WorkerName, WorkerTimeout
 from muster.pickling import UserCall
+from muster.recipes.init_once import Init
 from muster.recipes.recipe import Recipe
 from muster.transport.channel import Channel
 from muster.transport.slab import memfd
@@ -138,15 +139,15 @@ def launch_worker(
 
 
 def fork_worker_for(
-    recipes: Sequence[Recipe], name: str, changes: Mapping[str, str | None], fds: Mapping[str, int]
+    recipes: Sequence[Recipe], init: Init | None, name: str, changes: Mapping[str, str | None], fds: Mapping[str, int]
 ) -> Started:
-    """Forks the caller into a worker for `recipes`, which the worker inherits. name, changes: see `fork_worker`."""
+    """Forks the caller into a worker, which inherits `recipes` and `init`. name, changes: see `fork_worker`."""
     with contextlib.ExitStack() as theirs:
         copies = {}
         for key, fd in fds.items():
             copies[key] = os.dup(fd)
             theirs.callback(os.close, copies[key])
-        pid, pidfd = fork_worker(lambda fds: main(fds, recipes), name, changes, copies)
+        pid, pidfd = fork_worker(lambda fds: main(fds, recipes, init), name, changes, copies)
     return pid, pidfd, None
 
 

@@ -31,7 +31,7 @@ from muster.workers.killing import kill_group, kill_left, kill_with_all
 from muster.workers.worker_env import become
 
 # The names of the fds that a worker receives, in the order in which they are sent.
-WORKER_FDS = ("channel", "slab", "mail", "tail", "stderr_read", "stderr_write", "stdout", "stderr", "caller")
+WORKER_FDS = ("channel", "slab", "mail", "logs", "tail", "stderr_read", "stderr_write", "stdout", "stderr", "caller")
 HEADER = struct.Struct("<Q")
 
 

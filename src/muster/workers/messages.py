@@ -19,6 +19,7 @@ from muster.worker_info import WorkerInfo
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
 from muster.workers.options import HostOptions
+from muster.workers.worker_init import SetUp
 
 T = TypeVar("T")
 
@@ -75,9 +76,9 @@ class StartOrder(Message):
     """The first message to a worker process."""
 
     recipes: bytes  # pickled; empty under fork
+    set_up: SetUp | None  # None under fork
     info: WorkerInfo
     first_env: int
-    argv: list[str]
     threads: int
     reports_building: bool  # whether the worker sends BuildProgress after each of its first two envs
     awaits_build: bool = False  # whether the worker imports what its recipes need, but builds only after `Build`

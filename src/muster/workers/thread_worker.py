@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from muster.recipes.recipe import Recipe
 from muster.transport.mail import Mail
 from muster.worker_info import WorkerInfo, worker_info_context
@@ -68,6 +70,7 @@ class ThreadWorker:
         self.closes = False
         self.closing = 0
         self._interrupting = threading.Lock()
+        self._numpy_errors = np.geterr(), np.geterrcall()  # a new thread has NumPy's own
         # A daemon: an endless step must not keep the interpreter from ending.
         name = f"muster-worker-{info.worker_index}"
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -87,6 +90,9 @@ class ThreadWorker:
                 _let_exit_come_up()
 
     def _main(self) -> None:
+        modes, errcall = self._numpy_errors
+        np.seterrcall(errcall)
+        np.seterr(**modes)
         try:
             with worker_info_context(self.env_host.info):
                 try:

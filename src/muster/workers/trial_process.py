@@ -18,7 +18,10 @@ from typing import Any, NoReturn
 
 from muster._core import EXIT_FDS_CLOSED, set_death_signal, start_watchdog
 from muster.envs.light_melting_pot import import_without_bots
+from muster.pickling.main_module import MainModule
+from muster.recipes.init_once import Init, run_once
 from muster.recipes.recipe import Recipe, unpack
+from muster.worker_info import WorkerInfo, worker_info_context
 from muster.workers.inheriting import finish_queues, take_over
 
 _ALIVE_EVERY_S = 0.2
@@ -64,11 +67,13 @@ def main(
     packed: bool,
     inherited_fds: Sequence[int],
     recipes: Sequence[Recipe] = (),
+    init: Init | None = None,
 ) -> NoReturn:
     """Calls the function ``module:name`` that is the trial with `recipes`, a Reporter and `options`; never returns.
 
     fd: the pipe to report to.  guard: pidfd of the process that has started this one; the trial ends with it.
     packed: whether the recipes come from stdin.  inherited_fds: the resource tracker's, if there is one.
+    init: called first; packed recipes bring their own.
     """
     # Otherwise processes that the env starts would hold the pipe, and the guard would wait for them.
     for one in (fd, guard, *inherited_fds):
@@ -85,9 +90,14 @@ def main(
             function = getattr(importlib.import_module(module), name)
             if packed:
                 reporter.stage("unpacking the recipe")
-                inherited, data = pickle.load(sys.stdin.buffer)
+                MainModule.install()
+                inherited, set_up, data = pickle.load(sys.stdin.buffer)
                 take_over(inherited, inherited_fds)
-                recipes = unpack(data)
+                if set_up is not None:
+                    set_up.apply()
+                recipes = unpack(data, run=initialise)
+            elif init is not None:
+                initialise(init)
             function(*recipes, reporter, **options)
             finish_queues()
         reporter.stage(None)
@@ -99,6 +109,12 @@ def main(
         finish_queues()
     # The process ends at once: threads of the env may keep the interpreter's own shutdown from ending.
     os._exit(0)
+
+
+def initialise(init: Init) -> None:
+    """Calls `worker_init`, as in worker 0."""
+    with worker_info_context(WorkerInfo(None, 0, 1, 1, None)):
+        run_once(init)
 
 
 def _own_traceback(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import faulthandler
 import fcntl
@@ -19,6 +20,8 @@ from muster.envs.light_melting_pot import import_without_bots
 from muster.envs.quiet_atari import print_no_banner
 from muster.errors import CannotTravel
 from muster.introspection import type_name
+from muster.pickling.main_module import MainModule
+from muster.recipes.init_once import ABOUT_INIT, Init, run_once
 from muster.recipes.recipe import Recipe, unpack
 from muster.transport.big_arrays import map_big_arrays
 from muster.transport.channel import Channel, ChannelClosed
@@ -29,6 +32,7 @@ from muster.workers.env_host import EnvHost, freeze_heap, seed_globals
 from muster.workers.failures import Failure
 from muster.workers.inheriting import after_fork, finish_queues, take_over
 from muster.workers.killing import kill_group
+from muster.workers.log_forwarding import LogForwarding
 from muster.workers.message_loop import MessageLoop
 from muster.workers.messages import Answer, Build, BuildProgress, EnvsBuilt, Message, StartOrder, Unpacking, expect
 
@@ -36,8 +40,11 @@ from muster.workers.messages import Answer, Build, BuildProgress, EnvsBuilt, Mes
 STACK_SIGNAL = signal.SIGRTMIN + 7
 
 
-def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoReturn:
-    """Runs a worker on the fds of `launcher.WORKER_FDS`, then ends the process. recipes: only under fork, inherited."""
+def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None, init: Init | None = None) -> NoReturn:
+    """Runs a worker on the fds of `launcher.WORKER_FDS`, then ends the process.
+
+    recipes, init: inherited under fork, else None.
+    """
     os.environ[f"{MARK}{os.getpid()}"] = ""  # marks all processes that this one starts, see `kill_started`
     start_watchdog(fds["caller"], stderr_pipe=fds["stderr_read"], stderr_to=fds["stderr"], tail=fds["tail"])
     _take_over(fds)
@@ -46,10 +53,12 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None) -> NoR
     forked = recipes is not None
     if forked:
         after_fork()
+    else:
+        MainModule.install()
     channel = Channel(socket.socket(fileno=fds["channel"]), shares_main=forked)
     exit_code, caller_gone = 0, False
     try:
-        Worker(channel, fds, forked=forked).run(recipes)
+        Worker(channel, fds, forked=forked).run(recipes, init)
         finish_queues()
     except (ChannelClosed, OSError) as error:
         cause = error.__cause__ if isinstance(error, ChannelClosed) else error
@@ -104,16 +113,13 @@ class Worker:
         self._forked = forked
         self._env_host: EnvHost
 
-    def run(self, recipes: Sequence[Recipe] | None) -> None:
+    def run(self, recipes: Sequence[Recipe] | None, init: Init | None) -> None:
         if self._forked:
             freeze_heap(collects=False)
         order = expect(StartOrder, self._channel.recv())
-        sys.argv = order.argv
-        assert order.info.seed is not None
-        seed_globals(order.info.seed)
         with worker_info_context(order.info):
             self._env_host = EnvHost((), order.info, order.first_env, dumps=self._dumps)
-            failure = self._build(order, recipes)
+            failure = self._set_up(order, recipes, init) or self._build(order)
             self._channel.send(failure or EnvsBuilt(() if order.replaces else self._env_host.facts()))
             while failure:  # until the caller kills this worker: one that ends itself would be reported as dead
                 self._channel.recv()
@@ -123,20 +129,57 @@ class Worker:
             loop = MessageLoop(self._env_host, mail, self._reply, lambda plan: Slab(plan, self._fds["slab"]))
             loop.run(self._channel.recv)
 
-    def _build(self, order: StartOrder, recipes: Sequence[Recipe] | None) -> Failure | None:
+    def _set_up(self, order: StartOrder, recipes: Sequence[Recipe] | None, init: Init | None) -> Failure | None:
+        """Does all that comes before the first env; returns the failure of what fails."""
+        assert order.info.seed is not None
+        levels = None if order.set_up is None else order.set_up.logging
+        self._logs = LogForwarding(self._fds["logs"], order.info.worker_index, levels)
+        self._about = ""  # what an exception is about that is no env's
         try:
+            if order.set_up is not None:
+                self._about = order.set_up.init.words
+                order.set_up.apply()
+                self._about = ""
+                EnvHost.lacks = order.set_up.lacks
+                self._logs.restore(drops_handlers=order.set_up.init.script is not None)
+            seed_globals(order.info.seed)
             if recipes is None:
-                self._channel.send(Unpacking(done=False))
-                fds = self._channel.take_fds()
-                assert order.inherited is not None
-                own_fds = take_over(order.inherited, fds)
-                recipes = unpack(order.recipes, map_big_arrays(self._fds["mail"], order.big_arrays), own_fds)
-                for fd in own_fds:  # the objects have copies
-                    os.close(fd)
-                self._channel.send(Unpacking(done=True))
+                recipes = self._unpacked(order)
+            elif init is not None:
+                self._initialise(init)
             self._env_host.recipes = list(recipes)
         except BaseException as error:
-            return self._env_host.failure(0, error)
+            failure = self._env_host.failure(0, error)
+            return dataclasses.replace(failure, hint=self._about or failure.hint)
+        return None
+
+    def _unpacked(self, order: StartOrder) -> list[Recipe]:
+        """The recipes, rebuilt after `worker_init` was called, if that came with them."""
+        assert order.inherited is not None
+        assert order.set_up is not None
+
+        def initialise(init: Init) -> None:
+            self._channel.send(Unpacking(done=True))
+            self._initialise(init)
+            self._channel.send(Unpacking(done=False))
+
+        self._channel.send(Unpacking(done=False))
+        own_fds = take_over(order.inherited, self._channel.take_fds())
+        big_arrays = map_big_arrays(self._fds["mail"], order.big_arrays)
+        recipes = unpack(order.recipes, big_arrays, own_fds, initialise)
+        for fd in own_fds:  # the objects have copies
+            os.close(fd)
+        self._channel.send(Unpacking(done=True))
+        order.set_up.complete()
+        return recipes
+
+    def _initialise(self, init: Init) -> None:
+        self._about = ABOUT_INIT
+        run_once(init)
+        self._about = ""
+        self._logs.restore()
+
+    def _build(self, order: StartOrder) -> Failure | None:
         if order.awaits_build:
             expect(Build, self._channel.recv())
         if not order.reports_building:

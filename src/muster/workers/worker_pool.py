@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import functools
 import pickle
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +21,14 @@ from muster.transport.big_arrays import BigArrays
 from muster.transport.channel import ChannelClosed
 from muster.transport.slab import SlabPlan, memfd
 from muster.worker_info import WorkerInfo
+from muster.workers.caller_script import refuse_while_script_runs
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure, to_exception
 from muster.workers.handle import Started, WorkerHandle, fork_worker_for, launch_worker, unpacks_hint
 from muster.workers.inheritance import Inheritance
 from muster.workers.launcher_client import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
+from muster.workers.log_inbox import LogInbox
 from muster.workers.memory_plan import MemoryPlan
 from muster.workers.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, Unpacking, expect
 from muster.workers.options import HostOptions
@@ -35,6 +36,7 @@ from muster.workers.resources import usable_cores
 from muster.workers.start_notice import StartNotice, starting
 from muster.workers.usage import usage_of
 from muster.workers.worker_env import Changes, WorkerEnv, changes_of
+from muster.workers.worker_init import NO_INIT, ChosenInit, SetUp
 
 T = TypeVar("T")
 SLICE_S = 0.05
@@ -56,6 +58,7 @@ class ProcessOptions:
     memory_check: str = "error"  # one of memory_plan.MEMORY_CHECKS
     nouns: Nouns = NOUNS
     worker_env: WorkerEnv | None = None  # changes to the environment of the workers
+    init: ChosenInit = NO_INIT  # what each worker does before its first env
 
 
 class Workers:
@@ -81,28 +84,34 @@ class Workers:
         self._big_arrays: BigArrays | None = None
         self._inheritance: Inheritance | None = None
         self.handles: list[WorkerHandle] = []
-        self.fds: dict[str, int] = {}  # "slab" and "mail"
+        self.fds: dict[str, int] = {}  # "slab", "mail" and "logs"
+        self.log_inbox: LogInbox | None = None
         self._warned = False
 
     # ---- starting
 
     def start(self) -> None:
         """Starts all workers; `send_orders` continues. Raises CannotTravel before anything is started."""
+        refuse_while_script_runs()
         options = self._options
         doing = starting(options.nouns, len(self._recipes), options.num_workers, caller_steps=options.caller_steps)
         self._notice = StartNotice(doing)
         if options.context == "fork":
-            check_forkable(self._recipes)
+            check_forkable(self._recipes, options.init.function)
+            set_up = None
+        else:
+            set_up = SetUp.of_this_process(self._call, options.init)
         hosts = range(options.num_workers)
         big: list[list[pickle.PickleBuffer]] = [[] for _ in hosts]
         fds: list[list[int]] = [[] for _ in hosts]
-        orders = [self._order(host, big[host], fds[host]) for host in hosts]
+        orders = [self._order(host, set_up, big[host], fds[host]) for host in hosts]
         self._deadline = time.monotonic() + options.start_timeout_s
         with standard_fds():
             self._inheritance = None if options.context == "fork" else Inheritance(fds)
-            for name in ("slab", "mail"):
+            for name in ("slab", "mail", "logs"):
                 self.fds[name] = memfd(name)
                 own(self.fds[name])
+        self.log_inbox = LogInbox(self.fds["logs"])
         self._big_arrays = BigArrays(self.fds["mail"], big)
         placed = zip(orders, self._big_arrays.places, strict=True)
         self._orders = [dataclasses.replace(order, big_arrays=places) for order, places in placed]
@@ -175,6 +184,7 @@ class Workers:
                 if kind is BuildProgress or not isinstance(answer, BuildProgress):
                     answers[worker.index] = answer
             self._notice.check()
+            self.deliver_logs()
             if ready:
                 continue
             for worker in self.handles:
@@ -214,7 +224,7 @@ class Workers:
         limit_s = self._options.start_timeout_s
         return worker.timed_out(doing, f"start_timeout={limit_s}, {doing}", limit_s)
 
-    def _order(self, host: int, big: list[pickle.PickleBuffer], fds: list[int]) -> StartOrder:
+    def _order(self, host: int, set_up: SetUp | None, big: list[pickle.PickleBuffer], fds: list[int]) -> StartOrder:
         """The order for the worker `host`. big, fds: receive what of its recipes travels apart, see `pack`."""
         first, last = self._first_envs[host : host + 2]
         info = WorkerInfo(
@@ -225,18 +235,19 @@ class Workers:
             seed=int(np.random.SeedSequence().generate_state(1)[0]),
         )
         recipes = self._recipes[first:last]
-        context = self._options.context
-        data = b"" if context == "fork" else pack(recipes, start_method=context, big=big, fds=fds)
+        context, init = self._options.context, self._options.init.function
+        data = b"" if context == "fork" else pack(recipes, start_method=context, big=big, fds=fds, init=init)
         reports_building = host == 0 and len(self._recipes) > 1
         threads = self._options.threads_per_worker
-        return StartOrder(data, info, first, sys.argv, threads, reports_building, awaits_build=host > 0)
+        return StartOrder(data, set_up, info, first, threads, reports_building, awaits_build=host > 0)
 
     def _launch(self, host: int) -> WorkerHandle:
         envs = range(*self._first_envs[host : host + 2])
         forks, settings = self._launcher is None, (self._options.nouns.process_name(host), self._changes[host])
         start: Callable[[Mapping[str, int]], Started] = functools.partial(self._start_by_launcher, *settings)
         if forks:
-            start = functools.partial(fork_worker_for, self._recipes[envs.start : envs.stop], *settings)
+            inherited = self._recipes[envs.start : envs.stop], self._options.init.function
+            start = functools.partial(fork_worker_for, *inherited, *settings)
         watch = functools.partial(self._watch, host)
         try:
             with standard_fds():
@@ -298,6 +309,11 @@ class Workers:
         worker.usage_at_start = usage_of(worker.process.pid)
         return True
 
+    def deliver_logs(self) -> None:
+        """Hands the log records that have arrived to the caller's loggers."""
+        if self.log_inbox is not None:
+            self.log_inbox.deliver()
+
     # ---- ending
 
     def never_replace(self) -> None:
@@ -332,5 +348,8 @@ class Workers:
         self._drop_inheritance()
         if self._big_arrays is not None:
             self._big_arrays.close()
+        if self.log_inbox is not None:
+            self.log_inbox.deliver(at_the_end=True)
+        self.log_inbox = None
         fds, self.fds = self.fds, {}
         close_own(*fds.values())

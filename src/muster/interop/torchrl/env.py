@@ -27,6 +27,7 @@ from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
 from muster.workers.close_limits import CloseLimits
 from muster.workers.worker_env import WorkerEnv
+from muster.workers.worker_init import WorkerInit
 
 with imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl", "torch", "tensordict"):
     import torch
@@ -222,6 +223,9 @@ class ParallelEnv(MusterEnv):
         which is for envs that share nothing; "auto" for one per usable core where a trial has shown that, as
         `muster.make_vec`.
     worker_env: environment variables of the processes, as for `muster.make_vec`; its function's index is a process's.
+    worker_init: a function that each process calls before its first env, or "script", as for `muster.make_vec`. None is
+        "script" where the script has a main guard and its top level assigns into modules that it imports, since
+        processes of TorchRL's class have that.
     shutdown_timeout: seconds that `close` waits for each process in turn to close its envs, and once more for all of
         them to end, as in TorchRL. What is killed then is named in a RuntimeWarning.
 
@@ -239,6 +243,7 @@ class ParallelEnv(MusterEnv):
         mp_start_method: str | None = None,
         num_processes: Asked = None,
         worker_env: WorkerEnv | None = None,
+        worker_init: WorkerInit = None,
         shutdown_timeout: float = 10.0,
     ) -> None:
         seconds("shutdown_timeout", shutdown_timeout)
@@ -264,6 +269,7 @@ class ParallelEnv(MusterEnv):
                     num_workers=num_processes,
                     name="num_processes",
                     worker_env=worker_env,
+                    worker_init=worker_init,
                     close_limits=partial(_limits_of, shutdown_timeout),
                 )
             )

@@ -1,0 +1,175 @@
+"""What a script sets up in other modules: workers of drop-ins have it, as those of the originals do."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("stable_baselines3", "torchrl"):
+    pytest.importorskip(package)
+
+from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv  # noqa: E402
+from muster.interop.gymnasium import make_vec as gymnasiums_make_vec  # noqa: E402
+from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, make_vec_env  # noqa: E402
+from muster.interop.torchrl import ParallelEnv  # noqa: E402
+
+LIBRARY = """
+import gymnasium, numpy
+
+REGISTRY = {}
+
+class Arm(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-9, 99, (1,), numpy.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    def __init__(self, render_mode=None):
+        self.gain = REGISTRY["arm"]
+    def reset(self, *, seed=None, options=None):
+        return numpy.float32([self.gain]), {}
+    def step(self, action):
+        return numpy.float32([self.gain]), 0.0, False, False, {}
+
+def prepare():
+    REGISTRY["arm"] = REGISTRY.get("arm", 0) + 6
+"""
+SCRIPT = """
+import robotlib
+robotlib.REGISTRY["arm"] = 5
+if __name__ == "__main__":
+    robotlib.REGISTRY["arm"] = 7
+"""
+Start = Callable[..., None]
+
+
+@pytest.fixture
+def robotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A library whose env needs an entry in a registry; and a script, this process's own, that makes the entry."""
+    (tmp_path / "robotlib.py").write_text(LIBRARY)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    script = types.ModuleType("__main__")
+    script.__file__ = str(tmp_path / "train.py")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    yield importlib.import_module("robotlib")
+    del sys.modules["robotlib"]
+
+
+def without_guard(robotlib: types.ModuleType) -> None:
+    script = Path(str(sys.modules["__main__"].__file__))
+    script.write_text(SCRIPT.partition("if __name__")[0] + "# another file\n")
+
+
+def sb3(robotlib: types.ModuleType, **options: Any) -> Any:
+    envs = SubprocVecEnv([robotlib.Arm] * 2, **options)
+    try:
+        return envs.reset().ravel().tolist()
+    finally:
+        envs.close()
+
+
+def sb3s_make_vec_env(robotlib: types.ModuleType, **options: Any) -> Any:
+    envs = make_vec_env(robotlib.Arm, 2, vec_env_cls=SubprocVecEnv, vec_env_kwargs=options)
+    try:
+        return envs.reset().ravel().tolist()
+    finally:
+        envs.close()
+
+
+def gymnasiums(robotlib: types.ModuleType, **options: Any) -> Any:
+    envs = AsyncVectorEnv([robotlib.Arm] * 2, **options)
+    try:
+        return envs.reset()[0].ravel().tolist()
+    finally:
+        envs.close()
+
+
+def gymnasiums_by_id(robotlib: types.ModuleType, **options: Any) -> Any:
+    envs = gymnasiums_make_vec("robotlib:Arm-v0", 2, "async", vector_kwargs=options)
+    try:
+        return envs.reset()[0].ravel().tolist()
+    finally:
+        envs.close()
+
+
+def torchrls(robotlib: types.ModuleType, **options: Any) -> Any:
+    envs = ParallelEnv(2, robotlib.Arm, **options)
+    try:
+        return envs.reset()["observation"].ravel().tolist()
+    finally:
+        envs.close()
+
+
+DROP_INS = [
+    *(sb3, gymnasiums, gymnasiums_by_id),
+    *(pytest.param(start, marks=pytest.mark.slow) for start in (sb3s_make_vec_env, torchrls)),  # they import torch
+]
+
+
+@pytest.fixture(autouse=True)
+def _registered(robotlib: types.ModuleType) -> Iterator[None]:
+    import gymnasium
+
+    gymnasium.register("Arm-v0", "robotlib:Arm")
+    yield
+    del gymnasium.registry["Arm-v0"]
+
+
+@pytest.mark.parametrize("start", DROP_INS, ids=lambda start: start.__name__)
+def test_workers_run_the_script_where_it_assigns_into_a_module(start: Start, robotlib: types.ModuleType) -> None:
+    assert start(robotlib) == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("start", DROP_INS, ids=lambda start: start.__name__)
+def test_a_function_takes_the_place_of_the_script(start: Start, robotlib: types.ModuleType) -> None:
+    assert start(robotlib, worker_init=robotlib.prepare) == [6.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 1},
+        pytest.param({"num_workers": "auto"}, marks=pytest.mark.slow),
+        pytest.param({"start_method": "spawn"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_so_they_do_however_they_start(options: dict[str, Any], robotlib: types.ModuleType) -> None:
+    assert sb3(robotlib, **options) == [5.0, 5.0]
+
+
+def test_a_fork_has_what_the_caller_has(robotlib: types.ModuleType) -> None:
+    robotlib.REGISTRY["arm"] = 9
+    assert gymnasiums(robotlib, context="fork") == [9.0, 9.0]
+
+
+@pytest.mark.parametrize("kind", [DummyVecEnv, SyncVectorEnv], ids=lambda kind: kind.__name__)
+def test_in_this_process_a_function_is_called_once(kind: Any, robotlib: types.ModuleType) -> None:
+    envs = kind([robotlib.Arm] * 2, worker_init=robotlib.prepare)
+    assert [env.unwrapped.gain for env in envs.envs] == [6, 6]
+    envs.close()
+    robotlib.REGISTRY["arm"] = 1
+    envs = kind([robotlib.Arm] * 2, worker_init="script")
+    assert [env.unwrapped.gain for env in envs.envs] == [1, 1]
+    envs.close()
+
+
+def test_a_script_without_a_guard_is_warned_of(robotlib: types.ModuleType) -> None:
+    without_guard(robotlib)
+    effect = r'^train.py:3: `robotlib.REGISTRY\["arm"\] = 5` has no effect in workers'
+    with pytest.warns(UserWarning, match=effect), pytest.raises(KeyError, match="arm") as caught:
+        sb3(robotlib)
+    assert any("pass a function that does it as worker_init" in note for note in caught.value.__notes__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gymnasiums(robotlib, worker_init=robotlib.prepare) == [6.0, 6.0]
+
+
+def test_a_custom_worker_of_gymnasium_takes_no_function(robotlib: types.ModuleType) -> None:
+    with pytest.raises(TypeError, match="which has no worker_init"):
+        AsyncVectorEnv([robotlib.Arm], worker=print, worker_init=robotlib.prepare)

@@ -1,0 +1,165 @@
+"""Settings of the caller that workers have, too: NumPy's errors, torch's dtype, the recursion limit, filters."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import muster
+from sample_envs import Counter
+
+WAYS: list[Any] = [
+    {"context": "forkserver"},
+    pytest.param({"context": "spawn"}, marks=pytest.mark.slow),
+    {"context": "fork"},
+    pytest.param({"caller_steps": True}, marks=pytest.mark.slow),
+    {"backend": "thread"},
+    {"backend": "serial"},
+]
+logged: list[str] = []
+
+
+class Sensor(Counter):
+    """Fails, warns and counts in its constructor and in `look`, and keeps what came of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built = self.look()
+
+    def look(self) -> dict[str, Any]:
+        try:
+            np.array([1.0]) / 0.0
+            divided = "went on"
+        except FloatingPointError:
+            divided = "raised"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.warn("noise of the sensor", stacklevel=1)
+            warnings.warn("drift of the sensor", UserWarning, stacklevel=1)
+        return {
+            "divided": divided,
+            "warned": [str(one.message) for one in caught],
+            "recursion": sys.getrecursionlimit(),
+            "errors": dict(np.geterr()),
+        }
+
+
+def note(error: str, flag: int) -> None:
+    logged.append(error)
+
+
+@pytest.fixture
+def _settings() -> Iterator[None]:
+    limit = sys.getrecursionlimit()
+    with np.errstate(divide="raise", under="warn"), warnings.catch_warnings():
+        warnings.filterwarnings("always")
+        warnings.filterwarnings("ignore", "noise")
+        sys.setrecursionlimit(limit + 3000)
+        yield
+        sys.setrecursionlimit(limit)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.usefixtures("_settings")
+def test_an_env_finds_the_callers_settings(way: dict[str, Any]) -> None:
+    here = Sensor().look()
+    assert (here["divided"], here["warned"]) == ("raised", ["drift of the sensor"])
+    with muster.make_vec(Sensor, 2, num_workers=None if way.get("backend") == "serial" else 1, **way) as envs:
+        for built, now in zip(envs.get_attr("built"), envs.call("look"), strict=True):
+            assert built == now == here
+
+
+@pytest.mark.usefixtures("_settings")
+def test_a_replacement_has_them_as_the_worker_had_before_it() -> None:
+    envs = muster.make_vec(Sensor, 1, on_failure="restart")
+    with envs, np.errstate(divide="ignore"):
+        envs.reset(seed=0)
+        for worker in envs._backend._workers.handles:
+            worker.process.kill()
+        envs.step(np.zeros(1, np.int64))
+        assert envs.call("look")[0]["divided"] == "raised"
+
+
+@pytest.mark.parametrize("mode", [pytest.param("call", marks=pytest.mark.slow), "log"])
+@pytest.mark.usefixtures("_settings")
+def test_a_function_for_errors_of_numpy_goes_along(mode: Any) -> None:
+    before = np.seterrcall(note if mode == "call" else Log())
+    try:
+        with np.errstate(divide=mode), muster.make_vec(Sensor, 1) as envs:
+            assert envs.call(lambda env, index: (env.look()["divided"], len(read_log())))[0] == ("went on", 2)
+        np.seterrcall(Unsendable())
+        with np.errstate(divide="log"), muster.make_vec(Counter, 1) as envs:
+            assert envs.call(lambda env, index: np.geterr()["divide"]) == ("warn",)
+    finally:
+        np.seterrcall(before)
+    assert logged == []
+
+
+class Log:
+    def write(self, text: str) -> None:
+        logged.append(text)
+
+
+class Unsendable(Log):
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+
+def read_log() -> list[str]:
+    return logged
+
+
+CATEGORIES = """
+class Drift(UserWarning):
+    class Inner(UserWarning):
+        pass
+"""
+
+
+def test_a_filter_for_a_category_holds_once_its_module_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "drifting.py").write_text(CATEGORIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    drifting = importlib.import_module("drifting")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error")
+        warnings.filterwarnings("ignore", category=drifting.Drift)
+        warnings.filterwarnings("ignore", category=drifting.Drift.Inner)
+        envs = muster.make_vec(Counter, 1)
+    with envs:
+
+        def warn(env: Any, index: int) -> Any:
+            loaded_before = "drifting" in sys.modules
+            module = importlib.import_module("drifting")
+            warnings.warn("ignored", module.Drift, stacklevel=1)
+            warnings.warn("ignored", module.Drift.Inner, stacklevel=1)
+            assert type(module.__loader__).__name__ == type(module.__spec__.loader).__name__ == "SourceFileLoader"
+            return loaded_before
+
+        assert envs.call(warn) == (False,)
+
+
+class MakesTensors(Counter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype = str(importlib.import_module("torch").zeros(1).dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [{"context": "forkserver"}, {"context": "fork"}, {"backend": "thread"}], ids=str)
+def test_an_env_that_imports_torch_finds_the_callers_default_dtype(way: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with muster.make_vec(MakesTensors, 1, **way) as envs:
+            assert envs.get_attr("dtype") == ("torch.float64",)
+    finally:
+        torch.set_default_dtype(before)
