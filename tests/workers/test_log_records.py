@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 import muster
 from muster.errors import EnvError, WorkerDied
+from muster.workers import log_inbox
 from sample_envs import Counter
 
 WAYS: list[Any] = [
@@ -240,3 +242,51 @@ def test_a_worker_that_is_stopped_while_it_writes_hangs_nobody(kept: Kept) -> No
         assert kept.take() == []
         envs.call(lambda env, index: os.close(env.fd) if index == 1 else None)
         assert kept.take() == [("INFO", "", "written", 1)]
+
+
+def log_from_threads(env: Any, index: int) -> None:
+    threads = [
+        threading.Thread(target=lambda log=log, n=n: [log.info("%d-%d", n, i) for i in range(200)])
+        for n, log in enumerate((_log, _arm, _log, _arm))
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+
+
+def test_threads_and_forks_of_an_env_log_beside_each_other(kept: Kept) -> None:
+    _arm.addHandler(of_arm := Kept())
+
+    def log_from_a_fork(env: Any, index: int) -> None:
+        if (child := os.fork()) == 0:
+            _log.info("a child")
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    try:
+        with muster.make_vec(Chatty, 1) as envs:
+            kept.take()
+            envs.call(log_from_threads)
+            rows = [("INFO", (".arm" if n % 2 else ""), f"{n}-{i}", None) for n in range(4) for i in range(200)]
+            assert kept.take() == sorted(rows, key=repr)
+            assert len(of_arm.take()) == 400
+            envs.call(log_from_a_fork)
+            assert kept.take() == [("INFO", "", "a child", 0)]
+    finally:
+        _arm.removeHandler(of_arm)
+
+
+def test_records_that_nobody_fetches_take_bounded_memory(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(log_inbox, "_MOST_BYTES", 20_000)
+    with muster.make_vec(Chatty, 1, context="fork") as envs:
+        kept.take()
+        envs.call(lambda env, index: [_log.info("%s", i) for i in range(1000)])
+        [warning] = [record for record in caplog.records if "are lost" in record.getMessage()]
+        assert warning.levelname == "WARNING"
+        lost = int(warning.getMessage().partition(" ")[0])
+        assert 0 < lost == 1000 - len(kept.take())
+        envs.call(lambda env, index: _log.info("heard"))
+        assert kept.take() == [("INFO", "", "heard", 0)]

@@ -56,9 +56,12 @@ class Forwarder(logging.Handler):
         own = [(name, h) for name, h in handlers_of(logging.getLogger(record.name)) if not isinstance(h, Forwarder)]
         ran = {(name, target_of(h)) for name, h in own if record.levelno >= h.level and target_of(h)}
         try:
-            append(self._fd, self._flag, self._fields(record), ran)
-        except OSError:  # the file is closed, by an env, or is kept
-            logging.StreamHandler().handle(record)
+            try:
+                written = append(self._fd, self._flag, self._fields(record), ran)
+            except OSError:  # the file is closed, by an env
+                written = False
+            if not written:
+                logging.StreamHandler().handle(record)
         except Exception:  # arguments that do not fit the message
             self.handleError(record)
 
@@ -92,6 +95,8 @@ class LogForwarding:
         to = fd, map_flag(fd), worker
         self._forwarders = {name: Forwarder(*to, level) for name, level in self._levels.handled.items()}
         logging.lastResort = Forwarder(*to)
+        for forwarder in self._forwarders.values():
+            forwarder.lock = logging.lastResort.lock  # see `append`
         self.restore()
 
     def restore(self, *, drops_handlers: bool = False) -> None:

@@ -1,12 +1,12 @@
 """The log records of workers, on their way to the caller's loggers.
 
 They lie one behind the other in a memfd that all workers of a vector env append to: writing never waits for a reader.
-A byte in front of them tells the caller that there are some, which costs a step nothing while there are none.
+A byte in front of them tells the caller that there are some, which costs a step nothing while there are none. Behind
+the byte stand the end of the whole records, and the number of those that found no room.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -23,7 +23,11 @@ from muster._core import map_fd
 # The flag has a page of its own, which stays when the records are removed.
 _START = 4096
 _LENGTH = struct.Struct("<Q")
+_COUNTS, _COUNTS_AT = struct.Struct("<QQ"), 8
+_MOST_BYTES = 64 << 20
 _READER_S, _WRITER_S = 0.05, 1.0
+
+_log = logging.getLogger("muster")
 
 Place = tuple[str, str]
 """The name of a logger, and the file or stream that one of its handlers writes to."""
@@ -35,42 +39,60 @@ class LogInbox:
     def __init__(self, fd: int) -> None:
         os.ftruncate(fd, _START)
         self._fd = fd
-        self.flag: memoryview = map_fd(fd=fd, size=_START).data
+        self.flag = map_flag(fd)
         self._taking = threading.RLock()  # reentrant: a handler may use the vector env
 
     def deliver(self, *, at_the_end: bool = False) -> None:
         """Hands the records that have arrived to the caller's loggers. at_the_end: looks for them without the flag."""
-        if self.flag[0] or at_the_end:
-            for fields, ran in _records_in(self._taken()):
-                _hand_over(logging.makeLogRecord(fields), ran)
+        if not (self.flag[0] or at_the_end):
+            return
+        data, lost = self._taken()
+        for fields, ran in _records_in(data):
+            _hand_over(logging.makeLogRecord(fields), ran)
+        if lost:
+            _log.warning(
+                "%d log records of workers are lost: more than %d MB of them were waiting. They are delivered while "
+                "this process waits for envs",
+                *(lost, _MOST_BYTES >> 20),
+            )
 
-    def _taken(self) -> bytes:
+    def _taken(self) -> tuple[bytes, int]:
+        """The records, and how many are lost."""
         with self._taking:
             self.flag[0] = 0  # first: whoever writes from now on sets it again
             if not _locks_soon(self._fd, _READER_S):
                 self.flag[0] = 1
-                return b""
+                return b"", 0
             try:
-                data = os.pread(self._fd, os.fstat(self._fd).st_size - _START, _START)
+                size, lost = _COUNTS.unpack_from(self.flag, _COUNTS_AT)
+                data = os.pread(self._fd, size, _START)
                 os.ftruncate(self._fd, _START)
+                _COUNTS.pack_into(self.flag, _COUNTS_AT, 0, 0)
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN)
-        return data
+        return data, lost
 
 
-def append(fd: int, flag: memoryview, fields: dict[str, Any], ran: Collection[Place]) -> None:
-    """Adds a record in a worker. fields: its attributes.  ran: where handlers in the worker have written it already.
+def append(fd: int, flag: memoryview, fields: dict[str, Any], ran: Collection[Place]) -> bool:
+    """Adds a record in a worker; False where another worker, which was stopped while it wrote, keeps the file.
 
-    Raises OSError: BlockingIOError where another worker, which was stopped while it wrote, keeps the file.
+    fields: its attributes.  ran: where handlers in the worker have written it already. Raises OSError.
     """
     data = pickle.dumps((fields, ran), protocol=pickle.HIGHEST_PROTOCOL)
     if not _locks_soon(fd, _WRITER_S):
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return False
     try:
-        os.pwrite(fd, _LENGTH.pack(len(data)) + data, max(_START, os.fstat(fd).st_size))
+        size, lost = _COUNTS.unpack_from(flag, _COUNTS_AT)
+        if size + len(data) > _MOST_BYTES:
+            lost += 1
+        else:
+            os.pwrite(fd, _LENGTH.pack(len(data)) + data, _START + size)
+            size += _LENGTH.size + len(data)
+        _COUNTS.pack_into(flag, _COUNTS_AT, size, lost)  # last: what a worker that is killed leaves does not count
         flag[0] = 1
     finally:
         fcntl.lockf(fd, fcntl.LOCK_UN)
+    return True
 
 
 def map_flag(fd: int) -> memoryview:
@@ -97,11 +119,9 @@ def target_of(handler: logging.Handler) -> str:
 
 def _records_in(data: bytes) -> Iterator[tuple[dict[str, Any], Collection[Place]]]:
     at = 0
-    while at + _LENGTH.size <= len(data):
+    while at < len(data):
         (length,) = _LENGTH.unpack_from(data, at)
         at += _LENGTH.size + length
-        if at > len(data):  # the worker was killed while it wrote
-            return
         yield pickle.loads(data[at - length : at])
 
 
