@@ -339,6 +339,27 @@ def test_a_script_that_cannot_be_run_again_is_refused(
     assert "pass a function that sets up what envs need instead" in said
 
 
+def test_a_script_that_ends_the_program_ends_no_drop_in_and_empties_no_log_file(run: RunScript) -> None:
+    said = run(
+        """
+        import logging, robotlib
+        from muster.interop.gymnasium import AsyncVectorEnv
+        logging.getLogger("log").addHandler(logging.FileHandler("run.log", "w"))
+        if "exits" in sys.argv and __name__ != "__main__":
+            sys.exit("not for workers")
+        robotlib.Robot = Arm
+        if __name__ == "__main__":
+            logging.getLogger("log").error("begun")
+            AsyncVectorEnv([Arm]).close()
+            print(open("run.log").read(), end="")
+            sys.argv.append("exits")
+            tell(lambda: AsyncVectorEnv([Arm]))
+        """
+    )
+    assert said[:2] == ["begun", "EnvError env 0 (worker 0, while it was built): SystemExit: not for workers"]
+    assert said[2].startswith("Raised by ")
+
+
 def test_a_script_that_fails_or_starts_workers_itself_ends_with_an_error(run: RunScript) -> None:
     said = run(
         f"""

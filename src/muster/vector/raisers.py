@@ -30,12 +30,13 @@ def raise_original(failures: Sequence[Failure], batch: Batch | None) -> NoReturn
 def original_error(failures: Sequence[Failure], which: int) -> BaseException:
     """The env's own exception in ``failures[which]``, if it could be rebuilt in this process; else an EnvError.
 
-    The caller's own Ctrl-C comes first: another env's exception must not swallow it.
+    The caller's own Ctrl-C comes first: another env's exception must not swallow it. An env's SystemExit stays an
+    EnvError: it would end this process without a word.
     """
     failure = next((one for one in failures if isinstance(one.exception, KeyboardInterrupt)), failures[which])
     error = to_exception(failure)
     original = error.__cause__
-    if original is None or type(error) is not EnvError:
+    if original is None or type(error) is not EnvError or isinstance(original, SystemExit):
         return error
     if isinstance(failure.exception, bytes):
         where = f"env {failure.env_index} (worker {failure.worker_index})"
@@ -52,7 +53,7 @@ def originals_raised() -> Iterator[None]:
         yield
     except EnvError as error:
         original = error.__cause__ if type(error) is EnvError else None
-        if original is None:
+        if original is None or isinstance(original, SystemExit):
             raise
         if error.hint:
             original.add_note(error.hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -100,7 +101,7 @@ class Script:
         global _running
         _running = self
         try:
-            with _kept_surroundings(), _inheriting():
+            with _kept_surroundings(), _kept_log_files(), _inheriting():
                 if self.folder is not None:
                     with contextlib.suppress(OSError):  # it is gone
                         os.chdir(self.folder)
@@ -160,6 +161,23 @@ def _kept_surroundings() -> Iterator[None]:
         os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _kept_log_files() -> Iterator[None]:
+    """Has handlers append to files that they would empty: the caller has written to them."""
+    handler: Any = logging.FileHandler
+    original = handler._open
+
+    def append(self: Any) -> Any:
+        self.mode = self.mode.replace("w", "a")
+        return original(self)
+
+    handler._open = append
+    try:
+        yield
+    finally:
+        handler._open = original
 
 
 @contextlib.contextmanager

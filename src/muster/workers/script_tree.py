@@ -100,7 +100,7 @@ class _Reader:
         self._bound: set[str] = set()
         self._has_star = False
         self._functions: dict[str, ast.FunctionDef] = {}
-        self._entered: set[str] = set()
+        self._entered: set[tuple[str, frozenset[tuple[str, str | None]]]] = set()
 
     def read(self, body: Sequence[ast.AST]) -> None:
         for node in body:
@@ -133,6 +133,16 @@ class _Reader:
             case ast.AnnAssign(target, _, value) if value is not None:
                 self._expressions([value, target])
                 self._assign(target, value)
+            case ast.AugAssign(ast.Name() as target) if isinstance(self._value(target), _CONTAINERS):
+                self._note(target, target)
+                self._children(node)
+            case ast.For(ast.Name(name), ast.Tuple(elements) | ast.List(elements)):
+                self._children(node)
+                for element in elements:  # its first run has read the body with a name that is bound to nothing
+                    if (dotted := self._dotted(element)) is not None:
+                        self._import(name, dotted)
+                        self.read(node.body)
+                        break
             case ast.ClassDef(name):
                 self._bind(name)
                 self._children(node)
@@ -162,18 +172,26 @@ class _Reader:
         match call.func:
             case ast.Name("setattr" | "delattr") if call.args:
                 self._note(call.args[0], call)
-            case ast.Name(name) if name in self._functions and name not in self._entered:
-                self._enter(self._functions[name])
+            case ast.Name(name) if name in self._functions:
+                self._enter(self._functions[name], call)
             case ast.Attribute(held, method) if method in _CHANGING and isinstance(self._value(held), _CONTAINERS):
                 self._note(held, call)
 
-    def _enter(self, function: ast.FunctionDef) -> None:
-        """Reads the body of a function of the script that its top level calls."""
-        self._entered.add(function.name)
-        imported, bound = dict(self._imported), set(self._bound)
+    def _enter(self, function: ast.FunctionDef, call: ast.Call) -> None:
+        """Reads the body of a function of the script that its top level calls, once for the same arguments."""
         arguments = function.args
-        for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-            self._bind(one.arg)
+        names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        values = dict(zip(names, call.args, strict=False)) | {one.arg: one.value for one in call.keywords if one.arg}
+        passed = {name: self._dotted(value) for name, value in values.items()}
+        if (key := (function.name, frozenset(passed.items()))) in self._entered:
+            return
+        self._entered.add(key)
+        imported, bound = dict(self._imported), set(self._bound)
+        for name in names:
+            self._bind(name)
+        for name, dotted in passed.items():
+            if dotted is not None:
+                self._import(name, dotted)
         self.read(function.body)
         self._imported, self._bound = imported, bound
 
@@ -207,7 +225,16 @@ class _Reader:
                 return None if dotted is None else f"{dotted}.{name}"
             case ast.Subscript(held):
                 return self._dotted(held)
+            case ast.Call(ast.Name("getattr" | "vars"), [held, *_]):
+                return self._dotted(held)
+            case ast.Call(function, [ast.Constant(str() as name), *_]) if self._imports(function):
+                return name
         return None
+
+    def _imports(self, function: ast.expr) -> bool:
+        if isinstance(function, ast.Name) and function.id == "__import__":
+            return True
+        return self._dotted(function) == "importlib.import_module"
 
     def _value(self, node: ast.expr) -> Any:
         """The object that an expression names now, found without running code of it; None where that is not known."""
