@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -144,6 +145,20 @@ def test_a_filter_for_a_category_holds_once_its_module_is_imported(
             return loaded_before
 
         assert envs.call(warn) == (False,)
+
+
+def test_a_filter_that_makes_errors_of_warnings_ends_no_import_of_box2d() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error")
+        envs = muster.make_vec(Counter, 1)
+    with envs:
+
+        def walk(env: Any, index: int) -> Any:
+            gym.make("BipedalWalker-v3").close()
+            with pytest.raises(UserWarning, match="still one"):
+                warnings.warn("still one", UserWarning, stacklevel=1)
+
+        envs.call(walk)
 
 
 class MakesTensors(Counter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import importlib
 import importlib.util
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ class MakePettingZoo(OfKnownLibrary):
         # Every family has packages of its own; pip knows them as an extra of PettingZoo's.
         package, family, *_ = self.module.split(".")
         requirement = f"pettingzoo[{family}]" if package == "pettingzoo" else _EXTRA
-        with missing_explained(f"{self.module} needs", pip_install(requirement)):
+        with missing_explained(f"{self.module} needs", pip_install(requirement)), warnings.catch_warnings():
+            # About how Muster makes the env, which its user cannot change.
+            warnings.filterwarnings("ignore", "The old environment creation API", DeprecationWarning)
             module = importlib.import_module(self.module)
         make = getattr(module, "parallel_env", None) or module.env
         return make(**kwargs)

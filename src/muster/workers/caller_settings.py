@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 import sys
 import warnings
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from muster.workers.after_import import after_import
 
 # Modes of np.seterr that need the function of np.seterrcall.
 _CALLING = ("call", "log")
+
+# Modules made by SWIG (Box2D's) end the process where their import raises this warning.
+_OF_SWIG = ("ignore", re.compile("builtin type .* has no __module__ attribute"), DeprecationWarning, None, 0)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class CallerSettings:
 
     def apply_filters(self, *, keeps: bool) -> None:
         """Makes the caller's filters this process's. keeps: those that only this process has stay, in front."""
-        filters: list[Any] = []
+        filters: list[Any] = [_OF_SWIG] if any(one[0] == "error" for one in self.filters) else []
         for action, message, category, module, line in self.filters:
             found = category.find()
             if found is not None:
