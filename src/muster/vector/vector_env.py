@@ -79,12 +79,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.single_action_space = handed_out(spaces.single_action)
         self.observation_space, self.action_space = spaces.observation, spaces.action
         self.metadata = {**facts.metadata, "autoreset_mode": assembled.autoreset_mode}
-        self.render_mode = facts.render_mode
-        self.spec = facts.spec
-        self.copy = assembled.copy
-        self.info_reader = assembled.info_reader
-        self._obs = assembled.obs
-        self._has_objects = assembled.obs.has_objects
+        self.render_mode, self.spec = facts.render_mode, facts.spec
+        self.copy, self.info_reader = assembled.copy, assembled.info_reader
+        self._obs, self._has_objects = assembled.obs, assembled.obs.has_objects
         self._writer = assembled.writer
         self._raise = assembled.raiser
         self._raise_closed = assembled.raise_closed
