@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,28 @@ def test_a_handler_that_raises_disturbs_no_step(kept: Kept, capsys: pytest.Captu
     finally:
         _log.removeHandler(failing)
     assert "the disk is full" in capsys.readouterr().err
+
+
+class Saving(Chatty):
+    def __init__(self, heard: Path) -> None:
+        super().__init__()
+        self.heard = heard
+
+    def close(self) -> None:
+        _log.info("saving")
+        while not self.heard.exists():
+            time.sleep(0.01)
+
+
+def test_what_an_env_logs_while_it_closes_arrives_meanwhile(kept: Kept, tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    _log.addFilter(listen := lambda record: record.getMessage() != "saving" or heard.touch() is None)
+    try:
+        with muster.make_vec(Saving, 2, env_kwargs={"heard": heard}):
+            kept.take()
+    finally:
+        _log.removeFilter(listen)
+    assert kept.take() == [("INFO", "", "saving", 0), ("INFO", "", "saving", 1)]
 
 
 def configure(path: str) -> None:

@@ -447,7 +447,9 @@ class ProcessBackend(Backend):
         def send(worker: WorkerHandle) -> None:
             self._send(worker, message, 0.0)
 
-        return ClosingWorkers(workers, limits, send=send, doing=self._doing, count_pending=count_pending)
+        return ClosingWorkers(
+            *(workers, limits), send=send, doing=self._doing, count_pending=count_pending, on_slice=self.deliver_logs
+        )
 
 
 def _unpacked(worker: WorkerHandle, i: int, data: bytes) -> Any:

@@ -21,6 +21,7 @@ class ClosingWorkers:
     """Asks workers to close their envs, and waits for each as long as `limits` allow.
 
     send: sends a worker the message `Close`; raises TimeoutError where the worker cannot take it yet, ChannelClosed.
+    on_slice: called now and then while it waits.
     doing: what a worker is busy with, in words.  count_pending: the number of envs that it has to step or reset first.
     failures: what ``env.close()`` raised.  cuts: reports of the workers that were killed.
     """
@@ -33,7 +34,9 @@ class ClosingWorkers:
         send: Callable[[WorkerHandle], None],
         doing: Callable[[WorkerHandle], str],
         count_pending: Callable[[WorkerHandle], int],
+        on_slice: Callable[[], None],
     ) -> None:
+        self._on_slice = on_slice
         self._send, self._doing, self._count_pending = send, doing, count_pending
         began = time.monotonic()
         self._owed = [worker for worker in workers if not worker.process.has_ended()]
@@ -54,6 +57,7 @@ class ClosingWorkers:
         while self._owed:
             self.ask()
             self._listen()
+            self._on_slice()
             self._kill_late()
             progress = [self._progress[worker.index] for worker in self._owed]
             self._notice.check(progress, lambda place: self._doing(self._owed[place]))
