@@ -226,7 +226,12 @@ def test_a_handler_that_a_worker_has_too_writes_a_record_once(
     lines = ["0 actions", "built {'n': 1}", "closed", "reset"]
     assert sorted(file.read_text().splitlines()) == sorted(lines * 2)
     assert sorted(message for _, _, message, _ in kept.take()) == sorted(lines * 2)
-    assert capfd.readouterr().err.count("reset\n") == 2
+    said = ""
+    for _ in range(100):  # what a worker has written to stderr may come a little later
+        said += capfd.readouterr().err
+        if said.count("closed\n") < 2:
+            time.sleep(0.05)
+    assert said.count("reset\n") == said.count("closed\n") == 2
 
 
 class Configure:
@@ -262,9 +267,9 @@ def test_a_worker_that_is_stopped_while_it_writes_hangs_nobody(kept: Kept) -> No
                 fcntl.lockf(env.fd, fcntl.LOCK_EX)
 
         envs.call(write_and_hold)
-        assert kept.take() == []
+        before = kept.take()  # one, if it came before the lock
         envs.call(lambda env, index: os.close(env.fd) if index == 1 else None)
-        assert kept.take() == [("INFO", "", "written", 1)]
+        assert before + kept.take() == [("INFO", "", "written", 1)]
 
 
 def log_from_threads(env: Any, index: int) -> None:

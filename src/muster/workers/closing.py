@@ -61,6 +61,7 @@ class ClosingWorkers:
             self._kill_late()
             progress = [self._progress[worker.index] for worker in self._owed]
             self._notice.check(progress, lambda place: self._doing(self._owed[place]))
+        self.failures.sort(key=lambda failure: failure.env_index)
 
     def _is_asked(self, worker: WorkerHandle) -> bool:
         # A worker reads a message before it begins the next step. One that starts has no steps to end.
