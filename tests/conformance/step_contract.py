@@ -217,6 +217,7 @@ class StepContract:
         assert envs.reset(seed=0)[1]["in_reset"].tolist() == [0, 1, 2]
         assert envs.step(np.zeros(3, int))[4]["in_step"].tolist() == [0, 1, 2]
         assert envs.call("called") == (0, 1, 2)
+        assert envs.call(lambda env, index, x, y=0: (index, x, y), 5, y=6) == ((0, 5, 6), (1, 5, 6), (2, 5, 6))
         assert muster.get_worker_info() is None
 
     def test_foreign_byte_order_is_understood(self, make: MakeVec) -> None:

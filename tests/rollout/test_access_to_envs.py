@@ -70,6 +70,7 @@ def test_calls_reach_every_env_between_batches(collector):
     collector.rollout()
     assert collector.call("tell", 5, y=6) == tuple((i, 5, 6) for i in range(4))
     assert collector.call(lambda env, i: (i, env.unwrapped.index)) == tuple((i, i) for i in range(4))
+    assert collector.call(lambda env, i, x, y=0: (i, x, y), 5, y=6) == tuple((i, 5, 6) for i in range(4))
     assert collector.get_attr("level") == (0.0,) * 4
     collector.rollout()
 

@@ -197,7 +197,7 @@ class MultiCollector(BatchSource):
         return self._spaces[1]
 
     def call(self, name: str | Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The results of ``env.name(*args, **kwargs)``, or of ``name(env, env_index)`` for a function, one per env.
+        """The results of ``env.name(*args, **kwargs)``, or of ``name(env, env_index, *args, **kwargs)`` for a function.
 
         Envs are called between batches, in the order of their indices among all. With ``sync=False`` each collector
         first ends the batch that it has begun, which the next iterations return. Raises EnvError, UsageError.

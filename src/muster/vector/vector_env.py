@@ -222,7 +222,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     @interruptible
     def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The results of ``env.name(*args, **kwargs)``, or of ``name(env, env_index)`` for a function, one per env.
+        """The results of ``env.name(*args, **kwargs)``, or of ``name(env, env_index, *args, **kwargs)`` for a function.
 
         An attribute that is not callable is returned itself.
         """

@@ -357,7 +357,7 @@ class EnvHost:
 
 def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(name, str):
-        return name(env, index)
+        return name(env, index, *args, **kwargs)
     value = get_attribute(env, name)
     return value(*args, **kwargs) if callable(value) else value
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# A function that `EnvHost.call` takes in place of a method's name, and calls with each env and its index.
-EnvCall = Callable[[Any, int], Any]
+# A function that `EnvHost.call` takes in place of a method's name, and calls with each env, its index and the arguments.
+EnvCall = Callable[..., Any]
 
 
 class WaitBudget(NamedTuple):

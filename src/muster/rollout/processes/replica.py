@@ -100,7 +100,7 @@ class Replica(gymnasium.Env[Array, Array]):
         """`VectorEnv.call` on its envs; a function is called with their indices among all."""
         if callable(name):
             function = name
-            name = lambda env, i: function(env, self._plan.first_env + i)  # noqa: E731
+            name = lambda env, i, *args, **kwargs: function(env, self._plan.first_env + i, *args, **kwargs)  # noqa: E731
         return tuple(self._guarded(lambda: self._envs.call(name, *args, **kwargs)))
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
