@@ -104,6 +104,43 @@ def test_what_was_set_last_is_set_again(how: dict[str, Any], fault: int, mode: s
         assert envs.get_attr("goal") == (5.0, 6.0)
 
 
+class Ordered(Task):
+    """A new task begins with a goal of its own; a plan is worked off."""
+
+    plan: Any = ()
+
+    @property
+    def task(self) -> float:
+        return self._speed
+
+    @task.setter
+    def task(self, task: float) -> None:
+        self.goal, self._speed = 0.0, task
+
+    def step(self, action: Any) -> Any:
+        if action == GO_ON and self.plan:
+            self.plan.pop()
+        return super().step(action)
+
+
+@pytest.mark.parametrize("how", [PROCESSES[0], *IN_PROCESS], ids=str)
+def test_values_are_set_in_the_order_in_which_they_were_set_last_and_as_they_were_then(how: dict[str, Any]) -> None:
+    workers = {} if how["backend"] == "serial" else {"num_workers": 2}
+    with muster.make_vec(Ordered, 2, on_failure="restart", **workers, **how) as envs:
+        envs.reset()
+        envs.set_attr("goal", 1.0)
+        envs.set_attr("task", 2.0)
+        envs.set_attr("goal", 7.0)
+        envs.set_attr("plan", [[1, 2, 3], [4, 5, 6]])
+        envs.step(np.zeros(2, np.int64))
+        for _ in range(2):
+            restart_env_0(envs, RAISE)
+            assert envs.get_attr("goal") == (7.0, 7.0)
+            assert envs.get_attr("plan")[0] == [1, 2, 3]
+            envs.step(np.zeros(2, np.int64))  # the reset
+            envs.step(np.zeros(2, np.int64))
+
+
 def test_each_process_is_given_the_value_as_it_was_sent() -> None:
     with make() as envs:
         goal = np.array(5.0)

@@ -15,10 +15,19 @@ from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv  # noqa: E402
 
 SINGLE, PAIR, CHOICE = Box(-1, 1, (), np.float32), Box(-1, 1, (2,), np.float32), Discrete(4)
 NUMBERS, PAIRS = [0.1, 0.2], [[0.1, 0.2], [0.3, 0.4]]
+MASKED = np.ma.MaskedArray(PAIRS, np.eye(2, dtype=bool), dtype=np.float32)
 # Spaces, and batches for two envs: the dtype of the space, other dtypes, other byte orders, lists.
 CASES = [
     (SINGLE, [*(np.array(NUMBERS, kind) for kind in ("f4", "f8", "f2", ">f4", "i8")), NUMBERS]),
-    (PAIR, [*(np.array(PAIRS, kind) for kind in ("f4", "f8", "f2", ">f4", "i8")), PAIRS, [np.array(p) for p in PAIRS]]),
+    (
+        PAIR,
+        [
+            *(np.array(PAIRS, kind) for kind in ("f4", "f8", "f2", ">f4", "i8")),
+            PAIRS,
+            [np.array(p) for p in PAIRS],
+            MASKED,
+        ],
+    ),
     (CHOICE, [*(np.array([1, 2], kind) for kind in ("i8", "i4", "u1", "f4", "?")), [1, 2], (1, 2)]),
     (MultiDiscrete([3, 4]), [np.array([[1, 2], [0, 3]], kind) for kind in ("i8", "i4")]),
     (MultiBinary(2), [np.array([[1, 0], [0, 1]], kind) for kind in ("i1", "i8", "?")]),

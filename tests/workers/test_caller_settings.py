@@ -178,3 +178,63 @@ def test_an_env_that_imports_torch_finds_the_callers_default_dtype(way: dict[str
             assert envs.get_attr("dtype") == ("torch.float64",)
     finally:
         torch.set_default_dtype(before)
+
+
+LIBRARY = """
+import warnings
+import numpy as np
+import gymnasium as gym
+
+warnings.warn("old", DeprecationWarning)
+BIG = np.exp(np.array([1000.0]))
+import torch
+
+TABLE = str(torch.ones(1).dtype)
+
+
+class Env(gym.Env):
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def found(self):
+        caught = []
+        for act in (lambda: warnings.warn("new", DeprecationWarning), lambda: np.exp(np.array([1000.0]))):
+            try:
+                act()
+            except (DeprecationWarning, FloatingPointError) as error:
+                caught.append(type(error).__name__)
+        return TABLE, caught
+"""
+
+
+@pytest.mark.filterwarnings("ignore:old", "ignore:overflow")
+@pytest.mark.parametrize("by", ["class", "id", "function"])
+@pytest.mark.parametrize("context", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow), "fork"])
+def test_what_the_caller_has_imported_before_is_imported_as_it_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: str, by: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    (tmp_path / "old_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "old_library", raising=False)
+    library = importlib.import_module("old_library")
+    gym.register("OldLibrary-v0", "old_library:Env")
+    ways = {
+        "class": library.Env,
+        "id": "OldLibrary-v0",
+        "function": lambda: importlib.import_module("old_library").Env(),
+    }
+    before = torch.get_default_dtype()
+    try:
+        with warnings.catch_warnings(), np.errstate(over="raise"):
+            warnings.filterwarnings("error", category=DeprecationWarning)
+            torch.set_default_dtype(torch.float64)
+            with muster.make_vec(ways[by], 1, context=context) as envs:
+                assert envs.call("found") == (("torch.float32", ["DeprecationWarning", "FloatingPointError"]),)
+                assert envs.call(lambda env, index: str(torch.ones(1).dtype)) == ("torch.float64",)
+    finally:
+        torch.set_default_dtype(before)
+        del gym.registry["OldLibrary-v0"]

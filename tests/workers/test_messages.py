@@ -157,7 +157,10 @@ def failures_after(*replies: Message) -> list[Any]:
     with open(os.devnull) as always_readable:
         worker.process.fileno.return_value = worker.channel.fileno.return_value = always_readable.fileno()
         worker.channel.recv.side_effect = [*replies, TimeoutError]
-        closing = ClosingWorkers([worker], CloseLimits(), send=Mock(), doing=Mock(), count_pending=Mock(return_value=0))
+        pending = Mock(return_value=0)
+        closing = ClosingWorkers(
+            [worker], CloseLimits(), send=Mock(), doing=Mock(), count_pending=pending, on_slice=Mock()
+        )
         closing.wait()
     return closing.failures
 

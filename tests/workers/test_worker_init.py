@@ -266,7 +266,9 @@ def test_the_script_runs_as_multiprocessing_runs_it_and_what_the_caller_has_made
         os.environ["FROM_SCRIPT"] = "script"
         sys.path.insert(0, "nowhere")
         np.seterr(divide="raise")
-        print("top", __name__, sys.argv[1:])
+        class Noted:
+            x: int
+        print("top", __name__, sys.argv[1:], Noted.__annotations__["x"].__name__)
         class Late(Arm):
             def seen(self):
                 return np.float32([self.gain, sys.path.count("nowhere"), sys.modules["__main__"].HELD["n"]])
@@ -289,7 +291,7 @@ def test_the_script_runs_as_multiprocessing_runs_it_and_what_the_caller_has_made
         """,
         ("train.py", "argument"),
     )
-    top, looked = "top {} ['argument']".format, ("worker_env", "ignore", "elsewhere", "train.py")
+    top, looked = "top {} ['argument'] int".format, ("worker_env", "ignore", "elsewhere", "train.py")
     assert said == [
         *(top("__main__"), top("__mp_main__"), f"{looked}"),
         *(top("__mp_main__"), f"[[5.0, 1.0, 3.0]] {looked}"),

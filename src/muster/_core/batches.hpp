@@ -95,7 +95,7 @@ class BatchNode {
   enum class Kind { kLeaf, kDict, kTuple };
 
   bool leaf_fits(PyObject* batch) const {
-    if (!PyArray_Check(batch)) return false;
+    if (!PyArray_CheckExact(batch)) return false;
     auto* array = reinterpret_cast<PyArrayObject*>(batch);
     if (!same_layout(array, type_num_, shape_)) return false;
     if (low_.empty()) return true;

@@ -15,7 +15,7 @@ import numpy as np
 
 from muster._core import Caller, Status
 from muster.errors import UsageError
-from muster.pickling import MAKE_VEC, UserCall
+from muster.pickling import MAKE_VEC, UserCall, copied_if_plain
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab, SlabPlan
@@ -105,8 +105,11 @@ class Backend(ABC):
         """Sets an attribute of every env: in env i to `values[i]`. A Failure stands where an env raised."""
 
     def kept(self, value: Any) -> Any:
-        """A value that was sent to the envs, in a form that can be sent again as it was."""
-        return value
+        """A value that was sent to the envs, in a form that can be sent again as it was.
+
+        In one process an object that is no plain data stays shared: the envs may be meant to share it.
+        """
+        return copied_if_plain(value)
 
     @abstractmethod
     def restart(self, restart: Restart) -> bool:

@@ -82,6 +82,7 @@ class Recovery:
             if failure is None:
                 if id(value) not in kept:
                     kept[id(value)] = self._backend.kept(value)
+                attributes.pop(name, None)  # set last, so to be set again last: setters may touch others
                 attributes[name] = kept[id(value)]
 
     def worker_died(self, host: int, envs: range, reason: str) -> dict[int, Attributes]:

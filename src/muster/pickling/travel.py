@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 import textwrap
@@ -72,6 +73,11 @@ def is_plain(value: Any) -> bool:
         return _is_plain(value)
     except RecursionError:  # nested too deeply, or in itself
         return False
+
+
+def copied_if_plain(value: Any) -> Any:
+    """A copy of plain data, which nobody else changes; anything else itself."""
+    return copy.deepcopy(value) if is_plain(value) else value
 
 
 def _is_plain(value: Any) -> bool:

@@ -153,7 +153,7 @@ class Leaf(Node):
             raise ActionError(f"{self.path}: expected {count} actions, one for each env, got {got}")
         if array.shape[1:] != self.shape:
             raise ActionError(f"{self.path}: expected shape {(count, *self.shape)}, got {array.shape}")
-        if self.lenient and (array.dtype != self.dtype or isinstance(value, (list, tuple))):
+        if self.lenient and (array.dtype != self.dtype or _is_of_own_kind(value)):
             raise ActionError(f"{self.path}: expected an array of {self.dtype}, got {_brief(value)}")
         if not keeps_kind(array, self.dtype):
             raise ActionError(
@@ -332,6 +332,11 @@ def _node(space: Space, path: str) -> Node:
         children = tuple(_node(child, f"{path}[{i}]") for i, child in enumerate(space.spaces))
         return BranchNode(space, path, (), children)
     return ObjectLeaf(space, path)
+
+
+def _is_of_own_kind(value: Any) -> bool:
+    """Whether iterating over `value` gives other objects than iterating over the array that NumPy makes of it."""
+    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and type(value) is not np.ndarray)
 
 
 def keeps_kind(array: Array, dtype: np.dtype[Any]) -> bool:

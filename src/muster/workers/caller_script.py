@@ -118,7 +118,7 @@ class Script:
             package: str | None = spec.parent
         else:
             with open(self.path, "rb") as file:
-                code = compile(file.read(), self.path, "exec")
+                code = compile(file.read(), self.path, "exec", dont_inherit=True)  # of the flags of this module
             package = None
         vars(main).update(__name__=MAIN_NAMES[1], __file__=self.path, __package__=package, __cached__=None)
         exec(code, vars(main))

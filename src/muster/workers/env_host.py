@@ -17,7 +17,7 @@ from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import RowNode, layout_difference
 from muster.errors import CannotTravel, MusterError, SpecMismatch
 from muster.introspection import type_name
-from muster.pickling import find_culprits
+from muster.pickling import copied_if_plain, find_culprits
 from muster.recipes.init_once import ABOUT_INIT, Init
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import BuiltEnv, Recipe
@@ -284,6 +284,8 @@ class EnvHost:
                 try:
                     if isinstance(value, CannotTravel):
                         raise value
+                    if self.dumps is None:  # the env may change it
+                        value = copied_if_plain(value)
                     with worker_info_context(self.info_of(i)):
                         set_attribute(self.envs[i], name, value)
                 except Exception as error:

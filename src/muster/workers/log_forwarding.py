@@ -69,7 +69,7 @@ class Forwarder(logging.Handler):
         """The record's attributes, and the env's index; what is no plain value as text."""
         fields = {name: value for name, value in vars(record).items() if name not in _MADE_OF}
         plain: dict[str, Any] = {name: value if is_plain(value) else _text(value) for name, value in fields.items()}
-        if type(record.msg) is str and is_plain(record.args):
+        if is_plain(record.msg) and is_plain(record.args):
             plain |= {"msg": record.msg, "args": record.args}
         else:
             plain |= {"msg": record.getMessage(), "args": None}

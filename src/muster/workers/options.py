@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# A function that `EnvHost.call` takes in place of a method's name, and calls with each env, its index and the arguments.
+# A function that `EnvHost.call` takes in place of a method's name: called with each env, its index and the arguments.
 EnvCall = Callable[..., Any]
 
 
