@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 
 import muster
+from muster.workers.around_imports import around_imports
 from sample_envs import Counter
 
 WAYS: list[Any] = [
@@ -238,3 +242,27 @@ def test_what_the_caller_has_imported_before_is_imported_as_it_was_there(
     finally:
         torch.set_default_dtype(before)
         del gym.registry["OldLibrary-v0"]
+
+
+def test_the_loader_of_a_module_that_is_imported_as_before_can_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "copied_later.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    acted: list[int] = []
+
+    @contextlib.contextmanager
+    def act() -> Iterator[None]:
+        acted.append(1)
+        yield
+
+    around_imports(["copied_later"], act)
+    spec = importlib.util.find_spec("copied_later")
+    assert spec is not None
+    for one in (copy.copy(spec.loader), copy.deepcopy(spec.loader)):
+        assert one.get_filename("copied_later") == str(tmp_path / "copied_later.py")
+    spec.loader = copy.copy(spec.loader)
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert acted == [1]
