@@ -162,6 +162,25 @@ def test_the_callers_own_levels_and_filters_count_when_a_record_arrives(kept: Ke
             logging.disable(logging.NOTSET)
 
 
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_filter_that_edits_records_edits_each_once(kept: Kept, way: dict[str, Any]) -> None:
+    def edit(record: logging.LogRecord) -> bool:
+        record.msg = f"seen: {record.msg}"
+        return True
+
+    for logger in (_log, _arm):
+        logger.addFilter(edit)
+    try:
+        with muster.make_vec(Chatty, 1, **way) as envs:
+            envs.reset(seed=0)
+            envs.step(ACTIONS[:1])
+    finally:
+        for logger in (_log, _arm):
+            logger.removeFilter(edit)
+    said = [message for _, _, message, _ in kept.take()]
+    assert sorted(said) == [f"seen: {one}" for one in ("0 actions", "built {'n': 1}", "closed", "reset")]
+
+
 class Failing(Kept):
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)

@@ -84,13 +84,15 @@ class Forwarder(logging.Handler):
 class LogForwarding:
     """Has the records of this worker go to the caller's handlers. fd: of the `LogInbox`.
 
-    levels: the caller's; None in a fork, which has them, and the handlers too, whose place is taken.
+    levels: the caller's; None in a fork, which has them, and the handlers too, whose place is taken. Its filters go:
+    they run in the caller, for every record that arrives there.
     """
 
     def __init__(self, fd: int, worker: int, levels: LogLevels | None) -> None:
         self._levels = LogLevels.current() if levels is None else levels
         for one in _loggers().values() if levels is None else ():
             one.handlers.clear()
+            one.filters.clear()
             one.propagate = True
         to = fd, map_flag(fd), worker
         self._forwarders = {name: Forwarder(*to, level) for name, level in self._levels.handled.items()}
@@ -102,11 +104,14 @@ class LogForwarding:
     def restore(self, *, drops_handlers: bool = False) -> None:
         """Sets the caller's levels, and its handlers' stand-ins where code has removed them.
 
-        drops_handlers: removes other handlers beside them, which are copies of the caller's: its script was run here.
+        drops_handlers: removes other handlers beside them, and all filters, which are copies of the caller's: its script
+        was run here.
         """
         logging.disable(self._levels.disabled)
         for name, level in self._levels.levels.items():
             logging.getLogger(name).setLevel(level)
+        for one in _loggers().values() if drops_handlers else ():
+            one.filters.clear()
         for name, forwarder in self._forwarders.items():
             logger = logging.getLogger(name)
             for handler in list(logger.handlers) if drops_handlers else ():
