@@ -143,6 +143,21 @@ def test_so_they_do_however_they_start(options: dict[str, Any], robotlib: types.
     assert sb3(robotlib, **options) == [5.0, 5.0]
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class Patches:\n    @staticmethod\n    def install(): robotlib.REGISTRY['arm'] = 5\nPatches.install()",
+        "def patch(registry=robotlib.REGISTRY): registry.update(arm=5)\npatch()",
+        "from unittest import mock\nmock.patch.dict(robotlib.REGISTRY, arm=5).start()",
+    ],
+    ids=["method", "default", "mock"],
+)
+def test_so_they_do_however_the_script_assigns(code: str, robotlib: types.ModuleType) -> None:
+    script = Path(str(sys.modules["__main__"].__file__))
+    script.write_text(SCRIPT.replace('robotlib.REGISTRY["arm"] = 5\n', f"{code}\n"))
+    assert gymnasiums(robotlib) == [5.0, 5.0]
+
+
 def test_a_fork_has_what_the_caller_has(robotlib: types.ModuleType) -> None:
     robotlib.REGISTRY["arm"] = 9
     assert gymnasiums(robotlib, context="fork") == [9.0, 9.0]

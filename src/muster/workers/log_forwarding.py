@@ -104,8 +104,8 @@ class LogForwarding:
     def restore(self, *, drops_handlers: bool = False) -> None:
         """Sets the caller's levels, and its handlers' stand-ins where code has removed them.
 
-        drops_handlers: removes other handlers beside them, and all filters, which are copies of the caller's: its script
-        was run here.
+        drops_handlers: removes other handlers beside them, and all filters: copies of the caller's, whose script was
+        run here.
         """
         logging.disable(self._levels.disabled)
         for name, level in self._levels.levels.items():

@@ -7,7 +7,6 @@ class, an old name of NumPy's, an alias in ``sys.modules``, an entry in a librar
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 import os
 import sys
@@ -17,13 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muster.introspection import attributes_of
+from muster.workers.script_names import Meaning, Names
 
 # Not counted: workers have these as the caller has them, or they concern this process's terminal alone, or how fast and
 # in which colours something is done.
 _NOT_COUNTED = (
     *("os.environ", "sys.path", "sys.argv", "warnings.filters", "gymnasium.registry"),
-    "gymnasium.envs.registration.registry",
+    *("gymnasium.envs.registration.registry", "__main__"),
     *("sys.stdin", "sys.stdout", "sys.stderr", "sys.excepthook", "sys.displayhook", "sys.ps1", "sys.ps2"),
     *("sys.tracebacklimit", "sys.dont_write_bytecode", "torch.backends"),
 )
@@ -34,6 +33,8 @@ _CHANGING = (
     *("insert", "pop", "popitem", "popleft", "remove", "setdefault", "update"),
 )
 _SHOWN_CHARACTERS = 80
+# Bounds for functions that call themselves, and for loops over many names.
+_MOST_DEEP, _MOST_CALLS, _MOST_ELEMENTS = 12, 500, 8
 
 
 @dataclass(frozen=True)
@@ -87,20 +88,14 @@ def _shown(line: str) -> str:
 
 
 class _Reader:
-    """Follows the statements that run where the script is not the main program. namespace: the script's globals.
-
-    imported: by each name that is bound to a module, or to something in one, the dotted name of that.
-    """
+    """Follows the statements that run where the script is not the main program. namespace: the script's globals."""
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self.guarded: list[range] = []
         self.lines: list[int] = []
-        self._namespace = namespace
-        self._imported: dict[str, str] = {}
-        self._bound: set[str] = set()
-        self._has_star = False
-        self._functions: dict[str, ast.FunctionDef] = {}
-        self._entered: set[tuple[str, frozenset[tuple[str, str | None]]]] = set()
+        self._names = Names(namespace)
+        self._entered: set[tuple[Any, ...]] = set()
+        self._depth = 0
 
     def read(self, body: Sequence[ast.AST]) -> None:
         for node in body:
@@ -110,42 +105,37 @@ class _Reader:
         match node:
             case ast.Import(names):
                 for alias in names:
-                    self._import(alias.asname or alias.name.partition(".")[0], alias.name if alias.asname else None)
+                    name = alias.name if alias.asname else alias.name.partition(".")[0]
+                    self._names.bind(alias.asname or name, name)
             case ast.ImportFrom(module, names):
-                self._has_star |= any(alias.name == "*" for alias in names)
+                self._names.has_star |= any(alias.name == "*" for alias in names)
                 for alias in names:
-                    self._import(alias.asname or alias.name, f"{module}.{alias.name}")
+                    self._names.bind(alias.asname or alias.name, f"{module}.{alias.name}")
             case ast.FunctionDef():
-                self._bind(node.name)
-                self._functions[node.name] = node
-                self._expressions([*node.decorator_list, *node.args.defaults])
+                self._define(node, [*node.args.defaults, *(one for one in node.args.kw_defaults if one)])
+            case ast.ClassDef():
+                self._define(node, [*node.bases, *(one.value for one in node.keywords)])
             case ast.AsyncFunctionDef():
-                self._bind(node.name)
+                self._names.bind(node.name)
             case ast.If(test, body, orelse) if (guards := _guards(test)) is not None:
                 under, elsewhere = (body, orelse) if guards else (orelse, body)
                 if under:
                     self.guarded.append(range(under[0].lineno, (under[-1].end_lineno or under[-1].lineno) + 1))
                 self.read(elsewhere)
             case ast.Assign(targets, value):
-                self._expressions([value, *targets])
-                for target in targets:
-                    self._assign(target, value)
+                self._assign(targets, value)
             case ast.AnnAssign(target, _, value) if value is not None:
-                self._expressions([value, target])
-                self._assign(target, value)
-            case ast.AugAssign(ast.Name() as target) if isinstance(self._value(target), _CONTAINERS):
+                self._assign([target], value)
+            case ast.AugAssign(ast.Name() as target) if self._is_container(target):
                 self._note(target, target)
                 self._children(node)
-            case ast.For(ast.Name(name), ast.Tuple(elements) | ast.List(elements)):
-                self._children(node)
-                for element in elements:  # its first run has read the body with a name that is bound to nothing
-                    if (dotted := self._dotted(element)) is not None:
-                        self._import(name, dotted)
+            case ast.For(target, row):
+                elements = self._names.meaning(row)
+                self._children(node)  # with a name that stands for nothing
+                for element in elements[:_MOST_ELEMENTS] if isinstance(elements, tuple) else ():
+                    if element is not None:
+                        self._names.bind_all(target, element)
                         self.read(node.body)
-                        break
-            case ast.ClassDef(name):
-                self._bind(name)
-                self._children(node)
             case _:
                 self._children(node)
 
@@ -166,100 +156,105 @@ class _Reader:
             elif isinstance(one, (ast.Attribute, ast.Subscript)) and not isinstance(one.ctx, ast.Load):
                 self._note(one, one)
             elif isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
-                self._bind(one.id)
+                self._names.bind(one.id)
+            elif isinstance(one, ast.NamedExpr):
+                self._names.bind(one.target.id, self._names.meaning(one.value))
+
+    def _define(self, node: ast.FunctionDef | ast.ClassDef, parts: Sequence[ast.expr]) -> None:
+        """Reads what a definition runs: `parts` of it, the body of a class, and decorators of the script."""
+        self._expressions([*node.decorator_list, *parts])
+        if isinstance(node, ast.ClassDef):
+            with self._names.scope():
+                self.read(node.body)
+        self._names.bind(node.name, node)
+        for decorator in reversed(node.decorator_list):
+            self._enter(self._names.meaning(decorator), [node])
+
+    def _assign(self, targets: Sequence[ast.expr], value: ast.expr) -> None:
+        self._expressions([value])
+        meaning = self._names.meaning(value)
+        self._expressions(targets)
+        for target in targets:
+            self._names.bind_all(target, meaning)
 
     def _call(self, call: ast.Call) -> None:
         match call.func:
             case ast.Name("setattr" | "delattr") if call.args:
                 self._note(call.args[0], call)
-            case ast.Name(name) if name in self._functions:
-                self._enter(self._functions[name], call)
-            case ast.Attribute(held, method) if method in _CHANGING and isinstance(self._value(held), _CONTAINERS):
+            case ast.Attribute(held, "start") if isinstance(patcher := self._names.meaning(held), ast.Call):
+                for replaced in patcher.args[:1]:
+                    self._note(replaced, call)
+            case ast.Attribute(held, method) if method in _CHANGING and self._is_container(held):
                 self._note(held, call)
+            case function:
+                given: list[Meaning] = self._receiver(function)
+                for one in call.args:
+                    if isinstance(one, ast.Starred):
+                        row = self._names.meaning(one.value)
+                        given += row if isinstance(row, tuple) else ()
+                    else:
+                        given.append(self._names.meaning(one))
+                named = {one.arg: self._names.meaning(one.value) for one in call.keywords if one.arg}
+                self._enter(self._names.meaning(function), given, named)
 
-    def _enter(self, function: ast.FunctionDef, call: ast.Call) -> None:
+    def _receiver(self, function: ast.expr) -> list[Meaning]:
+        """What a method of the script's own is called with by itself."""
+        if not isinstance(function, ast.Attribute) or not isinstance(
+            owner := self._names.meaning(function.value), ast.ClassDef
+        ):
+            return []
+        method = self._names.method(owner, function.attr)
+        kinds = {one.id for one in method.decorator_list if isinstance(one, ast.Name)} if method is not None else set()
+        by_class = isinstance(function.value, ast.Name) and function.value.id == owner.name
+        return [] if "staticmethod" in kinds or (by_class and "classmethod" not in kinds) else [owner]
+
+    def _enter(self, callee: Meaning, given: Sequence[Meaning], named: Mapping[str, Meaning] | None = None) -> None:
         """Reads the body of a function of the script that its top level calls, once for the same arguments."""
-        arguments = function.args
-        names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        values = dict(zip(names, call.args, strict=False)) | {one.arg: one.value for one in call.keywords if one.arg}
-        passed = {name: self._dotted(value) for name, value in values.items()}
-        if (key := (function.name, frozenset(passed.items()))) in self._entered:
+        if isinstance(callee, ast.ClassDef):
+            callee, given = self._names.method(callee, "__init__"), [callee, *given]
+        if not isinstance(callee, (ast.FunctionDef, ast.Lambda)):
+            return
+        parameters = callee.args
+        names = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
+        passed: dict[str, Meaning] = dict.fromkeys(one.arg for one in parameters.kwonlyargs)
+        with_default = zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+        passed |= {one.arg: self._names.meaning(default) for one, default in with_default if default is not None}
+        passed |= dict.fromkeys(names)
+        passed |= zip(reversed(names), map(self._names.meaning, reversed(parameters.defaults)), strict=False)
+        passed |= zip(names, given, strict=False)
+        passed |= {name: meaning for name, meaning in (named or {}).items() if name in passed}
+        if parameters.vararg is not None:
+            passed[parameters.vararg.arg] = tuple(given[len(names) :])
+        key = callee, tuple(passed.items())
+        if key in self._entered or len(self._entered) >= _MOST_CALLS or self._depth >= _MOST_DEEP:
             return
         self._entered.add(key)
-        imported, bound = dict(self._imported), set(self._bound)
-        for name in names:
-            self._bind(name)
-        for name, dotted in passed.items():
-            if dotted is not None:
-                self._import(name, dotted)
-        self.read(function.body)
-        self._imported, self._bound = imported, bound
+        self._depth += 1
+        with self._names.scope():
+            for name, meaning in passed.items():
+                self._names.bind(name, meaning)
+            if isinstance(callee, ast.Lambda):
+                self._expressions([callee.body])
+            else:
+                self.read(callee.body)
+        self._depth -= 1
 
-    def _import(self, name: str, dotted: str | None) -> None:
-        self._imported[name] = dotted or name
-        self._bound.add(name)
-
-    def _bind(self, name: str) -> None:
-        self._imported.pop(name, None)
-        self._bound.add(name)
-
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        """Notes where a name becomes another name of something imported: ``Robot = robotlib.Robot``."""
-        if isinstance(target, ast.Name) and (dotted := self._dotted(value)) is not None:
-            self._import(target.id, dotted)
+    def _is_container(self, node: ast.expr) -> bool:
+        return isinstance(self._names.value(node), _CONTAINERS)
 
     def _note(self, target: ast.expr, at: ast.expr) -> None:
-        dotted = self._dotted(target)
-        if dotted is not None and _counts(dotted):
+        """Notes that `target` is changed; a patcher may name it in a string."""
+        dotted = target.value if isinstance(target, ast.Constant) else self._names.dotted(target)
+        if isinstance(dotted, str) and _counts(dotted):
             self.lines.append(at.lineno)
-
-    def _dotted(self, node: ast.expr) -> str | None:
-        """The dotted name of an attribute or element of something imported; None for anything else."""
-        match node:
-            case ast.Name(name) if name in self._imported:
-                return self._imported[name]
-            case ast.Name(name) if self._has_star and name not in self._bound and not hasattr(builtins, name):
-                return f"*.{name}"
-            case ast.Attribute(held, name):
-                dotted = self._dotted(held)
-                return None if dotted is None else f"{dotted}.{name}"
-            case ast.Subscript(held):
-                return self._dotted(held)
-            case ast.Call(ast.Name("getattr" | "vars"), [held, *_]):
-                return self._dotted(held)
-            case ast.Call(function, [ast.Constant(str() as name), *_]) if self._imports(function):
-                return name
-        return None
-
-    def _imports(self, function: ast.expr) -> bool:
-        if isinstance(function, ast.Name) and function.id == "__import__":
-            return True
-        return self._dotted(function) == "importlib.import_module"
-
-    def _value(self, node: ast.expr) -> Any:
-        """The object that an expression names now, found without running code of it; None where that is not known."""
-        match node:
-            case ast.Name(name) if name in self._imported:
-                return self._namespace.get(name, sys.modules.get(self._imported[name]))
-            case ast.Name(name):
-                return self._namespace.get(name)
-            case ast.Attribute(held, name):
-                value = self._value(held)
-                if isinstance(value, type):
-                    return next((vars(base)[name] for base in value.__mro__ if name in vars(base)), None)
-                return attributes_of(value).get(name)
-            case ast.Subscript(held, ast.Constant(key)):
-                value = self._value(held)
-                return value.get(key) if type(value) is dict else None
-        return None
 
 
 def _run_at_once(node: ast.expr) -> Iterator[ast.AST]:
-    """The parts of an expression, without the bodies of functions in it."""
-    yield node
+    """The parts of an expression, inner ones first, without the bodies of functions in it."""
     if not isinstance(node, ast.Lambda):
         for child in ast.iter_child_nodes(node):
             yield from _run_at_once(child)  # type: ignore[arg-type]  # parts of expressions that are none are harmless
+    yield node
 
 
 def _guards(test: ast.expr) -> bool | None:
