@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import pickle
 import sys
 import types
 import warnings
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 for package in ("stable_baselines3", "torchrl"):
@@ -19,6 +22,7 @@ from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv  # noqa: E402
 from muster.interop.gymnasium import make_vec as gymnasiums_make_vec  # noqa: E402
 from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, make_vec_env  # noqa: E402
 from muster.interop.torchrl import ParallelEnv  # noqa: E402
+from sample_envs import Counter  # noqa: E402
 
 LIBRARY = """
 import gymnasium, numpy
@@ -188,3 +192,44 @@ def test_a_script_without_a_guard_is_warned_of(robotlib: types.ModuleType) -> No
 def test_a_custom_worker_of_gymnasium_takes_no_function(robotlib: types.ModuleType) -> None:
     with pytest.raises(TypeError, match="which has no worker_init"):
         AsyncVectorEnv([robotlib.Arm], worker=print, worker_init=robotlib.prepare)
+
+
+class Loader(Counter):
+    """Reads an object of the script's class State from a pickle, in a reset or in each step."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def reset(self, **arguments: Any) -> Any:
+        self.load("reset")
+        return super().reset(**arguments)
+
+    def step(self, action: Any) -> Any:
+        self.load("step")
+        return super().step(action)
+
+    def load(self, now: str) -> None:
+        if self.where == now:
+            pickle.loads(b"c__main__\nState\n)R.")
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+@pytest.mark.parametrize("start", [SubprocVecEnv, AsyncVectorEnv], ids=lambda start: start.__name__)
+@pytest.mark.usefixtures("robotlib")
+@pytest.mark.filterwarnings("ignore:.*ERROR")  # Gymnasium's own lines
+def test_an_error_about_a_class_of_the_script_that_workers_lack_says_what_to_write(start: Any, where: str) -> None:
+    Path(str(sys.modules["__main__"].__file__)).write_text("class State: pass\nif __name__ == '__main__': pass\n")
+
+    def use(**options: Any) -> None:
+        envs = start([functools.partial(Loader, where)], **options)
+        try:
+            envs.reset()
+            envs.step(np.zeros(1, np.int64))
+        finally:
+            envs.close()
+
+    with pytest.raises(AttributeError, match="Can't get attribute 'State' on <module '__main__'") as caught:
+        use()
+    assert any('`State` is not among it. Pass worker_init="script"' in note for note in caught.value.__notes__)
+    use(worker_init="script")

@@ -217,6 +217,77 @@ def test_make_vec_does_not_run_the_script_and_its_error_names_the_line_and_the_a
     assert said[4:] == ["[5.0, 0.0, 0.0]"] * 3
 
 
+MISSING = """
+import pickle
+from pathlib import Path
+import gymnasium as gym, numpy as np
+
+class State:
+    pass
+
+gain = 5
+
+class Arm(gym.Env):
+    observation_space = gym.spaces.Box(-9, 999, (3,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    def __init__(self, act):
+        self.act = act
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(3, np.float32), {}
+    def step(self, action):
+        self.act()
+        return np.zeros(3, np.float32), 0.0, False, False, {}
+
+def load():
+    pickle.loads(Path("state.pkl").read_bytes())
+def look_up():
+    globals()["Sta" + "te"]
+def attribute():
+    import sys
+    getattr(sys.modules["__main__"], "Sta" + "te")
+def evaluate():
+    eval("Sta" + "te()")
+def pick():
+    pickle.dumps(type("State", (), {"__module__": "__main__"}))
+def key():
+    {"a": 1}["ga" + "in"]
+def undefined():
+    globals()["Sta" + "ate"]
+
+import muster
+
+def tell(act, **options):
+    envs = muster.make_vec(lambda: Arm(act), 1, **options)
+    try:
+        envs.reset()
+        for _ in range(2):
+            envs.step(np.zeros(1, np.int64))
+        print("ok", flush=True)
+    except Exception as error:
+        notes = [note for note in getattr(error, "__notes__", ()) if "raceback" not in note]
+        print(*[line for line in "\\n".join([str(error), *notes]).splitlines() if "workers have" in line], flush=True)
+    finally:
+        envs.close()
+"""
+
+
+def test_an_error_about_a_name_that_arrived_nowhere_says_what_to_write(run: RunScript) -> None:
+    said = run(
+        """
+        if __name__ == "__main__":
+            Path("state.pkl").write_bytes(pickle.dumps(State()))
+            for act in (load, look_up, attribute, evaluate, pick, key, undefined):
+                tell(act)
+            tell(load, worker_init="script")
+        """,
+        head=MISSING,
+    )
+    lacks = "Of train.py workers have what their envs' code names, and `State` is not among it. Pass "
+    hint = f'{lacks}worker_init="script": each worker then runs the script\'s top level first. Or name it in a method'
+    assert said[:5] == [f"{hint} of the env."] * 5
+    assert said[5:] == ["", "", "ok"]
+
+
 def test_what_a_function_sets_in_the_script_envs_find_there(run: RunScript) -> None:
     said = run(
         """

@@ -41,8 +41,8 @@ def original_error(failures: Sequence[Failure], which: int) -> BaseException:
     if isinstance(failure.exception, bytes):
         where = f"env {failure.env_index} (worker {failure.worker_index})"
         original.add_note(f"The traceback of {where}:\n{failure.worker_traceback.rstrip()}")
-    if failure.hint:
-        original.add_note(failure.hint)
+    if error.hint:
+        original.add_note(error.hint)
     return original
 
 

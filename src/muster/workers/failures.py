@@ -13,7 +13,7 @@ from typing import Any
 from muster.envs.attributes import chain
 from muster.envs.dm_env import is_dm_env
 from muster.errors import CannotTravel, ConfigError, EnvError, MusterError, UsageError, WrongType
-from muster.workers.worker_init import about_script
+from muster.workers.worker_init import about_missing, about_script
 
 # Errors that an env may raise because it uses a vector env itself. Raised as they are, they would seem to be about the
 # vector env that steps this env.
@@ -69,7 +69,7 @@ def to_exception(failure: Failure) -> BaseException:
     own = isinstance(original, EnvError)
     if isinstance(failure.exception, KeyboardInterrupt):  # not pickled, so a Ctrl-C in this process
         return failure.exception
-    about = about_script(failure.lacks) if failure.lacks and not own and _may_lack(failure, original) else ""
+    about = _about_lacks(failure, original) if failure.lacks and not own else ""
     if isinstance(original, MusterError) and not own and not isinstance(original, _OF_CALLS):
         if about and isinstance(original, CannotTravel):
             original.add_note(about)
@@ -91,6 +91,12 @@ def to_exception(failure: Failure) -> BaseException:
     if failure.note is not None:
         error.add_note(failure.note)
     return error
+
+
+def _about_lacks(failure: Failure, original: BaseException | None) -> str:
+    """The sentence about what the worker may lack of the caller's script, see `SetUp`; empty where that is nothing."""
+    about = about_missing(failure.lacks, failure.type_name, failure.message, failure.worker_traceback)
+    return about or (about_script(failure.lacks) if _may_lack(failure, original) else "")
 
 
 def _may_lack(failure: Failure, original: BaseException | None) -> bool:

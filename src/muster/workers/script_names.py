@@ -35,6 +35,10 @@ class Names:
         yield
         self._meanings = before
 
+    def bound(self) -> frozenset[str]:
+        """All names that are bound now."""
+        return frozenset(self._meanings)
+
     def bind(self, name: str, meaning: Meaning = None) -> None:
         self._meanings[name] = meaning
 

@@ -49,11 +49,12 @@ class Effect:
 class ScriptTree:
     """The facts of one script. guarded: the lines that only the main program runs.
 
-    effects: what its top level assigns into imported modules elsewhere, in order.
+    effects: what its top level assigns into imported modules elsewhere, in order.  names: those that it binds there.
     """
 
     guarded: tuple[range, ...]
     effects: tuple[Effect, ...]
+    names: frozenset[str]
 
     def may_run_again(self, line: int | None) -> bool:
         """Whether another process may run the script's top level for what was begun in `line`; None: not known where.
@@ -79,7 +80,7 @@ def _read(path: str, changed_ns: int) -> ScriptTree:
     reader.read(ast.parse(source).body)
     lines = source.splitlines()
     effects = tuple(Effect(line, _shown(lines[line - 1])) for line in dict.fromkeys(reader.lines))
-    return ScriptTree(tuple(reader.guarded), effects)
+    return ScriptTree(tuple(reader.guarded), effects, reader.names.bound())
 
 
 def _shown(line: str) -> str:
@@ -88,12 +89,15 @@ def _shown(line: str) -> str:
 
 
 class _Reader:
-    """Follows the statements that run where the script is not the main program. namespace: the script's globals."""
+    """Follows the statements that run where the script is not the main program. namespace: the script's globals.
+
+    guarded, lines, names: see `ScriptTree`; lines are those of effects.
+    """
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self.guarded: list[range] = []
         self.lines: list[int] = []
-        self._names = Names(namespace)
+        self.names = Names(namespace)
         self._entered: set[tuple[Any, ...]] = set()
         self._depth = 0
 
@@ -106,17 +110,17 @@ class _Reader:
             case ast.Import(names):
                 for alias in names:
                     name = alias.name if alias.asname else alias.name.partition(".")[0]
-                    self._names.bind(alias.asname or name, name)
+                    self.names.bind(alias.asname or name, name)
             case ast.ImportFrom(module, names):
-                self._names.has_star |= any(alias.name == "*" for alias in names)
+                self.names.has_star |= any(alias.name == "*" for alias in names)
                 for alias in names:
-                    self._names.bind(alias.asname or alias.name, f"{module}.{alias.name}")
+                    self.names.bind(alias.asname or alias.name, f"{module}.{alias.name}")
             case ast.FunctionDef():
                 self._define(node, [*node.args.defaults, *(one for one in node.args.kw_defaults if one)])
             case ast.ClassDef():
                 self._define(node, [*node.bases, *(one.value for one in node.keywords)])
             case ast.AsyncFunctionDef():
-                self._names.bind(node.name)
+                self.names.bind(node.name)
             case ast.If(test, body, orelse) if (guards := _guards(test)) is not None:
                 under, elsewhere = (body, orelse) if guards else (orelse, body)
                 if under:
@@ -130,11 +134,11 @@ class _Reader:
                 self._note(target, target)
                 self._children(node)
             case ast.For(target, row):
-                elements = self._names.meaning(row)
+                elements = self.names.meaning(row)
                 self._children(node)  # with a name that stands for nothing
                 for element in elements[:_MOST_ELEMENTS] if isinstance(elements, tuple) else ():
                     if element is not None:
-                        self._names.bind_all(target, element)
+                        self.names.bind_all(target, element)
                         self.read(node.body)
             case _:
                 self._children(node)
@@ -156,32 +160,32 @@ class _Reader:
             elif isinstance(one, (ast.Attribute, ast.Subscript)) and not isinstance(one.ctx, ast.Load):
                 self._note(one, one)
             elif isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
-                self._names.bind(one.id)
+                self.names.bind(one.id)
             elif isinstance(one, ast.NamedExpr):
-                self._names.bind(one.target.id, self._names.meaning(one.value))
+                self.names.bind(one.target.id, self.names.meaning(one.value))
 
     def _define(self, node: ast.FunctionDef | ast.ClassDef, parts: Sequence[ast.expr]) -> None:
         """Reads what a definition runs: `parts` of it, the body of a class, and decorators of the script."""
         self._expressions([*node.decorator_list, *parts])
         if isinstance(node, ast.ClassDef):
-            with self._names.scope():
+            with self.names.scope():
                 self.read(node.body)
-        self._names.bind(node.name, node)
+        self.names.bind(node.name, node)
         for decorator in reversed(node.decorator_list):
-            self._enter(self._names.meaning(decorator), [node])
+            self._enter(self.names.meaning(decorator), [node])
 
     def _assign(self, targets: Sequence[ast.expr], value: ast.expr) -> None:
         self._expressions([value])
-        meaning = self._names.meaning(value)
+        meaning = self.names.meaning(value)
         self._expressions(targets)
         for target in targets:
-            self._names.bind_all(target, meaning)
+            self.names.bind_all(target, meaning)
 
     def _call(self, call: ast.Call) -> None:
         match call.func:
             case ast.Name("setattr" | "delattr") if call.args:
                 self._note(call.args[0], call)
-            case ast.Attribute(held, "start") if isinstance(patcher := self._names.meaning(held), ast.Call):
+            case ast.Attribute(held, "start") if isinstance(patcher := self.names.meaning(held), ast.Call):
                 for replaced in patcher.args[:1]:
                     self._note(replaced, call)
             case ast.Attribute(held, method) if method in _CHANGING and self._is_container(held):
@@ -190,20 +194,20 @@ class _Reader:
                 given: list[Meaning] = self._receiver(function)
                 for one in call.args:
                     if isinstance(one, ast.Starred):
-                        row = self._names.meaning(one.value)
+                        row = self.names.meaning(one.value)
                         given += row if isinstance(row, tuple) else ()
                     else:
-                        given.append(self._names.meaning(one))
-                named = {one.arg: self._names.meaning(one.value) for one in call.keywords if one.arg}
-                self._enter(self._names.meaning(function), given, named)
+                        given.append(self.names.meaning(one))
+                named = {one.arg: self.names.meaning(one.value) for one in call.keywords if one.arg}
+                self._enter(self.names.meaning(function), given, named)
 
     def _receiver(self, function: ast.expr) -> list[Meaning]:
         """What a method of the script's own is called with by itself."""
         if not isinstance(function, ast.Attribute) or not isinstance(
-            owner := self._names.meaning(function.value), ast.ClassDef
+            owner := self.names.meaning(function.value), ast.ClassDef
         ):
             return []
-        method = self._names.method(owner, function.attr)
+        method = self.names.method(owner, function.attr)
         kinds = {one.id for one in method.decorator_list if isinstance(one, ast.Name)} if method is not None else set()
         by_class = isinstance(function.value, ast.Name) and function.value.id == owner.name
         return [] if "staticmethod" in kinds or (by_class and "classmethod" not in kinds) else [owner]
@@ -211,16 +215,16 @@ class _Reader:
     def _enter(self, callee: Meaning, given: Sequence[Meaning], named: Mapping[str, Meaning] | None = None) -> None:
         """Reads the body of a function of the script that its top level calls, once for the same arguments."""
         if isinstance(callee, ast.ClassDef):
-            callee, given = self._names.method(callee, "__init__"), [callee, *given]
+            callee, given = self.names.method(callee, "__init__"), [callee, *given]
         if not isinstance(callee, (ast.FunctionDef, ast.Lambda)):
             return
         parameters = callee.args
         names = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
         passed: dict[str, Meaning] = dict.fromkeys(one.arg for one in parameters.kwonlyargs)
         with_default = zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
-        passed |= {one.arg: self._names.meaning(default) for one, default in with_default if default is not None}
+        passed |= {one.arg: self.names.meaning(default) for one, default in with_default if default is not None}
         passed |= dict.fromkeys(names)
-        passed |= zip(reversed(names), map(self._names.meaning, reversed(parameters.defaults)), strict=False)
+        passed |= zip(reversed(names), map(self.names.meaning, reversed(parameters.defaults)), strict=False)
         passed |= zip(names, given, strict=False)
         passed |= {name: meaning for name, meaning in (named or {}).items() if name in passed}
         if parameters.vararg is not None:
@@ -230,9 +234,9 @@ class _Reader:
             return
         self._entered.add(key)
         self._depth += 1
-        with self._names.scope():
+        with self.names.scope():
             for name, meaning in passed.items():
-                self._names.bind(name, meaning)
+                self.names.bind(name, meaning)
             if isinstance(callee, ast.Lambda):
                 self._expressions([callee.body])
             else:
@@ -240,11 +244,11 @@ class _Reader:
         self._depth -= 1
 
     def _is_container(self, node: ast.expr) -> bool:
-        return isinstance(self._names.value(node), _CONTAINERS)
+        return isinstance(self.names.value(node), _CONTAINERS)
 
     def _note(self, target: ast.expr, at: ast.expr) -> None:
         """Notes that `target` is changed; a patcher may name it in a string."""
-        dotted = target.value if isinstance(target, ast.Constant) else self._names.dotted(target)
+        dotted = target.value if isinstance(target, ast.Constant) else self.names.dotted(target)
         if isinstance(dotted, str) and _counts(dotted):
             self.lines.append(at.lineno)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from muster.recipes.init_once import Init
 from muster.workers.caller_script import Script
 from muster.workers.caller_settings import CallerSettings, OwnSettings
 from muster.workers.log_forwarding import LogLevels
+from muster.workers.missing_names import missing_name
 
 WorkerInit = Callable[[], Any] | Literal["script"] | None
 
@@ -110,6 +112,26 @@ def about_script(argument: str) -> str:
     if script.may_run_again:
         return f"{lacks}pass {argument}: each worker then runs the script's top level first. Or {a_function}."
     return f"{lacks}{a_function}; or put what starts workers under {_GUARD}, and pass {argument}."
+
+
+def about_missing(argument: str, type_name: str, message: str, traceback: str) -> str:
+    """The sentence for an env's error in workers that miss a name which the script's top level binds.
+
+    argument: as for `about_script`.  traceback: formatted. Empty where the error is about something else.
+    """
+    script = Script.of_this_process()
+    if script is None or script.tree is None:
+        return ""
+    name = missing_name(type_name, message, traceback, script=script.path, names=script.tree.names)
+    if name is None:
+        return ""
+    lacks = (
+        f"Of {os.path.basename(script.path)} workers have what their envs' code names, and `{name}` is not among it."
+    )
+    name_it = "ame it in a method of the env"
+    if script.may_run_again:
+        return f"{lacks} Pass {argument}: each worker then runs the script's top level first. Or n{name_it}."
+    return f"{lacks} N{name_it}; or put what starts workers under {_GUARD}, and pass {argument}."
 
 
 def _script_to_run() -> Script:
