@@ -156,6 +156,46 @@ def test_ctrl_c_ends_the_wait(options: Any, folder: str) -> None:
     envs.close()
 
 
+def dummy(folder: str, **kwargs: Any) -> Any:
+    pytest.importorskip("stable_baselines3")
+    from muster.interop.sb3 import DummyVecEnv
+
+    return DummyVecEnv([lambda: Slow(folder, **kwargs)] * 4)
+
+
+def sync(folder: str, **kwargs: Any) -> Any:
+    from muster.interop.gymnasium import SyncVectorEnv
+
+    return SyncVectorEnv([lambda: Slow(folder, **kwargs)] * 4)
+
+
+def serial(folder: str, **kwargs: Any) -> Any:
+    return muster.make_vec(Slow, 4, backend="serial", env_kwargs={"folder": folder, **kwargs})
+
+
+def caller_steps(folder: str, **kwargs: Any) -> Any:
+    return muster.make_vec(Slow, 6, num_workers=1, caller_steps=True, env_kwargs={"folder": folder, **kwargs})
+
+
+@pytest.mark.parametrize(("make", "first"), [(serial, 0), (dummy, 0), (sync, 0), (caller_steps, 3)])
+def test_ctrl_c_in_the_calling_thread_leaves_the_other_envs_unclosed(make: Any, first: int, folder: str) -> None:
+    envs = make(folder, never=first + 1)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.warns(RuntimeWarning) as seen, pytest.raises(KeyboardInterrupt):
+        envs.close()
+    timer.join()
+    rest = f"{first + 2}, 3" if first == 0 else "5"
+    (said,) = [str(one.message) for one in seen]
+    assert said == (
+        f"Ctrl-C ended close() of env {first + 1}; env{'s' * (first == 0)} {rest} had not begun. "
+        "What was not written is lost."
+    )
+    assert first in whole(folder)
+    assert not Path(folder, f"video-{first + 2}").exists()
+    envs.close()
+
+
 @pytest.mark.parametrize("options", [ON_WORKERS[0], ON_WORKERS[1], ON_ALL[4]], ids=str)
 def test_a_pending_step_ends_before_the_envs_close(options: Any, folder: str) -> None:
     envs = muster.make_vec(Slow, 2, env_kwargs={"folder": folder}, **options)

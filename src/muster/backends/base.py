@@ -231,7 +231,7 @@ def close_abandoned(backend: Backend) -> None:
 def close_here(env_host: EnvHost, limits: CloseLimits) -> list[Failure]:
     """Closes the envs of `env_host` in this thread, however long that takes; returns what they raised.
 
-    A Ctrl-C ends the close of one env, and the others are closed.
+    A Ctrl-C ends the close of one env and leaves those after it unclosed; a RuntimeWarning names them.
     """
     envs = range(env_host.first_env, env_host.first_env + len(env_host.envs))
     notice = NoticeBeside(NOUNS.name(env_host.info.worker_index, envs), envs)
@@ -242,6 +242,8 @@ def close_here(env_host: EnvHost, limits: CloseLimits) -> list[Failure]:
             failures = env_host.close(notice.progress.begins)
         finally:
             notice.stop()
+    if not limits.terminates and any(isinstance(one.exception, KeyboardInterrupt) for one in failures):
+        notice.warn_of_interrupt()
     return failures
 
 

@@ -36,12 +36,14 @@ class CloseLimits:
     env_s: for the ``close()`` of each env.  in_all_s: for all of them together.
     busy_s: for a worker that is in a step, a reset or a call, before it begins to close its envs.
     words: the limit as users know it, for messages.
+    terminates: nothing is closed, and nothing is said about that.
     """
 
     env_s: float = CLOSE_S
     in_all_s: float = math.inf
     busy_s: float = field(default_factory=lambda: BUSY_S)
     words: str = f"close_timeout={CLOSE_S:g}"
+    terminates: bool = False
 
     def of_call(self, timeout_s: float | None, *, terminate: bool) -> CloseLimits:
         """These limits, or those that the arguments of one call of ``close()`` set in their place."""
@@ -56,7 +58,7 @@ class CloseLimits:
         return replace(self, busy_s=min(self.busy_s, HURRIED_S)) if is_hurried else self
 
 
-AT_ONCE = CloseLimits(0.0, 0.0, 0.0)
+AT_ONCE = CloseLimits(0.0, 0.0, 0.0, terminates=True)
 FOR_EVER = CloseLimits(math.inf, math.inf, math.inf)
 
 
@@ -195,6 +197,13 @@ class NoticeBeside:
     def stop(self) -> None:
         """Ends that thread."""
         self._ended.release()
+
+    def warn_of_interrupt(self) -> None:
+        """Gives a RuntimeWarning about the envs that a Ctrl-C has left unclosed."""
+        interrupted, *unclosed = self.progress.left
+        others = f"; {name_envs(unclosed)} had not begun" if unclosed else ""
+        with contextlib.suppress(RuntimeWarning):  # made an error by a filter, it would hide the Ctrl-C
+            warn_of_cuts([f"Ctrl-C ended close() of {name_envs([interrupted])}{others}. What was not written is lost."])
 
     def _wait(self) -> None:
         if not self._ended.acquire(timeout=NOTICE_S):

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import random
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -308,15 +309,23 @@ class EnvHost:
     def close(self, on_closing: Callable[[int], None] | None = None) -> list[Failure]:
         """Closes the envs and releases what was built for them. Raises nothing; returns what was raised.
 
-        One after the other, in the thread that has built them: what they hold may be bound to it.
+        One after the other, in the thread that has built them: what they hold may be bound to it. The caller's own
+        Ctrl-C, in the close of one, leaves those after it unclosed.
         on_closing: called with the number of each env, from 0, before that env is closed.
         """
         all_built, self._built = self._built, []
-        errors = []
-        for i, built in enumerate(all_built):
-            if on_closing is not None:
-                on_closing(i)
-            errors.append(self._close_one(i, built))
+        errors: list[BaseException | None] = []
+        try:
+            for i, built in enumerate(all_built):
+                if on_closing is not None:
+                    on_closing(i)
+                errors.append(self._close_one(i, built))
+                if isinstance(errors[-1], KeyboardInterrupt) and self.dumps is None:
+                    break
+        finally:  # also when a Ctrl-C comes between two closes
+            deadline = time.monotonic() + _RELEASE_TIMEOUT_S
+            for built in all_built[len(errors) :]:
+                built.release(max(0.0, deadline - time.monotonic()))
         failures = [self.failure(i, error) for i, error in enumerate(errors) if error is not None]
         self.envs.clear()
         self._stepped.clear()
@@ -327,7 +336,7 @@ class EnvHost:
         with worker_info_context(self.info_of(i)):
             try:
                 built.env.close()
-            except BaseException as raised:  # even Ctrl-C: the other envs have to be closed
+            except BaseException as raised:  # even Ctrl-C: what was built for the env has to be released
                 error = raised
             built.release(_RELEASE_TIMEOUT_S)
         return error
