@@ -165,7 +165,8 @@ def test_a_step_that_never_ends_is_interrupted_by_close():
     envs.step_async(np.zeros(2, int))
     with pytest.raises(WaitTimeout):
         envs.step_wait(timeout=0.05)
-    envs.close(timeout=0.1)
+    with pytest.warns(RuntimeWarning, match=r"worker 0 \(envs 0 to 1\) was interrupted before it closed envs 0, 1"):
+        envs.close(timeout=0.1)
     assert worker_threads() == []
 
 
@@ -185,7 +186,8 @@ def test_the_interrupt_of_a_step_spares_the_close():
     envs = muster.make_vec(Closes, 4, backend="thread", num_workers=2)
     envs.reset()
     envs.step_async(np.zeros(4, int))
-    envs.close()
+    with pytest.warns(RuntimeWarning, match="interrupted before it closed envs 0, 1: it was in step"):
+        envs.close()
     assert len(closed) == 4
 
 
@@ -246,7 +248,8 @@ def test_a_call_that_another_thread_closes_ends():
     thread = threading.Thread(target=call)
     thread.start()
     assert entered.wait(10)
-    envs.close()
+    with pytest.warns(RuntimeWarning, match=r"interrupted before it closed env 0: it was answering call\('wait'\)"):
+        envs.close()
     thread.join(30)
     assert len(raised) == 1
 

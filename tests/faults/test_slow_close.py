@@ -36,9 +36,12 @@ ON_WORKERS = [one for one in ON_ALL if "num_workers" in one and "caller_steps" n
 
 
 class Slow(CountingEnv):
-    """Writes a file when it is closed, for `seconds`; for ever if it is env `never`. Action 1 raises, 2 takes long."""
+    """Writes a file when it is closed, for `seconds`; for ever if it is env `never`.
 
-    action_space = gym.spaces.Discrete(3)
+    Action 1 raises, 2 takes long, 3 takes for ever.
+    """
+
+    action_space = gym.spaces.Discrete(4)
 
     def __init__(self, folder: str, seconds: float = 0.0, never: int | None = None) -> None:
         super().__init__()
@@ -50,6 +53,8 @@ class Slow(CountingEnv):
         if action == 2:
             time.sleep(0.3)
             self.file.with_name(f"stepped-{self.index}").touch()
+        while action == 3:
+            time.sleep(0.01)
         return super().step(action)
 
     def close(self) -> None:
@@ -131,6 +136,29 @@ def test_what_is_cut_off_is_named_with_its_stack(options: Any, folder: str) -> N
     assert "test_slow_close.py" in str(warning.message)
     assert warning.filename == __file__
     assert whole(folder) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("options", [ON_WORKERS[0], ON_WORKERS[1], ON_ALL[4]], ids=str)
+def test_a_step_that_is_cut_off_is_named_with_its_stack(
+    options: Any, folder: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("BUSY_S", "NOTICE_S"):
+        monkeypatch.setattr(close_limits, name, 1.0)
+    envs = muster.make_vec(Slow, 2, env_kwargs={"folder": folder}, **options)
+    envs.reset()
+    envs.send(np.array([0, 3]))
+    with pytest.warns(RuntimeWarning) as seen:
+        envs.close()
+    (warning,) = seen
+    is_thread = options.get("backend") == "thread"
+    assert str(warning.message).startswith(
+        f"worker 1 (env 1) was {'interrupted' if is_thread else 'killed'} before it closed env 1: "
+        "it was in step of env 1 for "
+    )
+    assert "test_slow_close.py" in str(warning.message)
+    assert warning.filename == __file__
+    assert lines(capfd.readouterr().err) == []
+    assert whole(folder) == ([0, 1] if is_thread else [0])
 
 
 def test_envs_that_had_not_begun_are_named_too(folder: str) -> None:

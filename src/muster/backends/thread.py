@@ -54,6 +54,7 @@ class ThreadBackend(Backend):
         self._owner = os.getpid()
         self._closed = False
         self._number = 0  # of the last call: an answer with another number belongs to an interrupted call
+        self._calling = ""  # the last call, in words
         self._workers = []
         for host, (first, last) in enumerate(zip(self.first_envs, self.first_envs[1:], strict=False)):
             info = WorkerInfo(None, host, len(recipes), num_workers, seed=None)
@@ -103,15 +104,20 @@ class ThreadBackend(Backend):
         return False
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call(messages.Call, [(name, args, kwargs)] * self.num_workers)
+        calling = f"call({name!r})" if isinstance(name, str) else "call()"
+        self._call(messages.Call, [(name, args, kwargs)] * self.num_workers, calling)
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        self._call(messages.SetAttr, [(name, [values[env] for env in worker.envs]) for worker in self._workers])
+        of_workers = [(name, [values[env] for env in worker.envs]) for worker in self._workers]
+        self._call(messages.SetAttr, of_workers, f"set_attr({name!r})")
         return self.call_wait(None)
 
-    def _call(self, kind: type[messages.Call] | type[messages.SetAttr], arguments: Sequence[tuple[Any, ...]]) -> None:
+    def _call(
+        self, kind: type[messages.Call] | type[messages.SetAttr], arguments: Sequence[tuple[Any, ...]], calling: str
+    ) -> None:
         with self.whole():
             self._number += 1
+            self._calling = calling
             for host, of_worker in enumerate(arguments):
                 self._send(host, kind(self._number, of_worker))
 
@@ -158,16 +164,20 @@ class ThreadBackend(Backend):
             limits,
             send=lambda worker: self._send(worker.name.index, messages.Close()),
             doing=self._doing,
-            count_pending=self._count_pending,
+            count_pending=lambda worker: len(self._busy(worker)),
         )
 
-    def _count_pending(self, worker: ThreadWorker) -> int:
+    def _busy(self, worker: ThreadWorker) -> list[int]:
+        """The envs of a thread that it has to step or reset first."""
         if not hasattr(self, "caller"):
-            return 0
-        return sum(self.caller.is_pending(env) and not self.caller.finished(env) for env in worker.envs)
+            return []
+        return [env for env in worker.envs if self.caller.is_pending(env) and not self.caller.finished(env)]
 
     def _doing(self, worker: ThreadWorker) -> str:
-        return NOUNS.doing(getattr(self, "slab", None), worker.name.index, list(worker.envs))
+        answered = getattr(worker.last_reply, "number", 0) == self._number
+        if not answered:
+            return f"answering {self._calling}"
+        return NOUNS.doing(getattr(self, "slab", None), worker.name.index, self._busy(worker))
 
     # ---- messages
 

@@ -150,9 +150,13 @@ class CloseNotice:
         self._limits = limits
         self._due = math.inf if limits.in_all_s <= NOTICE_S else began + NOTICE_S
 
-    def check(self, waited_for: Sequence[CloseProgress], doing: Callable[[int], str]) -> None:
-        """Says it if it is time. doing: what the worker at this place of `waited_for` is busy with, in words."""
-        if time.monotonic() < self._due:
+    def check(self, now: float, waited_for: Sequence[CloseProgress], doing: Callable[[int], str]) -> None:
+        """Says it if it is time.
+
+        now: time.monotonic() of the moment at which those that are late were cut off: they are not waited for.
+        doing: what the worker at this place of `waited_for` is busy with, in words.
+        """
+        if now < self._due:
             return
         self._due = math.inf
         if parts := list(_still(waited_for, doing)):
@@ -207,7 +211,7 @@ class NoticeBeside:
 
     def _wait(self) -> None:
         if not self._ended.acquire(timeout=NOTICE_S):
-            self._notice.check([self.progress], lambda _: "about to close its envs")
+            self._notice.check(time.monotonic(), [self.progress], lambda _: "about to close its envs")
 
 
 def warn_of_cuts(cuts: Sequence[str]) -> None:

@@ -58,9 +58,10 @@ class ClosingWorkers:
             self.ask()
             self._listen()
             self._on_slice()
-            self._kill_late()
+            now = time.monotonic()
+            self._kill_late(now)
             progress = [self._progress[worker.index] for worker in self._owed]
-            self._notice.check(progress, lambda place: self._doing(self._owed[place]))
+            self._notice.check(now, progress, lambda place: self._doing(self._owed[place]))
         self.failures.sort(key=lambda failure: failure.env_index)
 
     def _is_asked(self, worker: WorkerHandle) -> bool:
@@ -112,11 +113,10 @@ class ClosingWorkers:
         except ChannelClosed:
             self._ended_channels.add(worker.index)
 
-    def _kill_late(self) -> None:
+    def _kill_late(self, now: float) -> None:
         for worker in self._owed:
             if not self._progress[worker.index].begun:
                 self._note_steps(worker)
-        now = time.monotonic()
         late = [worker for worker in self._owed if now >= self._progress[worker.index].until]
         # Of a worker that still builds its envs, nothing is lost.
         told = [one for one in late if one.starting_until is None or self._progress[one.index].begun]

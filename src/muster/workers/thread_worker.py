@@ -153,7 +153,7 @@ def end_threads(
         ending.ask(workers)
         for hangs in (lambda worker: not worker.closes, lambda worker: worker.thread.is_alive()):
             _interrupt(workers, hangs)
-    if limits.in_all_s > 0.0:
+    if not limits.terminates:
         warn_of_cuts(ending.cuts)
     cut = ending.cut_envs
     ended = [worker for worker in workers if not worker.thread.is_alive()]
@@ -205,7 +205,8 @@ class _EndingThreads:
             now = time.monotonic()
             if late := [worker for worker in owed if now >= self._progress[worker].until]:
                 self._cut(late)
-            self._notice.check([self._progress[worker] for worker in owed], lambda place: self._doing(owed[place]))
+                continue
+            self._notice.check(now, [self._progress[worker] for worker in owed], lambda place: self._doing(owed[place]))
             time.sleep(0.002)  # not a join: a Ctrl-C in that makes Python 3.11 take the thread for ended
 
     def _cut(self, late: Sequence[ThreadWorker]) -> None:
@@ -224,9 +225,10 @@ class _EndingThreads:
                 self._owed.remove(worker)
                 verb = "left behind, in a native call that does not return,"
                 self.cuts.append(progress.cut(verb, doing, stack))
-            elif progress.begun:
+            else:
                 self.cuts.append(progress.cut("interrupted", doing, stack))
-                self.cut_envs.add(progress.left[0])
+                if progress.begun:
+                    self.cut_envs.add(progress.left[0])
 
 
 def _interrupt(workers: Sequence[ThreadWorker], hangs: Callable[[ThreadWorker], bool]) -> None:
