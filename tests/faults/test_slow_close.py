@@ -138,6 +138,18 @@ def test_what_is_cut_off_is_named_with_its_stack(options: Any, folder: str) -> N
     assert whole(folder) == [0, 2, 3]
 
 
+@pytest.mark.parametrize("options", ON_WORKERS, ids=str)
+def test_a_timeout_of_0_says_what_it_cuts_off(options: Any, folder: str) -> None:
+    envs = muster.make_vec(Slow, 2, env_kwargs={"folder": folder, "never": 1}, **options)
+    envs.reset()
+    with pytest.warns(RuntimeWarning) as seen:
+        envs.close(timeout=0)
+    (warning,) = seen
+    verb = "interrupted" if options.get("backend") == "thread" else "killed"
+    assert f"worker 1 (env 1) was {verb} " in str(warning.message)
+    assert "Its Python stack:" in str(warning.message)
+
+
 @pytest.mark.parametrize("options", [ON_WORKERS[0], ON_WORKERS[1], ON_ALL[4]], ids=str)
 def test_a_step_that_is_cut_off_is_named_with_its_stack(
     options: Any, folder: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

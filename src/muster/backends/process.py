@@ -422,7 +422,7 @@ class ProcessBackend(Backend):
         if self._closed or self._owner != os.getpid():
             return []
         self._closed = True
-        waits = limits.in_all_s > 0.0 and hasattr(self, "caller")
+        waits = not limits.terminates and hasattr(self, "caller")
         failures: list[Failure] = []
         try:
             asked = self._workers.handles if waits else []

@@ -23,6 +23,8 @@ CLOSE_S = 60.0
 BUSY_S = 5.0
 # The same after a Ctrl-C, which has given up that step already, and for a worker that still builds its envs.
 HURRIED_S = 1.0
+# The least that `timeout` means: workers begin to close their envs, so that what is cut off can be named.
+LEAST_S = 0.1
 NOTICE_S = 5.0
 ABANDONED_S = 5.0
 # A day: whoever sets more wants no limit, and a time of day would not say it.
@@ -51,7 +53,8 @@ class CloseLimits:
             return AT_ONCE
         if timeout_s is None:
             return self
-        return CloseLimits(math.inf, timeout_s, min(self.busy_s, timeout_s), f"timeout={timeout_s:g}")
+        limit_s = max(timeout_s, LEAST_S)
+        return CloseLimits(math.inf, limit_s, min(self.busy_s, limit_s), f"timeout={timeout_s:g}")
 
     def hurried(self, is_hurried: bool = True) -> CloseLimits:
         """These limits where, if `is_hurried`, nobody needs what the workers are busy with."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from muster.transport.channel import ChannelClosed
-from muster.workers.close_limits import CloseLimits, CloseNotice, CloseProgress
+from muster.workers.close_limits import LEAST_S, CloseLimits, CloseNotice, CloseProgress
 from muster.workers.failures import Failure
 from muster.workers.handle import WorkerHandle, python_stacks
 from muster.workers.messages import Answer, Attached, Closed, ClosingEnv, EnvsBuilt, Unpacking, expect
@@ -36,7 +36,7 @@ class ClosingWorkers:
         count_pending: Callable[[WorkerHandle], int],
         on_slice: Callable[[], None],
     ) -> None:
-        self._on_slice = on_slice
+        self._limits, self._on_slice = limits, on_slice
         self._send, self._doing, self._count_pending = send, doing, count_pending
         began = time.monotonic()
         self._owed = [worker for worker in workers if not worker.process.has_ended()]
@@ -123,10 +123,15 @@ class ClosingWorkers:
         doing = [self._doing(worker) for worker in told]
         stacks = python_stacks([worker.process for worker in told])
         for worker in late:
-            worker.process.kill()
             self._owed.remove(worker)
+            self._take_messages(worker)  # asking for stacks takes time, in which a worker may have gone on
         for worker, words, stack in zip(told, doing, stacks, strict=True):
-            self.cuts.append(self._progress[worker.index].cut("killed", words, stack))
+            progress = self._progress[worker.index]
+            # Where hardly any time was given, a process that only has to end is not worth a word.
+            if not worker.process.has_ended() and (progress.left or self._limits.in_all_s > LEAST_S):
+                self.cuts.append(progress.cut("killed", words, stack))
+        for worker in late:
+            worker.process.kill()
 
     def _note_steps(self, worker: WorkerHandle) -> None:
         if (pending := self._count_pending(worker)) != self._pending[worker.index]:

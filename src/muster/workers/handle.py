@@ -164,11 +164,15 @@ def python_stacks(processes: Sequence[WorkerProcess]) -> list[str]:
     for process in processes:
         process.send_signal(STACK_SIGNAL)
     deadline = time.monotonic() + _STACK_S
-    while time.monotonic() < deadline and any(map(_is_silent, processes, before)):
+    while time.monotonic() < deadline and any(map(_is_owing, processes, before)):
         time.sleep(0.01)
     time.sleep(0.05)  # the report is written line by line
     none = "(none: the process does not react to signals; it may be stopped or in the kernel)"
     return [none if _is_silent(*one) else one[0].tail() or none for one in zip(processes, before, strict=True)]
+
+
+def _is_owing(process: WorkerProcess, tail_size: int) -> bool:
+    return _is_silent(process, tail_size) and not process.has_ended()
 
 
 def _is_silent(process: WorkerProcess, tail_size: int) -> bool:
