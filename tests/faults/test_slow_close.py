@@ -53,9 +53,12 @@ class Slow(CountingEnv):
         if action == 2:
             time.sleep(0.3)
             self.file.with_name(f"stepped-{self.index}").touch()
-        while action == 3:
-            time.sleep(0.01)
+        self.hang(self.index if action == 3 else None)
         return super().step(action)
+
+    def hang(self, index: int | None) -> None:
+        while self.index == index:
+            time.sleep(0.01)
 
     def close(self) -> None:
         self.file.write_text("head ")
@@ -340,11 +343,33 @@ def test_drop_ins_wait_for_ever_for_the_step_and_for_the_close(
     assert line.endswith(". Waiting for as long as that takes; Ctrl-C ends the wait")
 
 
-def test_gymnasiums_timeout_is_kept(folder: str) -> None:
-    envs = gymnasiums(folder, never=1)
-    with pytest.warns(RuntimeWarning, match=r"worker 1 \(env 1\) was killed in close\(\) of env 1.*within timeout=0.3"):
-        envs.close(timeout=0.3)
-    assert whole(folder) == [0]
+@pytest.mark.parametrize("kind", ["nothing", "step", "call"])
+def test_gymnasiums_timeout_is_not_for_the_close(kind: str, folder: str) -> None:
+    envs = gymnasiums(folder, seconds=0.5)
+    envs.reset()
+    said: Any = contextlib.nullcontext()
+    if kind != "nothing":
+        said = pytest.warns(UserWarning, match="waiting for a pending call")
+        envs.step_async(np.array([0, 0])) if kind == "step" else envs.call_async("render")
+        time.sleep(0.5)
+    with said:
+        envs.close(timeout=0)
+    assert whole(folder) == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["step", "call"])
+def test_gymnasiums_timeout_is_for_the_pending_call_and_ends_all(kind: str, folder: str) -> None:
+    envs = gymnasiums(folder, seconds=100.0)
+    envs.reset()
+    envs.step_async(np.array([0, 3])) if kind == "step" else envs.call_async("hang", 1)
+    with pytest.warns() as seen:
+        envs.close(timeout=0.5)
+    waiting, cut = [str(one.message) for one in seen]
+    assert "waiting for a pending call" in waiting
+    assert cut.startswith("worker 0 (env 0) was killed in close() of env 0, which did not end within timeout=0.5.")
+    doing = "in step of env 1 for" if kind == "step" else "answering call('hang') for"
+    assert f"worker 1 (env 1) was killed before it closed env 1: it was {doing}" in cut
+    assert whole(folder) == []
 
 
 def test_torchrls_shutdown_timeout_is_for_each_process_and_for_their_end(folder: str) -> None:

@@ -332,10 +332,13 @@ class ProcessBackend(Backend):
     def _busy(self, worker: WorkerHandle) -> list[int]:
         return [env for env in worker.envs if self.caller.is_pending(env) and not self.caller.finished(env)]
 
+    def _owes_result(self, worker: WorkerHandle) -> bool:
+        return self._calling is not None and self.caller.calling and worker.index not in self._results
+
     def _doing(self, worker: WorkerHandle) -> str:
         if worker.starting_until is not None:
             return worker.building
-        if self._calling is not None and self.caller.calling and worker.index not in self._results:
+        if self._owes_result(worker):
             return f"answering {self._calling} for {time.monotonic() - self._called_at:.3g} s"
         slab = getattr(self, "slab", None)
         return worker.nouns.doing(slab, worker.index, self._busy(worker) if slab is not None else [])
@@ -448,7 +451,13 @@ class ProcessBackend(Backend):
             self._send(worker, message, 0.0)
 
         return ClosingWorkers(
-            *(workers, limits), send=send, doing=self._doing, count_pending=count_pending, on_slice=self.deliver_logs
+            workers,
+            limits,
+            send=send,
+            doing=self._doing,
+            count_pending=count_pending,
+            calls=[worker.index for worker in workers if self._owes_result(worker)],
+            on_slice=self.deliver_logs,
         )
 
 

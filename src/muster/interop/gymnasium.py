@@ -32,6 +32,7 @@ from muster.interop.starting import in_this_process, processes, recipes_of
 from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
 from muster.spaces.tree import Array
+from muster.vector import checks
 from muster.vector.action_writers import LenientWriter
 from muster.vector.assemble import LENIENT, assemble, drop_in_options
 from muster.vector.batched_spaces import BatchedSpaces
@@ -39,7 +40,7 @@ from muster.vector.packing import Asked
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
 from muster.vector.results import Batch, StepResult
 from muster.vector.vector_env import VectorEnv
-from muster.workers.close_limits import FOR_EVER
+from muster.workers.close_limits import FOR_EVER, for_ever_after
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
 from muster.workers.options import EnvCall
@@ -323,14 +324,15 @@ class AsyncVectorEnv(_DropIn):
         super().set_attr(name, values)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes envs and workers, once a pending call has ended.
+        """Closes envs and workers, once a pending call has ended; ``env.close()`` may take as long as it likes.
 
-        timeout: seconds for all of that; None waits as long as it takes, as Gymnasium does. A worker that is too slow
-        is killed, with a RuntimeWarning that holds its stack.  terminate: kills the workers without closing the envs.
+        timeout: seconds for the pending call, as in Gymnasium; None waits as long as it takes. After that all workers
+        are killed, with a RuntimeWarning that holds their stacks.  terminate: kills them without closing the envs.
         """
         if self._pending() != "default" and not self.closed:
             logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending()}` to complete.")
-        super().close_extras(timeout, terminate)
+        self._backend.close_limits = for_ever_after(checks.timeout_of(timeout))
+        super().close_extras(None, terminate)
 
     # ---- inside
 

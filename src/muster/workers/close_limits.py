@@ -37,6 +37,7 @@ class CloseLimits:
 
     env_s: for the ``close()`` of each env.  in_all_s: for all of them together.
     busy_s: for a worker that is in a step, a reset or a call, before it begins to close its envs.
+    call_s: for all workers to answer what they were asked before; where one does not, all are killed.
     words: the limit as users know it, for messages.
     terminates: nothing is closed, and nothing is said about that.
     """
@@ -46,6 +47,7 @@ class CloseLimits:
     busy_s: float = field(default_factory=lambda: BUSY_S)
     words: str = f"close_timeout={CLOSE_S:g}"
     terminates: bool = False
+    call_s: float = math.inf
 
     def of_call(self, timeout_s: float | None, *, terminate: bool) -> CloseLimits:
         """These limits, or those that the arguments of one call of ``close()`` set in their place."""
@@ -63,6 +65,11 @@ class CloseLimits:
 
 AT_ONCE = CloseLimits(0.0, 0.0, 0.0, terminates=True)
 FOR_EVER = CloseLimits(math.inf, math.inf, math.inf)
+
+
+def for_ever_after(timeout_s: float | None) -> CloseLimits:
+    """The limits where only what is pending has to end within `timeout_s`; None where that has no limit, either."""
+    return FOR_EVER if timeout_s is None else replace(FOR_EVER, call_s=timeout_s, words=f"timeout={timeout_s:g}")
 
 
 def limits_of(close_timeout: Any, num_envs: int = 1) -> CloseLimits:
@@ -150,7 +157,7 @@ class CloseNotice:
     """Says once, after `NOTICE_S`, which envs a close waits for and until when, unless it ends by then anyway."""
 
     def __init__(self, limits: CloseLimits, began: float) -> None:
-        self._limits = limits
+        self._limits, self._began = limits, began
         self._due = math.inf if limits.in_all_s <= NOTICE_S else began + NOTICE_S
 
     def check(self, now: float, waited_for: Sequence[CloseProgress], doing: Callable[[int], str]) -> None:
@@ -163,7 +170,17 @@ class CloseNotice:
             return
         self._due = math.inf
         if parts := list(_still(waited_for, doing)):
-            say(f"close(): {'; '.join(parts)}. {_waits_until(waited_for, self._limits)}; Ctrl-C ends the wait")
+            say(f"close(): {'; '.join(parts)}. {self._waits_until(waited_for)}; Ctrl-C ends the wait")
+
+    def _waits_until(self, waited_for: Sequence[CloseProgress]) -> str:
+        latest, words = max(one.at_the_latest for one in waited_for), f"at the latest ({self._limits.words})"
+        if self._limits.call_s < math.inf and not all(one.begun for one in waited_for):
+            latest = self._began + self._limits.call_s
+            words = f"for an answer ({self._limits.words}), and then for as long as closing takes"
+        left_s = latest - time.monotonic()
+        if left_s > _FOR_EVER_S:
+            return "Waiting for as long as that takes"
+        return f"Waiting until {time.strftime('%H:%M:%S', time.localtime(time.time() + left_s))} {words}"
 
 
 def _still(waited_for: Sequence[CloseProgress], doing: Callable[[int], str]) -> Iterator[str]:
@@ -172,14 +189,6 @@ def _still(waited_for: Sequence[CloseProgress], doing: Callable[[int], str]) -> 
     for place, one in enumerate(waited_for):
         if not one.begun:
             yield f"{one.name} is still {doing(place)}"
-
-
-def _waits_until(waited_for: Sequence[CloseProgress], limits: CloseLimits) -> str:
-    left_s = max(one.at_the_latest for one in waited_for) - time.monotonic()
-    if left_s > _FOR_EVER_S:
-        return "Waiting for as long as that takes"
-    moment = time.localtime(time.time() + left_s)
-    return f"Waiting until {time.strftime('%H:%M:%S', moment)} at the latest ({limits.words})"
 
 
 class NoticeBeside:

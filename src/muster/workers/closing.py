@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from muster.transport.channel import ChannelClosed
 from muster.workers.close_limits import LEAST_S, CloseLimits, CloseNotice, CloseProgress
@@ -14,7 +14,7 @@ from muster.workers.messages import Answer, Attached, Closed, ClosingEnv, EnvsBu
 
 _SLICE_S, _BUSY_SLICE_S = 0.05, 0.002
 # Replies that may come before: a wait for them may have been interrupted, or a replacement is still starting.
-_BEFORE_CLOSED = (Unpacking, EnvsBuilt, Attached, Answer)
+_BEFORE_CLOSED = (Unpacking, EnvsBuilt, Attached)
 
 
 class ClosingWorkers:
@@ -23,6 +23,7 @@ class ClosingWorkers:
     send: sends a worker the message `Close`; raises TimeoutError where the worker cannot take it yet, ChannelClosed.
     on_slice: called now and then while it waits.
     doing: what a worker is busy with, in words.  count_pending: the number of envs that it has to step or reset first.
+    calls: the indices of the workers that owe the answer to a call.
     failures: what ``env.close()`` raised.  cuts: reports of the workers that were killed.
     """
 
@@ -34,6 +35,7 @@ class ClosingWorkers:
         send: Callable[[WorkerHandle], None],
         doing: Callable[[WorkerHandle], str],
         count_pending: Callable[[WorkerHandle], int],
+        calls: Iterable[int],
         on_slice: Callable[[], None],
     ) -> None:
         self._limits, self._on_slice = limits, on_slice
@@ -42,6 +44,8 @@ class ClosingWorkers:
         self._owed = [worker for worker in workers if not worker.process.has_ended()]
         self._progress = {worker.index: _progress_of(worker, limits, began) for worker in self._owed}
         self._pending = {worker.index: count_pending(worker) for worker in self._owed}
+        self._calls = set(calls)
+        self._calls_until = began + limits.call_s
         self._unasked = list(self._owed)
         self._ended_channels: set[int] = set()
         self._notice = CloseNotice(limits, began)
@@ -104,6 +108,8 @@ class ClosingWorkers:
                     case Closed(failures):
                         self.failures += failures
                         progress.ends()
+                    case Answer():
+                        self._calls.discard(worker.index)
                     case Failure():  # a replacement that could not build its envs waits to be killed
                         worker.process.kill()
                     case _ if not isinstance(message, _BEFORE_CLOSED):
@@ -118,6 +124,8 @@ class ClosingWorkers:
             if not self._progress[worker.index].begun:
                 self._note_steps(worker)
         late = [worker for worker in self._owed if now >= self._progress[worker.index].until]
+        if now >= self._calls_until and any(map(self._owes_answer, self._owed)):
+            late = list(self._owed)
         # Of a worker that still builds its envs, nothing is lost.
         told = [one for one in late if one.starting_until is None or self._progress[one.index].begun]
         doing = [self._doing(worker) for worker in told]
@@ -132,6 +140,10 @@ class ClosingWorkers:
                 self.cuts.append(progress.cut("killed", words, stack))
         for worker in late:
             worker.process.kill()
+
+    def _owes_answer(self, worker: WorkerHandle) -> bool:
+        index = worker.index
+        return not self._progress[index].begun and (self._pending[index] > 0 or index in self._calls)
 
     def _note_steps(self, worker: WorkerHandle) -> None:
         if (pending := self._count_pending(worker)) != self._pending[worker.index]:
