@@ -31,9 +31,9 @@ class OwnMethod:
             )
         return self.method(owner, *arguments)
 
-    def bound_to(self, owner: object) -> OwnMethod:
-        """The same method for another object."""
-        return OwnMethod(owner, self.method)
+    def put_into(self, copied: object, name: str) -> None:
+        """Gives ``copied``, a copy of the owner, the same method under ``name``."""
+        vars(copied)[name] = OwnMethod(copied, self.method)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

@@ -28,7 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.OrderedDict, collections.defaultdict, collections.deque)
 # Modules that keep their tensors elsewhere than in their dicts of tensors, and know how to copy these.
-_COPY_THEMSELVES: tuple[Any, ...] = (TensorDictBase, torch.jit.ScriptModule)
+COPY_THEMSELVES: tuple[Any, ...] = (TensorDictBase, torch.jit.ScriptModule)
 
 
 def shared_on_copy(policy: M) -> M:
@@ -62,15 +62,18 @@ def shared_on_copy(policy: M) -> M:
         )
     for module in policy.modules():
         # Parts too: a library may put them into modules of its own, and copy these.
-        if not isinstance(module, _COPY_THEMSELVES):
+        if not isinstance(module, COPY_THEMSELVES):
             vars(module)["__deepcopy__"] = OwnMethod(module, shared_copy)
     return policy
 
 
-def shared_copy(module: M, memo: dict[int, Any]) -> M:
-    """A copy of ``module`` as `shared_on_copy` describes. memo: that of `copy.deepcopy`, {} for a new one."""
+def shared_copy(module: M, memo: dict[int, Any], *, warns: bool = True) -> M:
+    """A copy of ``module`` as `shared_on_copy` describes. memo: that of `copy.deepcopy`, {} for a new one.
+
+    Tensors that the memo has for the module's are taken as they are.  warns: whether the warning is given.
+    """
     if id(module) not in memo:
-        _Copying(memo).add(module)
+        _Copying(memo, warns).add(module)
     copied: M = memo[id(module)]
     return copied
 
@@ -78,8 +81,9 @@ def shared_copy(module: M, memo: dict[int, Any]) -> M:
 class _Copying:
     """Copies of modules that refer to each other. memo: by id of an original its copy."""
 
-    def __init__(self, memo: dict[int, Any]) -> None:
+    def __init__(self, memo: dict[int, Any], warns: bool) -> None:
         self._memo = memo
+        self._warns = warns
         self._inside: set[int] = set()  # ids of the containers that are being looked into
         self._keepers: list[Any] = []  # objects in the attribute at hand that are shared, and hold what was copied
 
@@ -88,7 +92,7 @@ class _Copying:
         new = [part for part in module.modules() if id(part) not in self._memo]
         # Copies without attributes, and all tensors, come first: attributes may refer to any of them.
         for part in new:
-            if isinstance(part, _COPY_THEMSELVES):
+            if isinstance(part, COPY_THEMSELVES):
                 self._add_complete(part)
         bare = [(part, self._add_bare(part)) for part in new if id(part) not in self._memo]
         for part, copied in bare:
@@ -122,12 +126,12 @@ class _Copying:
                 if isinstance(value, dict):
                     vars(copied)[name].update((key, self._own(item)) for key, item in value.items())
             elif isinstance(value, OwnMethod):
-                vars(copied)[name] = value.bound_to(copied)
+                value.put_into(copied, name)
             else:
                 vars(copied)[name] = self._own(value)
-            if self._keepers:
+            if self._keepers and self._warns:
                 _warn_of(self._keepers.pop(), f"{type(original).__qualname__}.{name}")
-                self._keepers.clear()
+            self._keepers.clear()
         dynamo = sys.modules.get("torch._dynamo.eval_frame")
         if dynamo is not None and isinstance(original, dynamo.OptimizedModule):
             _set_state(copied, vars(copied))  # makes its `forward`, a closure over the module that it wraps
@@ -237,10 +241,19 @@ def _nothing(copied: nn.Module) -> None:
     """Releases nothing: what a copy holds is the original's."""
 
 
+def _reduced_as(copied: Any, cls: Any, protocol: Any) -> Any:
+    """What pickle makes ``copied`` from: its state, and the class that can be found by its name."""
+    reduced = cls.__reduce_ex__(copied, protocol)
+    if isinstance(reduced, tuple) and reduced[1] == (type(copied),):
+        return _new, (cls,), *reduced[2:]
+    return reduced
+
+
 @functools.cache
 def _without_end(cls: Any) -> Any:
     """The class itself; a subclass without its ``__del__`` where it has one."""
     if getattr(cls, "__del__", _nothing) is _nothing:
         return cls
-    names = {"__del__": _nothing, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    names: dict[str, Any] = {"__del__": _nothing, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    names["__reduce_ex__"] = functools.partialmethod(_reduced_as, cls)
     return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(names))
