@@ -43,6 +43,7 @@ MISSING = [
     ("torch", "import muster.interop.sb3", "muster.interop.sb3 needs PyTorch", SB3),
     ("torchrl", "import muster.interop.torchrl", "muster.interop.torchrl needs TorchRL", TORCHRL),
     ("torch", "import muster.interop.torchrl", "muster.interop.torchrl needs PyTorch", TORCHRL),
+    ("torchrl", "import muster.interop.torchrl.losses", "muster.interop.torchrl needs TorchRL", TORCHRL),
     ("tensorboard", WRITE_EVENTS, "Event files need TensorBoard", TRAIN),
     ("matplotlib", PLOT, "Plots need matplotlib", TRAIN),
     ("pettingzoo", WALKER, "'pettingzoo/sisl/multiwalker_v9' needs pettingzoo", MARL),
