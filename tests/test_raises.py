@@ -27,6 +27,7 @@ EXCEPTED: dict[str, tuple[set[str], str]] = {
         "Gymnasium's, in its words",
     ),
     "interop/agreed_spaces.py": ({"ValueError", "TypeError", "RuntimeError"}, "Gymnasium's, in its words"),
+    "interop/torchrl/libs.py": ({"RuntimeError"}, "TorchRL's, in its words"),
     "transport/channel.py": ({"ChannelClosed", "TimeoutError"}, "a channel's: backends and workers explain them"),
     "backends/process.py": ({"ChannelClosed"}, "stays in the folder"),
     "backends/thread.py": ({"TimeoutError"}, "stays in the file"),

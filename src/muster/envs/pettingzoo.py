@@ -30,15 +30,20 @@ class MakePettingZoo(OfKnownLibrary):
     module: str
 
     def __call__(self, **kwargs: Any) -> Any:
-        # Every family has packages of its own; pip knows them as an extra of PettingZoo's.
-        package, family, *_ = self.module.split(".")
-        requirement = f"pettingzoo[{family}]" if package == "pettingzoo" else _EXTRA
-        with missing_explained(f"{self.module} needs", pip_install(requirement)), warnings.catch_warnings():
-            # About how Muster makes the env, which its user cannot change.
-            warnings.filterwarnings("ignore", "The old environment creation API", DeprecationWarning)
-            module = importlib.import_module(self.module)
+        module = import_env(self.module)
         make = getattr(module, "parallel_env", None) or module.env
         return make(**kwargs)
+
+
+def import_env(name: str) -> Any:
+    """The module of an env, such as ``"pettingzoo.sisl.multiwalker_v9"``. Raises ImportError, with pip's line."""
+    # Every family has packages of its own; pip knows them as an extra of PettingZoo's.
+    package, family, *_ = name.split(".")
+    requirement = f"pettingzoo[{family}]" if package == "pettingzoo" else _EXTRA
+    with missing_explained(f"{name} needs", pip_install(requirement)), warnings.catch_warnings():
+        # About how Muster makes the env, which its user cannot change.
+        warnings.filterwarnings("ignore", "The old environment creation API", DeprecationWarning)
+        return importlib.import_module(name)
 
 
 def check_env(name: str) -> MakePettingZoo:

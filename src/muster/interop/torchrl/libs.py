@@ -1,0 +1,63 @@
+"""TorchRL's envs of other libraries, where these have changed since."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchrl.envs.libs.pettingzoo import PettingZooEnv as TorchRLsEnv
+from torchrl.envs.libs.pettingzoo import PettingZooWrapper
+
+from muster.envs.pettingzoo import import_env
+
+# What of TorchRL's private names is used here: overridden, and called.
+PRIVATE_NAMES = ("_build_env",)
+
+# Where tasks are looked for, in this order. The MPE of PettingZoo 1.26 and newer is a package of its own.
+_FAMILIES = {
+    **{f"pettingzoo.{family}": family for family in ("sisl", "butterfly", "classic", "atari", "mpe")},
+    "mpe2": "mpe",
+}
+
+
+class _Tasks:
+    """``PettingZooEnv.available_envs``, of the class and of its envs."""
+
+    def __get__(self, env: Any, cls: Any) -> list[str]:
+        return _tasks()
+
+
+class PettingZooEnv(TorchRLsEnv):  # type: ignore[misc]  # it has no types
+    available_envs = _Tasks()
+
+    def _build_env(self, task: str, parallel: bool, **kwargs: Any) -> Any:
+        self.task_name = task
+        module = import_env(_module_of(task))
+        made = module.parallel_env(**kwargs) if parallel else module.env(**kwargs)
+        return PettingZooWrapper._build_env(self, env=made)
+
+
+PettingZooEnv.__doc__ = TorchRLsEnv.__doc__
+
+
+def _module_of(task: str) -> str:
+    """The module of a task, ``"multiwalker_v9"`` or ``"sisl/multiwalker_v9"``. Raises RuntimeError, as TorchRL does."""
+    wanted, _, name = task.rpartition("/")
+    for package, family in _FAMILIES.items():
+        if wanted in ("", family, package):
+            with suppress(ImportError):  # of packages that are not there, and of pettingzoo.mpe since it has moved
+                if importlib.util.find_spec(f"{package}.{name}") is not None:
+                    return f"{package}.{name}"
+    raise RuntimeError(f"Specified task not in available environments {_tasks()}: got {task!r}")
+
+
+def _tasks() -> list[str]:
+    found = []
+    for package, family in _FAMILIES.items():
+        with suppress(ImportError):
+            spec = importlib.util.find_spec(package)
+            folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+            found += [f"{family}/{path.stem}" for folder in folders for path in sorted(folder.glob("*_v*.py"))]
+    return list(dict.fromkeys(found))
