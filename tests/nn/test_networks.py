@@ -186,10 +186,10 @@ def test_sizes_of_hidden_layers_that_contradict(options, message):
 
 
 def test_sizes_are_asked_for():
-    with pytest.raises(ValueError, match="n_agent_inputs=None is not a positive integer"):
-        MultiAgentMLP(None, 2, 3, centralised=False, share_params=True)
-    with pytest.raises(ValueError, match="in_features=None is not a positive integer"):
-        MultiAgentConvNet(3, False, True)
+    with pytest.raises(ValueError, match="n_agent_inputs=0 is not a positive integer"):
+        MultiAgentMLP(0, 2, 3, centralised=False, share_params=True)
+    with pytest.raises(ValueError, match="in_features=0 is not a positive integer"):
+        MultiAgentConvNet(3, False, True, in_features=0)
     with pytest.raises(ValueError, match="n_agents='3' is not a positive integer"):
         MultiAgentMLP(5, 2, "3", centralised=False, share_params=True)
     assert MultiAgentMLP(5, np.int64(2), 3, centralised=False, share_params=True)(torch.zeros(3, 5)).shape == (3, 2)

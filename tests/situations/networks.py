@@ -35,7 +35,7 @@ def conv_net(**options: Any) -> Any:
 situations(
     "network",
     {
-        "no size": lambda: mlp(n_agent_inputs=None),
+        "a negative size": lambda: mlp(n_agent_inputs=-1),
         "a size of 0": lambda: mlp(n_agents=0),
         "two spellings": lambda: mlp(centralized=True),
         "num_cells without depth": lambda: mlp(depth=None),

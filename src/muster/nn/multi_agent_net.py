@@ -13,7 +13,9 @@ from muster.arguments import as_whole
 from muster.errors import ConfigError, SpecMismatch, WrongIndex, WrongType
 from muster.nn.alike import require_alike
 from muster.nn.fast_call import does_more, has_backward_hooks, run_layers
+from muster.nn.lazy_inputs import LazyInputs
 from muster.nn.stacked import StackedSequential, stack_known
+from muster.nn.torchrl_weights import rename_torchrls
 from muster.nn.vmapped import call_each, call_one, call_one_by_one, copy_module, split_any, stack_any
 
 
@@ -31,10 +33,12 @@ class MultiAgentNet(nn.Module):
     agent_dim: the axis of ``A`` in the input, counted from the end: -2 for vectors, -4 for images.
     use_vmap: False calls networks with other layers than the known ones one after the other. This is for networks that
         ``torch.vmap`` cannot run: recurrent layers such as ``nn.GRU``, branches that depend on values.
+    vmap_randomness: whether what layers draw is "different" for each agent or the "same"; "error" refuses to draw.
 
     The parameters are ``net.<name>``, under the names of the single network. Unless shared, each has the agents in
     front, ``[A, ...]``; of a linear layer in an ``nn.Sequential`` of known layers (linear, convolution, flatten and the
-    usual activations) the weight is ``[A, in, out]``. Other networks run under ``torch.vmap``,
+    usual activations) the weight is ``[A, in, out]``. ``load_state_dict`` reads those of
+    TorchRL's networks, ``params.<name>``, too. Other networks run under ``torch.vmap``,
     by one thread at a time. So do those with hooks or a ``forward`` of their own, which then see tensors that they may
     use and change, but not keep; with backward hooks the networks are called one after the other. Blocks inside them
     may not be under ``torch.utils.checkpoint``, which would recompute them with all agents' tensors; the whole module
@@ -47,6 +51,7 @@ class MultiAgentNet(nn.Module):
     """
 
     net: nn.Module
+    lazy_inputs: LazyInputs | None = None  # what completes it, where the input size is not known yet
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class MultiAgentNet(nn.Module):
         share_params: bool = False,
         agent_dim: int = -2,
         use_vmap: bool = True,
+        vmap_randomness: str = "different",
     ) -> None:
         super().__init__()
         if isinstance(make_net, nn.Module) or not callable(make_net):
@@ -76,6 +82,7 @@ class MultiAgentNet(nn.Module):
         self.share_params = share_params
         self.agent_dim = agent_dim
         self.use_vmap = use_vmap
+        self.vmap_randomness = vmap_randomness
         modules: list[Any] = [make_net() for _ in range(1 if share_params else n_agents)]
         for module in modules:
             if not isinstance(module, nn.Module):
@@ -87,7 +94,12 @@ class MultiAgentNet(nn.Module):
             self.net = modules[0]
         else:
             require_alike(modules)
-            self.net = stack_known(modules, agent_dim) or stack_any(modules)
+            # Of known layers, which draw for all agents at once, only dropout draws.
+            draws_alike = vmap_randomness != "different" and any(
+                isinstance(p, nn.Dropout) for p in modules[0].modules()
+            )
+            known = None if draws_alike else stack_known(modules, agent_dim)
+            self.net = known or stack_any(modules)
 
     @staticmethod
     def from_modules(
@@ -128,8 +140,14 @@ class MultiAgentNet(nn.Module):
             return y.expand(-1, self.n_agents, *y.shape[2:])
         # torch.vmap leaves out backward hooks silently.
         if self.use_vmap and not has_backward_hooks(net):
-            return call_each(net, xs, self.centralised)
+            return call_each(net, xs, self.centralised, self.vmap_randomness)
         return call_one_by_one(net, xs, self.centralised, self.n_agents)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        rename_torchrls(state_dict, prefix, self.net)
+        if self.lazy_inputs is not None and (size := self.lazy_inputs.size_in(state_dict, prefix)) is not None:
+            self.lazy_inputs.complete(self, size)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _call_shared(self, net: nn.Module, *inputs: Tensor) -> Tensor:
         """Output [batch, *G] of the one network for its inputs, [batch, *F] each."""

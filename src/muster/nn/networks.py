@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 
 from muster.arguments import as_whole
 from muster.errors import ConfigError, WrongType
+from muster.nn.lazy_inputs import take_size_from_input
 from muster.nn.multi_agent_net import MultiAgentNet
+from muster.nn.single_nets import LayerClass, Options, Size, conv_net, mlp
 from muster.nn.stacked import channels_last
-
-Size = int | tuple[int, int]
 
 
 class MultiAgentMLP(MultiAgentNet):
@@ -23,11 +22,17 @@ class MultiAgentMLP(MultiAgentNet):
 
     Input ``[*B, A, n_agent_inputs]``, output ``[*B, A, n_agent_outputs]``.
 
-    n_agent_inputs: size of one agent's input; if ``centralised`` each network takes ``A`` times as many.
+    n_agent_inputs: size of one agent's input; if ``centralised`` each network takes ``A`` times as many. None takes it
+        from the first input, or from the weights that are loaded first.
+    n_agent_outputs: size of one agent's output, or its shape.
     centralised: every agent sees all agents' inputs.  ``centralized`` is the same.
     share_params: one network for all agents.
     depth, num_cells: hidden layers and their sizes. Without both there is none; ``depth`` alone gives layers of 32.
-    activation_class: called with ``activation_kwargs`` for each hidden layer.
+    layer_class, norm_class, activation_class: called with ``layer_kwargs``, ``norm_kwargs`` and ``activation_kwargs``
+        (one dict for all layers, or a list of one for each). Norm and activation follow each hidden layer, and the
+        last one if ``activate_last_layer``; ``dropout``, a probability, goes before them.
+    bias_last_layer: whether the last layer has a bias; ``single_bias_last_layer``: one for all its outputs.
+    vmap_randomness: see MultiAgentNet.  use_td_params: no effect; where TorchRL keeps the parameters.
 
     Raises ConfigError and WrongType for bad arguments, SpecMismatch for inputs that do not fit. See MultiAgentNet for
     the parameters' layout and the methods.
@@ -35,32 +40,52 @@ class MultiAgentMLP(MultiAgentNet):
 
     def __init__(
         self,
-        n_agent_inputs: int,
-        n_agent_outputs: int,
+        n_agent_inputs: int | None,
+        n_agent_outputs: int | Sequence[int],
         n_agents: int,
         *,
         share_params: bool,
         centralised: bool | None = None,
         depth: int | None = None,
         num_cells: int | Sequence[int] | None = None,
-        activation_class: Callable[..., nn.Module] = nn.Tanh,
-        activation_kwargs: Mapping[str, Any] | None = None,
+        activation_class: LayerClass = nn.Tanh,
+        activation_kwargs: Options = None,
+        norm_class: LayerClass | None = None,
+        norm_kwargs: Options = None,
+        dropout: float | None = None,
+        bias_last_layer: bool = True,
+        single_bias_last_layer: bool = False,
+        layer_class: LayerClass = nn.Linear,
+        layer_kwargs: Options = None,
+        activate_last_layer: bool = False,
         device: torch.device | str | None = None,
         centralized: bool | None = None,
+        vmap_randomness: str = "different",
+        use_td_params: bool = True,
     ) -> None:
-        centralised = _one_spelling(centralised, centralized)
-        _require_sizes(n_agents=n_agents, n_agent_inputs=n_agent_inputs, n_agent_outputs=n_agent_outputs)
-        hidden = _hidden_sizes(depth, num_cells)
-        sizes = [n_agent_inputs * (n_agents if centralised else 1), *hidden, n_agent_outputs]
-        activation = partial(activation_class, **(activation_kwargs or {}))
-
-        def build() -> nn.Sequential:
-            layers: list[nn.Module] = []
-            for n_in, n_out in pairwise(sizes):
-                layers += [nn.Linear(n_in, n_out, device=device), activation()]
-            return nn.Sequential(*layers[:-1])  # the last layer is linear
-
-        super().__init__(build, n_agents, centralised=centralised, share_params=share_params)
+        _require_sizes(n_agents=n_agents, n_agent_inputs=1 if n_agent_inputs is None else n_agent_inputs)
+        for size in n_agent_outputs if isinstance(n_agent_outputs, Sequence) else [n_agent_outputs]:
+            _require_sizes(n_agent_outputs=size)
+        build = partial(
+            mlp,
+            n_outputs=n_agent_outputs,
+            hidden=_hidden_sizes(depth, num_cells),
+            activation_class=activation_class,
+            activation_kwargs=activation_kwargs,
+            norm_class=norm_class,
+            norm_kwargs=norm_kwargs,
+            dropout=dropout,
+            bias_last_layer=bias_last_layer,
+            single_bias_last_layer=single_bias_last_layer,
+            layer_class=layer_class,
+            layer_kwargs=layer_kwargs,
+            activate_last_layer=activate_last_layer,
+            device=device,
+        )
+        options = _options(n_agents, share_params, centralised, centralized, vmap_randomness)
+        super().__init__(_at_size(build, n_agent_inputs or 1, options), **options)
+        if n_agent_inputs is None:
+            take_size_from_input(self, partial(_whole, build, options), -1)
 
 
 class MultiAgentConvNet(MultiAgentNet):
@@ -70,10 +95,15 @@ class MultiAgentConvNet(MultiAgentNet):
 
     centralised: every agent sees all agents' channels.  ``centralized`` is the same.
     share_params: one network for all agents.
-    in_features: channels of one agent's image; required.
+    in_features: channels of one agent's image. None takes them from the first input, or from the weights loaded first.
     num_cells: output channels of each layer.  kernel_sizes, strides, paddings: one for all layers, or one for each,
-        which is a number or (vertical, horizontal).
-    activation_class: called with ``activation_kwargs`` after each layer.
+        which is a number or (vertical, horizontal).  depth: the number of layers, where none of these gives it.
+    activation_class, norm_class: called with ``activation_kwargs`` and ``norm_kwargs`` (one dict for all layers, or a
+        list of one for each) after each layer, the norm last.
+    aggregator_class: called with ``aggregator_kwargs``, flattens what the layers give; None leaves it out.
+    squeeze_output: leave out the axes of images that have become one pixel.
+    vmap_randomness: see MultiAgentNet.  use_td_params: no effect; where TorchRL keeps the parameters.
+    bias_last_layer: no effect, as in TorchRL 0.14: the layers have biases.
 
     Raises ConfigError and WrongType for bad arguments, SpecMismatch for inputs that do not fit. See MultiAgentNet for
     the parameters' layout and the methods.
@@ -86,36 +116,49 @@ class MultiAgentConvNet(MultiAgentNet):
         share_params: bool | None = None,
         *,
         in_features: int | None = None,
-        num_cells: Sequence[int] = (32, 32, 32),
+        num_cells: int | Sequence[int] | None = None,
         kernel_sizes: int | Sequence[Size] = 5,
         strides: int | Sequence[Size] = 2,
         paddings: int | Sequence[Size] = 0,
-        activation_class: Callable[..., nn.Module] = nn.ELU,
-        activation_kwargs: Mapping[str, Any] | None = None,
+        depth: int | None = None,
+        activation_class: LayerClass = nn.ELU,
+        activation_kwargs: Options = None,
+        norm_class: LayerClass | None = None,
+        norm_kwargs: Options = None,
+        aggregator_class: LayerClass | None = nn.Flatten,
+        aggregator_kwargs: Mapping[str, Any] | None = None,
+        squeeze_output: bool = False,
+        bias_last_layer: bool = True,
         device: torch.device | str | None = None,
         centralized: bool | None = None,
+        vmap_randomness: str = "different",
+        use_td_params: bool = True,
     ) -> None:
-        centralised = _one_spelling(centralised, centralized)
-        if share_params is None:
-            raise WrongType("share_params is missing: True for one network for all agents, False for one for each")
-        _require_sizes(n_agents=n_agents, in_features=in_features)
-        assert in_features is not None
-        channels = [in_features * (n_agents if centralised else 1), *num_cells]
-        depth = len(num_cells)
+        options = _options(n_agents, share_params, centralised, centralized, vmap_randomness)
+        _require_sizes(n_agents=n_agents, in_features=1 if in_features is None else in_features)
+        cells = (32, 32, 32) if num_cells is None else num_cells
+        depth = _depth_of(depth, cells, kernel_sizes, strides, paddings)
         if depth == 0:
             raise ConfigError("num_cells=() has no layer; give the channels of at least one")
-        kernels = _per_layer("kernel_sizes", kernel_sizes, depth)
-        steps = _per_layer("strides", strides, depth)
-        pads = _per_layer("paddings", paddings, depth)
-        activation = partial(activation_class, **(activation_kwargs or {}))
-
-        def build() -> nn.Sequential:
-            layers: list[nn.Module] = []
-            for n_in, n_out, kernel, step, pad in zip(channels, num_cells, kernels, steps, pads, strict=False):
-                layers += [nn.Conv2d(n_in, n_out, kernel, step, pad, device=device), activation()]
-            return nn.Sequential(*layers, nn.Flatten())
-
-        super().__init__(build, n_agents, centralised=centralised, share_params=share_params, agent_dim=-4)
+        build = partial(
+            conv_net,
+            num_cells=_per_layer("num_cells", cells, depth),
+            kernel_sizes=_per_layer("kernel_sizes", kernel_sizes, depth),
+            strides=_per_layer("strides", strides, depth),
+            paddings=_per_layer("paddings", paddings, depth),
+            activation_class=activation_class,
+            activation_kwargs=activation_kwargs,
+            norm_class=norm_class,
+            norm_kwargs=norm_kwargs,
+            aggregator_class=aggregator_class,
+            aggregator_kwargs=aggregator_kwargs,
+            squeeze_output=squeeze_output,
+            device=device,
+        )
+        options["agent_dim"] = -4
+        super().__init__(_at_size(build, in_features or 1, options), **options)
+        if in_features is None:
+            take_size_from_input(self, partial(_whole, build, options), -3)
 
     def _call_shared(self, net: nn.Module, *inputs: Tensor) -> Tensor:
         x = inputs[0]
@@ -123,6 +166,35 @@ class MultiAgentConvNet(MultiAgentNet):
         if torch.is_grad_enabled() and x.device.type == "cpu":
             x = channels_last(x)
         return super()._call_shared(net, x)
+
+
+def _options(
+    n_agents: int,
+    share_params: bool | None,
+    centralised: bool | None,
+    centralized: bool | None,
+    vmap_randomness: str,
+) -> dict[str, Any]:
+    """The options of a MultiAgentNet. Raises WrongType for those that are missing, ConfigError."""
+    if share_params is None:
+        raise WrongType("share_params is missing: True for one network for all agents, False for one for each")
+    if vmap_randomness not in ("different", "same", "error"):
+        raise ConfigError(f'vmap_randomness={vmap_randomness!r}; expected "different", "same" or "error"')
+    return {
+        "n_agents": n_agents,
+        "share_params": share_params,
+        "centralised": _one_spelling(centralised, centralized),
+        "vmap_randomness": vmap_randomness,
+    }
+
+
+def _at_size(build: Callable[[int], nn.Module], size: int, options: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    """A function that builds one agent's network, where each agent's input is of ``size``."""
+    return partial(build, size * (options["n_agents"] if options["centralised"] else 1))
+
+
+def _whole(build: Callable[[int], nn.Module], options: Mapping[str, Any], size: int) -> MultiAgentNet:
+    return MultiAgentNet(_at_size(build, size, options), **options)
 
 
 def _one_spelling(centralised: bool | None, centralized: bool | None) -> bool:
@@ -137,10 +209,7 @@ def _one_spelling(centralised: bool | None, centralized: bool | None) -> bool:
 def _require_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if (as_whole(size) or 0) < 1:
-            raise ConfigError(
-                f"{name}={size!r} is not a positive integer; sizes are not taken from the first input, so that the "
-                "parameters can be copied, moved and shared from the start"
-            )
+            raise ConfigError(f"{name}={size!r} is not a positive integer")
 
 
 def _hidden_sizes(depth: int | None, num_cells: int | Sequence[int] | None) -> list[int]:
@@ -155,9 +224,17 @@ def _hidden_sizes(depth: int | None, num_cells: int | Sequence[int] | None) -> l
     return list(num_cells)
 
 
-def _per_layer(name: str, value: int | Sequence[Size], depth: int) -> list[Size]:
+def _depth_of(depth: int | None, *options: int | Sequence[Any]) -> int:
+    """The number of layers: as it is given, or that of the first option with one value for each layer."""
+    lengths = [len(option) for option in options if isinstance(option, Sequence)]
+    if depth is None and not lengths:
+        raise ConfigError(f"num_cells={options[0]} is one size for all layers; give depth, their number, too")
+    return lengths[0] if depth is None else depth
+
+
+def _per_layer(name: str, value: int | Sequence[Any], depth: int) -> list[Any]:
     if not isinstance(value, Sequence):
         return [value] * depth
     if len(value) != depth:
-        raise ConfigError(f"{name}={list(value)} has {len(value)} entries for the {depth} layers of num_cells")
+        raise ConfigError(f"{name}={list(value)} has {len(value)} entries for the {depth} layers")
     return list(value)

@@ -42,14 +42,14 @@ def split_any(net: nn.Module, n_agents: int) -> list[nn.Module]:
     ]
 
 
-def call_each(net: nn.Module, xs: Sequence[Tensor], common: bool) -> Tensor:
+def call_each(net: nn.Module, xs: Sequence[Tensor], common: bool, randomness: str = "different") -> Tensor:
     """Output [B, A, ...] of all agents, computed in one call under ``torch.vmap``.
 
-    xs: the inputs, [B, A, ...] each, or [B, ...] that all agents see if ``common``.
+    xs: the inputs, [B, A, ...] each, or [B, ...] that all agents see if ``common``.  randomness: of ``torch.vmap``.
     """
     tensors = named_tensors(net)
     in_dims = (0, *[None if common else 1] * len(xs))
-    vmapped = torch.vmap(partial(_call, net), in_dims=in_dims, out_dims=(1, 0), randomness="different")
+    vmapped = torch.vmap(partial(_call, net), in_dims=in_dims, out_dims=(1, 0), randomness=randomness)
     try:
         y, replaced = _alone(net, vmapped, tensors, xs)
     except RuntimeError as error:
