@@ -159,7 +159,7 @@ def failures_after(*replies: Message) -> list[Any]:
         worker.channel.recv.side_effect = [*replies, TimeoutError]
         pending = Mock(return_value=0)
         closing = ClosingWorkers(
-            [worker], CloseLimits(), send=Mock(), doing=Mock(), count_pending=pending, on_slice=Mock()
+            [worker], CloseLimits(), send=Mock(), doing=Mock(), count_pending=pending, calls=(), on_slice=Mock()
         )
         closing.wait()
     return closing.failures

@@ -33,15 +33,20 @@ class _Finder(MetaPathFinder):
         self.names: set[str] = set()
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self._within = False
+        self._finding = False  # another finder may ask all finders, too
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        if self._within or fullname not in self.names:
+        if self._within or self._finding or fullname not in self.names:
             return None
-        others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
-        found = (find_spec(fullname, path, target) for find_spec in others if find_spec is not None)
-        spec: ModuleSpec | None = next((one for one in found if one is not None), None)
+        self._finding = True
+        try:
+            others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
+            found = (find_spec(fullname, path, target) for find_spec in others if find_spec is not None)
+            spec: ModuleSpec | None = next((one for one in found if one is not None), None)
+        finally:
+            self._finding = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self)
         return spec

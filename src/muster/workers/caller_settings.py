@@ -87,13 +87,18 @@ class CallerSettings:
 
     def apply_filters(self, *, keeps: bool) -> None:
         """Makes the caller's filters this process's. keeps: those that only this process has stay, in front."""
+        filters = self._filters_here()
+        own = [one for one in list(warnings.filters) if one not in filters] if keeps else []
+        _set_filters([*own, *filters])
+
+    def _filters_here(self) -> list[Any]:
+        """The caller's filters, of those categories that are imported here."""
         filters: list[Any] = [_OF_SWIG] if any(one[0] == "error" for one in self.filters) else []
         for action, message, category, module, line in self.filters:
             found = category.find()
             if found is not None:
                 filters.append((action, message, found, module, line))
-        own = [one for one in list(warnings.filters) if one not in filters] if keeps else []
-        _set_filters([*own, *filters])
+        return filters
 
     def _apply_dtype(self) -> None:
         if self.torch_dtype is not None and (torch := _torch()) is not None:
@@ -101,8 +106,10 @@ class CallerSettings:
 
     @contextlib.contextmanager
     def _imported_under(self, first: OwnSettings) -> Iterator[None]:
-        own = OwnSettings.current()
+        own, of_caller = OwnSettings.current(), self._filters_here()
         first.restore()
+        # In front those of whoever imports the module, for as long as that takes.
+        _set_filters([*(one for one in own.filters if one not in of_caller), *first.filters])
         try:
             yield
         finally:
