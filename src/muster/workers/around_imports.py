@@ -10,6 +10,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any, TypeVar
 
+from muster.envs.package_finder import found_by_others
+
 T = TypeVar("T")
 
 
@@ -42,9 +44,7 @@ class _Finder(MetaPathFinder):
             return None
         self._finding = True
         try:
-            others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
-            found = (find_spec(fullname, path, target) for find_spec in others if find_spec is not None)
-            spec: ModuleSpec | None = next((one for one in found if one is not None), None)
+            spec = found_by_others(self, fullname, path, target)
         finally:
             self._finding = False
         if spec is not None and spec.loader is not None:
