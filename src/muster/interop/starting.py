@@ -63,6 +63,7 @@ def processes(
     worker_env: WorkerEnv | None,
     worker_init: WorkerInit,
     close_limits: Callable[[int], CloseLimits],
+    num_threads: int = 1,
 ) -> ProcessBackend:
     """The backend that steps each env in a process of its own, as the originals do; fewer processes only on request.
 
@@ -71,6 +72,7 @@ def processes(
     name: the argument's name.  worker_env, worker_init: as for `muster.make_vec`; without `worker_init` workers run the
     script's top level where that sets up other modules, since the originals' workers have that.
     close_limits: how long the original waits for envs that close, by the number of processes.
+    num_threads: threads of each process's numeric libraries.
     Raises ValueError for an unknown context, ConfigError.
     """
     if context is not None:
@@ -89,6 +91,7 @@ def processes(
         context=method,
         num_workers=workers,
         start_timeout_s=_START_TIMEOUT_S,
+        threads_per_worker=num_threads,
         memory_check="warn",
         worker_env=worker_env,
         init=init,

@@ -119,6 +119,8 @@ class Worker:
         order = expect(StartOrder, self._channel.recv())
         with worker_info_context(order.info):
             self._env_host = EnvHost((), order.info, order.first_env, dumps=self._dumps)
+            if self._forked:
+                limit_threads(order.threads)  # a fork has none of the threads that torch's pool would wait for
             failure = self._set_up(order, recipes, init) or self._build(order)
             self._channel.send(failure or EnvsBuilt(() if order.replaces else self._env_host.facts()))
             while failure:  # until the caller kills this worker: one that ends itself would be reported as dead
