@@ -1,33 +1,20 @@
-"""Vector envs as TorchRL's batched `EnvBase`, and a `ParallelEnv` that steps envs in worker processes."""
+"""Vector envs as TorchRL's batched `EnvBase`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from muster.arguments import seconds
-from muster.backends.base import Backend
-from muster.envs.attributes import get_attribute
-from muster.errors import ConfigError, UsageError, WorkerError, WrongType
+from muster.errors import ConfigError, WrongType
 from muster.extras import imports_for
-from muster.interop.starting import processes, recipes_of, require_copies
-from muster.interop.torchrl.env_worker import ENCODING, inner_env_of
-from muster.pickling import UserCall
+from muster.interop.starting import require_copies
 from muster.transport.infos import spread
-from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
 from muster.vector.interrupted import drop_pending
 from muster.vector.multi_agent import MultiAgentVectorEnv
-from muster.vector.packing import Asked
-from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
-from muster.workers.close_limits import CloseLimits
-from muster.workers.worker_env import WorkerEnv
-from muster.workers.worker_init import WorkerInit
 
 with imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl", "torch", "tensordict"):
     import torch
@@ -38,28 +25,8 @@ with imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl"
     from muster.interop.torchrl.layouts import AgentGroups, SingleAgent, TensorDictShape
     from muster.interop.torchrl.specs import chosen, ends
 
-__all__ = ["MusterEnv", "ParallelEnv", "as_torchrl"]
+__all__ = ["MusterEnv", "as_torchrl"]
 
-_SERIAL = (
-    'as_torchrl(muster.make_vec(create_env_fn, num_workers, {kwargs}backend="serial", autoreset_mode="same_step"))'
-)
-PARALLEL_ENV = UserCall(
-    name="ParallelEnv",
-    factory="create_env_fn",
-    kwargs="create_env_kwargs",
-    wrappers="",
-    context='mp_start_method="{method}"',
-    in_process="torchrl.envs.SerialEnv(num_workers, create_env_fn)",
-    in_process_of_others=_SERIAL.format(kwargs=""),
-    one_each="ParallelEnv without num_processes",
-    packed="num_processes={count}",
-    num_envs="num_workers={count}",
-    apart="Leave num_processes out",
-    by_function="env = ParallelEnv(..., make_env)",
-    acts="env.vector_env.call(act)",
-)
-
-EnvFn = Callable[..., Any]
 AnyVectorEnv = VectorEnv | MultiAgentVectorEnv
 
 
@@ -210,109 +177,6 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
 
     def __del__(self) -> None:
         """Does nothing: the vector env may have other users, and closes when it has none."""
-
-
-class ParallelEnv(MusterEnv):
-    """`num_workers` envs, each in a worker process of its own.
-
-    create_env_fn: returns TorchRL's `GymEnv`, `GymWrapper`, `PettingZooEnv` or `PettingZooWrapper`, or an env that
-        `muster.make_vec` takes; or a list of such functions.
-    create_env_kwargs: keyword arguments for these functions, one dict or a list of dicts; values may be `muster.lazy`.
-    mp_start_method: None starts fresh processes.
-    num_processes: None for one process per env, as in TorchRL; a number for so many processes that share the envs,
-        which is for envs that share nothing; "auto" for one per usable core where a trial has shown that, as
-        `muster.make_vec`.
-    worker_env: environment variables of the processes, as for `muster.make_vec`; its function's index is a process's.
-    worker_init: a function that each process calls before its first env, or "script", as for `muster.make_vec`. None is
-        "script" where the script has a main guard and its top level assigns into modules that it imports, since
-        processes of TorchRL's class have that.
-    shutdown_timeout: seconds that `close` waits for each process in turn to close its envs, and once more for all of
-        them to end, as in TorchRL. What is killed then is named in a RuntimeWarning.
-
-    Transforms belong around the batch: ``TransformedEnv(ParallelEnv(...), ...)``. The other options of TorchRL's class
-    control how that class moves its data; they would have no effect here, so they are not accepted.
-    """
-
-    def __init__(
-        self,
-        num_workers: int,
-        create_env_fn: EnvFn | Sequence[EnvFn],
-        *,
-        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        device: torch.device | str | None = None,
-        mp_start_method: str | None = None,
-        num_processes: Asked = None,
-        worker_env: WorkerEnv | None = None,
-        worker_init: WorkerInit = None,
-        shutdown_timeout: float = 10.0,
-    ) -> None:
-        seconds("shutdown_timeout", shutdown_timeout)
-        fns = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
-        kwargs = list(create_env_kwargs) if isinstance(create_env_kwargs, Sequence) else [create_env_kwargs] * len(fns)
-        if len(fns) != num_workers or len(kwargs) != num_workers:
-            raise WrongCount(
-                f"num_workers={num_workers} envs need as many create_env_fn and create_env_kwargs, got {len(fns)} and "
-                f"{len(kwargs)}"
-            )
-        fns_label = PARALLEL_ENV.factory + "[{}]" * isinstance(create_env_fn, Sequence)
-        kwargs_label = PARALLEL_ENV.kwargs + "[{}]" * isinstance(create_env_kwargs, Sequence)
-        bare = recipes_of(fns, _words(create_env_kwargs), (inner_env_of,), label=fns_label)
-        recipes = [
-            replace(recipe, kwargs=dict(provided or {}), labels=(fns_label.format(i), kwargs_label.format(i)))
-            for i, (recipe, provided) in enumerate(zip(bare, kwargs, strict=True))
-        ]
-        with originals_raised():
-            envs = _vector_env(
-                processes(
-                    recipes,
-                    context=mp_start_method,
-                    num_workers=num_processes,
-                    name="num_processes",
-                    worker_env=worker_env,
-                    worker_init=worker_init,
-                    close_limits=partial(_limits_of, shutdown_timeout),
-                )
-            )
-        super().__init__(envs, categorical_action_encoding=envs.metadata.get(ENCODING), device=device)
-
-    def __getattr__(self, name: str) -> Any:
-        """A list of the attribute's value in each env; a method's is a function that calls it in each env instead."""
-        if name.startswith("_") or hasattr(type(self), name) or "vector_env" not in self.__dict__ or self.is_closed:
-            return super().__getattr__(name)
-        envs: Any = self.vector_env
-        try:
-            if all(envs.call(lambda env, index: callable(get_attribute(env, name)))):
-                return lambda *args, **kwargs: list(envs.call(name, *args, **kwargs))
-            return list(envs.get_attr(name))
-        except (UsageError, WorkerError) as error:  # the envs cannot answer: `hasattr` then returns False
-            raise AttributeError(f"{name}: {error}", name=name, obj=self) from error
-
-
-class WrongCount(ConfigError, RuntimeError):
-    """The number of functions, or of dicts of arguments, is not that of envs; TorchRL's class raises RuntimeError."""
-
-
-def _limits_of(shutdown_timeout: float, num_processes: int) -> CloseLimits:
-    """The limits that never end a close before TorchRL's own would."""
-    longest_s = shutdown_timeout * (num_processes + 1)
-    return CloseLimits(longest_s, longest_s, longest_s, f"shutdown_timeout={shutdown_timeout:g}")
-
-
-def _words(create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> UserCall:
-    """The words for a `ParallelEnv` with these keyword arguments."""
-    if create_env_kwargs is None:
-        return PARALLEL_ENV
-    # TorchRL copies the values of a dict, and not those of a list's dicts.
-    each = "create_env_kwargs" if isinstance(create_env_kwargs, Sequence) else "[create_env_kwargs] * num_workers"
-    return replace(
-        PARALLEL_ENV,
-        in_process=f"torchrl.envs.SerialEnv(num_workers, create_env_fn, create_env_kwargs={each})",
-        in_process_of_others=_SERIAL.format(kwargs="env_kwargs=create_env_kwargs, "),
-    )
-
-
-def _vector_env(backend: Backend) -> AnyVectorEnv:
-    return vector_env_of(backend, LENIENT, drop_in_options(backend, AutoresetMode.SAME_STEP))
 
 
 def as_torchrl(

@@ -1,48 +1,359 @@
-"""The preparation of envs in workers of the TorchRL drop-in. Imports no torch: not all envs need it."""
+"""One `EnvBase` in its worker: an env to the engine, whose step carries out one command of TorchRL's verbs.
+
+What goes in and out are the columns; the engine's own action is the command's number, and its observation nothing. So
+whatever the engine does for envs holds here, too: start methods, deaths that are noticed and explained, no orphans.
+"""
 
 from __future__ import annotations
 
-import sys
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
+from torch import Tensor
+from torchrl.envs import EnvBase
+from torchrl.envs.batched_envs import BatchedEnvBase
+from torchrl.envs.common import EnvMetaData
+from torchrl.envs.libs.gym import GymWrapper
+from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
-from muster.envs.adapt import Adapter, is_torchrl
-from muster.envs.agents import AgentsEnv
-from muster.errors import RecipeError
+from muster.envs.pettingzoo import is_pettingzoo
+from muster.errors import RecipeError, SpecMismatch
+from muster.interop.torchrl.bare_gym import BareGym, bare_gym
+from muster.interop.torchrl.columns import EnvRows, has_stacks
 from muster.introspection import type_name
+from muster.worker_info import get_worker_info
 
-# The metadata key that reports to the caller whether discrete actions are integers.
-ENCODING = "torchrl_categorical_action_encoding"
+Key = str | tuple[str, ...]
+Keys = tuple[Key, ...]
+# Shape and dtype of leaves by their paths; None for objects.
+Schema = dict[tuple[str, ...], Any]
 
 
-def inner_env_of(env: Any) -> Any:
-    """The env inside one of TorchRL's wrappers, or `env` itself, adapted for the stepping loop. Raises RecipeError."""
-    groups, categorical, state = None, None, True
-    if _is_a(env, "gym", "GymWrapper"):
-        if env.frame_skip != 1:
-            raise RecipeError(
-                f"frame_skip={env.frame_skip} of GymEnv is not done here; skip frames in a wrapper of the Gymnasium env"
-            )
-        inner, categorical = env._env, bool(env._categorical_action_encoding)
-    elif _is_a(env, "pettingzoo", "PettingZooWrapper"):
-        inner, categorical, state = env._env, bool(env.categorical_actions), bool(env.return_state)
-        groups = {agent: group for group, agents in env.group_map.items() for agent in agents}
-    else:
-        inner = env
-    adapted = None if is_torchrl(inner) else Adapter(groups, state)(inner)
-    if not isinstance(adapted, (gymnasium.Env, AgentsEnv)):
-        raise RecipeError(
-            f"create_env_fn returned a {type_name(env)}; expected TorchRL's GymEnv or "
-            "PettingZooEnv, or an env that muster.make_vec takes. Put transforms around the batch, "
-            "TransformedEnv(ParallelEnv(...), ...); for other envs use torchrl.envs.ParallelEnv"
+class Command(IntEnum):
+    """The commands that need no objects."""
+
+    STEP = 0
+    STEP_AND_RESET = 1
+    RESET = 2
+
+
+NO_KEYS = 0
+"""The number of the key set None: no ``next`` in the input of a step, and no tensordict for a reset."""
+
+_NOTHING = np.zeros(1, np.uint8)
+_NO_INFO: dict[str, Any] = {}
+
+
+class HostedEnv(gymnasium.Env[Any, Any]):
+    """An `EnvBase` as the engine steps it. The action is ``[command, number of a key set]``.
+
+    Calls that are no step, or that carry objects, are `perform`, by the names of TorchRL's own messages.
+    """
+
+    observation_space = spaces.Box(0, 1, (1,), np.uint8)
+    action_space = spaces.Box(0, 2**31, (2,), np.int64)
+
+    def __init__(self, env: EnvBase) -> None:
+        self.env = env
+        info = get_worker_info()
+        self._index = info.env_index if info is not None and info.env_index is not None else 0
+        self._key_sets: list[Keys | None] = [None]
+        self._bare: BareGym | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "env":
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.env, name)
+
+    # ---- before the first step
+
+    def env_metadata(self, wanted: Sequence[int]) -> EnvMetaData | None:
+        """TorchRL's description of the env, if its index is among those `wanted`. Raises for unsuited transforms."""
+        if self._index not in wanted:
+            return None
+        BatchedEnvBase._validate_worker_env(self.env)
+        return EnvMetaData.metadata_from_env(self.env)
+
+    def differs_from(self, schema: Schema) -> str:
+        """The first difference of the env's leaves from `schema`, see `schema_of`; "" for none."""
+        own = schema_of(EnvMetaData.metadata_from_env(self.env))
+        return next((difference for difference in differences(schema, own)), "")
+
+    def attach(self, rows: Mapping[int, EnvRows], reset_keys: Keys, step_keys: Keys, object_keys: Keys) -> None:
+        """Maps the columns. reset_keys, step_keys: the leaves that a reset writes at the root, and a step in next."""
+        self.env.set_spec_lock_()
+        whole = rows[self._index].mapped()
+        self._next = whole.get("next")
+        self._root = whole.exclude("next")
+        self._reset_keys, self._object_keys = reset_keys, object_keys
+        self._write_next = Writer(self._next, "the step's", required=step_keys)
+        self._write_root = Writer(self._root, "the root's")
+        self._bare = bare_gym(self.env, self._root, self._next)
+        of_reset = self._root.select(*reset_keys, strict=False)
+        self._write_reset = Writer(of_reset, "the reset's", required=[key for key in reset_keys if not _is_flag(key)])
+
+    def learn_keys(self, number: int, keys: Keys) -> None:
+        """Gives a set of keys a number, by which commands name it from now on."""
+        self._key_sets[number:] = [keys]
+
+    def limit_threads(self, count: int) -> None:
+        """Limits torch to `count` threads."""
+        torch.set_num_threads(count)
+
+    # ---- commands
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        command, number = action.tolist()
+        keys = self._key_sets[number]
+        if command != Command.RESET and keys is None and self._bare is not None and self._bare.applies:
+            if self._bare.step() and command == Command.STEP_AND_RESET:
+                self._write_reset(self.env.reset())
+        elif command == Command.STEP_AND_RESET:
+            self._step_and_reset(keys)
+        elif command == Command.STEP:
+            self._step(keys)
+        else:
+            self._reset(keys, {})
+        return _NOTHING, 0.0, False, False, _NO_INFO
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Nothing: the envs are reset by command."""
+        return _NOTHING, {}
+
+    def perform(self, pickled: Mapping[int, bytes]) -> Any:
+        """Carries out the message for this env, if there is one: a name and its data. Returns the answer, or None."""
+        if self._index not in pickled:
+            return None
+        name, data = pickle.loads(pickled[self._index])
+        handler = _HANDLERS.get(name) if isinstance(name, str) else None
+        return self._ask(name, *data) if handler is None else handler(self, data)
+
+    def close(self) -> None:
+        self.env.close(raise_if_closed=False)
+
+    def _step(self, keys: Keys | None, objects: TensorDictBase | None = None) -> TensorDictBase:
+        data = self._input(self._root.copy(), keys, objects)
+        data = self.env.step(data)
+        arrived = data.get("next")
+        self._write_next(arrived)
+        self._write_root(self.env._step_mdp(data))
+        return arrived
+
+    def _step_and_reset(
+        self, keys: Keys | None, objects: TensorDictBase | None = None
+    ) -> tuple[TensorDictBase, TensorDictBase]:
+        data, root = self.env.step_and_maybe_reset(self._input(self._root.copy(), keys, objects))
+        arrived = data.get("next")
+        self._write_next(arrived)
+        self._write_root(root)
+        return arrived, root
+
+    def _reset(self, keys: Keys | None, kwargs: Mapping[str, Any]) -> TensorDictBase:
+        given = None if keys is None else self._root.select(*keys, strict=False)
+        current = self.env.reset(tensordict=given, **kwargs)
+        self._write_reset(current)
+        return current
+
+    def _input(self, root: TensorDictBase, keys: Keys | None, objects: TensorDictBase | None) -> TensorDictBase:
+        if keys is not None:
+            root.set("next", self._next.select(*keys))
+        if objects is not None:
+            root.update(objects)
+        return root
+
+    # ---- messages that carry objects
+
+    def _handle_step(self, data: Any) -> Any:
+        if not isinstance(data, dict):  # shapes are dynamic: there are no columns
+            return self.env._step(data)
+        keys = _tuple_of(data.get("next_td_passthrough_keys"))
+        arrived = self._step(keys, data.get("non_tensor_data"))
+        return "objects", arrived.select(*self._object_keys, strict=False)
+
+    def _handle_step_and_reset(self, data: Any) -> Any:
+        keys = _tuple_of(data.get("next_td_passthrough_keys"))
+        arrived, root = self._step_and_reset(keys, data.get("non_tensor_data"))
+        objects = root.select(*self._object_keys)
+        return "objects", objects.set("next", arrived.select(*self._object_keys))
+
+    def _handle_reset(self, data: Any) -> Any:
+        given, kwargs = data
+        if given is None or isinstance(given, TensorDictBase):  # shapes are dynamic: there are no columns
+            return self.env.reset(tensordict=None if given is None else given.unlock_(), **kwargs)
+        current = self._reset(_tuple_of(given), kwargs)
+        return ("objects", current.select(*self._object_keys, strict=False)) if self._object_keys else None
+
+    def _handle_seed(self, data: Any) -> Any:
+        seed, static_seed = data
+        if seed is not None:
+            torch.manual_seed(seed)
+        return "seeded", self.env.set_seed(seed, static_seed=static_seed)
+
+    def _handle_state_dict(self, data: Any) -> Any:
+        return "state_dict", _without_locks(self.env.state_dict())
+
+    def _handle_load_state_dict(self, data: Any) -> None:
+        self.env.load_state_dict(data)
+
+    def _handle_snapshot(self, data: Any) -> Any:
+        try:
+            self.env[slice(None)] = data
+        except (TypeError, NotImplementedError, AttributeError) as error:
+            kind = type(self.env).__name__
+            return "set_env_snapshot_error", f"{kind} in a worker does not support snapshot writeback: {error}"
+        return "set_env_snapshot_done", None
+
+    def _ask(self, name: str | tuple[str, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The value of an attribute, which a tuple of names leads to, or what it returns where it is a method."""
+        names = (name,) if isinstance(name, str) else tuple(name)
+        value: Any = self.env
+        for one in names:
+            value = getattr(value, one)
+        if callable(value):
+            value = value(*[arg for arg in args if not (isinstance(arg, str) and arg == "_self")], **kwargs)
+        return "_".join(names) + "_done", None if names == ("to",) else value
+
+
+_HANDLERS = {
+    "step": HostedEnv._handle_step,
+    "step_and_maybe_reset": HostedEnv._handle_step_and_reset,
+    "reset": HostedEnv._handle_reset,
+    "seed": HostedEnv._handle_seed,
+    "state_dict": HostedEnv._handle_state_dict,
+    "load_state_dict": HostedEnv._handle_load_state_dict,
+    "set_env_snapshot": HostedEnv._handle_snapshot,
+}
+
+
+class Writer:
+    """Writes the leaves of tensordicts into columns.
+
+    required: leaves that each tensordict must have.  what: the tensordict's place, for messages.
+    """
+
+    def __init__(self, columns: TensorDictBase, what: str, required: Sequence[Key] = ()) -> None:
+        self._what = what
+        self._columns = columns
+        self._has_stacks = has_stacks(columns)
+        needed = {_path(key) for key in required}
+        # The leaves by the tensordict that holds them: an entry of a plain tensordict takes less time than a path.
+        self._groups: dict[tuple[str, ...], list[tuple[str, Tensor, bool]]] = {}
+        for key, leaf in () if self._has_stacks else columns.items(True, True):
+            path = _path(key)
+            self._groups.setdefault(path[:-1], []).append((path[-1], leaf, path in needed))
+
+    def __call__(self, values: TensorDictBase) -> None:
+        """Checks all leaves, then writes them. Raises SpecMismatch for a leaf that is missing or laid out otherwise."""
+        if self._has_stacks:
+            self._columns.update_(values.select(*self._columns.keys(True), strict=False))
+            return
+        found = []
+        for path, leaves in self._groups.items():
+            holder = values.get(path, None) if path else values
+            entries = {} if holder is None else dict(holder.items())
+            for name, column, required in leaves:
+                value = entries.get(name)
+                if value is None:
+                    if required:
+                        raise self._missing(values, (*path, name), column)
+                    continue
+                if value.shape != column.shape or value.dtype != column.dtype:
+                    raise SpecMismatch(
+                        f"{self._what} {_name((*path, name))} is {_brief(value)}, expected {_brief(column)}, as its "
+                        "spec says; check_env_specs(env) of torchrl.envs.utils shows all that differs"
+                    )
+                found.append((column, value))
+        for column, value in found:
+            if column is not value:
+                column.copy_(value)
+
+    def _missing(self, values: TensorDictBase, path: tuple[str, ...], column: Tensor) -> SpecMismatch:
+        return SpecMismatch(
+            f"{self._what} tensordict has no {_name(path)}, expected {_brief(column)}; it has "
+            f"{sorted(map(str, values.keys(True, True)))}. Make the env's specs and its results agree"
         )
-    if categorical is not None:
-        adapted.metadata = {**adapted.metadata, ENCODING: categorical}
-    return adapted
 
 
-def _is_a(env: Any, module: str, name: str) -> bool:
-    """Whether `env` is an instance of TorchRL's class `name`. No env is one before `module` was imported."""
-    libs = sys.modules.get(f"torchrl.envs.libs.{module}")
-    return libs is not None and isinstance(env, getattr(libs, name))
+def hosted(env: Any) -> HostedEnv:
+    """The env that a factory has returned, for the engine. Raises RecipeError."""
+    return HostedEnv(_as_env_base(env))
+
+
+def _as_env_base(env: Any) -> EnvBase:
+    if isinstance(env, EnvBase):
+        return env
+    problem: TypeError | None = None
+    try:
+        if is_pettingzoo(env):
+            return PettingZooWrapper(env)
+        if isinstance(env, gymnasium.Env):
+            return GymWrapper(env)
+    except TypeError as error:  # an env with PettingZoo's methods, but of another class
+        problem = error
+    raise RecipeError(
+        f"create_env_fn returned a {type_name(env)}, expected an EnvBase of TorchRL's, or an env of Gymnasium's or "
+        "PettingZoo's classes; others become one by as_torchrl(muster.make_vec(...))"
+    ) from problem
+
+
+def schema_of(metadata: EnvMetaData) -> Schema:
+    """Shape and dtype of each leaf of an env's specs; of objects only that they are there."""
+    schema: Schema = {}
+    for key, spec in metadata.specs.items(True, True):
+        dtype = getattr(spec, "dtype", None)
+        schema[key[2:]] = (tuple(spec.shape), dtype) if isinstance(dtype, torch.dtype) else None
+    return schema
+
+
+def differences(expected: Schema, got: Schema) -> list[str]:
+    """The differences of one schema from another, in words."""
+    found = []
+    for key in [*expected, *(key for key in got if key not in expected)]:
+        if key not in got:
+            found.append(f"{_name(key)} is missing")
+        elif key not in expected:
+            found.append(f"{_name(key)} is one more")
+        elif expected[key] != got[key]:
+            found.append(f"{_name(key)} has shape and dtype {_words(got[key])}, expected {_words(expected[key])}")
+    return found
+
+
+def _name(path: tuple[str, ...]) -> str:
+    return repr(path[0] if len(path) == 1 else path)
+
+
+def _words(entry: Any) -> str:
+    return "an object" if entry is None else f"{list(entry[0])} {entry[1]}"
+
+
+def _brief(value: Any) -> str:
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _path(key: Key) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def _is_flag(key: Key) -> bool:
+    return _path(key)[-1] == "_reset"
+
+
+def _tuple_of(keys: Any) -> Keys | None:
+    return None if keys is None or keys is False else tuple(keys)
+
+
+def _without_locks(state: Any) -> Any:
+    from multiprocessing.synchronize import Lock
+
+    entries = (
+        (key, _without_locks(value) if isinstance(value, OrderedDict) else value) for key, value in state.items()
+    )
+    return OrderedDict((key, None if isinstance(value, Lock) else value) for key, value in entries)

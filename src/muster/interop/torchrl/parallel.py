@@ -1,0 +1,404 @@
+"""TorchRL's `ParallelEnv` on Muster's worker processes: its verbs, specs and arguments, other ways for the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import (  # type: ignore[import-untyped]  # it ships no py.typed
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+)
+from torchrl.envs import EnvBase, SerialEnv
+from torchrl.envs import ParallelEnv as TheirParallelEnv
+
+from muster.arguments import seconds
+from muster.errors import ClosedError, ConfigError
+from muster.interop.starting import recipes_of
+from muster.interop.torchrl.columns import Columns, has_stacks
+from muster.interop.torchrl.env_worker import Command, hosted
+from muster.interop.torchrl.remote import Channel, Pool, PoolOptions, WorkerProcess
+from muster.interop.torchrl.shared_state import sharing
+from muster.pickling import UserCall
+from muster.recipes.recipe import Recipe
+from muster.vector.packing import Asked
+from muster.workers.worker_env import WorkerEnv
+from muster.workers.worker_init import WorkerInit
+
+_SERIAL = (
+    'as_torchrl(muster.make_vec(create_env_fn, num_workers, {kwargs}backend="serial", autoreset_mode="same_step"))'
+)
+PARALLEL_ENV = UserCall(
+    name="ParallelEnv",
+    factory="create_env_fn",
+    kwargs="create_env_kwargs",
+    wrappers="",
+    context='mp_start_method="{method}"',
+    in_process="torchrl.envs.SerialEnv(num_workers, create_env_fn)",
+    in_process_of_others=_SERIAL.format(kwargs=""),
+    one_each="ParallelEnv without num_processes",
+    packed="num_processes={count}",
+    num_envs="num_workers={count}",
+    apart="Leave num_processes out",
+    by_function="env = ParallelEnv(..., make_env)",
+    acts="env.vector_env.call(act)",
+)
+
+# The private names of TorchRL's that this folder's `ParallelEnv` overrides, calls, reads or sets: a TorchRL without one
+# of them breaks by name.
+PRIVATE_NAMES = (
+    *("_create_td", "_get_metadata", "_shutdown_workers", "_start_workers", "_step", "_wait_for_workers"),
+    *("_get_collector_next_keys_to_exclude", "_set_metadata", "_step_mdp", "_validate_worker_env"),
+    *("_collector", "_env", "_env_input_keys", "_memmap", "_mp_start_method", "_non_tensor_keys", "_owns_workers"),
+    *("_selected_reset_keys", "_selected_step_keys", "_share_memory", "_single_task", "_use_buffers"),
+    *("_events", "_shared_tensordict_parent_next", "_shared_tensordict_parent_root", "_workers"),
+)
+
+# Attributes that end with a pool.
+_OF_POOL = (
+    "shared_tensordicts",
+    "shared_tensordict_parent",
+    "_shared_tensordict_parent_next",
+    "_shared_tensordict_parent_root",
+    "_columns",
+    "_plain_inputs",
+    "parent_channels",
+    "_workers",
+)
+
+EnvFn = Callable[..., EnvBase]
+
+
+class _InWorkers(type(TheirParallelEnv)):  # type: ignore[misc]  # TorchRL has no type information here
+    """Makes a `ParallelEnv` without an env in the caller: TorchRL's wraps lambdas in EnvCreators, which build one."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("auto_wrap_envs", None)  # lambdas travel as they are
+        num_workers = kwargs.get("num_workers", args[0] if args else None)
+        if kwargs.get("serial_for_single") and num_workers == 1:
+            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "worker_env", "worker_init"):
+                kwargs.pop(name, None)
+            return SerialEnv(*args, **kwargs)
+        return super().__call__(*args, auto_wrap_envs=False, **kwargs)
+
+
+class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]  # TorchRL has no type information here
+    """TorchRL's `ParallelEnv`, whose envs are stepped by Muster: no env in the caller, no pickle on a step of tensors.
+
+    create_env_fn: returns an `EnvBase`, or a Gymnasium or PettingZoo env; or a list of such functions.
+    mp_start_method: None starts fresh processes, without a fork of the caller.
+    num_processes: None for one process per env, as in TorchRL; a number for so many processes that share the envs,
+        which is for envs that share nothing; "auto" for one per usable core where a trial has shown that, as
+        `muster.make_vec`.
+    worker_env: environment variables of the processes, as for `muster.make_vec`; its function's index is a process's.
+    worker_init: a function that each process calls before its first env, or "script", as for `muster.make_vec`. None is
+        "script" where the script has a main guard and its top level assigns into modules that it imports, since
+        processes of TorchRL's class have that.
+    shutdown_timeout: seconds that `close` waits for each process in turn to close its envs, and once more for all of
+        them to end, as in TorchRL. What is killed then is named in a RuntimeWarning.
+    metadata_from_workers: the metadata always come from the workers; True starts the env at once, as in TorchRL.
+    shared_memory, memmap, consolidate, non_blocking, daemon, policy_proof: taken as TorchRL's, and without effect.
+
+    The other arguments mean what they mean in TorchRL. `vector_env` is the vector env below, for `stats` and `call`.
+    """
+
+    # Of TorchRL's classes, which set them.
+    num_threads: int | None
+    shared_tensordict_parent: Any
+    _share_memory: bool
+    _memmap: bool
+    _events: Any
+    # Of this class, set before TorchRL's constructor runs.
+    _pool: Pool | None
+    _pool_options: PoolOptions
+    _of_list: tuple[bool, bool]
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: EnvFn | Sequence[EnvFn],
+        *,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        pin_memory: bool = False,
+        share_individual_td: bool | None = None,
+        shared_memory: bool = True,
+        memmap: bool = False,
+        policy_proof: Callable[..., Any] | None = None,
+        device: torch.device | str | int | None = None,
+        allow_step_when_done: bool = False,
+        num_threads: int | None = None,
+        num_sub_threads: int = 1,
+        serial_for_single: bool = False,
+        non_blocking: bool = False,
+        mp_start_method: str | None = None,
+        use_buffers: bool | None = None,
+        metadata_from_workers: bool = False,
+        consolidate: bool = True,
+        daemon: bool = False,
+        shutdown_timeout: float = 10.0,
+        num_processes: Asked = None,
+        worker_env: WorkerEnv | None = None,
+        worker_init: WorkerInit = None,
+    ) -> None:
+        seconds("shutdown_timeout", shutdown_timeout)
+        if metadata_from_workers and use_buffers:
+            raise ConflictingBuffers(
+                "metadata_from_workers=True requires use_buffers=False in TorchRL; leave metadata_from_workers out: "
+                "here the metadata come from the workers always"
+            )
+        self.__dict__["_pool"] = None
+        self.__dict__["_pool_options"] = PoolOptions(num_processes, worker_env, worker_init)
+        self.__dict__["_of_list"] = isinstance(create_env_fn, Sequence), isinstance(create_env_kwargs, Sequence)
+        if isinstance(create_env_kwargs, Mapping):  # a list: TorchRL copies the values of one dict, which travel here
+            create_env_kwargs = [dict(create_env_kwargs) for _ in range(num_workers)]
+        try:
+            super().__init__(
+                num_workers,
+                create_env_fn,
+                create_env_kwargs=create_env_kwargs,
+                pin_memory=pin_memory,
+                share_individual_td=share_individual_td,
+                shared_memory=shared_memory,
+                memmap=memmap,
+                policy_proof=policy_proof,
+                device=device,
+                allow_step_when_done=allow_step_when_done,
+                num_threads=num_threads,
+                num_sub_threads=num_sub_threads,
+                serial_for_single=serial_for_single,
+                non_blocking=non_blocking,
+                mp_start_method=mp_start_method,
+                use_buffers=use_buffers,
+                consolidate=consolidate,
+                daemon=daemon,
+                shutdown_timeout=shutdown_timeout,
+            )
+            if metadata_from_workers:
+                self.start()
+        except BaseException:
+            self._drop_pool()
+            raise
+
+    # ---- the pool
+
+    @property
+    def vector_env(self) -> Any:
+        """The vector env that steps the envs; each of its envs passes on the attributes of an `EnvBase`."""
+        if self._pool is None:
+            raise ClosedError("this ParallelEnv is closed; its next reset starts new processes")
+        return self._pool.vector_env
+
+    def _recipes(self) -> list[Recipe]:
+        fns_listed, kwargs_listed = self._of_list
+        call = PARALLEL_ENV
+        if any(self.create_env_kwargs) or kwargs_listed:
+            # TorchRL copies the values of a dict, and not those of a list's dicts.
+            each = "create_env_kwargs" if kwargs_listed else "[create_env_kwargs] * num_workers"
+            in_process = f"torchrl.envs.SerialEnv(num_workers, create_env_fn, create_env_kwargs={each})"
+            in_process_of_others = _SERIAL.format(kwargs="env_kwargs=create_env_kwargs, ")
+            call = replace(PARALLEL_ENV, in_process=in_process, in_process_of_others=in_process_of_others)
+        fns_label = call.factory + "[{}]" * fns_listed
+        kwargs_label = call.kwargs + "[{}]" * kwargs_listed
+        fns = [partial(_given, fn) if isinstance(fn, EnvBase) else sharing(fn) for fn in self.create_env_fn]
+        bare = recipes_of(fns, call, (hosted,), label=fns_label)
+        if (threads := self.num_sub_threads or 1) > 1:  # torch takes no more from the environment than there are cores
+            bare = [replace(recipe, factory=partial(_with_threads, recipe.factory, threads)) for recipe in bare]
+        return [
+            replace(recipe, kwargs=dict(kwargs), labels=(fns_label.format(i), kwargs_label.format(i)))
+            for i, (recipe, kwargs) in enumerate(zip(bare, self.create_env_kwargs, strict=True))
+        ]
+
+    def _open_pool(self) -> Pool:
+        if self._pool is None:
+            threads = self.num_sub_threads or 1
+            context = self._mp_start_method
+            self._pool = Pool(self._recipes(), self._pool_options, context=context, num_threads=threads)
+        pool: Pool = self._pool
+        return pool
+
+    def _drop_pool(self) -> None:
+        pool, self.__dict__["_pool"] = self.__dict__.get("_pool"), None
+        if pool is not None:
+            pool.close(self.__dict__.get("shutdown_timeout", 10.0))
+
+    def _get_metadata(self, create_env_fn: Any, create_env_kwargs: Any) -> None:
+        pool = self._open_pool()
+        metadata = pool.metadata([0] if self._single_task else range(self.num_workers))
+        if self._single_task:
+            pool.require_alike(metadata[0])
+        self._set_metadata(metadata[0] if self._single_task else metadata)
+
+    def configure_parallel(self, **options: Any) -> ParallelEnv:
+        """Sets options before the env has started, as TorchRL's method does."""
+        before = self._mp_start_method, self.num_sub_threads
+        super().configure_parallel(**options)
+        if before != (self._mp_start_method, self.num_sub_threads):
+            self._drop_pool()
+        return self
+
+    def update_kwargs(self, kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Updates the arguments of the functions; the next start uses them."""
+        super().update_kwargs(kwargs)
+        if self.is_closed:
+            self._drop_pool()
+
+    # ---- starting and closing
+
+    def _create_td(self) -> None:
+        placed = self._share_memory, self._memmap
+        self._share_memory = self._memmap = False
+        try:
+            super()._create_td()
+        finally:
+            self._share_memory, self._memmap = placed
+        if not self._use_buffers:
+            return
+        self._columns = Columns(self.shared_tensordict_parent)
+        whole = self._columns.tree
+        self.shared_tensordict_parent = whole
+        if self.share_individual_td:
+            assert isinstance(whole, LazyStackedTensorDict)
+            self.shared_tensordicts = whole.tensordicts
+        else:
+            self.shared_tensordicts = whole.unbind(0)
+            for one in self.shared_tensordicts:
+                one.lock_()
+        self._shared_tensordict_parent_next = whole.get("next")
+        self._shared_tensordict_parent_root = whole.exclude("next", *self.reset_keys)
+
+    def _start_workers(self) -> None:
+        before = torch.get_num_threads()
+        if self.num_threads is None:
+            self.num_threads = max(1, before - self.num_workers)  # the processes have the others
+        if self.num_threads != before:
+            torch.set_num_threads(self.num_threads)
+        try:
+            pool = self._open_pool()
+            if self._use_buffers:
+                rows = [self._columns.rows(one) for one in self.shared_tensordicts]
+                resets, steps, objects = map(
+                    tuple, (self._selected_reset_keys, self._selected_step_keys, self._non_tensor_keys)
+                )
+                pool.attach(self._columns, rows, resets, steps, objects)
+        except BaseException:
+            torch.set_num_threads(before)
+            self._drop_pool()
+            raise
+        self.parent_channels = [Channel(pool, env) for env in range(self.num_workers)]
+        self._workers = [WorkerProcess(pool, env) for env in range(self.num_workers)]
+        self._events = [None] * self.num_workers
+        self.event = None
+        self._plain_inputs = self._find_plain_inputs() if self._use_buffers else None
+        self.is_closed = False
+        self.set_spec_lock_()
+
+    def _find_plain_inputs(self) -> list[tuple[Any, torch.Tensor]] | None:
+        """The columns of the envs' input by key; None where a batch is more than a clone of the columns."""
+        whole = self.shared_tensordict_parent
+        if (
+            not isinstance(whole, TensorDict)
+            or whole.device != self.device
+            or self._non_tensor_keys
+            or has_stacks(whole)
+        ):
+            return None
+        found = {key: whole.get(key, None) for key in self._env_input_keys}
+        return [(key, column) for key, column in found.items() if column is not None]
+
+    # ---- the verbs
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Steps the envs, and resets those whose episode has ended: the step's data, and the next step's input."""
+        if not self._send_plain(tensordict, Command.STEP_AND_RESET):
+            both: tuple[TensorDictBase, TensorDictBase] = super().step_and_maybe_reset(tensordict)
+            return both
+        arrived = self._shared_tensordict_parent_next
+        if self._collector is not None and (dropped := self._get_collector_next_keys_to_exclude()):
+            arrived = arrived.exclude(*dropped)
+        tensordict.set("next", arrived.clone())
+        return tensordict, self._shared_tensordict_parent_root.clone()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if not self._send_plain(tensordict, Command.STEP):
+            return super()._step(tensordict)
+        return self._shared_tensordict_parent_next.clone()
+
+    def _send_plain(self, tensordict: TensorDictBase, command: Command) -> bool:
+        """Writes the input of all envs and has them step; False where TorchRL's verb is needed to sort the input.
+
+        That is for steps of some envs, for a ``next`` in the input, for objects, and for other devices.
+        """
+        inputs = self.__dict__.get("_plain_inputs")
+        if inputs is None or self.is_closed or not self._owns_workers:
+            return False
+        entries = dict(tensordict.items()) if type(tensordict) is TensorDict else None
+        if entries is None or "_step" in entries or "next" in entries:
+            return False
+        for key, column in inputs:
+            value = entries.get(key) if isinstance(key, str) else tensordict.get(key, None)
+            if value is None:
+                continue
+            if value.shape != column.shape:
+                return False
+            column.copy_(value.detach() if value.requires_grad else value)
+        self._open_pool().run_all(command)
+        return True
+
+    def _wait_for_workers(self, workers_range: Any) -> None:
+        self._open_pool().exchange()
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Closes the envs and ends their processes, also those of an env that has not been stepped yet."""
+        if self.is_closed and self._owns_workers and self._pool is not None:
+            self._drop_pool()
+            return
+        super().close(raise_if_closed=raise_if_closed)
+
+    def _shutdown_workers(self) -> None:
+        self._drop_pool()
+        for name in (
+            "shared_tensordicts",
+            "shared_tensordict_parent",
+            "_columns",
+            "_plain_inputs",
+            "parent_channels",
+            "_workers",
+        ):
+            self.__dict__.pop(name, None)
+        self._events = None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """Loads a dict with the states ``worker0``, ``worker1``, ..., or one state into all envs."""
+        if self.is_closed:
+            self.start()
+        for env, channel in enumerate(self.parent_channels):
+            channel.send(("load_state_dict", state_dict.get(f"worker{env}", state_dict)))
+        self._open_pool().exchange()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._drop_pool()  # whoever gets the copy starts processes of its own
+        state: dict[str, Any] = super().__getstate__()
+        return state
+
+    def __del__(self) -> None:
+        """Does nothing: the pool closes when nobody has it any more."""
+
+
+class ConflictingBuffers(ConfigError, RuntimeError):
+    """What TorchRL's class raises RuntimeError for."""
+
+
+def _with_threads(make: EnvFn, num_threads: int, **kwargs: Any) -> EnvBase:
+    torch.set_num_threads(num_threads)
+    return make(**kwargs)
+
+
+def _given(env: EnvBase, **kwargs: Any) -> EnvBase:
+    """The env that a user has handed over in the place of a function."""
+    if kwargs:
+        raise ConfigError("create_env_kwargs must be empty if envs are passed in the place of functions")
+    return env

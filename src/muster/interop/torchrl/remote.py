@@ -1,0 +1,246 @@
+"""The pool behind a `ParallelEnv`: the worker processes, and the channels by which TorchRL's verbs speak to them.
+
+TorchRL's verbs send a message to each env, wait for the envs, and receive what comes back. A channel only notes the
+message; waiting or receiving sends what was noted, to all envs at once: as numbers where the columns hold all the rest,
+else as one pickle for each env.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from torchrl.envs.common import EnvMetaData
+
+from muster.errors import ConfigError
+from muster.interop.starting import processes
+from muster.interop.torchrl.columns import Columns, EnvRows
+from muster.interop.torchrl.env_worker import NO_KEYS, Command, Key, Keys, schema_of
+from muster.pickling import UserCall
+from muster.pickling import dumps as dumps_carefully
+from muster.recipes.recipe import Recipe
+from muster.transport.mail import dumps
+from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
+from muster.vector.interrupted import drop_pending
+from muster.vector.packing import Asked
+from muster.vector.raisers import originals_raised
+from muster.vector.vector_env import VectorEnv
+from muster.workers.close_limits import CloseLimits
+from muster.workers.worker_env import WorkerEnv
+from muster.workers.worker_init import WorkerInit
+
+# The messages that are numbers, where the columns hold the rest.
+_COMMANDS = {"step": Command.STEP, "step_and_maybe_reset": Command.STEP_AND_RESET, "reset": Command.RESET}
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """The options of Muster's own that a `ParallelEnv` takes."""
+
+    num_processes: Asked = None
+    worker_env: WorkerEnv | None = None
+    worker_init: WorkerInit = None
+
+
+class Pool:
+    """The worker processes of one `ParallelEnv`, which have built its envs."""
+
+    def __init__(
+        self, recipes: Sequence[Recipe], options: PoolOptions, *, context: str | None, num_threads: int
+    ) -> None:
+        self.num_envs = len(recipes)
+        self._call: UserCall = recipes[0].call
+        self._context = context
+        self._key_sets: dict[Keys, int] = {}
+        self._noted: dict[int, tuple[Any, Any]] = {}
+        self._answers: dict[int, list[Any]] = {env: [] for env in range(self.num_envs)}
+        self._columns: Columns | None = None
+        self._has_objects = False
+        with originals_raised():
+            self._backend = processes(
+                recipes,
+                context=context,
+                num_workers=options.num_processes,
+                name="num_processes",
+                worker_env=options.worker_env,
+                worker_init=options.worker_init,
+                close_limits=lambda _: CloseLimits(),
+                num_threads=num_threads,
+            )
+            envs = vector_env_of(self._backend, LENIENT, drop_in_options(self._backend, AutoresetMode.DISABLED))
+        assert isinstance(envs, VectorEnv)
+        self.vector_env = envs
+        self._actions = np.zeros((self.num_envs, 2), np.int64)
+        self._of_all = {one: np.full((self.num_envs, 2), (one, NO_KEYS), np.int64) for one in Command}
+
+    @property
+    def start_method(self) -> str:
+        """The start method of the processes, as the user has asked for it."""
+        return self._context or "forkserver"
+
+    # ---- before the first step
+
+    def metadata(self, envs: Sequence[int]) -> list[EnvMetaData]:
+        """TorchRL's description of each of these envs, made by its worker."""
+        found = self.vector_env.call("env_metadata", list(envs))
+        return [found[env] for env in envs]
+
+    def require_alike(self, first: EnvMetaData) -> None:
+        """Raises ConfigError for an env whose leaves are not those of the first env."""
+        if self.num_envs == 1:
+            return
+        for env, difference in enumerate(self.vector_env.call("differs_from", schema_of(first))):
+            if difference:
+                raise Unlike(
+                    f"worker metadata are incompatible: env {env} differs from env 0: {difference}. Pass envs that "
+                    "differ as a list of functions, one for each env"
+                )
+
+    def attach(
+        self, columns: Columns, rows: Sequence[EnvRows], reset_keys: Keys, step_keys: Keys, objects: Keys
+    ) -> None:
+        """Has the workers map the columns; from now on, messages without objects are numbers."""
+        self._columns = columns
+        self._has_objects = bool(objects)
+        self.vector_env.call("attach", dict(enumerate(rows)), reset_keys, step_keys, objects)
+
+    # ---- messages
+
+    def note(self, env: int, name: Any, data: Any) -> None:
+        """Notes a message for an env, which `exchange` sends."""
+        self._noted[env] = (name, data)
+
+    def answer(self, env: int) -> Any:
+        """The oldest answer of an env that nobody has taken; sends what is noted for it first."""
+        if env in self._noted:
+            self.exchange()
+        return self._answers[env].pop(0)
+
+    def exchange(self) -> None:
+        """Sends all messages that are noted, and waits until they are answered. Raises what an env has raised."""
+        noted, self._noted = self._noted, {}
+        if not noted:
+            return
+        if self.vector_env.interrupted:
+            drop_pending(self.vector_env)
+            self.vector_env.interrupted = False
+        numbers = self._as_numbers(noted)
+        if numbers is not None:
+            self._run(list(noted), numbers)
+            return
+        pickled = {env: self._pickled(env, message) for env, message in noted.items()}
+        for env, answer in enumerate(self.vector_env.call("perform", pickled)):
+            if answer is not None:
+                self._answers[env].append(answer)
+
+    def _run(self, envs: Sequence[int], actions: Sequence[tuple[int, int]]) -> None:
+        """Has some envs carry out commands, and waits for them. actions: the command and key set of each."""
+        self._actions[: len(envs)] = actions
+        part = self._actions[: len(envs)]
+        if len(envs) == self.num_envs:
+            if list(envs) != list(range(self.num_envs)):
+                part = part[np.argsort(envs)]
+            self.vector_env.step(part)
+        else:
+            self.vector_env.send(part, envs)
+            self.vector_env.recv()
+
+    def run_all(self, command: Command) -> None:
+        """Has all envs carry out a command without a key set, and waits for them."""
+        if self._noted or self.vector_env.interrupted:
+            self.exchange()
+        self.vector_env.step(self._of_all[command])
+
+    def number_of(self, keys: Sequence[Key]) -> int:
+        """The number of a set of keys, which the workers learn when it is new."""
+        names = tuple(keys)
+        number = self._key_sets.get(names)
+        if number is None:
+            number = len(self._key_sets) + 1
+            self.vector_env.call("learn_keys", number, names)
+            self._key_sets[names] = number
+        return number
+
+    def _as_numbers(self, noted: dict[int, tuple[Any, Any]]) -> list[tuple[int, int]] | None:
+        """The messages as numbers; None where one of them carries objects."""
+        if self._columns is None:
+            return None
+        numbers = []
+        for name, data in noted.values():
+            command = _COMMANDS.get(name) if isinstance(name, str) else None
+            if command is None:
+                return None
+            if command is Command.RESET:
+                keys, kwargs = data
+                if kwargs or self._has_objects:
+                    return None
+            else:
+                keys = data.get("next_td_passthrough_keys")
+                if "non_tensor_data" in data:
+                    return None
+            numbers.append((int(command), self.number_of(keys) if keys else NO_KEYS))
+        return numbers
+
+    def _pickled(self, env: int, message: tuple[Any, Any]) -> bytes:
+        try:
+            return dumps(message, shares_main=self._context == "fork")
+        except Exception:
+            name = message[0] if isinstance(message[0], str) else ".".join(message[0])
+            context = self._context or "forkserver"
+            return dumps_carefully(message, {f"what {name} sends to env {env}": message[1]}, start_method=context)
+
+    # ---- closing
+
+    def close(self, shutdown_timeout: float) -> None:
+        """Closes the envs and ends the processes, after at most this many seconds for each and once more for all."""
+        longest_s = shutdown_timeout * (self._backend.num_workers + 1)
+        limits = CloseLimits(longest_s, longest_s, longest_s, f"shutdown_timeout={shutdown_timeout:g}")
+        self._backend.close_limits = limits
+        self._noted = {}
+        self.vector_env.close()
+        if self._columns is not None:
+            self._columns.close()
+
+
+class Channel:
+    """One env of a pool, as TorchRL's verbs speak to it."""
+
+    def __init__(self, pool: Pool, env: int) -> None:
+        self._pool = pool
+        self._env = env
+
+    def send(self, message: tuple[Any, Any]) -> None:
+        """Notes a message: its name, or a tuple of attributes' names, and its data."""
+        self._pool.note(self._env, *message)
+
+    def recv(self) -> Any:
+        """The answer to the oldest message that has one."""
+        return self._pool.answer(self._env)
+
+    def close(self) -> None:
+        """Does nothing: the pool is closed as a whole."""
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """The process of an env, as TorchRL's verbs look at it: to them it is none of theirs. Muster reports deaths."""
+
+    pool: Pool
+    env: int
+
+    _closed = True
+
+    @property
+    def _start_method(self) -> str:
+        return self.pool.start_method
+
+    def is_alive(self) -> bool:
+        """Whether the pool is still open."""
+        return not self.pool.vector_env.closed
+
+
+class Unlike(ConfigError, RuntimeError):
+    """Envs of one function differ."""
