@@ -1,7 +1,9 @@
 """The peers' own tests, unchanged, on the drop-ins: what passes with the originals must pass with Muster's classes.
 
-Needs a checkout of the peer at the installed version, named by MUSTER_GYMNASIUM_CHECKOUT or MUSTER_SB3_CHECKOUT:
+Needs a checkout of the peer at the installed version, named by MUSTER_GYMNASIUM_CHECKOUT, MUSTER_SB3_CHECKOUT or
+MUSTER_TORCHRL_CHECKOUT:
     MUSTER_GYMNASIUM_CHECKOUT=~/Gymnasium python -m pytest -m slow tests/interop/test_peer_suites.py
+TorchRL's tests need PyYAML and its pytest.ini, and take ten minutes a file.
 """
 
 import os
@@ -34,8 +36,16 @@ _SB3 = [
     "tests/test_dict_env.py",
     "tests/test_monitor.py",
 ]
+_TORCHRL = ["test_parallel.py", "test_nested.py", "test_env_base.py", "test_auto_reset.py"]
+# What tests of TorchRL's leave out of Muster's promises, by the end of their names, with the reason.
+_EXCEPTED = {
+    # The other workers' envs are not closed but killed: the error is raised at once.
+    "test_metadata_from_workers_reports_construction_failure",
+}
 _SUITES = [("MUSTER_GYMNASIUM_CHECKOUT", "swap_gymnasium", path) for path in _GYMNASIUM]
 _SUITES += [("MUSTER_SB3_CHECKOUT", "swap_sb3", path) for path in _SB3]
+# Inside the folder: else the checkout's `torchrl` hides the installed one, which has its compiled parts.
+_SUITES += [("MUSTER_TORCHRL_CHECKOUT", "swap_torchrl", f"test/envs/{path}") for path in _TORCHRL]
 _TIMEOUT_S = 1800
 
 
@@ -46,6 +56,10 @@ def _passed(checkout: str, path: str, report: Path, *options: str) -> set[str]:
     environ.setdefault("SDL_VIDEODRIVER", "dummy")
     environ.setdefault("MUJOCO_GL", "egl")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options, path]
+    if path.startswith("test/envs/"):
+        command[-1] = Path(path).name
+        command.insert(-1, "--mp_fork_if_no_cuda")
+        checkout = str(Path(checkout) / "test/envs")
     subprocess.run(command, cwd=checkout, env=environ, timeout=_TIMEOUT_S, capture_output=True, check=False)
     cases = ElementTree.parse(report).iter("testcase")
     return {f"{case.get('classname')}::{case.get('name')}" for case in cases if not len(case)}
@@ -61,4 +75,4 @@ def test_all_that_pass_with_the_originals_pass(variable, plugin, path, tmp_path)
     originals = _passed(checkout, path, tmp_path / "originals.xml")
     assert originals, f"no test of {path} in {checkout} passes with the originals: is it a whole checkout?"
     with_muster = _passed(checkout, path, tmp_path / "muster.xml", "-p", plugin)
-    assert sorted(originals - with_muster) == []
+    assert sorted(name for name in originals - with_muster if name.rpartition("::")[2] not in _EXCEPTED) == []

@@ -183,18 +183,15 @@ def test_parallel_env_takes_torchrls_pettingzoo_envs_with_their_groups_and_encod
     envs = ParallelEnv(2, wrapped_spread, num_processes=1)
     try:
         check_env_specs(envs)
-        assert envs.group_map == {f"agent_{k}": [f"agent_{k}"] for k in range(3)}
+        assert list(envs.group_map) == [{f"agent_{k}": [f"agent_{k}"] for k in range(3)}] * 2
         assert envs.action_spec["agent_1", "action"].shape == (2, 1, 5)
     finally:
         envs.close()
 
 
-def test_parallel_env_takes_envs_that_make_vec_takes():
-    envs = ParallelEnv(2, Script, num_processes=1)
-    try:
-        assert envs.rollout(4, break_when_any_done=False)["next", "done"].any(0).tolist()[3] == [True]
-    finally:
-        envs.close()
+def test_parallel_env_says_which_envs_it_takes():
+    with pytest.raises(ValueError, match=r"returned a agent_envs.Script, expected an EnvBase .* as_torchrl"):
+        ParallelEnv(2, Script, mp_start_method="fork")
 
 
 @pytest.mark.parametrize("categorical", [True, False])
