@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
-from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.common import EnvMetaData
@@ -25,14 +24,14 @@ from torchrl.envs.libs.gym import GymWrapper
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
 from muster.envs.pettingzoo import is_pettingzoo
-from muster.errors import RecipeError, SpecMismatch
+from muster.errors import RecipeError
+from muster.interop.torchrl.bare_env import BareEnv, bare_env
 from muster.interop.torchrl.bare_gym import BareGym, bare_gym
-from muster.interop.torchrl.columns import EnvRows, has_stacks
+from muster.interop.torchrl.columns import EnvRows
+from muster.interop.torchrl.writer import Key, Keys, Writer, name_of, path_of
 from muster.introspection import type_name
 from muster.worker_info import get_worker_info
 
-Key = str | tuple[str, ...]
-Keys = tuple[Key, ...]
 # Shape and dtype of leaves by their paths; None for objects.
 Schema = dict[tuple[str, ...], Any]
 
@@ -66,7 +65,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         info = get_worker_info()
         self._index = info.env_index if info is not None and info.env_index is not None else 0
         self._key_sets: list[Keys | None] = [None]
-        self._bare: BareGym | None = None
+        self._bare: BareGym | BareEnv | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "env":
@@ -97,6 +96,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         self._write_next = Writer(self._next, "the step's", required=step_keys)
         self._write_root = Writer(self._root, "the root's")
         self._bare = bare_gym(self.env, self._root, self._next)
+        if self._bare is None and not object_keys:
+            self._bare = bare_env(self.env, self._root, self._next, self._write_next)
         of_reset = self._root.select(*reset_keys, strict=False)
         self._write_reset = Writer(of_reset, "the reset's", required=[key for key in reset_keys if not _is_flag(key)])
 
@@ -115,7 +116,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         keys = self._key_sets[number]
         if command != Command.RESET and keys is None and self._bare is not None and self._bare.applies:
             if self._bare.step() and command == Command.STEP_AND_RESET:
-                self._write_reset(self.env.reset())
+                self._write_root(self.env.maybe_reset(self._root.clone()))
         elif command == Command.STEP_AND_RESET:
             self._step_and_reset(keys)
         elif command == Command.STEP:
@@ -140,8 +141,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         self.env.close(raise_if_closed=False)
 
     def _step(self, keys: Keys | None, objects: TensorDictBase | None = None) -> TensorDictBase:
-        data = self._input(self._root.copy(), keys, objects)
-        data = self.env.step(data)
+        data = self.env.step(self._input(keys, objects))
         arrived = data.get("next")
         self._write_next(arrived)
         self._write_root(self.env._step_mdp(data))
@@ -150,7 +150,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
     def _step_and_reset(
         self, keys: Keys | None, objects: TensorDictBase | None = None
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        data, root = self.env.step_and_maybe_reset(self._input(self._root.copy(), keys, objects))
+        data, root = self.env.step_and_maybe_reset(self._input(keys, objects))
         arrived = data.get("next")
         self._write_next(arrived)
         self._write_root(root)
@@ -162,7 +162,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         self._write_reset(current)
         return current
 
-    def _input(self, root: TensorDictBase, keys: Keys | None, objects: TensorDictBase | None) -> TensorDictBase:
+    def _input(self, keys: Keys | None, objects: TensorDictBase | None) -> TensorDictBase:
+        root = self._root.clone()  # what the env hands on of it is written after its column was
         if keys is not None:
             root.set("next", self._next.select(*keys))
         if objects is not None:
@@ -233,55 +234,6 @@ _HANDLERS = {
 }
 
 
-class Writer:
-    """Writes the leaves of tensordicts into columns.
-
-    required: leaves that each tensordict must have.  what: the tensordict's place, for messages.
-    """
-
-    def __init__(self, columns: TensorDictBase, what: str, required: Sequence[Key] = ()) -> None:
-        self._what = what
-        self._columns = columns
-        self._has_stacks = has_stacks(columns)
-        needed = {_path(key) for key in required}
-        # The leaves by the tensordict that holds them: an entry of a plain tensordict takes less time than a path.
-        self._groups: dict[tuple[str, ...], list[tuple[str, Tensor, bool]]] = {}
-        for key, leaf in () if self._has_stacks else columns.items(True, True):
-            path = _path(key)
-            self._groups.setdefault(path[:-1], []).append((path[-1], leaf, path in needed))
-
-    def __call__(self, values: TensorDictBase) -> None:
-        """Checks all leaves, then writes them. Raises SpecMismatch for a leaf that is missing or laid out otherwise."""
-        if self._has_stacks:
-            self._columns.update_(values.select(*self._columns.keys(True), strict=False))
-            return
-        found = []
-        for path, leaves in self._groups.items():
-            holder = values.get(path, None) if path else values
-            entries = {} if holder is None else dict(holder.items())
-            for name, column, required in leaves:
-                value = entries.get(name)
-                if value is None:
-                    if required:
-                        raise self._missing(values, (*path, name), column)
-                    continue
-                if value.shape != column.shape or value.dtype != column.dtype:
-                    raise SpecMismatch(
-                        f"{self._what} {_name((*path, name))} is {_brief(value)}, expected {_brief(column)}, as its "
-                        "spec says; check_env_specs(env) of torchrl.envs.utils shows all that differs"
-                    )
-                found.append((column, value))
-        for column, value in found:
-            if column is not value:
-                column.copy_(value)
-
-    def _missing(self, values: TensorDictBase, path: tuple[str, ...], column: Tensor) -> SpecMismatch:
-        return SpecMismatch(
-            f"{self._what} tensordict has no {_name(path)}, expected {_brief(column)}; it has "
-            f"{sorted(map(str, values.keys(True, True)))}. Make the env's specs and its results agree"
-        )
-
-
 def hosted(env: Any) -> HostedEnv:
     """The env that a factory has returned, for the engine. Raises RecipeError."""
     return HostedEnv(_as_env_base(env))
@@ -318,32 +270,20 @@ def differences(expected: Schema, got: Schema) -> list[str]:
     found = []
     for key in [*expected, *(key for key in got if key not in expected)]:
         if key not in got:
-            found.append(f"{_name(key)} is missing")
+            found.append(f"{name_of(key)} is missing")
         elif key not in expected:
-            found.append(f"{_name(key)} is one more")
+            found.append(f"{name_of(key)} is one more")
         elif expected[key] != got[key]:
-            found.append(f"{_name(key)} has shape and dtype {_words(got[key])}, expected {_words(expected[key])}")
+            found.append(f"{name_of(key)} has shape and dtype {_words(got[key])}, expected {_words(expected[key])}")
     return found
-
-
-def _name(path: tuple[str, ...]) -> str:
-    return repr(path[0] if len(path) == 1 else path)
 
 
 def _words(entry: Any) -> str:
     return "an object" if entry is None else f"{list(entry[0])} {entry[1]}"
 
 
-def _brief(value: Any) -> str:
-    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _path(key: Key) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)
-
-
 def _is_flag(key: Key) -> bool:
-    return _path(key)[-1] == "_reset"
+    return path_of(key)[-1] == "_reset"
 
 
 def _tuple_of(keys: Any) -> Keys | None:

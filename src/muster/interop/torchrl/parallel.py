@@ -52,7 +52,8 @@ PARALLEL_ENV = UserCall(
 # of them breaks by name.
 PRIVATE_NAMES = (
     *("_create_td", "_get_metadata", "_shutdown_workers", "_start_workers", "_step", "_wait_for_workers"),
-    *("_get_collector_next_keys_to_exclude", "_set_metadata", "_step_mdp", "_validate_worker_env"),
+    *("_complete_done", "_compiled_step_and_maybe_reset", "_step_and_maybe_reset", "_step_mdp", "_step_proc_data"),
+    *("_get_collector_next_keys_to_exclude", "_set_metadata", "_validate_worker_env"),
     *("_collector", "_env", "_env_input_keys", "_memmap", "_mp_start_method", "_non_tensor_keys", "_owns_workers"),
     *("_selected_reset_keys", "_selected_step_keys", "_share_memory", "_single_task", "_use_buffers"),
     *("_events", "_shared_tensordict_parent_next", "_shared_tensordict_parent_root", "_workers"),
@@ -360,14 +361,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
 
     def _shutdown_workers(self) -> None:
         self._drop_pool()
-        for name in (
-            "shared_tensordicts",
-            "shared_tensordict_parent",
-            "_columns",
-            "_plain_inputs",
-            "parent_channels",
-            "_workers",
-        ):
+        for name in _OF_POOL:
             self.__dict__.pop(name, None)
         self._events = None
 

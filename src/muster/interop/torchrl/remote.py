@@ -18,7 +18,8 @@ from torchrl.envs.common import EnvMetaData
 from muster.errors import ConfigError
 from muster.interop.starting import processes
 from muster.interop.torchrl.columns import Columns, EnvRows
-from muster.interop.torchrl.env_worker import NO_KEYS, Command, Key, Keys, schema_of
+from muster.interop.torchrl.env_worker import NO_KEYS, Command, schema_of
+from muster.interop.torchrl.writer import Key, Keys
 from muster.pickling import UserCall
 from muster.pickling import dumps as dumps_carefully
 from muster.recipes.recipe import Recipe

@@ -1,0 +1,99 @@
+"""Writing what envs return into columns, with a check of each leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
+from torch import Tensor
+
+from muster.errors import SpecMismatch
+from muster.interop.torchrl.columns import has_stacks
+
+Key = str | tuple[str, ...]
+Keys = tuple[Key, ...]
+
+
+class Writer:
+    """Writes the leaves of tensordicts into columns.
+
+    required: leaves that each tensordict must have.  what: the tensordict's place, for messages.
+    """
+
+    def __init__(self, columns: TensorDictBase, what: str, required: Sequence[Key] = ()) -> None:
+        self._what = what
+        self._columns = columns
+        self._has_stacks = has_stacks(columns)
+        needed = {path_of(key) for key in required}
+        # The leaves by the tensordict that holds them: an entry of a plain tensordict takes less time than a path.
+        self._groups: dict[tuple[str, ...], list[tuple[str, Tensor, bool]]] = {}
+        for key, leaf in () if self._has_stacks else columns.items(True, True):
+            path = path_of(key)
+            self._groups.setdefault(path[:-1], []).append((path[-1], leaf, path in needed))
+
+    def __call__(self, values: TensorDictBase) -> None:
+        """Checks all leaves, then writes them. Raises SpecMismatch for a leaf that is missing or laid out otherwise."""
+        if self._has_stacks:
+            self._columns.update_(values.select(*self._columns.keys(True), strict=False))
+            return
+        found = []
+        for path, leaves in self._groups.items():
+            entries = _entries(values, path)
+            for name, column, required in leaves:
+                value = entries.get(name)
+                if value is None:
+                    if required:
+                        raise self._missing(values, (*path, name), column)
+                    continue
+                if value.shape != column.shape or value.dtype != column.dtype:
+                    raise SpecMismatch(
+                        f"{self._what} {name_of((*path, name))} is {_brief(value)}, expected {_brief(column)}, as its "
+                        "spec says; check_env_specs(env) of torchrl.envs.utils shows all that differs"
+                    )
+                found.append((column, value))
+        _write(found)
+
+    def write_if_whole(self, values: TensorDictBase) -> bool:
+        """Writes all leaves if each is there and laid out as its column; returns whether it has."""
+        found = []
+        for path, leaves in self._groups.items():
+            entries = _entries(values, path)
+            for name, column, _ in leaves:
+                value = entries.get(name)
+                if value is None or value.shape != column.shape or value.dtype != column.dtype:
+                    return False
+                found.append((column, value))
+        _write(found)
+        return True
+
+    def _missing(self, values: TensorDictBase, path: tuple[str, ...], column: Tensor) -> SpecMismatch:
+        return SpecMismatch(
+            f"{self._what} tensordict has no {name_of(path)}, expected {_brief(column)}; it has "
+            f"{sorted(map(str, values.keys(True, True)))}. Make the env's specs and its results agree"
+        )
+
+
+def path_of(key: Key) -> tuple[str, ...]:
+    """A key as a tuple of names."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def name_of(path: tuple[str, ...]) -> str:
+    """A path as users write the key."""
+    return repr(path[0] if len(path) == 1 else path)
+
+
+def _entries(values: TensorDictBase, path: tuple[str, ...]) -> dict[str, Any]:
+    holder = values.get(path, None) if path else values
+    return {} if holder is None else dict(holder.items())
+
+
+def _write(found: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for column, value in found:
+        if column is not value:
+            column.copy_(value)
+
+
+def _brief(value: Any) -> str:
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
