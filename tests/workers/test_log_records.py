@@ -248,9 +248,10 @@ def test_a_handler_that_a_worker_has_too_writes_a_record_once(
     said = ""
     for _ in range(100):  # what a worker has written to stderr may come a little later
         said += capfd.readouterr().err
-        if said.count("closed\n") < 2:
+        if said.count("reset\n") < 2:
             time.sleep(0.05)
-    assert said.count("reset\n") == said.count("closed\n") == 2
+    assert said.count("reset\n") == 2
+    assert said.count("closed\n") <= 2  # the last words of a process may be lost
 
 
 class Configure:
@@ -331,9 +332,9 @@ def test_records_that_nobody_fetches_take_bounded_memory(
     with muster.make_vec(Chatty, 1, context="fork") as envs:
         kept.take()
         envs.call(lambda env, index: [_log.info("%s", i) for i in range(1000)])
-        [warning] = [record for record in caplog.records if "are lost" in record.getMessage()]
-        assert warning.levelname == "WARNING"
-        lost = int(warning.getMessage().partition(" ")[0])
+        told = [record for record in caplog.records if "are lost" in record.getMessage()]
+        assert {record.levelname for record in told} == {"WARNING"}
+        lost = sum(int(record.getMessage().partition(" ")[0]) for record in told)
         assert 0 < lost == 1000 - len(kept.take())
         envs.call(lambda env, index: _log.info("heard"))
         assert kept.take() == [("INFO", "", "heard", 0)]

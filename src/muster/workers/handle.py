@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from muster.errors import WorkerDied, WorkerName, WorkerTimeout
 from muster.pickling import UserCall
@@ -18,7 +17,7 @@ from muster.recipes.recipe import Recipe
 from muster.transport.channel import Channel
 from muster.transport.slab import memfd
 from muster.workers.deaths import NOUNS, Nouns, is_from_outside, likely_cause
-from muster.workers.launcher_client import WorkerProcess, close_own, disown, fork_worker, own
+from muster.workers.launcher_client import WorkerProcess, close_own, disown, fork_worker, own, stream_fd
 from muster.workers.usage import Usage
 from muster.workers.worker_main import STACK_SIGNAL, main
 
@@ -128,8 +127,8 @@ def launch_worker(
                 "tail": tail,
                 "stderr_read": stderr_read,
                 "stderr_write": stderr_write,
-                "stdout": _stream_fd(sys.__stdout__, 1),
-                "stderr": _stream_fd(sys.__stderr__, 2),
+                "stdout": stream_fd(sys.__stdout__, 1),
+                "stderr": stream_fd(sys.__stderr__, 2),
                 "caller": caller,
             }
         )
@@ -183,10 +182,3 @@ def name_workers(workers: Sequence[WorkerHandle]) -> str:
     """The beginning of a sentence: ``worker 1 has`` or ``workers 0, 2 have``."""
     names = ", ".join(str(worker.index) for worker in workers)
     return f"worker {names} has" if len(workers) == 1 else f"workers {names} have"
-
-
-def _stream_fd(stream: Any, fallback: int) -> int:
-    try:
-        return int(stream.fileno())
-    except (AttributeError, OSError, ValueError):
-        return fallback

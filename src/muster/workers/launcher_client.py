@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from muster._core import kill_started, set_death_signal, set_process_name
 from muster.errors import NoFilesLeft
@@ -33,6 +33,8 @@ _THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
 )
 _TAIL_LINES = 20
+# A pipe holds no more.
+_REST_BYTES = 1 << 16
 # The launcher's first answer takes 0.3 s of imports, later ones only a fork.
 _ANSWER_S = 60.0
 
@@ -60,6 +62,14 @@ def close_own(*fds: int | None) -> None:
             os.close(fd)
 
 
+def stream_fd(stream: Any, fallback: int) -> int:
+    """The fd of a stream, which may be None or closed."""
+    try:
+        return int(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return fallback
+
+
 class WorkerProcess:
     """The caller's handle of one worker's process. `fileno` becomes readable when the process has ended."""
 
@@ -73,6 +83,7 @@ class WorkerProcess:
         self.exit_code: int | None = None  # negative for a signal; None where somebody else has reaped the process
         self._ended = False
         self._released = False
+        self._rest = b""
         own(pidfd, status_fd, tail_fd, stderr_fd)
 
     def fileno(self) -> int:
@@ -102,13 +113,10 @@ class WorkerProcess:
 
     def tail(self) -> str:
         """The last lines that the worker wrote to stderr, and its crash report."""
-        rest = b""
-        os.set_blocking(self._stderr_fd, False)
-        with contextlib.suppress(BlockingIOError):
-            rest = os.read(self._stderr_fd, 1 << 16)
+        self._pass_on_rest()
         size = os.fstat(self._tail_fd).st_size
         kept = os.pread(self._tail_fd, 1 << 14, max(0, size - (1 << 14)))
-        return "\n".join(_significant_lines((kept + rest).decode(errors="replace").splitlines()))
+        return "\n".join(_significant_lines((kept + self._rest).decode(errors="replace").splitlines()))
 
     def tail_size(self) -> int:
         return os.fstat(self._tail_fd).st_size
@@ -116,8 +124,24 @@ class WorkerProcess:
     def release(self) -> None:
         """Closes the fds that the caller holds for the worker, whose process must have ended."""
         if not self._released:
+            self._pass_on_rest()
             close_own(self._pidfd, self._status_fd, self._tail_fd, self._stderr_fd)
             self._released = True
+
+    def _pass_on_rest(self) -> None:
+        """Writes to stderr what the worker wrote there last, and did not live to pass on; never waits for a reader."""
+        os.set_blocking(self._stderr_fd, False)
+        stderr = stream_fd(sys.__stderr__, 2)
+        poller = select.poll()
+        poller.register(stderr, select.POLLOUT)
+        with contextlib.suppress(OSError):
+            for _ in range(_REST_BYTES // select.PIPE_BUF):
+                said = os.read(self._stderr_fd, select.PIPE_BUF)
+                if not said:
+                    break
+                self._rest += said
+                if poller.poll(0) == [(stderr, select.POLLOUT)]:  # so much can be written at once
+                    os.write(stderr, said)
 
     def _reap(self) -> int | None:
         if self._status_fd is not None:
