@@ -73,20 +73,15 @@ def test_it_starts_out_without_a_preference():
     assert params.softmax(-1).sub(0.5).abs().max() < 0.02
 
 
-def test_following_the_scale_of_targets_changes_no_value():
+def test_the_last_layers_start_as_the_references_have_them():
     policy = ActorCritic(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2), generator())
-    obs = torch.rand(10, 4, generator=generator())
-    _, before = policy(obs)
-    for targets in (torch.full((8,), 1e4), torch.full((8,), -1e-3), torch.zeros(8)):
-        policy.follow_value_scale(targets, share=0.2)
-        assert_close(policy(obs)[1], before)
+    assert_close(policy.critic[-1].weight.norm().item(), 1.0)
+    assert_close(torch.linalg.svdvals(policy.actor[-1].weight), torch.full((2,), 0.01))
 
 
-def test_the_scale_comes_to_the_targets_root_mean_square():
+def test_values_are_in_the_units_of_returns_however_large():
     policy = ActorCritic(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2), generator())
-    for _ in range(100):
-        policy.follow_value_scale(torch.tensor([-100.0, 100.0]), share=0.2)
-    assert_close(policy.value_scale.item(), 100.0, rtol=1e-3, atol=0)
+    assert not [name for name, _ in policy.named_buffers()]  # nothing but weights stands between critic and value
 
 
 @pytest.mark.parametrize(

@@ -33,29 +33,12 @@ class ActorCritic(nn.Module):
         self.head = Gaussian(action_space) if isinstance(action_space, spaces.Box) else Categoricals(action_space)
         hidden = () if self.encoder.cnn is not None else (64, 64)
         self.actor = _mlp([self.encoder.num_features, *hidden, self.head.num_params], gain=0.01, rng=rng)
-        self.critic = _mlp([self.encoder.num_features, *hidden, 1], gain=0.01, rng=rng)
-        self.value_scale: Tensor
-        self.register_buffer("value_scale", torch.ones(()))
+        self.critic = _mlp([self.encoder.num_features, *hidden, 1], gain=1.0, rng=rng)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Parameters of the action distribution [B, P], and values [B], for observations [B, *obs_shape]."""
         features = self.encoder(obs)
-        return self.actor(features), self.critic(features).squeeze(-1) * self.value_scale
-
-    @torch.no_grad()
-    def follow_value_scale(self, targets: Tensor, share: float) -> None:
-        """Mixes a share of the value targets [B] into ``value_scale``, their root mean square; values stay as they are.
-
-        The critic then learns numbers of about 1, whatever the size of the rewards; to reach a return of 100 without
-        the scale, it would saturate its tanh units. The last layer makes up for the change (van Hasselt et al. 2016,
-        arXiv:1602.07714).
-        """
-        last = self.critic[-1]
-        square = torch.lerp(self.value_scale.square(), targets.square().mean(), share)
-        scale = square.sqrt().clamp(min=1e-6)
-        for weights in last.parameters():
-            weights.mul_(self.value_scale / scale)
-        self.value_scale.copy_(scale)
+        return self.actor(features), self.critic(features).squeeze(-1)
 
     def act(self, obs: Tensor, rng: torch.Generator | None = None) -> Tensor:
         """Actions [B, K] drawn for observations [B, *obs_shape]; ``head.to_env`` turns them into the env's."""

@@ -35,7 +35,6 @@ from muster.rollout.episodes import Episodes
 from muster.rollout.returns import gae
 
 EPISODE_WINDOW = 100
-VALUE_SCALE_SHARE = 0.2  # of the newest rollout in the values' scale
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Losses(NamedTuple):
     """The figures of one update, averaged over its minibatches."""
 
     policy_loss: float  # clipped surrogate
-    value_loss: float  # half the mean squared error of the values, in units of the policy's value_scale
+    value_loss: float  # half the mean squared error of the values
     entropy: float  # of the action distribution, in nats
     approx_kl: float  # how far the policy has moved from the one that collected
     clip_fraction: float  # share of rows whose ratio was clipped
@@ -264,8 +263,6 @@ class PPO:
                 f"The rollout that ended at step {self.collector.frames} gives value targets that are not finite. Look "
                 "for nan and infinity in the env's rewards and observations; make_vec(check_finite=True) names the env."
             )
-        share = max(1 / self.collector.batches, VALUE_SCALE_SHARE)
-        self.policy.follow_value_scale(rollout.targets, share)
         history: list[Tensor] = []
         for _ in range(config.update_epochs):
             order = torch.randperm(len(rollout.targets), generator=self._minibatch_rng)
@@ -300,11 +297,10 @@ class PPO:
         clipped_ratio = ratio.clamp(1 - config.clip_coef, 1 + config.clip_coef)
         policy_loss = -torch.minimum(advantages * ratio, advantages * clipped_ratio).mean()
 
-        values, old_values, targets = (x / self.policy.value_scale for x in (values, batch.values, batch.targets))
-        errors = (values - targets).square()
+        errors = (values - batch.targets).square()
         if config.clip_vloss:
-            clipped = old_values + (values - old_values).clamp(-config.clip_coef, config.clip_coef)
-            errors = torch.maximum(errors, (clipped - targets).square())
+            clipped = batch.values + (values - batch.values).clamp(-config.clip_coef, config.clip_coef)
+            errors = torch.maximum(errors, (clipped - batch.targets).square())
         value_loss = 0.5 * errors.mean()
 
         entropy = entropy.mean()
