@@ -13,6 +13,7 @@ from torch.distributions import Categorical, Normal
 from torch.testing import assert_close
 
 from muster.algorithms.actor_critic import ActorCritic, Categoricals, Gaussian
+from muster.algorithms.encoder import Encoder, kind_of
 from muster.errors import UsageError
 
 
@@ -35,7 +36,11 @@ def batch_of(space: gym.Space[Any], size: int) -> torch.Tensor:
         spaces.Box(0, 255, (84, 84, 4), np.uint8),
         spaces.Box(0, 255, (4, 84, 84), np.uint8),
         spaces.Box(0, 255, (210, 160, 3), np.uint8),
-        spaces.Box(0, 255, (8, 8, 3), np.uint8),
+        spaces.Box(0, 255, (7, 7, 3), np.uint8),
+        spaces.Box(0, 255, (3, 7, 7), np.uint8),
+        spaces.Box(0, 255, (9, 11), np.uint8),
+        spaces.Box(0, 7, (9, 11), np.uint8),
+        spaces.Box(0, 1, (84, 84, 4), np.uint8),
         spaces.Discrete(4, start=-2),
         spaces.MultiDiscrete([[2, 3], [4, 5]]),
         spaces.MultiBinary((2, 2)),
@@ -56,6 +61,49 @@ def test_images_mean_the_same_with_channels_first_or_last():
     last = ActorCritic(spaces.Box(0, 255, (84, 84, 4), np.uint8), spaces.Discrete(3), generator())
     obs = batch_of(spaces.Box(0, 255, (4, 84, 84), np.uint8), 2)
     assert_close(first(obs), last(obs.permute(0, 2, 3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("space", "kind"),
+    [
+        (spaces.Box(0, 255, (96, 96, 3), np.uint8), "images"),
+        (spaces.Box(0, 255, (7, 7, 3), np.uint8), "grid"),
+        (spaces.Box(0, 255, (7, 7), np.uint8), "grid"),
+        (spaces.Box(0, 10, (7, 7, 3), np.uint8), "codes"),
+        (spaces.Box(0, 1, (20,), np.int8), "codes"),
+        (spaces.Box(0, 255, (128,), np.uint8), "bytes"),
+        (spaces.Box(0, 1000, (3,), np.int64), "numbers"),
+        (spaces.Box(-1, 1, (3,), np.int64), "numbers"),
+        (spaces.Box(0, 1, (3,), np.float32), "numbers"),
+        (spaces.Discrete(3), "choices"),
+    ],
+    ids=str,
+)
+def test_each_space_has_its_kind_of_first_layer(space: gym.Space[Any], kind: str):
+    assert kind_of(space) == kind
+
+
+@pytest.mark.parametrize("shape", [(7, 7, 3), (3, 7, 7), (7, 7)], ids=str)
+def test_codes_of_a_grid_lie_as_far_apart_as_other_numbers_do(shape: tuple[int, ...]):
+    encoder = Encoder(spaces.Box(0, 255, shape, np.uint8), generator())
+    blank = torch.full((1, *shape), 1, dtype=torch.uint8)
+    other = blank.clone()
+    other.view(-1)[0] = 2
+    difference = (encoder(other) - encoder(blank)).abs()
+    assert encoder(blank).std() > 0.5  # MiniGrid's codes are at most 10: a 255th of that is next to nothing
+    assert 1 <= int((difference > 0).sum()) <= 8  # one code, one cell
+
+
+def test_a_code_means_something_else_in_each_channel():
+    encoder = Encoder(spaces.Box(0, 255, (4, 4, 3), np.uint8), generator())
+    cell = encoder(torch.full((1, 4, 4, 3), 4, dtype=torch.uint8)).view(4, 4, 3, 8)
+    assert torch.equal(cell[0, 0], cell[1, 1])
+    assert not torch.isclose(cell[0, 0, 0], cell[0, 0, 1]).any()
+
+
+def test_small_codes_are_told_apart_one_by_one():
+    encoder = Encoder(spaces.Box(0, 3, (2,), np.uint8), generator())
+    assert encoder(torch.tensor([[3, 0]], dtype=torch.uint8)).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0]]
 
 
 def test_weights_come_from_the_given_generator_alone():

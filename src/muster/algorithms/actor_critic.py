@@ -15,25 +15,40 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from muster.algorithms.encoder import Choices, Encoder
+from muster.algorithms.layers import mlp
 from muster.errors import UsageError
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value for one env: two 64-64 tanh networks, or single layers on a shared CNN for images.
+    """A policy and a value for one env: two networks of ``hidden_sizes``, or single layers on a shared CNN for images.
 
-    rng: what weights are drawn from; None for torch's global generator. Raises UsageError for spaces other than Box,
-    Discrete, MultiDiscrete and MultiBinary.
+    rng: what weights are drawn from; None for torch's global generator.
+    hidden_sizes, activation: of both networks, except for images.  activation: a key of `muster.algorithms.layers`'
+    ACTIVATIONS.  log_std_init: logarithm of the deviation that continuous actions start with, as `Gaussian` has it.
+
+    Raises UsageError for spaces other than Box, Discrete, MultiDiscrete and MultiBinary.
     """
 
     def __init__(
-        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], rng: torch.Generator | None = None
+        self,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        rng: torch.Generator | None = None,
+        *,
+        hidden_sizes: Sequence[int] = (64, 64),
+        activation: str = "tanh",
+        log_std_init: float = 0.0,
     ) -> None:
         super().__init__()
         self.encoder = Encoder(observation_space, rng)
-        self.head = Gaussian(action_space) if isinstance(action_space, spaces.Box) else Categoricals(action_space)
-        hidden = () if self.encoder.cnn is not None else (64, 64)
-        self.actor = _mlp([self.encoder.num_features, *hidden, self.head.num_params], gain=0.01, rng=rng)
-        self.critic = _mlp([self.encoder.num_features, *hidden, 1], gain=1.0, rng=rng)
+        self.head = (
+            Gaussian(action_space, log_std_init) if isinstance(action_space, spaces.Box) else Categoricals(action_space)
+        )
+        hidden = () if self.encoder.cnn is not None else hidden_sizes
+        inputs = [self.encoder.num_features, *hidden]
+        self.actor = mlp([*inputs, self.head.num_params], activation=activation, gain=0.01, rng=rng)
+        self.critic = mlp([*inputs, 1], activation=activation, gain=1.0, rng=rng)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Parameters of the action distribution [B, P], and values [B], for observations [B, *obs_shape]."""
@@ -47,71 +62,6 @@ class ActorCritic(nn.Module):
     def best(self, obs: Tensor) -> Tensor:
         """The likeliest actions [B, K] for observations [B, *obs_shape]."""
         return self.head.mode(self.actor(self.encoder(obs)))
-
-
-class Encoder(nn.Module):
-    """Turns observations [B, *obs_shape] into float32 features [B, F]: flat numbers, one-hot choices, a CNN for images.
-
-    Images are uint8 Boxes of three dimensions, the channels first or last, and at least 36 x 36 pixels. The CNN is that
-    of Mnih et al. 2015 (doi:10.1038/nature14236).
-    """
-
-    def __init__(self, space: gym.Space[Any], rng: torch.Generator | None) -> None:
-        super().__init__()
-        shape = space.shape or ()
-        self.scale = 1 / 255 if space.dtype == np.uint8 else 1.0
-        self.cnn: nn.Module | None = None
-        self.choices: Choices | None = None
-        if not isinstance(space, spaces.Box):
-            self.choices = Choices(space, "observations")
-            self.num_features = sum(self.choices.nvec)
-        elif space.dtype == np.uint8 and len(shape) == 3 and sorted(shape)[1] >= 36:
-            self.channels_last = shape[2] < shape[0]
-            height, width, channels = shape if self.channels_last else (shape[1], shape[2], shape[0])
-            self.cnn = _cnn(height, width, channels, rng)
-            self.num_features = 512
-        else:
-            self.num_features = math.prod(shape)
-
-    def forward(self, obs: Tensor) -> Tensor:
-        if self.choices is not None:
-            columns = self.choices.to_columns(obs).unbind(-1)
-            one_hots = [nn.functional.one_hot(c, n) for c, n in zip(columns, self.choices.nvec, strict=True)]
-            return torch.cat(one_hots, -1).float()
-        if self.cnn is None:
-            return obs.reshape(len(obs), -1).float() * self.scale
-        images = obs.permute(0, 3, 1, 2) if self.channels_last else obs
-        features: Tensor = self.cnn(images.float() * self.scale)
-        return features
-
-
-class Choices:
-    """A Discrete, MultiDiscrete or MultiBinary space as K choices, the k-th among ``nvec[k]``, counted from 0."""
-
-    def __init__(self, space: gym.Space[Any], what: str) -> None:
-        if isinstance(space, spaces.Discrete):
-            nvec, starts = np.array([space.n]), np.array([space.start])
-        elif isinstance(space, spaces.MultiDiscrete):
-            nvec, starts = space.nvec, space.start
-        elif isinstance(space, spaces.MultiBinary):
-            nvec, starts = np.full(space.shape, 2), np.zeros(space.shape)
-        else:
-            raise UsageError(
-                f"PPO takes Box, Discrete, MultiDiscrete and MultiBinary {what}, but this env has {space}. Give "
-                f"make_vec a wrapper that turns them into one of these, as gymnasium.wrappers.FlattenObservation."
-            )
-        self.nvec = [int(n) for n in nvec.flat]
-        self.starts = torch.from_numpy(starts.reshape(-1).astype(np.int64))
-        self.shape = space.shape or ()
-        self.dtype = space.dtype
-
-    def to_columns(self, elements: Tensor) -> Tensor:
-        """The space's elements [B, *shape] as choices [B, K] int64."""
-        return elements.reshape(-1, len(self.nvec)).long() - self.starts
-
-    def to_elements(self, columns: Tensor) -> np.ndarray[Any, Any]:
-        """Choices [B, K] as the space's elements [B, *shape]."""
-        return (columns + self.starts).numpy().astype(self.dtype).reshape(-1, *self.shape)
 
 
 class Categoricals(nn.Module):
@@ -152,7 +102,7 @@ class Gaussian(nn.Module):
     In each dimension that has two finite bounds, -1 and 1 stand for them; actions beyond a bound are clipped to it.
     """
 
-    def __init__(self, space: spaces.Box) -> None:
+    def __init__(self, space: spaces.Box, log_std_init: float = 0.0) -> None:
         super().__init__()
         if not np.issubdtype(space.dtype, np.floating):
             raise UsageError(f"PPO learns continuous actions of a float dtype; this env has {space}.")
@@ -164,7 +114,7 @@ class Gaussian(nn.Module):
             self.center = np.where(bounded, self.low + half, 0).astype(self.dtype)
         self.scale = np.where(bounded, half, 1).astype(self.dtype)
         self.num_params = math.prod(space.shape)
-        self.log_std = nn.Parameter(torch.zeros(self.num_params))
+        self.log_std = nn.Parameter(torch.full((self.num_params,), float(log_std_init)))
 
     def sample(self, params: Tensor, rng: torch.Generator | None = None) -> Tensor:
         """Actions [B, K] float32."""
@@ -186,31 +136,3 @@ class Gaussian(nn.Module):
         scaled = self.center + self.scale * actions.numpy().astype(self.dtype)
         clipped: np.ndarray[Any, Any] = np.clip(scaled, self.low, self.high)
         return clipped.reshape(-1, *self.shape)
-
-
-def _mlp(sizes: Sequence[int], *, gain: float, rng: torch.Generator | None) -> nn.Sequential:
-    """Linear layers with tanh between them; ``gain`` is the last layer's."""
-    layers: list[nn.Module] = []
-    for i in range(len(sizes) - 2):
-        layers += [_layer(nn.Linear, sizes[i], sizes[i + 1], rng=rng), nn.Tanh()]
-    return nn.Sequential(*layers, _layer(nn.Linear, sizes[-2], sizes[-1], rng=rng, gain=gain))
-
-
-def _cnn(height: int, width: int, channels: int, rng: torch.Generator | None) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for filters, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-        layers += [_layer(nn.Conv2d, channels, filters, kernel, stride, rng=rng), nn.ReLU()]
-        height, width = ((size - kernel) // stride + 1 for size in (height, width))
-        channels = filters
-    return nn.Sequential(*layers, nn.Flatten(), _layer(nn.Linear, channels * height * width, 512, rng=rng), nn.ReLU())
-
-
-def _layer(
-    kind: type[nn.Linear] | type[nn.Conv2d], *sizes: int, rng: torch.Generator | None, gain: float = 2**0.5
-) -> nn.Module:
-    """A layer with orthogonal weights and zero biases. It is built empty: torch's own draw would use its global rng."""
-    layer: nn.Linear | nn.Conv2d = nn.utils.skip_init(kind, *sizes)  # type: ignore[no-untyped-call]  # torch's gap
-    nn.init.orthogonal_(layer.weight, gain, generator=rng)
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
-    return layer

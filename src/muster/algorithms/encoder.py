@@ -1,0 +1,138 @@
+"""Observations as the float features that a network takes: each kind of space has a first layer of its own.
+
+Weights are drawn from a generator that the caller seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from muster.algorithms.layers import layer
+from muster.errors import UsageError
+
+Kind = Literal["choices", "images", "codes", "grid", "bytes", "numbers"]
+
+MIN_PIXELS = 36  # of the shorter side: what the CNN's three kernels need
+MAX_CODES = 32  # so many integers are told apart by one-hot codes
+EMBEDDING = 8  # numbers for each code of a byte grid
+
+
+def kind_of(space: gym.Space[Any]) -> Kind:
+    """How observations of ``space`` are read.
+
+    choices: Discrete, MultiDiscrete and MultiBinary, one-hot.  images: uint8 Boxes of three dimensions, the channels
+    first or last, at least 36 x 36 pixels.  codes: other Boxes of at most 32 whole numbers from 0 on, one-hot.
+    grid: other uint8 Boxes of two or three dimensions, such as MiniGrid's, each of whose 256 codes is embedded, by
+    channel.  bytes: other uint8 Boxes, such as Atari's RAM, divided by 255.  numbers: all other Boxes, as they are.
+    """
+    if not isinstance(space, spaces.Box):
+        return "choices"
+    shape = space.shape
+    if space.dtype == np.uint8 and len(shape) == 3 and sorted(shape)[1] >= MIN_PIXELS:
+        return "images"
+    if np.issubdtype(space.dtype, np.integer) and space.low.min() >= 0 and space.high.max() < MAX_CODES:
+        return "codes"
+    if space.dtype != np.uint8:
+        return "numbers"
+    return "grid" if len(shape) in (2, 3) else "bytes"
+
+
+class Encoder(nn.Module):
+    """Turns observations [B, *obs_shape] into float32 features [B, F], as `kind_of` says.
+
+    The CNN is that of Mnih et al. 2015 (doi:10.1038/nature14236).
+    """
+
+    def __init__(self, space: gym.Space[Any], rng: torch.Generator | None) -> None:
+        super().__init__()
+        shape = space.shape or ()
+        self.kind = kind_of(space)
+        self.channels_last = len(shape) == 3 and shape[2] <= shape[0]
+        self.num_features = math.prod(shape)
+        self.cnn: nn.Module | None = None
+        if self.kind == "choices":
+            self.choices = Choices(space, "observations")
+            self.num_features = sum(self.choices.nvec)
+        elif self.kind == "images":
+            assert isinstance(space, spaces.Box)
+            self.brightest = max(float(space.high.max()), 1.0)
+            height, width, channels = shape if self.channels_last else (shape[1], shape[2], shape[0])
+            self.cnn = _cnn(height, width, channels, rng)
+            self.num_features = 512
+        elif self.kind == "codes":
+            assert isinstance(space, spaces.Box)
+            self.num_codes = int(space.high.max(initial=0)) + 1
+            self.num_features *= self.num_codes
+        elif self.kind == "grid":
+            channels = shape[-1 if self.channels_last else 0] if len(shape) == 3 else 1
+            # A table for each channel, one below the other: what a code means depends on its channel.
+            tables = torch.empty(channels * 256, EMBEDDING).normal_(generator=rng)
+            self.embeddings = nn.Parameter(tables)
+            firsts = 256 * torch.arange(channels)
+            self.first_rows = firsts if self.channels_last or channels == 1 else firsts.view(-1, 1, 1)
+            self.num_features *= EMBEDDING
+
+    def forward(self, obs: Tensor) -> Tensor:
+        if self.kind == "numbers":
+            return obs.reshape(len(obs), -1).float()
+        if self.kind == "bytes":
+            return obs.reshape(len(obs), -1).float() / 255
+        if self.kind == "choices":
+            columns = self.choices.to_columns(obs).unbind(-1)
+            one_hots = [nn.functional.one_hot(c, n) for c, n in zip(columns, self.choices.nvec, strict=True)]
+            return torch.cat(one_hots, -1).float()
+        if self.kind == "codes":
+            codes = obs.reshape(len(obs), -1).long().clamp(0, self.num_codes - 1)
+            return nn.functional.one_hot(codes, self.num_codes).flatten(1).float()
+        if self.kind == "grid":
+            rows = obs.long() + self.first_rows
+            return nn.functional.embedding(rows, self.embeddings).flatten(1)
+        assert self.cnn is not None
+        images = obs.permute(0, 3, 1, 2) if self.channels_last else obs
+        features: Tensor = self.cnn(images.float() / self.brightest)
+        return features
+
+
+class Choices:
+    """A Discrete, MultiDiscrete or MultiBinary space as K choices, the k-th among ``nvec[k]``, counted from 0."""
+
+    def __init__(self, space: gym.Space[Any], what: str) -> None:
+        if isinstance(space, spaces.Discrete):
+            nvec, starts = np.array([space.n]), np.array([space.start])
+        elif isinstance(space, spaces.MultiDiscrete):
+            nvec, starts = space.nvec, space.start
+        elif isinstance(space, spaces.MultiBinary):
+            nvec, starts = np.full(space.shape, 2), np.zeros(space.shape)
+        else:
+            raise UsageError(
+                f"PPO takes Box, Discrete, MultiDiscrete and MultiBinary {what}, but this env has {space}. Give "
+                f"make_vec a wrapper that turns them into one of these, as gymnasium.wrappers.FlattenObservation."
+            )
+        self.nvec = [int(n) for n in nvec.flat]
+        self.starts = torch.from_numpy(starts.reshape(-1).astype(np.int64))
+        self.shape = space.shape or ()
+        self.dtype = space.dtype
+
+    def to_columns(self, elements: Tensor) -> Tensor:
+        """The space's elements [B, *shape] as choices [B, K] int64."""
+        return elements.reshape(-1, len(self.nvec)).long() - self.starts
+
+    def to_elements(self, columns: Tensor) -> np.ndarray[Any, Any]:
+        """Choices [B, K] as the space's elements [B, *shape]."""
+        return (columns + self.starts).numpy().astype(self.dtype).reshape(-1, *self.shape)
+
+
+def _cnn(height: int, width: int, channels: int, rng: torch.Generator | None) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for filters, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+        layers += [layer(nn.Conv2d, channels, filters, kernel, stride, rng=rng), nn.ReLU()]
+        height, width = ((size - kernel) // stride + 1 for size in (height, width))
+        channels = filters
+    return nn.Sequential(*layers, nn.Flatten(), layer(nn.Linear, channels * height * width, 512, rng=rng), nn.ReLU())
