@@ -238,7 +238,7 @@ class NotBuilt(WrongType, AttributeError):
 
 
 class TrainingDiverged(MusterError, FloatingPointError):
-    """Gradients are no longer finite. The policy still holds the weights from before that step."""
+    """Numbers are no longer finite: of an env, or of gradients. The state is that after the last complete iteration."""
 
 
 class OneEnvPerProcess(MusterError, RuntimeError):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
+import itertools
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +72,7 @@ class Clock(gym.Env[Any, Any]):
         return obs, self.reward, self.steps == self.terminated_after, self.steps == 5, {}
 
 
+AT_KL = torch.tensor(3)  # among the figures of a loss
 SMALL: dict[str, Any] = {"num_envs": 4, "num_steps": 32, "learning_rate": 0.01}
 
 
@@ -95,11 +99,11 @@ class TestLearning:
             returns = [metrics.episodes.mean_return for metrics in ppo.train()]
         assert returns[-1] > returns[0] + 0.5
 
-    @pytest.mark.parametrize("reward", [1e-3, 1.0, 1e5])
+    @pytest.mark.parametrize("reward", [1e-3, 1e5])
     def test_values_of_normalized_rewards_are_learned_whatever_their_size(self, reward: float):
         with ppo_on(
             functools.partial(Clock, reward=reward, terminated_after=4),
-            total_steps=6000, update_epochs=4, normalize_rewards=True,
+            total_steps=3000, update_epochs=4, normalize_rewards=True,
         ) as ppo:  # fmt: skip
             for metrics in ppo.train():
                 last = metrics
@@ -157,6 +161,20 @@ class TestSeeds:
             assert other_rows == rows
             assert all(torch.equal(other_weights[name], weights[name]) for name in weights)
 
+    def test_same_seed_same_policy_whatever_omp_num_threads_says(self):
+        before, policies = torch.get_num_threads(), []
+        try:
+            for threads in (1, 4):
+                torch.set_num_threads(threads)  # as OMP_NUM_THREADS would
+                with ppo_on("CartPole-v1", hidden_sizes=(300, 200)) as ppo:
+                    ppo.iterate()
+                    policies.append(
+                        (ppo.state_dict()["policy"], {"action": ppo.act(torch.ones(1000, 4), sample=False)})
+                    )
+        finally:
+            torch.set_num_threads(before)
+        assert alike(list(policies[0]), list(policies[1]))
+
     def test_neighbouring_seeds_share_nothing(self):
         seen: set[float] = set()
         for seed in range(3):
@@ -200,12 +218,23 @@ class TestProgress:
             assert metrics.episodes.episodes == 120
             assert len(ppo.episodes.returns) == 100
 
-    def test_target_kl_ends_the_passes_early(self):
-        with (
-            ppo_on("CartPole-v1", target_kl=1e-9, update_epochs=50) as ppo,
-            ppo_on("CartPole-v1", update_epochs=1) as once,
-        ):
-            assert ppo.iterate().losses == once.iterate().losses
+    def test_target_kl_ends_an_update_before_the_minibatch_that_finds_the_policy_too_far(self):
+        with ppo_on("CartPole-v1", num_minibatches=1, update_epochs=50, target_kl=1e-4) as ppo:
+            metrics = ppo.iterate()
+            assert int(ppo.optimizer.state[ppo.policy.critic[0].weight]["step"]) == 1
+        assert metrics.losses.approx_kl > 1e-4  # of both minibatches together, the second of which took no step
+
+    def test_target_kl_leaves_a_margin_of_a_half(self):
+        steps = []
+        for target in (1.0, 1 / 1.4, 1 / 1.6):
+            with ppo_on("CartPole-v1", num_minibatches=1, update_epochs=3, target_kl=target) as ppo:
+                inner = ppo._loss
+                ppo._loss = lambda rows, inner=inner: (lambda loss, parts: (loss, parts.index_fill(0, AT_KL, 1.0)))(
+                    *inner(rows)
+                )
+                ppo.iterate()
+                steps.append(len(ppo.optimizer.state))
+        assert [bool(count) for count in steps] == [True, True, False]
 
     def test_any_gymnasium_vector_env_will_do(self):
         envs = SyncVectorEnv([Clock] * 4, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -281,7 +310,235 @@ class TestGoingOn:
             assert other.iterate().steps == 256
 
 
+class TestOneStateAnIteration:
+    """Whatever ends an iteration, what is saved is the last complete one, whole."""
+
+    @pytest.mark.parametrize("where", ["act", "after rollout", "first minibatch", "fifth minibatch"])
+    def test_an_interrupted_iteration_leaves_nothing(self, where: str, monkeypatch: pytest.MonkeyPatch):
+        with ppo_on("CartPole-v1", **RESUMED) as ppo:
+            ppo.iterate()
+            before = ppo.state_dict()
+            interrupt(ppo, where, monkeypatch)
+            with pytest.raises(KeyboardInterrupt):
+                ppo.iterate()
+            assert alike(ppo.state_dict(), before)
+            assert ppo.metrics is not None
+            assert ppo.metrics.steps == ppo.steps == 128
+            assert ppo.episodes.summary() == ppo.metrics.episodes
+            assert alike(dict(ppo.policy.state_dict()), before["policy"])
+            monkeypatch.undo()
+            assert ppo.iterate().steps == 256
+
+    def test_what_was_handed_out_stays_as_it_was(self):
+        with ppo_on("CartPole-v1", **RESUMED) as ppo, ppo_on("CartPole-v1", **RESUMED) as other:
+            ppo.iterate()
+            state = ppo.state_dict()
+            kept = copy.deepcopy(state)
+            other.load_state_dict(state)
+            for one in (ppo, other):
+                one.iterate()
+            assert alike(state, kept)
+
+
+def interrupt(ppo: PPO, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the next iteration end with a Ctrl-C at a place of its own."""
+    target, name, calls_before = {
+        "act": (ppo.policy, "act", 7),
+        "after rollout": (ppo, "update", 0),
+        "first minibatch": (ppo, "_loss", 0),
+        "fifth minibatch": (ppo, "_loss", 4),
+    }[where]
+    inner, calls = getattr(target, name), itertools.count()
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == calls_before:
+            raise KeyboardInterrupt
+        return inner(*arguments, **options)
+
+    if name == "act":
+        ppo.collector.policy = lambda obs, explore=ppo.collector.policy: (interrupted(obs), explore(obs))[1]
+        ppo.collector._actors = [ppo.collector._actor(part) for part in ppo.collector._stepping.parts]
+    else:
+        monkeypatch.setattr(ppo, name, interrupted)
+
+
+class Glitch(Clock):
+    """A clock of one reset, whose step ``at`` breaks ``what``; actions that are not finite end the test."""
+
+    action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, what: str, at: int, number: float = math.nan) -> None:
+        super().__init__(terminated_after=4 if what == "terminated" else 100)
+        self.what, self.at, self.number, self.total = what, at, number, 0
+
+    def step(self, action: Any) -> Step:
+        assert np.isfinite(action).all()
+        obs, reward, terminated, truncated, info = super().step(action)
+        self.total += 1
+        ends = terminated if self.what == "terminated" else truncated if self.what == "truncated" else False
+        if ends or (self.what == "observation" and self.total == self.at):
+            obs[0] = self.number
+        return (
+            obs,
+            self.number if self.what == "reward" and self.total == self.at else reward,
+            terminated,
+            truncated,
+            info,
+        )
+
+
+NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+
+
+class TestRowsThatAreNotFinite:
+    @pytest.mark.parametrize("options", [{}, NORMALIZED], ids=["plain", "normalized"])
+    @pytest.mark.parametrize("autoreset_mode", ["same_step", "next_step"])
+    @pytest.mark.parametrize(
+        ("what", "step", "number"),
+        [
+            ("observation", 43, math.nan),
+            ("reward", 43, math.inf),
+            ("truncated", 5, math.nan),
+            ("observation", 64, -math.inf),
+            ("reward", 64, math.nan),
+        ],
+    )
+    def test_they_are_refused_by_env_and_step_and_enter_nothing(
+        self, what: str, step: int, number: float, autoreset_mode: str, options: dict[str, Any]
+    ):
+        make_all = [functools.partial(Glitch, what if i == 2 else "nothing", step, number) for i in range(4)]
+        with muster.make_vec(make_all, backend="serial", autoreset_mode=autoreset_mode) as envs:
+            ppo = PPO(envs, PPOConfig(**SMALL, **options))
+            good = ppo.state_dict()
+            with pytest.raises(
+                TrainingDiverged, match=r"Env 2 returned an? .*(nan|inf) in it in its step (\d+)"
+            ) as caught:
+                for _ in range(3):
+                    ppo.iterate()
+                    good = ppo.state_dict()
+            assert alike(ppo.state_dict(), good)
+            assert not not_finite(ppo.state_dict())
+            assert not np.isnan(ppo.episodes.returns).any()
+        named = int(re.search(r"step (\d+)", str(caught.value))[1])
+        # A reset in a row of its own is a step of the vector env, too.
+        assert named == step if what == "truncated" or autoreset_mode == "same_step" else named >= step
+
+    @pytest.mark.parametrize("options", [{}, NORMALIZED], ids=["plain", "normalized"])
+    @pytest.mark.parametrize("autoreset_mode", ["same_step", "next_step"])
+    def test_the_last_observation_of_a_terminated_episode_may_be_anything(
+        self, autoreset_mode: str, options: dict[str, Any]
+    ):
+        make = functools.partial(Glitch, "terminated", 0)
+        with muster.make_vec(make, 4, backend="serial", autoreset_mode=autoreset_mode) as envs:
+            ppo = PPO(envs, PPOConfig(**SMALL, **options))
+            for _ in range(2):
+                assert ppo.iterate().episodes.mean_return == 4.0
+            assert not not_finite(ppo.state_dict())
+
+    def test_actions_that_are_not_finite_are_never_sent(self):
+        with ppo_on(functools.partial(Glitch, "nothing", 0)) as ppo:
+            with torch.no_grad():
+                ppo.policy.actor[-1].bias.fill_(math.nan)
+            with pytest.raises(TrainingDiverged, match="actions are not finite, and were not sent"):
+                ppo.iterate()
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two states hold the same, bit for bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def not_finite(state: Any) -> bool:
+    if isinstance(state, dict):
+        return any(map(not_finite, state.values()))
+    if isinstance(state, list):
+        return any(map(not_finite, state))
+    if isinstance(state, torch.Tensor):
+        return state.is_floating_point() and not bool(state.isfinite().all())
+    return isinstance(state, float) and not math.isfinite(state)
+
+
+class TestSchedule:
+    def rates(self, ppo: PPO) -> list[float]:
+        return [metrics.learning_rate for metrics in ppo.train()]
+
+    def after(self, iterations: int, **options: Any) -> dict[str, Any]:
+        with ppo_on(Clock, total_steps=4 * 128, **options) as ppo:
+            for _ in range(iterations):
+                ppo.iterate()
+            return ppo.state_dict()
+
+    def test_a_longer_run_goes_on_from_the_rate_reached(self):
+        state = self.after(2)
+        with ppo_on(Clock, total_steps=6 * 128) as ppo:
+            ppo.load_state_dict(state)
+            assert_close(self.rates(ppo), [0.005, 0.00375, 0.0025, 0.00125])
+            again = ppo.state_dict()
+        with ppo_on(Clock, total_steps=6 * 128) as ppo:
+            ppo.load_state_dict(again)
+            assert self.rates(ppo) == []
+
+    def test_a_run_that_had_finished_begins_with_its_rate_again(self):
+        with ppo_on(Clock, total_steps=6 * 128) as ppo:
+            ppo.load_state_dict(self.after(4))
+            assert ppo.schedule.began_again
+            assert_close(self.rates(ppo), [0.01, 0.005])
+
+    @pytest.mark.parametrize("iterations", [2, 4])
+    def test_another_rate_may_be_set(self, iterations: int):
+        with ppo_on(Clock, total_steps=6 * 128) as ppo:
+            ppo.load_state_dict(self.after(iterations), learning_rate=0.1)
+            assert not ppo.schedule.began_again
+            rates = self.rates(ppo)
+        assert_close(rates[:2], [0.1, 0.1 - 0.1 / len(rates)])
+
+    def test_the_clip_range_falls_in_a_line_too(self):
+        seen = []
+        with ppo_on(Clock, total_steps=4 * 128, anneal_clip=True) as ppo:
+            for _ in ppo.train():
+                seen.append(ppo._clip_coef)
+        assert_close(seen, [0.2, 0.15, 0.1, 0.05])
+
+
+class TestOptions:
+    def test_clipped_rewards_are_for_learning_only(self):
+        with ppo_on(functools.partial(Clock, reward=-7.0), gamma=0.0, clip_rewards=2.0) as ppo:
+            assert_close(ppo.collect_rollout().targets, torch.full((128,), -2.0))
+            assert ppo.iterate().episodes.mean_return == -35.0
+
+    def test_the_network_is_as_the_options_say(self):
+        options = {"hidden_sizes": [32, 16, 8], "activation": "relu", "log_std_init": -2.0}
+        with ppo_on(functools.partial(Glitch, "nothing", 0), **options) as ppo:
+            layers = [type(one).__name__ for one in ppo.policy.critic]
+            assert layers == ["Linear", "ReLU"] * 3 + ["Linear"]
+            assert [one.out_features for one in ppo.policy.actor[::2]] == [32, 16, 8, 2]
+            assert ppo.policy.head.log_std.tolist() == [-2.0, -2.0]
+
+    def test_actions_come_outside_no_grad_too(self):
+        with ppo_on(functools.partial(Glitch, "nothing", 0)) as ppo:
+            for sample in (False, True):
+                assert ppo.act(torch.zeros(3, 1), sample=sample).shape == (3, 2)
+
+
 class TestNormalization:
+    def test_all_rows_of_a_rollout_are_seen_by_the_same_statistics(self):
+        seen = []
+        with ppo_on(Clock, normalize_observations=True, num_envs=1, num_steps=7, num_minibatches=1) as ppo:
+            ppo.iterate()
+            statistics = copy.deepcopy(ppo.observations)
+            evaluate = ppo._evaluate
+            ppo._evaluate = lambda obs: (seen.append(obs), evaluate(obs))[1]
+            rollout = ppo.collect_rollout()
+        # The second rollout begins with clock 2; the last and the final observation are normalised beside its rows.
+        expected = statistics(torch.tensor([[2.0], [3.0], [4.0], [0.0], [1.0], [2.0], [3.0], [4.0]]))
+        assert_close(seen[0], expected)
+        assert_close(seen[1], statistics(torch.tensor([[5.0]])))
+        assert_close(rollout.observations, expected[:-1])
+
     def test_it_learns_from_observations_and_rewards_of_any_size(self):
         space = spaces.Box(1e4, 1e4 + 2, (1,), np.float32)
         make = functools.partial(FarMatch, space)
@@ -344,13 +601,6 @@ class Guarded(ActorCritic):
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("reward", [math.nan, math.inf])
-    def test_rewards_that_are_not_finite_are_named_and_leave_the_weights_finite(self, reward: float):
-        with ppo_on(functools.partial(Clock, reward=reward)) as ppo:
-            with pytest.raises(TrainingDiverged, match=r"step 128 gives value targets that are not finite.*rewards"):
-                ppo.iterate()
-            assert all(weights.isfinite().all() for weights in ppo.policy.parameters())
-
     def test_diverging_is_named_and_leaves_the_weights_finite(self):
         with ppo_on(Clock, learning_rate=1e30, max_grad_norm=1e30) as ppo:
             with pytest.raises(
@@ -393,6 +643,10 @@ class TestRefusals:
             ({"total_steps": 0}, "total_steps must be at least 1"),
             ({"seed": -1}, "seed must not be negative"),
             ({"gamma": 99}, r"gamma must lie in \[0, 1\], got 99"),
+            ({"hidden_sizes": (64, 0)}, "each of hidden_sizes must be at least 1, got 0"),
+            ({"activation": "sigmoid"}, "activation must be one of tanh, relu, elu, gelu, got 'sigmoid'"),
+            ({"learning_rate": math.nan}, "learning_rate must be above 0 and finite, got nan"),
+            ({"clip_rewards": -1.0}, r"clip_rewards must be above 0 and finite, got -1\.0"),
             ({"num_envs": 1, "num_steps": 7, "num_minibatches": 4}, "too small for num_minibatches=4"),
         ],
     )

@@ -4,6 +4,7 @@ from muster.extras import imports_for
 
 with imports_for("muster.algorithms needs", "muster-rl[torch]", "torch", "tensordict"):
     from muster.algorithms.actor_critic import ActorCritic
-    from muster.algorithms.ppo import PPO, PPOConfig, PPOMetrics
+    from muster.algorithms.ppo import PPO, PPOMetrics
+    from muster.algorithms.ppo_config import PPOConfig
 
 __all__ = ["ActorCritic", "PPO", "PPOConfig", "PPOMetrics"]

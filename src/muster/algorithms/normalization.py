@@ -49,11 +49,6 @@ class ObservationNormalizer:
         scale = (self.moments.var + EPSILON).rsqrt()
         return ((obs.double() - self.moments.mean) * scale).clamp(-CLIP, CLIP).float()
 
-    def update(self, obs: Tensor) -> Tensor:
-        """Adds the observations to the statistics, then returns them normalised."""
-        self.moments.update(obs)
-        return self(obs)
-
 
 class RewardNormalizer:
     """Divides rewards by the running deviation of the discounted returns, and clips to 10; their sign is kept.

@@ -13,8 +13,7 @@ as it was, and runs with neighbouring seeds share nothing.
 
 from __future__ import annotations
 
-import math
-from collections import deque
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,80 +21,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
 
 from muster.algorithms.actor_critic import ActorCritic
+from muster.algorithms.encoder import kind_of
+from muster.algorithms.episode_window import EpisodeSummary, EpisodeWindow
+from muster.algorithms.finite_rows import require_finite_rows
 from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer
-from muster.arguments import at_least
+from muster.algorithms.ppo_config import PPOConfig
+from muster.algorithms.schedule import Schedule
 from muster.errors import ConfigError, TrainingDiverged, UsageError
 from muster.rollout.collector import Collector
-from muster.rollout.episodes import Episodes
 from muster.rollout.returns import gae
 
-EPISODE_WINDOW = 100
-
-
-@dataclass(frozen=True)
-class PPOConfig:
-    """The options of PPO; names as in CleanRL, defaults that solve CartPole-v1. Raises ConfigError for bad values."""
-
-    total_steps: int = 200_000  # env steps, rounded up to whole rollouts
-    seed: int = 0
-    num_envs: int = 8
-    num_steps: int = 256  # per env and rollout
-    num_minibatches: int = 4
-    update_epochs: int = 8
-    learning_rate: float = 1e-3
-    anneal_lr: bool = True  # linearly to 0
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    norm_adv: bool = True  # advantages to mean 0 and deviation 1 in each minibatch
-    clip_coef: float = 0.2
-    clip_vloss: bool = False
-    ent_coef: float = 0.0
-    vf_coef: float = 0.5
-    max_grad_norm: float = 0.5
-    target_kl: float | None = None  # end the update's passes once the policy has moved this far
-    normalize_observations: bool = False  # to mean 0 and deviation 1, as far as they are known
-    normalize_rewards: bool = False  # to returns of deviation 1; episodes' returns are reported as they are
-    torch_threads: int = 1  # the other cores belong to the envs' workers
-
-    @property
-    def batch_size(self) -> int:
-        """Env steps in one rollout."""
-        return self.num_envs * self.num_steps
-
-    @property
-    def num_iterations(self) -> int:
-        return math.ceil(self.total_steps / self.batch_size)
-
-    def __post_init__(self) -> None:
-        total = self.total_steps
-        at_least("PPOConfig: total_steps", int(total) if isinstance(total, float) else total, 1, end=".")  # 1e6 is fine
-        for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads"):
-            at_least(f"PPOConfig: {name}", getattr(self, name), 1, end=".")
-        if self.seed < 0:
-            raise ConfigError(f"PPOConfig: seed must not be negative, got {self.seed}.")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"PPOConfig: {name} must lie in [0, 1], got {getattr(self, name)}.")
-        if self.batch_size < 2 * self.num_minibatches:
-            raise ConfigError(
-                f"PPOConfig: a rollout of num_envs={self.num_envs} x num_steps={self.num_steps} rows is too small for "
-                f"num_minibatches={self.num_minibatches}; each needs at least 2 rows."
-            )
-
-
-class EpisodeSummary(NamedTuple):
-    """Figures of the last 100 episodes; nan until the first one ends."""
-
-    episodes: int  # ended so far
-    mean_return: float
-    low_return: float  # 10th percentile
-    high_return: float  # 90th percentile
-    mean_length: float  # in env steps
+KL_MARGIN = 1.5  # by which a minibatch may exceed target_kl, as in Stable-Baselines3
 
 
 class Losses(NamedTuple):
@@ -166,7 +106,15 @@ class PPO:
         collecting, weights, minibatches = np.random.SeedSequence(config.seed).spawn(3)
         self._minibatch_rng = torch.Generator().manual_seed(_seed(minibatches))
         if policy is None:
-            policy = ActorCritic(space, envs.single_action_space, torch.Generator().manual_seed(_seed(weights)))
+            with _torch_threads(config.torch_threads):  # orthogonal weights differ with the number of threads
+                policy = ActorCritic(
+                    space,
+                    envs.single_action_space,
+                    torch.Generator().manual_seed(_seed(weights)),
+                    hidden_sizes=config.hidden_sizes,
+                    activation=config.activation,
+                    log_std_init=config.log_std_init,
+                )
         self.policy = policy
         self.optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=True)
         self.observations = ObservationNormalizer(space.shape or ()) if config.normalize_observations else None
@@ -175,6 +123,15 @@ class PPO:
         self.collector = Collector(
             envs, self._explore, frames_per_batch=config.batch_size, seed=_seed(collecting), compact=True
         )
+        self.schedule = Schedule(config)
+        self._clip_coef = config.clip_coef
+        self._under_way = False  # an iteration has begun, and has not ended
+        self._complete: tuple[dict[str, Any], PPOMetrics | None] = self._state(), None
+
+    @property
+    def metrics(self) -> PPOMetrics | None:
+        """The metrics of the last complete iteration, whose state is ``state_dict``; None before the first one."""
+        return self._complete[1]
 
     def train(self) -> Iterator[PPOMetrics]:
         """Trains until ``total_steps``; yields the metrics of each iteration."""
@@ -182,30 +139,51 @@ class PPO:
             yield self.iterate()
 
     def iterate(self) -> PPOMetrics:
-        """Collects one rollout and learns from it."""
-        config = self.config
-        progress = self.steps / (config.num_iterations * config.batch_size)
-        learning_rate = config.learning_rate * (1 - progress if config.anneal_lr else 1)
-        with _torch_threads(config.torch_threads):
-            rollout = self.collect_rollout()
-            losses = self.update(rollout, learning_rate)
-        self.steps = self.collector.frames
-        unexplained = (rollout.targets - rollout.values).var() / (rollout.targets.var() + 1e-8)
-        return PPOMetrics(self.steps, self.episodes.summary(), losses, 1 - unexplained.item(), learning_rate)
+        """Collects one rollout and learns from it.
+
+        After an error or Ctrl-C all is as it was after the last complete iteration, in new episodes.
+        """
+        if self._under_way:
+            self._go_back()
+        self._under_way = True
+        try:
+            with _torch_threads(self.config.torch_threads):
+                learning_rate, clip_coef = self.schedule.at(self.steps)
+                rollout = self.collect_rollout()
+                losses = self.update(rollout, learning_rate, clip_coef)
+            self.steps = self.collector.frames
+            unexplained = (rollout.targets - rollout.values).var() / (rollout.targets.var() + 1e-8)
+            explained = 1 - unexplained.item()
+            metrics = PPOMetrics(self.steps, self.episodes.summary(), losses, explained, learning_rate)
+            self._complete = self._state(), metrics  # one statement: whenever it is read, it is of one moment
+            self._under_way = False
+            return metrics
+        except BaseException:
+            self._go_back()
+            raise
 
     @torch.no_grad()
     def collect_rollout(self) -> Rollout:
         """The next ``num_steps`` steps of every env, going on where the last rollout ended."""
         batch = self.collector.rollout()
+        # Before anything else: what is not finite enters neither statistics nor returns.
+        require_finite_rows(batch, (self.collector.batches - 1) * self.config.num_steps, self.steps)
         self.episodes.add(self.collector.last_episodes)
-        observations = batch["observation" if self.observations is None else "normalized"]
-        last, finals = (self._normalized(batch["collector", name, "observation"]) for name in ("last", "final"))
+        seen = batch["observation"]
+        last, finals = (self._seen(batch["collector", name, "observation"]) for name in ("last", "final"))
         terminated, truncated, rewards = (
             batch["next", name].squeeze(-1) for name in ("terminated", "truncated", "reward")
         )
         mask = batch["collector", "mask"]
+        rewards = rewards.masked_fill(~mask, 0.0)
+        if self.config.clip_rewards is not None:
+            rewards = rewards.clamp(-self.config.clip_rewards, self.config.clip_rewards)
         if self.rewards is not None:
             rewards = self.rewards.update(rewards.T, (terminated | truncated).T, mask.T).T
+        # By the statistics that the actor saw them by; the rollout's own rows count from the next one on.
+        observations = self._seen(seen)
+        if self.observations is not None:
+            self.observations.moments.update(seen[mask])
 
         # While collecting only the actor ran: values and log-probabilities come from one pass over all rows.
         params, values = self._evaluate(torch.cat([observations.flatten(0, 1), last]))
@@ -222,23 +200,34 @@ class PPO:
         rows = (observations, chosen, log_probs, *rest)
         return Rollout(*(rows if mask.all() else (row[mask.flatten()] for row in rows)))
 
+    @torch.no_grad()
     def act(self, obs: Tensor, *, sample: bool = False) -> Tensor:
         """Actions for observations [B, *obs_shape], as the env wants them: the likeliest ones, or drawn if ``sample``.
 
-        Statistics of observations stay as they are.
+        Statistics of observations stay as they are. Numbers that are not finite count as 0.
         """
-        seen = self._normalized(obs)
-        return self._for_env(self.policy.act(seen) if sample else self.policy.best(seen))
+        with _torch_threads(self.config.torch_threads):
+            seen = self._seen(obs)
+            return self._for_env(self.policy.act(seen) if sample else self.policy.best(seen))
 
     def _explore(self, obs: Tensor) -> dict[str, Tensor]:
-        """The outputs that the collector stores; obs first count in the statistics, then are normalised by them."""
-        outputs = {}
-        if self.observations is not None:
-            outputs["normalized"] = obs = self.observations.update(obs)
-        chosen = self.policy.act(obs)
-        return {**outputs, "chosen": chosen, "action": self._for_env(chosen)}
+        """The outputs that the collector stores."""
+        chosen = self.policy.act(self._seen(obs))
+        if chosen.is_floating_point() and not chosen.isfinite().all():
+            raise TrainingDiverged(
+                f"PPO diverged: after step {self.steps} the policy's actions are not finite, and were not sent. Lower "
+                f"learning_rate, which is {self.config.learning_rate:g}, or look for huge observations."
+            )
+        return {"chosen": chosen, "action": self._for_env(chosen)}
 
-    def _normalized(self, obs: Tensor) -> Tensor:
+    def _seen(self, obs: Tensor) -> Tensor:
+        """Observations [B, *obs_shape] as the policy sees them.
+
+        Numbers that are not finite are 0. They are refused once the rollout is complete, except where nothing is
+        learnt from them: the action for a row in which an env is only reset is not used.
+        """
+        if obs.is_floating_point():
+            obs = obs.nan_to_num(0.0, 0.0, 0.0)
         return obs if self.observations is None else self.observations(obs)
 
     def _for_env(self, chosen: Tensor) -> Tensor:
@@ -250,24 +239,28 @@ class PPO:
         params, values = zip(*map(self.policy, minibatches), strict=True)
         return torch.cat(params), torch.cat(values)
 
-    def update(self, rollout: Rollout, learning_rate: float) -> Losses:
-        """Learns from the rollout in several passes, over random minibatches.
+    def update(self, rollout: Rollout, learning_rate: float, clip_coef: float | None = None) -> Losses:
+        """Learns from the rollout in several passes, over random minibatches. clip_coef: None for the config's.
 
         Raises TrainingDiverged, before numbers that are not finite get into the weights.
         """
         config = self.config
+        self._clip_coef = config.clip_coef if clip_coef is None else clip_coef
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         if not rollout.targets.isfinite().all():
             raise TrainingDiverged(
-                f"The rollout that ended at step {self.collector.frames} gives value targets that are not finite. Look "
-                "for nan and infinity in the env's rewards and observations; make_vec(check_finite=True) names the env."
+                f"The rollout that ended at step {self.collector.frames} gives value targets that are not finite, from "
+                "rows that are. Look for huge rewards and observations, or use normalize_rewards=True."
             )
         history: list[Tensor] = []
         for _ in range(config.update_epochs):
             order = torch.randperm(len(rollout.targets), generator=self._minibatch_rng)
             for minibatch in order.tensor_split(config.num_minibatches):
                 loss, parts = self._loss(Rollout(*(tensor[minibatch] for tensor in rollout)))
+                history.append(parts)
+                if config.target_kl is not None and parts[3] > KL_MARGIN * config.target_kl:
+                    return _mean_losses(history)
                 self.optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
                 norm = nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
@@ -278,14 +271,11 @@ class PPO:
                         "observations."
                     )
                 self.optimizer.step()
-                history.append(parts)
-            if config.target_kl is not None and history[-1][3] > config.target_kl:
-                break
-        return Losses(*torch.stack(history).mean(0).tolist())
+        return _mean_losses(history)
 
     def _loss(self, batch: Rollout) -> tuple[Tensor, Tensor]:
         """The loss of a minibatch, rows [M, ...], and its five figures for ``Losses`` [5]."""
-        config = self.config
+        config, clip_coef = self.config, self._clip_coef
         params, values = self.policy(batch.observations)
         log_probs, entropy = self.policy.head.log_prob_and_entropy(params, batch.actions)
         log_ratio = log_probs - batch.log_probs
@@ -294,12 +284,12 @@ class PPO:
         advantages = batch.advantages
         if config.norm_adv:
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        clipped_ratio = ratio.clamp(1 - config.clip_coef, 1 + config.clip_coef)
+        clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
         policy_loss = -torch.minimum(advantages * ratio, advantages * clipped_ratio).mean()
 
         errors = (values - batch.targets).square()
         if config.clip_vloss:
-            clipped = batch.values + (values - batch.values).clamp(-config.clip_coef, config.clip_coef)
+            clipped = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
             errors = torch.maximum(errors, (clipped - batch.targets).square())
         value_loss = 0.5 * errors.mean()
 
@@ -307,65 +297,61 @@ class PPO:
         loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
         # Never negative and of low variance: http://joschu.net/blog/kl-approx.html, estimator k3.
         approx_kl = (ratio - 1 - log_ratio).mean()
-        clip_fraction = ((ratio - 1).abs() > config.clip_coef).float().mean()
+        clip_fraction = ((ratio - 1).abs() > clip_coef).float().mean()
         return loss, torch.stack([policy_loss, value_loss, entropy, approx_kl, clip_fraction]).detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state without the envs: plain tensors, numbers and lists, so that weights_only=True loads them."""
+        """The state after the last complete iteration, whole, also while another one is under way or was cut short.
+
+        Without the envs: plain tensors, numbers and lists, so that weights_only=True loads them.
+        """
+        state: dict[str, Any] = _copied(self._complete[0])
+        return state
+
+    def _state(self) -> dict[str, Any]:
+        """A copy of the state as it is now."""
         normalizers = {"observations": self.observations, "rewards": self.rewards}
-        return {
+        state = {
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "steps": self.steps,
+            "schedule": self.schedule.state_dict(),
             "collector": self.collector.state_dict(),
             "minibatch_rng": self._minibatch_rng.get_state(),
             "episodes": self.episodes.state_dict(),
             "normalizers": {name: one.moments.state_dict() for name, one in normalizers.items() if one is not None},
         }
+        copied: dict[str, Any] = _copied(state)
+        return copied
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state_dict``, in new episodes. The config must be for the same network and normalisation."""
+    def load_state_dict(self, state: Mapping[str, Any], *, learning_rate: float | None = None) -> None:
+        """Goes on from ``state_dict``, in new episodes. The config must be for the same network and normalisation.
+
+        With another ``total_steps`` an annealed learning rate falls from what was reached to 0 at the new end; a run
+        that had finished starts at the config's again.  learning_rate: what to start from instead.
+        """
+        self._load(state)
+        self.schedule.load_state_dict(state["schedule"], self.steps, learning_rate)
+        self._complete = self._state(), None
+        self._under_way = False
+
+    def _go_back(self) -> None:
+        """Goes back to the state after the last complete iteration."""
+        self._load(self._complete[0])
+        self._under_way = False
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        state = _copied(state)  # the optimizer takes its tensors as they are, and writes into them
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.collector.load_state_dict(state["collector"])
-        # An interrupt may have come between a rollout and the end of its iteration, which then does not count.
-        self.steps = self.collector.frames = int(state["steps"])
+        self.steps = int(state["steps"])
         self._minibatch_rng.set_state(state["minibatch_rng"])
         self.episodes.load_state_dict(state["episodes"])
         if self.observations is not None:
             self.observations.moments.load_state_dict(state["normalizers"]["observations"])
         if self.rewards is not None:
             self.rewards.load_state_dict(state["normalizers"]["rewards"])
-
-
-class EpisodeWindow:
-    """The returns and lengths of the last 100 episodes that ended."""
-
-    def __init__(self) -> None:
-        self.ended = 0
-        self.returns: deque[float] = deque(maxlen=EPISODE_WINDOW)
-        self.lengths: deque[int] = deque(maxlen=EPISODE_WINDOW)
-
-    def add(self, episodes: Episodes) -> None:
-        """Adds the episodes that ended in a rollout."""
-        self.ended += len(episodes.returns)
-        self.returns.extend(episodes.returns.tolist())
-        self.lengths.extend(episodes.lengths.tolist())
-
-    def summary(self) -> EpisodeSummary:
-        if not self.returns:
-            return EpisodeSummary(0, math.nan, math.nan, math.nan, math.nan)
-        low, high = np.percentile(self.returns, (10, 90))
-        mean_return, mean_length = np.mean(self.returns), np.mean(self.lengths)
-        return EpisodeSummary(self.ended, float(mean_return), float(low), float(high), float(mean_length))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"ended": self.ended, "returns": list(self.returns), "lengths": list(self.lengths)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.ended = int(state["ended"])
-        self.returns = deque(state["returns"], EPISODE_WINDOW)
-        self.lengths = deque(state["lengths"], EPISODE_WINDOW)
 
 
 def _check_envs(envs: VectorEnv[Any, Any, Any], config: PPOConfig) -> None:
@@ -377,10 +363,25 @@ def _check_envs(envs: VectorEnv[Any, Any, Any], config: PPOConfig) -> None:
             f"pass PPOConfig(num_envs={envs.num_envs})."
         )
     space = envs.single_observation_space
-    if config.normalize_observations and not (isinstance(space, spaces.Box) and space.dtype != np.uint8):
+    if config.normalize_observations and kind_of(space) != "numbers":
         raise ConfigError(
-            f"normalize_observations is for numbers, Boxes of another dtype than uint8; this env observes {space}."
+            "normalize_observations is for measurements, such as positions and speeds: Boxes of floats or of large "
+            f"whole numbers. This env observes {space}, which the policy reads as {kind_of(space)}, in numbers of "
+            "about 1 already. Leave it off."
         )
+
+
+def _mean_losses(history: list[Tensor]) -> Losses:
+    return Losses(*torch.stack(history).mean(0).tolist())
+
+
+def _copied(state: Any) -> Any:
+    """A copy of plain state: of all tensors, dicts and lists in it."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, Mapping):
+        return {key: _copied(value) for key, value in state.items()}
+    return [_copied(value) for value in state] if isinstance(state, list) else copy.deepcopy(state)
 
 
 def _seed(sequence: np.random.SeedSequence) -> int:

@@ -1,0 +1,69 @@
+"""The check that a rollout's rows are finite, before they enter weights, statistics or returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.errors import TrainingDiverged
+
+
+def require_finite_rows(batch: Any, steps_before: int, kept_steps: int) -> None:
+    """Raises TrainingDiverged for the first observation or reward that would be learnt from and is not finite.
+
+    batch: a collector's batch [N, T], ``compact``.  steps_before: steps of each env before it.
+    kept_steps: env steps of the run until then.
+
+    The final observation of a terminated episode is never learnt from, and may be anything; so may masked rows.
+    """
+    observations, last, finals = (
+        batch["observation"],
+        batch["collector", "last", "observation"],
+        batch["collector", "final", "observation"],
+    )
+    rewards, terminated, truncated = (batch["next", name].squeeze(-1) for name in ("reward", "terminated", "truncated"))
+    if all(one.isfinite().all() for one in (observations, last, finals, rewards)):
+        return
+    mask = batch["collector", "mask"]
+    bootstraps = mask & truncated & ~terminated
+    used = mask.clone()
+    used[:, 1:] |= bootstraps[:, :-1]  # where an env is reset in a row of its own, that row has the final observation
+    env_ids, times = batch["collector", "final_at"].unbind(-1)
+    T = mask.shape[1]
+    found = [
+        *(_place(2 * t, env, t, "an observation", observations[env, t]) for env, t in _bad(observations, used)),
+        *(_place(2 * t + 1, env, t + 1, "a reward", rewards[env, t]) for env, t in _bad(rewards, mask)),
+        *(
+            _place(2 * int(times[k]) + 1, int(env_ids[k]), int(times[k]) + 1, "a final observation", finals[k])
+            for (k,) in _bad(finals, bootstraps[env_ids, times])
+        ),
+        *(
+            _place(2 * T, env, T, "an observation", last[env])
+            for (env,) in _bad(last, ~(mask[:, -1] & terminated[:, -1]))
+        ),
+    ]
+    if not found:
+        return
+    _, env, step, what, row = min(found, key=lambda one: one[:2])
+    number = row.flatten()[~row.flatten().isfinite()][0].item()
+    when = f"in its step {steps_before + step}" if steps_before + step else "at its first reset"
+    raise TrainingDiverged(
+        f"Env {env} returned {what} with {number} in it {when}; PPO learns from finite numbers alone. Nothing of this "
+        f"rollout was learnt: the state is that after step {kept_steps:,}. Mend the env, or clip in a wrapper; "
+        "make_vec(check_finite=True) raises in the env's own step."
+    )
+
+
+def _bad(rows: Tensor, used: Tensor) -> list[list[int]]:
+    """The places of ``used`` (bool, of the first dims of ``rows``) where a row is not finite."""
+    finite = rows.isfinite()
+    while finite.ndim > used.ndim:
+        finite = finite.all(-1)
+    places: list[list[int]] = torch.nonzero(used & ~finite).tolist()
+    return places
+
+
+def _place(order: int, env: int, step: int, what: str, row: Tensor) -> tuple[int, int, int, str, Tensor]:
+    return order, env, step, what, row

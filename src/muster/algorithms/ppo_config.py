@@ -1,0 +1,81 @@
+"""The options of PPO."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from muster.algorithms.layers import ACTIVATIONS
+from muster.arguments import at_least
+from muster.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """The options of PPO; names as in CleanRL, defaults that solve CartPole-v1. Raises ConfigError for bad values.
+
+    A value loss is half a squared error here, as in CleanRL, and the whole of it in Stable-Baselines3: a ``vf_coef``
+    from there, or from the zoo, is doubled here.
+    """
+
+    total_steps: int = 200_000  # env steps, rounded up to whole rollouts
+    seed: int = 0  # same seed, same policy, with any number of workers
+    num_envs: int = 8  # envs stepped in parallel
+    num_steps: int = 256  # per env and rollout
+    num_minibatches: int = 4  # of one pass over a rollout
+    update_epochs: int = 8  # passes over a rollout
+    learning_rate: float = 1e-3  # of Adam
+    anneal_lr: bool = True  # the learning rate falls in a line to 0
+    gamma: float = 0.99  # discount of later rewards, for each step
+    gae_lambda: float = 0.95  # 0: advantages of one step, 1: of whole episodes
+    norm_adv: bool = True  # advantages to mean 0 and deviation 1 in each minibatch
+    clip_coef: float = 0.2  # how far from 1 the ratio of new to old probabilities counts
+    anneal_clip: bool = False  # clip_coef falls in a line to 0
+    clip_vloss: bool = False  # values may move by clip_coef, in units of returns, from those that were collected
+    ent_coef: float = 0.0  # weight of the entropy, which keeps the policy exploring
+    vf_coef: float = 0.5  # weight of the value loss, half a squared error: twice Stable-Baselines3's number
+    max_grad_norm: float = 0.5  # gradients are scaled down to this norm
+    target_kl: float | None = None  # an update ends before the minibatch that finds the KL over 1.5 times this
+    normalize_observations: bool = False  # to mean 0 and deviation 1, as far as they are known
+    normalize_rewards: bool = False  # to returns of deviation 1; episodes' returns are reported as they are
+    clip_rewards: float | None = None  # rewards count for learning at most so much, up or down; returns are unchanged
+    hidden_sizes: tuple[int, ...] = (64, 64)  # layers of policy and value, each its own; images have a CNN instead
+    activation: Literal["tanh", "relu", "elu", "gelu"] = "tanh"  # between those layers
+    log_std_init: float = 0.0  # logarithm of continuous actions' deviation at the start, 1 being half their range
+    torch_threads: int = 1  # the other cores belong to the envs' workers
+
+    @property
+    def batch_size(self) -> int:
+        """Env steps in one rollout."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_iterations(self) -> int:
+        return math.ceil(self.total_steps / self.batch_size)
+
+    def __post_init__(self) -> None:
+        total = self.total_steps
+        at_least("PPOConfig: total_steps", int(total) if isinstance(total, float) else total, 1, end=".")  # 1e6 is fine
+        for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads"):
+            at_least(f"PPOConfig: {name}", getattr(self, name), 1, end=".")
+        object.__setattr__(self, "hidden_sizes", tuple(self.hidden_sizes))  # JSON has lists
+        for size in self.hidden_sizes:
+            at_least("PPOConfig: each of hidden_sizes", size, 1, end=".")
+        if self.seed < 0:
+            raise ConfigError(f"PPOConfig: seed must not be negative, got {self.seed}.")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"PPOConfig: {name} must lie in [0, 1], got {getattr(self, name)}.")
+        for name in ("learning_rate", "clip_rewards", "target_kl"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"PPOConfig: {name} must be above 0 and finite, got {value}.")
+        if self.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ConfigError(f"PPOConfig: activation must be one of {known}, got {self.activation!r}.")
+        if self.batch_size < 2 * self.num_minibatches:
+            raise ConfigError(
+                f"PPOConfig: a rollout of num_envs={self.num_envs} x num_steps={self.num_steps} rows is too small for "
+                f"num_minibatches={self.num_minibatches}; each needs at least 2 rows."
+            )
