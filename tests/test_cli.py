@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
-import inspect
 import json
 import os
 import signal
@@ -19,7 +18,6 @@ import torch
 from typer.testing import CliRunner, Result
 
 from muster import cli
-from muster.algorithms import PPOConfig
 
 # -P: as for an installed script, Python itself does not look into the working folder.
 RUN_MUSTER = [sys.executable, "-P", "-c", "from muster.cli import main; main()"]
@@ -47,11 +45,11 @@ def test_train_leaves_a_whole_run_folder(tmp_path: Path):
     config = json.loads((run / "config.json").read_text())
     assert (config["env"], config["seed"], config["num_envs"], config["total_steps"]) == ("CartPole-v1", 7, 8, 3000)
     rows = read_metrics(run)
-    assert [row["steps"] for row in rows] == ["2048", "4096"]
+    assert [int(row["steps"]) for row in rows] == list(range(256, 3073, 256))
     assert 9 <= float(rows[-1]["mean_return"]) <= 500
-    assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == 4096
+    assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == 3072
     assert matplotlib.image.imread(run / "learning_curve.png").ndim == 3
-    assert "CartPole-v1  PPO, 3,000 steps, seed 7, 8 envs on 1 worker\n" in result.output
+    assert "CartPole-v1  PPO, 3,000 steps, seed 7, 8 envs on 1 worker, preset classic control\n" in result.output
     assert f"{float(rows[-1]['mean_return']):.1f} over the last 100 episodes  solved at 475" in result.output
     assert str(run / "learning_curve.png") in result.output
 
@@ -59,7 +57,7 @@ def test_train_leaves_a_whole_run_folder(tmp_path: Path):
 def test_the_same_seed_gives_the_same_metrics(tmp_path: Path):
     measured = []
     for name, workers in (("a", "1"), ("b", "2")):
-        arguments = ("--total-steps", "4000", "--num-workers", workers, "--run-dir", str(tmp_path / name))
+        arguments = ("--total-steps", "1000", "--num-workers", workers, "--run-dir", str(tmp_path / name))
         assert muster("train", "CartPole-v1", *arguments).exit_code == 0
         rows = read_metrics(tmp_path / name)
         measured.append([{k: v for k, v in row.items() if "second" not in k} for row in rows])
@@ -76,7 +74,7 @@ def test_runs_without_a_folder_get_one_in_runs(tmp_path: Path, monkeypatch: pyte
 
 def test_a_run_too_short_for_an_episode_says_so(tmp_path: Path):
     arguments = ("--total-steps", "1", "--num-envs", "2", "--run-dir", str(tmp_path))
-    result = muster("train", "MountainCarContinuous-v0", *arguments)
+    result = muster("train", "Acrobot-v1", *arguments)
     assert result.exit_code == 0, result.output
     assert "none yet" in result.output
     assert "no episode has ended yet" in result.output
@@ -87,7 +85,6 @@ def test_a_run_too_short_for_an_episode_says_so(tmp_path: Path):
     ("arguments", "exit_code", "message"),
     [
         (("NoSuchEnv-v0",), 1, "NoSuchEnv"),
-        (("Blackjack-v1",), 1, "FlattenObservation"),
         (("pettingzoo/sisl/multiwalker_v9",), 1, "has several agents"),
         (("CartPole-v1", "--num-workers", "9"), 2, "num_workers=9 is too many for num_envs=8"),
         (("CartPole-v1", "--num-envs", "0"), 2, "--num-envs"),
@@ -136,7 +133,7 @@ def test_what_was_reached_is_kept_when_the_env_fails(tmp_path: Path):
     assert "the pole broke" in done.stderr
     assert "muster/cli.py" not in done.stderr
     assert f"What was reached is saved in {run}" in done.stdout
-    assert [row["steps"] for row in read_metrics(run)] == ["2048"]
+    assert read_metrics(run)[-1]["steps"] == "2048"
     assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == 2048
 
 
@@ -161,12 +158,6 @@ def test_ctrl_c_ends_cleanly_with_what_was_reached(tmp_path: Path):
     assert (run / "learning_curve.png").exists()
     with pytest.raises(ProcessLookupError):
         os.killpg(child.pid, 0)
-
-
-def test_defaults_are_those_that_solve_cartpole():
-    parameters = inspect.signature(cli.train).parameters
-    for name in ("seed", "num_envs", "total_steps"):
-        assert parameters[name].default == getattr(PPOConfig(), name)
 
 
 def test_help_is_quick_to_have_and_names_the_commands():

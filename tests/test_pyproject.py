@@ -58,7 +58,10 @@ def names_of(extra: str) -> set[str]:
     [
         ("doctor", {"typer", "rich", "psutil"}),
         ("torch", {"torch", "tensordict"}),
-        ("train", {"typer", "rich", "psutil", "torch", "tensordict", "tensorboard", "matplotlib"}),
+        (
+            "train",
+            {"typer", "rich", "psutil", "torch", "tensordict", "tensorboard", "matplotlib", "opencv-python-headless"},
+        ),
         ("marl", {"pettingzoo", "mpe2"}),
         ("sb3", {"stable-baselines3"}),
         ("torchrl", {"torchrl", "torch", "tensordict"}),

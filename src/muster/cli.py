@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from muster.training.runs import TrainingPlan
 
 INTERRUPTED = 130  # the shell's exit status for Ctrl-C
+PRESETS = "the preset's"
+PPO_OPTIONS = ("seed", "num_envs", "total_steps", "learning_rate", "normalize_observations", "normalize_rewards")
 EXTRAS = {"doctor": "doctor", "bench": "doctor", "train": "train", "eval": "train"}  # by command
 
 
@@ -234,17 +236,33 @@ def train(
         str | None, typer.Argument(metavar="ENV", help="A Gymnasium id: CartPole-v1, or module:Id-v0.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same policy, with any number of workers.")] = 0,
-    num_envs: Annotated[int, typer.Option(min=1, help="Envs stepped in parallel.")] = 8,
+    num_envs: Annotated[int | None, typer.Option(min=1, show_default=PRESETS, help="Envs stepped in parallel.")] = None,
     num_workers: Annotated[
         int | None, typer.Option(min=1, show_default="one per core", help="Processes that share the envs.")
     ] = None,
-    total_steps: Annotated[int, typer.Option(min=1, help="Env steps, rounded up to whole rollouts.")] = 200_000,
+    total_steps: Annotated[
+        int | None, typer.Option(min=1, show_default=PRESETS, help="Env steps, rounded up to whole rollouts.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(show_default=PRESETS, help="Of Adam. With --resume: what to go on from."),
+    ] = None,
     normalize_observations: Annotated[
-        bool, typer.Option("--normalize-observations", help="Bring observations to mean 0 and deviation 1.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--normalize-observations/--no-normalize-observations",
+            show_default=PRESETS,
+            help="Bring observations to mean 0 and deviation 1.",
+        ),
+    ] = None,
     normalize_rewards: Annotated[
-        bool, typer.Option("--normalize-rewards", help="Bring returns to deviation 1, for learning only.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--normalize-rewards/--no-normalize-rewards",
+            show_default=PRESETS,
+            help="Bring returns to deviation 1, for learning only.",
+        ),
+    ] = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(show_default="a new one in runs/", help="Folder for config, metrics, checkpoint and plot."),
@@ -255,6 +273,7 @@ def train(
 ) -> None:
     """Train a policy with PPO and plot its learning curve.
 
+    Options that are left out have the values of a preset, which is chosen by the env's kind: the first line names it.
     Observations and actions may be Box, Discrete, MultiDiscrete or MultiBinary.
     Ctrl-C ends the training early and keeps what was reached; --resume goes on from there.
 
@@ -264,24 +283,20 @@ def train(
     with _reported_plainly():
         needed = ("torch", "tensordict", "tensorboard", "matplotlib")  # the last two not until a rollout has been made
         with imports_for("muster train needs", "muster-rl[train]", *needed):
-            from muster.algorithms import PPOConfig
             from muster.training import runs
 
         if resume is not None:
             plan = _resumed_plan(context, resume)
         elif env is not None:
-            config = PPOConfig(
-                total_steps=total_steps,
-                seed=seed,
-                num_envs=num_envs,
-                normalize_observations=normalize_observations,
-                normalize_rewards=normalize_rewards,
-            )
-            plan = runs.TrainingPlan(env, config, num_workers)
+            provided = _provided(context)
+            plan = _new_plan(env, {name: provided[name] for name in PPO_OPTIONS if name in provided}, num_workers)
         else:
             raise typer.BadParameter("name an ENV to train on, or a run to go on with: --resume RUN")
-        with _opened(plan, plan.config.num_envs) as envs:
-            finished = runs.train(plan, envs, console, run_dir=resume or run_dir, resume=resume is not None)
+        with _opened_for(plan, plan.config.num_envs) as envs:
+            run = resume or run_dir
+            finished = runs.train(
+                plan, envs, console, run_dir=run, resume=resume is not None, learning_rate=learning_rate
+            )
     if not finished:
         raise typer.Exit(INTERRUPTED)
 
@@ -307,10 +322,21 @@ def evaluate(
             from muster.training import runs
 
         plan = runs.read_plan(run)
-        with _opened(plan, min(plan.config.num_envs, episodes)) as envs:
+        with _opened_for(plan, min(plan.config.num_envs, episodes)) as envs:
             runs.evaluate_run(
                 run, plan, envs, console, episodes=episodes, seed=seed, sample=sample, max_steps=max_steps
             )
+
+
+def _new_plan(env: str, options: Mapping[str, Any], num_workers: int | None) -> TrainingPlan:
+    """The plan for an env: its family's preset, changed by ``options`` of PPO."""
+    from muster.algorithms import PPOConfig
+    from muster.training.presets import preset_for
+    from muster.training.runs import TrainingPlan
+
+    with _opened(env, 1, None) as probe:  # its spaces are part of what decides
+        preset = preset_for(probe.spec, probe.single_observation_space, probe.single_action_space)
+    return TrainingPlan(env, PPOConfig(**{**preset.config, **options}), preset.name, num_workers)
 
 
 def _resumed_plan(context: typer.Context, run: Path) -> TrainingPlan:
@@ -318,10 +344,11 @@ def _resumed_plan(context: typer.Context, run: Path) -> TrainingPlan:
     from muster.training import runs
 
     provided = _provided(context)
-    if fixed := sorted(provided.keys() - {"resume", "total_steps", "num_workers"}):
+    if fixed := sorted(provided.keys() - {"resume", "total_steps", "learning_rate", "num_workers"}):
         raise typer.BadParameter(f"the run has settled {', '.join(fixed)}; --resume goes on with what it has")
     plan = runs.read_plan(run)
-    config = replace(plan.config, total_steps=provided.get("total_steps", plan.config.total_steps))
+    changed = {name: provided[name] for name in ("total_steps", "learning_rate") if name in provided}
+    config = replace(plan.config, **changed)
     return replace(plan, config=config, num_workers=provided.get("num_workers", plan.num_workers))
 
 
@@ -335,16 +362,27 @@ def _provided(context: typer.Context) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(plan: TrainingPlan, num_envs: int) -> Iterator[muster.VectorEnv]:
-    """The plan's envs, closed at the end. A ValueError is reported with the usage: an option may be its cause."""
+def _opened_for(plan: TrainingPlan, num_envs: int) -> Iterator[muster.VectorEnv]:
+    """The plan's envs, as its preset makes them, closed at the end."""
+    from muster.training.presets import preset_named
+
+    preset = preset_named(plan.preset)
+    require(f"Training {plan.env} needs", "muster-rl[train]", *preset.modules)
     workers = plan.num_workers if num_envs == plan.config.num_envs else None
+    with _opened(plan.env, num_envs, workers, env_kwargs=preset.env_kwargs, wrappers=preset.wrappers) as envs:
+        yield envs
+
+
+@contextmanager
+def _opened(env: str, num_envs: int, num_workers: int | None, **options: Any) -> Iterator[muster.VectorEnv]:
+    """The envs, closed at the end. A ValueError is reported with the usage: an option may be its cause."""
     try:
-        envs = muster.make_vec(plan.env, num_envs, num_workers=workers, autoreset_mode="same_step")
+        envs = muster.make_vec(env, num_envs, num_workers=num_workers, autoreset_mode="same_step", **options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     with envs:
         if not isinstance(envs, muster.VectorEnv):
-            raise UsageError(f"{plan.env} has several agents; muster train takes envs with one.")
+            raise UsageError(f"{env} has several agents; muster train takes envs with one.")
         yield envs
 
 

@@ -56,12 +56,12 @@ def train(run: Path, *arguments: str, env: str = "CartPole-v1") -> Path:
 
 
 def test_tensorboard_shows_what_the_csv_holds(tmp_path: Path):
-    run = train(tmp_path / "run", "--total-steps", "4096")
+    run = train(tmp_path / "run", "--total-steps", "512")
     rows = read_metrics(run)
     shown = seen_by_tensorboard(run, "episodes/mean_return")
-    assert [step for step, _ in shown] == [2048, 4096]
+    assert [step for step, _ in shown] == [256, 512]
     assert [value for _, value in shown] == pytest.approx([float(row["mean_return"]) for row in rows])
-    assert [step for step, _ in seen_by_tensorboard(run, "losses/policy_loss")] == [2048, 4096]
+    assert [step for step, _ in seen_by_tensorboard(run, "losses/policy_loss")] == [256, 512]
 
 
 @pytest.mark.timeout(60, method="thread")  # SIGALRM, which would be the other method's, interrupts the writing
@@ -104,26 +104,26 @@ def test_tensorboard_forgets_what_a_killed_run_wrote_beyond_its_checkpoint(tmp_p
 
 
 def test_a_run_goes_on_without_a_gap_or_a_row_twice(tmp_path: Path):
-    run = train(tmp_path / "run", "--total-steps", "4096", "--normalize-observations", "--normalize-rewards")
+    run = train(tmp_path / "run", "--total-steps", "512", "--normalize-observations", "--normalize-rewards")
     first = read_metrics(run)
     # As a run that was killed leaves it: rows that no checkpoint knows, the last one torn.
     with (run / "metrics.csv").open("a", newline="") as file:
-        file.write(",".join({**first[-1], "steps": "6144"}.values()) + "\r\n" + "1.5,2000.0,81")
-    result = muster("train", "--resume", str(run), "--total-steps", "10000", "--num-workers", "1")
+        file.write(",".join({**first[-1], "steps": "768"}.values()) + "\r\n" + "1.5,2000.0,81")
+    result = muster("train", "--resume", str(run), "--total-steps", "1200", "--num-workers", "1")
     assert result.exit_code == 0, result.output
-    assert "from step 4,096" in result.output
+    assert "from step 512" in result.output
     rows = read_metrics(run)
-    assert [int(row["steps"]) for row in rows] == [2048, 4096, 6144, 8192, 10240]
+    assert [int(row["steps"]) for row in rows] == [256, 512, 768, 1024, 1280]
     assert rows[:2] == first
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
     episodes = [int(row["episodes"]) for row in rows]
     assert episodes == sorted(episodes)
-    assert [step for step, _ in seen_by_tensorboard(run, "episodes/mean_return")] == [2048, 4096, 6144, 8192, 10240]
-    assert json.loads((run / "config.json").read_text())["total_steps"] == 10000
+    assert [step for step, _ in seen_by_tensorboard(run, "episodes/mean_return")] == [256, 512, 768, 1024, 1280]
+    assert json.loads((run / "config.json").read_text())["total_steps"] == 1200
     state = torch.load(run / "checkpoint.pt", weights_only=True)
-    assert state["steps"] == 10240
-    assert state["normalizers"]["observations"]["count"] == 10240
+    assert state["steps"] == 1280
+    assert state["normalizers"]["observations"]["count"] == 1280
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path):
@@ -145,17 +145,71 @@ def test_an_interrupted_run_goes_on(tmp_path: Path):
     output, _ = child.communicate(timeout=60)
     assert f"To go on: muster train --resume {run}" in output
     reached = steps_in(run)[-1]
-    result = muster("train", "--resume", str(run), "--total-steps", str(reached + 2048), "--num-workers", "1")
+    result = muster("train", "--resume", str(run), "--total-steps", str(reached + 256), "--num-workers", "1")
     assert result.exit_code == 0, result.output
-    assert steps_in(run) == list(range(2048, reached + 2049, 2048))
+    assert steps_in(run) == list(range(256, reached + 257, 256))
+
+
+def test_a_longer_run_goes_on_from_the_learning_rate_it_had_reached(tmp_path: Path):
+    def rates(*arguments: str) -> tuple[list[float], str]:
+        result = muster("train", *arguments, "--num-workers", "1")
+        assert result.exit_code == 0, result.output
+        return [float(row["learning_rate"]) for row in read_metrics(tmp_path / "run")], result.output
+
+    run = str(tmp_path / "run")
+    first, said = rates("CartPole-v1", "--run-dir", run, "--total-steps", "512", "--learning-rate", "0.01")
+    assert first == pytest.approx([0.01, 0.005])
+    assert "starts at" not in said
+    longer, said = rates("--resume", run, "--total-steps", "1024")
+    assert longer[2:] == pytest.approx([0.01, 0.005])
+    assert "its learning rate at 0: it starts at 0.01 again, or at --learning-rate" in " ".join(said.split())
+    longest, said = rates("--resume", run, "--total-steps", "1536", "--learning-rate", "0.002")
+    assert longest[4:] == pytest.approx([0.002, 0.001])
+    assert "starts at" not in said
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["learning_rate"] == 0.002
+
+
+def test_a_row_that_is_not_finite_ends_the_run_with_a_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "glitching.py").write_text(GLITCHING)
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    (tmp_path / "breaks").touch()
+    command = ("glitching:Glitching-v0", "--num-envs", "2", "--total-steps", "1500", "--run-dir", str(run))
+    result = muster("train", *command, "--normalize-observations", "--normalize-rewards")
+    assert result.exit_code == 1
+    assert re.search(r"TrainingDiverged +Env \d returned an observation with nan in it in its step 300", result.output)
+    saved = torch.load(run / "checkpoint.pt", weights_only=True)
+    assert saved["steps"] == steps_in(run)[-1] == 512
+    assert saved["normalizers"]["observations"]["mean"].isfinite().all()
+    (tmp_path / "breaks").unlink()
+    result = muster("train", "--resume", str(run))
+    assert result.exit_code == 0, result.output
+    assert all(row["mean_return"] for row in read_metrics(run))
+
+
+GLITCHING = """
+import gymnasium as gym, numpy as np, pathlib
+class Glitching(gym.Env):
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    total = 0
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+    def step(self, action):
+        self.t, self.total = self.t + 1, self.total + 1
+        bad = self.total == 300 and pathlib.Path("breaks").exists()
+        return np.full(2, np.nan if bad else self.t, np.float32), 1.0, self.t == 7, False, {}
+gym.register("Glitching-v0", Glitching)
+"""
 
 
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [
-        (("--resume", "{run}"), 1, "has made 2,048 steps already; asked for were 2,048 in all."),
-        (("--resume", "{run}", "--total-steps", "1000"), 1, "2,048 steps already; asked for were 1,000 in all."),
-        (("--resume", "{run}", "--total-steps", "1000"), 1, "--total-steps 4096"),
+        (("--resume", "{run}"), 1, "has made 256 steps already; asked for were 256 in all."),
+        (("--resume", "{run}", "--total-steps", "100"), 1, "256 steps already; asked for were 100 in all."),
+        (("--resume", "{run}", "--total-steps", "100"), 1, "--total-steps 512"),
         (("--resume", "{run}", "--seed", "3"), 2, "the run has settled seed"),
         (("CartPole-v1", "--resume", "{run}"), 2, "the run has settled env"),
         (("--resume", "{run}/absent"), 1, "holds no run to go on with"),
@@ -163,7 +217,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path):
     ],
 )
 def test_what_cannot_go_on_says_why(tmp_path: Path, arguments: tuple[str, ...], exit_code: int, message: str):
-    run = train(tmp_path / "run", "--total-steps", "2048")
+    run = train(tmp_path / "run", "--total-steps", "256")
     before = (run / "metrics.csv").read_text(), (run / "checkpoint.pt").read_bytes()
     result = muster("train", *(argument.format(run=run) for argument in arguments))
     assert result.exit_code == exit_code
@@ -173,7 +227,7 @@ def test_what_cannot_go_on_says_why(tmp_path: Path, arguments: tuple[str, ...], 
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path):
-    run = train(tmp_path / "run", "--total-steps", "2048")
+    run = train(tmp_path / "run", "--total-steps", "256")
     torch.save({"steps": Trap(str(tmp_path / "sprung"))}, run / "checkpoint.pt")
     result = muster("eval", str(run))
     assert result.exit_code == 1
@@ -191,14 +245,14 @@ class Trap:
 
 @pytest.mark.parametrize("options", [(), ("--normalize-observations", "--normalize-rewards")])
 def test_eval_tells_mean_and_deviation_and_changes_nothing(tmp_path: Path, options: tuple[str, ...]):
-    run = train(tmp_path / "run", "--total-steps", "2048", *options)
+    run = train(tmp_path / "run", "--total-steps", "256", *options)
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     said = [muster("eval", str(run), "--episodes", "5", "--seed", "3").output for _ in range(2)]
     assert said[0] == said[1]
     mean, deviation = re.search(r"mean return\s+│ ([\d.]+) ± ([\d.]+)", said[0]).groups()
     assert 8 <= float(mean) <= 500
     assert float(deviation) < 250
-    assert "CartPole-v1, PPO after 2,048 steps" in said[0]
+    assert "CartPole-v1, PPO after 256 steps" in said[0]
     assert "5, seed 3, actions the likeliest" in said[0]
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from muster.algorithms import PPO, PPOConfig
+from muster.algorithms import PPO, PPOConfig, PPOMetrics
 from muster.errors import UsageError
 from muster.rollout.evaluation import evaluate
 from muster.training.console import TrainingDisplay, format_return, format_seconds
@@ -30,10 +29,15 @@ CHECKPOINT_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The env and the options of a run. env: an id.  num_workers: processes for the envs, None for one per core."""
+    """The env and the options of a run.
+
+    env: an id.  preset: the name of the row that the options started from, and whose wrappers the env has.
+    num_workers: processes for the envs, None for one per core.
+    """
 
     env: str
     config: PPOConfig
+    preset: str
     num_workers: int | None = None
 
     @property
@@ -43,26 +47,37 @@ class TrainingPlan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as config.json holds it."""
         config = dataclasses.asdict(self.config)
-        return {"env": self.env, "algorithm": "PPO", **config, "num_workers": self.num_workers, "with": _versions()}
+        run = {"env": self.env, "algorithm": "PPO", "preset": self.preset}
+        return {**run, **config, "num_workers": self.num_workers, "with": _versions()}
 
 
 def read_plan(path: Path) -> TrainingPlan:
     """The plan of the run in the folder ``path``. Raises UsageError where this version of Muster cannot use it."""
     config = read_config(path)
     names = [field.name for field in dataclasses.fields(PPOConfig)]
-    missing = [name for name in ("env", "num_workers", *names) if name not in config]
+    missing = [name for name in ("env", "preset", "num_workers", *names) if name not in config]
     if config.get("algorithm") != "PPO" or missing:
         raise UsageError(
             f"{path / 'config.json'} is not that of a PPO run of this version of Muster"
             + (f": it lacks {', '.join(missing)}." if missing else ".")
         )
-    return TrainingPlan(config["env"], PPOConfig(**{name: config[name] for name in names}), config["num_workers"])
+    options = PPOConfig(**{name: config[name] for name in names})
+    return TrainingPlan(config["env"], options, config["preset"], config["num_workers"])
 
 
-def train(plan: TrainingPlan, envs: VectorEnv, console: Console, *, run_dir: Path | None, resume: bool = False) -> bool:
-    """Trains to the end, or until Ctrl-C and then returns False. The state that was reached is saved in any case.
+def train(
+    plan: TrainingPlan,
+    envs: VectorEnv,
+    console: Console,
+    *,
+    run_dir: Path | None,
+    resume: bool = False,
+    learning_rate: float | None = None,
+) -> bool:
+    """Trains to the end, or until Ctrl-C and then returns False. The last complete iteration is saved in any case.
 
     run_dir: the run's folder, None for a new one in ``runs/``.  resume: goes on with the run that is in ``run_dir``.
+    learning_rate: what a run that goes on starts from, None for the rate that it had reached.
     """
     ppo = PPO(envs, plan.config)
     if run_dir is None:
@@ -70,14 +85,20 @@ def train(plan: TrainingPlan, envs: VectorEnv, console: Console, *, run_dir: Pat
     else:
         folder = RunFolder(run_dir, resume=resume)
     with folder:
-        seconds_before = _load(ppo, folder) if resume else 0.0
+        seconds_before = _load(ppo, folder, learning_rate) if resume else 0.0
         folder.write_config(plan.to_dict())
         workers = len(envs.stats()["workers"])
         begun = f", from step {ppo.steps:,}" if resume else ""
         console.print(
             f"[bold]{escape(plan.env)}[/]  [dim]PPO, {plan.config.total_steps:,} steps{begun}, seed "
-            f"{plan.config.seed}, {envs.num_envs} envs on {workers} worker{'s' * (workers > 1)}[/]"
+            f"{plan.config.seed}, {envs.num_envs} envs on {workers} worker{'s' * (workers > 1)}, "
+            f"preset {escape(plan.preset)}[/]"
         )
+        if ppo.schedule.began_again:
+            rate = ppo.schedule.at(ppo.steps).learning_rate
+            console.print(
+                f"The run had finished, its learning rate at 0: it starts at {rate:g} again, or at --learning-rate."
+            )
         goal = envs.spec.reward_threshold if envs.spec else None
         return _train(ppo, folder, console, title=plan.title, goal=goal, seconds_before=seconds_before)
 
@@ -123,9 +144,9 @@ def evaluate_run(
     console.print(table)
 
 
-def _load(ppo: PPO, folder: RunFolder) -> float:
+def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
     """Loads the state that the run in ``folder`` had reached; returns the seconds that the run had taken until then."""
-    ppo.load_state_dict(read_checkpoint(folder.path))
+    ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
     total = ppo.config.total_steps
     if ppo.steps >= total:
         raise UsageError(
@@ -139,29 +160,29 @@ def _train(
     ppo: PPO, folder: RunFolder, console: Console, *, title: str, goal: float | None, seconds_before: float
 ) -> bool:
     started, saved = time.monotonic(), -math.inf
-    row: dict[str, float] = {}
-    scalars: Mapping[str, float] = {}
     finished = False
+
+    def write(metrics: PPOMetrics) -> None:
+        seconds = seconds_before + time.monotonic() - started
+        speed = metrics.steps / seconds
+        row = {"seconds": seconds, "steps_per_second": speed, **metrics.as_row()}
+        folder.append_metrics(row, {**metrics.as_scalars(), "time/steps_per_second": speed})
+
     try:
         with TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps) as display:
             for metrics in ppo.train():
-                now = time.monotonic()
-                seconds = seconds_before + now - started
-                speed = metrics.steps / seconds
-                row = {"seconds": seconds, "steps_per_second": speed, **metrics.as_row()}
-                scalars = {**metrics.as_scalars(), "time/steps_per_second": speed}
-                folder.append_metrics(row, scalars)
+                write(metrics)
                 display.update(metrics.steps, metrics.episodes.mean_return)
-                if now - saved > CHECKPOINT_EVERY_S:
+                if time.monotonic() - saved > CHECKPOINT_EVERY_S:
                     folder.save_checkpoint(ppo.state_dict())
-                    saved = now
+                    saved = time.monotonic()
         finished = True
     except KeyboardInterrupt:
         console.print("[yellow]Stopped by Ctrl-C.[/]")
     finally:
         seconds = seconds_before + time.monotonic() - started
-        if row:
-            folder.append_metrics(row, scalars)  # Ctrl-C may have come before this: checkpoint and CSV must agree
+        if ppo.metrics is not None:
+            write(ppo.metrics)  # Ctrl-C may have come before this: checkpoint and CSV must agree
         folder.save_checkpoint(ppo.state_dict())
         plotted = plot_learning_curve(folder.metrics_path, folder.plot_path, title=title, goal=goal)
         if not finished:

@@ -1,0 +1,162 @@
+"""What `muster train` starts with, by family of envs: values of PPO's options, and wrappers. Data, and its reader.
+
+A family is where an env's class comes from, and what its spaces are; no row names an env. The first row that fits
+counts. Values come from RL Baselines3 Zoo 2.9.2 (hyperparams/ppo.yml), whose ``vf_coef`` is doubled here, or from
+CleanRL's files; each row's source says what else was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import gymnasium as gym
+from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
+
+from muster.algorithms.encoder import kind_of
+from muster.errors import UsageError
+from muster.training.preset_wrappers import atari_frames, flat, image_alone, small_images
+
+Actions = Literal["discrete", "continuous"]
+
+NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One family's row.
+
+    package: of the env's class, with all that lies in it; "" for any.  observations: kinds as `kind_of` has them, and
+    "mixed" for Dict and Tuple; none for any.  config: values of `PPOConfig`.  env_kwargs, wrappers: for `make_vec`.
+    modules: that the wrappers cannot do without, keys of `muster.extras.PACKAGES`.
+    """
+
+    name: str
+    source: str
+    config: Mapping[str, Any]
+    package: str = ""
+    observations: Sequence[str] = ()
+    actions: Actions | None = None
+    env_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    wrappers: Sequence[Callable[[Any], Any]] = ()
+    modules: Sequence[str] = ()
+
+    def fits(self, package: str, observations: str, actions: Actions) -> bool:
+        return (
+            (not self.package or f"{package}.".startswith(f"{self.package}."))
+            and (not self.observations or observations in self.observations)
+            and self.actions in (None, actions)
+        )
+
+
+ATARI_PPO = {
+    "num_envs": 8, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4, "learning_rate": 2.5e-4,
+    "clip_coef": 0.1, "clip_vloss": True, "ent_coef": 0.01,
+}  # fmt: skip
+PLAIN = {
+    "num_envs": 8, "num_steps": 256, "num_minibatches": 8, "update_epochs": 8, "learning_rate": 5e-4,
+    "total_steps": 500_000, "ent_coef": 0.01, "normalize_rewards": True,
+}  # fmt: skip
+
+PRESETS = (
+    Preset(
+        "classic control",
+        "the zoo's CartPole-v1",
+        {"num_envs": 8, "num_steps": 32, "num_minibatches": 1, "update_epochs": 20, "learning_rate": 1e-3,
+         "anneal_clip": True, "gamma": 0.98, "gae_lambda": 0.8, "vf_coef": 1.0, "total_steps": 100_000},
+        package="gymnasium.envs.classic_control", observations=("numbers",), actions="discrete",
+    ),
+    Preset(
+        "classic control, continuous",
+        "the zoo's Pendulum-v1 without gSDE, the rate annealed",
+        {"num_envs": 4, "num_steps": 1024, "num_minibatches": 64, "update_epochs": 10, "learning_rate": 1e-3,
+         "gamma": 0.9, "gae_lambda": 0.95, "vf_coef": 1.0, "total_steps": 200_000},
+        package="gymnasium.envs.classic_control", observations=("numbers",), actions="continuous",
+    ),
+    Preset(
+        "Box2D",
+        "the zoo's LunarLander-v3",
+        {"num_envs": 16, "num_steps": 1024, "num_minibatches": 256, "update_epochs": 4, "learning_rate": 3e-4,
+         "anneal_lr": False, "gamma": 0.999, "gae_lambda": 0.98, "ent_coef": 0.01, "vf_coef": 1.0,
+         "total_steps": 1_000_000},
+        package="gymnasium.envs.box2d", observations=("numbers",), actions="discrete",
+    ),
+    Preset(
+        "Box2D, continuous",
+        "the zoo's BipedalWalker-v3, with 16 envs, shorter rollouts and an annealed rate",
+        {"num_envs": 16, "num_steps": 512, "num_minibatches": 64, "update_epochs": 10, "learning_rate": 3e-4,
+         "gamma": 0.999, "gae_lambda": 0.95, "clip_coef": 0.18, "vf_coef": 1.0, "total_steps": 2_000_000, **NORMALIZED},
+        package="gymnasium.envs.box2d", observations=("numbers",), actions="continuous",
+    ),
+    Preset(
+        "MuJoCo",
+        "CleanRL's ppo_continuous_action, with 8 envs",
+        {"num_envs": 8, "num_steps": 256, "num_minibatches": 32, "update_epochs": 10, "learning_rate": 3e-4,
+         "total_steps": 1_000_000, **NORMALIZED},
+        package="gymnasium.envs.mujoco", observations=("numbers",),
+    ),
+    Preset(
+        "Atari",
+        "CleanRL's ppo_atari; rewards are clipped to 1 instead of to their sign, games do not end with a life",
+        {**ATARI_PPO, "clip_rewards": 1.0, "total_steps": 10_000_000},
+        package="ale_py", observations=("images",), actions="discrete",
+        env_kwargs={"frameskip": 1, "repeat_action_probability": 0.0}, wrappers=(atari_frames,), modules=("cv2",),
+    ),
+    Preset(
+        "MiniGrid",
+        "the zoo's MiniGrid, with more envs at once, the image alone, embedded, and entropy",
+        {"num_envs": 8, "num_steps": 128, "num_minibatches": 8, "update_epochs": 8, "learning_rate": 7e-4,
+         "gamma": 0.99, "gae_lambda": 0.95, "ent_coef": 0.01, "vf_coef": 1.0, "total_steps": 300_000},
+        package="minigrid", actions="discrete", wrappers=(image_alone,),
+    ),
+    Preset(
+        "images",
+        "CleanRL's ppo_atari, rewards normalised, images of at most 84 x 84",
+        {**ATARI_PPO, "normalize_rewards": True, "total_steps": 1_000_000},
+        observations=("images",), wrappers=(small_images,),
+    ),
+    Preset(
+        "mixed observations",
+        "as numbers, flattened; what a Dict holds may be codes, so observations are not normalised",
+        PLAIN,
+        observations=("mixed",), wrappers=(flat,),
+    ),
+    Preset(
+        "numbers",
+        "Stable-Baselines3's defaults with 8 envs, a higher rate, annealed, and normalisation",
+        {**PLAIN, **NORMALIZED},
+        observations=("numbers",), actions="discrete",
+    ),
+    Preset(
+        "numbers, continuous",
+        "as MuJoCo",
+        {"num_envs": 8, "num_steps": 256, "num_minibatches": 32, "update_epochs": 10, "learning_rate": 3e-4,
+         "total_steps": 1_000_000, **NORMALIZED},
+        observations=("numbers",), actions="continuous",
+    ),
+    Preset(
+        "codes",
+        "as numbers, without normalised observations",
+        PLAIN,
+    ),
+)  # fmt: skip
+
+
+def preset_for(spec: EnvSpec | None, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Preset:
+    """The row for an env with these spaces.  spec: None for an env that was never registered."""
+    entry_point = spec.entry_point if spec is not None else None
+    package = entry_point.partition(":")[0] if isinstance(entry_point, str) else getattr(entry_point, "__module__", "")
+    mixed = isinstance(observation_space, (spaces.Dict, spaces.Tuple))
+    observations = "mixed" if mixed else kind_of(observation_space)
+    actions: Actions = "continuous" if isinstance(action_space, spaces.Box) else "discrete"
+    return next(preset for preset in PRESETS if preset.fits(package, observations, actions))
+
+
+def preset_named(name: str) -> Preset:
+    """The row of that name. Raises UsageError where there is none."""
+    for preset in PRESETS:
+        if preset.name == name:
+            return preset
+    raise UsageError(f"this version of Muster has no preset {name!r}, which the run was started with.")

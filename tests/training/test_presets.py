@@ -1,0 +1,192 @@
+"""What `muster train` starts with, by family of envs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
+from typer.testing import CliRunner, Result
+
+import muster
+from muster import cli
+from muster.algorithms import PPOConfig
+from muster.training.presets import PRESETS, Preset, preset_for
+from muster.training.runs import read_plan
+
+NUMBERS, BIG_IMAGE = spaces.Box(-1, 1, (4,), np.float32), spaces.Box(0, 255, (96, 96, 3), np.uint8)
+GRID = spaces.Dict({"image": spaces.Box(0, 255, (7, 7, 3), np.uint8), "mission": spaces.Text(9)})
+TURNS, TORQUES = spaces.Discrete(2), spaces.Box(-1, 1, (2,), np.float32)
+
+
+def run_muster(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(cli.make_app(), arguments)
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "observations", "actions", "name"),
+    [
+        ("gymnasium.envs.classic_control.cartpole:CartPoleEnv", NUMBERS, TURNS, "classic control"),
+        ("gymnasium.envs.classic_control:Other", NUMBERS, TORQUES, "classic control, continuous"),
+        ("gymnasium.envs.box2d.lunar_lander:LunarLander", NUMBERS, TURNS, "Box2D"),
+        ("gymnasium.envs.box2d.bipedal_walker:BipedalWalker", NUMBERS, TORQUES, "Box2D, continuous"),
+        ("gymnasium.envs.box2d.car_racing:CarRacing", BIG_IMAGE, TORQUES, "images"),
+        ("gymnasium.envs.mujoco.ant_v5:AntEnv", NUMBERS, TORQUES, "MuJoCo"),
+        ("ale_py.env:AtariEnv", spaces.Box(0, 255, (210, 160, 3), np.uint8), TURNS, "Atari"),
+        ("ale_py.env:AtariEnv", spaces.Box(0, 255, (128,), np.uint8), TURNS, "codes"),
+        ("minigrid.envs:DoorKeyEnv", GRID, TURNS, "MiniGrid"),
+        ("minigrid_like.envs:Other", GRID, TURNS, "mixed observations"),
+        ("gymnasium.envs.toy_text.blackjack:BlackjackEnv", spaces.Tuple([TURNS, TURNS]), TURNS, "mixed observations"),
+        ("gymnasium.envs.toy_text.taxi:TaxiEnv", spaces.Discrete(500), TURNS, "codes"),
+        ("my_game:Game", NUMBERS, TURNS, "numbers"),
+        ("my_game:Game", NUMBERS, TORQUES, "numbers, continuous"),
+        (None, NUMBERS, TURNS, "numbers"),
+    ],
+)
+def test_an_env_has_the_row_of_its_family(entry_point: str | None, observations: Any, actions: Any, name: str):
+    spec = EnvSpec("Some-v0", entry_point=entry_point) if entry_point else None
+    assert preset_for(spec, observations, actions).name == name
+
+
+def test_there_are_few_rows_of_valid_options_and_sources():
+    assert len(PRESETS) <= 14
+    assert len({preset.name for preset in PRESETS}) == len(PRESETS)
+    for preset in PRESETS:
+        PPOConfig(**preset.config)
+        assert preset.source
+        assert "-v" not in preset.package
+
+
+def row(name: str) -> Preset:
+    return next(preset for preset in PRESETS if preset.name == name)
+
+
+class Pictures(gym.Env[Any, Any]):
+    """Dict observations, or the bare image in them."""
+
+    action_space = TURNS
+
+    def __init__(self, observation_space: Any) -> None:
+        self.observation_space = observation_space
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("MiniGrid", GRID, GRID["image"]),
+        ("MiniGrid", GRID["image"], GRID["image"]),
+        ("mixed observations", spaces.Dict({"a": NUMBERS, "b": spaces.Discrete(3)}), spaces.Box(-1, 1, (7,))),
+        ("images", spaces.Box(0, 255, (64, 64, 3), np.uint8), spaces.Box(0, 255, (64, 64, 3), np.uint8)),
+        ("images", spaces.Box(0, 255, (3, 96, 96), np.uint8), spaces.Box(0, 255, (3, 96, 96), np.uint8)),
+    ],
+    ids=str,
+)
+def test_wrappers_make_what_ppo_takes(name: str, before: Any, after: Any):
+    with muster.make_vec(Pictures, 2, backend="serial", env_kwargs={"observation_space": before},
+                         wrappers=row(name).wrappers) as envs:  # fmt: skip
+        assert envs.single_observation_space.shape == after.shape
+        obs, _ = envs.reset(seed=0)
+        assert obs.shape == (2, *after.shape)
+
+
+def test_pictures_are_scaled_down():
+    pytest.importorskip("cv2")
+    with muster.make_vec(Pictures, 2, backend="serial", env_kwargs={"observation_space": BIG_IMAGE},
+                         wrappers=row("images").wrappers) as envs:  # fmt: skip
+        assert envs.reset()[0].shape == (2, 84, 84, 3)
+
+
+@pytest.mark.parametrize("env_id", ["ALE/Pong-v5", "PongNoFrameskip-v4"])
+def test_atari_has_four_grey_frames_of_four_steps_each(env_id: str):
+    pytest.importorskip("cv2")
+    importlib.import_module("ale_py")
+    with muster.make_vec(env_id, 1, backend="serial") as envs:
+        preset = preset_for(envs.spec, envs.single_observation_space, envs.single_action_space)
+    assert preset.name == "Atari"
+    with muster.make_vec(env_id, 1, backend="serial", env_kwargs=preset.env_kwargs, wrappers=preset.wrappers) as envs:
+        obs, infos = envs.reset(seed=0)
+        assert obs.shape == (1, 4, 84, 84)
+        before = infos["episode_frame_number"][0]
+        for _ in range(3):
+            *_, infos = envs.step(np.array([0]))
+        assert infos["episode_frame_number"][0] - before == 12
+
+
+def test_envs_in_a_presets_wrappers_share_processes_as_they_do_without():
+    counts = []
+    for wrappers in ((), row("mixed observations").wrappers):
+        with muster.make_vec("CartPole-v1", 9, wrappers=wrappers) as envs:
+            counts.append(len(envs.stats()["workers"]))
+    assert counts[0] == counts[1] < 9
+
+
+def test_options_win_over_the_preset_which_the_first_line_names(tmp_path: Path):
+    run = tmp_path / "run"
+    result = run_muster("train", "Pendulum-v1", "--num-envs", "2", "--total-steps", "1", "--normalize-rewards",
+                        "--learning-rate", "0.01", "--num-workers", "1", "--run-dir", str(run))  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "preset classic control, continuous" in result.output.splitlines()[0]
+    config = read_plan(run).config
+    changed = {"num_envs": 2, "total_steps": 1, "normalize_rewards": True, "learning_rate": 0.01}
+    assert config == dataclasses.replace(PPOConfig(**row("classic control, continuous").config), **changed)
+    assert config.num_steps == 1024
+
+
+def test_a_missing_package_of_a_preset_is_named_before_any_env_is_made(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    importlib.import_module("ale_py")
+    result = run_muster("train", "ALE/Pong-v5", "--num-workers", "1")
+    assert result.exit_code == 1
+    assert "Training ALE/Pong-v5 needs OpenCV. Install it with: pip install 'muster-rl[train]'" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_an_env_with_a_dict_is_trained_evaluated_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "dict_envs.py").write_text(DICT_ENV)
+    monkeypatch.chdir(tmp_path)
+    few = ("--num-workers", "1")
+    result = run_muster("train", "dict_envs:Rooms-v0", "--num-envs", "1", "--total-steps", "1", "--run-dir", "r", *few)
+    assert result.exit_code == 0, result.output
+    for arguments in (("eval", "r", "--episodes", "2"), ("train", "--resume", "r", "--total-steps", "300", *few)):
+        result = run_muster(*arguments)
+        assert result.exit_code == 0, result.output
+
+
+def test_a_preset_that_is_gone_is_named(tmp_path: Path):
+    run = tmp_path / "run"
+    run_muster("train", "CartPole-v1", "--total-steps", "1", "--num-workers", "1", "--run-dir", str(run))
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "preset": "tea"}))
+    result = run_muster("eval", str(run))
+    assert result.exit_code == 1
+    assert "has no preset 'tea'" in result.output
+
+
+DICT_ENV = """
+import gymnasium as gym, numpy as np
+class Rooms(gym.Env):
+    observation_space = gym.spaces.Dict(at=gym.spaces.Box(-1, 1, (2,), np.float32), key=gym.spaces.Discrete(2))
+    action_space = gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return {"at": np.zeros(2, np.float32), "key": 0}, {}
+    def step(self, action):
+        self.t += 1
+        return {"at": np.ones(2, np.float32), "key": int(action)}, 1.0, self.t == 5, False, {}
+gym.register("Rooms-v0", Rooms)
+"""
