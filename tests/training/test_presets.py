@@ -37,7 +37,7 @@ def run_muster(*arguments: str) -> Result:
         ("gymnasium.envs.classic_control.cartpole:CartPoleEnv", NUMBERS, TURNS, "classic control"),
         ("gymnasium.envs.classic_control:Other", NUMBERS, TORQUES, "classic control, continuous"),
         ("gymnasium.envs.box2d.lunar_lander:LunarLander", NUMBERS, TURNS, "Box2D"),
-        ("gymnasium.envs.box2d.bipedal_walker:BipedalWalker", NUMBERS, TORQUES, "Box2D, continuous"),
+        ("gymnasium.envs.box2d.bipedal_walker:BipedalWalker", NUMBERS, TORQUES, "Box2D"),
         ("gymnasium.envs.box2d.car_racing:CarRacing", BIG_IMAGE, TORQUES, "images"),
         ("gymnasium.envs.mujoco.ant_v5:AntEnv", NUMBERS, TORQUES, "MuJoCo"),
         ("ale_py.env:AtariEnv", spaces.Box(0, 255, (210, 160, 3), np.uint8), TURNS, "Atari"),
