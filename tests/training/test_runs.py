@@ -177,7 +177,7 @@ def test_a_row_that_is_not_finite_ends_the_run_with_a_good_checkpoint(tmp_path: 
     command = ("glitching:Glitching-v0", "--num-envs", "2", "--total-steps", "1500", "--run-dir", str(run))
     result = muster("train", *command, "--normalize-observations", "--normalize-rewards")
     assert result.exit_code == 1
-    assert re.search(r"TrainingDiverged +Env \d returned an observation with nan in it in its step 300", result.output)
+    assert re.search(r"TrainingDiverged +Env \d returned an observation that holds nan in its step 300", result.output)
     saved = torch.load(run / "checkpoint.pt", weights_only=True)
     assert saved["steps"] == steps_in(run)[-1] == 512
     assert saved["normalizers"]["observations"]["mean"].isfinite().all()

@@ -24,34 +24,35 @@ def require_finite_rows(batch: Any, steps_before: int, kept_steps: int) -> None:
         batch["collector", "final", "observation"],
     )
     rewards, terminated, truncated = (batch["next", name].squeeze(-1) for name in ("reward", "terminated", "truncated"))
-    if all(one.isfinite().all() for one in (observations, last, finals, rewards)):
+    if all(not one.is_floating_point() or one.isfinite().all() for one in (observations, last, finals, rewards)):
         return
     mask = batch["collector", "mask"]
     bootstraps = mask & truncated & ~terminated
     used = mask.clone()
     used[:, 1:] |= bootstraps[:, :-1]  # where an env is reset in a row of its own, that row has the final observation
-    env_ids, times = batch["collector", "final_at"].unbind(-1)
+    env_ids, times = (index.tolist() for index in batch["collector", "final_at"].unbind(-1))
     T = mask.shape[1]
+    # By the number of steps that the env had made when it returned it, a step's final observation before the reset's.
     found = [
-        *(_place(2 * t, env, t, "an observation", observations[env, t]) for env, t in _bad(observations, used)),
-        *(_place(2 * t + 1, env, t + 1, "a reward", rewards[env, t]) for env, t in _bad(rewards, mask)),
+        *((t, 1, env, "an observation that holds", observations[env, t]) for env, t in _bad(observations, used)),
+        *((t + 1, 0, env, "a reward of", rewards[env, t]) for env, t in _bad(rewards, mask)),
         *(
-            _place(2 * int(times[k]) + 1, int(env_ids[k]), int(times[k]) + 1, "a final observation", finals[k])
+            (times[k] + 1, 0, env_ids[k], "a final observation that holds", finals[k])
             for (k,) in _bad(finals, bootstraps[env_ids, times])
         ),
         *(
-            _place(2 * T, env, T, "an observation", last[env])
+            (T, 1, env, "an observation that holds", last[env])
             for (env,) in _bad(last, ~(mask[:, -1] & terminated[:, -1]))
         ),
     ]
     if not found:
         return
-    _, env, step, what, row = min(found, key=lambda one: one[:2])
-    number = row.flatten()[~row.flatten().isfinite()][0].item()
+    step, _, env, what, row = min(found, key=lambda one: one[:3])
+    number = row[~row.isfinite()][0].item()
     when = f"in its step {steps_before + step}" if steps_before + step else "at its first reset"
     raise TrainingDiverged(
-        f"Env {env} returned {what} with {number} in it {when}; PPO learns from finite numbers alone. Nothing of this "
-        f"rollout was learnt: the state is that after step {kept_steps:,}. Mend the env, or clip in a wrapper; "
+        f"Env {env} returned {what} {number} {when}; PPO learns from finite numbers alone. Nothing of this rollout was "
+        f"learnt: the state is that after step {kept_steps:,}. Mend the env, or replace such numbers in a wrapper; "
         "make_vec(check_finite=True) raises in the env's own step."
     )
 
@@ -63,7 +64,3 @@ def _bad(rows: Tensor, used: Tensor) -> list[list[int]]:
         finite = finite.all(-1)
     places: list[list[int]] = torch.nonzero(used & ~finite).tolist()
     return places
-
-
-def _place(order: int, env: int, step: int, what: str, row: Tensor) -> tuple[int, int, int, str, Tensor]:
-    return order, env, step, what, row
