@@ -151,8 +151,8 @@ class PPO:
                 learning_rate, clip_coef = self.schedule.at(self.steps)
                 rollout = self.collect_rollout()
                 losses = self.update(rollout, learning_rate, clip_coef)
+                unexplained = (rollout.targets - rollout.values).var() / (rollout.targets.var() + 1e-8)
             self.steps = self.collector.frames
-            unexplained = (rollout.targets - rollout.values).var() / (rollout.targets.var() + 1e-8)
             explained = 1 - unexplained.item()
             metrics = PPOMetrics(self.steps, self.episodes.summary(), losses, explained, learning_rate)
             self._complete = self._state(), metrics  # one statement: whenever it is read, it is of one moment
