@@ -137,14 +137,14 @@ def test_envs_in_a_presets_wrappers_share_processes_as_they_do_without():
 
 def test_options_win_over_the_preset_which_the_first_line_names(tmp_path: Path):
     run = tmp_path / "run"
-    result = run_muster("train", "Pendulum-v1", "--num-envs", "2", "--total-steps", "1", "--normalize-rewards",
+    result = run_muster("train", "Pendulum-v1", "--num-envs", "2", "--total-steps", "1", "--no-normalize-rewards",
                         "--learning-rate", "0.01", "--num-workers", "1", "--run-dir", str(run))  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "preset classic control, continuous" in result.output.splitlines()[0]
     config = read_plan(run).config
-    changed = {"num_envs": 2, "total_steps": 1, "normalize_rewards": True, "learning_rate": 0.01}
+    changed = {"num_envs": 2, "total_steps": 1, "normalize_rewards": False, "learning_rate": 0.01}
     assert config == dataclasses.replace(PPOConfig(**row("classic control, continuous").config), **changed)
-    assert config.num_steps == 1024
+    assert config.num_steps == 256
 
 
 def test_a_missing_package_of_a_preset_is_named_before_any_env_is_made(monkeypatch: pytest.MonkeyPatch):
