@@ -10,7 +10,7 @@ from collecting import SERIAL
 from counting_env import CountingEnv, NoisyEnv
 from tensordict import TensorDict
 from tensordict.nn import (
-    NormalParamExtractor,
+    CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -55,6 +55,34 @@ def chain() -> TensorDictSequential:
     return TensorDictSequential(ahead, inner)
 
 
+def drawing(**options: Any) -> ProbabilisticTensorDictSequential:
+    torch.manual_seed(0)
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(nn.Linear(2, 5), ["observation"], [("deep", "logits")]),
+        ProbabilisticTensorDictModule(
+            {"logits": ("deep", "logits")},
+            ["action"],
+            distribution_class=torch.distributions.Categorical,
+            return_log_prob=True,
+            **options,
+        ),
+    )
+
+
+def owner_of_its_generator() -> ProbabilisticTensorDictSequential:
+    return drawing(generator=3)
+
+
+def joint() -> ProbabilisticTensorDictSequential:
+    kinds = {"action": torch.distributions.Categorical}
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(nn.Linear(2, 5), ["observation"], [("params", "action", "logits")]),
+        ProbabilisticTensorDictModule(
+            ["params"], distribution_class=CompositeDistribution, distribution_kwargs={"distribution_map": kinds}
+        ),
+    )
+
+
 def remembering() -> TensorDictModule:
     """Reads what it wrote a step before."""
     return TensorDictModule(
@@ -66,7 +94,7 @@ def nested_input() -> TensorDictModule:
     return TensorDictModule(lambda td: td["x"].sum(-1).long() % 5, in_keys=["inputs"], out_keys=["action"])
 
 
-PLAIN = [single, as_dict, chain, remembering]
+PLAIN = [single, as_dict, chain, remembering, drawing, owner_of_its_generator]
 
 
 def batch_of(policy: Any, **options: Any) -> TensorDict:
@@ -112,16 +140,21 @@ def counted(forward: Any, calls: list[int]) -> Any:
         TensorDictSequential(single(), selected_out_keys=["action"]),
         TensorDictSequential(single(), partial_tolerant=True),
         TensorDictSequential(single(), lambda td: td),
-        type("Own", (TensorDictModule,), {})(nn.Linear(2, 2), ["observation"], ["action"]),
-        ProbabilisticTensorDictSequential(
-            TensorDictModule(nn.Sequential(nn.Linear(2, 2), NormalParamExtractor()), ["observation"], ["loc", "scale"]),
-            ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=torch.distributions.Normal),
+        type("Own", (TensorDictModule,), {"_call_module": lambda self, tensors: tensors})(
+            nn.Linear(2, 2), ["a"], ["b"]
         ),
+        drawing(num_samples=2),
+        drawing(generator="generator"),
+        ProbabilisticTensorDictSequential(drawing(), drawing().module[-1], return_composite=True),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_whatever_does_more_is_called_its_own_way(policy: Any):
     assert not PlainModules(policy).able
+
+
+def test_a_distribution_of_many_keys_gets_its_tensordict():
+    assert not PlainModules(joint(), (1,)).call({("observation",): torch.zeros(1, 2)})
 
 
 def test_hooks_run_whenever_they_are_registered():

@@ -21,6 +21,7 @@ from muster.rollout.env_side import EnvSide
 from muster.rollout.fields import Array, Key, describe
 from muster.rollout.plain_modules import PlainModules, as_key
 from muster.rollout.storage import Storage
+from muster.spaces.one_hot import OneHot
 
 IS_INIT = ("is_init",)
 
@@ -208,12 +209,12 @@ class TensorDictActor(PolicyActor):
         self._is_init = torch.ones(self._count, 1, dtype=torch.bool, device=self._device)
         self._provided = {field.key for field in self._envs.observation_fields} | {IS_INIT, *self._carried}
         self._keys: list[Key] | None = None
-        self._plain = PlainModules(policy)
+        self._plain = PlainModules(policy, (self._count,))
         self._values: dict[Key, Tensor] = {}  # stands for the TensorDict: what is written stays for the next step
 
     def begin(self, storage: Storage) -> None:
         super().begin(storage)
-        if not self._plain.is_like(PlainModules(self._policy)):  # modules were replaced by others
+        if not self._plain.is_like(PlainModules(self._policy, (self._count,))):  # modules were replaced by others
             is_init = self._is_init
             self._set_up()
             self._is_init = is_init
@@ -345,6 +346,8 @@ def _draw(space: spaces.Space[Any], lead: tuple[int, int], rng: np.random.Genera
         return rng.integers(space.start, space.start + space.nvec, shape)
     if isinstance(space, spaces.MultiBinary):
         return rng.integers(0, 2, shape)
+    if isinstance(space, OneHot):
+        return space.draw(lead, rng)
     assert isinstance(space, spaces.Box)
     low, high = (np.broadcast_to(bound, shape) for bound in (space.low, space.high))
     if not np.issubdtype(space.dtype, np.floating):
