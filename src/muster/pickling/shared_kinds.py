@@ -16,7 +16,7 @@ _OTHERS = (
     ("multiprocessing.shared_memory", "SharedMemory"),
     ("multiprocessing.shared_memory", "ShareableList"),
 )
-_C_DATA = ctypes.Structure.__mro__[1]
+C_DATA = ctypes.Structure.__mro__[1]
 
 _CONTEXT = 'multiprocessing.get_context("forkserver")'
 # Longer arrays are not written out.
@@ -31,7 +31,7 @@ def is_shared(value: Any) -> bool:
 def is_callers_own(value: Any) -> bool:
     """Whether a worker that receives `value` uses what this process uses: one of these objects, a pipe, memory, ..."""
     kind = type(value)
-    if issubclass(kind, _C_DATA):
+    if issubclass(kind, C_DATA):
         return "_wrapper" in attributes_of(value)  # a RawValue or RawArray, which lies in memory of multiprocessing
     return is_shared(value) or any((module_name(base), base.__name__) in _OTHERS for base in kind.__mro__)
 

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from muster.introspection import module_name
+from muster.pickling.shared_kinds import C_DATA
 
 _received: ContextVar[Sequence[int]] = ContextVar("muster_received_fds", default=())
 
@@ -93,7 +94,7 @@ def reduction_of_shared(value: Any) -> tuple[Any, ...] | None:
     """
     kind = type(value)
     reduction: Any = sys.modules.get("multiprocessing.reduction")
-    if reduction is None or not (module_name(kind).startswith("multiprocessing.") or hasattr(value, "_wrapper")):
+    if reduction is None or not (module_name(kind).startswith("multiprocessing.") or issubclass(kind, C_DATA)):
         return None
     reduce = reduction.ForkingPickler(io.BytesIO()).dispatch_table.get(kind)
     reduced: tuple[Any, ...] | None = None if reduce is None else reduce(value)
