@@ -64,6 +64,7 @@ def processes(
     worker_init: WorkerInit,
     close_limits: Callable[[int], CloseLimits],
     num_threads: int = 1,
+    memory_check: str = "warn",
 ) -> ProcessBackend:
     """The backend that steps each env in a process of its own, as the originals do; fewer processes only on request.
 
@@ -73,6 +74,7 @@ def processes(
     script's top level where that sets up other modules, since the originals' workers have that.
     close_limits: how long the original waits for envs that close, by the number of processes.
     num_threads: threads of each process's numeric libraries.
+    memory_check: as for `muster.make_vec`; the originals start whatever is asked for.
     Raises ValueError for an unknown context, ConfigError.
     """
     if context is not None:
@@ -92,7 +94,7 @@ def processes(
         num_workers=workers,
         start_timeout_s=_START_TIMEOUT_S,
         threads_per_worker=num_threads,
-        memory_check="warn",
+        memory_check=memory_check,
         worker_env=worker_env,
         init=init,
     )

@@ -39,11 +39,15 @@ def original_error(failures: Sequence[Failure], which: int) -> BaseException:
     if original is None or type(error) is not EnvError or isinstance(original, SystemExit):
         return error
     if isinstance(failure.exception, bytes):
-        where = f"env {failure.env_index} (worker {failure.worker_index})"
-        original.add_note(f"The traceback of {where}:\n{failure.worker_traceback.rstrip()}")
+        original.add_note(_traceback_of(error))
     if error.hint:
         original.add_note(error.hint)
     return original
+
+
+def _traceback_of(error: EnvError) -> str:
+    where = f"env {error.env_index} ({error.worker_noun} {error.worker_index})"
+    return f"The traceback of {where}:\n{(error.worker_traceback or '').rstrip()}"
 
 
 @contextmanager
@@ -55,6 +59,8 @@ def originals_raised() -> Iterator[None]:
         original = error.__cause__ if type(error) is EnvError else None
         if original is None or isinstance(original, SystemExit):
             raise
+        if original.__traceback__ is None:  # from another process
+            original.add_note(_traceback_of(error))
         if error.hint:
             original.add_note(error.hint)
         raise original from None

@@ -1,4 +1,3 @@
-import ast
 import gc
 import inspect
 import os
@@ -42,7 +41,7 @@ from torchrl.testing.mocking_classes import (  # noqa: E402
 
 import muster.interop.torchrl  # noqa: E402
 from muster.errors import ClosedError, SpecMismatch, WorkerDied  # noqa: E402
-from muster.interop.torchrl import ParallelEnv, parallel  # noqa: E402
+from muster.interop.torchrl import ParallelEnv  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 # A fork has TorchRL loaded already.
@@ -383,66 +382,3 @@ def test_every_argument_of_torchrls_is_taken():
         ParallelEnv(1, Walker, pin_memory=True)
     assert isinstance(ParallelEnv(1, Walker, serial_for_single=True, num_processes=1), SerialEnv)
     assert muster.interop.torchrl.SerialEnv is SerialEnv
-
-
-# ---- the private names that this rests on
-
-# Members of TorchRL's `ParallelEnv` that do their work here, too, through what is overridden.
-INHERITED = {
-    *("__doc__", "__module__", "__annotations__", "__parameters__", "__static_attributes__", "__firstlineno__"),
-    *("__getattr__", "__getitem__", "__setitem__", "__reduce__", "__abstractmethods__", "_abc_impl"),
-    *("make_parallel", "set_seed", "state_dict", "to", "_filter_warnings_subprocess", "_reset", "_reset_no_buffers"),
-    *("_step_no_buffers", "_step_and_maybe_reset_no_buffers", "_get_collector_next_keys_to_exclude"),
-}
-# Members that only what is overridden has called.
-UNUSED = {"_receive_worker_metadata", "_cleanup_failed_worker_startup", "_terminate_and_join_workers"}
-
-
-def test_every_member_of_torchrls_class_is_overridden_or_inherited_on_purpose():
-    assert set(vars(TheirParallelEnv)) - set(vars(ParallelEnv)) - INHERITED - UNUSED == set()
-
-
-@pytest.fixture(scope="module")
-def their_env():
-    env = SerialEnv(1, Walker)
-    env.reset()
-    yield env
-    env.close()
-
-
-@pytest.mark.parametrize("name", parallel.PRIVATE_NAMES)
-def test_private_names_of_torchrls_exist(name, their_env):
-    set_later = {
-        "_compiled_step_and_maybe_reset": EnvBase,
-        **dict.fromkeys(("_events", "_workers"), TheirParallelEnv._start_workers),
-    }
-    if name in set_later:
-        assert name in inspect.getsource(set_later[name])
-    else:
-        assert hasattr(TheirParallelEnv, name) or name in {**vars(their_env), **vars(GymEnv("CartPole-v1"))}
-
-
-def test_no_other_private_name_of_torchrls_is_touched():
-    folder = Path(parallel.__file__).parent
-    for file in (
-        "parallel.py",
-        "columns.py",
-        "env_worker.py",
-        "bare_env.py",
-        "bare_gym.py",
-        "writer.py",
-        "remote.py",
-        "shared_state.py",
-    ):
-        nodes = list(ast.walk(ast.parse((folder / file).read_text())))
-        own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        own |= {
-            node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        }
-        for node in nodes:
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                own.add(node.attr)
-        used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and node.attr.startswith("_")}
-        theirs = {name for name in used if name in vars(batched_envs.BatchedEnvBase) | vars(TheirParallelEnv)}
-        assert {name for name in theirs - own if not name.startswith("__")} <= set(parallel.PRIVATE_NAMES)
-        assert {name for name in used - own if not name.startswith("__")} <= set(parallel.PRIVATE_NAMES)

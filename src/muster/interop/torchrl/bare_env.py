@@ -6,21 +6,16 @@ included. Around a `_step` of 10 us, TorchRL's takes 50.
 
 from __future__ import annotations
 
-from inspect import getattr_static
 from typing import Any
 
 from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
 from torch import Tensor
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase
 
 from muster.interop.torchrl.columns import has_stacks
+from muster.interop.torchrl.leaves import leaves_of
+from muster.interop.torchrl.own_verbs import has_own_verbs
 from muster.interop.torchrl.writer import Writer
-
-# What `EnvBase.step_and_maybe_reset` is made of.
-_PARTS = (
-    *("any_done", "maybe_reset", "step", "step_and_maybe_reset"),
-    *("_complete_done", "_step_and_maybe_reset", "_step_mdp", "_step_proc_data"),
-)
 
 
 class BareEnv:
@@ -32,10 +27,16 @@ class BareEnv:
         moved = env._step_mdp(root.copy().set("next", arrived))
         places = {leaf.data_ptr(): leaf for leaf in arrived.values(True, True) if leaf.numel()}
         self._moves: list[tuple[Tensor, Tensor]] = []
+        self._columns = leaves_of(root)
         for key, column in root.items(True, True):
             leaf = moved.get(key, None)
             if leaf is not None and leaf.numel() and (source := places.get(leaf.data_ptr())) is not None:
                 self._moves.append((column, source))
+
+    @property
+    def stepped(self) -> Any:
+        """The env."""
+        return self._env
 
     @property
     def applies(self) -> bool:
@@ -44,9 +45,14 @@ class BareEnv:
 
     def step(self) -> bool:
         """Steps the env; returns whether a done flag is set. Raises SpecMismatch."""
-        arrived = self._env._step(self._root.copy())
+        given = self._root.copy()
+        arrived = self._env._step(given)
         if not self._write.write_if_whole(arrived):
             self._write(self._env._step_proc_data(arrived))
+        for path, value in leaves_of(given).items():
+            column = self._columns.get(path)
+            if column is not None and column is not value:  # the env has written into its input
+                column.copy_(value)
         for column, source in self._moves:
             column.copy_(source)
         return any(flag.any() for flag in self._flags)
@@ -54,11 +60,6 @@ class BareEnv:
 
 def bare_env(env: EnvBase, root: TensorDictBase, arrived: TensorDictBase, write: Writer) -> BareEnv | None:
     """The short way for `env`, if its steps are `EnvBase`'s. root, arrived: its columns; write: into `arrived`."""
-    if not all(_is_original(type(env), name) for name in _PARTS) or has_stacks(root) or has_stacks(arrived):
+    if not has_own_verbs(env) or has_stacks(root) or has_stacks(arrived):
         return None
     return BareEnv(env, root, arrived, write)
-
-
-def _is_original(kind: type[EnvBase], name: str) -> bool:
-    # TransformedEnv completes nothing: its transforms have.
-    return getattr_static(kind, name) in (getattr_static(EnvBase, name), getattr_static(TransformedEnv, name))

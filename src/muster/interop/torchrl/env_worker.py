@@ -28,6 +28,7 @@ from muster.errors import RecipeError
 from muster.interop.torchrl.bare_env import BareEnv, bare_env
 from muster.interop.torchrl.bare_gym import BareGym, bare_gym
 from muster.interop.torchrl.columns import EnvRows
+from muster.interop.torchrl.lies import lie_behind
 from muster.interop.torchrl.writer import Key, Keys, Writer, name_of, path_of
 from muster.introspection import type_name
 from muster.worker_info import get_worker_info
@@ -114,15 +115,20 @@ class HostedEnv(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         command, number = action.tolist()
         keys = self._key_sets[number]
-        if command != Command.RESET and keys is None and self._bare is not None and self._bare.applies:
-            if self._bare.step() and command == Command.STEP_AND_RESET:
-                self._write_root(self.env.maybe_reset(self._root.clone()))
-        elif command == Command.STEP_AND_RESET:
-            self._step_and_reset(keys)
-        elif command == Command.STEP:
-            self._step(keys)
-        else:
-            self._reset(keys, {})
+        try:
+            if command != Command.RESET and keys is None and self._bare is not None and self._bare.applies:
+                if self._bare.step() and command == Command.STEP_AND_RESET:
+                    self._write_root(self.env.maybe_reset(self._root.clone()))
+            elif command == Command.STEP_AND_RESET:
+                self._step_and_reset(keys)
+            elif command == Command.STEP:
+                self._step(keys)
+            else:
+                self._reset(keys, {})
+        except Exception as error:
+            if (lie := lie_behind(error)) is not None:
+                raise lie from error
+            raise
         return _NOTHING, 0.0, False, False, _NO_INFO
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -135,7 +141,12 @@ class HostedEnv(gymnasium.Env[Any, Any]):
             return None
         name, data = pickle.loads(pickled[self._index])
         handler = _HANDLERS.get(name) if isinstance(name, str) else None
-        return self._ask(name, *data) if handler is None else handler(self, data)
+        try:
+            return self._ask(name, *data) if handler is None else handler(self, data)
+        except Exception as error:
+            if (lie := lie_behind(error)) is not None:
+                raise lie from error
+            raise
 
     def close(self) -> None:
         self.env.close(raise_if_closed=False)
@@ -199,7 +210,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         return "seeded", self.env.set_seed(seed, static_seed=static_seed)
 
     def _handle_state_dict(self, data: Any) -> Any:
-        return "state_dict", _without_locks(self.env.state_dict())
+        return "state_dict", without_locks(self.env.state_dict())
 
     def _handle_load_state_dict(self, data: Any) -> None:
         self.env.load_state_dict(data)
@@ -290,10 +301,9 @@ def _tuple_of(keys: Any) -> Keys | None:
     return None if keys is None or keys is False else tuple(keys)
 
 
-def _without_locks(state: Any) -> Any:
+def without_locks(state: Any) -> Any:
+    """A state dict without the locks that a shared ``VecNorm`` has in its own."""
     from multiprocessing.synchronize import Lock
 
-    entries = (
-        (key, _without_locks(value) if isinstance(value, OrderedDict) else value) for key, value in state.items()
-    )
+    entries = ((key, without_locks(value) if isinstance(value, OrderedDict) else value) for key, value in state.items())
     return OrderedDict((key, None if isinstance(value, Lock) else value) for key, value in entries)

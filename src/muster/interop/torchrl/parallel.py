@@ -15,17 +15,21 @@ from tensordict import (  # type: ignore[import-untyped]  # it ships no py.typed
 )
 from torchrl.envs import EnvBase, SerialEnv
 from torchrl.envs import ParallelEnv as TheirParallelEnv
+from torchrl.envs.libs.gym import GymWrapper
 
-from muster.arguments import seconds
-from muster.errors import ClosedError, ConfigError
+from muster.arguments import one_of, seconds
+from muster.errors import CannotTravel, ClosedError, ConfigError
+from muster.interop.private_names import require_names
 from muster.interop.starting import recipes_of
 from muster.interop.torchrl.columns import Columns, has_stacks
 from muster.interop.torchrl.env_worker import Command, hosted
+from muster.interop.torchrl.given_envs import explained, given
 from muster.interop.torchrl.remote import Channel, Pool, PoolOptions, WorkerProcess
 from muster.interop.torchrl.shared_state import sharing
 from muster.pickling import UserCall
 from muster.recipes.recipe import Recipe
 from muster.vector.packing import Asked
+from muster.workers.memory_plan import MEMORY_CHECKS
 from muster.workers.worker_env import WorkerEnv
 from muster.workers.worker_init import WorkerInit
 
@@ -48,16 +52,17 @@ PARALLEL_ENV = UserCall(
     acts="env.vector_env.call(act)",
 )
 
-# The private names of TorchRL's that this folder's `ParallelEnv` overrides, calls, reads or sets: a TorchRL without one
-# of them breaks by name.
+# The private names of TorchRL's that this folder's `ParallelEnv` overrides, calls, reads or sets.
 PRIVATE_NAMES = (
     *("_create_td", "_get_metadata", "_shutdown_workers", "_start_workers", "_step", "_wait_for_workers"),
     *("_complete_done", "_compiled_step_and_maybe_reset", "_step_and_maybe_reset", "_step_mdp", "_step_proc_data"),
     *("_get_collector_next_keys_to_exclude", "_set_metadata", "_validate_worker_env"),
-    *("_collector", "_env", "_env_input_keys", "_memmap", "_mp_start_method", "_non_tensor_keys", "_owns_workers"),
+    *("_collector", "_constructor_kwargs", "_env", "_env_input_keys", "_memmap", "_mp_start_method"),
+    *("_non_tensor_keys", "_owns_workers"),
     *("_selected_reset_keys", "_selected_step_keys", "_share_memory", "_single_task", "_use_buffers"),
     *("_events", "_shared_tensordict_parent_next", "_shared_tensordict_parent_root", "_workers"),
 )
+require_names(PRIVATE_NAMES, TheirParallelEnv, GymWrapper)
 
 # Attributes that end with a pool.
 _OF_POOL = (
@@ -67,9 +72,13 @@ _OF_POOL = (
     "_shared_tensordict_parent_root",
     "_columns",
     "_plain_inputs",
+    "_skeleton",
     "parent_channels",
     "_workers",
 )
+
+# The arguments that TorchRL's class does not have.
+_OWN = ("num_processes", "worker_env", "worker_init", "memory_check")
 
 EnvFn = Callable[..., EnvBase]
 
@@ -81,7 +90,7 @@ class _InWorkers(type(TheirParallelEnv)):  # type: ignore[misc]  # TorchRL has n
         kwargs.pop("auto_wrap_envs", None)  # lambdas travel as they are
         num_workers = kwargs.get("num_workers", args[0] if args else None)
         if kwargs.get("serial_for_single") and num_workers == 1:
-            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "worker_env", "worker_init"):
+            for name in ("mp_start_method", "metadata_from_workers", *_OWN):
                 kwargs.pop(name, None)
             return SerialEnv(*args, **kwargs)
         return super().__call__(*args, auto_wrap_envs=False, **kwargs)
@@ -99,6 +108,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
     worker_init: a function that each process calls before its first env, or "script", as for `muster.make_vec`. None is
         "script" where the script has a main guard and its top level assigns into modules that it imports, since
         processes of TorchRL's class have that.
+    memory_check: "error", "warn" or "off", as for `muster.make_vec`: what to do if the envs will not fit into memory.
     shutdown_timeout: seconds that `close` waits for each process in turn to close its envs, and once more for all of
         them to end, as in TorchRL. What is killed then is named in a RuntimeWarning.
     metadata_from_workers: the metadata always come from the workers; True starts the env at once, as in TorchRL.
@@ -144,15 +154,17 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
         num_processes: Asked = None,
         worker_env: WorkerEnv | None = None,
         worker_init: WorkerInit = None,
+        memory_check: str = "error",
     ) -> None:
         seconds("shutdown_timeout", shutdown_timeout)
+        one_of("memory_check", memory_check, MEMORY_CHECKS)
         if metadata_from_workers and use_buffers:
             raise ConflictingBuffers(
                 "metadata_from_workers=True requires use_buffers=False in TorchRL; leave metadata_from_workers out: "
                 "here the metadata come from the workers always"
             )
         self.__dict__["_pool"] = None
-        self.__dict__["_pool_options"] = PoolOptions(num_processes, worker_env, worker_init)
+        self.__dict__["_pool_options"] = PoolOptions(num_processes, worker_env, worker_init, memory_check)
         self.__dict__["_of_list"] = isinstance(create_env_fn, Sequence), isinstance(create_env_kwargs, Sequence)
         if isinstance(create_env_kwargs, Mapping):  # a list: TorchRL copies the values of one dict, which travel here
             create_env_kwargs = [dict(create_env_kwargs) for _ in range(num_workers)]
@@ -204,7 +216,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
             call = replace(PARALLEL_ENV, in_process=in_process, in_process_of_others=in_process_of_others)
         fns_label = call.factory + "[{}]" * fns_listed
         kwargs_label = call.kwargs + "[{}]" * kwargs_listed
-        fns = [partial(_given, fn) if isinstance(fn, EnvBase) else sharing(fn) for fn in self.create_env_fn]
+        fns = [partial(given, fn) if isinstance(fn, EnvBase) else sharing(fn) for fn in self.create_env_fn]
         bare = recipes_of(fns, call, (hosted,), label=fns_label)
         if (threads := self.num_sub_threads or 1) > 1:  # torch takes no more from the environment than there are cores
             bare = [replace(recipe, factory=partial(_with_threads, recipe.factory, threads)) for recipe in bare]
@@ -217,7 +229,11 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
         if self._pool is None:
             threads = self.num_sub_threads or 1
             context = self._mp_start_method
-            self._pool = Pool(self._recipes(), self._pool_options, context=context, num_threads=threads)
+            try:
+                self._pool = Pool(self._recipes(), self._pool_options, context=context, num_threads=threads)
+            except CannotTravel as error:
+                label = PARALLEL_ENV.factory + "[{}]" * self._of_list[0]
+                raise (explained(self.create_env_fn, label, PARALLEL_ENV) or error) from error.__cause__
         pool: Pool = self._pool
         return pool
 
@@ -260,6 +276,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
             return
         self._columns = Columns(self.shared_tensordict_parent)
         whole = self._columns.tree
+        self._skeleton = _skeleton_of(whole)
         self.shared_tensordict_parent = whole
         if self.share_individual_td:
             assert isinstance(whole, LazyStackedTensorDict)
@@ -328,6 +345,13 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
             return super()._step(tensordict)
         return self._shared_tensordict_parent_next.clone()
 
+    def _reset(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
+        skeleton = self.__dict__.get("_skeleton")
+        if tensordict is not None and skeleton is not None:
+            tensordict = skeleton.copy().update(tensordict)
+        current: TensorDictBase = super()._reset(tensordict, **kwargs)
+        return current
+
     def _send_plain(self, tensordict: TensorDictBase, command: Command) -> bool:
         """Writes the input of all envs and has them step; False where TorchRL's verb is needed to sort the input.
 
@@ -391,8 +415,13 @@ def _with_threads(make: EnvFn, num_threads: int, **kwargs: Any) -> EnvBase:
     return make(**kwargs)
 
 
-def _given(env: EnvBase, **kwargs: Any) -> EnvBase:
-    """The env that a user has handed over in the place of a function."""
-    if kwargs:
-        raise ConfigError("create_env_kwargs must be empty if envs are passed in the place of functions")
-    return env
+def _skeleton_of(whole: TensorDictBase) -> TensorDictBase | None:
+    """The root of `whole` without leaves, for input of resets where an observation bears the name of what it lies in.
+
+    TensorDict would take a tensordict for such a leaf if it is missing in what TorchRL's verb is given.
+    """
+    if has_stacks(whole):
+        return None
+    paths = [key for key in whole.keys(True, True) if isinstance(key, tuple)]
+    repeats = any(path[-1] == path[-2] for path in paths)
+    return whole.exclude("next").empty(recurse=True) if repeats else None

@@ -7,7 +7,8 @@ else as one pickle for each env.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from muster.interop.starting import processes
 from muster.interop.torchrl.columns import Columns, EnvRows
 from muster.interop.torchrl.env_worker import NO_KEYS, Command, schema_of
 from muster.interop.torchrl.writer import Key, Keys
+from muster.introspection import place_of
 from muster.pickling import UserCall
 from muster.pickling import dumps as dumps_carefully
 from muster.recipes.recipe import Recipe
@@ -44,6 +46,7 @@ class PoolOptions:
     num_processes: Asked = None
     worker_env: WorkerEnv | None = None
     worker_init: WorkerInit = None
+    memory_check: str = "error"
 
 
 class Pool:
@@ -54,6 +57,7 @@ class Pool:
     ) -> None:
         self.num_envs = len(recipes)
         self._call: UserCall = recipes[0].call
+        self._arguments = [(recipe.labels[1], recipe.kwargs) for recipe in recipes]
         self._context = context
         self._key_sets: dict[Keys, int] = {}
         self._noted: dict[int, tuple[Any, Any]] = {}
@@ -70,6 +74,7 @@ class Pool:
                 worker_init=options.worker_init,
                 close_limits=lambda _: CloseLimits(),
                 num_threads=num_threads,
+                memory_check=options.memory_check,
             )
             envs = vector_env_of(self._backend, LENIENT, drop_in_options(self._backend, AutoresetMode.DISABLED))
         assert isinstance(envs, VectorEnv)
@@ -96,9 +101,19 @@ class Pool:
         for env, difference in enumerate(self.vector_env.call("differs_from", schema_of(first))):
             if difference:
                 raise Unlike(
-                    f"worker metadata are incompatible: env {env} differs from env 0: {difference}. Pass envs that "
-                    "differ as a list of functions, one for each env"
+                    f"worker metadata are incompatible: env {env} differs from env 0: {difference}"
+                    f"{self._other_arguments(env)}. Pass envs that differ as a list of functions, one for each env"
                 )
+
+    def _other_arguments(self, env: int) -> str:
+        """The arguments of an env that differ from those of the first env, as the end of a sentence."""
+        (first_label, first), (label, own) = self._arguments[0], self._arguments[env]
+        found = [
+            f"{place_of(label, name)} is {_shown(own, name)}, and {place_of(first_label, name)} {_shown(first, name)}"
+            for name in {**first, **own}
+            if first.get(name) is not own.get(name) and _shown(first, name) != _shown(own, name)
+        ]
+        return f" ({'; '.join(found)})" if found else ""
 
     def attach(
         self, columns: Columns, rows: Sequence[EnvRows], reset_keys: Keys, step_keys: Keys, objects: Keys
@@ -204,6 +219,10 @@ class Pool:
         self.vector_env.close()
         if self._columns is not None:
             self._columns.close()
+
+
+def _shown(arguments: Mapping[str, Any], name: str) -> str:
+    return reprlib.repr(arguments[name]) if name in arguments else "not given"
 
 
 class Channel:

@@ -44,13 +44,10 @@ class Writer:
                 value = entries.get(name)
                 if value is None:
                     if required:
-                        raise self._missing(values, (*path, name), column)
+                        raise missing_in(values, self._what, (*path, name), brief(column))
                     continue
                 if value.shape != column.shape or value.dtype != column.dtype:
-                    raise SpecMismatch(
-                        f"{self._what} {name_of((*path, name))} is {_brief(value)}, expected {_brief(column)}, as its "
-                        "spec says; check_env_specs(env) of torchrl.envs.utils shows all that differs"
-                    )
+                    raise laid_out_otherwise(self._what, (*path, name), value, brief(column))
                 found.append((column, value))
         _write(found)
 
@@ -67,11 +64,21 @@ class Writer:
         _write(found)
         return True
 
-    def _missing(self, values: TensorDictBase, path: tuple[str, ...], column: Tensor) -> SpecMismatch:
-        return SpecMismatch(
-            f"{self._what} tensordict has no {name_of(path)}, expected {_brief(column)}; it has "
-            f"{sorted(map(str, values.keys(True, True)))}. Make the env's specs and its results agree"
-        )
+
+def missing_in(values: TensorDictBase, what: str, path: tuple[str, ...], expected: str) -> SpecMismatch:
+    """The error for a leaf that `values` lack."""
+    return SpecMismatch(
+        f"{what} tensordict has no {name_of(path)}, expected {expected}; it has "
+        f"{sorted(map(str, values.keys(True, True)))}. Make the env's specs and its results agree"
+    )
+
+
+def laid_out_otherwise(what: str, path: tuple[str, ...], value: Any, expected: str) -> SpecMismatch:
+    """The error for a leaf of another shape or dtype."""
+    return SpecMismatch(
+        f"{what} {name_of(path)} is {brief(value)}, expected {expected}, as its spec says; check_env_specs(env) of "
+        "torchrl.envs.utils shows all that differs"
+    )
 
 
 def path_of(key: Key) -> tuple[str, ...]:
@@ -84,6 +91,11 @@ def name_of(path: tuple[str, ...]) -> str:
     return repr(path[0] if len(path) == 1 else path)
 
 
+def brief(value: Any) -> str:
+    """Shape and dtype of a tensor; the class of anything else."""
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
 def _entries(values: TensorDictBase, path: tuple[str, ...]) -> dict[str, Any]:
     holder = values.get(path, None) if path else values
     return {} if holder is None else dict(holder.items())
@@ -93,7 +105,3 @@ def _write(found: Iterable[tuple[Tensor, Tensor]]) -> None:
     for column, value in found:
         if column is not value:
             column.copy_(value)
-
-
-def _brief(value: Any) -> str:
-    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,237 @@
+"""Envs of TorchRL's that lie, raise, or take their process with them: who, where, which key, expected and got."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from processes import is_alive
+
+torchrl = pytest.importorskip("torchrl")
+
+from tensordict import TensorDict, TensorDictBase  # noqa: E402
+from torchrl.data import Bounded, Composite, Unbounded  # noqa: E402
+from torchrl.envs import CatFrames, EnvBase, RewardSum, StepCounter, Transform, TransformedEnv  # noqa: E402
+
+from muster.errors import EnvError, SpecMismatch, WorkerDied  # noqa: E402
+from muster.interop.torchrl import ParallelEnv  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow)]
+
+
+def changed(key: Any, value: Any) -> Callable[[Any], Any]:
+    return lambda rows: rows.set(key, value)
+
+
+def without(*keys: Any) -> Callable[[Any], Any]:
+    return lambda rows: rows.exclude(*keys)
+
+
+def ends_by(end: Callable[[], Any]) -> Callable[[Any], Any]:
+    return lambda rows: end()
+
+
+class Liar(EnvBase):
+    """Returns what `lie` makes of its rows, from step `at` on (0 = in reset)."""
+
+    def __init__(self, lie: Any = None, at: int = 2, size: int = 3) -> None:
+        super().__init__()
+        self.lie, self.at, self.size, self.steps = lie, at, size, 0
+        self.observation_spec = Composite(position=Unbounded((size,)), inner=Composite(steps=Unbounded((1,))))
+        self.action_spec = Bounded(-1, 1, (size,))
+        self.reward_spec = Unbounded((1,))
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> Any:
+        self.steps = 0
+        return self._told(self._rows())
+
+    def _step(self, tensordict: TensorDictBase) -> Any:
+        self.steps += 1
+        return self._told(self._rows().set("reward", torch.ones(1)))
+
+    def _told(self, rows: TensorDictBase) -> Any:
+        return self.lie(rows) if self.lie is not None and self.steps == self.at else rows
+
+    def _rows(self) -> TensorDictBase:
+        ended = torch.tensor([self.steps >= 5])
+        rows = {"position": torch.full((self.size,), float(self.steps)), "inner": {"steps": torch.zeros(1)}}
+        return TensorDict({**rows, "done": ended, "terminated": ended.clone()}, [])
+
+
+LIES: dict[str, tuple[Any, str]] = {
+    "shape": (changed("position", torch.zeros(9)), r"'position' is \[9\] torch.float32, expected \[3\] torch.float32"),
+    "dtype": (changed("position", torch.zeros(3).double()), r"'position' is \[3\] torch.float64, expected \[3\] torch"),
+    "key": (without("position"), r"tensordict has no 'position', expected \[3\] torch.float32; it has \["),
+    "nested key": (
+        without(("inner", "steps")),
+        r"tensordict has no \('inner', 'steps'\), expected \[1\] torch.float32",
+    ),
+    "group": (without("inner"), r"tensordict has no \('inner', 'steps'\), expected \[1\] torch.float32"),
+    "done": (changed("done", torch.zeros(4).bool()), r"'done' is \[4\] torch.bool, expected \[1\] torch.bool"),
+    "no tensordict": (lambda rows: dict(rows.items()), r"returned a dict, expected a TensorDict"),
+    "nothing": (lambda rows: None, r"returned a NoneType, expected a TensorDict"),
+}
+IN_STEPS = {"reward": (without("reward"), r"tensordict has no 'reward', expected \[1\] torch.float32")}
+
+
+def two(lie: Any, at: int = 2, around: Callable[[EnvBase], EnvBase] = lambda env: env, **options: Any) -> ParallelEnv:
+    """An honest env, and one that lies; `around` each of them."""
+    return ParallelEnv(
+        2, [lambda: around(Liar()), lambda: around(Liar(lie, at))], **{"mp_start_method": "fork", **options}
+    )
+
+
+@pytest.mark.parametrize("around", ["", "transforms", "packed"])
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("name", [*LIES, *IN_STEPS])
+def test_a_lie_is_told_by_env_worker_and_key(name: str, at: int, around: str):
+    if name in IN_STEPS and not at:
+        return
+    lie, words = (LIES | IN_STEPS)[name]
+    transforms = transformed if around == "transforms" else lambda env: env
+    env = two(lie, at, transforms, num_processes=1 if around == "packed" else None)
+    verb = "step" if at else "reset"
+    worker = 0 if around == "packed" else 1
+    with pytest.raises(
+        SpecMismatch, match=rf"^env 1 \(worker {worker}, step {at}\): the {verb}('s)? {words}"
+    ) as caught:
+        env.rollout(4)
+    assert (caught.value.env_index, caught.value.worker_index, caught.value.step) == (1, worker, at)
+    env.close()
+
+
+def transformed(env: EnvBase) -> EnvBase:
+    for transform in (CatFrames(2, dim=-1, in_keys=["position"], out_keys=["both"]), StepCounter(), RewardSum()):
+        env = TransformedEnv(env, transform)
+    return env
+
+
+class Raising(Transform):
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        if next_tensordict["position"][0] == 2:
+            raise ZeroDivisionError("in a transform")
+        return next_tensordict
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_transform_that_raises_is_told_by_env_and_line(method: str):
+    env = ParallelEnv(2, [Liar, lambda: TransformedEnv(Liar(), Raising())], mp_start_method=method)
+    with pytest.raises(ZeroDivisionError, match="in a transform") as caught:
+        env.rollout(4)
+    assert "The traceback of env 1 (worker 1):" in caught.value.__notes__[0]
+    assert 'raise ZeroDivisionError("in a transform")' in caught.value.__notes__[0]
+    env.reset()
+    env.close()
+
+
+def test_an_env_that_raises_where_a_lie_could_be_is_no_liar():
+    env = two(ends_by(lambda: {}["missing"]))
+    with pytest.raises(KeyError, match="missing"):
+        env.rollout(4)
+    env.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_constructor_that_raises_is_told_by_env(method: str):
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(ZeroDivisionError) as caught:
+        ParallelEnv(2, [Liar, lambda: 1 / 0], mp_start_method=method)
+    assert "The traceback of env 1 (worker 1):" in caught.value.__notes__[0]
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
+
+
+ENDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL"),
+    "segfault": (lambda: ctypes.string_at(0), "killed by SIGSEGV"),
+    "exit": (lambda: os._exit(3), "exit code 3"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("name", ENDS)
+def test_a_worker_that_ends_is_explained_and_nothing_stays(name: str, at: int, method: str):
+    end, words = ENDS[name]
+    env = two(ends_by(end), at, mp_start_method=method)
+    pids = [worker["pid"] for worker in env.vector_env.stats()["workers"]]
+    with pytest.raises(WorkerDied, match=rf"^worker 1 \(env 1\) died: {words}"):
+        env.rollout(4)
+    env.close(raise_if_closed=False)
+    assert not any(map(is_alive, pids))
+
+
+def test_an_env_that_exits_python_does_not_end_the_caller():
+    env = two(ends_by(lambda: sys.exit(3)))
+    with pytest.raises(EnvError, match=r"^env 1 \(worker 1, step 2\): SystemExit: 3"):
+        env.rollout(4)
+    env.close()
+
+
+def test_envs_that_differ_are_told_by_key_and_argument():
+    before = psutil.Process().children(recursive=True)
+    words = r"""env 2 differs from env 0: 'position' has shape and dtype \[4\] torch.float32, expected \[3\] .*"""
+    kwargs: list[dict[str, Any]] = [{"size": 3}, {"at": 1}, {"at": 1, "size": 4}]
+    argument = r"""\(create_env_kwargs\[2\]\["size"\] is 4, and create_env_kwargs\[0\]\["size"\] 3; """
+    with pytest.raises(RuntimeError, match=words + argument + r".*\[0\]\[\"at\"\] not given\)\. Pass envs that differ"):
+        ParallelEnv(3, Liar, create_env_kwargs=kwargs, mp_start_method="fork")
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        pytest.param("raise LookupError", marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", marks=pytest.mark.slow),
+        "signal.pause()",
+    ],
+    ids=["forgotten", "raises", "killed", "Ctrl-C"],
+)
+def test_who_ends_without_closing_leaves_nothing(end: str, method: str, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, signal
+        from torchrl.testing.mocking_classes import CountingEnv
+        from muster.interop.torchrl import ParallelEnv
+
+        if __name__ == "__main__":
+            env = ParallelEnv(2, CountingEnv, mp_start_method="{method}")
+            env.rollout(3)
+            print(*[worker["pid"] for worker in env.vector_env.stats()["workers"]], flush=True)
+            {end}
+        """)
+    )
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as run:
+        assert run.stdout is not None
+        pids = [int(pid) for pid in run.stdout.readline().split()]
+        assert len(pids) == 2
+        if end == "signal.pause()":
+            run.send_signal(signal.SIGINT)
+        run.wait(60)
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(is_alive, pids))

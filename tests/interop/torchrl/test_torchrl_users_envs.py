@@ -1,0 +1,401 @@
+"""Envs as users of TorchRL write them, on Muster's workers and in TorchRL's `SerialEnv`: the same rows, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+torchrl = pytest.importorskip("torchrl")
+
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase  # noqa: E402
+from tensordict.nn import TensorDictModule, TensorDictSequential  # noqa: E402
+from torch import nn  # noqa: E402
+from torchrl.data import Bounded, Categorical, Composite, Unbounded  # noqa: E402
+from torchrl.envs import (  # noqa: E402
+    ActionMask,
+    CatFrames,
+    Compose,
+    EnvBase,
+    EnvCreator,
+    InitTracker,
+    ObservationNorm,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    TensorDictPrimer,
+    ToTensorImage,
+    TransformedEnv,
+    VecNorm,
+    VecNormV2,
+)
+from torchrl.envs import ParallelEnv as TheirParallelEnv  # noqa: E402
+from torchrl.modules import LSTMModule  # noqa: E402
+from torchrl.testing.mocking_classes import HeterogeneousCountingEnv, MultiKeyCountingEnv, NestedCountingEnv  # noqa: E402
+
+from muster.errors import NotEnoughMemory  # noqa: E402
+from muster.interop.torchrl import ParallelEnv, PettingZooEnv  # noqa: E402
+from muster.workers import memory_plan  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+
+
+class Camera(EnvBase):
+    """Shows a picture and a position, which actions and the env's seed move; ends after `length` steps."""
+
+    def __init__(self, length: int = 5, size: int = 3) -> None:
+        super().__init__()
+        self.length, self.steps = length, 0
+        self.observation_spec = Composite(
+            pixels=Bounded(0, 255, (8, 8, 3), dtype=torch.uint8),
+            position=Unbounded((size,)),
+            inner=Composite(steps=Unbounded((1,), dtype=torch.int64), double=Unbounded((1,), dtype=torch.float64)),
+        )
+        self.action_spec = Bounded(-1, 1, (size,))
+        self.reward_spec = Unbounded((1,))
+        self.random = torch.Generator()
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.random.manual_seed(seed)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        self.steps = 0
+        self.position = torch.rand(self.action_spec.shape, generator=self.random)
+        return self._observed()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.steps += 1
+        self.position = self.position + tensordict["action"]
+        return self._observed().update({"reward": self.position.sum(0, keepdim=True)})
+
+    def _observed(self) -> TensorDictBase:
+        ended = torch.tensor([self.steps >= self.length])
+        pixels = torch.randint(0, 256, (8, 8, 3), dtype=torch.uint8, generator=self.random)
+        inner = {"steps": torch.tensor([self.steps]), "double": self.position[:1].double()}
+        rows = {"pixels": pixels, "position": self.position.clone(), "inner": inner}
+        return TensorDict({**rows, "done": ended, "terminated": ended}, [])
+
+
+class Chooser(EnvBase):
+    """Allows some actions only, which its mask says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec = Composite(action_mask=torchrl.data.Binary(4, (4,), dtype=torch.bool))
+        self.action_spec = Categorical(4, ())
+        self.reward_spec = Unbounded((1,))
+        self.random = torch.Generator()
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.random.manual_seed(seed)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        self.steps, self.mask = 0, torch.tensor([True, False, True, False])
+        return self._observed()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        assert self.mask[tensordict["action"]]
+        self.steps += 1
+        self.mask = torch.rand(4, generator=self.random) < 0.5
+        self.mask[int(tensordict["action"])] = True
+        return self._observed().set("reward", tensordict["action"].float().reshape(1))
+
+    def _observed(self) -> TensorDictBase:
+        ended = torch.tensor([self.steps >= 4])
+        return TensorDict({"action_mask": self.mask.clone(), "done": ended, "terminated": ended}, [])
+
+
+def pictures() -> EnvBase:
+    seen = Compose(
+        ToTensorImage(), CatFrames(2, dim=-3, in_keys=["pixels"]), CatFrames(3, dim=-1, in_keys=["position"])
+    )
+    counted = Compose(StepCounter(4), RewardSum(), ObservationNorm(0.5, 2.0, in_keys=["pixels"], standard_normal=True))
+    return TransformedEnv(Camera(), Compose(*seen, *counted))
+
+
+def normalised() -> EnvBase:
+    return TransformedEnv(Camera(), VecNormV2(in_keys=["position", ("inner", "double"), "reward"]))
+
+
+def turns() -> EnvBase:
+    return PettingZooEnv("connect_four_v3", parallel=False, use_mask=True)
+
+
+def lstm() -> LSTMModule:
+    torch.manual_seed(3)
+    return LSTMModule(input_size=3, hidden_size=4, in_key="position", out_key="embedded")
+
+
+def remembering() -> EnvBase:
+    return TransformedEnv(Camera(), Compose(InitTracker(), lstm().make_tensordict_primer()))
+
+
+def primed() -> EnvBase:
+    states = {"state": Unbounded((2, 3)), "count": Unbounded((1,), dtype=torch.int64)}
+    return TransformedEnv(Camera(), TensorDictPrimer(states, default_value=1.0))
+
+
+FACTORIES: dict[str, Any] = {
+    "several dtypes": Camera,
+    "pictures": pictures,
+    "VecNormV2 inside": normalised,
+    "masks": Chooser,
+    "masks of agents": turns,
+    "states": remembering,
+    "primed": primed,
+    "nested done flags": NestedCountingEnv,
+    "several agents": MultiKeyCountingEnv,
+    "agents that differ": HeterogeneousCountingEnv,
+    "envs that differ": [partial(Camera, size=2), partial(Camera, size=4), partial(Camera, length=2)],
+}
+AROUND: dict[str, Callable[[], list[Any]]] = {
+    "masks": lambda: [ActionMask()],
+    "masks of agents": lambda: [StepCounter(5)],
+}
+
+
+# After a partial reset, `SerialEnv` shows transforms around it what the other envs observed in their own last reset.
+ForkedTheirs = partial(TheirParallelEnv, mp_start_method="fork")
+
+
+def both(name: str, around: Callable[[], Sequence[Any]] = list, theirs: Any = SerialEnv) -> Iterator[Any]:
+    """Three envs on Muster's workers, then three of TorchRL's; with transforms around them, and seeded alike."""
+    for cls in (partial(ParallelEnv, mp_start_method="fork"), theirs):
+        env = cls(3, FACTORIES[name])
+        for transform in (*AROUND.get(name, list)(), *around()):
+            env = TransformedEnv(env, transform)
+        env.set_seed(3)
+        yield env
+        env.close()
+
+
+def assert_same(ours: TensorDictBase, theirs: TensorDictBase, where: Any) -> None:
+    """Both are the same: of each env the keys, and of each key the class, shape, dtype and each bit.
+
+    Of a root, `SerialEnv` shows less; of what it shows, all is compared.
+    """
+    assert ours.batch_size == theirs.batch_size, where
+    if isinstance(theirs, LazyStackedTensorDict):
+        for i, (mine, other) in enumerate(zip(ours.unbind(theirs.stack_dim), theirs.tensordicts, strict=True)):
+            assert_same(mine, other, (*where, i))
+        return
+    for key, other in theirs.items():
+        mine = ours.get(key)
+        if isinstance(other, TensorDictBase):
+            assert_same(mine, other, (*where, key))
+        else:
+            assert (mine.shape, mine.dtype) == (other.shape, other.dtype), (*where, key)
+            assert torch.equal(mine, other), (*where, key)
+
+
+def driven(env: Any, *, partial_steps: bool) -> list[TensorDictBase]:
+    """What an env shows in 14 steps of random actions: of all envs, then of some, with resets of some."""
+    torch.manual_seed(1)
+    shown = [env.reset()]
+    data = shown[0].clone()
+    for i in range(14):
+        data = env.rand_action(data)
+        chosen = torch.tensor([True, i % 3 != 1, i % 4 != 2]) if partial_steps and i > 2 else torch.ones(3).bool()
+        if not chosen.all():
+            data["_step"] = chosen
+        if i % 2:
+            stepped, data = env.step_and_maybe_reset(data)
+        else:
+            stepped = env.step(data)
+            data = env.maybe_reset(env.step_mdp(stepped))
+        shown.append(stepped["next"].clone())
+        data = data.exclude("_step", *env.action_keys, *env.reward_keys)
+        if i == 7 and "_reset" in env.reset_keys:
+            asked = torch.tensor([[False], [True], [False]])
+            data = env.reset(data.clone().set("_reset", asked))
+        shown.append(data.exclude(*env.reset_keys).clone())
+    return shown
+
+
+# Whatever class they are of, TorchRL does not step some of envs that are stacked lazily, nor of envs with a transform
+# around them that changes shapes.
+ALL_ONLY = ("agents that differ", "envs that differ", "pictures around")
+# TorchRL's workers take a second to start.
+SLOW = (("masks", False), ("agents that differ", False), ("VecNormV2 around", False))
+
+
+def cases(names: Iterable[str], suffix: str = "") -> list[Any]:
+    """The names, each with "all envs step" and "some envs step"."""
+    pairs = [(name, some) for name in names for some in (False, True) if not some or name + suffix not in ALL_ONLY]
+    return [
+        pytest.param(name, some, marks=[pytest.mark.slow] * ((name + suffix, some) in SLOW), id=f"{name}-{some}")
+        for name, some in pairs
+    ]
+
+
+@pytest.mark.parametrize(("name", "partial_steps"), cases(FACTORIES))
+def test_rows_are_those_of_a_serial_env(name: str, partial_steps: bool):
+    envs = both(name, theirs=ForkedTheirs if name in ("masks", "agents that differ") else SerialEnv)
+    ours, theirs = (driven(env, partial_steps=partial_steps) for env in envs)
+    for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(mine, other, (i,))
+
+
+AROUND_THE_BATCH: dict[str, Callable[[], list[Any]]] = {
+    "VecNormV2": lambda: [VecNormV2(in_keys=["position", "reward"])],
+    "pictures": lambda: [
+        ToTensorImage(),
+        CatFrames(2, dim=-3, in_keys=["pixels"]),
+        ObservationNorm(0.5, 2, in_keys=["pixels"]),
+    ],
+    "counters": lambda: [StepCounter(3), RewardSum(), InitTracker()],
+    "states": lambda: [InitTracker(), lstm().make_tensordict_primer()],
+}
+
+
+@pytest.mark.parametrize(("around", "partial_steps"), cases(AROUND_THE_BATCH, " around"))
+def test_transforms_around_the_batch_see_what_they_see_of_a_serial_env(around: str, partial_steps: bool):
+    theirs = ForkedTheirs if around == "VecNormV2" else SerialEnv
+    envs = both("several dtypes", AROUND_THE_BATCH[around], theirs=theirs)
+    ours, theirs = (driven(env, partial_steps=partial_steps) for env in envs)
+    for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(mine, other, (i,))
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_a_policy_of_lstm_states_sees_what_it_sees_of_a_serial_env(where: str):
+    net = lstm()
+    head = TensorDictModule(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), ["embedded"], ["action"])
+    policy = TensorDictSequential(net, head)
+    primer = AROUND_THE_BATCH["states"] if where == "around" else list
+    rollouts = []
+    for env in both("states" if where == "inside" else "several dtypes", primer):
+        with torch.no_grad():
+            rollouts.append(env.rollout(12, policy, break_when_any_done=False))
+    assert_same(*rollouts, ())
+    states = rollouts[0]["recurrent_state_h"]
+    assert states[:, 1].any()
+    # Not those of the episode before.
+    assert not states[rollouts[0]["is_init"].squeeze(-1)].any()
+
+
+@pytest.mark.parametrize("norm", [VecNorm, VecNormV2])
+def test_workers_share_the_statistics_of_a_creator(norm: type):
+    rollouts = []
+    for cls in (partial(ParallelEnv, mp_start_method="fork", num_processes=1), SerialEnv):
+        torch.manual_seed(0)
+        creator = EnvCreator(partial(with_norm, norm))
+        env = cls(3, creator)
+        env.set_seed(3)
+        torch.manual_seed(1)
+        rollouts.append(env.rollout(5))  # `SerialEnv` steps all envs before it resets one
+        env.close()
+    assert_same(*rollouts, ())
+
+
+def with_norm(norm: type) -> EnvBase:
+    return TransformedEnv(Camera(), norm(in_keys=["position"]))
+
+
+# ---- what they cost
+
+PICKLED: Counter[str] = Counter()
+PICKLERS: list[tuple[Any, str]] = [
+    *((module, name) for module in (pickle, ForkingPickler) for name in ("dumps", "loads")),
+    *((cloudpickle, name) for name in ("dumps",)),
+    *((made, "__init__") for base in (pickle.Pickler, pickle.Unpickler) for made in base.__subclasses__()),
+]
+
+
+def count_pickles() -> None:
+    """Has this process count the uses of all picklers."""
+
+    def counted(name: str, function: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            PICKLED[name] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    for owner, name in PICKLERS:
+        setattr(owner, name, counted(f"{owner.__name__}.{name}", getattr(owner, name)))
+
+
+def pickles(self: Any) -> int:
+    return sum(PICKLED.values())
+
+
+@pytest.fixture
+def pickles_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts in this process what is pickled, and gives envs a method that tells what is counted in theirs."""
+    for owner, name in PICKLERS:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(EnvBase, "pickles", pickles, raising=False)
+
+
+@pytest.mark.parametrize("name", [name for name in FACTORIES if name != "masks of agents"])
+@pytest.mark.usefixtures("pickles_counted")
+def test_nothing_is_pickled_on_a_step_of_tensors_here_nor_in_workers(name: str):
+    envs = ParallelEnv(3, FACTORIES[name], mp_start_method="fork", worker_init=count_pickles)
+    envs.set_seed(3)
+    env = TransformedEnv(envs, ActionMask()) if name == "masks" else envs
+
+    def steps(count: int) -> None:
+        data = env.reset()
+        for _ in range(count):
+            _, data = env.step_and_maybe_reset(env.rand_action(data))
+
+    def counted() -> list[int]:
+        return list(envs.vector_env.call("pickles"))
+
+    steps(12)  # in which the workers learn once which keys a verb brings
+    counted()
+    before = counted()
+    asked = [after - count for after, count in zip(counted(), before, strict=True)]
+    assert min(asked) > 0  # the question itself
+    before = counted()
+    count_pickles()
+    PICKLED.clear()
+    steps(100)
+    assert not PICKLED
+    assert [after - count for after, count in zip(counted(), before, strict=True)] == asked
+    env.close()
+
+
+class Big(Camera):
+    """Takes 30 MB, and notes the process in which it was built."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.memory = torch.ones(30_000_000, dtype=torch.uint8)
+        (folder / f"{os.getpid()}-{len(list(folder.iterdir()))}").touch()
+
+
+@pytest.mark.parametrize("form", ["partial", "lambda", "kwargs", "list", "creator"])
+def test_each_env_is_built_once_and_in_its_worker(form: str, tmp_path: Path):
+    fns: dict[str, Any] = {"partial": partial(Big, tmp_path), "lambda": lambda: Big(tmp_path), "kwargs": Big}
+    fns |= {"list": [fns["lambda"]] * 3, "creator": partial(Big, tmp_path)}
+    fn = EnvCreator(fns["creator"]) if form == "creator" else fns[form]  # a creator builds one when it is made
+    kwargs = {"create_env_kwargs": {"folder": tmp_path}} if form == "kwargs" else {}
+    envs = ParallelEnv(3, fn, mp_start_method="fork", **kwargs)
+    envs.rollout(2)
+    built = Counter(int(path.name.partition("-")[0]) for path in tmp_path.iterdir())
+    assert built.pop(os.getpid(), 0) == (form == "creator")
+    assert built == {worker["pid"]: 1 for worker in envs.vector_env.stats()["workers"]}
+    assert len(built) == 3
+    envs.close()
+
+
+def test_envs_that_will_not_fit_into_memory_are_refused_before_they_are_built(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(memory_plan, "memory_left", lambda: (100_000_000, "of a limit made up by the test"))
+    with pytest.raises(
+        NotEnoughMemory, match=r"num_workers=20 in 20 processes will not fit.*About num_workers=\d would fit"
+    ):
+        ParallelEnv(20, partial(Big, tmp_path), mp_start_method="fork")
+    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.warns(ResourceWarning, match="will not fit into memory"):
+        ParallelEnv(5, partial(Big, tmp_path), mp_start_method="fork", memory_check="warn").close()
