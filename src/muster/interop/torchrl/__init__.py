@@ -1,12 +1,43 @@
-"""TorchRL's `ParallelEnv` on Muster's workers, and vector envs as TorchRL's batched `EnvBase`."""
+"""TorchRL's `ParallelEnv` and collectors on Muster's workers, and vector envs as TorchRL's batched `EnvBase`."""
+
+import warnings
 
 from muster.extras import imports_for
+from muster.interop.private_names import parts_required, warn_if_newer
 
-with imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl", "torch", "tensordict"):
+with (
+    imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl", "torch", "tensordict"),
+    parts_required(),
+    warnings.catch_warnings(),
+):
+    warnings.simplefilter("ignore", DeprecationWarning)  # TorchRL warns of classes of its own while it is imported
     from torchrl.envs import SerialEnv
 
+    from muster.interop.torchrl.collectors import Collector, SyncDataCollector
     from muster.interop.torchrl.env import MusterEnv, as_torchrl
-    from muster.interop.torchrl.libs import PettingZooEnv
+    from muster.interop.torchrl.libs import MeltingpotEnv, MeltingpotWrapper, PettingZooEnv
+    from muster.interop.torchrl.multi_collectors import (
+        MultiAsyncCollector,
+        MultiaSyncDataCollector,
+        MultiSyncCollector,
+        MultiSyncDataCollector,
+    )
     from muster.interop.torchrl.parallel import ParallelEnv
 
-__all__ = ["MusterEnv", "ParallelEnv", "PettingZooEnv", "SerialEnv", "as_torchrl"]
+warn_if_newer()
+
+__all__ = [
+    "Collector",
+    "MeltingpotEnv",
+    "MeltingpotWrapper",
+    "MultiAsyncCollector",
+    "MultiSyncCollector",
+    "MultiSyncDataCollector",
+    "MultiaSyncDataCollector",
+    "MusterEnv",
+    "ParallelEnv",
+    "PettingZooEnv",
+    "SerialEnv",
+    "SyncDataCollector",
+    "as_torchrl",
+]
