@@ -149,5 +149,5 @@ def test_actions_of_other_bounds_have_a_remedy() -> None:
 
 def test_an_env_of_torchrls_is_told_where_it_belongs() -> None:
     envs = pytest.importorskip("torchrl.envs")
-    with pytest.raises(RecipeError, match=r"env of TorchRL, a torchrl.*GymEnv\. .*as_torchrl"):
+    with pytest.raises(RecipeError, match=r"env of TorchRL, a torchrl.*GymEnv\. .*torchrl\.ParallelEnv\("):
         muster.make_vec(lambda: envs.GymEnv("CartPole-v1"), 1, backend="serial")

@@ -15,6 +15,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from muster.doctor.diagnosis import Measurements, Recommendation
 from muster.doctor.measure import code_of_options
+from muster.envs.adapt import is_torchrl
 from muster.pickling import is_plain
 from muster.recipes.existing_env import find_existing_env, is_env
 from muster.recipes.gymnasium_ids import unrecorded_wrapper
@@ -23,6 +24,7 @@ from muster.workers.guarded import Problem
 from muster.workers.resources import memory_left, usable_cores
 
 _LONGEST_REPR = 200
+_IMPORT = "from muster.interop.torchrl import ParallelEnv\n"
 _SHARE_OF_MEMORY = 0.5
 # The caller wakes its workers and they wake it: a round of both takes 0.06 ms. This much work should lie between two.
 _ROUND_WORK_S = 500e-6
@@ -35,7 +37,7 @@ class Verdict:
 
     alone: only one env may live in a process.  packs: several may, as a trial has shown.  travels: the recipe can be
     sent.  tried: by start method the problem that ended its worker, or None.  fragile: the env ended its trial early
-    while it was reset or stepped.
+    while it was reset or stepped.  of_torchrl: its factory returns an `EnvBase`.
     """
 
     source: str
@@ -46,6 +48,7 @@ class Verdict:
     alone: bool = False
     packs: bool = False
     fragile: bool = False
+    of_torchrl: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,10 @@ def candidates(verdict: Verdict, measured: Measurements) -> list[Candidate]:
     if context is not None:
         options: dict[str, Any] = {"num_workers": workers} if verdict.packs else {}
         options |= {"one_env_per_process": True} if verdict.alone else {}
-        if verdict.fragile:
+        if verdict.fragile and not verdict.of_torchrl:
             options |= {"on_failure": "restart", "step_timeout": 60}
         ways.append(("process", workers, options))
-    if not (verdict.alone or verdict.fragile):  # envs that share a process are lost together
+    if not (verdict.alone or verdict.fragile or verdict.of_torchrl):  # envs that share a process are lost together
         if verdict.travels and workers > 1:
             packed = {"num_workers": min(cores, count) - 1} if verdict.packs else {}
             ways.append(("process", workers - 1, {**packed, "caller_steps": True}))
@@ -108,7 +111,10 @@ def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recomme
         found = find_existing_env(env)
         existing = found[1] if found is not None else None
     spec = spec_of(existing)
-    if spec is not None and (name := name_of_spec(spec)) is not None:
+    if is_torchrl(existing):
+        line = f"envs = ParallelEnv({cores}, make_env)"
+        factory: str | None = f"{_IMPORT}\n\ndef make_env():\n    return {constructor_of(existing)}\n"
+    elif spec is not None and (name := name_of_spec(spec)) is not None:
         line, factory = f"envs = muster.make_vec({name}, num_envs={cores})", None
     elif existing is None and (missing := _missing_arguments(env, env_kwargs)):
         provided = [f"{json.dumps(name)}: {value!r}" for name, value in env_kwargs.items()]
@@ -182,13 +188,16 @@ def _candidate(
     code = [verdict.source, f"num_envs={num_envs}", *code_of_options(options)]
     if verdict.env_kwargs:
         code.append(f"env_kwargs={_kwargs(verdict.env_kwargs)}")
+    line = f"envs = muster.make_vec({', '.join(code)})"
+    if verdict.of_torchrl:
+        line = f"envs = {_parallel_env(verdict, num_envs, options)}"
     memory = None
     if measured.env_bytes is not None and measured.worker_bytes is not None:
         processes = num_workers if backend == "process" else 0
         memory = processes * measured.worker_bytes + num_envs * measured.env_bytes
     advice = Recommendation(
-        line=f"envs = muster.make_vec({', '.join(code)})",
-        factory=None,
+        line=line,
+        factory=_IMPORT if verdict.of_torchrl else None,
         backend=backend,
         context=context,
         num_envs=num_envs,
@@ -198,6 +207,16 @@ def _candidate(
         caller_steps="caller_steps" in options,
     )
     return Candidate(advice, options)
+
+
+def _parallel_env(verdict: Verdict, num_envs: int, options: Mapping[str, Any]) -> str:
+    """The call of TorchRL's class for a line with the options of `make_vec`."""
+    code = [str(num_envs), verdict.source]
+    if verdict.env_kwargs:
+        code.append(f"create_env_kwargs={_kwargs(verdict.env_kwargs)}")
+    names = {"num_workers": "num_processes", "context": "mp_start_method"}
+    code += code_of_options({names[key]: value for key, value in options.items() if key in names})
+    return f"ParallelEnv({', '.join(code)})"
 
 
 def _kwargs(env_kwargs: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The complaints of Gymnasium's and PettingZoo's own checkers about an env."""
+"""The complaints of Gymnasium's, PettingZoo's and TorchRL's own checkers about an env."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium
 from gymnasium.utils.env_checker import check_env
 
+from muster.doctor.torchrl_envs import check_env_base
 from muster.envs.dm_env import is_dm_env
 from muster.envs.pettingzoo import is_pettingzoo, is_turn_based
 
@@ -19,6 +20,8 @@ _CYCLES = 50
 
 def name_api(env: Any) -> str:
     """The API that `env` speaks, by name."""
+    if (name := getattr(type(env), "api_name", None)) is not None:
+        return str(name)
     if isinstance(env, gymnasium.Env):
         return "Gymnasium"
     if is_pettingzoo(env):
@@ -37,6 +40,8 @@ def check_api(env: Any) -> tuple[list[str], list[str]]:
                 check_env(env.unwrapped, skip_render_check=True)
             elif api.startswith("PettingZoo"):
                 _check_pettingzoo(env, api)
+            elif api == "TorchRL":
+                check_env_base(env)
         except Exception as error:
             refused.append(_first_line(f"{type(error).__name__}: {error}"))
     said = [str(one.message) for one in caught if not issubclass(one.category, (DeprecationWarning, ImportWarning))]

@@ -28,6 +28,7 @@ from muster.doctor.findings import (
 )
 from muster.doctor.lines import is_fatal, pick, try_lines
 from muster.doctor.soak import run_soak
+from muster.doctor.torchrl_envs import stepped
 from muster.doctor.trials import make_envs
 from muster.envs import resolve_foreign_id
 from muster.errors import CannotTravel, RecipeError, WrongType
@@ -61,7 +62,8 @@ def diagnose(
 ) -> Diagnosis:
     """The obstacles to running an env in parallel, and the fastest of the `make_vec` lines that suit it.
 
-    env, env_kwargs, wrappers: as for `make_vec`; an env that exists already is a finding, not an error. Every trial
+    env, env_kwargs, wrappers: as for `make_vec`, and factories of TorchRL's `EnvBase`s, whose line is one of
+    `muster.interop.torchrl.ParallelEnv`; an env that exists already is a finding, not an error. Every trial
     runs in a process of its own: a crash, a hang or an exit in the env is a finding, too. With what the env shares with
     this process (queues, locks, pipes, memory) only one worker is tried, for one step, and a finding says so.
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
@@ -87,6 +89,8 @@ def diagnose(
         raise WrongType(f"policy_factory must be a function that builds the policy, got an object of type {got}")
     if soak_s is not None:
         soak_s = number_of_seconds("soak_s", soak_s)
+    if callable(env) and not isinstance(env, EnvSpec) and not is_env(env):
+        wrappers = [*wrappers, stepped]
     diagnosis = _diagnose_env(env, num_envs, env_kwargs or {}, wrappers, timeout, seconds, name or _name(env))
     if soak_s is not None:
         soak, verdicts = _soak(diagnosis, env, env_kwargs or {}, wrappers, soak_s, timeout)
@@ -145,6 +149,7 @@ def _diagnose_env(
         return _run_lines(target, findings, verdict, Measurements(), recipe, timeout, seconds, shared)
     verdict.fragile = behaviour.stage in ("resetting it", "stepping it")
     verdict.alone = bool(behaviour.results.get("one_per_process"))
+    verdict.of_torchrl = behaviour.results.get("api") == "TorchRL"
     if behaviour.hung and behaviour.stage in _ON_THE_WAY:
         findings.append(about_untried(behaviour))
     elif "rows" in behaviour.results:

@@ -170,7 +170,8 @@ class Diagnosis:
 def code_of(advice: Recommendation) -> str:
     """The code to write, imports included."""
     code = f"{advice.factory}\n{advice.line}" if advice.factory else advice.line
-    return code if "import muster\n" in code else f"import muster\n\n{code}"
+    imported = "import muster\n" in code or code.startswith("from muster.")
+    return code if imported else f"import muster\n\n{code}"
 
 
 def measured_rows(measured: Measurements) -> list[tuple[str, str]]:

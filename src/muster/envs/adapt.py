@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from muster.envs.pettingzoo_aec import TurnBasedAgents
 from muster.envs.pettingzoo_parallel import ParallelAgents
 from muster.errors import ConfigError, RecipeError
 from muster.introspection import type_name
+from muster.pickling import current_call
 from muster.recipes.recipe import Recipe, make_recipes
 
 
@@ -28,10 +30,12 @@ class Adapter:
 
     groups: for multi-agent envs, each agent's group; None groups agents by name and spaces.
     state: whether the state of multi-agent envs that have one is read after every step.
+    env_bases: what makes an env of TorchRL's `EnvBase`, see `UserCall`; empty where these are refused.
     """
 
     groups: Mapping[Agent, str] | None = None
     state: bool = False
+    env_bases: str = ""
 
     def __call__(self, env: Any) -> Any:
         adapted = self._adapt(env)
@@ -43,15 +47,22 @@ class Adapter:
         if isinstance(env, gymnasium.Env):
             _require(env, ("observation_space", "action_space"))
             return env
+        if is_torchrl(env):
+            if not self.env_bases:
+                raise RecipeError(
+                    f"the factory returned an env of TorchRL, a {type_name(env)}. Many of it are run by "
+                    "muster.interop.torchrl.ParallelEnv(num_envs, make_env), with TorchRL's keys; collectors take the "
+                    "factory as it is"
+                )
+            module, _, name = self.env_bases.partition(":")
+            made = getattr(importlib.import_module(module), name)(env)
+            if isinstance(made, gymnasium.Env):
+                return made
+            return ParallelAgents(made, made.groups if self.groups is None else self.groups, self.state)
         if is_pettingzoo(env):
             return (TurnBasedAgents if is_turn_based(env) else ParallelAgents)(env, self.groups, self.state)
         if is_dm_env(env):
             return Players(env, self.groups) if is_list_shaped(env) else DmEnv(env)
-        if is_torchrl(env):
-            raise RecipeError(
-                f"the factory returned an env of TorchRL, a {type_name(env)}. Hand over what it is made of, an id or a "
-                "Gymnasium or PettingZoo env, and wrap the vector env: muster.interop.torchrl.as_torchrl(envs)"
-            )
         _require(env, ("reset", "step", "observation_space", "action_space"))
         return env
 
@@ -72,13 +83,13 @@ def adapted_recipes(
     if groups is not None and not isinstance(groups, Mapping):
         raise ConfigError(f"groups must be a dict of each agent's group, got {type(groups).__name__}: {groups!r}")
     if wrappers is None or isinstance(wrappers, (list, tuple)):  # else `make_recipes` refuses them
-        wrappers = [*(wrappers or ()), Adapter(groups, state)]
+        wrappers = [*(wrappers or ()), Adapter(groups, state, current_call().env_bases)]
     return make_recipes(env, num_envs, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
 
 
 def is_torchrl(env: Any) -> bool:
-    """Whether `env` is one of TorchRL's own. Recognised by its methods: TorchRL need not be installed."""
-    return hasattr(env, "full_action_spec") and hasattr(env, "rand_step")
+    """Whether `env` is one of TorchRL's own. Recognised by its class's methods: TorchRL need not be installed."""
+    return hasattr(type(env), "full_action_spec") and hasattr(type(env), "rand_step")
 
 
 def _require(env: Any, names: tuple[str, ...]) -> None:

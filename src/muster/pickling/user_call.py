@@ -24,6 +24,8 @@ class UserCall:
     apart: a sentence, how to give each env a process of its own.  by_function: the call with the function ``make_env``.
     argument: the call with an env's argument `{name}` built by ``muster.lazy({build})``, where these have no dict.
     worker_init: the argument that has workers run the caller's script.
+    env_bases: a function ``module:name`` that makes an env of one of TorchRL's, imported where such an env was built;
+    empty where the call takes none.
     """
 
     name: str
@@ -43,6 +45,7 @@ class UserCall:
     argument: str = ""
     in_process_of_others: str = ""
     worker_init: str = 'worker_init="script"'
+    env_bases: str = ""
 
     def in_caller(self, **words: str) -> UserCall:
         """The words of a like call that steps the envs in the calling process. words: other fields that differ."""

@@ -6,6 +6,7 @@ import numpy as np
 from gymnasium import spaces
 
 from muster.errors import SpecMismatch
+from muster.spaces.one_hot import OneHot
 from muster.spaces.tree import Space
 
 
@@ -22,6 +23,8 @@ def stacked_space(space: Space, lead: tuple[int, ...]) -> Space:
         return spaces.MultiDiscrete(np.broadcast_to(space.nvec, whole).copy(), dtype=space.dtype, start=start)
     if isinstance(space, spaces.MultiBinary):
         return spaces.MultiBinary(lead + space.shape)
+    if isinstance(space, OneHot):
+        return OneHot(space.counts, lead + space.shape[:-1], space.dtype.type)
     if isinstance(space, spaces.Box):
         low, high = (np.broadcast_to(bound, lead + space.shape) for bound in (space.low, space.high))
         return spaces.Box(low, high, dtype=space.dtype.type)
