@@ -46,10 +46,18 @@ class Writer:
                     if required:
                         raise missing_in(values, self._what, (*path, name), brief(column))
                     continue
-                if value.shape != column.shape or value.dtype != column.dtype:
-                    raise laid_out_otherwise(self._what, (*path, name), value, brief(column))
+                if not _fits(value, column):
+                    raise self._first_lie(path, entries, leaves)
                 found.append((column, value))
         _write(found)
+
+    def _first_lie(
+        self, path: tuple[str, ...], entries: dict[str, Any], leaves: list[tuple[str, Tensor, bool]]
+    ) -> SpecMismatch:
+        """The error for the first leaf that the env has set, which others may have been made of."""
+        columns = {name: column for name, column, _ in leaves}
+        name = next(name for name in entries if name in columns and not _fits(entries[name], columns[name]))
+        return laid_out_otherwise(self._what, (*path, name), entries[name], brief(columns[name]))
 
     def write_if_whole(self, values: TensorDictBase) -> bool:
         """Writes all leaves if each is there and laid out as its column; returns whether it has."""
@@ -58,7 +66,7 @@ class Writer:
             entries = _entries(values, path)
             for name, column, _ in leaves:
                 value = entries.get(name)
-                if value is None or value.shape != column.shape or value.dtype != column.dtype:
+                if value is None or not _fits(value, column):
                     return False
                 found.append((column, value))
         _write(found)
@@ -94,6 +102,10 @@ def name_of(path: tuple[str, ...]) -> str:
 def brief(value: Any) -> str:
     """Shape and dtype of a tensor; the class of anything else."""
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _fits(value: Tensor, column: Tensor) -> bool:
+    return value.shape == column.shape and value.dtype == column.dtype
 
 
 def _entries(values: TensorDictBase, path: tuple[str, ...]) -> dict[str, Any]:
