@@ -14,21 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from muster._core import map_fd
 from muster.errors import NotPendingError, SpecMismatch, WaitTimeout
-from muster.interop.starting import processes
 from muster.interop.torchrl.collector_worker import FLAG_BYTES, Command, Told
-from muster.pickling import dumps as dumps_carefully
+from muster.interop.torchrl.hosting import PoolOptions, pickled, started
 from muster.recipes.recipe import Recipe
 from muster.rollout.processes.shared_weights import SharedWeights
-from muster.transport.mail import dumps
 from muster.transport.slab import memfd
-from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
-from muster.vector.raisers import originals_raised
-from muster.vector.vector_env import VectorEnv
 from muster.workers.close_limits import CloseLimits
 
 
@@ -55,20 +49,8 @@ class CollectorPool:
         self.num_workers = len(recipes)
         self._context = context
         self._files = files
-        with originals_raised():
-            self._backend = processes(
-                recipes,
-                context=context,
-                num_workers=None,
-                name="num_workers",
-                worker_env=None,
-                worker_init=None,
-                close_limits=lambda _: CloseLimits(),
-                num_threads=num_threads,
-            )
-            envs = vector_env_of(self._backend, LENIENT, drop_in_options(self._backend, AutoresetMode.DISABLED))
-        assert isinstance(envs, VectorEnv)
-        self.vector_env = envs
+        options = PoolOptions(memory_check="warn", name="num_workers")
+        self._backend, self.vector_env = started(recipes, options, context=context, num_threads=num_threads)
         self._doing: dict[int, Command] = {}  # by worker that has not answered
         self._pausing: set[int] = set()
         self._ready: deque[tuple[int, Told | None, Any]] = deque()  # by worker what it has told, None for a pause
@@ -77,7 +59,7 @@ class CollectorPool:
         self._batches, self._updates = [0] * self.num_workers, [0] * self.num_workers
         self._noted: dict[int, tuple[Any, str]] = {}
         self._answers: dict[int, deque[Any]] = {worker: deque() for worker in range(self.num_workers)}
-        facts = envs.call("facts")
+        facts = self.vector_env.call("facts")
         self._uses_buffers = [one.uses_buffers for one in facts]
         self.loop_reason: str = next((one.loop_reason for one in facts if one.loop_reason), "")
         self._weights = [SharedWeights(one.weights, fd) for one, fd in zip(facts, files.weights_fds, strict=True)]
@@ -223,11 +205,7 @@ class CollectorPool:
             self._send(worker, Command.FREELY)
 
     def _pickled(self, worker: int, message: tuple[Any, str]) -> bytes:
-        try:
-            return dumps(message, shares_main=self._context == "fork")
-        except Exception:
-            parts = {f"what {message[1]} sends to collector {worker}": message[0]}
-            return dumps_carefully(message, parts, start_method=self._context)
+        return pickled(message, f"what {message[1]} sends to collector {worker}", message[0], context=self._context)
 
     # ---- closing
 

@@ -19,6 +19,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from muster.envs.attributes import get_through, set_through
 from muster.errors import RecipeError, SpecMismatch
+from muster.interop.torchrl.writer import path_of
 from muster.introspection import type_name
 from muster.spaces import one_hot
 
@@ -256,8 +257,7 @@ def _leaf_space(spec: Any, path: Path) -> spaces.Space[Any]:
 
 
 def _paths(spec: Any) -> list[Path]:
-    paths = ((key,) if isinstance(key, str) else tuple(key) for key in spec.keys(True, True))
-    return [path for path in paths if path[-1] not in _OWN_KEYS]
+    return [path for path in map(path_of, spec.keys(True, True)) if path[-1] not in _OWN_KEYS]
 
 
 def _values(tree: TensorDictBase, paths: list[Path], nested: bool) -> Any:

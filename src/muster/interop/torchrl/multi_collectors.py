@@ -27,7 +27,7 @@ from muster.interop.torchrl.shared_state import sharing
 from muster.pickling import UserCall
 from muster.recipes.recipe import Recipe
 from muster.rollout.processes.policy_travel import obstacle_to, pack_policy
-from muster.rollout.weights import is_same_memory, named_weights, require_shapes, weights_by_name
+from muster.rollout.weights import load_weights, named_weights, require_shapes, weights_by_name
 
 _TIMEOUT_S = 10.0
 # Schemes that only say how TorchRL moves weights between the processes of one machine.
@@ -204,7 +204,7 @@ class _InWorkers:
         for worker in range(self.num_workers) if worker_ids is None else _listed(worker_ids):
             self._pool.publish(worker, weights)
         if worker_ids is None:
-            _load(own, weights)
+            load_weights(self._own_policy, {name: weights[name] for name in own.keys() & weights.keys()})
             self._seen = _copied(own)
 
     @property
@@ -281,13 +281,6 @@ def _packed(policy: Any) -> bytes:
 
 def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
-
-
-@torch.no_grad()
-def _load(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    for name in own.keys() & weights.keys():
-        if not is_same_memory(own[name], weights[name]):
-            own[name].copy_(weights[name])
 
 
 def _listed(worker_ids: Any) -> Sequence[int]:
