@@ -41,6 +41,11 @@ def batch_of(space: gym.Space[Any], size: int) -> torch.Tensor:
         spaces.Box(0, 255, (9, 11), np.uint8),
         spaces.Box(0, 7, (9, 11), np.uint8),
         spaces.Box(0, 1, (84, 84, 4), np.uint8),
+        spaces.Box(0, 255, (84, 84), np.uint8),
+        spaces.Box(0, 255, (4, 40, 60, 3), np.uint8),
+        spaces.Box(0, 255, (4, 3, 40, 60), np.uint8),
+        spaces.Box(0, 255, (36, 5, 96), np.uint8),
+        spaces.Box(0, 255, (2, 2, 2, 2), np.uint8),
         spaces.Discrete(4, start=-2),
         spaces.MultiDiscrete([[2, 3], [4, 5]]),
         spaces.MultiBinary((2, 2)),
@@ -63,10 +68,33 @@ def test_images_mean_the_same_with_channels_first_or_last():
     assert_close(first(obs), last(obs.permute(0, 2, 3, 1)))
 
 
+def test_grey_and_stacked_images_are_seen_as_those_with_channels():
+    channels = spaces.Box(0, 255, (6, 40, 60), np.uint8)
+    obs = batch_of(channels, 2)
+    for other, seen in (
+        (spaces.Box(0, 255, (2, 3, 40, 60), np.uint8), obs.view(2, 2, 3, 40, 60)),
+        (spaces.Box(0, 255, (2, 40, 60, 3), np.uint8), obs.view(2, 2, 3, 40, 60).permute(0, 1, 3, 4, 2)),
+    ):
+        assert_close(Encoder(other, generator())(seen), Encoder(channels, generator())(obs))
+    grey, bare = spaces.Box(0, 255, (40, 60, 1), np.uint8), spaces.Box(0, 255, (40, 60), np.uint8)
+    assert_close(Encoder(bare, generator())(obs[:, 0]), Encoder(grey, generator())(obs[:, 0].unsqueeze(-1)))
+
+
+def test_rows_of_bytes_are_divided_by_255_unless_they_were_normalised():
+    encoder = Encoder(spaces.Box(0, 255, (2,), np.uint8), generator())
+    assert_close(encoder(torch.tensor([[51, 255]], dtype=torch.uint8)), torch.tensor([[0.2, 1.0]]))
+    assert_close(encoder(torch.tensor([[-1.5, 2.0]])), torch.tensor([[-1.5, 2.0]]))
+
+
 @pytest.mark.parametrize(
     ("space", "kind"),
     [
         (spaces.Box(0, 255, (96, 96, 3), np.uint8), "images"),
+        (spaces.Box(0, 255, (96, 96), np.uint8), "images"),
+        (spaces.Box(0, 255, (4, 96, 96, 3), np.uint8), "images"),
+        (spaces.Box(0, 31, (96, 96), np.uint8), "codes"),
+        (spaces.Box(0, 255, (36, 5, 96), np.uint8), "grid"),
+        (spaces.Box(0, 255, (2, 7, 7, 3), np.uint8), "bytes"),
         (spaces.Box(0, 255, (7, 7, 3), np.uint8), "grid"),
         (spaces.Box(0, 255, (7, 7), np.uint8), "grid"),
         (spaces.Box(0, 10, (7, 7, 3), np.uint8), "codes"),
@@ -133,12 +161,25 @@ def test_values_are_in_the_units_of_returns_however_large():
 
 
 @pytest.mark.parametrize(
-    ("space", "what"),
-    [(spaces.Text(5), "observations"), (spaces.Dict({"a": spaces.Discrete(2)}), "observations")],
+    ("space", "remedy"),
+    [
+        (spaces.Text(5), "such as .*FlattenObservation"),
+        (spaces.Dict({"a": spaces.Discrete(2)}), "such as .*FlattenObservation"),
+        (spaces.Dict({"a": spaces.Sequence(spaces.Discrete(2))}), "which you have to write"),
+    ],
+    ids=str,
 )
-def test_other_observations_are_refused_with_the_remedy(space: gym.Space[Any], what: str):
-    with pytest.raises(UsageError, match=f"MultiBinary {what}, but this env has .*FlattenObservation"):
+def test_other_observations_are_refused_with_the_remedy(space: gym.Space[Any], remedy: str):
+    with pytest.raises(UsageError, match=f"MultiBinary observations, but this env has .* with a wrapper, {remedy}"):
         ActorCritic(space, spaces.Discrete(2), generator())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8])
+def test_spaces_of_no_numbers_are_refused(dtype: Any):
+    with pytest.raises(UsageError, match="at least one number, but this env has"):
+        ActorCritic(spaces.Box(0, 1, (0,), dtype), spaces.Discrete(2), generator())
+    with pytest.raises(UsageError, match="at least one number, but this env has"):
+        ActorCritic(spaces.Discrete(2), spaces.Box(0, 1, (2, 0), np.float32), generator())
 
 
 def test_other_actions_are_refused():
@@ -213,6 +254,10 @@ class TestGaussian:
         head = Gaussian(spaces.Box(np.array([2, -np.inf], np.float32), np.array([6, np.inf], np.float32)))
         actions = head.to_env(torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0], [9.0, 9.0]]))
         assert actions.tolist() == [[2, -1], [4, 0], [6, 1], [6, 9]]
+
+    def test_actions_are_finite_in_a_small_dtype_too(self):
+        head = Gaussian(spaces.Box(-np.inf, np.inf, (2,), np.float16))
+        assert head.to_env(torch.tensor([[1e6, -1e6]])).tolist() == [[65504, -65504]]
 
     @pytest.mark.parametrize(
         "space",

@@ -105,7 +105,12 @@ class Gaussian(nn.Module):
     def __init__(self, space: spaces.Box, log_std_init: float = 0.0) -> None:
         super().__init__()
         if not np.issubdtype(space.dtype, np.floating):
-            raise UsageError(f"PPO learns continuous actions of a float dtype; this env has {space}.")
+            raise UsageError(
+                f"PPO learns continuous actions of a float dtype; this env has {space}. Turn them into Discrete, "
+                "MultiDiscrete or floats with a wrapper, such as gymnasium.wrappers.TransformAction."
+            )
+        if not math.prod(space.shape):
+            raise UsageError(f"PPO takes actions of at least one number, but this env has {space}.")
         self.shape, self.dtype = space.shape, space.dtype
         self.low, self.high = space.low.reshape(-1), space.high.reshape(-1)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -113,6 +118,8 @@ class Gaussian(nn.Module):
             bounded = np.isfinite(half)
             self.center = np.where(bounded, self.low + half, 0).astype(self.dtype)
         self.scale = np.where(bounded, half, 1).astype(self.dtype)
+        largest = np.finfo(space.dtype).max  # type: ignore[type-var]  # beyond it an action of a small dtype would be inf
+        self.low, self.high = np.maximum(self.low, -largest), np.minimum(self.high, largest)
         self.num_params = math.prod(space.shape)
         self.log_std = nn.Parameter(torch.full((self.num_params,), float(log_std_init)))
 
@@ -133,6 +140,7 @@ class Gaussian(nn.Module):
 
     def to_env(self, actions: Tensor) -> np.ndarray[Any, Any]:
         """Actions [B, K] as the env wants them, [B, *shape], within its bounds."""
-        scaled = self.center + self.scale * actions.numpy().astype(self.dtype)
+        with np.errstate(over="ignore"):
+            scaled = self.center + self.scale * actions.numpy().astype(self.dtype)
         clipped: np.ndarray[Any, Any] = np.clip(scaled, self.low, self.high)
         return clipped.reshape(-1, *self.shape)

@@ -6,6 +6,7 @@ Weights are drawn from a generator that the caller seeds.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -27,21 +28,40 @@ EMBEDDING = 8  # numbers for each code of a byte grid
 def kind_of(space: gym.Space[Any]) -> Kind:
     """How observations of ``space`` are read.
 
-    choices: Discrete, MultiDiscrete and MultiBinary, one-hot.  images: uint8 Boxes of three dimensions, the channels
-    first or last, at least 36 x 36 pixels.  codes: other Boxes of at most 32 whole numbers from 0 on, one-hot.
-    grid: other uint8 Boxes of two or three dimensions, such as MiniGrid's, each of whose 256 codes is embedded, by
-    channel.  bytes: other uint8 Boxes, such as Atari's RAM, divided by 255.  numbers: all other Boxes, as they are.
+    choices: Discrete, MultiDiscrete and MultiBinary, one-hot.  images: uint8 Boxes of at least 36 x 36 pixels, grey,
+    with channels first or last, or several of these stacked.  codes: other Boxes of at most 32 whole numbers from 0 on,
+    one-hot.  grid: other uint8 Boxes of two or three dimensions, such as MiniGrid's, each of whose 256 codes is
+    embedded, by channel.  bytes: other uint8 Boxes, such as Atari's RAM, divided by 255 or normalised.  numbers: all
+    other Boxes, as they are or normalised.
+
+    Raises UsageError for a Box of no numbers.
     """
     if not isinstance(space, spaces.Box):
         return "choices"
     shape = space.shape
-    if space.dtype == np.uint8 and len(shape) == 3 and sorted(shape)[1] >= MIN_PIXELS:
+    if not math.prod(shape):
+        raise UsageError(f"PPO takes Boxes of at least one number, but this env has {space}.")
+    few = np.issubdtype(space.dtype, np.integer) and space.low.min() >= 0 and space.high.max() < MAX_CODES
+    if space.dtype == np.uint8 and pixel_axes(shape) is not None and not (few and len(shape) == 2):
         return "images"
-    if np.issubdtype(space.dtype, np.integer) and space.low.min() >= 0 and space.high.max() < MAX_CODES:
+    if few:
         return "codes"
     if space.dtype != np.uint8:
         return "numbers"
     return "grid" if len(shape) in (2, 3) else "bytes"
+
+
+def pixel_axes(shape: Sequence[int]) -> tuple[int, int] | None:
+    """Which dims of images ``[H, W]``, ``[H, W, C]``, ``[C, H, W]``, or stacked ``[S, ...]`` are height and width.
+
+    The channels are first where there are fewer of them than columns.  None for other shapes, and below 36 x 36.
+    """
+    if not 2 <= len(shape) <= 4:
+        return None
+    first = int(len(shape) == 4)  # frames of other times are channels, too
+    if len(shape) > 2 and shape[-1] > shape[first]:
+        first += 1
+    return (first, first + 1) if min(shape[first : first + 2]) >= MIN_PIXELS else None
 
 
 class Encoder(nn.Module):
@@ -63,8 +83,12 @@ class Encoder(nn.Module):
         elif self.kind == "images":
             assert isinstance(space, spaces.Box)
             self.brightest = max(float(space.high.max()), 1.0)
-            height, width, channels = shape if self.channels_last else (shape[1], shape[2], shape[0])
-            self.cnn = _cnn(height, width, channels, rng)
+            axes = pixel_axes(shape)
+            assert axes is not None
+            height, width = (shape[axis] for axis in axes)
+            self.from_axes = (axes[0] + 1, axes[1] + 1)  # after the batch's
+            self.image_shape = (math.prod(shape) // (height * width), height, width)
+            self.cnn = _cnn(*self.image_shape, rng)
             self.num_features = 512
         elif self.kind == "codes":
             assert isinstance(space, spaces.Box)
@@ -83,7 +107,8 @@ class Encoder(nn.Module):
         if self.kind == "numbers":
             return obs.reshape(len(obs), -1).float()
         if self.kind == "bytes":
-            return obs.reshape(len(obs), -1).float() / 255
+            numbers = obs.reshape(len(obs), -1).float()
+            return numbers if obs.is_floating_point() else numbers / 255  # normalised ones are floats
         if self.kind == "choices":
             columns = self.choices.to_columns(obs).unbind(-1)
             one_hots = [nn.functional.one_hot(c, n) for c, n in zip(columns, self.choices.nvec, strict=True)]
@@ -95,7 +120,7 @@ class Encoder(nn.Module):
             rows = obs.long() + self.first_rows
             return nn.functional.embedding(rows, self.embeddings).flatten(1)
         assert self.cnn is not None
-        images = obs.permute(0, 3, 1, 2) if self.channels_last else obs
+        images = obs.movedim(self.from_axes, (-2, -1)).reshape(-1, *self.image_shape)
         features: Tensor = self.cnn(images.float() / self.brightest)
         return features
 
@@ -111,9 +136,11 @@ class Choices:
         elif isinstance(space, spaces.MultiBinary):
             nvec, starts = np.full(space.shape, 2), np.zeros(space.shape)
         else:
+            flattens = what == "observations" and space.is_np_flattenable
+            such_as = "such as gymnasium.wrappers.FlattenObservation" if flattens else "which you have to write"
             raise UsageError(
-                f"PPO takes Box, Discrete, MultiDiscrete and MultiBinary {what}, but this env has {space}. Give "
-                f"make_vec a wrapper that turns them into one of these, as gymnasium.wrappers.FlattenObservation."
+                f"PPO takes Box, Discrete, MultiDiscrete and MultiBinary {what}, but this env has {space}. Turn them "
+                f"into one of these with a wrapper, {such_as}."
             )
         self.nvec = [int(n) for n in nvec.flat]
         self.starts = torch.from_numpy(starts.reshape(-1).astype(np.int64))
@@ -129,7 +156,7 @@ class Choices:
         return (columns + self.starts).numpy().astype(self.dtype).reshape(-1, *self.shape)
 
 
-def _cnn(height: int, width: int, channels: int, rng: torch.Generator | None) -> nn.Sequential:
+def _cnn(channels: int, height: int, width: int, rng: torch.Generator | None) -> nn.Sequential:
     layers: list[nn.Module] = []
     for filters, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
         layers += [layer(nn.Conv2d, channels, filters, kernel, stride, rng=rng), nn.ReLU()]
