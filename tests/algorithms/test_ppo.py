@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import io
 import itertools
+import json
 import math
 import re
 import threading
@@ -253,6 +255,30 @@ class TestProgress:
         assert metrics.steps == 40
         assert metrics.episodes == (8, 5.0, 5.0, 5.0, 5.0)
 
+    @pytest.mark.parametrize("num_steps", [2, 3, 4])
+    def test_few_rows_that_are_left_are_learnt_from(self, num_steps: int):
+        make = functools.partial(Clock, terminated_after=1)  # every other row only resets the env
+        with muster.make_vec(make, 2, backend="serial") as envs:
+            ppo = PPO(envs, PPOConfig(num_envs=2, num_steps=num_steps, num_minibatches=2))
+            before = ppo.state_dict()["policy"]
+            for _ in range(3):
+                assert not math.isnan(ppo.iterate().explained_variance)
+            assert not not_finite(ppo.state_dict())
+            assert not alike(ppo.state_dict()["policy"], before)
+
+    def test_one_row_alone_is_learnt_from(self):
+        with muster.make_vec(functools.partial(Clock, terminated_after=1), 1, backend="serial") as envs:
+            ppo = PPO(envs, PPOConfig(num_envs=1, num_steps=2, num_minibatches=1))
+            assert ppo.iterate().steps == 1
+            assert not not_finite(ppo.state_dict())
+
+    def test_it_trains_where_gradients_are_switched_off(self):
+        # So does an interrupt that falls into torch's own switching, for the rest of the process.
+        with torch.no_grad(), ppo_on(Clock) as ppo:
+            before = ppo.state_dict()["policy"]
+            ppo.iterate()
+            assert not alike(ppo.state_dict()["policy"], before)
+
     def test_checkpoint_loads_without_running_code_and_gives_the_policy_back(self):
         with ppo_on(Clock) as ppo, ppo_on(Clock, seed=1) as other:
             ppo.iterate()
@@ -367,13 +393,15 @@ class Glitch(Clock):
 
     action_space = spaces.Box(-1, 1, (2,), np.float32)
 
-    def __init__(self, what: str, at: int, number: float = math.nan) -> None:
+    def __init__(self, what: str, at: int, number: float = math.nan, dtype: Any = np.float32) -> None:
+        self.observation_space = spaces.Box(0, 100, (1,), dtype)
         super().__init__(terminated_after=4 if what == "terminated" else 100)
         self.what, self.at, self.number, self.total = what, at, number, 0
 
     def step(self, action: Any) -> Step:
         assert np.isfinite(action).all()
         obs, reward, terminated, truncated, info = super().step(action)
+        obs = obs.astype(self.observation_space.dtype)
         self.total += 1
         ends = terminated if self.what == "terminated" else truncated if self.what == "truncated" else False
         if ends or (self.what == "observation" and self.total == self.at):
@@ -432,6 +460,15 @@ class TestRowsThatAreNotFinite:
             for _ in range(2):
                 assert ppo.iterate().episodes.mean_return == 4.0
             assert not not_finite(ppo.state_dict())
+
+    @pytest.mark.parametrize("options", [{}, NORMALIZED], ids=["plain", "normalized"])
+    def test_numbers_that_float32_cannot_hold_are_refused_too(self, options: dict[str, Any]):
+        make = functools.partial(Glitch, "observation", 3, 1e200, dtype=np.float64)
+        with ppo_on(make, **options) as ppo:
+            good = ppo.state_dict()
+            with pytest.raises(TrainingDiverged, match=r"observation that holds 1e\+200 in its step 3; .* of float32"):
+                ppo.iterate()
+            assert alike(ppo.state_dict(), good)
 
     def test_actions_that_are_not_finite_are_never_sent(self):
         with ppo_on(functools.partial(Glitch, "nothing", 0)) as ppo:
@@ -607,6 +644,13 @@ class TestRefusals:
                 ppo.iterate()
             assert all(weights.isfinite().all() for weights in ppo.policy.parameters())
 
+    def test_weights_that_the_last_step_of_an_iteration_breaks_are_not_kept(self):
+        with ppo_on(Clock, learning_rate=1e39, update_epochs=1, num_minibatches=1) as ppo:
+            before = ppo.state_dict()
+            with pytest.raises(TrainingDiverged, match=r"weights that are not finite. Lower learning_rate"):
+                ppo.iterate()
+            assert alike(ppo.state_dict(), before)
+
     def test_envs_that_do_not_reset_themselves_are_refused(self):
         with (
             muster.make_vec(Clock, 4, backend="serial", autoreset_mode="disabled") as envs,
@@ -645,6 +689,17 @@ class TestRefusals:
             ({"activation": "sigmoid"}, "activation must be one of tanh, relu, elu, gelu, got 'sigmoid'"),
             ({"learning_rate": math.nan}, "learning_rate must be above 0 and finite, got nan"),
             ({"clip_rewards": -1.0}, r"clip_rewards must be above 0 and finite, got -1\.0"),
+            ({"learning_rate": "fast"}, "learning_rate must be above 0 and finite, got 'fast'"),
+            ({"clip_coef": 0.0}, r"clip_coef must be above 0 and finite, got 0\.0"),
+            ({"ent_coef": math.nan}, "ent_coef must be finite, got nan"),
+            ({"vf_coef": -1.0}, r"vf_coef must be at least 0 and finite, got -1\.0"),
+            ({"max_grad_norm": 0.0}, r"max_grad_norm must be above 0, got 0\.0"),
+            ({"log_std_init": math.inf}, "log_std_init must be finite, got inf"),
+            ({"gamma": None}, r"gamma must lie in \[0, 1\], got None"),
+            ({"seed": 1.5}, r"seed must be a whole number and not be negative, got 1\.5"),
+            ({"hidden_sizes": 64}, "hidden_sizes must be a tuple of whole numbers, got 64"),
+            ({"total_steps": math.inf}, "total_steps must be a whole number of at least 1, got inf"),
+            ({"total_steps": 1000.5}, r"total_steps must be a whole number of at least 1, got 1000\.5"),
             ({"num_envs": 1, "num_steps": 7, "num_minibatches": 4}, "too small for num_minibatches=4"),
         ],
     )
@@ -654,3 +709,10 @@ class TestRefusals:
 
     def test_total_steps_may_be_written_as_a_float(self):
         assert PPOConfig(total_steps=1e5).num_iterations == 49  # type: ignore[arg-type]
+        assert repr(PPOConfig(total_steps=1e5).total_steps) == "100000"  # type: ignore[arg-type]
+
+    def test_numbers_of_numpy_are_kept_as_json_can_hold_them(self):
+        config = PPOConfig(
+            total_steps=np.int64(9), seed=np.int32(1), learning_rate=np.float32(0.5), hidden_sizes=[np.int64(4)]
+        )
+        assert json.loads(json.dumps(dataclasses.asdict(config)))["hidden_sizes"] == [4]

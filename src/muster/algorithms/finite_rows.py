@@ -11,7 +11,7 @@ from muster.errors import TrainingDiverged
 
 
 def require_finite_rows(batch: Any, steps_before: int, kept_steps: int) -> None:
-    """Raises TrainingDiverged for the first observation or reward that would be learnt from and is not finite.
+    """Raises TrainingDiverged for the first observation or reward to be learnt from that is not finite in float32.
 
     batch: a collector's batch [N, T], ``compact``.  steps_before: steps of each env before it.
     kept_steps: env steps of the run until then.
@@ -24,7 +24,7 @@ def require_finite_rows(batch: Any, steps_before: int, kept_steps: int) -> None:
         batch["collector", "final", "observation"],
     )
     rewards, terminated, truncated = (batch["next", name].squeeze(-1) for name in ("reward", "terminated", "truncated"))
-    if all(not one.is_floating_point() or one.isfinite().all() for one in (observations, last, finals, rewards)):
+    if all(not one.is_floating_point() or _finite(one).all() for one in (observations, last, finals, rewards)):
         return
     mask = batch["collector", "mask"]
     bootstraps = mask & truncated & ~terminated
@@ -48,19 +48,24 @@ def require_finite_rows(batch: Any, steps_before: int, kept_steps: int) -> None:
     if not found:
         return
     step, _, env, what, row = min(found, key=lambda one: one[:3])
-    number = row[~row.isfinite()][0].item()
+    number = row[~_finite(row)][0].item()
     when = f"in its step {steps_before + step}" if steps_before + step else "at its first reset"
     raise TrainingDiverged(
-        f"Env {env} returned {what} {number} {when}; PPO learns from finite numbers alone. Nothing of this rollout was "
-        f"learnt: the state is that after step {kept_steps:,}. Mend the env, or replace such numbers in a wrapper; "
-        "make_vec(check_finite=True) raises in the env's own step."
+        f"Env {env} returned {what} {number} {when}; PPO learns from finite numbers of float32 alone. Nothing of "
+        f"this rollout was learnt: the state is that after step {kept_steps:,}. Mend the env, or replace such numbers "
+        "in a wrapper; make_vec(check_finite=True) raises in the env's own step."
     )
 
 
 def _bad(rows: Tensor, used: Tensor) -> list[list[int]]:
     """The places of ``used`` (bool, of the first dims of ``rows``) where a row is not finite."""
-    finite = rows.isfinite()
+    finite = _finite(rows)
     while finite.ndim > used.ndim:
         finite = finite.all(-1)
     places: list[list[int]] = torch.nonzero(used & ~finite).tolist()
     return places
+
+
+def _finite(rows: Tensor) -> Tensor:
+    """Whether each number is finite in float32, the policy's dtype."""
+    return (rows.float() if rows.is_floating_point() else rows).isfinite()

@@ -151,7 +151,9 @@ class PPO:
                 learning_rate, clip_coef = self.schedule.at(self.steps)
                 rollout = self.collect_rollout()
                 losses = self.update(rollout, learning_rate, clip_coef)
-                unexplained = (rollout.targets - rollout.values).var() / (rollout.targets.var() + 1e-8)
+                unexplained = (rollout.targets - rollout.values).var(correction=0) / (
+                    rollout.targets.var(correction=0) + 1e-8
+                )
             self.steps = self.collector.frames
             explained = 1 - unexplained.item()
             metrics = PPOMetrics(self.steps, self.episodes.summary(), losses, explained, learning_rate)
@@ -239,10 +241,11 @@ class PPO:
         params, values = zip(*map(self.policy, minibatches), strict=True)
         return torch.cat(params), torch.cat(values)
 
+    @torch.enable_grad()
     def update(self, rollout: Rollout, learning_rate: float, clip_coef: float | None = None) -> Losses:
         """Learns from the rollout in several passes, over random minibatches. clip_coef: None for the config's.
 
-        Raises TrainingDiverged, before numbers that are not finite get into the weights.
+        Raises TrainingDiverged for gradients and weights that are not finite.
         """
         config = self.config
         self._clip_coef = config.clip_coef if clip_coef is None else clip_coef
@@ -254,24 +257,35 @@ class PPO:
                 "rows that are. Look for huge rewards and observations, or use normalize_rewards=True."
             )
         history: list[Tensor] = []
-        for _ in range(config.update_epochs):
-            order = torch.randperm(len(rollout.targets), generator=self._minibatch_rng)
-            for minibatch in order.tensor_split(config.num_minibatches):
-                loss, parts = self._loss(Rollout(*(tensor[minibatch] for tensor in rollout)))
-                history.append(parts)
-                if config.target_kl is not None and parts[3] > KL_MARGIN * config.target_kl:
-                    return _mean_losses(history)
-                self.optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
-                norm = nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
-                if not norm.isfinite():
-                    raise TrainingDiverged(
-                        f"PPO diverged after step {self.collector.frames}: loss {loss.item()}, gradient norm "
-                        f"{norm.item()}. Lower learning_rate, which is {learning_rate:g}, or look for huge "
-                        "observations."
-                    )
-                self.optimizer.step()
-        return _mean_losses(history)
+        for rows in self._minibatches(rollout):
+            loss, parts = self._loss(rows)
+            history.append(parts)
+            if config.target_kl is not None and parts[3] > KL_MARGIN * config.target_kl:
+                break
+            self.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
+            norm = nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
+            if not norm.isfinite():
+                raise self._diverged(f"loss {loss.item()}, gradient norm {norm.item()}", learning_rate)
+            self.optimizer.step()
+        if not all(weights.isfinite().all() for weights in self.policy.parameters()):
+            raise self._diverged("the last step led to weights that are not finite", learning_rate)
+        return Losses(*torch.stack(history).mean(0).tolist())
+
+    def _minibatches(self, rollout: Rollout) -> Iterator[Rollout]:
+        """Random minibatches of the rollout, pass after pass."""
+        size = len(rollout.targets)
+        # Fewer where rows were left out: a minibatch has 2 rows at least, as a single one has no deviation.
+        count = min(self.config.num_minibatches, max(size // 2, 1))
+        for _ in range(self.config.update_epochs):
+            for chosen in torch.randperm(size, generator=self._minibatch_rng).tensor_split(count):
+                yield Rollout(*(tensor[chosen] for tensor in rollout))
+
+    def _diverged(self, what: str, learning_rate: float) -> TrainingDiverged:
+        return TrainingDiverged(
+            f"PPO diverged after step {self.collector.frames}: {what}. Lower learning_rate, which is "
+            f"{learning_rate:g}, or look for huge observations."
+        )
 
     def _loss(self, batch: Rollout) -> tuple[Tensor, Tensor]:
         """The loss of a minibatch, rows [M, ...], and its five figures for ``Losses`` [5]."""
@@ -282,7 +296,7 @@ class PPO:
         ratio = log_ratio.exp()
 
         advantages = batch.advantages
-        if config.norm_adv:
+        if config.norm_adv and len(advantages) > 1:
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
         policy_loss = -torch.minimum(advantages * ratio, advantages * clipped_ratio).mean()
@@ -363,16 +377,12 @@ def _check_envs(envs: VectorEnv[Any, Any, Any], config: PPOConfig) -> None:
             f"pass PPOConfig(num_envs={envs.num_envs})."
         )
     space = envs.single_observation_space
-    if config.normalize_observations and kind_of(space) != "numbers":
+    if config.normalize_observations and kind_of(space) not in ("numbers", "bytes"):
         raise ConfigError(
-            "normalize_observations is for measurements, such as positions and speeds: Boxes of floats or of large "
-            f"whole numbers. This env observes {space}, which the policy reads as {kind_of(space)}, in numbers of "
-            "about 1 already. Leave it off."
+            "normalize_observations is for measurements, such as positions and speeds: Boxes of floats, of large "
+            f"whole numbers, and rows of bytes. This env observes {space}, which the policy reads as {kind_of(space)}, "
+            "in numbers of about 1 already. Leave it off."
         )
-
-
-def _mean_losses(history: list[Tensor]) -> Losses:
-    return Losses(*torch.stack(history).mean(0).tolist())
 
 
 def _copied(state: Any) -> Any:

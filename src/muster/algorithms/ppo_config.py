@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from muster.algorithms.layers import ACTIVATIONS
-from muster.arguments import at_least
+from muster.arguments import as_whole, at_least
 from muster.errors import ConfigError
 
 
@@ -55,22 +57,34 @@ class PPOConfig:
         return math.ceil(self.total_steps / self.batch_size)
 
     def __post_init__(self) -> None:
-        total = self.total_steps
-        at_least("PPOConfig: total_steps", int(total) if isinstance(total, float) else total, 1, end=".")  # 1e6 is fine
-        for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads"):
-            at_least(f"PPOConfig: {name}", getattr(self, name), 1, end=".")
-        object.__setattr__(self, "hidden_sizes", tuple(self.hidden_sizes))  # JSON has lists
-        for size in self.hidden_sizes:
-            at_least("PPOConfig: each of hidden_sizes", size, 1, end=".")
-        if self.seed < 0:
-            raise ConfigError(f"PPOConfig: seed must not be negative, got {self.seed}.")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"PPOConfig: {name} must lie in [0, 1], got {getattr(self, name)}.")
-        for name in ("learning_rate", "clip_rewards", "target_kl"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"PPOConfig: {name} must be above 0 and finite, got {value}.")
+        if isinstance(self.total_steps, float) and self.total_steps % 1 == 0:  # 1e6 is fine
+            self._set("total_steps", int(self.total_steps))
+        for name in ("total_steps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads"):
+            self._set(name, at_least(f"PPOConfig: {name}", getattr(self, name), 1, end="."))
+        sizes = self.hidden_sizes
+        if not isinstance(sizes, (list, tuple)):  # JSON has lists
+            raise ConfigError(f"PPOConfig: hidden_sizes must be a tuple of whole numbers, got {sizes!r}.")
+        self._set(
+            "hidden_sizes", tuple(at_least("PPOConfig: each of hidden_sizes", size, 1, end=".") for size in sizes)
+        )
+        if as_whole(self.seed) is None or self.seed < 0:
+            kind = "be a whole number and " if as_whole(self.seed) is None else ""
+            raise ConfigError(f"PPOConfig: seed must {kind}not be negative, got {self.seed!r}.")
+        self._set("seed", int(self.seed))
+        for names, must, fits in (
+            (("gamma", "gae_lambda"), "lie in [0, 1]", lambda x: 0 <= x <= 1),
+            (("learning_rate", "clip_coef", "clip_rewards", "target_kl"), "be above 0 and finite", _is_finite_above_0),
+            (("ent_coef", "log_std_init"), "be finite", math.isfinite),
+            (("vf_coef",), "be at least 0 and finite", lambda x: 0 <= x < math.inf),
+            (("max_grad_norm",), "be above 0", lambda x: x > 0),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is None and name in ("clip_rewards", "target_kl"):
+                    continue
+                if not _is_number(value) or not fits(value):
+                    raise ConfigError(f"PPOConfig: {name} must {must}, got {value!r}.")
+                self._set(name, float(value))  # as JSON can hold it: NumPy's numbers are as good
         if self.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ConfigError(f"PPOConfig: activation must be one of {known}, got {self.activation!r}.")
@@ -79,3 +93,14 @@ class PPOConfig:
                 f"PPOConfig: a rollout of num_envs={self.num_envs} x num_steps={self.num_steps} rows is too small for "
                 f"num_minibatches={self.num_minibatches}; each needs at least 2 rows."
             )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _is_finite_above_0(value: float) -> bool:
+    return 0 < value < math.inf
