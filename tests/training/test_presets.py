@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import muster
 from muster import cli
-from muster.algorithms import PPOConfig
+from muster.algorithms import PPO, PPOConfig
 from muster.training.presets import PRESETS, Preset, preset_for
 from muster.training.runs import read_plan
 
@@ -41,8 +41,15 @@ def run_muster(*arguments: str) -> Result:
         ("gymnasium.envs.box2d.car_racing:CarRacing", BIG_IMAGE, TORQUES, "images"),
         ("gymnasium.envs.mujoco.ant_v5:AntEnv", NUMBERS, TORQUES, "MuJoCo"),
         ("ale_py.env:AtariEnv", spaces.Box(0, 255, (210, 160, 3), np.uint8), TURNS, "Atari"),
-        ("ale_py.env:AtariEnv", spaces.Box(0, 255, (128,), np.uint8), TURNS, "codes"),
+        ("ale_py.env:AtariEnv", spaces.Box(0, 255, (128,), np.uint8), TURNS, "numbers"),
         ("minigrid.envs:DoorKeyEnv", GRID, TURNS, "MiniGrid"),
+        (
+            "minigrid.envs:DoorKeyEnv",
+            spaces.Box(0, 255, (2835,), np.uint8),
+            TURNS,
+            "numbers",
+        ),  # as FlatObsWrapper has it
+        ("my_game:Game", spaces.Box(0, 255, (64, 64), np.uint8), TURNS, "images"),
         ("minigrid_like.envs:Other", GRID, TURNS, "mixed observations"),
         ("gymnasium.envs.toy_text.blackjack:BlackjackEnv", spaces.Tuple([TURNS, TURNS]), TURNS, "mixed observations"),
         ("gymnasium.envs.toy_text.taxi:TaxiEnv", spaces.Discrete(500), TURNS, "codes"),
@@ -93,6 +100,8 @@ class Pictures(gym.Env[Any, Any]):
         ("mixed observations", spaces.Dict({"a": NUMBERS, "b": spaces.Discrete(3)}), spaces.Box(-1, 1, (7,))),
         ("images", spaces.Box(0, 255, (64, 64, 3), np.uint8), spaces.Box(0, 255, (64, 64, 3), np.uint8)),
         ("images", spaces.Box(0, 255, (3, 96, 96), np.uint8), spaces.Box(0, 255, (3, 96, 96), np.uint8)),
+        ("images", spaces.Box(0, 200, (96, 96, 3), np.uint8), spaces.Box(0, 200, (96, 96, 3), np.uint8)),
+        ("images", spaces.Box(0, 255, (2, 96, 96, 3), np.uint8), spaces.Box(0, 255, (2, 96, 96, 3), np.uint8)),
     ],
     ids=str,
 )
@@ -104,11 +113,35 @@ def test_wrappers_make_what_ppo_takes(name: str, before: Any, after: Any):
         assert obs.shape == (2, *after.shape)
 
 
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Tuple([spaces.Discrete(3), spaces.MultiBinary(2)]),  # codes alone
+        spaces.Dict(at=spaces.Box(-1000, 1000, (2,), np.float64), key=spaces.Discrete(2)),
+        spaces.Dict(image=spaces.Box(0, 255, (3, 3), np.uint8)),
+    ],
+    ids=str,
+)
+def test_mixed_observations_are_trained_on_normalised(space: Any):
+    preset = row("mixed observations")
+    options = {**preset.config, "num_envs": 2, "num_steps": 16, "num_minibatches": 2}
+    with muster.make_vec(Pictures, 2, backend="serial", env_kwargs={"observation_space": space},
+                         wrappers=preset.wrappers, autoreset_mode="same_step") as envs:  # fmt: skip
+        ppo = PPO(envs, PPOConfig(**options))
+        ppo.iterate()
+        assert ppo.observations is not None
+        assert ppo.observations.moments.count == 32
+
+
 def test_pictures_are_scaled_down():
     pytest.importorskip("cv2")
     with muster.make_vec(Pictures, 2, backend="serial", env_kwargs={"observation_space": BIG_IMAGE},
                          wrappers=row("images").wrappers) as envs:  # fmt: skip
         assert envs.reset()[0].shape == (2, 84, 84, 3)
+    grey = spaces.Box(0, 255, (100, 90), np.uint8)
+    with muster.make_vec(Pictures, 2, backend="serial", env_kwargs={"observation_space": grey},
+                         wrappers=row("images").wrappers) as envs:  # fmt: skip
+        assert envs.reset()[0].shape == (2, 84, 84)
 
 
 @pytest.mark.parametrize("env_id", ["ALE/Pong-v5", "PongNoFrameskip-v4"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 from gymnasium import spaces, wrappers
 
 from muster.extras import require
@@ -22,9 +23,13 @@ def atari_frames(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
 
 
 def small_images(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
-    """Images, channels last, of more than 84 x 84 pixels scaled down to that; others as they are."""
-    height, width, channels = env.observation_space.shape or (0, 0, 0)
-    if min(height, width) <= PIXELS or channels > min(height, width):
+    """Images of 0 to 255, grey or channels last, of more than 84 x 84 pixels scaled to that; others as they are."""
+    space = env.observation_space
+    assert isinstance(space, spaces.Box)
+    shape = space.shape
+    grey_or_channels_last = len(shape) == 2 or (len(shape) == 3 and shape[2] <= shape[0])
+    all_bytes = not space.low.any() and bool((space.high == 255).all())  # what ResizeObservation takes
+    if not grey_or_channels_last or min(shape[:2]) <= PIXELS or not all_bytes:
         return env
     require("Larger images than 84 x 84 need", "muster-rl[train]", "cv2")
     return wrappers.ResizeObservation(env, (PIXELS, PIXELS))
@@ -39,5 +44,18 @@ def image_alone(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
 
 
 def flat(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
-    """The parts of a Dict or Tuple observation, one after the other in one Box."""
-    return wrappers.FlattenObservation(env)
+    """The parts of a Dict or Tuple observation, one after the other in one Box of float32; codes are one-hot.
+
+    Observations that no Box can hold, such as those with a Sequence or a Graph in them, stay as they are.
+    """
+    space = env.observation_space
+    if not space.is_np_flattenable or not spaces.flatdim(space):
+        return env
+    flattened = wrappers.FlattenObservation(env)
+    box = flattened.observation_space
+    assert isinstance(box, spaces.Box)
+    with np.errstate(over="ignore"):
+        bounds = box.low.astype(np.float32), box.high.astype(np.float32)
+    return wrappers.TransformObservation(
+        flattened, methodcaller("astype", np.float32), spaces.Box(*bounds, dtype=np.float32)
+    )
