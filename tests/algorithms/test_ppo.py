@@ -25,6 +25,7 @@ from torch.testing import assert_close
 
 import muster
 from muster.algorithms import PPO, ActorCritic, PPOConfig
+from muster.algorithms.ppo import Rollout
 from muster.errors import ConfigError, TrainingDiverged, UsageError
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
@@ -557,6 +558,20 @@ class TestOptions:
         with ppo_on(functools.partial(Glitch, "nothing", 0)) as ppo:
             for sample in (False, True):
                 assert ppo.act(torch.zeros(3, 1), sample=sample).shape == (3, 2)
+
+
+class TestLosses:
+    @pytest.mark.parametrize(("clips", "expected"), [(False, (0.25 + 9 + 4) / 6), (True, (0.64 + 14.44 + 4) / 6)])
+    def test_values_clipped_to_those_that_were_collected_count_where_they_are_worse(self, clips: bool, expected: float):
+        with ppo_on(Clock, clip_vloss=clips) as ppo:
+            rows = ppo.collect_rollout()
+            ppo.policy.forward = lambda obs: (torch.zeros(3, 2), torch.tensor([0.5, 4.0, 10.0]))
+            rows = Rollout(*(tensor[:3] for tensor in rows))._replace(
+                # Moved from 0 to 0.5 and from 3 to 4, which count as 0.2 and 3.2; the last stays where it was.
+                values=torch.tensor([0.0, 3.0, 10.0]), targets=torch.tensor([1.0, 7.0, 12.0])
+            )  # fmt: skip
+            _, figures = ppo._loss(rows)
+        assert_close(figures[1].item(), expected)
 
 
 class TestNormalization:

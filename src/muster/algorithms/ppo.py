@@ -284,7 +284,7 @@ class PPO:
     def _diverged(self, what: str, learning_rate: float) -> TrainingDiverged:
         return TrainingDiverged(
             f"PPO diverged after step {self.collector.frames}: {what}. Lower learning_rate, which is "
-            f"{learning_rate:g}, or look for huge observations."
+            f"{learning_rate:g}, or look for huge observations and rewards."
         )
 
     def _loss(self, batch: Rollout) -> tuple[Tensor, Tensor]:

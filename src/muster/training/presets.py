@@ -106,8 +106,9 @@ PRESETS = (
     ),
     Preset(
         "MiniGrid",
-        "lcswillems/rl-starter-files, which the zoo follows: entropy, and advantages as they are (normalised ones are "
-        "noise until a first reward: DoorKey-5x5, seed 2, was at 0 after 147,000 steps, and is at 0.92 after 37,000)",
+        "the zoo's envs and steps; entropy, value loss and advantages as they are: lcswillems/rl-starter-files; the "
+        "rest by trial (normalised advantages are noise until a first reward: DoorKey-5x5, seed 2, was at 0 after "
+        "147,000 steps, and is at 0.92 after 37,000)",
         {"num_envs": 8, "num_steps": 128, "num_minibatches": 8, "update_epochs": 8, "learning_rate": 7e-4,
          "norm_adv": False, "ent_coef": 0.01, "vf_coef": 1.0, "total_steps": 300_000},
         package="minigrid", observations=("mixed", "grid", "images"), actions="discrete", wrappers=(image_alone,),
