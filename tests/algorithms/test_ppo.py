@@ -524,6 +524,18 @@ class TestSchedule:
             assert ppo.schedule.began_again
             assert_close(self.rates(ppo), [0.01, 0.005])
 
+    def test_a_run_that_left_rows_out_has_finished_with_its_steps(self):
+        options = {**SMALL, "num_envs": 2}
+        with muster.make_vec(Clock, 2, backend="serial") as envs:  # next_step: of 128 steps 104 or so are an env's own
+            ppo = PPO(envs, PPOConfig(**options, total_steps=100))
+            *_, last = ppo.train()
+            state = ppo.state_dict()
+        assert last.steps < ppo.config.num_iterations * ppo.config.batch_size
+        with ppo_on(Clock, num_envs=2, total_steps=1000) as ppo:
+            ppo.load_state_dict(state)
+            assert ppo.schedule.began_again
+            assert ppo.iterate().learning_rate == 0.01
+
     @pytest.mark.parametrize("iterations", [2, 4])
     def test_another_rate_may_be_set(self, iterations: int):
         with ppo_on(Clock, total_steps=6 * 128) as ppo:
@@ -709,7 +721,7 @@ class TestRefusals:
             ({"ent_coef": math.nan}, "ent_coef must be finite, got nan"),
             ({"vf_coef": -1.0}, r"vf_coef must be at least 0 and finite, got -1\.0"),
             ({"max_grad_norm": 0.0}, r"max_grad_norm must be above 0, got 0\.0"),
-            ({"log_std_init": math.inf}, "log_std_init must be finite, got inf"),
+            ({"log_std_init": math.inf}, r"log_std_init must lie in \[-20, 20\], got inf"),
             ({"gamma": None}, r"gamma must lie in \[0, 1\], got None"),
             ({"seed": 1.5}, r"seed must be a whole number and not be negative, got 1\.5"),
             ({"hidden_sizes": 64}, "hidden_sizes must be a tuple of whole numbers, got 64"),

@@ -74,7 +74,8 @@ class PPOConfig:
         for names, must, fits in (
             (("gamma", "gae_lambda"), "lie in [0, 1]", lambda x: 0 <= x <= 1),
             (("learning_rate", "clip_coef", "clip_rewards", "target_kl"), "be above 0 and finite", _is_finite_above_0),
-            (("ent_coef", "log_std_init"), "be finite", math.isfinite),
+            (("ent_coef",), "be finite", math.isfinite),
+            (("log_std_init",), "lie in [-20, 20]", lambda x: -20 <= x <= 20),
             (("vf_coef",), "be at least 0 and finite", lambda x: 0 <= x < math.inf),
             (("max_grad_norm",), "be above 0", lambda x: x > 0),
         ):

@@ -24,6 +24,7 @@ class Schedule:
     def __init__(self, config: PPOConfig) -> None:
         self._config = config
         self._first_step, self._last_step = 0, config.num_iterations * config.batch_size
+        self._total_steps = config.total_steps  # a run ends with these, before the last step where rows are left out
         self._first = Rates(config.learning_rate, config.clip_coef)
         self.began_again = False
 
@@ -37,7 +38,12 @@ class Schedule:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"first_step": self._first_step, "last_step": self._last_step, "first": list(self._first)}
+        return {
+            "first_step": self._first_step,
+            "last_step": self._last_step,
+            "total_steps": self._total_steps,
+            "first": list(self._first),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], steps: int, learning_rate: float | None = None) -> None:
         """Goes on from the rates that a run had reached after ``steps``, to 0 at the end that the config sets.
@@ -46,11 +52,12 @@ class Schedule:
         """
         last_step = self._last_step
         self._first_step, self._last_step = int(state["first_step"]), int(state["last_step"])
+        finished = steps >= int(state["total_steps"])
         self._first = Rates(*state["first"])
         self.began_again = False
         if self._last_step == last_step and learning_rate is None:
             return
-        if steps >= self._last_step:
+        if finished:
             self._first = Rates(self._config.learning_rate, self._config.clip_coef)
             self.began_again = self._config.anneal_lr and learning_rate is None
         else:
