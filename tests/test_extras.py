@@ -25,6 +25,7 @@ LOAD_SUBSTRATES = "from muster.envs.melting_pot import load_substrates; load_sub
 WRITE_EVENTS = "from pathlib import Path; from muster.training.events import EventWriter; EventWriter(Path())"
 PLOT = "from muster.training.learning_curve import plot_learning_curve; plot_learning_curve(1, 2, title='')"
 DIAGNOSE = "muster.diagnose('CartPole-v1', policy=1)"
+OLD_PONG = "muster.make_vec('PongNoFrameskip-v4')"
 PONG, CLEAN_UP = "muster.make_vec('ALE/Pong-v5')", "muster.make_vec('meltingpot/clean_up')"
 TAG, WALKER = "muster.make_vec('pettingzoo/mpe/simple_tag_v3')", "muster.make_vec('pettingzoo/sisl/multiwalker_v9')"
 BUILD_WALKER = "muster.make_vec('pettingzoo/sisl/multiwalker_v9', backend='serial')"
@@ -53,6 +54,7 @@ MISSING = [
     ("meltingpot", LOAD_SUBSTRATES, "Substrates need Melting Pot", SUBSTRATES),
     ("ml_collections", LOAD_SUBSTRATES, "Melting Pot needs ml_collections", SUBSTRATES),
     ("ale_py", PONG, "'ALE/Pong-v5' needs the Arcade Learning Environment", "pip install ale-py"),
+    ("ale_py", OLD_PONG, "'PongNoFrameskip-v4' needs the Arcade Learning Environment", "pip install ale-py"),
 ]
 # What a user writes, and the beginning of the sentence, where all packages of the extras are of version 0.1.
 TOO_OLD = [

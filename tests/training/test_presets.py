@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,39 @@ def test_atari_has_four_grey_frames_of_four_steps_each(env_id: str):
         for _ in range(3):
             *_, infos = envs.step(np.array([0]))
         assert infos["episode_frame_number"][0] - before == 12
+
+
+def test_the_preset_makes_the_same_env_of_all_names_of_a_game():
+    pytest.importorskip("cv2")
+    done = subprocess.run([sys.executable, "-c", GAME_BY_ITS_NAMES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the same\n"
+
+
+GAME_BY_ITS_NAMES = """
+import numpy as np, muster
+from muster.training.presets import preset_for
+def frames(env_id):
+    with muster.make_vec(env_id, 2, backend="serial") as envs:
+        preset = preset_for(envs.spec, envs.single_observation_space, envs.single_action_space)
+    assert preset.name == "Atari"
+    with muster.make_vec(env_id, 2, backend="serial", env_kwargs=preset.env_kwargs, wrappers=preset.wrappers) as envs:
+        seen = [envs.reset(seed=5)[0]]
+        for actions in np.random.default_rng(0).integers(envs.single_action_space.n, size=(60, 2)):
+            seen.append(envs.step(actions)[0])
+    return np.array(seen)
+old, sticky, skipping, new = map(frames, ("PongNoFrameskip-v4", "PongNoFrameskip-v0", "Pong-v4", "ALE/Pong-v5"))
+assert len(np.unique(new)) > 3
+assert all(np.array_equal(one, new) for one in (old, sticky, skipping))
+print("the same")
+"""
+
+
+def test_a_game_read_from_its_memory_has_a_preset_without_images():
+    importlib.import_module("ale_py")
+    with muster.make_vec("PongNoFrameskip-v4", 1, backend="serial", env_kwargs={"obs_type": "ram"}) as envs:
+        preset = preset_for(envs.spec, envs.single_observation_space, envs.single_action_space)
+    assert preset.name == "codes"
 
 
 def test_envs_in_a_presets_wrappers_share_processes_as_they_do_without():

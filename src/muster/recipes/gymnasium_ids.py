@@ -19,7 +19,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvCreator, EnvSpec, WrapperSpec, _find_spec, load_env_creator
 
 from muster.errors import RecipeError
-from muster.extras import missing
+from muster.extras import is_installed, missing
 from muster.pickling import is_plain
 from muster.pickling.functools_pickling import dumps as by_value
 from muster.pickling.main_module import MAIN_NAMES
@@ -32,6 +32,9 @@ _LIKELY_PREFIXES = (*FOREIGN_PREFIXES, *(f"pettingzoo/{family}/" for family in (
 
 ForeignResolver = Callable[[str], Callable[..., Any]]
 """Returns the factory of an id that starts with one of FOREIGN_PREFIXES; raises RecipeError for an unknown one."""
+
+# Ids that no other library has. Of ALE's other ids ALE itself knows the names.
+_ATARI = re.compile(r"ALE/|\w+NoFrameskip(-v\d+)?$")
 
 _GYMNASIUM = "gymnasium."
 # Parameters of `gymnasium.make` itself.
@@ -95,7 +98,7 @@ def factory_of_id(env_id: str, resolve_foreign_id: ForeignResolver | None = None
     if colon and registered_id not in gym.registry and module not in sys.modules:
         _check_installed(module, env_id)
         return MakeGym(env_id)
-    if env_id.startswith("ALE/") and env_id not in gym.registry:
+    if env_id not in gym.registry and (_ATARI.match(env_id) or _may_be_atari(env_id)):
         _register_atari(env_id)
     try:
         return factory_of_spec(_find_spec(env_id))
@@ -203,6 +206,14 @@ def _check_installed(module: str, env_id: str) -> None:
             f"No module named {package!r}, which the id {env_id!r} asks to import. Install it, or check the spelling.",
             name=package,
         )
+
+
+def _may_be_atari(env_id: str) -> bool:
+    """Whether the id is of no namespace, and of no family that is registered: ALE's older ids are such, ``Pong-v4``."""
+    name = env_id.partition("-v")[0]
+    known = {spec.name for spec in gym.registry.values() if spec.namespace is None}
+    unknown = not {"/", ":"} & set(env_id) and name not in known
+    return unknown and is_installed("ale_py")
 
 
 def _register_atari(env_id: str) -> None:
