@@ -6,8 +6,10 @@ import dataclasses
 import math
 import os
 import platform
+import signal
 import time
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from muster.rollout.evaluation import evaluate
 from muster.training.console import TrainingDisplay, format_return, format_seconds
 from muster.training.learning_curve import plot_learning_curve
 from muster.training.run_folder import RunFolder, read_checkpoint, read_config
+from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
 
 CHECKPOINT_EVERY_S = 60.0
@@ -73,8 +76,10 @@ def train(
     run_dir: Path | None,
     resume: bool = False,
     learning_rate: float | None = None,
-) -> bool:
-    """Trains to the end, or until Ctrl-C and then returns False. The last complete iteration is saved in any case.
+) -> signal.Signals | None:
+    """Trains to the end, or until Ctrl-C or SIGTERM, and then returns the signal.
+
+    The last complete iteration is saved in any case.
 
     run_dir: the run's folder, None for a new one in ``runs/``.  resume: goes on with the run that is in ``run_dir``.
     learning_rate: what a run that goes on starts from, None for the rate that it had reached.
@@ -113,24 +118,34 @@ def evaluate_run(
     seed: int,
     sample: bool,
     max_steps: int | None = None,
-) -> None:
+) -> signal.Signals | None:
     """Prints returns and lengths of whole episodes that the run's policy plays; statistics stay as in the checkpoint.
 
     max_steps: as for `evaluate`, which raises UsageError where they are not enough.
+    Returns the signal that ended it before, if one did: Ctrl-C or SIGTERM.
     """
     ppo = PPO(envs, dataclasses.replace(plan.config, num_envs=envs.num_envs))
     ppo.load_state_dict(read_checkpoint(run))
-    with console.status(f"playing {episodes} episodes") as status:
-        played = evaluate(
-            envs,
-            lambda obs: ppo.act(obs, sample=sample),
-            episodes=episodes,
-            seed=seed,
-            max_steps=max_steps,
-            on_progress=lambda ended, steps: status.update(
-                f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken"
-            ),
-        )
+    with StopSignals() as stop:
+        try:
+            with console.status(f"playing {episodes} episodes") as status:
+                play = partial(
+                    evaluate,
+                    envs,
+                    lambda obs: ppo.act(obs, sample=sample),
+                    episodes=episodes,
+                    seed=seed,
+                    max_steps=max_steps,
+                    on_progress=lambda ended, steps: status.update(
+                        f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken"
+                    ),
+                )
+                played = stop.call(play)
+        except STOPS as error:
+            if not stop.caused(error):
+                raise
+            console.print(f"[yellow]Stopped by {stop.name}.[/]")
+            return stop.number
     returns = played.returns
     table = Table(title=f"{escape(plan.env)}, PPO after {ppo.steps:,} steps", title_justify="left", show_header=False)
     actions = "drawn from the policy" if sample else "the likeliest"
@@ -142,6 +157,7 @@ def evaluate_run(
     }.items():
         table.add_row(f"[dim]{name}[/]", text)
     console.print(table)
+    return None
 
 
 def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
@@ -158,7 +174,7 @@ def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
 
 def _train(
     ppo: PPO, folder: RunFolder, console: Console, *, title: str, goal: float | None, seconds_before: float
-) -> bool:
+) -> signal.Signals | None:
     started, saved = time.monotonic(), -math.inf
     finished = False
 
@@ -168,29 +184,33 @@ def _train(
         row = {"seconds": seconds, "steps_per_second": speed, **metrics.as_row()}
         folder.append_metrics(row, {**metrics.as_scalars(), "time/steps_per_second": speed})
 
-    try:
-        with TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps) as display:
-            for metrics in ppo.train():
-                write(metrics)
-                display.update(metrics.steps, metrics.episodes.mean_return)
-                if time.monotonic() - saved > CHECKPOINT_EVERY_S:
-                    folder.save_checkpoint(ppo.state_dict())
-                    saved = time.monotonic()
-        finished = True
-    except KeyboardInterrupt:
-        console.print("[yellow]Stopped by Ctrl-C.[/]")
-    finally:
-        seconds = seconds_before + time.monotonic() - started
-        if ppo.metrics is not None:
-            write(ppo.metrics)  # Ctrl-C may have come before this: checkpoint and CSV must agree
-        folder.save_checkpoint(ppo.state_dict())
-        plotted = plot_learning_curve(folder.metrics_path, folder.plot_path, title=title, goal=goal)
-        if not finished:
-            name = escape(str(folder.path))
-            console.print(f"What was reached is saved in {name}", soft_wrap=True)
-            console.print(f"To go on: muster train --resume {name}", soft_wrap=True)
-    _print_result(ppo, folder, console, seconds=seconds, goal=goal, plotted=plotted)
-    return finished
+    with StopSignals() as stop:
+        try:
+            with TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps) as display:
+                while ppo.steps < ppo.config.total_steps:
+                    metrics = stop.call(ppo.iterate)  # signals interrupt nothing else: no file is cut short
+                    write(metrics)
+                    display.update(metrics.steps, metrics.episodes.mean_return)
+                    if time.monotonic() - saved > CHECKPOINT_EVERY_S:
+                        folder.save_checkpoint(ppo.state_dict())
+                        saved = time.monotonic()
+            finished = True
+        except STOPS as error:
+            if not stop.caused(error):
+                raise
+            console.print(f"[yellow]Stopped by {stop.name}.[/]")
+        finally:
+            seconds = seconds_before + time.monotonic() - started
+            if ppo.metrics is not None:
+                write(ppo.metrics)  # an iteration may end in the moment of the signal: checkpoint and CSV must agree
+            folder.save_checkpoint(ppo.state_dict())
+            plotted = plot_learning_curve(folder.metrics_path, folder.plot_path, title=title, goal=goal)
+            if not finished:
+                name = escape(str(folder.path))
+                console.print(f"What was reached is saved in {name}", soft_wrap=True)
+                console.print(f"To go on: muster train --resume {name}", soft_wrap=True)
+        _print_result(ppo, folder, console, seconds=seconds, goal=goal, plotted=plotted)
+    return None if finished else stop.number
 
 
 def _print_result(

@@ -1,0 +1,85 @@
+"""Ctrl-C and SIGTERM, which Slurm, Docker and ``timeout`` send: each ends the work, and never the saving of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+from muster.errors import EnvError, WorkerError
+
+T = TypeVar("T")
+
+WITHIN_S = 0.5  # a signal for a whole group of processes reaches all of them
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+# What `StopSignals.caused` knows how to judge.
+STOPS = (KeyboardInterrupt, EnvError, WorkerError)
+
+
+class StopSignals:
+    """Receives both signals within a ``with`` block of the main thread; in other threads they do what they always do.
+
+    The first one raises KeyboardInterrupt, but only in what `call` calls: at any other moment it is noted, for the
+    next `call` to raise. Later ones do nothing, except that Ctrl-C then interrupts whatever is under way.
+    Signals that the program ignores, or handles itself, stay with that; so do those of processes that envs fork.
+
+    number: of the signal that came first, None while there was none.
+    """
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self._may_raise = False
+        self._before: dict[int, Any] = {}
+        self._pid = os.getpid()
+
+    @property
+    def name(self) -> str:
+        """The signal as people call it."""
+        return "" if self.number is None else _NAMES[self.number]
+
+    def call(self, function: Callable[[], T]) -> T:
+        """The result of the function, which the first signal interrupts. Raises KeyboardInterrupt."""
+        self._may_raise = True
+        try:
+            if self.number is not None:
+                raise KeyboardInterrupt
+            return function()
+        finally:
+            # A signal before this line still raises here; there is no second one that could raise later.
+            self._may_raise = False
+
+    def caused(self, error: BaseException) -> bool:
+        """Whether a signal ended the work. error: one of STOPS; a signal to a whole group may reach workers first."""
+        if isinstance(error, KeyboardInterrupt):
+            self.number = self.number or signal.SIGINT  # raised by a handler of the program's own
+        deadline = time.monotonic() + WITHIN_S
+        while self.number is None and self._before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.number is not None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number, default in _DEFAULTS.items():
+                if signal.getsignal(number) == default:
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
+            return
+        again = self.number is not None
+        self.number = self.number or signal.Signals(number)
+        if number == signal.SIGINT if again else self._may_raise:
+            raise KeyboardInterrupt

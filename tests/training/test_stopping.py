@@ -1,0 +1,190 @@
+"""SIGTERM and Ctrl-C at any moment: what is saved is one iteration's state, and the run goes on from it."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import muster
+from muster.algorithms import PPO
+from muster.training.runs import read_plan
+
+MUSTER = (sys.executable, "-c", "from muster.cli import main; main()")
+SIZE = ("--num-envs", "2", "--total-steps", "1000000", "--num-workers", "1")
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*MUSTER, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str], code: int) -> str:
+    """What the process has printed once it has ended with this exit code."""
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (code, ""), output
+    return output
+
+
+def wait_for_rows(process: subprocess.Popen[str], folder: Path) -> None:
+    metrics = folder / "metrics.csv"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def steps_saved(folder: Path) -> int:
+    return int(torch.load(folder / "checkpoint.pt", weights_only=True)["steps"])
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def states_of(plan_of: Path, last_step: int) -> dict[int, dict[str, Any]]:
+    """The state after each iteration of the same run, never interrupted, by its steps."""
+    config = read_plan(plan_of).config
+    with muster.make_vec("CartPole-v1", config.num_envs, backend="serial", autoreset_mode="same_step") as envs:
+        ppo = PPO(envs, config)
+        states = {0: ppo.state_dict()}
+        while ppo.steps < last_step:
+            ppo.iterate()
+            states[ppo.steps] = ppo.state_dict()
+    return states
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_alike(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for first, second in zip(one, other, strict=True):
+            assert_alike(first, second)
+    else:
+        assert one == other
+
+
+def assert_whole(folder: Path, states: dict[int, dict[str, Any]]) -> None:
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert_alike(saved, states[saved["steps"]])
+    with (folder / "metrics.csv").open(newline="") as file:
+        steps = [int(row["steps"]) for row in csv.DictReader(file)]
+    assert steps == sorted(states)[1 : len(steps) + 1]
+    assert (steps or [0])[-1] == saved["steps"]
+
+
+def test_it_ends_the_training_wherever_it_comes_and_never_the_saving(tmp_path: Path):
+    done = run(sys.executable, "-c", MOMENTS, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    exits = json.loads(done.stdout.splitlines()[-1])
+    assert exits == {"update": 143, "collect": 143, "write": 143, "workers": 143, "save": 130, "eval": 143, "thread": 0}
+    assert done.stdout.count("Stopped by SIGTERM.") == 5
+    assert done.stdout.count("Stopped by Ctrl-C.") == 1
+    folders = [tmp_path / name for name in exits if name != "eval"]
+    states = states_of(folders[0], 256)
+    assert [steps_saved(folder) for folder in folders] == [128, 64, 192, 64, 128, 256]
+    for folder in folders:
+        assert_whole(folder, states)
+
+
+# Sends signals from within a method at its n-th call; prints the exit code of each run.
+MOMENTS = """
+import json, os, signal, sys, threading, torch
+from muster import cli
+from muster.algorithms import PPO
+from muster.training.run_folder import RunFolder
+
+def terminate(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def terminate_twice(*_):
+    terminate()
+    terminate()
+
+def terminate_workers_first(ppo):
+    for worker in ppo.envs.stats()["workers"]:
+        os.kill(worker["pid"], signal.SIGTERM)
+    threading.Timer(0.2, terminate).start()
+
+def interrupt_and_terminate_the_saving(*_):
+    RunFolder.save_checkpoint = lambda *arguments: (terminate(), save(*arguments))
+    os.kill(os.getpid(), signal.SIGINT)
+
+def run(name):
+    sys.argv = ["muster", "train", "CartPole-v1", "--num-envs", "2", "--num-workers", "1", "--total-steps", "256",
+                "--run-dir", os.path.join(folder, name)]
+    if name == "eval":
+        sys.argv = ["muster", "eval", os.path.join(folder, "save"), "--episodes", "1000000"]
+    try:
+        cli.main()
+    except SystemExit as end:
+        exits[name] = end.code
+
+exits, folder, save = {}, sys.argv[1], RunFolder.save_checkpoint
+for name, owner, method, nth, act in (
+    ("update", torch.optim.Adam, "step", 45, terminate_twice),
+    ("collect", PPO, "_explore", 40, terminate),
+    ("write", RunFolder, "append_metrics", 3, terminate),
+    ("workers", PPO, "collect_rollout", 2, terminate_workers_first),
+    ("save", torch.optim.Adam, "step", 45, interrupt_and_terminate_the_saving),
+    ("eval", PPO, "act", 50, terminate),
+):
+    original, calls = getattr(owner, method), []
+    def hooked(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) == nth:
+            act(self)
+        return original(self, *arguments, **options)
+    setattr(owner, method, hooked)
+    run(name)
+    setattr(owner, method, original)
+    RunFolder.save_checkpoint = save
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+thread = threading.Thread(target=run, args=("thread",))
+thread.start()
+thread.join()
+print(json.dumps(exits))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("group", [False, True], ids=["one process", "workers, too"])
+def test_killed_at_ten_random_moments(tmp_path: Path, group: bool):
+    moments = random.Random(group)
+    folders = []
+    for attempt in range(10):
+        folder = tmp_path / str(attempt)
+        started = start("train", "CartPole-v1", *SIZE, "--run-dir", str(folder))
+        wait_for_rows(started, folder)
+        time.sleep(moments.uniform(0.0, 0.3))
+        children = psutil.Process(started.pid).children(recursive=True) if group else []
+        for process in moments.sample([*children, started], len(children) + 1):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+        assert "Stopped by SIGTERM." in ended(started, 143)
+        folders.append(folder)
+    states = states_of(folders[0], max(map(steps_saved, folders)) + 64)
+    for folder in folders:
+        assert_whole(folder, states)
+        more = str(steps_saved(folder) + 64)
+        done = run(*MUSTER, "train", "--resume", str(folder), "--total-steps", more)
+        assert done.returncode == 0, done.stderr
+        assert str(steps_saved(folder)) == more
