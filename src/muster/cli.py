@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from muster.doctor import Diagnosis
     from muster.training.runs import TrainingPlan
 
-INTERRUPTED = 130  # the shell's exit status for Ctrl-C
+SIGNALLED = 128  # the shell's exit status for a signal, less its number: 130 for Ctrl-C, 143 for SIGTERM
 PRESETS = "the preset's"
 PPO_OPTIONS = ("seed", "num_envs", "total_steps", "learning_rate", "normalize_observations", "normalize_rewards")
 EXTRAS = {"doctor": "doctor", "bench": "doctor", "train": "train", "eval": "train"}  # by command
@@ -294,11 +294,11 @@ def train(
             raise typer.BadParameter("name an ENV to train on, or a run to go on with: --resume RUN")
         with _opened_for(plan, plan.config.num_envs) as envs:
             run = resume or run_dir
-            finished = runs.train(
+            stopped = runs.train(
                 plan, envs, console, run_dir=run, resume=resume is not None, learning_rate=learning_rate
             )
-    if not finished:
-        raise typer.Exit(INTERRUPTED)
+    if stopped is not None:
+        raise typer.Exit(SIGNALLED + stopped)
 
 
 def evaluate(
@@ -323,9 +323,11 @@ def evaluate(
 
         plan = runs.read_plan(run)
         with _opened_for(plan, min(plan.config.num_envs, episodes)) as envs:
-            runs.evaluate_run(
+            stopped = runs.evaluate_run(
                 run, plan, envs, console, episodes=episodes, seed=seed, sample=sample, max_steps=max_steps
             )
+    if stopped is not None:
+        raise typer.Exit(SIGNALLED + stopped)
 
 
 def _new_plan(env: str, options: Mapping[str, Any], num_workers: int | None) -> TrainingPlan:
