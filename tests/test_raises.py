@@ -32,6 +32,7 @@ EXCEPTED: dict[str, tuple[set[str], str]] = {
     "backends/process.py": ({"ChannelClosed"}, "stays in the folder"),
     "backends/thread.py": ({"TimeoutError"}, "stays in the file"),
     "workers/launcher_client.py": ({"LauncherLost"}, "stays in the folder: another launcher is started"),
+    "training/stopping.py": ({"KeyboardInterrupt"}, "what Python's own handler raises for Ctrl-C"),
     "pickling/probe.py": (
         {"TimeoutError", "TypeError"},
         "for pickle, which it refuses an object by; stays in the folder",

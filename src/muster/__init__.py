@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from muster.rollout.collector import Collector
     from muster.rollout.multi_collector import MultiCollector
     from muster.rollout.processes.policy_travel import rebuild_with
+    from muster.training.run_policy import load_policy
 
     __version__: str
 
@@ -28,10 +29,11 @@ _LATER = {
     "Collector": "rollout.collector",
     "MultiCollector": "rollout.multi_collector",
     "diagnose": "doctor.diagnosing",
+    "load_policy": "training.run_policy",
     "rebuild_with": "rollout.processes.policy_travel",
 }
 _SUBMODULES = ("algorithms", "interop", "nn")
-_NEED_TORCH = {"Collector", "MultiCollector", "algorithms", "nn", "rebuild_with"}
+_NEED_TORCH = {"Collector", "MultiCollector", "algorithms", "load_policy", "nn", "rebuild_with"}
 
 __all__ = [
     "Collector",
@@ -42,6 +44,7 @@ __all__ = [
     "diagnose",
     "get_worker_info",
     "lazy",
+    "load_policy",
     "make_vec",
     "rebuild_with",
 ]

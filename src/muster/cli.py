@@ -35,7 +35,7 @@ else:
 
 if TYPE_CHECKING:
     from muster.doctor import Diagnosis
-    from muster.training.runs import TrainingPlan
+    from muster.training.plan import TrainingPlan
 
 SIGNALLED = 128  # the shell's exit status for a signal, less its number: 130 for Ctrl-C, 143 for SIGTERM
 PRESETS = "the preset's"
@@ -320,8 +320,9 @@ def evaluate(
     with _reported_plainly():
         with imports_for("muster eval needs", "muster-rl[train]", "torch", "tensordict"):
             from muster.training import runs
+            from muster.training.plan import plan_of
 
-        plan = runs.read_plan(run)
+        plan = plan_of(run)
         with _opened_for(plan, min(plan.config.num_envs, episodes)) as envs:
             stopped = runs.evaluate_run(
                 run, plan, envs, console, episodes=episodes, seed=seed, sample=sample, max_steps=max_steps
@@ -333,8 +334,8 @@ def evaluate(
 def _new_plan(env: str, options: Mapping[str, Any], num_workers: int | None) -> TrainingPlan:
     """The plan for an env: its family's preset, changed by ``options`` of PPO."""
     from muster.algorithms import PPOConfig
+    from muster.training.plan import TrainingPlan
     from muster.training.presets import preset_for
-    from muster.training.runs import TrainingPlan
 
     with _opened(env, 1, None) as probe:  # its spaces are part of what decides
         preset = preset_for(probe.spec, probe.single_observation_space, probe.single_action_space)
@@ -343,12 +344,12 @@ def _new_plan(env: str, options: Mapping[str, Any], num_workers: int | None) -> 
 
 def _resumed_plan(context: typer.Context, run: Path) -> TrainingPlan:
     """The plan that the run was started with, changed by the options on the command line."""
-    from muster.training import runs
+    from muster.training.plan import plan_of
 
     provided = _provided(context)
     if fixed := sorted(provided.keys() - {"resume", "total_steps", "learning_rate", "num_workers"}):
         raise typer.BadParameter(f"the run has settled {', '.join(fixed)}; --resume goes on with what it has")
-    plan = runs.read_plan(run)
+    plan = plan_of(run)
     changed = {name: provided[name] for name in ("total_steps", "learning_rate") if name in provided}
     config = replace(plan.config, **changed)
     return replace(plan, config=config, num_workers=provided.get("num_workers", plan.num_workers))

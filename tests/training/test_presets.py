@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 import muster
 from muster import cli
 from muster.algorithms import PPO, PPOConfig
+from muster.training.plan import plan_of
 from muster.training.presets import PRESETS, Preset, preset_for
-from muster.training.runs import read_plan
 
 NUMBERS, BIG_IMAGE = spaces.Box(-1, 1, (4,), np.float32), spaces.Box(0, 255, (96, 96, 3), np.uint8)
 GRID = spaces.Dict({"image": spaces.Box(0, 255, (7, 7, 3), np.uint8), "mission": spaces.Text(9)})
@@ -208,7 +208,7 @@ def test_options_win_over_the_preset_which_the_first_line_names(tmp_path: Path):
                         "--learning-rate", "0.01", "--num-workers", "1", "--run-dir", str(run))  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "preset classic control, continuous" in result.output.splitlines()[0]
-    config = read_plan(run).config
+    config = plan_of(run).config
     changed = {"num_envs": 2, "total_steps": 1, "normalize_rewards": False, "learning_rate": 0.01}
     assert config == dataclasses.replace(PPOConfig(**row("classic control, continuous").config), **changed)
     assert config.num_steps == 256

@@ -212,7 +212,7 @@ gym.register("Glitching-v0", Glitching)
         (("--resume", "{run}", "--total-steps", "100"), 1, "--total-steps 512"),
         (("--resume", "{run}", "--seed", "3"), 2, "the run has settled seed"),
         (("CartPole-v1", "--resume", "{run}"), 2, "the run has settled env"),
-        (("--resume", "{run}/absent"), 1, "holds no run to go on with"),
+        (("--resume", "{run}/absent"), 1, "holds no run: it has no config.json"),
         (("--seed", "1"), 2, "name an ENV to train on"),
     ],
 )

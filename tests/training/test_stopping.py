@@ -19,7 +19,7 @@ import torch
 
 import muster
 from muster.algorithms import PPO
-from muster.training.runs import read_plan
+from muster.training.plan import plan_of
 
 MUSTER = (sys.executable, "-c", "from muster.cli import main; main()")
 SIZE = ("--num-envs", "2", "--total-steps", "1000000", "--num-workers", "1")
@@ -53,9 +53,9 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
-def states_of(plan_of: Path, last_step: int) -> dict[int, dict[str, Any]]:
+def states_of(folder: Path, last_step: int) -> dict[int, dict[str, Any]]:
     """The state after each iteration of the same run, never interrupted, by its steps."""
-    config = read_plan(plan_of).config
+    config = plan_of(folder).config
     with muster.make_vec("CartPole-v1", config.num_envs, backend="serial", autoreset_mode="same_step") as envs:
         ppo = PPO(envs, config)
         states = {0: ppo.state_dict()}
@@ -109,6 +109,7 @@ import json, os, signal, sys, threading, torch
 from muster import cli
 from muster.algorithms import PPO
 from muster.training.run_folder import RunFolder
+from muster.training.run_policy import RunPolicy
 
 def terminate(*_):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -143,7 +144,7 @@ for name, owner, method, nth, act in (
     ("write", RunFolder, "append_metrics", 3, terminate),
     ("workers", PPO, "collect_rollout", 2, terminate_workers_first),
     ("save", torch.optim.Adam, "step", 45, interrupt_and_terminate_the_saving),
-    ("eval", PPO, "act", 50, terminate),
+    ("eval", RunPolicy, "__call__", 50, terminate),
 ):
     original, calls = getattr(owner, method), []
     def hooked(self, *arguments, **options):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
 
+from muster.algorithms.acting import act, as_seen, torch_threads
 from muster.algorithms.actor_critic import ActorCritic
 from muster.algorithms.encoder import kind_of
 from muster.algorithms.episode_window import EpisodeSummary, EpisodeWindow
@@ -106,7 +106,7 @@ class PPO:
         collecting, weights, minibatches = np.random.SeedSequence(config.seed).spawn(3)
         self._minibatch_rng = torch.Generator().manual_seed(_seed(minibatches))
         if policy is None:
-            with _torch_threads(config.torch_threads):  # orthogonal weights differ with the number of threads
+            with torch_threads(config.torch_threads):  # orthogonal weights differ with the number of threads
                 policy = ActorCritic(
                     space,
                     envs.single_action_space,
@@ -147,7 +147,7 @@ class PPO:
             self._go_back()
         self._under_way = True
         try:
-            with _torch_threads(self.config.torch_threads):
+            with torch_threads(self.config.torch_threads):
                 learning_rate, clip_coef = self.schedule.at(self.steps)
                 rollout = self.collect_rollout()
                 losses = self.update(rollout, learning_rate, clip_coef)
@@ -202,15 +202,12 @@ class PPO:
         rows = (observations, chosen, log_probs, *rest)
         return Rollout(*(rows if mask.all() else (row[mask.flatten()] for row in rows)))
 
-    @torch.no_grad()
     def act(self, obs: Tensor, *, sample: bool = False) -> Tensor:
         """Actions for observations [B, *obs_shape], as the env wants them: the likeliest ones, or drawn if ``sample``.
 
         Statistics of observations stay as they are. Numbers that are not finite count as 0.
         """
-        with _torch_threads(self.config.torch_threads):
-            seen = self._seen(obs)
-            return self._for_env(self.policy.act(seen) if sample else self.policy.best(seen))
+        return act(self.policy, self.observations, obs, sample=sample, threads=self.config.torch_threads)
 
     def _explore(self, obs: Tensor) -> dict[str, Tensor]:
         """The outputs that the collector stores."""
@@ -220,7 +217,7 @@ class PPO:
                 f"PPO diverged: after step {self.steps} the policy's actions are not finite, and were not sent. Lower "
                 f"learning_rate, which is {self.config.learning_rate:g}, or look for huge observations."
             )
-        return {"chosen": chosen, "action": self._for_env(chosen)}
+        return {"chosen": chosen, "action": torch.from_numpy(self.policy.head.to_env(chosen))}
 
     def _seen(self, obs: Tensor) -> Tensor:
         """Observations [B, *obs_shape] as the policy sees them.
@@ -228,12 +225,7 @@ class PPO:
         Numbers that are not finite are 0. They are refused once the rollout is complete, except where nothing is
         learnt from them: the action for a row in which an env is only reset is not used.
         """
-        if obs.is_floating_point():
-            obs = obs.nan_to_num(0.0, 0.0, 0.0)
-        return obs if self.observations is None else self.observations(obs)
-
-    def _for_env(self, chosen: Tensor) -> Tensor:
-        return torch.from_numpy(self.policy.head.to_env(chosen))
+        return as_seen(obs, self.observations)
 
     def _evaluate(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """The policy's output for observations [B, *obs_shape], a minibatch at a time, as images take much memory."""
@@ -396,13 +388,3 @@ def _copied(state: Any) -> Any:
 
 def _seed(sequence: np.random.SeedSequence) -> int:
     return int(sequence.generate_state(1, np.uint64)[0])
-
-
-@contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -30,6 +30,11 @@ def is_known(recipe: Recipe) -> bool:
     return _makes_known(recipe.factory) and all(map(_is_of_known, recipe.wrappers))
 
 
+def is_of_known_library(path: str) -> bool:
+    """Whether ``package.module``, or ``package.module:Id-v0``, is of one of these libraries."""
+    return _package(path) in _PACKAGES
+
+
 def advise_apart(recipes: Sequence[Recipe]) -> str:
     """The sentence that says how each of several envs in one process gets its own; empty where that cannot help."""
     if len(recipes) < 2 or all(map(is_known, recipes)):

@@ -137,16 +137,18 @@ def require_run(path: Path) -> None:
     """Raises UsageError where ``path`` holds no run with a checkpoint."""
     for name in ("config.json", "metrics.csv", "checkpoint.pt"):
         if not (path / name).is_file():
-            raise UsageError(f"{path} holds no run to go on with: it has no {name}. Runs are made by muster train.")
+            raise UsageError(f"{path} holds no run: it has no {name}. Runs are made by muster train.")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config of the run in the folder ``path``. Raises UsageError where it is not JSON."""
+    """The config of the run in the folder ``path``. Raises UsageError where it is no dict in JSON."""
     require_run(path)
     try:
-        config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise UsageError(f"{path / 'config.json'} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{path / 'config.json'} is no run's: it holds a {type(config).__name__}, not a dict.")
     return config
 
 

@@ -2,70 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
-import platform
 import signal
 import time
-from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from muster.algorithms import PPO, PPOConfig, PPOMetrics
+from muster.algorithms import PPO, PPOMetrics
 from muster.errors import UsageError
 from muster.rollout.evaluation import evaluate
+from muster.spaces.plain import to_plain
 from muster.training.console import TrainingDisplay, format_return, format_seconds
 from muster.training.learning_curve import plot_learning_curve
-from muster.training.run_folder import RunFolder, read_checkpoint, read_config
+from muster.training.plan import TrainingPlan
+from muster.training.run_folder import RunFolder, read_checkpoint
+from muster.training.run_policy import load_policy
 from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
 
 CHECKPOINT_EVERY_S = 60.0
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """The env and the options of a run.
-
-    env: an id.  preset: the name of the row that the options started from, and whose wrappers the env has.
-    num_workers: processes for the envs, None for one per core.
-    """
-
-    env: str
-    config: PPOConfig
-    preset: str
-    num_workers: int | None = None
-
-    @property
-    def title(self) -> str:
-        return f"{self.env}, PPO, seed {self.config.seed}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as config.json holds it."""
-        config = dataclasses.asdict(self.config)
-        run = {"env": self.env, "algorithm": "PPO", "preset": self.preset}
-        return {**run, **config, "num_workers": self.num_workers, "with": _versions()}
-
-
-def read_plan(path: Path) -> TrainingPlan:
-    """The plan of the run in the folder ``path``. Raises UsageError where this version of Muster cannot use it."""
-    config = read_config(path)
-    names = [field.name for field in dataclasses.fields(PPOConfig)]
-    missing = [name for name in ("env", "preset", "num_workers", *names) if name not in config]
-    if config.get("algorithm") != "PPO" or missing:
-        raise UsageError(
-            f"{path / 'config.json'} is not that of a PPO run of this version of Muster"
-            + (f": it lacks {', '.join(missing)}." if missing else ".")
-        )
-    options = PPOConfig(**{name: config[name] for name in names})
-    return TrainingPlan(config["env"], options, config["preset"], config["num_workers"])
 
 
 def train(
@@ -91,7 +50,9 @@ def train(
         folder = RunFolder(run_dir, resume=resume)
     with folder:
         seconds_before = _load(ppo, folder, learning_rate) if resume else 0.0
-        folder.write_config(plan.to_dict())
+        spaces = {"observations": envs.single_observation_space, "actions": envs.single_action_space}
+        plain = {name: to_plain(space) for name, space in spaces.items()}  # so that `load_policy` needs no env
+        folder.write_config({**plan.to_dict(), "spaces": plain})
         workers = len(envs.stats()["workers"])
         begun = f", from step {ppo.steps:,}" if resume else ""
         console.print(
@@ -124,15 +85,14 @@ def evaluate_run(
     max_steps: as for `evaluate`, which raises UsageError where they are not enough.
     Returns the signal that ended it before, if one did: Ctrl-C or SIGTERM.
     """
-    ppo = PPO(envs, dataclasses.replace(plan.config, num_envs=envs.num_envs))
-    ppo.load_state_dict(read_checkpoint(run))
+    policy = load_policy(run, sample=sample)
     with StopSignals() as stop:
         try:
             with console.status(f"playing {episodes} episodes") as status:
                 play = partial(
                     evaluate,
                     envs,
-                    lambda obs: ppo.act(obs, sample=sample),
+                    policy,
                     episodes=episodes,
                     seed=seed,
                     max_steps=max_steps,
@@ -147,7 +107,9 @@ def evaluate_run(
             console.print(f"[yellow]Stopped by {stop.name}.[/]")
             return stop.number
     returns = played.returns
-    table = Table(title=f"{escape(plan.env)}, PPO after {ppo.steps:,} steps", title_justify="left", show_header=False)
+    table = Table(
+        title=f"{escape(plan.env)}, PPO after {policy.steps:,} steps", title_justify="left", show_header=False
+    )
     actions = "drawn from the policy" if sample else "the likeliest"
     for name, text in {
         "mean return": f"{returns.mean():,.1f} ± {returns.std():,.1f}",
@@ -229,13 +191,3 @@ def _print_result(
     }
     for name, text in lines.items():
         console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
-
-
-def _versions() -> dict[str, Any]:
-    versions: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("muster-rl", "torch", "numpy", "gymnasium"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return {**versions, "cores": os.cpu_count()}

@@ -1,0 +1,141 @@
+"""`load_policy`: what a run has learnt, as a function from observations to actions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from muster.errors import SpecMismatch, UsageError
+from muster.extras import imports_for
+from muster.spaces.plain import from_plain
+from muster.training.plan import plan_of
+from muster.training.run_envs import open_run_envs
+from muster.training.run_folder import read_checkpoint, read_config
+from muster.training.trust import require_trust
+from muster.vector.vector_env import VectorEnv
+
+with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tensordict"):
+    import torch
+
+    from muster.algorithms.acting import act
+    from muster.algorithms.actor_critic import ActorCritic
+    from muster.algorithms.normalization import ObservationNormalizer
+
+
+def load_policy(run: str | os.PathLike[str], *, sample: bool = False, trust: bool = False) -> RunPolicy:
+    """The policy that the run in the folder ``run`` has trained.
+
+    ``policy(obs)`` acts for a vector env, for a single env, and as the policy of `Collector` and `MultiCollector`, as
+    ``muster eval`` does: observations are normalised as in training, by statistics that stay as they are.
+    ``policy.make_vec(num_envs)`` makes the run's envs.
+
+    sample: draws actions by torch's global generator, which collectors seed, instead of taking the likeliest.
+    trust: lets ``policy.make_vec`` import modules, files and wrappers that only the folder names. Loading imports
+    nothing, makes no env, and executes no code of the folder.
+
+    Raises UsageError where ``run`` is no folder of a run of this version of Muster.
+    """
+    return RunPolicy(Path(run), sample=sample, trust=trust)
+
+
+class RunPolicy:
+    """A trained policy: ``policy(obs)`` gives actions. It can be pickled, and computes on the CPU.
+
+    observation_space, action_space: of one env, as the run had them.  steps: env steps of its training.
+    """
+
+    def __init__(self, run: Path, *, sample: bool, trust: bool) -> None:
+        plan, state = plan_of(run), read_checkpoint(run)
+        self.run, self.plan, self.sample, self.trust = run, plan, sample, trust
+        self.observation_space, self.action_space = _spaces_of(run)
+        config = plan.config
+        self._policy = ActorCritic(
+            self.observation_space,
+            self.action_space,
+            torch.Generator(),
+            hidden_sizes=config.hidden_sizes,
+            activation=config.activation,
+            log_std_init=config.log_std_init,
+        )
+        self._normalizer = None
+        try:
+            self.steps = int(state["steps"])
+            self._policy.load_state_dict(state["policy"])
+            if config.normalize_observations:
+                self._normalizer = ObservationNormalizer(self.observation_space.shape or ())
+                self._normalizer.moments.load_state_dict(state["normalizers"]["observations"])
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            reason = " ".join(str(error).split())
+            raise UsageError(
+                f"{run / 'checkpoint.pt'} is not that of the run in config.json: {type(error).__name__}: {reason}"
+            ) from None
+
+    def __call__(self, obs: Any) -> Any:
+        """Actions for observations [B, *obs_shape], or the action for a single one [*obs_shape].
+
+        obs: an array, or what NumPy makes one of, or a tensor; of the space's dtype, or one that it holds all kinds of
+        numbers of, such as float64 for float32.
+        Returns an array of the action space's dtype, a tensor for a tensor. Raises SpecMismatch for other shapes and
+        dtypes.
+        """
+        rows, is_single = self._rows(obs)
+        threads = self.plan.config.torch_threads
+        actions = act(self._policy, self._normalizer, rows, sample=self.sample, threads=threads)
+        if is_single:
+            actions = actions[0]
+        if isinstance(obs, torch.Tensor):
+            return actions.to(obs.device)
+        array = actions.numpy()
+        return array[()] if isinstance(self.action_space, spaces.Discrete) else array  # a number, not an array of one
+
+    def make_vec(self, num_envs: int = 1, **options: Any) -> VectorEnv:
+        """The run's envs, with the arguments and wrappers of the run and its preset; they are the caller's to close.
+
+        options: of `muster.make_vec`. ``env_kwargs`` and ``wrappers`` are added to the run's; ``autoreset_mode`` is
+        "same_step" unless it is given.
+        Raises UsageError where the folder names code to import and is not trusted, and what `make_vec` raises.
+        """
+        if not self.trust:
+            require_trust(self.run)
+        return open_run_envs(self.plan, num_envs, **options)
+
+    def __repr__(self) -> str:
+        return f"<policy of {str(self.run)!r}: {self.plan.env}, PPO after {self.steps:,} steps>"
+
+    def _rows(self, obs: Any) -> tuple[torch.Tensor, bool]:
+        """Observations as a batch of the space's dtype, and whether it was a single one."""
+        shape, dtype = self.observation_space.shape or (), np.dtype(self.observation_space.dtype)
+        try:
+            given = obs.detach().cpu().numpy() if isinstance(obs, torch.Tensor) else np.asarray(obs)
+        except (TypeError, ValueError) as error:
+            reason = str(error).partition(".")[0]
+            raise SpecMismatch(f"policy: expected an array of {dtype}, and NumPy cannot make one: {reason}.") from None
+        dims = given.ndim - len(shape)
+        if not np.can_cast(given.dtype, dtype, "same_kind"):
+            got = type(obs).__name__ if given.dtype == object else str(given.dtype)
+            raise SpecMismatch(f"policy: expected observations of dtype {dtype}, got {got}.")
+        if dims not in (0, 1) or given.shape[dims:] != shape:
+            batch = ", ".join(map(str, ("B", *shape)))
+            raise SpecMismatch(
+                f"policy: expected observations of shape {list(shape)}, or a batch [{batch}], got {list(given.shape)}."
+            )
+        # A copy: torch warns of arrays that cannot be written to.
+        return torch.from_numpy(np.array(given, dtype, order="C").reshape(-1, *shape)), dims == 0
+
+
+def _spaces_of(run: Path) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+    """The spaces of the run's envs. Raises UsageError."""
+    path, kept = run / "config.json", read_config(run).get("spaces")
+    if not isinstance(kept, Mapping) or not {"observations", "actions"} <= kept.keys():
+        raise UsageError(
+            f"{path} says nothing of spaces; muster train --resume writes them for runs of older versions."
+        )
+    try:
+        return from_plain(kept["observations"]), from_plain(kept["actions"])
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
