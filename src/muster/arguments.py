@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import operator
-from collections.abc import Sequence
-from typing import Any
+import reprlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from muster.errors import ConfigError
+from muster.errors import ConfigError, WrongType
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def as_whole(value: Any) -> int | None:
@@ -17,6 +24,14 @@ def as_whole(value: Any) -> int | None:
         return None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
         return None
+
+
+def with_ints(value: Any) -> Any:
+    """`value` with ints for whole numbers of other types, such as NumPy's; also those in a list or a tuple."""
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return tuple(with_ints(one) for one in value) if isinstance(value, tuple) else [with_ints(one) for one in value]
+    number = as_whole(value)
+    return value if number is None else number
 
 
 def whole(name: str, value: Any, least: int, what: str = "an int") -> int:
@@ -60,3 +75,36 @@ def one_of(name: str, value: Any, names: Sequence[str]) -> str:
         expected = f'"{names[0]}" or "{names[1]}"' if len(names) == 2 else f"one of {', '.join(map(repr, names))}"
         raise ConfigError(f"{name} must be {expected}, got {value!r}")
     return str(value)
+
+
+def explains_keywords(
+    env_kwargs: str = "env_kwargs={}", options: Collection[str] = (), in_options: str = ""
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator for makers of envs: an unknown keyword raises WrongType that says where it may belong.
+
+    env_kwargs: how the env's own keywords are passed, with {} for their dict.  options: of keywords that are passed on
+    inside another argument, in_options: how, with {} for their dict.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = inspect.signature(function).parameters
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for keyword in kwargs:
+                if keyword not in known:
+                    place = in_options if keyword in options else env_kwargs
+                    written = place.format(f'{{"{keyword}": {reprlib.repr(kwargs[keyword])}}}')
+                    near = difflib.get_close_matches(keyword, known, n=1, cutoff=0.75)
+                    meant = f"Did you mean {near[0]}? " if near else ""
+                    whose = "make_vec" if keyword in options else "the env itself"
+                    raise WrongType(
+                        f"{name}() got an unexpected keyword argument {keyword!r}. {meant}A keyword of {whose} is "
+                        f"passed as {written}."
+                    )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate

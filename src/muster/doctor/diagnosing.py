@@ -11,6 +11,7 @@ from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
 
+from muster.arguments import explains_keywords, whole
 from muster.arguments import seconds as number_of_seconds
 from muster.doctor import trials
 from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
@@ -47,6 +48,7 @@ _ON_THE_WAY = (*_BEFORE_STEPS, "stepping it", "closing it")
 _SHOWN_CULPRITS = 3
 
 
+@explains_keywords()
 def diagnose(
     env: Any,
     *,
@@ -87,6 +89,8 @@ def diagnose(
     if policy_factory is not None and not callable(policy_factory):
         got = type_name(policy_factory)
         raise WrongType(f"policy_factory must be a function that builds the policy, got an object of type {got}")
+    if num_envs is not None:
+        num_envs = whole("num_envs", num_envs, 1)
     if soak_s is not None:
         soak_s = number_of_seconds("soak_s", soak_s)
     if callable(env) and not isinstance(env, EnvSpec) and not is_env(env):

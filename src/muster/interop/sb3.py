@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
+from muster.arguments import explains_keywords, with_ints
 from muster.backends.base import Backend
 from muster.errors import ConfigError, WrongType
 from muster.extras import imports_for
@@ -202,7 +203,7 @@ class MusterVecEnv(VecEnv):
         return self._do(CallMethod("render"), None)
 
     def _do(self, act: EnvCall, indices: Indices) -> list[Any]:
-        wanted = [range(self.num_envs)[i] for i in self._get_indices(indices)]
+        wanted = [range(self.num_envs)[i] for i in self._get_indices(with_ints(indices))]
         results = self.vector_env.call(act if len(wanted) == self.num_envs else OnSome(frozenset(wanted), act))
         return [results[i] for i in wanted]
 
@@ -305,6 +306,7 @@ def as_sb3(envs: VectorEnv) -> MusterVecEnv:
     return MusterVecEnv(envs)
 
 
+@explains_keywords()
 def make_vec_env(
     env_id: str | Callable[..., gymnasium.Env[Any, Any]],
     n_envs: int = 1,
@@ -336,7 +338,7 @@ def make_vec_env(
             _monitored,
             {
                 "env_id": env_id,
-                "action_seed": None if seed is None else seed + rank,
+                "action_seed": None if seed is None else with_ints(seed + rank),
                 "monitor_path": None if monitor_dir is None else os.path.join(monitor_dir, str(rank)),
                 "monitor_kwargs": dict(monitor_kwargs or {}),
                 "wrapper_class": wrapper_class,

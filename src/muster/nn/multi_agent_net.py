@@ -77,7 +77,7 @@ class MultiAgentNet(nn.Module):
             raise ConfigError(f"n_agents={n_agents}; expected at least one agent")
         if agent_dim > -2:
             raise ConfigError(f"agent_dim={agent_dim} is not the axis of the agents counted from the end: -2 or less")
-        self.n_agents = n_agents
+        self.n_agents = int(n_agents)
         self.centralised = centralised
         self.share_params = share_params
         self.agent_dim = agent_dim

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muster.arguments import as_whole
+from muster.arguments import as_whole, with_ints
 from muster.errors import ConfigError, WrongType
 from muster.nn.lazy_inputs import take_size_from_input
 from muster.nn.multi_agent_net import MultiAgentNet
@@ -63,13 +63,14 @@ class MultiAgentMLP(MultiAgentNet):
         vmap_randomness: str = "different",
         use_td_params: bool = True,
     ) -> None:
+        n_agents, n_agent_inputs, n_agent_outputs = map(with_ints, (n_agents, n_agent_inputs, n_agent_outputs))
         _require_sizes(n_agents=n_agents, n_agent_inputs=1 if n_agent_inputs is None else n_agent_inputs)
         for size in n_agent_outputs if isinstance(n_agent_outputs, Sequence) else [n_agent_outputs]:
             _require_sizes(n_agent_outputs=size)
         build = partial(
             mlp,
             n_outputs=n_agent_outputs,
-            hidden=_hidden_sizes(depth, num_cells),
+            hidden=_hidden_sizes(with_ints(depth), with_ints(num_cells)),
             activation_class=activation_class,
             activation_kwargs=activation_kwargs,
             norm_class=norm_class,
@@ -134,6 +135,8 @@ class MultiAgentConvNet(MultiAgentNet):
         vmap_randomness: str = "different",
         use_td_params: bool = True,
     ) -> None:
+        n_agents, in_features, num_cells, depth = map(with_ints, (n_agents, in_features, num_cells, depth))
+        kernel_sizes, strides, paddings = map(with_ints, (kernel_sizes, strides, paddings))
         options = _options(n_agents, share_params, centralised, centralized, vmap_randomness)
         _require_sizes(n_agents=n_agents, in_features=1 if in_features is None else in_features)
         cells = (32, 32, 32) if num_cells is None else num_cells

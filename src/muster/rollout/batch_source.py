@@ -46,13 +46,13 @@ class BatchSource(ABC):
         replay_buffer: Any,
         observation_dtype: torch.dtype | None,
     ) -> None:
-        whole("frames_per_batch", frames_per_batch, 1)
-        whole("total_frames", total_frames, -1)
-        whole("init_random_frames", init_random_frames, 0)
+        frames_per_batch = whole("frames_per_batch", frames_per_batch, 1)
+        total_frames = whole("total_frames", total_frames, -1)
+        init_random_frames = whole("init_random_frames", init_random_frames, 0)
         if max_frames_per_traj is not None:
-            whole("max_frames_per_traj", max_frames_per_traj, 1)
+            max_frames_per_traj = whole("max_frames_per_traj", max_frames_per_traj, 1)
         if seed is not None:
-            whole("seed", seed, 0)
+            seed = whole("seed", seed, 0)
         if split_trajs and compact:
             raise ConfigError("split_trajs needs every row's next observation: not with compact=True")
         if replay_buffer is not None and compact:

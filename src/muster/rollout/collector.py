@@ -9,6 +9,7 @@ Each step computes all envs' actions at once, in the calling process and with th
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from tensordict.nn import InteractionType, set_interaction_type  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor
 
+from muster.arguments import explains_keywords
 from muster.errors import ConfigError
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.devices import Device, place
@@ -38,6 +40,7 @@ from muster.rollout.single_agent_side import open_envs
 from muster.rollout.stepping import Stepping
 from muster.rollout.storage import Storage
 from muster.rollout.weights import is_same_memory, load_weights, module_of, named_weights, weights_for
+from muster.vector.make import make_vec
 
 
 class Collector(BatchSource):
@@ -78,6 +81,9 @@ class Collector(BatchSource):
     and what `make_vec` raises.
     """
 
+    @explains_keywords(
+        'make_vec_options={{"env_kwargs": {}}}', inspect.signature(make_vec).parameters, "make_vec_options={}"
+    )
     def __init__(
         self,
         envs: Any,

@@ -34,7 +34,7 @@ def evaluate(
 
     Raises ConfigError, UsageError where `max_steps` were not enough, and what `Collector` raises.
     """
-    at_least("episodes", episodes, 1)
+    episodes = at_least("episodes", episodes, 1)
     N = envs.num_envs
     shares = [episodes // N + (env < episodes % N) for env in range(N)]
     played: list[list[tuple[Any, int]]] = [[] for _ in range(N)]

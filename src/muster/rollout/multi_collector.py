@@ -14,7 +14,7 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from tensordict.nn import InteractionType  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor
 
-from muster.arguments import whole
+from muster.arguments import explains_keywords, whole
 from muster.backends.process import check_pool
 from muster.envs.adapt import adapted_recipes
 from muster.errors import ConfigError
@@ -79,6 +79,7 @@ class MultiCollector(BatchSource):
     WorkerTimeout.
     """
 
+    @explains_keywords('make_vec_options={{"env_kwargs": {}}}', _ENV_OPTIONS, "make_vec_options={}")
     def __init__(
         self,
         envs: Any,
@@ -278,7 +279,7 @@ def _options_of(
 ) -> CollectorOptions:
     check_pool(collector_nouns(()), *how)
     limits_of(close_timeout)
-    whole("num_collectors", num_collectors, 1)
+    num_collectors = whole("num_collectors", num_collectors, 1)
     changes = changes_of(make_vec_options.get("worker_env"), num_collectors, worker="collector")
     return CollectorOptions(
         num_collectors, *how[:3], close_timeout, *how[3:], changes, make_vec_options.get("worker_init")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
 
-from muster.arguments import flags, one_of
+from muster.arguments import explains_keywords, flags, one_of
 from muster.backends.base import Backend
 from muster.backends.process import ProcessBackend, ProcessOptions, check_pool
 from muster.backends.serial import SerialBackend
@@ -32,6 +32,7 @@ from muster.workers.worker_init import WorkerInit, choose_init
 BACKENDS = ("serial", "thread", "process")
 
 
+@explains_keywords()
 def make_vec(
     env: Any,
     num_envs: int | None = None,

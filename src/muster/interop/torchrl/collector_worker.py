@@ -30,6 +30,7 @@ from torchrl.collectors.utils import (
 )
 
 from muster._core import map_fd
+from muster.arguments import with_ints
 from muster.interop.torchrl.collectors import Collector
 from muster.interop.torchrl.columns import Columns, has_stacks, visit
 from muster.interop.torchrl.env_worker import without_locks
@@ -241,7 +242,7 @@ class HostedCollector(gymnasium.Env[Any, Any]):
         return Told.LAID_OUT, {"batch": _Mailed(self._columns.rows(self._columns.tree))}
 
     def _seed(self, seed: int, static_seed: bool) -> int:
-        new_seed: int = self._inner.set_seed(seed, static_seed=static_seed)
+        new_seed: int = self._inner.set_seed(with_ints(seed), static_seed=static_seed)
         torch.manual_seed(seed)
         np.random.seed(seed)  # noqa: NPY002  # as TorchRL's workers
         return new_seed

@@ -10,6 +10,7 @@ from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ship
 from torchrl._comm.backends import _get_service_backend, normalize_service_backend
 from torchrl.collectors import Collector as TheirCollector
 
+from muster.arguments import as_whole
 from muster.errors import ConfigError, WrongType
 from muster.interop.torchrl.rollouts import Loop
 from muster.nn.twins import copied_as_twins
@@ -129,7 +130,7 @@ def require_cuda(cudagraph_policy: Any) -> None:
 def _chosen(backend: str | None, num_collectors: Any) -> str:
     """The backend: the argument, or that of TorchRL's context, or what `num_collectors` says."""
     if num_collectors is not None:
-        if isinstance(num_collectors, bool) or not isinstance(num_collectors, int):
+        if as_whole(num_collectors) is None:
             raise WrongType(f"num_collectors must be a positive integer, got {num_collectors!r}")
         if num_collectors < 1:
             raise ConfigError(f"num_collectors must be a positive integer, got {num_collectors}")

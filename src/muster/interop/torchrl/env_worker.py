@@ -23,6 +23,7 @@ from torchrl.envs.common import EnvMetaData
 from torchrl.envs.libs.gym import GymWrapper
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
+from muster.arguments import with_ints
 from muster.envs.pettingzoo import is_pettingzoo
 from muster.errors import RecipeError
 from muster.interop.torchrl.bare_env import BareEnv, bare_env
@@ -207,7 +208,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         seed, static_seed = data
         if seed is not None:
             torch.manual_seed(seed)
-        return "seeded", self.env.set_seed(seed, static_seed=static_seed)
+        return "seeded", self.env.set_seed(with_ints(seed), static_seed=static_seed)
 
     def _handle_state_dict(self, data: Any) -> Any:
         return "state_dict", without_locks(self.env.state_dict())

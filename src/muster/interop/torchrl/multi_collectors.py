@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torchrl.collectors.utils import _TrajectoryPool
 from torchrl.data import ListStorage
 from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
+from muster.arguments import as_whole
 from muster.errors import CannotTravel, ConfigError, UsageError
 from muster.interop.torchrl.collector_channels import CollectorPool, Files, Pipe, Queue, WorkerProcess
 from muster.interop.torchrl.collector_worker import Shared, hosted_collector, share_storage
@@ -190,7 +191,7 @@ class _InWorkers:
             raise KeyError(f"Model {model_id!r} not found: the workers' collectors have the model 'policy' alone")
         if self._pool is None:
             raise UsageError("the collector is shut down; there is nobody to send weights to")
-        if type(policy_or_weights) is dict and all(isinstance(key, int) for key in policy_or_weights):
+        if type(policy_or_weights) is dict and all(as_whole(key) is not None for key in policy_or_weights):
             for worker, weights in policy_or_weights.items():
                 self._pool.publish(worker, weights_by_name(weights))
             return
@@ -284,4 +285,4 @@ def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _listed(worker_ids: Any) -> Sequence[int]:
-    return [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+    return list(worker_ids) if isinstance(worker_ids, Iterable) else [worker_ids]
