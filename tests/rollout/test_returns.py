@@ -6,13 +6,15 @@ import math
 
 import pytest
 import torch
+from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer
 from tensordict import TensorDict
 from torch import Tensor
 from torch.testing import assert_close
 from torchrl.objectives.value.functional import generalized_advantage_estimate, vtrace_advantage_estimate
 
 from muster.errors import SpecMismatch
-from muster.rollout.returns import gae, split_trajectories, vtrace
+from muster.rollout import gae, split_trajectories, vtrace
 
 GAMMA, LAMBDA = 0.9, 0.8
 
@@ -91,6 +93,21 @@ class TestGAE:
         # TorchRL holds its discounts in float32.
         assert_close(advantages.reshape(shape[0], -1), theirs.squeeze(-1).T, rtol=1e-5, atol=1e-6)
         assert_close(targets.reshape(shape[0], -1), their_targets.squeeze(-1).T, rtol=1e-5, atol=1e-6)
+
+    def test_agrees_with_stable_baselines3(self):
+        rollout = random_rollout(40, 3, seed=1)
+        # It has no truncated steps: `collect_rollouts` adds their values to the rewards.
+        rollout["truncated"].zero_()
+        ended = rollout["terminated"]
+        rollout["next_values"][:-1][~ended[:-1]] = rollout["values"][1:][~ended[:-1]]
+        space = spaces.Discrete(2)
+        buffer = RolloutBuffer(40, space, space, device="cpu", gamma=GAMMA, gae_lambda=LAMBDA, n_envs=3)
+        buffer.rewards[:], buffer.values[:] = rollout["rewards"], rollout["values"]
+        buffer.episode_starts[1:] = ended[:-1]
+        buffer.compute_returns_and_advantage(rollout["next_values"][-1].float(), ended[-1].numpy())
+        advantages, targets = gae(**rollout, gamma=GAMMA, gae_lambda=LAMBDA)
+        assert_close(advantages.float(), torch.from_numpy(buffer.advantages))
+        assert_close(targets.float(), torch.from_numpy(buffer.returns))
 
     def test_lambda_1_gives_discounted_sums_of_rewards(self):
         _, targets = gae(
@@ -271,6 +288,15 @@ class TestSplitTrajectories:
         nothing = torch.zeros(2, 4, dtype=torch.bool)
         split = split_trajectories(rollout_of(torch.ones(2, 4, 1), nothing, nothing))
         assert split.batch_size == (0, 0)
+
+    def test_ids_that_change_split_and_are_counted_where_there_are_none(self):
+        obs, nothing = torch.arange(8).reshape(2, 4, 1), torch.zeros(2, 4, dtype=torch.bool)
+        assert split_trajectories(rollout_of(obs, nothing))["collector", "traj_ids"].tolist() == [[0] * 4, [1] * 4]
+        rollout = rollout_of(obs, nothing)
+        rollout["collector", "traj_ids"] = torch.tensor([[5, 5, 5, 7], [6, 6, 6, 6]])
+        split = split_trajectories(rollout)
+        assert split["observation"][..., 0].tolist() == [[0, 1, 2, 0], [3, 0, 0, 0], [4, 5, 6, 7]]
+        assert split["collector", "traj_ids"].tolist() == [[5, 5, 5, 0], [7, 0, 0, 0], [6, 6, 6, 6]]
 
     def test_missing_done_is_named(self):
         with pytest.raises(SpecMismatch, match=r'expected \("next", "done"\) of shape \[2, 4, 1\], got none'):

@@ -15,7 +15,8 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from muster.rollout.returns import gae, split_trajectories, vtrace
+import muster
+from muster.rollout import gae, split_trajectories, vtrace
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 pytest.importorskip("torchrl")
@@ -193,6 +194,20 @@ def test_split_trajectories_of_torchrl_and_muster_give_an_episode_in_each_row(ba
         assert found["observation"][mask].equal(rows["observation"].flatten(0, 1))
         assert found["next", "reward"][mask].equal(rows["reward"].reshape(-1, 1))
         assert not mask[:, 1:][~mask[:, :-1]].any()
+
+
+def test_trajectories_that_go_on_in_the_next_batch_are_split_as_torchrl_splits_them():
+    from torchrl.collectors.utils import split_trajectories as torchrls
+
+    sizes = {"num_envs": 2, "frames_per_batch": 80, "total_frames": 240, "seed": 0}
+    ids = []
+    for batch in muster.Collector("CartPole-v1", **sizes, make_vec_options={"backend": "serial"}):
+        split, theirs = split_trajectories(batch), torchrls(batch)
+        assert split.batch_size == theirs.batch_size
+        for key in theirs.keys(include_nested=True, leaves_only=True):
+            assert torch.equal(split[key], theirs[key]), key
+        ids.append(set(split["collector", "traj_ids"][:, 0].tolist()))
+    assert len(ids[0] & ids[1]) == len(ids[1] & ids[2]) == 2  # of either env the one that goes on
 
 
 def test_ppo_loss_takes_the_batch_and_samples_of_a_buffer(batch):

@@ -99,11 +99,16 @@ def split_trajectories(rollout: TensorDictBase) -> TensorDict:
     """The rollout's trajectories, one in each row, padded with zeros to the longest.
 
     rollout: a collector's batch [N, T], with ``("next", "done")`` [N, T, 1] bool and, where steps are to be left out,
-    ``("collector", "mask")`` [N, T] bool. A trajectory ends where done is True, and at the end of the rollout.
+    ``("collector", "mask")`` [N, T] bool. A trajectory ends where done is True, where ``("collector", "traj_ids")``
+    [N, T] int64, if there are any, change, and at the end of the rollout.
 
     Returns a TensorDict of batch_size [B, T_longest], names [None, "time"], for B trajectories ordered by env, then
-    time; its ``("collector", "mask")`` [B, T_longest] is False on the padding. Raises SpecMismatch where the
-    batch_size has not two dimensions, time is the first of them, or done is missing or misshapen.
+    time; its ``("collector", "mask")`` [B, T_longest] is False on the padding, and its ``("collector", "traj_ids")``
+    say which trajectory a row is: the parts of one that goes on in the next batch have one id, as collectors count;
+    without ids in the rollout they are 0 to B - 1. Raises SpecMismatch where the batch_size has not two dimensions,
+    time is the first of them, or done is missing or misshapen.
+
+    `torchrl.collectors.utils.split_trajectories` gives the same rows, but keeps those that are to be left out.
     """
     if rollout.batch_dims != 2 or rollout.names[0] == "time":
         named = f" with names {rollout.names}" if any(rollout.names) else ""
@@ -119,6 +124,9 @@ def split_trajectories(rollout: TensorDictBase) -> TensorDict:
     kept = torch.ones(num_rows, dtype=torch.bool) if mask is None else mask.reshape(num_rows)
     begins = torch.ones(rollout.batch_size, dtype=torch.bool, device=done.device)
     begins[:, 1:] = done[:, :-1, 0]
+    ids = rollout.get(("collector", "traj_ids"), None)
+    if ids is not None:
+        begins[:, 1:] |= ids[:, 1:] != ids[:, :-1]
     rows = torch.nonzero(kept.to(done.device)).squeeze(1)
     _, owners, lengths = torch.unique_consecutive(
         begins.reshape(num_rows).cumsum(0)[rows], return_inverse=True, return_counts=True
@@ -132,6 +140,9 @@ def split_trajectories(rollout: TensorDictBase) -> TensorDict:
     index[owners, times] = rows
     split: TensorDict = flat[index]
     split.set(("collector", "mask"), index < num_rows)
+    if ids is None:
+        numbers = torch.arange(len(lengths), device=done.device).unsqueeze(1)
+        split.set(("collector", "traj_ids"), numbers * (index < num_rows))
     split.names = [None, "time"]
     return split
 
