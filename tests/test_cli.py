@@ -15,16 +15,11 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from muster import cli
+from command import muster
 
 # -P: as for an installed script, Python itself does not look into the working folder.
 RUN_MUSTER = [sys.executable, "-P", "-c", "from muster.cli import main; main()"]
-
-
-def muster(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(cli.make_app(), arguments)
 
 
 def read_metrics(run: Path) -> list[dict[str, str]]:
@@ -86,7 +81,7 @@ def test_a_run_too_short_for_an_episode_says_so(tmp_path: Path):
     [
         (("NoSuchEnv-v0",), 1, "NoSuchEnv"),
         (("pettingzoo/sisl/multiwalker_v9",), 1, "has several agents"),
-        (("CartPole-v1", "--num-workers", "9"), 2, "num_workers=9 is too many for num_envs=8"),
+        (("CartPole-v1", "--num-workers", "9"), 2, "--num-workers 9 is too many for --num-envs 8"),
         (("CartPole-v1", "--num-envs", "0"), 2, "--num-envs"),
         (("CartPole-v1", "--seed", "-1"), 2, "--seed"),
     ],
@@ -161,7 +156,7 @@ def test_ctrl_c_ends_cleanly_with_what_was_reached(tmp_path: Path):
 
 
 def test_help_is_quick_to_have_and_names_the_commands():
-    code = "import sys; from muster.cli import make_app; make_app(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from muster.cli import run; run(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert "train" in muster("--help").output
     for option in ("--seed", "--num-envs", "--num-workers", "--total-steps", "--run-dir"):
@@ -189,12 +184,26 @@ def test_bench_ends_with_what_to_write(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    options = ("--kwargs", '{"size": 9}', "--num-envs", "2", "--rounds", "1", "--seconds", "0.02")
+    (tmp_path / "around.py").write_text("from gymnasium.wrappers import RecordEpisodeStatistics as Kept\n")
+    options = (
+        "--kwargs",
+        '{"size": 9}',
+        "--wrapper",
+        "around.py:Kept",
+        "--num-envs",
+        "2",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.02",
+    )
     result = muster("bench", "sized_module:make_env", *options)
     assert result.exit_code == 0, result.output
-    *_, imports, line = result.output.splitlines()
+    *_, imports, wrapper, line = result.output.splitlines()
     assert imports == "from sized_module import make_env"
+    assert wrapper == "from around import Kept as RecordEpisodeStatistics"
     assert line.startswith("envs = muster.make_vec(make_env, 2, env_kwargs={'size': 9}")
+    assert line.endswith("wrappers=[RecordEpisodeStatistics])")
 
 
 @pytest.mark.filterwarnings("ignore")  # Box2D's
@@ -208,5 +217,5 @@ def test_bench_says_what_a_way_lacks_and_measures_the_others():
 def test_bench_of_what_cannot_be_stepped_is_one_line():
     result = muster("bench", "NoSuch-v0", "--rounds", "1")
     assert result.exit_code == 1
-    assert result.stderr.startswith("UsageError  NoSuch-v0 cannot be stepped: NameNotFound: ")
+    assert result.stderr.startswith("muster bench: error: NoSuch-v0 cannot be stepped: NameNotFound: ")
     assert result.stderr.count("\n") == 1

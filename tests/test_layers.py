@@ -21,6 +21,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "muster"
 # Of two that hold a module the longer one counts. A new one needs a line here.
 ORDER = (
     "cli",
+    "command_line",
     "training",
     "doctor",
     "algorithms",
@@ -59,7 +60,7 @@ OPTIONAL = {
     "dmlab2d",
     "meltingpot",
     "stable_baselines3",
-    "typer",
+    "tyro",
     "rich",
     "matplotlib",
     "tensorboard",

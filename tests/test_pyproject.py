@@ -56,11 +56,11 @@ def names_of(extra: str) -> set[str]:
 @pytest.mark.parametrize(
     ("extra", "names"),
     [
-        ("doctor", {"typer", "rich", "psutil"}),
+        ("doctor", {"tyro", "rich", "psutil"}),
         ("torch", {"torch", "tensordict"}),
         (
             "train",
-            {"typer", "rich", "psutil", "torch", "tensordict", "tensorboard", "matplotlib", "opencv-python-headless"},
+            {"tyro", "rich", "psutil", "torch", "tensordict", "tensorboard", "matplotlib", "opencv-python-headless"},
         ),
         ("marl", {"pettingzoo", "mpe2"}),
         ("sb3", {"stable-baselines3"}),

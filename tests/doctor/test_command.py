@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from muster.cli import make_app
+from command import muster
 
 MODULE = """
 import os
@@ -65,6 +64,24 @@ def test_a_healthy_factory_gets_lines_that_run(doctor, tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=True)
 
 
+def test_a_file_in_wrappers_gets_lines_that_run(doctor, tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "far_game.py").write_text(MODULE)
+    (tmp_path / "around.py").write_text(
+        "import gymnasium as gym\nclass Half(gym.RewardWrapper):\n    def reward(self, r):\n        return r / 2\n"
+        "alias = lambda env: Half(env)\n"
+    )
+    wrappers = ("--wrapper", "around:Half", "--wrapper", "around.py:alias")
+    arguments = (*wrappers, "--env-kwargs", '{"gravity": 5.0}', "--num-envs", "2", "--seconds", "0.2", "--json")
+    done = doctor("far/far_game.py:make_env", *arguments)
+    assert done.returncode == 0, done.stderr
+    advice = json.loads(done.stdout)["recommendation"]
+    assert "env_kwargs={'gravity': 5.0}, wrappers=[Half, wrapper]" in advice["line"]
+    code = f"{advice['factory']}\n{advice['line']}\nenvs.reset()\n"
+    code += "assert envs.step(envs.action_space.sample())[1].tolist() == [0.25, 0.25]\nenvs.close()"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=True)
+
+
 def test_what_blocks_sets_the_exit_status_and_is_told_first(doctor):
     done = doctor("my_game:crashes")
     assert done.returncode == 1, done.stderr
@@ -104,7 +121,7 @@ def test_mistakes_are_told_without_a_traceback(doctor, arguments, status, words)
     ],
 )
 def test_mistakes_in_what_is_no_module_are_told_at_once(arguments, status, words):
-    done = CliRunner().invoke(make_app(), ["doctor", *arguments])
+    done = muster("doctor", *arguments)
     assert done.exit_code == status
     assert words in " ".join(done.stderr.replace("│", " ").split())
 

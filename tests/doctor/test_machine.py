@@ -17,10 +17,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 import muster
-from muster.cli import make_app
+from command import muster as run_muster
 from muster.doctor import machine
 from muster.doctor.diagnosis import Finding
 from muster.doctor.machine import Fact, MachineReport, examine
@@ -69,7 +68,7 @@ def test_a_machine_in_order_is_told_on_one_screen(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == f"Muster {muster.__version__}"
-    assert lines[-1] == "Workers run here. To try an env out: muster doctor TARGET"
+    assert lines[-1] == "Workers run here. To try an env out: muster doctor ENV"
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 50
     for topic in ("Python", "system", "cores", "memory", "shared memory", "GPU", "limits", "start methods", "required"):
@@ -93,13 +92,13 @@ def test_no_optional_package_is_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--num-envs", "3"], "--num-envs needs a TARGET"),
-        (["--policy", "my_game:make_policy", "--json"], "--policy needs a TARGET"),
-        (["--kwargs", "{}", "--seconds", "1"], "need a TARGET"),
+        (["--num-envs", "3"], "--num-envs needs an ENV"),
+        (["--policy", "my_game:make_policy", "--json"], "--policy needs an ENV"),
+        (["--kwargs", '{"a": 1}', "--seconds", "2"], "--env-kwargs, --seconds need an ENV"),
     ],
 )
 def test_options_that_need_a_target_say_so(arguments: list[str], words: str) -> None:
-    done = CliRunner().invoke(make_app(), ["doctor", *arguments])
+    done = run_muster("doctor", *arguments)
     assert done.exit_code == 2
     assert words in " ".join(done.stderr.replace("│", " ").split())
 
@@ -265,7 +264,7 @@ def test_a_kernel_that_refuses_what_workers_need_sets_the_exit_status(monkeypatc
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(os, "memfd_create", refused)
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(make_app(), ["doctor"])
+    done = run_muster("doctor")
     assert done.exit_code == 1
     first = done.stdout.split("\n\n")[1]
     assert first.startswith("x  start methods  forkserver, spawn, fork do not work: OSError: [Errno 38] Function not")

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
-from typer.testing import CliRunner, Result
 
 import muster
-from muster import cli
+from command import muster as run_muster
 from muster.algorithms import PPO, PPOConfig
 from muster.training.plan import plan_of
 from muster.training.presets import PRESETS, Preset, preset_for
@@ -26,10 +25,6 @@ from muster.training.presets import PRESETS, Preset, preset_for
 NUMBERS, BIG_IMAGE = spaces.Box(-1, 1, (4,), np.float32), spaces.Box(0, 255, (96, 96, 3), np.uint8)
 GRID = spaces.Dict({"image": spaces.Box(0, 255, (7, 7, 3), np.uint8), "mission": spaces.Text(9)})
 TURNS, TORQUES = spaces.Discrete(2), spaces.Box(-1, 1, (2,), np.float32)
-
-
-def run_muster(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(cli.make_app(), arguments)
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 from tensorboard.util import tensor_util
-from typer.testing import CliRunner, Result
 
-from muster import cli
+from command import muster
 from muster.training.run_folder import RunFolder
-
-
-def muster(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(cli.make_app(), arguments)
 
 
 def read_metrics(run: Path) -> list[dict[str, str]]:
@@ -177,7 +172,9 @@ def test_a_row_that_is_not_finite_ends_the_run_with_a_good_checkpoint(tmp_path: 
     command = ("glitching:Glitching-v0", "--num-envs", "2", "--total-steps", "1500", "--run-dir", str(run))
     result = muster("train", *command, "--normalize-observations", "--normalize-rewards")
     assert result.exit_code == 1
-    assert re.search(r"TrainingDiverged +Env \d returned an observation that holds nan in its step 300", result.output)
+    assert re.search(
+        r"muster train: error: Env \d returned an observation that holds nan in its step 300", result.output
+    )
     saved = torch.load(run / "checkpoint.pt", weights_only=True)
     assert saved["steps"] == steps_in(run)[-1] == 512
     assert saved["normalizers"]["observations"]["mean"].isfinite().all()
@@ -210,8 +207,8 @@ gym.register("Glitching-v0", Glitching)
         (("--resume", "{run}"), 1, "has made 256 steps already; asked for were 256 in all."),
         (("--resume", "{run}", "--total-steps", "100"), 1, "256 steps already; asked for were 100 in all."),
         (("--resume", "{run}", "--total-steps", "100"), 1, "--total-steps 512"),
-        (("--resume", "{run}", "--seed", "3"), 2, "the run has settled seed"),
-        (("CartPole-v1", "--resume", "{run}"), 2, "the run has settled env"),
+        (("--resume", "{run}", "--seed", "3"), 2, "the run has settled --seed"),
+        (("Acrobot-v1", "--resume", "{run}"), 2, "the run has settled ENV"),
         (("--resume", "{run}/absent"), 1, "holds no run: it has no config.json"),
         (("--seed", "1"), 2, "name an ENV to train on"),
     ],

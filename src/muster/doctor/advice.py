@@ -6,7 +6,7 @@ import ast
 import contextlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ _MOST_ENVS_PER_WORKER = 32
 
 @dataclass
 class Verdict:
-    """The facts that a recommendation depends on. source: the env's id or factory, as a line of code names it.
+    """The facts that a recommendation depends on. source: the env's id or factory, as a line of code names it;
+    wrappers: likewise.
 
     alone: only one env may live in a process.  packs: several may, as a trial has shown.  travels: the recipe can be
     sent.  tried: by start method the problem that ended its worker, or None.  fragile: the env ended its trial early
@@ -49,6 +50,7 @@ class Verdict:
     packs: bool = False
     fragile: bool = False
     of_torchrl: bool = False
+    wrappers: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,12 @@ def spec_of(existing: Any) -> EnvSpec | None:
     return spec if usable else None
 
 
+def name_in_code(function: Any) -> str:
+    """The name of a wrapper in a line of code; "wrapper" where it has none of its own."""
+    name = str(getattr(function, "__name__", ""))
+    return name if name.isidentifier() else "wrapper"
+
+
 def name_of_spec(spec: EnvSpec) -> str | None:
     """The spec's id, as code; None where that id is registered with another spec by now."""
     registered = gym.registry.get(spec.id)
@@ -188,6 +196,8 @@ def _candidate(
     code = [verdict.source, f"num_envs={num_envs}", *code_of_options(options)]
     if verdict.env_kwargs:
         code.append(f"env_kwargs={_kwargs(verdict.env_kwargs)}")
+    if verdict.wrappers:
+        code.append(f"wrappers=[{', '.join(verdict.wrappers)}]")
     line = f"envs = muster.make_vec({', '.join(code)})"
     if verdict.of_torchrl:
         line = f"envs = {_parallel_env(verdict, num_envs, options)}"

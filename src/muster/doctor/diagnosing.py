@@ -14,7 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 from muster.arguments import explains_keywords, whole
 from muster.arguments import seconds as number_of_seconds
 from muster.doctor import trials
-from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
+from muster.doctor.advice import Verdict, candidates, name_in_code, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnosis import Diagnosis, Finding, Measurements, Soak
 from muster.doctor.findings import (
     FATAL,
@@ -148,7 +148,8 @@ def _diagnose_env(
         findings.append(about_sharing(shared))
     findings += about_behaviour(behaviour)
     findings += about_start_methods(tried, known=behaviour.stage in FATAL)
-    verdict = Verdict(_source(env, target), env_kwargs, num_envs, packed is not None, tried)
+    around = [name_in_code(one) for one in wrappers if one is not stepped]
+    verdict = Verdict(_source(env, target), env_kwargs, num_envs, packed is not None, tried, wrappers=around)
     if packed is None or shared:
         return _run_lines(target, findings, verdict, Measurements(), recipe, timeout, seconds, shared)
     verdict.fragile = behaviour.stage in ("resetting it", "stepping it")

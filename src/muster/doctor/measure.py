@@ -44,6 +44,7 @@ def measure(
     *,
     num_workers: int | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[Callable[[Any], Any]] = (),
     rounds: int = 5,
     seconds: float = 1.0,
 ) -> list[Measured]:
@@ -56,7 +57,7 @@ def measure(
     measured: list[Measured] = []
     runs: list[Callable[[float], float] | None] = []
     with contextlib.ExitStack() as opened:
-        for way, options, make in _ways(env, num_envs, num_workers, env_kwargs):
+        for way, options, make in _ways(env, num_envs, num_workers, env_kwargs, wrappers):
             problem = None
             try:
                 envs = make()
@@ -79,7 +80,11 @@ def measure(
 
 
 def _ways(
-    env: Any, num_envs: int, num_workers: int | None, env_kwargs: Mapping[str, Any] | None
+    env: Any,
+    num_envs: int,
+    num_workers: int | None,
+    env_kwargs: Mapping[str, Any] | None,
+    wrappers: Sequence[Callable[[Any], Any]],
 ) -> list[tuple[str, Mapping[str, Any] | None, Callable[[], Any]]]:
     """Each way as (name, options, function that makes its vector env)."""
     shared: dict[str, Any] = {"env_kwargs": env_kwargs} if env_kwargs else {}
@@ -89,16 +94,20 @@ def _ways(
         ("processes", workers),
         ("caller_steps=True", {**workers, "caller_steps": True}),
     ]
+    make = functools.partial(make_vec, env, num_envs, wrappers=wrappers)
     factory = functools.partial(gym.make, env) if isinstance(env, str) else env
-    factories: Sequence[Any] = [functools.partial(factory, **(env_kwargs or {}))] * num_envs
+    factories: Sequence[Any] = [functools.partial(_wrapped, factory, env_kwargs or {}, wrappers)] * num_envs
     return [
-        *(
-            (f"muster {way}", shared | own, functools.partial(make_vec, env, num_envs, **shared, **own))
-            for way, own in ours
-        ),
+        *((f"muster {way}", shared | own, functools.partial(make, **shared, **own)) for way, own in ours),
         ("gymnasium SyncVectorEnv", None, functools.partial(gym.vector.SyncVectorEnv, factories)),
         ("gymnasium AsyncVectorEnv", None, functools.partial(gym.vector.AsyncVectorEnv, factories)),
     ]
+
+
+def _wrapped(
+    factory: Callable[..., Any], env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]]
+) -> Any:
+    return functools.reduce(lambda env, wrapper: wrapper(env), wrappers, factory(**env_kwargs))
 
 
 def warmed_up(envs: Any) -> Callable[[float], float]:

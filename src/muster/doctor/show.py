@@ -71,7 +71,7 @@ def show_machine(report: MachineReport, console: Console) -> None:
     if report.blocks:
         console.print(Text("Worker processes cannot run here: see what is in the way, above.", "bold red"))
     else:
-        console.print("Workers run here. To try an env out: muster doctor TARGET")
+        console.print("Workers run here. To try an env out: muster doctor ENV")
 
 
 def _listed(findings: Sequence[Finding]) -> Table:

@@ -8,17 +8,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from muster.doctor.advice import name_in_code
 from muster.doctor.measure import Measured, code_of_options
+from muster.doctor.targets import import_code
+from muster.recipes.named import callable_named, parse_name
 from muster.workers.resources import usable_cores
 
 
 def show_speeds(
-    target: str, how_to_import: str | None, num_envs: int, measured: Sequence[Measured], console: Console
+    target: str, wrappers: Sequence[str], num_envs: int, measured: Sequence[Measured], console: Console
 ) -> None:
     """Prints a row for each way, with its speed as a multiple of the first one's, and the line for our fastest way.
 
     Ways that failed follow with their problems.
-    how_to_import: the line that imports the target's factory; None for an id.
+    target, wrappers: the names of the env and of what is around it, as for `env_named`.
     """
     cores = usable_cores()
     counts = f"{num_envs} env{'s' * (num_envs > 1)}, {cores} core{'s' * (cores > 1)}"
@@ -39,10 +42,12 @@ def show_speeds(
     ours = [one for one in done if one.options is not None]
     if ours:
         best = max(ours, key=lambda one: one.median)
-        name = f'"{target}"' if how_to_import is None else target.rpartition(":")[2]
-        lines = [] if how_to_import is None else [how_to_import]
-        lines.append(
-            f"envs = muster.make_vec({', '.join([name, str(num_envs), *code_of_options(best.options or {})])})"
-        )
+        named = parse_name(target)
+        env = f'"{target}"' if named is None else named.name if named.name.isidentifier() else f'"{named.name}"'
+        code = [env, str(num_envs), *code_of_options(best.options or {})]
+        if wrappers:
+            code.append(f"wrappers=[{', '.join(name_in_code(callable_named(one)) for one in wrappers)}]")
+        line = f"envs = muster.make_vec({', '.join(code)})"
+        imports = import_code(target, wrappers, line)
         console.print()
-        console.print(Text("\n".join(lines), "cyan"), soft_wrap=True)
+        console.print(Text(f"{imports}\n{line}".lstrip(), "cyan"), soft_wrap=True)

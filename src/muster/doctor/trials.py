@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import pickle
 import statistics
 import time
+import types
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from muster.envs.player import Player
 from muster.errors import RecipeError
 from muster.introspection import find_in
 from muster.pickling import find_culprits
+from muster.recipes.named import parse_name
 from muster.recipes.recipe import Recipe
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -35,17 +36,23 @@ _BIG_INFO_BYTES = 10_000
 STEPPING_MANY = "stepping many of it"
 
 
-def importing(reporter: Reporter, module_name: str) -> None:
-    """Imports the module that holds the env's factory."""
-    reporter.stage(f"importing the module {module_name}")
-    importlib.import_module(module_name)
+def importing(reporter: Reporter, target: str) -> None:
+    """Imports the module that holds what ``module:name`` or ``file.py:name`` names."""
+    _imported(reporter, target)
 
 
-def judging(reporter: Reporter, module_name: str, name: str) -> None:
-    """Reports whether a policy can be copied. `name` is a function or class that builds it, or the policy itself."""
-    reporter.stage(f"importing the module {module_name}")
+def _imported(reporter: Reporter, target: str) -> types.ModuleType:
+    named = parse_name(target)
+    assert named is not None
+    reporter.stage(f"importing the module {named.module}")
+    return named.import_module()
+
+
+def judging(reporter: Reporter, target: str) -> None:
+    """Reports whether a policy can be copied. It names a function or class that builds it, or the policy itself."""
+    module = _imported(reporter, target)
     try:
-        found = find_in(importlib.import_module(module_name), name)
+        found = find_in(module, target.rpartition(":")[2])
     except RecipeError as error:
         reporter.result("mistake", str(error))
         return

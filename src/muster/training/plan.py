@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from muster.algorithms.ppo_config import PPOConfig
 from muster.errors import UsageError
+from muster.training.presets import preset_named
 from muster.training.run_folder import read_config
 
 
@@ -19,24 +21,41 @@ from muster.training.run_folder import read_config
 class TrainingPlan:
     """The env and the options of a run.
 
-    env: an id.  preset: the name of the row that the options started from, and whose wrappers the env has.
-    num_workers: processes for the envs, None for one per core.
+    env: as `env_named` takes it.  preset: the name of the row that the options started from, and whose wrappers are
+    around the env.  env_kwargs, wrappers: the user's own, the latter as `callable_named` takes them.
+    options: further ones of `make_vec`, as far as they have not its own values.
     """
 
     env: str
     config: PPOConfig
     preset: str
-    num_workers: int | None = None
+    env_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    wrappers: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The env's name without a file's folders."""
+        return os.path.basename(self.env) if ".py:" in self.env else self.env
 
     @property
     def title(self) -> str:
-        return f"{self.env}, PPO, seed {self.config.seed}"
+        return f"{self.name}, PPO, seed {self.config.seed}"
+
+    def differences(self) -> dict[str, Any]:
+        """What is not as the preset has it, by name; seed and total_steps are each run's own."""
+        preset = PPOConfig(**preset_named(self.preset).config)
+        names = [one.name for one in dataclasses.fields(PPOConfig) if one.name not in ("seed", "total_steps")]
+        values = {name: getattr(self.config, name) for name in names}
+        changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
+        around = {"env_kwargs": dict(self.env_kwargs), "wrapper": ",".join(self.wrappers)}
+        return {**{name: value for name, value in around.items() if value}, **changed}
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as config.json holds it."""
-        config = dataclasses.asdict(self.config)
-        run = {"env": self.env, "algorithm": "PPO", "preset": self.preset}
-        return {**run, **config, "num_workers": self.num_workers, "with": _versions()}
+        run = {"env": self.env, "algorithm": "PPO", "preset": self.preset, **dataclasses.asdict(self.config)}
+        made = {"env_kwargs": dict(self.env_kwargs), "wrappers": self.wrappers, "make_vec": dict(self.options)}
+        return {**run, **made, "with": _versions()}
 
 
 def plan_of(path: Path) -> TrainingPlan:
@@ -46,14 +65,15 @@ def plan_of(path: Path) -> TrainingPlan:
     """
     config = read_config(path)
     names = [field.name for field in dataclasses.fields(PPOConfig)]
-    missing = [name for name in ("env", "preset", "num_workers", *names) if name not in config]
+    missing = [name for name in ("env", "preset", "env_kwargs", "wrappers", "make_vec", *names) if name not in config]
     if config.get("algorithm") != "PPO" or missing:
         raise UsageError(
             f"{path / 'config.json'} is not that of a PPO run of this version of Muster"
             + (f": it lacks {', '.join(missing)}." if missing else ".")
         )
     options = PPOConfig(**{name: config[name] for name in names})
-    return TrainingPlan(config["env"], options, config["preset"], config["num_workers"])
+    made = (config["env_kwargs"], tuple(config["wrappers"]), config["make_vec"])
+    return TrainingPlan(config["env"], options, config["preset"], *made)
 
 
 def _versions() -> dict[str, Any]:

@@ -45,7 +45,7 @@ def train(
     """
     ppo = PPO(envs, plan.config)
     if run_dir is None:
-        folder = RunFolder.create(Path("runs"), f"{plan.env}-seed{plan.config.seed}")
+        folder = RunFolder.create(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
     else:
         folder = RunFolder(run_dir, resume=resume)
     with folder:
@@ -55,10 +55,13 @@ def train(
         folder.write_config({**plan.to_dict(), "spaces": plain})
         workers = len(envs.stats()["workers"])
         begun = f", from step {ppo.steps:,}" if resume else ""
+        differences = " ".join(f"{name}={value}" for name, value in plan.differences().items())
+        preset = f"preset {plan.preset}" + (f", but {differences}" if differences else "")
         console.print(
-            f"[bold]{escape(plan.env)}[/]  [dim]PPO, {plan.config.total_steps:,} steps{begun}, seed "
+            f"[bold]{escape(plan.name)}[/]  [dim]PPO, {plan.config.total_steps:,} steps{begun}, seed "
             f"{plan.config.seed}, {envs.num_envs} envs on {workers} worker{'s' * (workers > 1)}, "
-            f"preset {escape(plan.preset)}[/]"
+            f"{escape(preset)}[/]",
+            soft_wrap=True,
         )
         if ppo.schedule.began_again:
             rate = ppo.schedule.at(ppo.steps).learning_rate
@@ -108,7 +111,7 @@ def evaluate_run(
             return stop.number
     returns = played.returns
     table = Table(
-        title=f"{escape(plan.env)}, PPO after {policy.steps:,} steps", title_justify="left", show_header=False
+        title=f"{escape(plan.name)}, PPO after {policy.steps:,} steps", title_justify="left", show_header=False
     )
     actions = "drawn from the policy" if sample else "the likeliest"
     for name, text in {

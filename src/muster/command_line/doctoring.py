@@ -1,0 +1,59 @@
+"""What `muster doctor` does with its options: the env, the wrappers and the policies are named, and imported here."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from muster.command_line.command_options import DoctorOptions
+from muster.command_line.mistakes import Mistake, option_of
+from muster.command_line.reading import named_values
+from muster.doctor.diagnosing import diagnose
+from muster.doctor.diagnosis import Diagnosis, Measurements
+from muster.doctor.targets import about_import, import_code, judge_target, policy_factory_of
+from muster.extras import require
+from muster.recipes.named import callable_named, env_named
+
+
+def refuse_without_env(options: DoctorOptions) -> None:
+    """Raises Mistake for options that are for an env, where none is named."""
+    own = dict(named_values(DoctorOptions()))
+    provided = [option_of(name) for name, value in named_values(options) if value != own[name] and name != "json"]
+    if provided:
+        raise Mistake(f"{', '.join(provided)} {'need' if provided[1:] else 'needs'} an ENV, the env to try out")
+
+
+def diagnose_for(options: DoctorOptions) -> Diagnosis:
+    """The diagnosis of the env and the policy. A module that cannot be imported is a finding.
+
+    Raises RecipeError, ModuleNotFoundError, and what `diagnose` raises.
+    """
+    assert options.env is not None
+    for option, provided in (("--policy", options.policy), ("--policy-factory", options.policy_factory)):
+        if provided is not None:
+            require(f"{option} needs", "muster-rl[torch]", "torch", "tensordict")
+    if (unusable := about_import(options.env, options.timeout)) is not None:
+        return Diagnosis(options.env, (unusable,), Measurements(), None)
+    env, wrappers = env_named(options.env), list(map(callable_named, options.wrapper))
+    judged = None if options.policy is None else judge_target(options.policy, options.timeout)
+    factory = None if options.policy_factory is None else policy_factory_of(options.policy_factory)
+    if options.soak is not None:
+        print(f"Trying {options.env} out, then soaking it for {options.soak:g} s", file=sys.stderr)
+    diagnosis = diagnose(
+        env,
+        policy_factory=factory,
+        num_envs=options.num_envs,
+        env_kwargs=options.env_kwargs,
+        wrappers=wrappers,
+        timeout=options.timeout,
+        seconds=options.seconds,
+        soak_s=options.soak,
+        name=options.env,
+    )
+    if judged is not None:
+        diagnosis = replace(diagnosis, findings=(*diagnosis.findings, judged[0]), policy=judged[1])
+    advice = diagnosis.recommendation
+    # The line may name something else than the target: the id of the env, where a factory returns the same env twice.
+    if advice is not None and (imports := import_code(options.env, options.wrapper, advice.line)):
+        diagnosis = replace(diagnosis, recommendation=replace(advice, factory=f"import muster\n{imports}\n"))
+    return diagnosis

@@ -1,0 +1,109 @@
+"""What `muster train` is to do, from its words: the preset first, then ``--config``, then the options."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from muster.algorithms import PPOConfig
+from muster.command_line.mistakes import Mistake, option_of
+from muster.command_line.reading import HELP, asks_for_help, read_options, show_help
+from muster.command_line.run_toml import read_run_toml
+from muster.command_line.train_options import EnvOptions, TrainOptions, UncheckedPPO
+from muster.recipes.named import absolute_name, callable_named
+from muster.training.plan import TrainingPlan
+from muster.training.presets import preset_for
+from muster.training.run_envs import open_envs
+from muster.training.trust import read_plan
+
+COMMAND = "muster train"
+CHANGES = ("total_steps", "learning_rate")  # what PPO may do otherwise in a run that goes on
+NOT_OF_MAKE_VEC = ("env_kwargs", "wrapper")
+OWN_VALUES = "PPO's values below are its own; `muster train ENV --help` shows those of that env's preset."
+
+
+@dataclass(frozen=True)
+class TrainingOrder:
+    """A plan, and where to train by it. learning_rate: as for `runs.train`."""
+
+    plan: TrainingPlan
+    run: Path | None
+    resume: bool
+    learning_rate: float | None = None
+
+
+def training_order(words: Sequence[str]) -> TrainingOrder:
+    """What the words order. Prints the help where they ask for it, and exits. Raises Mistake, and what envs raise."""
+    without_help = [word for word in words if word not in HELP]
+    first = read_options(TrainOptions(), without_help, COMMAND)  # not lenient: what it does not know, nobody does
+    file = {} if first.config is None else read_run_toml(first.config)
+    if first.resume is not None:
+        return _to_go_on(first.resume, file, words, first.trust)
+    options = _layered(TrainOptions(), file, without_help)
+    if options.env is None:
+        if asks_for_help(words):
+            show_help(options, COMMAND, OWN_VALUES)
+        raise Mistake("name an ENV to train on, such as CartPole-v1, or a run to go on with: --resume RUN")
+    env, wrappers = absolute_name(options.env), tuple(map(absolute_name, options.make.wrapper))
+    kwargs = dict(options.make.env_kwargs)
+    around = list(map(callable_named, wrappers))
+    with open_envs(env, 1, env_kwargs=kwargs, wrappers=around) as probe:  # its spaces are part of what decides
+        preset = preset_for(probe.spec, probe.single_observation_space, probe.single_action_space)
+    options = _layered(TrainOptions().changed(preset.config), file, without_help)
+    if asks_for_help(words):
+        show_help(options, COMMAND, f"PPO's values below are those for {options.env}, by the preset {preset.name}.")
+    plan = TrainingPlan(env, _checked(options.ppo), preset.name, kwargs, wrappers, _for_make_vec(options.make))
+    return TrainingOrder(plan, options.run_dir, resume=False)
+
+
+def _to_go_on(run: Path, file: Mapping[str, Any], words: Sequence[str], trust: bool) -> TrainingOrder:
+    """The plan that the run was started with, changed by what a run may change; the rest may be said again."""
+    plan = read_plan(run, trust=trust)
+    around = {"env": plan.env, "env_kwargs": plan.env_kwargs, "wrapper": plan.wrappers, **plan.options}
+    before = TrainOptions().changed({**around, **dataclasses.asdict(plan.config)})
+    if asks_for_help(words):
+        show_help(before, COMMAND, f"The values below are those that {run} has now.")
+    # The rate that it had reached, unless one is asked for: nan stands for that.
+    options = _layered(before.changed({"learning_rate": math.nan}), file, words)
+    rate = options.ppo.learning_rate
+    ppo = options.ppo if not math.isnan(rate) else replace(options.ppo, learning_rate=plan.config.learning_rate)
+    asked = {
+        "env": absolute_name(options.env or plan.env) == plan.env,
+        "env_kwargs": options.make.env_kwargs == plan.env_kwargs,
+        "wrapper": tuple(map(absolute_name, options.make.wrapper)) == plan.wrappers,
+        **{
+            field.name: getattr(ppo, field.name) == getattr(plan.config, field.name)
+            for field in dataclasses.fields(PPOConfig)
+            if field.name not in CHANGES
+        },
+    }
+    if settled := [option_of(name) for name, same in asked.items() if not same]:
+        raise Mistake(f"the run has settled {', '.join(settled)}; --resume goes on with what it has")
+    if options.run_dir is not None and options.run_dir.resolve() != run.resolve():
+        raise Mistake("--run-dir is for new runs; --resume goes on in the folder of its own")
+    plan = replace(plan, config=_checked(ppo), options=_for_make_vec(options.make))
+    return TrainingOrder(plan, run, resume=True, learning_rate=None if math.isnan(rate) else rate)
+
+
+def _layered(base: TrainOptions, file: Mapping[str, Any], words: Sequence[str]) -> TrainOptions:
+    """`base`, changed by the file's values, and then by the words."""
+    below = base.changed(file)
+    options = read_options(below.changed({"wrapper": ()}), words, COMMAND)  # tyro would add to those below
+    return options if options.make.wrapper else options.changed({"wrapper": below.make.wrapper})
+
+
+def _checked(ppo: UncheckedPPO) -> PPOConfig:
+    return PPOConfig(**dataclasses.asdict(ppo))
+
+
+def _for_make_vec(make: EnvOptions) -> dict[str, Any]:
+    """The options of `make_vec` that have not its own values."""
+    return {
+        field.name: getattr(make, field.name)
+        for field in dataclasses.fields(EnvOptions)
+        if field.name not in NOT_OF_MAKE_VEC and getattr(make, field.name) != field.default
+    }

@@ -1,0 +1,129 @@
+"""Names of envs and other callables as a command line writes them: ``module:name`` and ``file.py:name``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from muster.errors import RecipeError
+from muster.introspection import find_in
+
+
+@dataclass(frozen=True)
+class Named:
+    """The parts of ``module:name`` and ``file.py:name``.
+
+    module: the module's name, of a file its stem.  file: the file's absolute path, None for a module.
+    """
+
+    module: str
+    name: str
+    file: Path | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file or self.module}:{self.name}"
+
+    def import_module(self) -> types.ModuleType:
+        """Imports the module, and raises what it raises.
+
+        A file is imported by its stem, its folder first on ``sys.path``, and stays so: workers have the caller's
+        ``sys.path``, and import the module again there. Raises RecipeError where that stem is another module's.
+        """
+        if self.file is None:
+            return importlib.import_module(self.module)
+        folder = str(self.file.parent)
+        if self.module not in sys.modules and sys.path[:1] != [folder]:
+            sys.path.insert(0, folder)
+        module = importlib.import_module(self.module)
+        found = getattr(module, "__file__", None)
+        if found is None or not os.path.exists(found) or not self.file.samefile(found):
+            raise RecipeError(f"{self.file} has the name of another module, {found or self.module}; rename the file")
+        return module
+
+    def find(self) -> Any:
+        """What is named; of a name that is no identifier, an env id, the id. Raises RecipeError."""
+        try:
+            module = self.import_module()
+        except RecipeError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise RecipeError(
+                f"{self.file or self.module} cannot be imported: {type(error).__name__}: {error}{_line_of(error)}"
+            ) from error
+        return find_in(module, self.name) if self.name.isidentifier() else self.name
+
+    def import_code(self, name: str = "") -> str:
+        """The lines that import it, for a program in the working folder. name: what it is called there."""
+        line = f"from {self.module} import {self.name}" if self.name.isidentifier() else f"import {self.module}"
+        line += f" as {name}" if name not in ("", self.name) else ""
+        if self.file is None or self.file.parent == Path.cwd():
+            return line
+        return f"import sys\n\nsys.path.insert(0, {str(self.file.parent)!r})\n{line}"
+
+
+def parse_name(text: str) -> Named | None:
+    """The parts of a name; None where ``text`` is an env id, ``module:Id-v0`` too. Imports nothing.
+
+    Raises RecipeError where there is no such file, ModuleNotFoundError where there is no such module.
+    """
+    head, _, name = text.rpartition(":")
+    if text.endswith(".py"):
+        head, name = text, ""
+    if head.endswith(".py"):
+        file = Path(head).expanduser().resolve()
+        if not file.is_file():
+            raise RecipeError(f"there is no file {file}")
+        if not file.stem.isidentifier():
+            raise RecipeError(f"{file} cannot be imported as a module: its name must be letters, digits and _")
+        if not name:
+            raise RecipeError(f"{text!r} must also say what in the file builds the env, such as {head}:make_env")
+        return Named(file.stem, name, file)
+    if not name.isidentifier() or not all(part.isidentifier() for part in head.split(".")):
+        return None
+    if importlib.util.find_spec(head.partition(".")[0]) is None:
+        raise ModuleNotFoundError(
+            f"No module named {head!r} for {text!r}: it must be in this folder, or installed.", name=head
+        )
+    return Named(head, name)
+
+
+def env_named(text: str) -> Any:
+    """The argument of `make_vec` for an env id, ``module:factory`` or ``file.py:factory``.
+
+    Raises RecipeError, and ModuleNotFoundError.
+    """
+    named = parse_name(text)
+    found = text if named is None else named.find()
+    if named is not None and isinstance(found, str) and found != named.name:
+        raise RecipeError(f"{text!r} must be something that builds an env; it is text, {found!r}")
+    return found
+
+
+def callable_named(text: str) -> Any:
+    """The callable that ``module:name`` or ``file.py:name`` names. Raises RecipeError, and ModuleNotFoundError."""
+    named = parse_name(text)
+    found = None if named is None else named.find()
+    if not callable(found):
+        raise RecipeError(f"{text!r} must be module:name or file.py:name of something that can be called")
+    return found
+
+
+def absolute_name(text: str) -> str:
+    """The name, with the absolute path of its file; others as they are."""
+    named = parse_name(text)
+    return text if named is None or named.file is None else str(named)
+
+
+def _line_of(error: BaseException) -> str:
+    """Where the user's module raised."""
+    if isinstance(error, SyntaxError):
+        return ""  # its message has the line
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 2 else ""

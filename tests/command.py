@@ -1,0 +1,31 @@
+"""The ``muster`` command in this process: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from muster import cli
+
+
+@dataclass(frozen=True)
+class Result:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+def muster(*words: str, columns: int = 200) -> Result:
+    """The result of ``muster WORDS`` in a terminal of so many columns, without colours."""
+    out, err = io.StringIO(), io.StringIO()
+    environment = patch.dict(os.environ, {"COLUMNS": str(columns), "NO_COLOR": "1"})
+    with environment, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.run(words)
+    return Result(status, out.getvalue(), err.getvalue())

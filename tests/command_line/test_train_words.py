@@ -1,0 +1,287 @@
+"""The words of `muster train`: where values come from, which envs it takes, and what it says to what makes no sense."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import muster as package
+from command import muster
+from muster.algorithms import PPOConfig
+from muster.command_line.train_options import EnvOptions
+from muster.command_line.train_plan import training_order
+from muster.training.plan import plan_of
+from muster.training.presets import preset_named
+
+ENV = """
+import gymnasium as gym
+from gymnasium.envs.classic_control import CartPoleEnv
+
+def make_env(length=30):
+    return gym.wrappers.TimeLimit(CartPoleEnv(), length)
+
+class Doubled(gym.RewardWrapper):
+    def reward(self, reward):
+        return 2 * reward
+
+def tripled(env):
+    return gym.wrappers.TransformReward(env, lambda reward: 3 * reward)
+"""
+SHORT = ("--total-steps", "16", "--num-envs", "2", "--num-steps", "8", "--num-minibatches", "1", "--num-workers", "1")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a module of its own in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_env", raising=False)
+    (tmp_path / "own_env.py").write_text(ENV)
+    return tmp_path
+
+
+def test_help_lists_each_field_of_the_algorithm_with_the_text_beside_it():
+    shown = muster("train", "--help").stdout
+    source = inspect.getsource(PPOConfig)
+    for field in dataclasses.fields(PPOConfig):
+        option = f"--{field.name.replace('_', '-')}"
+        text = re.search(rf"^    {field.name}: .*?#\s+(.*)$", source, re.MULTILINE)
+        assert text is not None
+        assert option in shown
+        assert text[1][:60] in shown
+    assert "`muster train ENV --help` shows those of that env's preset" in shown
+    assert re.search(r"--total-steps INT .*default: 200_000", shown)
+
+
+def test_help_with_an_env_has_its_presets_values():
+    shown = muster("train", "LunarLander-v3", "--help").stdout
+    assert "those for LunarLander-v3, by the preset Box2D." in shown
+    assert re.search(r"--total-steps INT .*default: 1_000_000", shown)
+    assert re.search(r"--gamma NUMBER .*default: 0\.995", shown)
+    assert "default: True" in re.search(r"--normalize-observations.*\n.*\n", shown)[0]
+
+
+@pytest.mark.parametrize("command", ["", "train", "eval", "doctor", "bench"])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_keeps_to_the_terminals_width(command: str, columns: int):
+    result = muster(*command.split(), "--help", columns=columns)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= columns
+
+
+def test_options_for_the_envs_have_the_defaults_of_make_vec():
+    parameters = inspect.signature(package.make_vec).parameters
+    for field in dataclasses.fields(EnvOptions):
+        if field.name not in ("env_kwargs", "wrapper"):
+            assert field.default == parameters[field.name].default, field.name
+
+
+def test_options_win_over_the_file_and_this_over_the_preset(folder: Path):
+    (folder / "run.toml").write_text(
+        'num-envs = 4\nlearning_rate = 1e-4\ntotal_steps = "10k"\nhidden_sizes = [8, 9]\nanneal_lr = false\n'
+        'num_workers = 1\nwrapper = ["own_env:Doubled"]\n[env_kwargs]\nlength = 7\n'
+    )
+    words = ("own_env.py:make_env", "--config", "run.toml", "--learning-rate", "3e-4", "--seed=5")
+    plan = training_order(words).plan
+    preset = PPOConfig(**preset_named(plan.preset).config)
+    changed = {"num_envs": 4, "total_steps": 10_000, "hidden_sizes": (8, 9), "anneal_lr": False}
+    assert plan.config == dataclasses.replace(preset, **changed, learning_rate=3e-4, seed=5)
+    assert plan.env == f"{folder}/own_env.py:make_env"
+    assert (plan.env_kwargs, plan.wrappers, plan.options) == ({"length": 7}, ("own_env:Doubled",), {"num_workers": 1})
+    more = ("--wrapper", "own_env:tripled", "--env-kwargs", '{"length": 8}', "--num-workers", "2", "--anneal-lr")
+    plan = training_order((*words, *more)).plan
+    assert (plan.env_kwargs, plan.wrappers, plan.options) == ({"length": 8}, ("own_env:tripled",), {"num_workers": 2})
+    assert plan.config.anneal_lr is True
+
+
+def test_the_file_may_name_the_env(folder: Path):
+    (folder / "run.toml").write_text('env = "CartPole-v1"\nkwargs = {sutton_barto_reward = true}\n')
+    plan = training_order(("--config", "run.toml", "--num-workers", "auto")).plan
+    assert (plan.env, plan.env_kwargs, plan.options) == (
+        "CartPole-v1",
+        {"sutton_barto_reward": True},
+        {"num_workers": "auto"},
+    )
+
+
+def test_options_may_stand_before_the_env():
+    plan = training_order(("--num-steps", "1k", "--no-anneal-lr", "--target-kl", "0.1", "CartPole-v1")).plan
+    assert (plan.env, plan.config.num_steps, plan.config.target_kl) == ("CartPole-v1", 1000, 0.1)
+    assert training_order(("CartPole-v1", "--num_steps", "9", "--target-kl=None")).plan.config.target_kl is None
+
+
+def test_the_first_line_says_what_differs_from_the_preset(folder: Path):
+    result = muster("train", "CartPole-v1", *SHORT, "--gamma", "0.9", "--run-dir", "r")
+    assert result.exit_code == 0, result.output
+    expected = "preset classic control, but num_envs=2 num_steps=8 gamma=0.9\n"
+    assert result.stdout.splitlines(keepends=True)[0].endswith(expected)
+
+
+@pytest.mark.parametrize("env", ["own_env:make_env", "own_env.py:make_env", "{folder}/own_env.py:make_env"])
+def test_a_run_of_ones_own_env_is_evaluated_and_goes_on_from_anywhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, env: str
+):
+    env = env.format(folder=folder)
+    own = ("--wrapper", "own_env:Doubled", "--wrapper", "own_env.py:tripled", "--kwargs", '{"length": 3}')
+    result = muster("train", env, *own, *SHORT, "--context", "spawn", "--run-dir", "r")
+    assert result.exit_code == 0, result.output
+    plan = plan_of(folder / "r")
+    assert plan.options == {"num_workers": 1, "context": "spawn"}
+    if ".py" in env:
+        (folder / "elsewhere").mkdir()
+        monkeypatch.chdir(folder / "elsewhere")
+    refused = muster("eval", f"{folder}/r")
+    assert refused.exit_code == 1
+    assert "Pass --trust" in refused.stderr
+    assert refused.stderr == muster("train", "--resume", f"{folder}/r").stderr.replace("muster train", "muster eval")
+    result = muster("eval", f"{folder}/r", "--episodes", "2", "--trust")
+    assert re.search(r"mean return +│ 18\.0 ± 0\.0", result.stdout), result.output
+    again = ("--seed", "0", "--env-kwargs", '{"length": 3}', "--num-workers", "2", "--learning-rate", "1e-3")
+    result = muster("train", "--resume", f"{folder}/r", *again, "--total-steps", "48", "--trust")
+    assert result.exit_code == 0, result.output
+    assert json.loads((folder / "r" / "config.json").read_text())["make_vec"] == {"num_workers": 2, "context": "spawn"}
+
+
+@pytest.mark.filterwarnings("ignore:env . failed and was replaced")
+def test_envs_that_fail_may_be_replaced_while_it_trains(folder: Path):
+    (folder / "own_env.py").write_text(ENV + FRAGILE)
+    result = muster("train", "own_env:Fragile", *SHORT, "--total-steps", "64", "--on-failure", "restart")
+    assert result.exit_code == 0, result.output
+    assert muster("train", "own_env:Fragile", *SHORT, "--total-steps", "64").exit_code == 1
+
+
+FRAGILE = """
+class Fragile(CartPoleEnv):
+    steps = 0
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 20:
+            raise ArithmeticError("broke")
+        return super().step(action)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("trian", 2, "muster: error: there is no command 'trian' (did you mean train?)"),
+        ("train", 2, "name an ENV to train on, such as CartPole-v1"),
+        ("train CartPole-v1 --num-step 3", 2, "there is no option --num-step (did you mean --num-steps?)"),
+        ("train CartPole-v1 --num-steps x", 2, "--num-steps must be a whole number, such as 128, 100k or 2e6, got 'x'"),
+        ("train CartPole-v1 --num-steps 1.5", 2, "--num-steps must be a whole number"),
+        ("train CartPole-v1 --num-steps", 2, "--num-steps needs a value"),
+        ("train CartPole-v1 --gamma nan", 2, "--gamma must be a number"),
+        ("train CartPole-v1 --activation tan", 2, "--activation must be tanh or relu or elu or gelu, got 'tan'"),
+        (
+            "train CartPole-v1 --anneal-lr=False",
+            2,
+            "--anneal-lr takes no value, got False: write --anneal-lr, or --no-",
+        ),
+        ("train CartPole-v1 --anneal-lr False", 2, "--anneal-lr takes no value, got False"),
+        ("train CartPole-v1 Acrobot-v1", 2, "'Acrobot-v1' is one word too many"),
+        ("train --hidden-sizes 64 CartPole-v1", 2, "got 'CartPole-v1' (it takes all words up to the next option)"),
+        ("train CartPole-v1 --gamma 2", 2, "--gamma must lie in [0, 1], got 2.0."),
+        ("train CartPole-v1 --seed -1", 2, "--seed must not be negative, got -1."),
+        ("train CartPole-v1 --clip-coef 0", 2, "--clip-coef must be above 0 and finite, got 0.0."),
+        (
+            "train CartPole-v1 --num-minibatches 3k",
+            2,
+            "rollout of --num-envs 8 x --num-steps 32 rows is too small for --n",
+        ),
+        (
+            "train CartPole-v1 --env-kwargs [1]",
+            2,
+            "--env-kwargs must be a JSON object such as '{\"size\": 5}', got '[1]'",
+        ),
+        ('train CartPole-v1 --kwargs {"a":1}', 1, "unexpected keyword argument 'a'"),
+        ("train CartPole-v1 --wrapper own", 2, "'own' must be module:name or file.py:name of something"),
+        (
+            "train CartPole-v1 --backend serial --num-workers 2",
+            2,
+            "--num-workers needs workers; leave it out, or use --b",
+        ),
+        ("train CartPole-v1 --caller-steps --step-timeout 3", 2, "so --step-timeout is not possible"),
+        ("train own_env.py:make", 2, "module own_env has no 'make'. It has: CartPoleEnv, make_env, Doubled, tripled"),
+        ("train own_env.py:__name__", 2, "must be something that builds an env; it is text, 'own_env'"),
+        ("train absent.py:make", 2, "there is no file"),
+        ("train NoSuch-v0", 1, "NoSuch"),
+        ("train CartPole-v1 --config absent.toml", 2, "--config absent.toml cannot be read: No such file or directory"),
+        ("train CartPole-v1 --config .", 2, "--config . cannot be read: Is a directory"),
+        ("eval", 2, "name the folder of a RUN"),
+        ("eval . --episodes 0", 2, "--episodes must be at least 1, got 0"),
+        ("bench", 2, "name an ENV to measure"),
+        ("bench CartPole-v1 --num-workers 9", 2, "--num-workers 9 is too many for --num-envs 8"),
+        ("doctor own_env.py:make", 2, "module own_env has no 'make'"),
+        ("doctor CartPole-v1 --policy CartPole-v1", 2, "--policy must be module:make_policy"),
+    ],
+)
+def test_a_mistake_is_one_line_in_the_commands_own_words(folder: Path, words: str, status: int, said: str):
+    result = muster(*words.split())
+    assert result.exit_code == status
+    assert said in result.stderr
+    assert re.fullmatch(r"muster( train| eval| doctor| bench)?: error: [^\n]+\n", result.stderr)
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("num_stesp = 3", "num_stesp is no option of the env or of PPO (did you mean num_steps?)"),
+        ("run_dir = 'r'", "run_dir is no option of the env or of PPO"),
+        ("num_steps = 1.5", "num_steps must be a whole number"),
+        ("num_steps = true", "num_steps must be a whole number, such as 128, 100k or 2e6, got True"),
+        ("anneal-lr = 1", "anneal-lr must be true or false, got 1"),
+        ("hidden_sizes = [8, 'a']", "hidden_sizes must be a whole number"),
+        ("wrapper = [3]", "wrapper must be text, got 3"),
+        ("env_kwargs = 3", "env_kwargs must be a JSON object"),
+        ("num_steps = [", "cannot be read: Invalid value (at end of document)"),
+    ],
+)
+def test_a_mistake_in_the_file_names_it_and_the_key(folder: Path, text: str, said: str):
+    (folder / "run.toml").write_text(text)
+    result = muster("train", "CartPole-v1", "--config", "run.toml")
+    assert result.exit_code == 2
+    assert re.fullmatch(rf"muster train: error: (--config )?run.toml:? {re.escape(said)}.*\n", result.stderr)
+
+
+def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
+    assert muster("train", "own_env:make_env", *SHORT, "--run-dir", "r").exit_code == 0
+    for words, settled in (
+        (("--seed", "3", "--gamma", "0.5"), "--seed, --gamma"),
+        (("CartPole-v1",), "ENV"),
+        (("--wrapper", "own_env:Doubled", "--kwargs", '{"length": 4}'), "--env-kwargs, --wrapper"),
+    ):
+        result = muster("train", "--resume", "r", "--trust", *words)
+        assert result.exit_code == 2
+        assert f"the run has settled {settled}; --resume goes on with what it has" in result.stderr
+    assert "--run-dir is for new runs" in muster("train", "--resume", "r", "--trust", "--run-dir", "other").stderr
+    again = ("own_env:make_env", *SHORT, "--run-dir", "r", "--trust")
+    result = muster("train", "--resume", "r", *again, "--total-steps", "32")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_traceback_is_shown_for_what_an_env_raises_alone(folder: Path, make_raising: Callable[[str], None]):
+    make_raising("raise ArithmeticError('in the env')")
+    result = muster("train", "own_env:Raising")
+    assert result.exit_code == 1
+    first, *traceback = result.stderr.splitlines()
+    assert first.startswith("muster train: error: env 0 (worker 0, ")
+    assert "ArithmeticError: in the env" in first
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert len([line for line in traceback if line.startswith("Traceback")]) == 1
+
+
+@pytest.fixture
+def make_raising(folder: Path) -> Callable[[str], None]:
+    def write(line: str) -> None:
+        code = f"{ENV}\nclass Raising(CartPoleEnv):\n    def __init__(self):\n        {line}\n"
+        (folder / "own_env.py").write_text(code)
+
+    return write
