@@ -28,9 +28,6 @@ def main() -> None:
 
 def run(words: Sequence[str]) -> int:
     """Runs the command that `words` are, and returns its exit status."""
-    # Every command can name modules of the folder that it is called in, as with ``python -m``.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     if words and words[0] == "--version":
         print(muster.__version__)
         return 0
@@ -44,6 +41,9 @@ def run(words: Sequence[str]) -> int:
         return 1
     try:
         with reported(command):
+            # Every command can name modules of the folder that it is called in, as with ``python -m``.
+            if os.getcwd() not in sys.path:
+                sys.path.insert(0, os.getcwd())
             return COMMANDS[name](words[1:]) if name else overview(words)
     except Ended as ended:
         return ended.status

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +76,16 @@ def test_help_keeps_to_the_terminals_width(command: str, columns: int):
     result = muster(*command.split(), "--help", columns=columns)
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("command", ["", "eval "])
+def test_help_goes_through_pipes_that_close_and_to_ascii(command: str):
+    shell = f"{sys.executable} -c 'import muster.cli; muster.cli.main()' {command}--help"
+    for line in (f"set -o pipefail; {shell} | head -1", shell):
+        environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"usage: muster {command}")
 
 
 def test_options_for_the_envs_have_the_defaults_of_make_vec():

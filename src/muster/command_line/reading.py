@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import os
 import shutil
 import sys
 import textwrap
@@ -92,8 +93,12 @@ class HelpPage(io.StringIO):
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> bool:  # type: ignore[override]  # io's: None
         self._redirection.__exit__(None, None, None)
         width = shutil.get_terminal_size().columns
-        for line in self.getvalue().rstrip().split("\n"):
-            print(textwrap.fill(line, width, break_on_hyphens=False) if line[:1].isalpha() else line)
+        lines = self.getvalue().replace("\u2022", "-").rstrip().split("\n")  # tyro draws bullets in ASCII, too
+        broken = [textwrap.fill(line, width, break_on_hyphens=False) if line[:1].isalpha() else line for line in lines]
+        try:
+            print("\n".join(broken), flush=True)
+        except BrokenPipeError:  # the reader has seen enough, as `head` does; Python flushes once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return kind is SystemExit  # tyro's, after its help
 
 

@@ -22,6 +22,7 @@ from muster.training.trust import read_plan
 
 COMMAND = "muster train"
 CHANGES = ("total_steps", "learning_rate")  # what PPO may do otherwise in a run that goes on
+FOR_SEVERAL = ("num_workers", "caller_steps")  # options that one env alone cannot have
 NOT_OF_MAKE_VEC = ("env_kwargs", "wrapper")
 OWN_VALUES = "PPO's values below are its own; `muster train ENV --help` shows those of that env's preset."
 
@@ -51,7 +52,8 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     env, wrappers = absolute_name(options.env), tuple(map(absolute_name, options.make.wrapper))
     kwargs = dict(options.make.env_kwargs)
     around = list(map(callable_named, wrappers))
-    with open_envs(env, 1, env_kwargs=kwargs, wrappers=around) as probe:  # its spaces are part of what decides
+    alone = {name: value for name, value in _for_make_vec(options.make).items() if name not in FOR_SEVERAL}
+    with open_envs(env, 1, env_kwargs=kwargs, wrappers=around, **alone) as probe:  # its spaces are part of what decides
         preset = preset_for(probe.spec, probe.single_observation_space, probe.single_action_space)
     options = _layered(TrainOptions().changed(preset.config), file, without_help)
     if asks_for_help(words):

@@ -34,7 +34,7 @@ def open_run_envs(
     count = plan.config.num_envs if num_envs is None else num_envs
     made = dict(plan.options)
     if count != plan.config.num_envs:
-        made.pop("num_workers", None)
+        made = {name: value for name, value in made.items() if name not in ("num_workers", "caller_steps")}
     env = env_named(plan.env)
     kwargs = preset.env_kwargs if isinstance(env, str) else {}  # a factory has arguments of its own
     kwargs = {**kwargs, **plan.env_kwargs, **(env_kwargs or {})}
