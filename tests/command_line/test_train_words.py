@@ -270,11 +270,12 @@ def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
         (("CartPole-v1",), "ENV"),
         (("--wrapper", "own_env:Doubled", "--kwargs", '{"length": 4}'), "--env-kwargs, --wrapper"),
     ):
-        result = muster("train", "--resume", "r", "--trust", *words)
+        result = muster("train", "--resume", "r", *words)
         assert result.exit_code == 2
         assert f"the run has settled {settled}; --resume goes on with what it has" in result.stderr
-    assert "--run-dir is for new runs" in muster("train", "--resume", "r", "--trust", "--run-dir", "other").stderr
-    again = ("own_env:make_env", *SHORT, "--run-dir", "r", "--trust")
+    assert "--run-dir is for new runs" in muster("train", "--resume", "r", "--run-dir", "other").stderr
+    assert "Pass --trust" in muster("train", "--resume", "r", "--total-steps", "32").stderr
+    again = ("own_env:make_env", *SHORT, "--run-dir", "r")  # its code is named here, and not by the folder alone
     result = muster("train", "--resume", "r", *again, "--total-steps", "32")
     assert result.exit_code == 0, result.output
 

@@ -15,10 +15,10 @@ from muster.command_line.reading import HELP, asks_for_help, read_options, show_
 from muster.command_line.run_toml import read_run_toml
 from muster.command_line.train_options import EnvOptions, TrainOptions, UncheckedPPO
 from muster.recipes.named import absolute_name, callable_named
-from muster.training.plan import TrainingPlan
+from muster.training.plan import TrainingPlan, plan_of
 from muster.training.presets import preset_for
 from muster.training.run_envs import open_envs
-from muster.training.trust import read_plan
+from muster.training.trust import named_code, read_plan
 
 COMMAND = "muster train"
 CHANGES = ("total_steps", "learning_rate")  # what PPO may do otherwise in a run that goes on
@@ -43,7 +43,7 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     first = read_options(TrainOptions(), without_help, COMMAND)  # not lenient: what it does not know, nobody does
     file = {} if first.config is None else read_run_toml(first.config)
     if first.resume is not None:
-        return _to_go_on(first.resume, file, words, first.trust)
+        return _to_go_on(first.resume, file, words)
     options = _layered(TrainOptions(), file, without_help)
     if options.env is None:
         if asks_for_help(words):
@@ -62,9 +62,9 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     return TrainingOrder(plan, options.run_dir, resume=False)
 
 
-def _to_go_on(run: Path, file: Mapping[str, Any], words: Sequence[str], trust: bool) -> TrainingOrder:
+def _to_go_on(run: Path, file: Mapping[str, Any], words: Sequence[str]) -> TrainingOrder:
     """The plan that the run was started with, changed by what a run may change; the rest may be said again."""
-    plan = read_plan(run, trust=trust)
+    plan = plan_of(run)
     around = {"env": plan.env, "env_kwargs": plan.env_kwargs, "wrapper": plan.wrappers, **plan.options}
     before = TrainOptions().changed({**around, **dataclasses.asdict(plan.config)})
     if asks_for_help(words):
@@ -87,6 +87,9 @@ def _to_go_on(run: Path, file: Mapping[str, Any], words: Sequence[str], trust: b
         raise Mistake(f"the run has settled {', '.join(settled)}; --resume goes on with what it has")
     if options.run_dir is not None and options.run_dir.resolve() != run.resolve():
         raise Mistake("--run-dir is for new runs; --resume goes on in the folder of its own")
+    said = _layered(TrainOptions(), file, words)
+    named = {absolute_name(name) for name in (said.env, *said.make.wrapper) if name is not None}
+    read_plan(run, trust=options.trust or named.issuperset(named_code(run)))  # not the folder alone names it then
     plan = replace(plan, config=_checked(ppo), options=_for_make_vec(options.make))
     return TrainingOrder(plan, run, resume=True, learning_rate=None if math.isnan(rate) else rate)
 
