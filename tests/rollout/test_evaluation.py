@@ -42,12 +42,18 @@ def test_the_seed_decides():
     assert first.returns.tolist() == second.returns.tolist() != other.returns.tolist()
 
 
-def test_episodes_that_never_end_are_given_up_after_max_steps():
+def test_episodes_that_have_not_ended_after_max_steps_are_left_out():
     told = []
     envs = [functools.partial(CountingEnv, length=length) for length in (3, 10**9)]
-    with (
-        muster.make_vec(envs, backend="serial", autoreset_mode="same_step") as made,
-        pytest.raises(UsageError, match=r"1 of 2 episodes had ended after 256 steps.*max_steps is 200.*TimeLimit"),
-    ):
-        evaluate(made, zeros, episodes=2, max_steps=200, on_progress=lambda *progress: told.append(progress))
+    with muster.make_vec(envs, backend="serial", autoreset_mode="same_step") as made:
+        played = evaluate(made, zeros, episodes=2, max_steps=200, on_progress=lambda *progress: told.append(progress))
     assert told == [(1, 128), (1, 256)]
+    assert (played.returns.tolist(), played.lengths.tolist(), played.env_ids.tolist()) == ([6.0], [3], [0])
+
+
+def test_no_episode_within_max_steps_is_an_error():
+    with (
+        muster.make_vec(functools.partial(CountingEnv, length=10**9), 2, backend="serial") as envs,
+        pytest.raises(UsageError, match=r"none of 2 episodes had ended after 256 steps.*max_steps is 200.*TimeLimit"),
+    ):
+        evaluate(envs, zeros, episodes=2, max_steps=200)

@@ -29,10 +29,11 @@ def evaluate(
     With shares fixed beforehand, short episodes are not over-represented, as they would be among the first K to end.
 
     envs: a vector env, which stays the caller's.  policy, seed: as for `Collector`.
-    max_steps: how many steps all envs together may take, roughly; None for no limit.
+    max_steps: how many steps all envs together may take, roughly; None for no limit. Episodes that have not ended by
+        then are left out, and K is smaller.
     on_progress: called now and then with the episodes played and the steps taken so far.
 
-    Raises ConfigError, UsageError where `max_steps` were not enough, and what `Collector` raises.
+    Raises ConfigError, UsageError where no episode has ended after `max_steps`, and what `Collector` raises.
     """
     episodes = at_least("episodes", episodes, 1)
     N = envs.num_envs
@@ -47,12 +48,14 @@ def evaluate(
             ended = sum(map(len, played))
             if on_progress is not None:
                 on_progress(ended, collector.frames)
-            if ended < episodes and max_steps is not None and collector.frames >= max_steps:
-                raise UsageError(
-                    f"{ended} of {episodes} episodes had ended after {collector.frames:,} steps of all envs, and "
-                    f"max_steps is {max_steps:,}. If episodes of this env never end, register it with "
-                    "max_episode_steps, or wrap it in gymnasium.wrappers.TimeLimit; if they are long, ask for more "
-                    "steps or for fewer episodes"
-                )
+            if max_steps is not None and collector.frames >= max_steps:
+                break
+    if not any(played):
+        raise UsageError(
+            f"none of {episodes} episodes had ended after {collector.frames:,} steps of all envs, and max_steps is "
+            f"{max_steps:,}. If episodes of this env never end, register it with max_episode_steps, or wrap it in "
+            "gymnasium.wrappers.TimeLimit; if they are long, ask for more steps"
+        )
     returns, lengths = zip(*(episode for one in played for episode in one), strict=True)
-    return Episodes(np.array(returns), np.array(lengths, np.int64), np.repeat(np.arange(N), shares))
+    env_ids = np.repeat(np.arange(N), [len(one) for one in played])
+    return Episodes(np.array(returns), np.array(lengths, np.int64), env_ids)
