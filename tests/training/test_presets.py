@@ -186,7 +186,7 @@ def test_a_game_read_from_its_memory_has_a_preset_without_images():
     importlib.import_module("ale_py")
     with muster.make_vec("PongNoFrameskip-v4", 1, backend="serial", env_kwargs={"obs_type": "ram"}) as envs:
         preset = preset_for(envs.spec, envs.single_observation_space, envs.single_action_space)
-    assert preset.name == "codes"
+    assert preset.name == "numbers"
 
 
 def test_envs_in_a_presets_wrappers_share_processes_as_they_do_without():

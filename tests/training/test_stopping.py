@@ -128,7 +128,8 @@ def interrupt_and_terminate_the_saving(*_):
     os.kill(os.getpid(), signal.SIGINT)
 
 def run(name):
-    sys.argv = ["muster", "train", "CartPole-v1", "--num-envs", "2", "--num-workers", "1", "--total-steps", "256",
+    sys.argv = ["muster", "train", "CartPole-v1", "--num-envs", "2", "--num-steps", "32", "--num-minibatches", "1",
+                "--update-epochs", "20", "--num-workers", "1", "--total-steps", "256",
                 "--run-dir", os.path.join(folder, name)]
     if name == "eval":
         sys.argv = ["muster", "eval", os.path.join(folder, "save"), "--episodes", "1000000"]

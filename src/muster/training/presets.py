@@ -72,9 +72,10 @@ WIDE = {
 PRESETS = (
     Preset(
         "classic control",
-        "the zoo's CartPole-v1",
-        {"num_envs": 8, "num_steps": 32, "num_minibatches": 1, "update_epochs": 20, "learning_rate": 1e-3,
-         "anneal_clip": True, "gamma": 0.98, "gae_lambda": 0.8, "vf_coef": 1.0, "total_steps": 100_000},
+        "measured here, 3 seeds: CartPole-v1 500, MountainCar-v0 -143, Acrobot-v1 -89; by the zoo's values for "
+        "CartPole-v1, MountainCar-v0 stays at -200",
+        {"num_envs": 16, "num_steps": 64, "num_minibatches": 4, "update_epochs": 10, "learning_rate": 1e-3,
+         "anneal_clip": True, **NORMALIZED, "total_steps": 100_000},
         package="gymnasium.envs.classic_control", observations=("numbers",), actions="discrete",
     ),
     Preset(
