@@ -60,7 +60,17 @@ def names_of(extra: str) -> set[str]:
         ("torch", {"torch", "tensordict"}),
         (
             "train",
-            {"tyro", "rich", "psutil", "torch", "tensordict", "tensorboard", "matplotlib", "opencv-python-headless"},
+            {
+                "tyro",
+                "rich",
+                "psutil",
+                "torch",
+                "tensordict",
+                "tensorboard",
+                "matplotlib",
+                "opencv-python-headless",
+                "av",
+            },
         ),
         ("marl", {"pettingzoo", "mpe2"}),
         ("sb3", {"stable-baselines3"}),

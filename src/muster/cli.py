@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import muster
 from muster.errors import UsageError
 from muster.extras import imports_for, require
 
-EXTRAS = {"doctor": "doctor", "bench": "doctor", "train": "train", "eval": "train"}  # by command
+EXTRAS = {"doctor": "doctor", "bench": "doctor", "train": "train", "eval": "train", "plot": "train"}  # by command
 ABOUT = """Run many reinforcement-learning envs in parallel, and train on them.
 
 See `muster COMMAND --help` for the options of a command, and `muster --version` for the version.
@@ -31,6 +33,8 @@ def run(words: Sequence[str]) -> int:
     if words and words[0] == "--version":
         print(muster.__version__)
         return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names of envs and paths may have letters that ASCII has not
     name = words[0] if words and words[0] in COMMANDS else ""
     command = f"muster {name}".rstrip()
     try:
@@ -110,19 +114,34 @@ def evaluate(words: Sequence[str]) -> int:
         if options.run is None:
             raise Mistake("name the folder of a RUN, as muster train has made it")
         check_least(options, episodes=1, seed=0, max_steps=1)
-        plan = read_plan(options.run, trust=options.trust)
+        if options.video is not None:
+            require("--video needs", "muster-rl[train]", "av")
+        plan, console = read_plan(options.run, trust=options.trust), Console(highlight=False)
+        played: dict[str, Any] = {"seed": options.seed, "sample": options.sample, "max_steps": options.max_steps}
         with open_run_envs(plan, min(plan.config.num_envs, options.episodes)) as envs:
-            stopped = runs.evaluate_run(
-                options.run,
-                plan,
-                envs,
-                Console(highlight=False),
-                episodes=options.episodes,
-                seed=options.seed,
-                sample=options.sample,
-                max_steps=options.max_steps,
-            )
+            stopped = runs.evaluate_run(options.run, plan, envs, console, episodes=options.episodes, **played)
+        if options.video is not None and stopped is None:
+            rendering = {"render_mode": "rgb_array"}
+            with open_run_envs(plan, 1, env_kwargs=rendering, autoreset_mode="disabled") as envs:
+                stopped = runs.film_run(options.run, envs, console, options.video, **played)
     return 0 if stopped is None else SIGNALLED + stopped
+
+
+def plot(words: Sequence[str]) -> int:
+    """draw the learning curves of several runs"""
+    with imports_for("this command needs", "muster-rl[train]", "torch", "tensordict", "matplotlib"):
+        from muster.training.comparison import compare_runs
+    from muster.command_line.command_options import PlotOptions
+    from muster.command_line.mistakes import Mistake
+    from muster.command_line.reading import read_options
+
+    options = read_options(PlotOptions(), words, "muster plot")
+    if not options.runs:
+        raise Mistake("name the folder of a RUN, or several, as muster train has made them")
+    for label, count in compare_runs(options.runs, options.output).items():
+        print(f"{count} run{'s' * (count > 1)}  {label}")
+    print(f"picture: {options.output}")
+    return 0
 
 
 def doctor(words: Sequence[str]) -> int:
@@ -199,4 +218,4 @@ def bench(words: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {"train": train, "eval": evaluate, "doctor": doctor, "bench": bench}
+COMMANDS = {"train": train, "eval": evaluate, "plot": plot, "doctor": doctor, "bench": bench}

@@ -30,6 +30,7 @@ PACKAGES = {
     "psutil": Package("psutil", "psutil", "5.9"),
     "tensorboard": Package("TensorBoard", "tensorboard", "2.18"),
     "matplotlib": Package("matplotlib", "matplotlib", "3.9"),
+    "av": Package("PyAV", "av", "13"),
     "cv2": Package("OpenCV", "opencv-python-headless", "4.10.0.84"),
     "pettingzoo": Package("pettingzoo", "pettingzoo", "1.25"),
     "mpe2": Package("mpe2", "mpe2", "1.0"),

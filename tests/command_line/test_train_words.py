@@ -132,7 +132,7 @@ def test_options_may_stand_before_the_env():
 def test_the_first_line_says_what_differs_from_the_preset(folder: Path):
     result = muster("train", "CartPole-v1", *SHORT, "--gamma", "0.9", "--run-dir", "r")
     assert result.exit_code == 0, result.output
-    expected = "preset classic control, but num_envs=2 num_steps=8 gamma=0.9\n"
+    expected = "preset classic control, but num_envs=2 num_steps=8 num_minibatches=1 gamma=0.9\n"
     assert result.stdout.splitlines(keepends=True)[0].endswith(expected)
 
 
@@ -154,7 +154,7 @@ def test_a_run_of_ones_own_env_is_evaluated_and_goes_on_from_anywhere(
     assert "Pass --trust" in refused.stderr
     assert refused.stderr == muster("train", "--resume", f"{folder}/r").stderr.replace("muster train", "muster eval")
     result = muster("eval", f"{folder}/r", "--episodes", "2", "--trust")
-    assert re.search(r"mean return +│ 18\.0 ± 0\.0", result.stdout), result.output
+    assert re.search(r"mean return +│ 18\.0, deviation 0\.0", result.stdout), result.output
     again = ("--seed", "0", "--env-kwargs", '{"length": 3}', "--num-workers", "2", "--learning-rate", "1e-3")
     result = muster("train", "--resume", f"{folder}/r", *again, "--total-steps", "48", "--trust")
     assert result.exit_code == 0, result.output
@@ -205,7 +205,7 @@ class Fragile(CartPoleEnv):
         (
             "train CartPole-v1 --num-minibatches 3k",
             2,
-            "rollout of --num-envs 8 x --num-steps 32 rows is too small for --n",
+            "rollout of --num-envs 16 x --num-steps 64 rows is too small for --n",
         ),
         (
             "train CartPole-v1 --env-kwargs [1]",

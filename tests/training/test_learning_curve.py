@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,16 +28,30 @@ def metrics_of(path: Path, returns: list[float]) -> Path:
 @pytest.mark.parametrize("returns", [[1.0], [math.nan, 2.0, -3.5e6], [float(i) for i in range(500)]], ids=len)
 def test_a_picture_is_drawn(tmp_path: Path, returns: list[float], goal: float | None):
     png = tmp_path / "curve.png"
-    assert plot_learning_curve(metrics_of(tmp_path / "run", returns), png, title="CartPole-v1 $x_1", goal=goal)
+    plot_learning_curve(metrics_of(tmp_path / "run", returns), png, title="CartPole-v1 $x_1 $y", goal=goal)
     height, width, _ = matplotlib.image.imread(png).shape
     assert width > height > 600
 
 
 @pytest.mark.parametrize("returns", [[], [math.nan, math.nan]], ids=["no rows", "no episode"])
-def test_nothing_is_drawn_before_the_first_episode_ends(tmp_path: Path, returns: list[float]):
+def test_a_picture_is_drawn_before_the_first_episode_ends(tmp_path: Path, returns: list[float]):
     png = tmp_path / "curve.png"
-    assert not plot_learning_curve(metrics_of(tmp_path / "run", returns), png, title="CartPole-v1")
-    assert not png.exists()
+    plot_learning_curve(metrics_of(tmp_path / "run", returns), png, title="CartPole-v1", goal=475.0)
+    assert matplotlib.image.imread(png).min() < 0.8
+
+
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense", "TkAgg"])
+def test_no_backend_is_asked_for(tmp_path: Path, backend: str):
+    metrics, png = metrics_of(tmp_path / "run", [1.0, 2.0]), tmp_path / "curve.png"
+    code = f"""
+import os
+from pathlib import Path
+from muster.training.learning_curve import plot_learning_curve
+plot_learning_curve(Path({str(metrics)!r}), Path({str(png)!r}), title="t")
+assert os.environ["MPLBACKEND"] == {backend!r}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "MPLBACKEND": backend})
+    assert png.exists()
 
 
 def test_pyplot_and_its_global_state_stay_out_of_it(tmp_path: Path):

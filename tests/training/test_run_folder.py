@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,9 +62,16 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path):
 
 
 def test_runs_that_begin_in_the_same_second_get_folders_of_their_own(tmp_path: Path):
-    folders = [RunFolder.create(tmp_path, "module:ALE/Pong-v5") for _ in range(3)]
+    count, ready = 8, threading.Barrier(8)
+
+    def create(_: int) -> RunFolder:
+        ready.wait()
+        return RunFolder.create(tmp_path, "module:ALE/Pong-v5")
+
+    with ThreadPoolExecutor(count) as threads:
+        folders = [folder for _ in range(10) for folder in threads.map(create, range(count))]
     for folder in folders:
         folder.close()
-    assert len({folder.path for folder in folders}) == 3
+    assert len({folder.path for folder in folders}) == 10 * count
     assert all(folder.path.parent == tmp_path for folder in folders)
     assert all(folder.path.name.startswith("module-ALE-Pong-v5-") for folder in folders)

@@ -11,8 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
+import av
+import gymnasium as gym
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -44,8 +47,13 @@ def seen_by_tensorboard(run: Path, tag: str) -> list[tuple[int, float]]:
     return scalars
 
 
+ROLLOUT = ("--num-envs", "8", "--num-steps", "32")
+
+
 def train(run: Path, *arguments: str, env: str = "CartPole-v1") -> Path:
-    result = muster("train", env, "--num-workers", "1", "--run-dir", str(run), *arguments)
+    """A run whose rollouts have 256 rows."""
+    rollout = ROLLOUT if env == "CartPole-v1" else ()
+    result = muster("train", env, "--num-workers", "1", "--run-dir", str(run), *rollout, *arguments)
     assert result.exit_code == 0, result.output
     return run
 
@@ -123,9 +131,9 @@ def test_a_run_goes_on_without_a_gap_or_a_row_twice(tmp_path: Path):
 
 def test_an_interrupted_run_goes_on(tmp_path: Path):
     run = tmp_path / "run"
-    command = "from muster.cli import main; main()"
+    command = [sys.executable, "-m", "muster", "train", "CartPole-v1", *ROLLOUT]
     child = subprocess.Popen(
-        [sys.executable, "-c", command, "train", "CartPole-v1", "--total-steps", "100000000", "--run-dir", str(run)],
+        [*command, "--total-steps", "100m", "--run-dir", str(run)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 90
@@ -152,7 +160,7 @@ def test_a_longer_run_goes_on_from_the_learning_rate_it_had_reached(tmp_path: Pa
         return [float(row["learning_rate"]) for row in read_metrics(tmp_path / "run")], result.output
 
     run = str(tmp_path / "run")
-    first, said = rates("CartPole-v1", "--run-dir", run, "--total-steps", "512", "--learning-rate", "0.01")
+    first, said = rates("CartPole-v1", *ROLLOUT, "--run-dir", run, "--total-steps", "512", "--learning-rate", "0.01")
     assert first == pytest.approx([0.01, 0.005])
     assert "starts at" not in said
     longer, said = rates("--resume", run, "--total-steps", "1024")
@@ -246,7 +254,7 @@ def test_eval_tells_mean_and_deviation_and_changes_nothing(tmp_path: Path, optio
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     said = [muster("eval", str(run), "--episodes", "5", "--seed", "3").output for _ in range(2)]
     assert said[0] == said[1]
-    mean, deviation = re.search(r"mean return\s+│ ([\d.]+) ± ([\d.]+)", said[0]).groups()
+    mean, deviation = re.search(r"mean return\s+│ ([\d.]+), deviation ([\d.]+)", said[0]).groups()
     assert 8 <= float(mean) <= 500
     assert float(deviation) < 250
     assert "CartPole-v1, PPO after 256 steps" in said[0]
@@ -266,8 +274,56 @@ def test_eval_gives_up_on_episodes_that_take_too_many_steps(tmp_path: Path):
     run = train(tmp_path / "run", "--total-steps", "1", "--num-envs", "2", env="Pendulum-v1")
     result = muster("eval", str(run), "--episodes", "2", "--max-steps", "100")
     assert result.exit_code == 1
-    assert "0 of 2 episodes had ended after 128 steps" in result.output
+    assert "none of 2 episodes had ended after 128 steps" in result.output
     assert "Traceback" not in result.output
+
+
+def test_eval_says_what_it_leaves_out(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "256")
+    result = muster("eval", str(run), "--episodes", "1000", "--max-steps", "1000", "--sample")
+    assert result.exit_code == 0
+    ended = int(re.search(r"episodes +│ (\d+) of 1000, seed 0", result.output)[1])
+    assert 0 < ended < 1000
+    assert f"{1000 - ended} of 1000 episodes had not ended when --max-steps was reached" in result.output
+
+
+def test_eval_films_an_episode(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "256")
+    result = muster("eval", str(run), "--episodes", "1", "--video", str(tmp_path / "out.mp4"))
+    assert result.exit_code == 0, result.output
+    steps = int(re.search(r"Filmed an episode of (\d+) steps: .*out\.mp4", result.output)[1])
+    with av.open(str(tmp_path / "out.mp4")) as film:
+        assert sum(1 for _ in film.decode(video=0)) == steps + 1
+    assert muster("eval", str(run), "--episodes", "1", "--video", str(tmp_path / "out.txt")).exit_code == 1
+
+
+@pytest.mark.parametrize(("steps", "said"), [("512", "solved at 5 over 100 episodes"), ("1024", "solved (at 5)")])
+def test_a_run_is_not_solved_before_100_episodes(tmp_path: Path, steps: str, said: str):
+    gym.register("Goal-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=7, reward_threshold=5.0)
+    try:
+        result = muster("train", "Goal-v0", "--total-steps", steps, "--num-envs", "8", "--num-steps", "64",
+                        "--backend", "serial", "--run-dir", str(tmp_path / "run"))  # fmt: skip
+    finally:
+        del gym.registry["Goal-v0"]
+    assert said in result.output
+
+
+def test_a_run_whose_picture_fails_is_none_that_fails(tmp_path: Path):
+    (tmp_path / "run" / "learning_curve.png").mkdir(parents=True)
+    result = muster("train", "CartPole-v1", "--total-steps", "1", "--run-dir", str(tmp_path / "run"))
+    assert result.exit_code == 0
+    assert "learning curve  warning: it could not be drawn: IsADirectoryError" in result.output
+
+
+def test_commands_that_are_printed_can_be_pasted(tmp_path: Path):
+    run = train(tmp_path / "my run", "--total-steps", "1")
+    result = muster("train", "CartPole-v1", "--run-dir", str(run))
+    assert f"muster train --resume '{run}'" in result.output
+
+
+def test_the_package_can_be_run_as_a_module():
+    said = subprocess.run([sys.executable, "-m", "muster", "--version"], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == version("muster-rl")
 
 
 def test_eval_of_what_is_no_run(tmp_path: Path):

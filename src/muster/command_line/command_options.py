@@ -30,8 +30,26 @@ class EvalOptions:
     episodes: int = 20  # whole episodes to play
     seed: int = 0  # of the envs; same seed, same episodes
     sample: Flag = False  # draw actions as in training, instead of the likeliest
-    max_steps: int = 1_000_000  # give up after so many steps of all envs: some episodes never end
+    # stop after so many steps of all envs: some episodes never end
+    max_steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 50_000 per episode)")] = None
+    # also film one more episode, the first of that seed: a path that ends in .mp4
+    video: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     trust: Flag = False  # import the code that the run's folder names for its envs
+
+
+@dataclass(frozen=True)
+class PlotOptions:
+    """Draw the learning curves of several runs into one picture.
+
+    Runs that differ in nothing but their seed are one curve: the interquartile mean over the seeds, and its 95 %
+    bootstrap interval, for each number of steps that all of them have made.
+
+    Example: muster plot runs/CartPole-v1-seed*
+    """
+
+    # Folders of runs, or of folders of runs.
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], arg(metavar="RUN ...", help_behavior_hint="")] = ()
+    output: Path = Path("comparison.png")  # the picture
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,15 @@ class EventWriter:
     """Writes scalars into a new event file in the folder ``path``. Raises ImportError without tensorboard.
 
     after_step: the step from which the run goes on: TensorBoard then drops later steps that earlier files hold. -1 for
-    a run that begins.
+    a run that begins.  options: what the run was started with, shown among TensorBoard's hparams; whole numbers,
+    floats and booleans as such, the rest by its text.
     """
 
-    def __init__(self, path: Path, *, after_step: int = -1) -> None:
+    def __init__(self, path: Path, *, after_step: int = -1, options: Mapping[str, Any] | None = None) -> None:
         with imports_for("Event files need", "muster-rl[train]", "tensorboard"):
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.plugins.hparams.summary_v2 import hparams_pb
             from tensorboard.summary.writer.record_writer import RecordWriter
         self._event, self._summary = Event, Summary
         # TensorBoard reads a folder's files in the order of their names. The file is written without TensorBoard's
@@ -32,6 +34,9 @@ class EventWriter:
         self._write(file_version="brain.Event:2")
         # The first file has a START, too: only a START after another START shows TensorBoard that a run goes on.
         self._write(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
+        if options:
+            plain = {name: one if isinstance(one, (bool, int, float)) else str(one) for name, one in options.items()}
+            self._write(summary=hparams_pb(plain, trial_id=path.name))
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Writes scalars for one step. scalars: by ``group/name``, the name of the chart; nan is left out."""

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -34,6 +35,7 @@ class RunFolder:
         self.path = path
         self.config_path, self.metrics_path = path / "config.json", path / "metrics.csv"
         self.checkpoint_path, self.plot_path = path / "checkpoint.pt", path / "learning_curve.png"
+        self._config: dict[str, Any] = {}
         self._columns: list[str] = []
         self._last_step = -1
         self._events: EventWriter | None = None
@@ -54,7 +56,7 @@ class RunFolder:
                 raise UsageError(f"{self.path} is a file, not a folder; choose another run folder.") from None
             raise UsageError(
                 f"{self.path} already holds a run; choose another run folder, remove that one, or go on with it: "
-                f"muster train --resume {self.path}"
+                f"muster train --resume {shlex.quote(str(self.path))}"
             ) from None
 
     @classmethod
@@ -62,15 +64,16 @@ class RunFolder:
         """A new folder for a run called ``name`` (any text, an env id for example), with the time in its name."""
         plain = "".join(char if char.isalnum() or char in "-_." else "-" for char in name)
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        path = parent / f"{plain}-{stamp}"
-        number = 2
-        while path.exists():
-            path = parent / f"{plain}-{stamp}-{number}"
+        parent.mkdir(parents=True, exist_ok=True)
+        path, number = parent / f"{plain}-{stamp}", 1
+        while not _made(path):  # not looked for beforehand: several runs may begin at this moment
             number += 1
+            path = parent / f"{plain}-{stamp}-{number}"
         return cls(path)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes ``config`` as JSON."""
+        """Writes ``config`` as JSON; TensorBoard shows its values that are no dicts among the hparams."""
+        self._config = dict(config)
         text = json.dumps(config, indent=2) + "\n"
         _replace(self.config_path, lambda file: file.write(text.encode()))
 
@@ -91,7 +94,8 @@ class RunFolder:
         self._metrics_file.flush()
         if scalars is not None:
             if self._events is None:
-                self._events = EventWriter(self.path, after_step=after)
+                options = {name: value for name, value in self._config.items() if not isinstance(value, dict)}
+                self._events = EventWriter(self.path, after_step=after, options=options)
             self._events.add(scalars, step)
 
     def drop_metrics_after(self, steps: int) -> dict[str, str]:
@@ -131,6 +135,15 @@ class RunFolder:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _made(path: Path) -> bool:
+    """Makes the folder, and says whether it was not there before."""
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def require_run(path: Path) -> None:

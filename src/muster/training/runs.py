@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 import time
 from functools import partial
@@ -17,6 +18,7 @@ from muster.errors import UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
 from muster.training.console import TrainingDisplay, format_return, format_seconds
+from muster.training.film import film_episode
 from muster.training.learning_curve import plot_learning_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_folder import RunFolder, read_checkpoint
@@ -25,6 +27,8 @@ from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
 
 CHECKPOINT_EVERY_S = 60.0
+STEPS_PER_EPISODE = 50_000  # that an evaluation waits for; Atari's longest episodes have 27,000
+SOLVED_OVER = 100  # episodes, as Gymnasium's thresholds are meant
 
 
 def train(
@@ -85,7 +89,7 @@ def evaluate_run(
 ) -> signal.Signals | None:
     """Prints returns and lengths of whole episodes that the run's policy plays; statistics stay as in the checkpoint.
 
-    max_steps: as for `evaluate`, which raises UsageError where they are not enough.
+    max_steps: as for `evaluate`; None for `STEPS_PER_EPISODE` for each episode.
     Returns the signal that ended it before, if one did: Ctrl-C or SIGTERM.
     """
     policy = load_policy(run, sample=sample)
@@ -98,7 +102,7 @@ def evaluate_run(
                     policy,
                     episodes=episodes,
                     seed=seed,
-                    max_steps=max_steps,
+                    max_steps=episodes * STEPS_PER_EPISODE if max_steps is None else max_steps,
                     on_progress=lambda ended, steps: status.update(
                         f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken"
                     ),
@@ -114,14 +118,50 @@ def evaluate_run(
         title=f"{escape(plan.name)}, PPO after {policy.steps:,} steps", title_justify="left", show_header=False
     )
     actions = "drawn from the policy" if sample else "the likeliest"
+    left_out = episodes - len(returns)
+    ended = f"{len(returns)} of {episodes}" if left_out else f"{episodes}"
     for name, text in {
-        "mean return": f"{returns.mean():,.1f} ± {returns.std():,.1f}",
+        "mean return": f"{returns.mean():,.1f}, deviation {returns.std():,.1f}",
         "lowest, highest": f"{returns.min():,.1f}, {returns.max():,.1f}",
         "mean length": f"{played.lengths.mean():,.1f} steps",
-        "episodes": f"{episodes}, seed {seed}, actions {actions}",
+        "episodes": f"{ended}, seed {seed}, actions {actions}",
     }.items():
         table.add_row(f"[dim]{name}[/]", text)
     console.print(table)
+    if left_out:
+        console.print(
+            f"[yellow]{left_out} of {episodes} episodes had not ended when --max-steps was reached. They are left out "
+            "of these figures, which favours short episodes.[/]",
+            soft_wrap=True,
+        )
+    return None
+
+
+def film_run(
+    run: Path,
+    envs: VectorEnv,
+    console: Console,
+    path: Path,
+    *,
+    seed: int,
+    sample: bool,
+    max_steps: int | None = None,
+) -> signal.Signals | None:
+    """Films an episode that the run's policy plays in the one env of ``envs``, and says where the film lies.
+
+    path, max_steps, and what it raises: as for `film_episode`.  Returns as `evaluate_run`.
+    """
+    policy = load_policy(run, sample=sample)
+    with StopSignals() as stop:
+        try:
+            film = partial(film_episode, envs, policy, path, seed=seed, max_steps=max_steps or STEPS_PER_EPISODE)
+            frames = stop.call(film)
+        except STOPS as error:
+            if not stop.caused(error):
+                raise
+            console.print(f"[yellow]Stopped by {stop.name}.[/]")
+            return stop.number
+    console.print(f"Filmed an episode of {frames - 1:,} steps: {escape(str(path))}", soft_wrap=True)
     return None
 
 
@@ -169,26 +209,37 @@ def _train(
             if ppo.metrics is not None:
                 write(ppo.metrics)  # an iteration may end in the moment of the signal: checkpoint and CSV must agree
             folder.save_checkpoint(ppo.state_dict())
-            plotted = plot_learning_curve(folder.metrics_path, folder.plot_path, title=title, goal=goal)
+            plot = _plot(folder, title, goal)
             if not finished:
-                name = escape(str(folder.path))
-                console.print(f"What was reached is saved in {name}", soft_wrap=True)
-                console.print(f"To go on: muster train --resume {name}", soft_wrap=True)
-        _print_result(ppo, folder, console, seconds=seconds, goal=goal, plotted=plotted)
+                console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
+                command = f"muster train --resume {shlex.quote(str(folder.path))}"
+                console.print(f"To go on: {escape(command)}", soft_wrap=True)
+        _print_result(ppo, folder, console, seconds=seconds, goal=goal, plot=plot)
     return None if finished else stop.number
 
 
+def _plot(folder: RunFolder, title: str, goal: float | None) -> str:
+    """Draws the learning curve; returns where it lies, or why there is none: a run does not fail by its picture."""
+    try:
+        plot_learning_curve(folder.metrics_path, folder.plot_path, title=title, goal=goal)
+    except Exception as error:
+        return f"warning: it could not be drawn: {type(error).__name__}: {error}"
+    return str(folder.plot_path)
+
+
 def _print_result(
-    ppo: PPO, folder: RunFolder, console: Console, *, seconds: float, goal: float | None, plotted: bool
+    ppo: PPO, folder: RunFolder, console: Console, *, seconds: float, goal: float | None, plot: str
 ) -> None:
-    mean_return = ppo.episodes.summary().mean_return
-    result = f"[bold]{format_return(mean_return)}[/] over the last {min(ppo.episodes.ended, 100)} episodes"
+    mean_return, ended = ppo.episodes.summary().mean_return, ppo.episodes.ended
+    result = f"[bold]{format_return(mean_return)}[/] over the last {min(ended, SOLVED_OVER)} episodes"
     if goal is not None:
-        result += f"  [green]solved (at {goal:,g})[/]" if mean_return >= goal else f"  [dim]solved at {goal:,g}[/]"
+        solved = mean_return >= goal and ended >= SOLVED_OVER
+        over = "" if ended >= SOLVED_OVER else f" over {SOLVED_OVER} episodes"
+        result += f"  [green]solved (at {goal:,g})[/]" if solved else f"  [dim]solved at {goal:,g}{over}[/]"
     lines = {
         "mean return": result,
         "trained": f"{ppo.steps:,} steps in {format_seconds(seconds)}, {ppo.steps / seconds:,.0f} steps/s",
-        "learning curve": escape(str(folder.plot_path)) if plotted else "none: no episode has ended yet",
+        "learning curve": escape(plot),
         "checkpoint": escape(str(folder.checkpoint_path)),
         "metrics": escape(str(folder.metrics_path)),
     }

@@ -1,0 +1,99 @@
+"""Several runs in one picture, and what many seeds of the same run reach together.
+
+The interquartile mean and its interval are those of Agarwal et al. 2021 (arXiv:2108.13264) for one env.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from muster.errors import UsageError
+from muster.training.learning_curve import read_curve
+from muster.training.picture import Picture
+from muster.training.plan import plan_of
+
+COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
+RESAMPLES = 2_000
+POINTS = 200  # of a drawn curve
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+def interquartile_mean(scores: Array) -> Array:
+    """The mean of the middle half of `scores` [R, ...] over R runs, ``[...]``: a quarter is cut off at each end.
+
+    As scipy's ``trim_mean(scores, 0.25)``, it leaves out whole runs: none of fewer than 4.
+    """
+    cut = len(scores) // 4
+    middle: Array = np.sort(scores, axis=0)[cut : len(scores) - cut].mean(0)
+    return middle
+
+
+def interval(scores: Array, *, seed: int = 0) -> tuple[Array, Array]:
+    """The 95 % bootstrap interval of the interquartile mean of `scores` [R, ...]: its bounds, each ``[...]``."""
+    drawn = np.random.default_rng(seed).integers(len(scores), size=(RESAMPLES, len(scores)))
+    means = np.stack([interquartile_mean(scores[rows]) for rows in drawn])
+    low, high = np.percentile(means, [2.5, 97.5], axis=0)
+    return low, high
+
+
+def compare_runs(paths: Sequence[Path], plot_path: Path) -> dict[str, int]:
+    """Draws the runs in the folders ``paths`` into a PNG; returns how many runs each curve stands for, by its label.
+
+    A folder that holds run folders stands for these. Runs that differ in nothing but the seed are one curve. Raises
+    UsageError where there is no run, ImportError without matplotlib.
+    """
+    found: dict[str, dict[str, list[Path]]] = {}
+    for path in paths:
+        for run in _runs_in(path):
+            plan = plan_of(run)
+            label = " ".join(
+                [f"preset {plan.preset}", *(f"{name}={value}" for name, value in plan.differences().items())]
+            )
+            found.setdefault(plan.name, {}).setdefault(label, []).append(run / "metrics.csv")
+    groups = {
+        f"{env}, {label}" if len(found) > 1 else label: runs
+        for env, some in found.items()
+        for label, runs in some.items()
+    }
+    plot_comparison(groups, plot_path, title=f"{', '.join(found)}, PPO")
+    return {label: len(runs) for label, runs in groups.items()}
+
+
+def _runs_in(path: Path) -> list[Path]:
+    if (path / "config.json").exists():
+        return [path]
+    runs = sorted(config.parent for config in path.glob("*/config.json"))
+    if not runs:
+        raise UsageError(f"{path} holds no run: neither it nor a folder in it has a config.json.")
+    return runs
+
+
+def plot_comparison(groups: Mapping[str, Sequence[Path]], plot_path: Path, *, title: str) -> None:
+    """Draws a curve for each group of runs into a PNG: the mean return of one, the interquartile mean of several.
+
+    groups: the metrics.csv of each run, by the group's label. A group's curve goes as far as all its runs have come.
+    Raises ImportError without matplotlib.
+    """
+    picture = Picture(title)
+    begun = False
+    for color, (label, paths) in zip((COLORS * math.ceil(len(groups) / len(COLORS))), groups.items(), strict=False):
+        curves = [curve for curve in map(read_curve, paths) if len(curve)]
+        if not curves:
+            continue
+        begun = True
+        first, last = max(curve[0, 0] for curve in curves), min(curve[-1, 0] for curve in curves)
+        steps = np.linspace(first, max(first, last), POINTS)
+        returns = np.stack([np.interp(steps, curve[:, 0], curve[:, 1]) for curve in curves])
+        low, high = interval(returns)
+        several = f", {len(curves)} seeds" if len(curves) > 1 else ""
+        if several:
+            picture.axes.set_ylabel("return: interquartile mean of the seeds, in its 95 % interval")
+        picture.draw(steps, interquartile_mean(returns), low, high, color=color, label=label + several, band=None)
+    if not begun:
+        picture.say("no episode has ended yet")
+    picture.save(plot_path)

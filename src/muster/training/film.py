@@ -1,0 +1,75 @@
+"""A film of one episode that a policy plays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muster.errors import UsageError
+from muster.extras import imports_for
+from muster.vector.vector_env import VectorEnv
+
+_FRAMES_PER_SECOND = 30  # where the env's metadata say nothing
+
+Frame = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
+
+
+def film_episode(
+    envs: VectorEnv, policy: Callable[[Any], Any], path: Path, *, seed: int, max_steps: int | None = None
+) -> int:
+    """Writes an episode as H.264 in the container that the suffix of ``path`` names; returns its number of frames.
+
+    envs: one env, with ``autoreset_mode="disabled"``, whose ``render_mode`` is "rgb_array".  policy: observations
+    [1, *obs_shape] to actions.  max_steps: after which the film ends even if the episode has not; None for no limit.
+
+    Raises UsageError where the env renders no frames, and for a suffix that is no film's; ImportError without PyAV.
+    """
+    with imports_for("Films need", "muster-rl[train]", "av"):
+        import av
+    frames = _frames(envs, policy, seed, max_steps)
+    first = next(frames)
+    height, width = (size - size % 2 for size in first.shape[:2])  # H.264 has even sizes
+    rate = round(envs.metadata.get("render_fps") or _FRAMES_PER_SECOND)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        film = av.open(str(path), "w")
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be written as a film: {error}. Choose a name that ends in .mp4") from None
+    count = 0
+    with film:
+        stream = film.add_stream("libx264", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"  # what browsers play
+        for frame in itertools.chain([first], frames):
+            count += 1
+            picture = np.ascontiguousarray(frame[:height, :width])
+            film.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        film.mux(stream.encode())
+    return count
+
+
+def _frames(envs: VectorEnv, policy: Callable[[Any], Any], seed: int, max_steps: int | None) -> Iterator[Frame]:
+    obs, _ = envs.reset(seed=seed)
+    yield _rendered(envs)
+    for _ in itertools.count() if max_steps is None else range(max_steps):
+        obs, _, terminated, truncated, _ = envs.step(policy(obs))
+        yield _rendered(envs)
+        if terminated[0] or truncated[0]:
+            return
+
+
+def _rendered(envs: VectorEnv) -> Frame:
+    frame = envs.render()[0]
+    if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.dtype != np.uint8:
+        raise UsageError(
+            f"the env cannot be filmed: its render() gave {_kind(frame)}, expected an array of uint8 [height, width, "
+            '3], which it gives where it has the render_mode "rgb_array"'
+        )
+    return frame
+
+
+def _kind(frame: Any) -> str:
+    return f"{frame.dtype} {list(frame.shape)}" if isinstance(frame, np.ndarray) else type(frame).__name__

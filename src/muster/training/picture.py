@@ -1,0 +1,84 @@
+"""The picture that curves of returns over env steps are drawn in, as a PNG."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from muster.errors import UsageError
+from muster.extras import imports_for
+
+INK, MUTED = "#1f2937", "#6b7280"
+
+
+class Picture:
+    """Axes of returns over env steps, empty at first. Raises ImportError without matplotlib.
+
+    A Figure of its own, without pyplot, leaves the caller's backend and open figures alone.
+    """
+
+    def __init__(self, title: str) -> None:
+        with imports_for("Plots need", "muster-rl[train]", "matplotlib"), _any_backend():
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+            from matplotlib.layout_engine import ConstrainedLayoutEngine
+            from matplotlib.ticker import EngFormatter, MaxNLocator
+        layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
+        self._figure = Figure(figsize=(9, 5), dpi=160, facecolor="white", layout=layout)
+        FigureCanvasAgg(self._figure)
+        axes = self.axes = self._figure.add_subplot()
+        axes.set_title(title, loc="left", color=INK, fontsize=13, weight="bold", pad=12, parse_math=False)
+        axes.set_xlabel("env steps", color=MUTED)
+        axes.set_ylabel("return", color=MUTED)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=MUTED, length=0)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color("#d1d5db")
+
+    def draw(self, steps: Any, values: Any, low: Any, high: Any, *, color: str, label: str, band: str | None) -> None:
+        """A curve [R] in its band, with its last value beside it. band: the band's label, None for none."""
+        axes = self.axes
+        axes.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0, label=band)
+        axes.plot(steps, values, color=color, linewidth=2.2, solid_capstyle="round", label=label)
+        axes.plot(steps[-1:], values[-1:], "o", color=color, markersize=6, clip_on=False, zorder=5)
+        axes.annotate(as_written(f"{values[-1]:,.1f}"), (steps[-1], values[-1]), (9, 0), textcoords="offset points",
+                      color=color, weight="bold", va="center", annotation_clip=False)  # fmt: skip
+
+    def say(self, text: str) -> None:
+        """Shows a text in the place of curves."""
+        self.axes.text(0.5, 0.5, text, transform=self.axes.transAxes, color=MUTED, ha="center", va="center")
+        self.axes.set(xticks=[], yticks=[])
+
+    def save(self, path: Path) -> None:
+        """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown."""
+        handles, _ = self.axes.get_legend_handles_labels()
+        if handles:  # below the curves, wherever these go
+            columns = min(len(handles), 3)
+            self._figure.legend(loc="outside lower center", ncols=columns, frameon=False, labelcolor=MUTED, fontsize=9)
+        try:
+            self._figure.savefig(path)
+        except ValueError as error:
+            raise UsageError(f"{path} cannot be written as a picture: {error}") from None
+
+
+def as_written(number: str) -> str:
+    """The number with the minus sign that the axes have."""
+    return number.replace("-", "\N{MINUS SIGN}")
+
+
+@contextmanager
+def _any_backend() -> Iterator[None]:
+    """Imports matplotlib whatever MPLBACKEND says: a notebook's is refused outside of it, and pictures need none."""
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        yield
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
