@@ -6,6 +6,7 @@ import ctypes
 import errno
 import gc
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ pytest.register_assert_rewrite(
     "bare_loops",
     "row_checks",
 )
+
+_HOME = tempfile.TemporaryDirectory(prefix="muster-tests-")
+os.environ["XDG_STATE_HOME"] = _HOME.name  # runs that tests make are sealed by a key that goes with them
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_S = 5.0

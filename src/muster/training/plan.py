@@ -13,6 +13,7 @@ from typing import Any
 
 from muster.algorithms.ppo_config import PPOConfig
 from muster.errors import UsageError
+from muster.training.own_runs import seal_of
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config
 
@@ -54,8 +55,8 @@ class TrainingPlan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as config.json holds it."""
         run = {"env": self.env, "algorithm": "PPO", "preset": self.preset, **dataclasses.asdict(self.config)}
-        made = {"env_kwargs": dict(self.env_kwargs), "wrappers": self.wrappers, "make_vec": dict(self.options)}
-        return {**run, **made, "with": _versions()}
+        made = {"env_kwargs": dict(self.env_kwargs), "wrappers": list(self.wrappers), "make_vec": dict(self.options)}
+        return {**run, **made, "with": {**_versions(), "seal": seal_of({**run, **made})}}
 
 
 def plan_of(path: Path) -> TrainingPlan:

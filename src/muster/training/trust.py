@@ -9,6 +9,7 @@ from typing import Any
 
 from muster.errors import UsageError
 from muster.recipes.known_envs import is_of_known_library
+from muster.training.own_runs import is_own
 from muster.training.plan import TrainingPlan, plan_of
 from muster.training.run_folder import read_config
 
@@ -37,19 +38,21 @@ def require_trust(path: Path) -> None:
 def named_code(path: Path) -> list[str]:
     """What the run in the folder ``path`` would have imported, as it is named there.
 
-    These are files, functions and wrappers, and ids of modules that neither this program has imported nor Muster knows.
+    These are files, functions and wrappers, and ids of modules that neither this program has imported nor Muster knows,
+    nor this user has named in making the run.
     """
     config: Mapping[str, Any] = read_config(path)
     env, wrappers = str(config.get("env", "")), config.get("wrappers") or ()
-    return [env] * _is_code(env) + [str(wrapper) for wrapper in wrappers]
+    return [env] * _is_code(env, config) + [str(wrapper) for wrapper in wrappers]
 
 
-def _is_code(env: str) -> bool:
+def _is_code(env: str, config: Mapping[str, Any]) -> bool:
     module, _, name = env.rpartition(":")
     if env.endswith(".py") or module.endswith(".py"):
         return True
     # A function is called, with arguments from the folder: one of a module that is imported already may do anything.
-    known = name and not name.isidentifier() and (module in sys.modules or is_of_known_library(module))
+    is_id = bool(name) and not name.isidentifier()
+    known = is_id and (module in sys.modules or is_of_known_library(module) or is_own(config))
     return bool(module) and not known
 
 
