@@ -377,6 +377,27 @@ def test_options_mean_what_they_mean_in_torchrl(envs: Any, options: dict[str, An
     check(envs, **options)
 
 
+def recording(devices: set[Any]) -> Any:
+    def act(state: Any) -> Any:
+        devices.add(state.device)
+        return state.set("action", torch.ones(1, dtype=torch.int32))
+
+    return act
+
+
+@pytest.mark.parametrize("own", [{}, {"policy_device": "cpu"}, {"policy_device": "cpu", "env_device": "cpu"}], ids=str)
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_policies_see_the_devices_that_they_see_there(device: Any, own: dict[str, Any]):
+    seen: dict[Any, set[Any]] = {Ours: set(), Collector: set()}
+    for kind, devices in seen.items():
+        make = partial(CountingEnv, device=device)
+        lengths = {"frames_per_batch": 4, "total_frames": 4}
+        collector = kind(make, recording(devices), trust_policy=True, **lengths, **own)
+        assert [len(batch) for batch in collector] == [4]
+        collector.shutdown()
+    assert seen[Ours] == seen[Collector]
+
+
 def test_objects_of_a_policy_are_stacked_as_there():
     def notes(td: TensorDictBase) -> TensorDictBase:
         td.set("action", torch.tensor([1, 0]))

@@ -28,6 +28,7 @@ PRIVATE_NAMES = (
     *(
         "_carrier",
         "_carrier_has_no_device",
+        "_cast_to_policy_device",
         "_compact_next_keys",
         "_final_rollout",
         "_ignore_rb",
@@ -115,7 +116,9 @@ class Loop:
         if random:
             collector.env.rand_action(carrier)
         else:
-            output = self._policy(carrier)
+            # A policy on a device of its own sees tensordicts of that device, where the env's have none.
+            casts = collector._cast_to_policy_device and collector.policy_device is not None
+            output = self._policy(self._nesting.tensordict(self._root, collector.policy_device) if casts else carrier)
             if output is not carrier:
                 carrier.update(output, keys_to_update=collector._policy_output_keys)
         self._root = leaves_of(carrier)
