@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import gymnasium as gym
 
+import muster
 from muster.errors import ConfigError, EnvError, MusterError, RecipeError
 
 FAILED, MISUSED, SIGNALLED = 1, 2, 128  # the last one less the signal's number
+_NOT_THE_USERS = tuple(f"{Path(inspect.getfile(module)).resolve().parent}/" for module in (muster, os))
+_UNKNOWN = (gym.error.NameNotFound, gym.error.NamespaceNotFound)
 
 
 class Mistake(Exception):
@@ -30,26 +36,50 @@ class Ended(Exception):
 def reported(command: str, options: Collection[str] = ()) -> Iterator[None]:
     """Encloses a command: reports what is no fault of ours in one line on stderr, and raises `Ended`.
 
-    options: the names in Python that stand for options. The traceback of an env that raised follows its line.
+    options: the names in Python that stand for options. The traceback of a user's own env follows its line.
     """
     try:
         yield
-    except (Mistake, ConfigError, RecipeError) as error:
-        said = str(error) if isinstance(error, Mistake) else in_own_words(str(error), options)
-        print(f"{command}: error: {said}", file=sys.stderr)
-        raise Ended(MISUSED) from error
-    except (MusterError, gym.error.Error, ImportError, OSError) as error:
-        notes = getattr(error, "__notes__", ()) if isinstance(error, gym.error.Error) else ()  # which id may be meant
-        print(f"{command}: error: {' '.join([str(error), *notes])}", file=sys.stderr)
-        if isinstance(error, EnvError) and error.worker_traceback and not _is_users_mistake(error):
-            print(error.worker_traceback.rstrip(), file=sys.stderr)
-        raise Ended(FAILED) from error
+    except (Mistake, MusterError, gym.error.Error, ImportError, OSError, MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and "allocate memory" not in str(error):
+            raise  # that one is torch's, for a tensor that is too big
+        said = str(error) if isinstance(error, Mistake) else in_own_words(_said_of(error), options)
+        print(f"{command}: error: {one_line(said)}", file=sys.stderr)
+        if isinstance(error, EnvError) and _shows_users_code(error):
+            print((error.worker_traceback or "").rstrip(), file=sys.stderr)
+        misused = isinstance(error, (Mistake, ConfigError, RecipeError))
+        raise Ended(MISUSED if misused else FAILED) from error
 
 
-def _is_users_mistake(error: EnvError) -> bool:
-    """Whether an env did no more than refuse what it was called with: its id, or its keyword arguments."""
+def one_line(text: str) -> str:
+    """The text without its line breaks, and without code, which is indented and is Python."""
+    lines = re.sub(r"(?<=[\w)'\"])\n(?=[A-Z])", ".\n", text).replace("\t", "    ").split("\n")
+    prose = [line.strip() for line in lines if not line.startswith("    ")]
+    said = " ".join(line for line in prose if line)
+    return said if len(prose) == len(lines) else said.removesuffix(":")
+
+
+def _said_of(error: Exception) -> str:
+    if isinstance(error, gym.error.Error):
+        notes = getattr(error, "__notes__", [])  # which id may be meant
+        if isinstance(error, _UNKNOWN) and not notes and "Did you mean" not in str(error):
+            notes = ["If it is of a package that is installed, write the module before it: module:Id-v0."]
+        return " ".join([str(error), *notes])
+    if isinstance(error, MemoryError) or type(error) is RuntimeError:
+        return f"there is not enough memory; choose smaller numbers ({type(error).__name__}: {error})"
+    return str(error)
+
+
+def _shows_users_code(error: EnvError) -> bool:
+    """Whether the worker's traceback leads into code of the user; an env that refuses its arguments needs none."""
     refused = error.step is None and error.original_type == "TypeError" and "argument" in error.message
-    return refused or isinstance(error.__cause__, gym.error.Error)
+    files = re.findall(r'^  File "(.+)", line \d+, in ', error.worker_traceback or "", re.MULTILINE)
+    return not refused and any(map(_is_users, files))
+
+
+def _is_users(file: str) -> bool:
+    installed = re.search("[/\\\\](site|dist)-packages[/\\\\]", file) is not None
+    return not installed and file[:1] != "<" and not os.path.realpath(file).startswith(_NOT_THE_USERS)
 
 
 def in_own_words(text: str, options: Collection[str]) -> str:
@@ -62,8 +92,8 @@ def in_own_words(text: str, options: Collection[str]) -> str:
         text = re.sub(rf'(?<![\w.-]){name}="(\w+)"(?: or "(\w+)")?', rf"{option} \1", text)
         text = re.sub(rf"(?<![\w.-]){name}=True\b", option, text)
         text = re.sub(rf"(?<![\w.-]){name}=(?=\w)", f"{option} ", text)
-        end = r"(?![\w(./-])" if "_" in name else "(?= must)"
-        text = re.sub(rf"(?<![\w./-]){name}{end}", option, text)
+        end = r"(?![\w(/-]|\.\w)" if "_" in name else "(?= must)"
+        text = re.sub(rf"(?<![\w./'-]){name}{end}", option, text)
     return text.replace("PPOConfig: ", "")
 
 

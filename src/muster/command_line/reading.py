@@ -7,10 +7,13 @@ import dataclasses
 import difflib
 import inspect
 import io
+import itertools
 import os
 import shutil
 import sys
 import textwrap
+import typing
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -22,6 +25,7 @@ from muster.command_line.values import REGISTRY, find_unread
 Options = TypeVar("Options")
 
 HELP = ("-h", "--help")
+_VALUES_OF_SWITCHES = ("true", "false", "yes", "no", "on", "off", "1", "0", "none")
 
 
 def asks_for_help(words: Sequence[str]) -> bool:
@@ -35,12 +39,13 @@ def read_options(default: Options, words: Sequence[str], command: str) -> Option
     """
     if asks_for_help(words):
         show_help(default, command)
+    _refuse_values_of_switches(default, words)
     try:
         options, left = _call_tyro(default, words, command, console_outputs=False, return_unknown_args=True)
     except SystemExit:  # the one thing that is wrong for tyro: the rule for values reads whatever there is
         raise Mistake(_about_missing_value(words, command)) from None
     if left:
-        raise Mistake(_about_unknown(left[0], words, names_of(default), command))
+        raise Mistake(_about_unknown(left[0], default, command))
     for name, value in named_values(options):
         check_value(option_of(name), value)
     return options  # type: ignore[no-any-return]  # of the default's type
@@ -51,7 +56,7 @@ def check_value(name: str, value: Any) -> None:
     unread = find_unread(value)
     if unread is not None:
         hint = " (it takes all words up to the next option)" if isinstance(value, tuple) and len(value) > 1 else ""
-        raise Mistake(f"{name} must be {unread.expected}, got {unread.got!r}{hint}")
+        raise Mistake(f"{name} must be {unread.expected}, got {unread.got!r}{unread.why}{hint}")
 
 
 def check_least(options: Any, **least: float) -> None:
@@ -110,9 +115,10 @@ def near(name: str, names: Iterable[str]) -> str:
 
 def _call_tyro(default: Any, words: Sequence[str], command: str, **options: Any) -> Any:
     config = (tyro.conf.OmitArgPrefixes,)
-    return tyro.cli(
-        type(default), args=words, default=default, prog=command, registry=REGISTRY, config=config, **options
-    )
+    with warnings.catch_warnings(action="ignore"):  # of defaults that are not of their type: whoever takes them says so
+        return tyro.cli(
+            type(default), args=words, default=default, prog=command, registry=REGISTRY, config=config, **options
+        )
 
 
 def names_of(options: Any) -> list[str]:
@@ -137,14 +143,34 @@ def _about_missing_value(words: Sequence[str], command: str) -> str:
     return f"the options cannot be read; see {command} --help"
 
 
-def _about_unknown(word: str, words: Sequence[str], names: Sequence[str], command: str) -> str:
-    if word.startswith("-"):
-        option = word.partition("=")[0].replace("_", "-")
-        known = [f"--{no}{name.replace('_', '-')}" for name in names for no in ("", "no-")]
-        return f"there is no option {option}{near(option, known)}; {command} --help lists them"
-    index = words.index(word) if word in words else 0
-    before = next((one for one in words if one.endswith(f"={word}")), words[index - 1] if index else "")
-    flag = before.partition("=")[0]
-    if flag.startswith("--"):
-        return f"{flag} takes no value, got {word}: write {flag}, or --no-{flag.removeprefix('--')}"
-    return f"{word!r} is one word too many; see {command} --help"
+def _about_unknown(word: str, default: Any, command: str) -> str:
+    if not word.startswith("-"):
+        return f"{word!r} is one word too many; see {command} --help"
+    option = word.partition("=")[0].replace("_", "-")
+    known = [option_of(name) for name in names_of(default)] + list(filter(None, _switches(default).values()))
+    return f"there is no option {option}{near(option, known)}; {command} --help lists them"
+
+
+def _refuse_values_of_switches(default: Any, words: Sequence[str]) -> None:
+    """Raises Mistake for ``--switch=value`` and ``--switch False``, which tyro would take for the switch and an ENV."""
+    switches = _switches(default)
+    both = {one: (yes, no) for yes, no in switches.items() for one in (yes, no) if one}
+    for word, after in itertools.zip_longest(words, words[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        value = value if equals else after
+        if (ways := both.get(flag.replace("_", "-"))) and (equals or value.lower() in _VALUES_OF_SWITCHES):
+            raise Mistake(f"{flag} takes no value, got {value}: write {', or '.join(filter(None, ways))}")
+
+
+def _switches(options: Any) -> dict[str, str]:
+    """The options that take no value, each with its opposite, ``--no-...``, or an empty text where it has none."""
+    kinds = typing.get_type_hints(type(options), include_extras=True)
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= _switches(value)
+        elif isinstance(value, bool):
+            option = option_of(field.name)
+            found[option] = f"--no-{option.removeprefix('--')}" if kinds[field.name] is bool else ""
+    return found

@@ -31,10 +31,11 @@ REGISTRY = ConstructorRegistry()
 
 @dataclass(frozen=True)
 class Unread:
-    """Takes the place of a value that could not be read. expected: what it had to be."""
+    """Takes the place of a value that could not be read. expected: what it had to be.  why: the reason, or empty."""
 
     got: Any
     expected: str
+    why: str = ""
 
 
 def read_value(kind: Any, value: Any) -> Any:
@@ -43,7 +44,7 @@ def read_value(kind: Any, value: Any) -> Any:
     for one in kinds:
         if not isinstance(read := _read_one(one, value), Unread):
             return read
-    return Unread(value, " or ".join(map(_expected, kinds)))
+    return read if len(kinds) == 1 else Unread(value, " or ".join(map(_expected, reversed(kinds))))
 
 
 def find_unread(value: Any) -> Unread | None:
@@ -84,7 +85,7 @@ def _read_one(kind: Any, value: Any) -> Any:
     elif kind is types.NoneType:
         if str(value).lower() == "none":
             return None
-    elif isinstance(value, str):
+    elif isinstance(value, str) and (value or kind is str):
         return kind(value)
     return Unread(value, _expected(kind))
 
@@ -97,13 +98,14 @@ def _read_number(text: str) -> Decimal | None:
     return number if abs(number) < Decimal("1e300") else None
 
 
-def _read_mapping(kind: Any, value: Any) -> Any:
-    if isinstance(value, str):
+def _read_mapping(kind: Any, written: Any) -> Any:
+    value = written
+    if isinstance(written, str):
         try:
-            value = json.loads(value)
+            value = json.loads(written)
         except json.JSONDecodeError as error:
-            return Unread(f"{value!r}: {error}", _expected(kind))
-    return value if isinstance(value, dict) else Unread(value, _expected(kind))
+            return Unread(written, _expected(kind), f": {error}")
+    return value if isinstance(value, dict) else Unread(written, _expected(kind))
 
 
 def _is_known(kind: Any) -> bool:

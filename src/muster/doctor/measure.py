@@ -8,6 +8,7 @@ import itertools
 import json
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,14 +57,15 @@ def measure(
     """
     measured: list[Measured] = []
     runs: list[Callable[[float], float] | None] = []
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as opened, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"gymnasium\.")  # tracebacks: the problem is reported here
         for way, options, make in _ways(env, num_envs, num_workers, env_kwargs, wrappers):
             problem = None
             try:
                 envs = make()
                 opened.callback(_close, envs)
                 run = warmed_up(envs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 problem = f"{type(error).__name__}: {error}"
             measured.append(Measured(way, options, problem=problem))
             runs.append(run if problem is None else None)
@@ -73,7 +75,7 @@ def measure(
                     continue
                 try:
                     measured[i].steps_per_s.append(timed(seconds))
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     measured[i] = Measured(measured[i].way, problem=f"{type(error).__name__}: {error}")
                     runs[i] = None
     return measured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 import types
@@ -57,7 +58,8 @@ class Named:
             raise RecipeError(
                 f"{self.file or self.module} cannot be imported: {type(error).__name__}: {error}{_line_of(error)}"
             ) from error
-        return find_in(module, self.name) if self.name.isidentifier() else self.name
+        is_id = re.search(r"-v\d+$", self.name) is not None
+        return self.name if is_id else find_in(module, self.name)
 
     def import_code(self, name: str = "") -> str:
         """The lines that import it, for a program in the working folder. name: what it is called there."""
@@ -76,6 +78,9 @@ def parse_name(text: str) -> Named | None:
     head, _, name = text.rpartition(":")
     if text.endswith(".py"):
         head, name = text, ""
+    elif ".py:" in text:
+        head, _, name = text.partition(".py:")
+        head += ".py"
     if head.endswith(".py"):
         file = Path(head).expanduser().resolve()
         if not file.is_file():
