@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from muster.training.picture import Picture, as_written
+from muster.training.run_folder import reading
 
 LINE, GOAL = "#2563eb", "#059669"
 
@@ -34,8 +35,11 @@ def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal
 
 
 def read_curve(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Rows [R, 4] of steps, mean, low and high return; from the first row on in which an episode had ended."""
-    with metrics_path.open(newline="", encoding="utf-8") as file:
+    """Rows [R, 4] of steps, mean, low and high return; from the first row on in which an episode had ended.
+
+    Raises UsageError where the file is no run's.
+    """
+    with metrics_path.open(newline="", encoding="utf-8") as file, reading(metrics_path):
         rows = [
             [float(row[name]) for name in ("steps", "mean_return", "low_return", "high_return")]
             for row in csv.DictReader(file)

@@ -63,7 +63,7 @@ class Picture:
             columns = min(len(handles), 3)
             self._figure.legend(loc="outside lower center", ncols=columns, frameon=False, labelcolor=MUTED, fontsize=9)
         try:
-            self._figure.savefig(path)
+            self._figure.savefig(path, format=path.suffix[1:] or "png")  # else it adds one to the path
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
 

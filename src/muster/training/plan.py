@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from muster.algorithms.ppo_config import PPOConfig
-from muster.errors import UsageError
+from muster.errors import ConfigError, UsageError
 from muster.training.own_runs import seal_of
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config
+
+MAKE_VEC_OPTIONS = (  # those that make sense for a run
+    *("num_workers", "backend", "context", "caller_steps", "one_env_per_process", "threads_per_worker"),
+    *("start_timeout", "step_timeout", "close_timeout", "on_failure", "max_restarts", "memory_check"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,20 @@ def plan_of(path: Path) -> TrainingPlan:
             f"{path / 'config.json'} is not that of a PPO run of this version of Muster"
             + (f": it lacks {', '.join(missing)}." if missing else ".")
         )
-    options = PPOConfig(**{name: config[name] for name in names})
+    kinds = {"env": str, "preset": str, "env_kwargs": dict, "wrappers": list, "make_vec": dict}
+    unfit = [name for name, kind in kinds.items() if not isinstance(config[name], kind)]
+    if not unfit and not all(isinstance(wrapper, str) for wrapper in config["wrappers"]):
+        unfit = ["wrappers"]
+    if not unfit:
+        unfit = [f"make_vec.{name}" for name in config["make_vec"] if name not in MAKE_VEC_OPTIONS]
+    if unfit:
+        raise UsageError(
+            f"{path / 'config.json'} is not as muster train writes it: look at {', '.join(map(repr, unfit))}."
+        )
+    try:
+        options = PPOConfig(**{name: config[name] for name in names})
+    except ConfigError as error:
+        raise UsageError(f"{path / 'config.json'}: {str(error).removeprefix('PPOConfig: ')}") from None
     made = (config["env_kwargs"], tuple(config["wrappers"]), config["make_vec"])
     return TrainingPlan(config["env"], options, config["preset"], *made)
 

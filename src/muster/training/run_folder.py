@@ -13,12 +13,13 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from muster.errors import UsageError
+from muster.errors import MusterError, UsageError
 from muster.training.events import EventWriter
 
 
@@ -103,7 +104,8 @@ class RunFolder:
         text = self.metrics_path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]  # a process that was killed may leave half a line
         reader = csv.DictReader(io.StringIO(whole, newline=""))
-        rows = [row for row in reader if int(row["steps"]) <= steps]
+        with reading(self.metrics_path):
+            rows = [row for row in reader if int(row["steps"]) <= steps]
         self._columns = list(reader.fieldnames or [])
         kept = io.StringIO(newline="")
         if self._columns:
@@ -172,9 +174,21 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     require_run(path)
     try:
         state: dict[str, Any] = torch.load(path / "checkpoint.pt", weights_only=True)
-    except Exception as error:
-        raise UsageError(f"{path / 'checkpoint.pt'} is no checkpoint: {type(error).__name__}: {error}") from None
+    except Exception as error:  # torch's text is about its own arguments, and about trust
+        raise UsageError(f"{path / 'checkpoint.pt'} is no checkpoint of muster train: {type(error).__name__}") from None
     return state
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Encloses code that reads a file of a run. Raises UsageError where there is something else in it than of a run."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        if isinstance(error, MusterError):
+            raise
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{file} is not that of the run in config.json: {type(error).__name__}: {reason}") from None
 
 
 def _lock(path: Path) -> int:

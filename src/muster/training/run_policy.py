@@ -15,7 +15,7 @@ from muster.extras import imports_for
 from muster.spaces.plain import from_plain
 from muster.training.plan import plan_of
 from muster.training.run_envs import open_run_envs
-from muster.training.run_folder import read_checkpoint, read_config
+from muster.training.run_folder import read_checkpoint, read_config, reading
 from muster.training.trust import require_trust
 from muster.vector.vector_env import VectorEnv
 
@@ -63,17 +63,12 @@ class RunPolicy:
             log_std_init=config.log_std_init,
         )
         self._normalizer = None
-        try:
+        with reading(run / "checkpoint.pt"):
             self.steps = int(state["steps"])
             self._policy.load_state_dict(state["policy"])
             if config.normalize_observations:
                 self._normalizer = ObservationNormalizer(self.observation_space.shape or ())
                 self._normalizer.moments.load_state_dict(state["normalizers"]["observations"])
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            reason = " ".join(str(error).split())
-            raise UsageError(
-                f"{run / 'checkpoint.pt'} is not that of the run in config.json: {type(error).__name__}: {reason}"
-            ) from None
 
     def __call__(self, obs: Any) -> Any:
         """Actions for observations [B, *obs_shape], or the action for a single one [*obs_shape].

@@ -21,7 +21,7 @@ from muster.training.console import TrainingDisplay, format_return, format_secon
 from muster.training.film import film_episode
 from muster.training.learning_curve import plot_learning_curve
 from muster.training.plan import TrainingPlan
-from muster.training.run_folder import RunFolder, read_checkpoint
+from muster.training.run_folder import RunFolder, read_checkpoint, reading
 from muster.training.run_policy import load_policy
 from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
@@ -167,7 +167,8 @@ def film_run(
 
 def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
     """Loads the state that the run in ``folder`` had reached; returns the seconds that the run had taken until then."""
-    ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
+    with reading(folder.checkpoint_path):
+        ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
     total = ppo.config.total_steps
     if ppo.steps >= total:
         raise UsageError(
