@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy as np
 from muster.algorithms.layers import ACTIVATIONS
 from muster.arguments import as_whole, at_least
 from muster.errors import ConfigError
+
+MOST_THREADS = 1024  # with very many OpenMP ends the process
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class PPOConfig:
             self._set("total_steps", int(self.total_steps))
         for name in ("total_steps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads"):
             self._set(name, at_least(f"PPOConfig: {name}", getattr(self, name), 1, end="."))
+        if self.torch_threads > MOST_THREADS:
+            raise ConfigError(f"PPOConfig: torch_threads must be at most {MOST_THREADS}, got {self.torch_threads}.")
         sizes = self.hidden_sizes
         if not isinstance(sizes, (list, tuple)):  # JSON has lists
             raise ConfigError(f"PPOConfig: hidden_sizes must be a tuple of whole numbers, got {sizes!r}.")
@@ -86,6 +90,12 @@ class PPOConfig:
                 if not _is_number(value) or not fits(value):
                     raise ConfigError(f"PPOConfig: {name} must {must}, got {value!r}.")
                 self._set(name, float(value))  # as JSON can hold it: NumPy's numbers are as good
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool):
+                if not isinstance(value, (bool, np.bool_)):
+                    raise ConfigError(f"PPOConfig: {field.name} must be True or False, got {value!r}.")
+                self._set(field.name, bool(value))
         if self.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ConfigError(f"PPOConfig: activation must be one of {known}, got {self.activation!r}.")
