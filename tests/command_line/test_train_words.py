@@ -7,10 +7,12 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from command import muster
 from muster.algorithms import PPOConfig
 from muster.command_line.train_options import EnvOptions
 from muster.command_line.train_plan import training_order
-from muster.training.plan import plan_of
+from muster.training.plan import MAKE_VEC_OPTIONS, plan_of
 from muster.training.presets import preset_named
 
 ENV = """
@@ -32,6 +34,15 @@ def make_env(length=30):
 class Doubled(gym.RewardWrapper):
     def reward(self, reward):
         return 2 * reward
+
+class OldReset(CartPoleEnv):
+    def reset(self, **arguments):
+        return super().reset()[0]
+
+def exits():
+    raise SystemExit(3)
+
+existing = CartPoleEnv()
 
 def tripled(env):
     return gym.wrappers.TransformReward(env, lambda reward: 3 * reward)
@@ -89,6 +100,8 @@ def test_help_goes_through_pipes_that_close_and_to_ascii(command: str):
 
 
 def test_options_for_the_envs_have_the_defaults_of_make_vec():
+    own = [field.name for field in dataclasses.fields(EnvOptions) if field.name not in ("env_kwargs", "wrapper")]
+    assert list(MAKE_VEC_OPTIONS) == own  # those that a run folder may hold
     parameters = inspect.signature(package.make_vec).parameters
     for field in dataclasses.fields(EnvOptions):
         if field.name not in ("env_kwargs", "wrapper"):
@@ -197,6 +210,40 @@ class Fragile(CartPoleEnv):
             "--anneal-lr takes no value, got False: write --anneal-lr, or --no-",
         ),
         ("train CartPole-v1 --anneal-lr False", 2, "--anneal-lr takes no value, got False"),
+        (
+            "train --anneal-lr=False CartPole-v1",
+            2,
+            "--anneal-lr takes no value, got False: write --anneal-lr, or --no-",
+        ),
+        ("train CartPole-v1 --no-anneal-lr=1", 2, "got 1: write --anneal-lr, or --no-anneal-lr\n"),
+        ("doctor --json=3", 2, "--json takes no value, got 3: write --json\n"),
+        ("train CartPole-v1 --no-trust", 2, "there is no option --no-trust (did you mean --trust?)"),
+        ("train CartPole-v1 --run-dir=", 2, "--run-dir must be None or a path, got ''"),
+        (
+            "train CartPole-v1 --num-workers x",
+            2,
+            "must be None or auto or a whole number, such as 128, 100k or 2e6, got",
+        ),
+        ("train CartPole-v1 --env-kwargs {", 2, "got '{': Expecting property name enclosed in double quotes: line 1"),
+        ("train CartPole-v1 --num-envs 1e18", 1, "there is not enough memory; choose smaller numbers (MemoryError"),
+        ("train CartPole-v1 --hidden-sizes 1e12", 1, "there is not enough memory; choose smaller numbers"),
+        ("train CartPole-v1 --torch-threads 1e9", 2, "--torch-threads must be at most 1024, got 1000000000."),
+        ('train CartPole-v1 --kwargs {"max_episode_steps":-3}', 1, "`max_episode_steps` to be positive, actually: -3"),
+        ("train CartPole-v1 --wrapper gymnasium.wrappers:GrayscaleObservation", 1, "requires an image with 3 channels"),
+        ("train own_env.py:make_env()", 2, "module own_env has no 'make_env()'. It has: CartPoleEnv, make_env,"),
+        ("train own_env.py:make_env:x", 2, "module own_env has no 'make_env:x'"),
+        (
+            "bench own_env.py:exits --rounds 1",
+            1,
+            "own_env.py:exits cannot be stepped: EnvError: env 0 (worker 0, while",
+        ),
+        ("train own_env.py:existing", 2, "Every env is built where it runs; hand over a factory instead\n"),
+        (
+            "train own_env.py:OldReset --num-envs 2 --num-workers 1",
+            1,
+            "GymV21CompatibilityV0. If a library behind the envs works only",
+        ),
+        ("plot .", 1, ". holds no run"),
         ("train CartPole-v1 Acrobot-v1", 2, "'Acrobot-v1' is one word too many"),
         ("train --hidden-sizes 64 CartPole-v1", 2, "got 'CartPole-v1' (it takes all words up to the next option)"),
         ("train CartPole-v1 --gamma 2", 2, "--gamma must lie in [0, 1], got 2.0."),
@@ -220,7 +267,11 @@ class Fragile(CartPoleEnv):
             "--num-workers needs workers; leave it out, or use --b",
         ),
         ("train CartPole-v1 --caller-steps --step-timeout 3", 2, "so --step-timeout is not possible"),
-        ("train own_env.py:make", 2, "module own_env has no 'make'. It has: CartPoleEnv, make_env, Doubled, tripled"),
+        (
+            "train own_env.py:make",
+            2,
+            "module own_env has no 'make'. It has: CartPoleEnv, make_env, Doubled, ",
+        ),
         ("train own_env.py:__name__", 2, "must be something that builds an env; it is text, 'own_env'"),
         ("train absent.py:make", 2, "there is no file"),
         ("train NoSuch-v0", 1, "NoSuch"),
@@ -238,8 +289,8 @@ def test_a_mistake_is_one_line_in_the_commands_own_words(folder: Path, words: st
     result = muster(*words.split())
     assert result.exit_code == status
     assert said in result.stderr
-    assert re.fullmatch(r"muster( train| eval| doctor| bench)?: error: [^\n]+\n", result.stderr)
-    assert result.stdout == ""
+    assert re.fullmatch(r"muster( train| eval| plot| doctor| bench)?: error: [^\n]+\n", result.stderr)
+    assert "OldReset" in words or result.stdout == ""  # its training had begun
 
 
 @pytest.mark.parametrize(
@@ -278,6 +329,51 @@ def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
     again = ("own_env:make_env", *SHORT, "--run-dir", "r")  # its code is named here, and not by the folder alone
     result = muster("train", "--resume", "r", *again, "--total-steps", "32")
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("command", ["eval r", "train --resume r --total-steps 99"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"env": 3}, "r/config.json is not as muster train writes it: look at 'env'."),
+        ({"wrappers": [3]}, "look at 'wrappers'."),
+        ({"make_vec": {"num_envs": 3}}, "look at 'make_vec.num_envs'."),
+        ({"gamma": 5}, "r/config.json: gamma must lie in [0, 1], got 5."),
+        ({"anneal_lr": "yes"}, "r/config.json: anneal_lr must be True or False, got 'yes'."),
+        ({"hidden_sizes": [5]}, "r/checkpoint.pt is not that of the run in config.json: RuntimeError: Error"),
+    ],
+)
+def test_a_run_folder_that_was_edited_is_refused_in_one_line(
+    folder: Path, run: Path, command: str, change: dict[str, Any], said: str
+):
+    shutil.copytree(run, folder / "r")
+    config = json.loads((folder / "r" / "config.json").read_text())
+    (folder / "r" / "config.json").write_text(json.dumps(config | change))
+    result = muster(*command.split())
+    assert result.exit_code == 1
+    assert said in result.stderr.replace("--gamma", "gamma").replace("--anneal-lr", "anneal_lr")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_run_folders_files_that_are_something_else_are_refused_in_one_line(folder: Path, run: Path):
+    shutil.copytree(run, folder / "r")
+    (folder / "r" / "metrics.csv").write_text("a,b\n1,x\n")
+    for command in ("plot r", "train --resume r --total-steps 99"):
+        result = muster(*command.split())
+        assert result.exit_code == 1
+        assert "r/metrics.csv is not that of the run in config.json: KeyError" in result.stderr
+        assert result.stderr.count("\n") == 1
+    (folder / "r" / "checkpoint.pt").write_text("x")
+    result = muster("eval", "r")
+    assert result.stderr == "muster eval: error: r/checkpoint.pt is no checkpoint of muster train: UnpicklingError\n"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of CartPole-v1, to be copied."""
+    path = tmp_path_factory.mktemp("run") / "r"
+    assert muster("train", "CartPole-v1", *SHORT, "--run-dir", str(path)).exit_code == 0
+    return path
 
 
 def test_a_traceback_is_shown_for_what_an_env_raises_alone(folder: Path, make_raising: Callable[[str], None]):
