@@ -58,13 +58,26 @@ def train(run: Path, *arguments: str, env: str = "CartPole-v1") -> Path:
     return run
 
 
-def test_tensorboard_shows_what_the_csv_holds(tmp_path: Path):
+def test_tensorboard_shows_what_the_csv_holds_by_the_names_of_cleanrl(tmp_path: Path):
     run = train(tmp_path / "run", "--total-steps", "512")
     rows = read_metrics(run)
-    shown = seen_by_tensorboard(run, "episodes/mean_return")
-    assert [step for step, _ in shown] == [256, 512]
-    assert [value for _, value in shown] == pytest.approx([float(row["mean_return"]) for row in rows])
-    assert [step for step, _ in seen_by_tensorboard(run, "losses/policy_loss")] == [256, 512]
+    names = {
+        "mean_return": "charts/episodic_return",
+        "steps_per_second": "charts/SPS",
+        "clip_fraction": "losses/clipfrac",
+    }
+    for column, tag in names.items():
+        shown = seen_by_tensorboard(run, tag)
+        assert [step for step, _ in shown] == [256, 512]
+        assert [value for _, value in shown] == pytest.approx([float(row[column]) for row in rows])
+    events = EventAccumulator(str(run))
+    events.Reload()
+    assert {
+        *(f"charts/{name}" for name in ("episodic_return", "episodic_length", "SPS", "learning_rate")),
+        *(f"losses/{name}" for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")),
+        "losses/explained_variance",
+    } <= set(events.Tags()["scalars"])
+    assert len(events.Tags()["scalars"]) == len(rows[0]) - 1  # all but the steps
 
 
 @pytest.mark.timeout(60, method="thread")  # SIGALRM, which would be the other method's, interrupts the writing
@@ -122,7 +135,7 @@ def test_a_run_goes_on_without_a_gap_or_a_row_twice(tmp_path: Path):
     assert seconds == sorted(seconds)
     episodes = [int(row["episodes"]) for row in rows]
     assert episodes == sorted(episodes)
-    assert [step for step, _ in seen_by_tensorboard(run, "episodes/mean_return")] == [256, 512, 768, 1024, 1280]
+    assert [step for step, _ in seen_by_tensorboard(run, "charts/episodic_return")] == [256, 512, 768, 1024, 1280]
     assert json.loads((run / "config.json").read_text())["total_steps"] == 1200
     state = torch.load(run / "checkpoint.pt", weights_only=True)
     assert state["steps"] == 1280

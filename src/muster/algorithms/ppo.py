@@ -60,15 +60,12 @@ class PPOMetrics:
 
     def as_row(self) -> dict[str, float]:
         """All figures under plain names, as in metrics.csv."""
-        return {"steps": self.steps, **{tag.split("/")[1]: value for tag, value in self.as_scalars().items()}}
-
-    def as_scalars(self) -> dict[str, float]:
-        """The measurements in groups, ``group/name``, as TensorBoard shows them."""
         return {
-            **{f"episodes/{name}": value for name, value in self.episodes._asdict().items()},
-            **{f"losses/{name}": value for name, value in self.losses._asdict().items()},
-            "losses/explained_variance": self.explained_variance,
-            "losses/learning_rate": self.learning_rate,
+            "steps": self.steps,
+            **self.episodes._asdict(),
+            **self.losses._asdict(),
+            "explained_variance": self.explained_variance,
+            "learning_rate": self.learning_rate,
         }
 
 

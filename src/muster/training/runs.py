@@ -17,6 +17,7 @@ from muster.algorithms import PPO, PPOMetrics
 from muster.errors import UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
+from muster.training.chart_names import charts
 from muster.training.console import TrainingDisplay, format_return, format_seconds
 from muster.training.film import film_episode
 from muster.training.learning_curve import plot_learning_curve
@@ -188,7 +189,7 @@ def _train(
         seconds = seconds_before + time.monotonic() - started
         speed = metrics.steps / seconds
         row = {"seconds": seconds, "steps_per_second": speed, **metrics.as_row()}
-        folder.append_metrics(row, {**metrics.as_scalars(), "time/steps_per_second": speed})
+        folder.append_metrics(row, charts(row))
 
     with StopSignals() as stop:
         try:
