@@ -117,7 +117,9 @@ def evaluate(words: Sequence[str]) -> int:
         if options.video is not None:
             require("--video needs", "muster-rl[train]", "av")
         plan, console = read_plan(options.run, trust=options.trust), Console(highlight=False)
-        played: dict[str, Any] = {"seed": options.seed, "sample": options.sample, "max_steps": options.max_steps}
+        played: dict[str, Any] = {
+            name: getattr(options, name) for name in ("checkpoint", "seed", "sample", "max_steps")
+        }
         with open_run_envs(plan, min(plan.config.num_envs, options.episodes)) as envs:
             stopped = runs.evaluate_run(options.run, plan, envs, console, episodes=options.episodes, **played)
         if options.video is not None and stopped is None:

@@ -1,4 +1,4 @@
-"""The file of ``muster train --config``: options of the env and of the algorithm in TOML, by their names."""
+"""The file of ``muster train --config``: options of the run, the env and the algorithm in TOML, by their names."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from muster.command_line.mistakes import Mistake
 from muster.command_line.reading import check_value, near
 from muster.command_line.train_options import EnvOptions, UncheckedPPO
 from muster.command_line.values import read_value
+from muster.training.plan import RunOptions
 
 
 def read_run_toml(path: Path) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def read_run_toml(path: Path) -> dict[str, Any]:
         problem = error.strerror if isinstance(error, OSError) else error
         raise Mistake(f"--config {path} cannot be read: {problem}") from None
     kinds: dict[str, Any] = {"env": str}
-    for part in (EnvOptions, UncheckedPPO):
+    for part in (RunOptions, EnvOptions, UncheckedPPO):
         hints = typing.get_type_hints(part)
         kinds |= {field.name: hints[field.name] for field in dataclasses.fields(part)}
     values = {}

@@ -12,6 +12,7 @@ from tyro.conf import arg
 
 from muster.algorithms import PPOConfig
 from muster.command_line.command_options import Env, EnvKwargs, Flag, Wrappers
+from muster.training.plan import RunOptions
 
 Timeout = Annotated[float | None, arg(metavar="NUMBER|None")]
 
@@ -63,9 +64,11 @@ class TrainOptions:
     run_dir: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: a new one in runs/)")] = None
     # go on with the run in this folder, up to its --total-steps
     resume: Annotated[Path | None, arg(metavar="RUN", help_behavior_hint="")] = None
-    # TOML with options of the env and of PPO, by the names below
+    # TOML with options of the run, the env and PPO, by the names below
     config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     trust: Flag = False  # with --resume: import the code that the run's folder names for its envs
+    # What the run does besides training. A run that goes on does so, too.
+    run: RunOptions = field(default_factory=RunOptions)
     # What is around the env, and what steps it. In Python these are arguments of muster.make_vec.
     make: Annotated[EnvOptions, arg(name="env")] = EnvOptions()
     # Names as in CleanRL. In Python these are fields of muster.algorithms.PPOConfig.
@@ -73,10 +76,8 @@ class TrainOptions:
 
     def changed(self, values: Mapping[str, Any]) -> Self:
         """These options, with some values by the names of their fields."""
-        make, ppo = ({one.name for one in dataclasses.fields(part)} for part in (EnvOptions, PPOConfig))
-        return replace(
-            self,
-            **{name: value for name, value in values.items() if name not in make | ppo},
-            make=replace(self.make, **{name: value for name, value in values.items() if name in make}),
-            ppo=replace(self.ppo, **{name: value for name, value in values.items() if name in ppo}),
-        )
+        left, parts = dict(values), {}
+        for part in ("run", "make", "ppo"):
+            names = {one.name for one in dataclasses.fields(getattr(self, part))}
+            parts[part] = replace(getattr(self, part), **{name: left.pop(name) for name in names & left.keys()})
+        return replace(self, **left, **parts)

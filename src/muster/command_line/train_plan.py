@@ -11,11 +11,11 @@ from typing import Any
 
 from muster.algorithms import PPOConfig
 from muster.command_line.mistakes import Mistake, option_of
-from muster.command_line.reading import HELP, asks_for_help, read_options, show_help
+from muster.command_line.reading import HELP, asks_for_help, check_least, read_options, show_help
 from muster.command_line.run_toml import read_run_toml
 from muster.command_line.train_options import EnvOptions, TrainOptions, UncheckedPPO
 from muster.recipes.named import absolute_name, callable_named
-from muster.training.plan import TrainingPlan, plan_of
+from muster.training.plan import RunOptions, TrainingPlan, plan_of
 from muster.training.presets import preset_for
 from muster.training.run_envs import open_envs
 from muster.training.trust import named_code, read_plan
@@ -58,7 +58,8 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     options = _layered(TrainOptions().changed(preset.config), file, without_help)
     if asks_for_help(words):
         show_help(options, COMMAND, f"PPO's values below are those for {options.env}, by the preset {preset.name}.")
-    plan = TrainingPlan(env, _checked(options.ppo), preset.name, kwargs, wrappers, _for_make_vec(options.make))
+    run = _checked_run(options.run)
+    plan = TrainingPlan(env, _checked(options.ppo), preset.name, kwargs, wrappers, _for_make_vec(options.make), run)
     return TrainingOrder(plan, options.run_dir, resume=False)
 
 
@@ -66,7 +67,7 @@ def _to_go_on(run: Path, file: Mapping[str, Any], words: Sequence[str]) -> Train
     """The plan that the run was started with, changed by what a run may change; the rest may be said again."""
     plan = plan_of(run)
     around = {"env": plan.env, "env_kwargs": plan.env_kwargs, "wrapper": plan.wrappers, **plan.options}
-    before = TrainOptions().changed({**around, **dataclasses.asdict(plan.config)})
+    before = TrainOptions().changed({**around, **dataclasses.asdict(plan.config), **dataclasses.asdict(plan.run)})
     if asks_for_help(words):
         show_help(before, COMMAND, f"The values below are those that {run} has now.")
     # The rate that it had reached, unless one is asked for: nan stands for that.
@@ -90,7 +91,8 @@ def _to_go_on(run: Path, file: Mapping[str, Any], words: Sequence[str]) -> Train
     said = _layered(TrainOptions(), file, words)
     named = {absolute_name(name) for name in (said.env, *said.make.wrapper) if name is not None}
     read_plan(run, trust=options.trust or named.issuperset(named_code(run)))  # not the folder alone names it then
-    plan = replace(plan, config=_checked(ppo), options=_for_make_vec(options.make))
+    made, besides = _for_make_vec(options.make), _checked_run(options.run)
+    plan = replace(plan, config=_checked(ppo), options=made, run=besides)
     return TrainingOrder(plan, run, resume=True, learning_rate=None if math.isnan(rate) else rate)
 
 
@@ -103,6 +105,14 @@ def _layered(base: TrainOptions, file: Mapping[str, Any], words: Sequence[str]) 
 
 def _checked(ppo: UncheckedPPO) -> PPOConfig:
     return PPOConfig(**dataclasses.asdict(ppo))
+
+
+def _checked_run(run: RunOptions) -> RunOptions:
+    """The options, if they make sense. Raises Mistake."""
+    check_least(run, checkpoint_every=1, keep=1)
+    if run.keep is not None and run.checkpoint_every is None:
+        raise Mistake("--keep says how many of the copies stay that --checkpoint-every STEPS makes; say that, too")
+    return run
 
 
 def _for_make_vec(make: EnvOptions) -> dict[str, Any]:

@@ -24,12 +24,20 @@ MAKE_VEC_OPTIONS = (  # those that make sense for a run
 
 
 @dataclass(frozen=True)
+class RunOptions:
+    """What a run does besides training. A run that goes on does so, too."""
+
+    checkpoint_every: int | None = None  # env steps between two copies of the checkpoint; None: no copies
+    keep: int | None = None  # how many of these copies stay, the newest; None: all
+
+
+@dataclass(frozen=True)
 class TrainingPlan:
     """The env and the options of a run.
 
     env: as `env_named` takes it.  preset: the name of the row that the options started from, and whose wrappers are
     around the env.  env_kwargs, wrappers: the user's own, the latter as `callable_named` takes them.
-    options: further ones of `make_vec`, as far as they have not its own values.
+    options: further ones of `make_vec`, as far as they have not its own values.  run: what the run does besides.
     """
 
     env: str
@@ -38,6 +46,7 @@ class TrainingPlan:
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    run: RunOptions = RunOptions()
 
     @property
     def name(self) -> str:
@@ -61,7 +70,8 @@ class TrainingPlan:
         """The plan as config.json holds it."""
         run = {"env": self.env, "algorithm": "PPO", "preset": self.preset, **dataclasses.asdict(self.config)}
         made = {"env_kwargs": dict(self.env_kwargs), "wrappers": list(self.wrappers), "make_vec": dict(self.options)}
-        return {**run, **made, "with": {**_versions(), "seal": seal_of({**run, **made})}}
+        about = {**_versions(), "seal": seal_of({**run, **made})}
+        return {**run, **made, "run": dataclasses.asdict(self.run), "with": about}
 
 
 def plan_of(path: Path) -> TrainingPlan:
@@ -92,7 +102,9 @@ def plan_of(path: Path) -> TrainingPlan:
     except ConfigError as error:
         raise UsageError(f"{path / 'config.json'}: {str(error).removeprefix('PPOConfig: ')}") from None
     made = (config["env_kwargs"], tuple(config["wrappers"]), config["make_vec"])
-    return TrainingPlan(config["env"], options, config["preset"], *made)
+    kept = config.get("run", {})  # not there in older runs
+    run = RunOptions(**{one.name: kept[one.name] for one in dataclasses.fields(RunOptions) if one.name in kept})
+    return TrainingPlan(config["env"], options, config["preset"], *made, run)
 
 
 def _versions() -> dict[str, Any]:

@@ -118,11 +118,16 @@ class RunFolder:
         self._last_step = steps
         return rows[-1] if rows else {}
 
-    def save_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Saves ``state`` (state dicts, tensors, plain values), for ``torch.load(path, weights_only=True)``."""
+    def save_checkpoint(self, state: Mapping[str, Any], name: str = "checkpoint.pt") -> None:
+        """Saves ``state`` (state dicts, tensors, plain values), for ``torch.load(path, weights_only=True)``.
+
+        name: the file's, or its path in the folder.
+        """
         import torch
 
-        _replace(self.checkpoint_path, lambda file: torch.save(dict(state), file))
+        path = self.path / name
+        path.parent.mkdir(exist_ok=True)
+        _replace(path, lambda file: torch.save(dict(state), file))
 
     def close(self) -> None:
         self._metrics_file.close()
@@ -167,15 +172,19 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The checkpoint of the run in the folder ``path``. No code in it is executed. Raises UsageError."""
+def read_checkpoint(path: Path, file: Path | None = None) -> dict[str, Any]:
+    """The checkpoint of the run in the folder ``path``. No code in it is executed. Raises UsageError.
+
+    file: another one than the newest.
+    """
     import torch
 
     require_run(path)
+    file = file or path / "checkpoint.pt"
     try:
-        state: dict[str, Any] = torch.load(path / "checkpoint.pt", weights_only=True)
+        state: dict[str, Any] = torch.load(file, weights_only=True)
     except Exception as error:  # torch's text is about its own arguments, and about trust
-        raise UsageError(f"{path / 'checkpoint.pt'} is no checkpoint of muster train: {type(error).__name__}") from None
+        raise UsageError(f"{file} is no checkpoint of muster train: {type(error).__name__}") from None
     return state
 
 

@@ -25,22 +25,31 @@ with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tenso
     from muster.algorithms.acting import act
     from muster.algorithms.actor_critic import ActorCritic
     from muster.algorithms.normalization import ObservationNormalizer
+    from muster.training.checkpoints import find_checkpoint
 
 
-def load_policy(run: str | os.PathLike[str], *, sample: bool = False, trust: bool = False) -> RunPolicy:
+def load_policy(
+    run: str | os.PathLike[str],
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    sample: bool = False,
+    trust: bool = False,
+) -> RunPolicy:
     """The policy that the run in the folder ``run`` has trained.
 
     ``policy(obs)`` acts for a vector env, for a single env, and as the policy of `Collector` and `MultiCollector`, as
     ``muster eval`` does: observations are normalised as in training, by statistics that stay as they are.
     ``policy.make_vec(num_envs)`` makes the run's envs.
 
+    checkpoint: another one than the newest: the steps of a copy that ``--checkpoint-every`` has made, such as "51200",
+    or a path.
     sample: draws actions by torch's global generator, which collectors seed, instead of taking the likeliest.
     trust: lets ``policy.make_vec`` import modules, files and wrappers that only the folder names. Loading imports
     nothing, makes no env, and executes no code of the folder.
 
-    Raises UsageError where ``run`` is no folder of a run of this version of Muster.
+    Raises UsageError where ``run`` is no folder of a run of this version of Muster, and has no such checkpoint.
     """
-    return RunPolicy(Path(run), sample=sample, trust=trust)
+    return RunPolicy(Path(run), checkpoint, sample=sample, trust=trust)
 
 
 class RunPolicy:
@@ -49,8 +58,9 @@ class RunPolicy:
     observation_space, action_space: of one env, as the run had them.  steps: env steps of its training.
     """
 
-    def __init__(self, run: Path, *, sample: bool, trust: bool) -> None:
-        plan, state = plan_of(run), read_checkpoint(run)
+    def __init__(self, run: Path, checkpoint: str | os.PathLike[str] | None, *, sample: bool, trust: bool) -> None:
+        plan, file = plan_of(run), find_checkpoint(run, checkpoint)
+        state = read_checkpoint(run, file)
         self.run, self.plan, self.sample, self.trust = run, plan, sample, trust
         self.observation_space, self.action_space = _spaces_of(run)
         config = plan.config
@@ -63,7 +73,7 @@ class RunPolicy:
             log_std_init=config.log_std_init,
         )
         self._normalizer = None
-        with reading(run / "checkpoint.pt"):
+        with reading(file):
             self.steps = int(state["steps"])
             self._policy.load_state_dict(state["policy"])
             if config.normalize_observations:

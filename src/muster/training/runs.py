@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import signal
 import time
@@ -18,6 +17,7 @@ from muster.errors import UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
 from muster.training.chart_names import charts
+from muster.training.checkpoints import Checkpoints
 from muster.training.console import TrainingDisplay, format_return, format_seconds
 from muster.training.film import film_episode
 from muster.training.learning_curve import plot_learning_curve
@@ -27,7 +27,6 @@ from muster.training.run_policy import load_policy
 from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
 
-CHECKPOINT_EVERY_S = 60.0
 STEPS_PER_EPISODE = 50_000  # that an evaluation waits for; Atari's longest episodes have 27,000
 SOLVED_OVER = 100  # episodes, as Gymnasium's thresholds are meant
 
@@ -74,7 +73,7 @@ def train(
                 f"The run had finished, its learning rate at 0: it starts at {rate:g} again, or at --learning-rate."
             )
         goal = envs.spec.reward_threshold if envs.spec else None
-        return _train(ppo, folder, console, title=plan.title, goal=goal, seconds_before=seconds_before)
+        return _train(ppo, plan, folder, console, goal=goal, seconds_before=seconds_before)
 
 
 def evaluate_run(
@@ -86,14 +85,15 @@ def evaluate_run(
     episodes: int,
     seed: int,
     sample: bool,
+    checkpoint: str | None = None,
     max_steps: int | None = None,
 ) -> signal.Signals | None:
     """Prints returns and lengths of whole episodes that the run's policy plays; statistics stay as in the checkpoint.
 
-    max_steps: as for `evaluate`; None for `STEPS_PER_EPISODE` for each episode.
+    checkpoint: as for `load_policy`.  max_steps: as for `evaluate`; None for `STEPS_PER_EPISODE` for each episode.
     Returns the signal that ended it before, if one did: Ctrl-C or SIGTERM.
     """
-    policy = load_policy(run, sample=sample)
+    policy = load_policy(run, checkpoint=checkpoint, sample=sample)
     with StopSignals() as stop:
         try:
             with console.status(f"playing {episodes} episodes") as status:
@@ -146,13 +146,15 @@ def film_run(
     *,
     seed: int,
     sample: bool,
+    checkpoint: str | None = None,
     max_steps: int | None = None,
 ) -> signal.Signals | None:
     """Films an episode that the run's policy plays in the one env of ``envs``, and says where the film lies.
 
-    path, max_steps, and what it raises: as for `film_episode`.  Returns as `evaluate_run`.
+    path, max_steps, and what it raises: as for `film_episode`.  checkpoint: as for `load_policy`.
+    Returns as `evaluate_run`.
     """
-    policy = load_policy(run, sample=sample)
+    policy = load_policy(run, checkpoint=checkpoint, sample=sample)
     with StopSignals() as stop:
         try:
             film = partial(film_episode, envs, policy, path, seed=seed, max_steps=max_steps or STEPS_PER_EPISODE)
@@ -180,9 +182,10 @@ def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
 
 
 def _train(
-    ppo: PPO, folder: RunFolder, console: Console, *, title: str, goal: float | None, seconds_before: float
+    ppo: PPO, plan: TrainingPlan, folder: RunFolder, console: Console, *, goal: float | None, seconds_before: float
 ) -> signal.Signals | None:
-    started, saved = time.monotonic(), -math.inf
+    started = time.monotonic()
+    checkpoints = Checkpoints(folder, steps=ppo.steps, every=plan.run.checkpoint_every, keep=plan.run.keep)
     finished = False
 
     def write(metrics: PPOMetrics) -> None:
@@ -198,9 +201,7 @@ def _train(
                     metrics = stop.call(ppo.iterate)  # signals interrupt nothing else: no file is cut short
                     write(metrics)
                     display.update(metrics.steps, metrics.episodes.mean_return)
-                    if time.monotonic() - saved > CHECKPOINT_EVERY_S:
-                        folder.save_checkpoint(ppo.state_dict())
-                        saved = time.monotonic()
+                    checkpoints.save(ppo)
             finished = True
         except STOPS as error:
             if not stop.caused(error):
@@ -210,8 +211,8 @@ def _train(
             seconds = seconds_before + time.monotonic() - started
             if ppo.metrics is not None:
                 write(ppo.metrics)  # an iteration may end in the moment of the signal: checkpoint and CSV must agree
-            folder.save_checkpoint(ppo.state_dict())
-            plot = _plot(folder, title, goal)
+            checkpoints.save(ppo, now=True)
+            plot = _plot(folder, plan.title, goal)
             if not finished:
                 console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
                 command = f"muster train --resume {shlex.quote(str(folder.path))}"

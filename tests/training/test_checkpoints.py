@@ -1,0 +1,105 @@
+"""Copies of a run's state at regular steps: which there are, and that they are what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from command import muster
+from muster import load_policy
+from muster.errors import UsageError
+
+OPTIONS = ("--backend=serial", "--num-envs=4", "--num-steps=32", "--num-minibatches=1", "--update-epochs=1")
+
+
+def train(*words: str) -> str:
+    """What a run says whose rollouts have 128 rows."""
+    result = muster("train", *words, *OPTIONS)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def copies(run: Path) -> list[int]:
+    """The steps in the copies, in the order of their names."""
+    files = sorted((run / "checkpoints").iterdir())
+    steps = [torch.load(file, weights_only=True)["steps"] for file in files]
+    assert [int(file.stem) for file in files] == steps
+    return steps
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "run"
+    train(
+        "CartPole-v1",
+        "--run-dir",
+        str(run),
+        "--total-steps",
+        "1024",
+        "--checkpoint-every",
+        "200",
+        "--learning-rate=0.01",
+    )
+    return run
+
+
+def test_a_copy_is_made_after_the_iteration_that_reaches_its_steps(run: Path):
+    assert copies(run) == [256, 512, 640, 896, 1024]
+    files = (run / "checkpoint.pt", run / "checkpoints" / "000000001024.pt")
+    newest, last = (torch.load(file, weights_only=True) for file in files)
+    assert all(torch.equal(last["policy"][name], one) for name, one in newest["policy"].items())
+
+
+def test_the_newest_stay_and_a_run_that_goes_on_goes_on_with_it(tmp_path: Path):
+    run = tmp_path / "run"
+    train("CartPole-v1", "--run-dir", str(run), "--total-steps", "384", "--checkpoint-every", "128", "--keep", "2")
+    assert copies(run) == [256, 384]
+    assert muster("train", "--resume", str(run), "--total-steps", "640").exit_code == 0
+    assert copies(run) == [512, 640]
+    assert muster("train", "--resume", str(run), "--total-steps", "768", "--keep", "3").exit_code == 0
+    assert copies(run) == [512, 640, 768]
+
+
+def test_each_copy_can_be_evaluated_and_loaded(run: Path):
+    for name in ("512", "000000000512", "000000000512.pt", str(run / "checkpoints" / "000000000512.pt")):
+        result = muster("eval", str(run), "--episodes", "1", "--checkpoint", name)
+        assert "CartPole-v1, PPO after 512 steps" in result.output
+    obs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    first, newest, last = (load_policy(run, checkpoint=name) for name in ("256", None, run / "checkpoint.pt"))
+    assert (first.steps, newest.steps, last.steps) == (256, 1024, 1024)
+    assert np.array_equal(newest(obs), last(obs))
+    assert not np.array_equal(newest(obs), first(obs))
+
+
+def test_a_checkpoint_that_is_not_there_is_one_line_with_those_that_are(run: Path):
+    result = muster("eval", str(run), "--checkpoint", "513")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+    assert re.search(r"has no checkpoint '513', .*it has: checkpoint, 000000000256, 000000000512,", result.stderr)
+    with pytest.raises(UsageError, match="has no checkpoint 'best'"):
+        load_policy(run, checkpoint="best")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--checkpoint-every", "0"), "--checkpoint-every must be at least 1, got 0"),
+        (("--checkpoint-every", "100", "--keep", "0"), "--keep must be at least 1, got 0"),
+        (("--keep", "2"), "--keep says how many of the copies stay that --checkpoint-every STEPS makes"),
+        (("--checkpoint-every", "often"), "--checkpoint-every must be a whole number"),
+    ],
+)
+def test_mistakes_are_one_line(words: tuple[str, ...], message: str):
+    result = muster("train", "CartPole-v1", "--backend", "serial", *words)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert message in result.stderr
+
+
+def test_a_file_may_say_it(tmp_path: Path):
+    (tmp_path / "run.toml").write_text('checkpoint-every = "0.2k"\nkeep = 1\n')
+    run = tmp_path / "run"
+    train("CartPole-v1", "--run-dir", str(run), "--total-steps", "512", "--config", str(tmp_path / "run.toml"))
+    assert copies(run) == [512]
