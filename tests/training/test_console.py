@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -78,3 +79,21 @@ def test_seconds_in_words(seconds: float, text: str):
 
 def test_returns_have_one_decimal():
     assert [format_return(value) for value in (1234.56, -1, math.nan)] == ["1,234.6", "-1.0", "none yet"]
+
+
+def test_an_evaluation_is_shown_until_the_next(clock: Clock):
+    output, terminal_output = io.StringIO(), io.StringIO()
+    terminal = Console(file=terminal_output, width=80, force_terminal=True, color_system=None)
+    with (
+        TrainingDisplay(Console(file=output, width=80), 1_000_000) as plain,
+        TrainingDisplay(terminal, 1_000_000) as live,
+    ):
+        for second, evaluated in ((10, 480.25), (20, None)):
+            clock.now = second
+            for display in (plain, live):
+                display.update(second * 1000, 20.25, evaluated=evaluated)
+    assert [re.search(r"return .*\)", line)[0].split() for line in output.getvalue().splitlines()] == [
+        ["return", "20.2", "(eval", "480.2)"]
+    ] * 2
+    assert "(eval 480.2)" in terminal_output.getvalue()
+    assert "…" not in terminal_output.getvalue()

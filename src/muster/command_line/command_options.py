@@ -28,7 +28,7 @@ class EvalOptions:
     # The folder of a run.
     run: Annotated[tyro.conf.Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
     episodes: int = 20  # whole episodes to play
-    # another one than the newest: the steps of a copy, or a path
+    # another one than the newest: the steps of a copy, best, or a path
     checkpoint: Annotated[str | None, arg(metavar="NAME|PATH", help_behavior_hint="")] = None
     seed: int = 0  # of the envs; same seed, same episodes
     sample: Flag = False  # draw actions as in training, instead of the likeliest

@@ -109,7 +109,7 @@ def _checked(ppo: UncheckedPPO) -> PPOConfig:
 
 def _checked_run(run: RunOptions) -> RunOptions:
     """The options, if they make sense. Raises Mistake."""
-    check_least(run, checkpoint_every=1, keep=1)
+    check_least(run, eval_every=1, eval_episodes=1, checkpoint_every=1, keep=1)
     if run.keep is not None and run.checkpoint_every is None:
         raise Mistake("--keep says how many of the copies stay that --checkpoint-every STEPS makes; say that, too")
     return run

@@ -18,6 +18,8 @@ CHARTS = {
     "episodes": "rollout/episodes",
     "low_return": "rollout/low_return",
     "high_return": "rollout/high_return",
+    "eval_return": "eval/mean_reward",
+    "eval_length": "eval/mean_ep_length",
     "seconds": "time/time_elapsed",
 }
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from muster.algorithms import PPO
 from muster.errors import UsageError
-from muster.training.run_folder import RunFolder
+from muster.training.evaluations import Evaluation
+from muster.training.run_folder import RunFolder, read_checkpoint
 
 CHECKPOINT_EVERY_S = 60.0
+BEST = "best.pt"
 COPIES = "checkpoints"  # the folder of the copies, in the run's
 
 
@@ -22,18 +24,22 @@ class Checkpoints:
 
     steps: env steps that the run had made before.  every: env steps between two copies, None for no copies.
     keep: how many copies stay, the newest; None for all.
+
+    best: the evaluation of the state in best.pt, also of what the run had done before; None without one.
     """
 
     def __init__(self, folder: RunFolder, *, steps: int, every: int | None = None, keep: int | None = None) -> None:
         self._folder, self._every, self._keep = folder, every, keep
         self._steps = steps
+        self.best = _best_of(folder.path)
         self._saved_at = -math.inf
 
-    def save(self, ppo: PPO, *, now: bool = False) -> None:
-        """Saves what is due after an iteration. now: saves checkpoint.pt in any case."""
+    def save(self, ppo: PPO, evaluation: Evaluation | None = None, *, now: bool = False) -> None:
+        """Saves what is due after an iteration. evaluation: of its state.  now: saves checkpoint.pt in any case."""
         due = self._every is not None and ppo.steps // self._every > self._steps // self._every
         self._steps = ppo.steps
-        if not (now or due or time.monotonic() - self._saved_at > CHECKPOINT_EVERY_S):
+        is_best = evaluation is not None and (self.best is None or evaluation.mean_return > self.best.mean_return)
+        if not (now or due or is_best or time.monotonic() - self._saved_at > CHECKPOINT_EVERY_S):
             return
         state = ppo.state_dict()
         self._folder.save_checkpoint(state)
@@ -43,13 +49,16 @@ class Checkpoints:
             copies = _copies_in(self._folder.path)
             for old in copies[: len(copies) - self._keep] if self._keep is not None else ():
                 old.unlink(missing_ok=True)
+        if evaluation is not None and is_best:
+            self._folder.save_checkpoint({**state, "evaluation": evaluation._asdict()}, BEST)
+            self.best = evaluation
 
 
 def find_checkpoint(run: Path, checkpoint: str | os.PathLike[str] | None) -> Path:
     """The file of a checkpoint of the run in the folder ``run``.
 
-    checkpoint: the steps or the name of a copy, another file's name in the folder, with or without .pt, or a path.
-    None for the newest. Raises UsageError, which lists what there is.
+    checkpoint: the steps or the name of a copy, or another file's name in the folder, such as "best"; with or without
+    .pt; or a path. None for the newest. Raises UsageError, which lists what there is.
     """
     if checkpoint is None:
         return run / "checkpoint.pt"
@@ -60,8 +69,16 @@ def find_checkpoint(run: Path, checkpoint: str | os.PathLike[str] | None) -> Pat
     for path in (*paths, Path(name)):
         if path.is_file():
             return path
-    there = [path.stem for path in (run / "checkpoint.pt", run / "best.pt", *_copies_in(run)) if path.is_file()]
+    there = [path.stem for path in (run / "checkpoint.pt", run / BEST, *_copies_in(run)) if path.is_file()]
     raise UsageError(f"{run} has no checkpoint {name!r}, which is no file either; it has: {', '.join(there) or 'none'}")
+
+
+def _best_of(run: Path) -> Evaluation | None:
+    """The evaluation that best.pt holds beside the state. Raises UsageError where the file is damaged."""
+    if not (run / BEST).is_file():
+        return None
+    held = read_checkpoint(run, run / BEST).get("evaluation")
+    return None if held is None else Evaluation(**held)
 
 
 def _name_of(steps: int) -> str:

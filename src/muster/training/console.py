@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 RECENT_S = 10.0
 PLAIN_EVERY_S = 10.0
+ROOM = 100  # columns of a line that has steps/s and an evaluation
 
 
 class TrainingDisplay:
@@ -25,6 +26,7 @@ class TrainingDisplay:
         self._total_steps = total_steps
         self._recent = deque([(time.monotonic(), steps)])
         self._printed_at = time.monotonic()
+        self._evaluated: float | None = None
         self._line = Progress(
             BarColumn(bar_width=None, complete_style="blue", finished_style="green"),
             TextColumn("{task.description}"),
@@ -37,8 +39,12 @@ class TrainingDisplay:
         )
         self._task = self._line.add_task("collecting the first rollout", total=total_steps)
 
-    def update(self, steps: int, mean_return: float) -> None:
-        """Shows the state after ``steps`` env steps; mean_return may be nan."""
+    def update(self, steps: int, mean_return: float, *, evaluated: float | None = None) -> None:
+        """Shows the state after ``steps`` env steps; mean_return may be nan.
+
+        evaluated: the mean return of an evaluation, shown until the next one.
+        """
+        self._evaluated = self._evaluated if evaluated is None else evaluated
         now = time.monotonic()
         self._recent.append((now, steps))
         while len(self._recent) > 2 and now - self._recent[0][0] > RECENT_S:
@@ -48,15 +54,19 @@ class TrainingDisplay:
         parts = (
             f"{steps:{len(f'{self._total_steps:,}')},}/{self._total_steps:,} steps",
             f"{speed:7,.0f} steps/s",
-            f"return {format_return(mean_return):>6}",
+            f"return {format_return(mean_return):>6}" + self._evaluation(),
             f"{format_seconds(max(self._total_steps - steps, 0) / speed):>4} left",
         )
         if self._console.is_terminal:
-            styled = f"{parts[0]}  [dim]{parts[1]}[/]  [bold]{parts[2]}[/]  [dim]{parts[3]}[/]"
+            has_room = self._evaluated is None or self._console.width >= ROOM
+            styled = f"{parts[0]}  " + f"[dim]{parts[1]}[/]  " * has_room + f"[bold]{parts[2]}[/]  [dim]{parts[3]}[/]"
             self._line.update(self._task, completed=steps, description=styled, refresh=True)
         elif now - self._printed_at >= PLAIN_EVERY_S:
             self._printed_at = now
-            self._console.print("  ".join(parts))
+            self._console.print("  ".join(parts), soft_wrap=True)
+
+    def _evaluation(self) -> str:
+        return "" if self._evaluated is None else f" (eval {format_return(self._evaluated)})"
 
     def __enter__(self) -> TrainingDisplay:
         self._line.start()

@@ -27,6 +27,9 @@ MAKE_VEC_OPTIONS = (  # those that make sense for a run
 class RunOptions:
     """What a run does besides training. A run that goes on does so, too."""
 
+    # env steps between two evaluations, in envs of their own; the best state is kept; None: no evaluations
+    eval_every: int | None = None
+    eval_episodes: int = 10  # whole episodes of an evaluation, the same each time, played by the likeliest actions
     checkpoint_every: int | None = None  # env steps between two copies of the checkpoint; None: no copies
     keep: int | None = None  # how many of these copies stay, the newest; None: all
 

@@ -81,16 +81,19 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, float], scalars: Mapping[str, float] | None = None) -> None:
         """Appends a line to metrics.csv, and ``scalars`` (by ``group/name``) for TensorBoard; ``row`` has "steps".
 
-        The first row names the columns; nan becomes an empty field. A row that is there already is left out.
+        The first row names the columns, and a later one may add some; nan becomes an empty field, and so does what a
+        row lacks. A row that is there already is left out.
         """
         step = int(row["steps"])
         if step <= self._last_step:
             return
-        writer = csv.writer(self._metrics_file)
         if not self._columns:
             self._columns = list(row)
-            writer.writerow(self._columns)
-        writer.writerow(["" if math.isnan(row[name]) else row[name] for name in self._columns])
+            csv.writer(self._metrics_file).writerow(self._columns)
+        elif new := [name for name in row if name not in self._columns]:
+            self._rewrite([*self._columns, *new], self._rows()[1])
+        values = [row.get(name, math.nan) for name in self._columns]
+        csv.writer(self._metrics_file).writerow(["" if math.isnan(value) else value for value in values])
         after, self._last_step = self._last_step, step
         self._metrics_file.flush()
         if scalars is not None:
@@ -101,22 +104,31 @@ class RunFolder:
 
     def drop_metrics_after(self, steps: int) -> dict[str, str]:
         """Drops the rows of metrics.csv beyond ``steps``, which the checkpoint lacks. Returns the last row left."""
+        columns, rows = self._rows()
+        with reading(self.metrics_path):
+            rows = [row for row in rows if int(row["steps"]) <= steps]
+        self._rewrite(columns, rows)
+        self._last_step = steps
+        return rows[-1] if rows else {}
+
+    def _rows(self) -> tuple[list[str], list[dict[str, str]]]:
+        """The columns and the rows of metrics.csv."""
         text = self.metrics_path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]  # a process that was killed may leave half a line
         reader = csv.DictReader(io.StringIO(whole, newline=""))
-        with reading(self.metrics_path):
-            rows = [row for row in reader if int(row["steps"]) <= steps]
-        self._columns = list(reader.fieldnames or [])
+        return list(reader.fieldnames or []), list(reader)
+
+    def _rewrite(self, columns: list[str], rows: list[dict[str, str]]) -> None:
+        """Replaces metrics.csv by one of these columns and rows, where what a row lacks is an empty field."""
         kept = io.StringIO(newline="")
-        if self._columns:
-            writer = csv.DictWriter(kept, self._columns)
+        if columns:
+            writer = csv.DictWriter(kept, columns)
             writer.writeheader()
             writer.writerows(rows)
         _replace(self.metrics_path, lambda file: file.write(kept.getvalue().encode()))
         self._metrics_file.close()
         self._metrics_file = self.metrics_path.open("a", newline="", encoding="utf-8")
-        self._last_step = steps
-        return rows[-1] if rows else {}
+        self._columns = columns
 
     def save_checkpoint(self, state: Mapping[str, Any], name: str = "checkpoint.pt") -> None:
         """Saves ``state`` (state dicts, tensors, plain values), for ``torch.load(path, weights_only=True)``.

@@ -42,7 +42,7 @@ def load_policy(
     ``policy.make_vec(num_envs)`` makes the run's envs.
 
     checkpoint: another one than the newest: the steps of a copy that ``--checkpoint-every`` has made, such as "51200",
-    or a path.
+    "best" of a run with ``--eval-every``, or a path.
     sample: draws actions by torch's global generator, which collectors seed, instead of taking the likeliest.
     trust: lets ``policy.make_vec`` import modules, files and wrappers that only the folder names. Loading imports
     nothing, makes no env, and executes no code of the folder.

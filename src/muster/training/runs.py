@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import time
@@ -17,8 +18,9 @@ from muster.errors import UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
 from muster.training.chart_names import charts
-from muster.training.checkpoints import Checkpoints
+from muster.training.checkpoints import BEST, Checkpoints
 from muster.training.console import TrainingDisplay, format_return, format_seconds
+from muster.training.evaluations import STEPS_PER_EPISODE, Evaluation, Evaluations, evaluation_envs
 from muster.training.film import film_episode
 from muster.training.learning_curve import plot_learning_curve
 from muster.training.plan import TrainingPlan
@@ -27,7 +29,6 @@ from muster.training.run_policy import load_policy
 from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
 
-STEPS_PER_EPISODE = 50_000  # that an evaluation waits for; Atari's longest episodes have 27,000
 SOLVED_OVER = 100  # episodes, as Gymnasium's thresholds are meant
 
 
@@ -48,11 +49,7 @@ def train(
     learning_rate: what a run that goes on starts from, None for the rate that it had reached.
     """
     ppo = PPO(envs, plan.config)
-    if run_dir is None:
-        folder = RunFolder.create(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
-    else:
-        folder = RunFolder(run_dir, resume=resume)
-    with folder:
+    with evaluation_envs(plan) as apart, _open_folder(plan, run_dir, resume=resume) as folder:
         seconds_before = _load(ppo, folder, learning_rate) if resume else 0.0
         spaces = {"observations": envs.single_observation_space, "actions": envs.single_action_space}
         plain = {name: to_plain(space) for name, space in spaces.items()}  # so that `load_policy` needs no env
@@ -73,7 +70,10 @@ def train(
                 f"The run had finished, its learning rate at 0: it starts at {rate:g} again, or at --learning-rate."
             )
         goal = envs.spec.reward_threshold if envs.spec else None
-        return _train(ppo, plan, folder, console, goal=goal, seconds_before=seconds_before)
+        evaluations = None
+        if apart is not None and plan.run.eval_every is not None:
+            evaluations = Evaluations(ppo, apart, every=plan.run.eval_every, episodes=plan.run.eval_episodes)
+        return _train(ppo, plan, folder, console, evaluations, goal=goal, seconds_before=seconds_before)
 
 
 def evaluate_run(
@@ -168,6 +168,12 @@ def film_run(
     return None
 
 
+def _open_folder(plan: TrainingPlan, run_dir: Path | None, *, resume: bool) -> RunFolder:
+    if run_dir is None:
+        return RunFolder.create(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
+    return RunFolder(run_dir, resume=resume)
+
+
 def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
     """Loads the state that the run in ``folder`` had reached; returns the seconds that the run had taken until then."""
     with reading(folder.checkpoint_path):
@@ -182,16 +188,26 @@ def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
 
 
 def _train(
-    ppo: PPO, plan: TrainingPlan, folder: RunFolder, console: Console, *, goal: float | None, seconds_before: float
+    ppo: PPO,
+    plan: TrainingPlan,
+    folder: RunFolder,
+    console: Console,
+    evaluations: Evaluations | None,
+    *,
+    goal: float | None,
+    seconds_before: float,
 ) -> signal.Signals | None:
     started = time.monotonic()
     checkpoints = Checkpoints(folder, steps=ppo.steps, every=plan.run.checkpoint_every, keep=plan.run.keep)
     finished = False
 
-    def write(metrics: PPOMetrics) -> None:
+    def write(metrics: PPOMetrics, evaluation: Evaluation | None = None) -> None:
         seconds = seconds_before + time.monotonic() - started
         speed = metrics.steps / seconds
         row = {"seconds": seconds, "steps_per_second": speed, **metrics.as_row()}
+        if evaluations is not None:
+            row["eval_return"] = math.nan if evaluation is None else evaluation.mean_return
+            row["eval_length"] = math.nan if evaluation is None else evaluation.mean_length
         folder.append_metrics(row, charts(row))
 
     with StopSignals() as stop:
@@ -199,9 +215,11 @@ def _train(
             with TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps) as display:
                 while ppo.steps < ppo.config.total_steps:
                     metrics = stop.call(ppo.iterate)  # signals interrupt nothing else: no file is cut short
-                    write(metrics)
-                    display.update(metrics.steps, metrics.episodes.mean_return)
-                    checkpoints.save(ppo)
+                    judged = stop.call(evaluations.play) if evaluations is not None and evaluations.due() else None
+                    write(metrics, judged)
+                    evaluated = None if judged is None else judged.mean_return
+                    display.update(metrics.steps, metrics.episodes.mean_return, evaluated=evaluated)
+                    checkpoints.save(ppo, judged)
             finished = True
         except STOPS as error:
             if not stop.caused(error):
@@ -215,9 +233,10 @@ def _train(
             plot = _plot(folder, plan.title, goal)
             if not finished:
                 console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
+            if ppo.steps < ppo.config.total_steps:
                 command = f"muster train --resume {shlex.quote(str(folder.path))}"
                 console.print(f"To go on: {escape(command)}", soft_wrap=True)
-        _print_result(ppo, folder, console, seconds=seconds, goal=goal, plot=plot)
+        _print_result(ppo, folder, console, seconds=seconds, goal=goal, plot=plot, best=checkpoints.best)
     return None if finished else stop.number
 
 
@@ -231,7 +250,14 @@ def _plot(folder: RunFolder, title: str, goal: float | None) -> str:
 
 
 def _print_result(
-    ppo: PPO, folder: RunFolder, console: Console, *, seconds: float, goal: float | None, plot: str
+    ppo: PPO,
+    folder: RunFolder,
+    console: Console,
+    *,
+    seconds: float,
+    goal: float | None,
+    plot: str,
+    best: Evaluation | None,
 ) -> None:
     mean_return, ended = ppo.episodes.summary().mean_return, ppo.episodes.ended
     result = f"[bold]{format_return(mean_return)}[/] over the last {min(ended, SOLVED_OVER)} episodes"
@@ -244,7 +270,12 @@ def _print_result(
         "trained": f"{ppo.steps:,} steps in {format_seconds(seconds)}, {ppo.steps / seconds:,.0f} steps/s",
         "learning curve": escape(plot),
         "checkpoint": escape(str(folder.checkpoint_path)),
+        **({} if best is None else {"best evaluation": _best(folder, best)}),
         "metrics": escape(str(folder.metrics_path)),
     }
     for name, text in lines.items():
         console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
+
+
+def _best(folder: RunFolder, best: Evaluation) -> str:
+    return f"[bold]{format_return(best.mean_return)}[/] at step {best.steps:,}: {escape(str(folder.path / BEST))}"

@@ -1,0 +1,64 @@
+"""A policy that trains, judged at regular steps by whole episodes in envs of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from muster.algorithms import PPO
+from muster.rollout.evaluation import evaluate
+from muster.training.plan import TrainingPlan
+from muster.training.run_envs import open_run_envs
+from muster.vector.vector_env import VectorEnv
+
+STEPS_PER_EPISODE = 50_000  # that an evaluation waits for; Atari's longest episodes have 27,000
+
+
+class Evaluation(NamedTuple):
+    """What a policy reached in whole episodes, by its likeliest actions."""
+
+    steps: int  # of the training, so far
+    mean_return: float
+    mean_length: float  # in env steps
+
+
+class Evaluations:
+    """Plays the same episodes whenever an evaluation is due; training goes on as it would without.
+
+    envs: those of `evaluation_envs`.  every: env steps between two evaluations of ``episodes`` episodes.
+    """
+
+    def __init__(self, ppo: PPO, envs: VectorEnv, *, every: int, episodes: int) -> None:
+        self._ppo, self._envs = ppo, envs
+        self._every, self._episodes = every, episodes
+        # Beside those that PPO draws from the same seed, so none of the training's episodes is among these.
+        words = np.random.SeedSequence(ppo.config.seed, spawn_key=(3,)).generate_state(1, np.uint64)
+        self._seed = int(words[0])
+        self._steps = ppo.steps
+
+    def due(self) -> bool:
+        """Whether the iteration that has ended reached the steps of an evaluation; asked once after each."""
+        before, self._steps = self._steps, self._ppo.steps
+        return self._steps // self._every > before // self._every
+
+    def play(self) -> Evaluation:
+        """The evaluation of the policy as it is now. Raises what `evaluate` raises."""
+        limit = self._episodes * STEPS_PER_EPISODE
+        played = evaluate(self._envs, self._ppo.act, episodes=self._episodes, seed=self._seed, max_steps=limit)
+        return Evaluation(self._ppo.steps, float(played.returns.mean()), float(played.lengths.mean()))
+
+
+@contextmanager
+def evaluation_envs(plan: TrainingPlan) -> Iterator[VectorEnv | None]:
+    """Envs for the evaluations that the plan asks for, closed at the end; None where it asks for none."""
+    if plan.run.eval_every is None:
+        yield None
+        return
+    count = min(plan.config.num_envs, plan.run.eval_episodes)
+    # Never in the training's process: that may have the one instance already that a library allows.
+    apart: dict[str, Any] = {"caller_steps": False} if "caller_steps" in plan.options else {}
+    with open_run_envs(plan, count, **apart) as envs:
+        yield envs
