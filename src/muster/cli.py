@@ -77,6 +77,7 @@ def train(words: Sequence[str]) -> int:
     needed = ("torch", "tensordict", "tensorboard", "matplotlib")  # the last two not until a rollout has been made
     with imports_for("this command needs", "muster-rl[train]", *needed):
         from muster.training import runs
+        from muster.training.seeds import train_seeds
     from muster.command_line.mistakes import SIGNALLED, reported
     from muster.command_line.reading import names_of
     from muster.command_line.train_options import TrainOptions
@@ -84,16 +85,19 @@ def train(words: Sequence[str]) -> int:
     from muster.training.run_envs import open_run_envs
 
     with reported("muster train", names_of(TrainOptions())):
-        order = training_order(words)
-        with open_run_envs(order.plan) as envs:
-            stopped = runs.train(
-                order.plan,
-                envs,
-                Console(highlight=False),
-                run_dir=order.run,
-                resume=order.resume,
-                learning_rate=order.learning_rate,
-            )
+        order, console = training_order(words), Console(highlight=False)
+        if order.seeds is not None:
+            stopped = train_seeds(order.plan, order.seeds, console, run_dir=order.run)
+        else:
+            with open_run_envs(order.plan) as envs:
+                stopped = runs.train(
+                    order.plan,
+                    envs,
+                    console,
+                    run_dir=order.run,
+                    resume=order.resume,
+                    learning_rate=order.learning_rate,
+                )
     return 0 if stopped is None else SIGNALLED + stopped
 
 

@@ -60,8 +60,10 @@ class TrainOptions:
 
     # An env id (CartPole-v1, module:Id-v0), module:factory, or file.py:factory.
     env: Env = None
-    # folder for config, metrics, checkpoint and plot
+    # folder for config, metrics, checkpoint and plot; with --seeds for a folder of each run
     run_dir: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: a new one in runs/)")] = None
+    # train so many runs, one after the other, from --seed on, and compare them
+    seeds: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: one run)")] = None
     # go on with the run in this folder, up to its --total-steps
     resume: Annotated[Path | None, arg(metavar="RUN", help_behavior_hint="")] = None
     # TOML with options of the run, the env and PPO, by the names below

@@ -29,12 +29,13 @@ OWN_VALUES = "PPO's values below are its own; `muster train ENV --help` shows th
 
 @dataclass(frozen=True)
 class TrainingOrder:
-    """A plan, and where to train by it. learning_rate: as for `runs.train`."""
+    """A plan, and where to train by it. learning_rate: as for `runs.train`.  seeds: as many runs, None for this one."""
 
     plan: TrainingPlan
     run: Path | None
     resume: bool
     learning_rate: float | None = None
+    seeds: int | None = None
 
 
 def training_order(words: Sequence[str]) -> TrainingOrder:
@@ -58,9 +59,10 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     options = _layered(TrainOptions().changed(preset.config), file, without_help)
     if asks_for_help(words):
         show_help(options, COMMAND, f"PPO's values below are those for {options.env}, by the preset {preset.name}.")
+    check_least(options, seeds=1)
     run = _checked_run(options.run)
     plan = TrainingPlan(env, _checked(options.ppo), preset.name, kwargs, wrappers, _for_make_vec(options.make), run)
-    return TrainingOrder(plan, options.run_dir, resume=False)
+    return TrainingOrder(plan, options.run_dir, resume=False, seeds=options.seeds)
 
 
 def _to_go_on(run: Path, file: Mapping[str, Any], words: Sequence[str]) -> TrainingOrder:
@@ -86,6 +88,8 @@ def _to_go_on(run: Path, file: Mapping[str, Any], words: Sequence[str]) -> Train
     }
     if settled := [option_of(name) for name, same in asked.items() if not same]:
         raise Mistake(f"the run has settled {', '.join(settled)}; --resume goes on with what it has")
+    if options.seeds is not None:
+        raise Mistake("--seeds is for new runs; --resume goes on with a single one")
     if options.run_dir is not None and options.run_dir.resolve() != run.resolve():
         raise Mistake("--run-dir is for new runs; --resume goes on in the folder of its own")
     said = _layered(TrainOptions(), file, words)

@@ -62,15 +62,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, parent: Path, name: str) -> RunFolder:
-        """A new folder for a run called ``name`` (any text, an env id for example), with the time in its name."""
-        plain = "".join(char if char.isalnum() or char in "-_." else "-" for char in name)
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        parent.mkdir(parents=True, exist_ok=True)
-        path, number = parent / f"{plain}-{stamp}", 1
-        while not _made(path):  # not looked for beforehand: several runs may begin at this moment
-            number += 1
-            path = parent / f"{plain}-{stamp}-{number}"
-        return cls(path)
+        """A new folder for a run called ``name``, see `new_folder`."""
+        return cls(new_folder(parent, name))
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes ``config`` as JSON; TensorBoard shows its values that are no dicts among the hparams."""
@@ -154,6 +147,18 @@ class RunFolder:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Makes a folder that is called ``name`` (any text, an env id for example), with the time in its name."""
+    plain = "".join(char if char.isalnum() or char in "-_." else "-" for char in name)
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    parent.mkdir(parents=True, exist_ok=True)
+    path, number = parent / f"{plain}-{stamp}", 1
+    while not _made(path):  # not looked for beforehand: several runs may begin at this moment
+        number += 1
+        path = parent / f"{plain}-{stamp}-{number}"
+    return path
 
 
 def _made(path: Path) -> bool:

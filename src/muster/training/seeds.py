@@ -1,0 +1,79 @@
+"""The same run by several seeds, one after the other, and what they reach together."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
+from muster.errors import UsageError
+from muster.training import runs
+from muster.training.comparison import compare_runs, interquartile_mean, interval
+from muster.training.learning_curve import read_curve
+from muster.training.plan import TrainingPlan
+from muster.training.run_envs import open_run_envs
+from muster.training.run_folder import new_folder
+from muster.training.stopping import STOPS, StopSignals
+
+
+def train_seeds(plan: TrainingPlan, count: int, console: Console, *, run_dir: Path | None) -> signal.Signals | None:
+    """Trains ``count`` runs, from the plan's seed on, each in envs and in a folder ``seed<k>`` of its own.
+
+    At the end, also where an error or a signal is the end of all, comparison.png has what there is.
+    run_dir: the folder of these folders, None for a new one in ``runs/``.
+    Returns as `runs.train`. Raises as that, and UsageError before anything where one of the folders holds a run.
+    """
+    seeds = range(plan.config.seed, plan.config.seed + count)
+    if run_dir is not None and (taken := [seed for seed in seeds if (run_dir / f"seed{seed}").exists()]):
+        raise UsageError(f"{run_dir / f'seed{taken[0]}'} is there already; choose another --run-dir, or other seeds.")
+    parent = new_folder(Path("runs"), f"{plan.name}-seeds") if run_dir is None else run_dir
+    stopped, begun = None, []
+    try:
+        for seed in seeds:
+            begun.append(parent / f"seed{seed}")
+            stopped = _train_one(replace(plan, config=replace(plan.config, seed=seed)), console, begun[-1])
+            if stopped is not None:
+                break
+    finally:
+        _print_result([run for run in begun if (run / "checkpoint.pt").exists()], parent, console)
+    return stopped
+
+
+def _train_one(plan: TrainingPlan, console: Console, run: Path) -> signal.Signals | None:
+    with StopSignals() as stop:
+        try:
+            envs = stop.call(partial(open_run_envs, plan))
+        except STOPS as error:
+            if not stop.caused(error):
+                raise
+            console.print(f"[yellow]Stopped by {stop.name}.[/]")
+            return stop.number
+    with envs:
+        return stop.number or runs.train(plan, envs, console, run_dir=run)
+
+
+def _print_result(found: Sequence[Path], parent: Path, console: Console) -> None:
+    picture = parent / "comparison.png"
+    try:
+        if found:
+            compare_runs(found, picture)
+    except Exception as error:
+        console.print(f"warning: the comparison could not be drawn: {type(error).__name__}: {escape(str(error))}")
+    curves = [curve for run in found if len(curve := read_curve(run / "metrics.csv"))]
+    if not curves:
+        return
+    last = np.array([curve[-1, 1] for curve in curves])
+    low, high = interval(last)
+    lines = {
+        "seeds": f"[bold]{interquartile_mean(last):,.1f}[/] is the interquartile mean of the last mean returns of "
+        f"{len(last)}, {low:,.1f} to {high:,.1f} its 95 % interval",
+        "comparison": escape(str(picture)),
+    }
+    for name, text in lines.items():
+        console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
