@@ -82,14 +82,14 @@ def train(words: Sequence[str]) -> int:
     from muster.command_line.reading import names_of
     from muster.command_line.train_options import TrainOptions
     from muster.command_line.train_plan import training_order
-    from muster.training.run_envs import open_run_envs
+    from muster.training.opening import start_run_envs
 
     with reported("muster train", names_of(TrainOptions())):
         order, console = training_order(words), Console(highlight=False)
         if order.seeds is not None:
             stopped = train_seeds(order.plan, order.seeds, console, run_dir=order.run)
         else:
-            with open_run_envs(order.plan) as envs:
+            with start_run_envs(order.plan, console) as envs:
                 stopped = runs.train(
                     order.plan,
                     envs,
@@ -110,7 +110,7 @@ def evaluate(words: Sequence[str]) -> int:
     from muster.command_line.command_options import EvalOptions
     from muster.command_line.mistakes import SIGNALLED, Mistake, reported
     from muster.command_line.reading import check_least, names_of, read_options
-    from muster.training.run_envs import open_run_envs
+    from muster.training.opening import start_run_envs
     from muster.training.trust import read_plan
 
     with reported("muster eval", names_of(EvalOptions())):
@@ -124,11 +124,11 @@ def evaluate(words: Sequence[str]) -> int:
         played: dict[str, Any] = {
             name: getattr(options, name) for name in ("checkpoint", "seed", "sample", "max_steps")
         }
-        with open_run_envs(plan, min(plan.config.num_envs, options.episodes)) as envs:
+        with start_run_envs(plan, console, min(plan.config.num_envs, options.episodes)) as envs:
             stopped = runs.evaluate_run(options.run, plan, envs, console, episodes=options.episodes, **played)
         if options.video is not None and stopped is None:
             rendering = {"render_mode": "rgb_array"}
-            with open_run_envs(plan, 1, env_kwargs=rendering, autoreset_mode="disabled") as envs:
+            with start_run_envs(plan, console, 1, env_kwargs=rendering, autoreset_mode="disabled") as envs:
                 stopped = runs.film_run(options.run, envs, console, options.video, **played)
     return 0 if stopped is None else SIGNALLED + stopped
 

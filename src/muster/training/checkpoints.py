@@ -6,15 +6,23 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from muster.algorithms import PPO
 from muster.errors import UsageError
-from muster.training.evaluations import Evaluation
 from muster.training.run_folder import RunFolder, read_checkpoint
 
 CHECKPOINT_EVERY_S = 60.0
 BEST = "best.pt"
 COPIES = "checkpoints"  # the folder of the copies, in the run's
+
+
+class Evaluation(NamedTuple):
+    """What a policy reached in whole episodes, by its likeliest actions."""
+
+    steps: int  # of the training, so far
+    mean_return: float
+    mean_length: float  # in env steps
 
 
 class Checkpoints:

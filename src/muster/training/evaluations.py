@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from muster.algorithms import PPO
 from muster.rollout.evaluation import evaluate
+from muster.training.checkpoints import Evaluation
+from muster.training.opening import start_run_envs
 from muster.training.plan import TrainingPlan
-from muster.training.run_envs import open_run_envs
 from muster.vector.vector_env import VectorEnv
 
 STEPS_PER_EPISODE = 50_000  # that an evaluation waits for; Atari's longest episodes have 27,000
-
-
-class Evaluation(NamedTuple):
-    """What a policy reached in whole episodes, by its likeliest actions."""
-
-    steps: int  # of the training, so far
-    mean_return: float
-    mean_length: float  # in env steps
 
 
 class Evaluations:
@@ -52,7 +46,7 @@ class Evaluations:
 
 
 @contextmanager
-def evaluation_envs(plan: TrainingPlan) -> Iterator[VectorEnv | None]:
+def evaluation_envs(plan: TrainingPlan, console: Console) -> Iterator[VectorEnv | None]:
     """Envs for the evaluations that the plan asks for, closed at the end; None where it asks for none."""
     if plan.run.eval_every is None:
         yield None
@@ -60,5 +54,5 @@ def evaluation_envs(plan: TrainingPlan) -> Iterator[VectorEnv | None]:
     count = min(plan.config.num_envs, plan.run.eval_episodes)
     # Never in the training's process: that may have the one instance already that a library allows.
     apart: dict[str, Any] = {"caller_steps": False} if "caller_steps" in plan.options else {}
-    with open_run_envs(plan, count, **apart) as envs:
+    with start_run_envs(plan, console, count, **apart) as envs:
         yield envs

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from muster.envs.adapt import adapted_recipes
 from muster.errors import UsageError
 from muster.extras import require
+from muster.recipes.known_envs import is_known
 from muster.recipes.named import callable_named, env_named
 from muster.training.plan import TrainingPlan
 from muster.training.presets import preset_named
 from muster.vector.make import make_vec
 from muster.vector.vector_env import VectorEnv
+from muster.workers.resources import usable_cores
 
 
 def open_run_envs(
@@ -32,14 +35,44 @@ def open_run_envs(
     preset = preset_named(plan.preset)
     require(f"Training {plan.env} needs", "muster-rl[train]", *preset.modules)
     count = plan.config.num_envs if num_envs is None else num_envs
-    made = dict(plan.options)
-    if count != plan.config.num_envs:
-        made = {name: value for name, value in made.items() if name not in ("num_workers", "caller_steps")}
-    env = env_named(plan.env)
-    kwargs = preset.env_kwargs if isinstance(env, str) else {}  # a factory has arguments of its own
-    kwargs = {**kwargs, **plan.env_kwargs, **(env_kwargs or {})}
+    kwargs, around = _arguments(plan, env_kwargs or {}, wrappers)
+    return open_envs(plan.env, count, env_kwargs=kwargs, wrappers=around, **{**_made_with(plan, count), **options})
+
+
+def expected_workers(plan: TrainingPlan, count: int, **options: Any) -> int | None:
+    """The number of workers that `make_vec` gives ``count`` of the plan's envs; None where a trial decides it, or none.
+
+    This process counts where it steps some of them, as in `stats`.
+    options: as for `open_run_envs`.
+    """
+    kwargs, around = _arguments(plan, options.pop("env_kwargs", {}), options.pop("wrappers", ()))
+    made = {"backend": "process", "num_workers": None, "caller_steps": False, **_made_with(plan, count), **options}
+    asked, by_cores = made["num_workers"], min(usable_cores(), count)
+    if made["backend"] == "serial" or asked == "auto":
+        return None
+    if asked is not None:
+        return int(asked) + int(made["caller_steps"])
+    if made["backend"] == "thread":
+        return by_cores
+    (recipe,) = adapted_recipes(env_named(plan.env), 1, kwargs, around, None, False)
+    packs = is_known(recipe) and not made.get("one_env_per_process")
+    return by_cores if packs else count
+
+
+def _arguments(
+    plan: TrainingPlan, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]]
+) -> tuple[dict[str, Any], tuple[Callable[[Any], Any], ...]]:
+    """The arguments and the wrappers of each of the plan's envs, with further ones."""
+    preset = preset_named(plan.preset)
+    by_preset = preset.env_kwargs if isinstance(env_named(plan.env), str) else {}  # a factory has arguments of its own
     around = (*map(callable_named, plan.wrappers), *preset.wrappers, *wrappers)
-    return open_envs(plan.env, count, env_kwargs=kwargs, wrappers=around, **{**made, **options})
+    return {**by_preset, **plan.env_kwargs, **env_kwargs}, around
+
+
+def _made_with(plan: TrainingPlan, count: int) -> dict[str, Any]:
+    """The plan's options of `make_vec`, as far as so many envs can have them."""
+    left_out = () if count == plan.config.num_envs else ("num_workers", "caller_steps")
+    return {name: value for name, value in plan.options.items() if name not in left_out}
 
 
 def open_envs(

@@ -18,9 +18,9 @@ from muster.errors import UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
 from muster.training.chart_names import charts
-from muster.training.checkpoints import BEST, Checkpoints
+from muster.training.checkpoints import BEST, Checkpoints, Evaluation
 from muster.training.console import TrainingDisplay, format_return, format_seconds
-from muster.training.evaluations import STEPS_PER_EPISODE, Evaluation, Evaluations, evaluation_envs
+from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
 from muster.training.film import film_episode
 from muster.training.learning_curve import plot_learning_curve
 from muster.training.plan import TrainingPlan
@@ -49,7 +49,7 @@ def train(
     learning_rate: what a run that goes on starts from, None for the rate that it had reached.
     """
     ppo = PPO(envs, plan.config)
-    with evaluation_envs(plan) as apart, _open_folder(plan, run_dir, resume=resume) as folder:
+    with evaluation_envs(plan, console) as apart, _open_folder(plan, run_dir, resume=resume) as folder:
         seconds_before = _load(ppo, folder, learning_rate) if resume else 0.0
         spaces = {"observations": envs.single_observation_space, "actions": envs.single_action_space}
         plain = {name: to_plain(space) for name, space in spaces.items()}  # so that `load_policy` needs no env

@@ -16,8 +16,8 @@ from muster.errors import UsageError
 from muster.training import runs
 from muster.training.comparison import compare_runs, interquartile_mean, interval
 from muster.training.learning_curve import read_curve
+from muster.training.opening import start_run_envs
 from muster.training.plan import TrainingPlan
-from muster.training.run_envs import open_run_envs
 from muster.training.run_folder import new_folder
 from muster.training.stopping import STOPS, StopSignals
 
@@ -48,7 +48,7 @@ def train_seeds(plan: TrainingPlan, count: int, console: Console, *, run_dir: Pa
 def _train_one(plan: TrainingPlan, console: Console, run: Path) -> signal.Signals | None:
     with StopSignals() as stop:
         try:
-            envs = stop.call(partial(open_run_envs, plan))
+            envs = stop.call(partial(start_run_envs, plan, console))
         except STOPS as error:
             if not stop.caused(error):
                 raise
