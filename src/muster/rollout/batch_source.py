@@ -20,13 +20,14 @@ from muster.rollout.devices import Device, to_device
 from muster.rollout.episodes import EpisodeCounter, Episodes, TrajectoryCounter
 from muster.rollout.fields import floating_dtype
 from muster.rollout.returns import split_trajectories
-from muster.rollout.storage import Storage
+from muster.rollout.storage import Loss, Storage
 
 
 class BatchSource(ABC):
     """An iterator of batches until `total_frames`. The arguments are those of `Collector`. Raises ConfigError.
 
     frames, batches: the numbers collected so far.  last_episodes: the episodes that ended in the last batch.
+    last_losses: the envs that failed in the last batch, and were replaced.
     """
 
     _trajectories: TrajectoryCounter  # of all envs, once their number is known
@@ -69,6 +70,7 @@ class BatchSource(ABC):
         self.frames = 0
         self.batches = 0
         self.last_episodes = Episodes(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
+        self.last_losses: list[Loss] = []
         self._seed = seed
         self._compact = compact
         self._split_trajs = split_trajs
@@ -130,9 +132,10 @@ class BatchSource(ABC):
     def _batch_over(self, storage: Storage, first_env: int = 0) -> TensorDict:
         """The batch of a full storage, with trajectories numbered and episodes added up; warns of envs that failed."""
         self.last_episodes = self._episodes.count(storage, first_env)
-        for loss in storage.losses:  # Python's default filter shows each env's failures once for each reason.
+        self.last_losses = [loss._replace(env=first_env + loss.env) for loss in storage.losses]
+        for loss in self.last_losses:  # Python's default filter shows each env's failures once for each reason.
             warnings.warn(
-                f"env {first_env + loss.env} failed and was replaced; its episode ends truncated with a masked row. "
+                f"env {loss.env} failed and was replaced; its episode ends truncated with a masked row. "
                 f"What had happened: {loss.reason}",
                 RuntimeWarning,
                 stacklevel=caller_stacklevel(),

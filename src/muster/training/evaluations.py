@@ -23,10 +23,11 @@ class Evaluations:
     """Plays the same episodes whenever an evaluation is due; training goes on as it would without.
 
     envs: those of `evaluation_envs`.  every: env steps between two evaluations of ``episodes`` episodes.
+    console: where restarts of these envs are said.
     """
 
-    def __init__(self, ppo: PPO, envs: VectorEnv, *, every: int, episodes: int) -> None:
-        self._ppo, self._envs = ppo, envs
+    def __init__(self, ppo: PPO, envs: VectorEnv, console: Console, *, every: int, episodes: int) -> None:
+        self._ppo, self._envs, self._console = ppo, envs, console
         self._every, self._episodes = every, episodes
         # Beside those that PPO draws from the same seed, so none of the training's episodes is among these.
         words = np.random.SeedSequence(ppo.config.seed, spawn_key=(3,)).generate_state(1, np.uint64)
@@ -40,8 +41,12 @@ class Evaluations:
 
     def play(self) -> Evaluation:
         """The evaluation of the policy as it is now. Raises what `evaluate` raises."""
+        restarts = self._envs.stats()["restarts"]
         limit = self._episodes * STEPS_PER_EPISODE
         played = evaluate(self._envs, self._ppo.act, episodes=self._episodes, seed=self._seed, max_steps=limit)
+        if more := self._envs.stats()["restarts"] - restarts:
+            said = f"{more} restart{'s' * (more > 1)} of envs in the evaluation at step {self._ppo.steps:,}"
+            self._console.print(f"[yellow]{said}[/]")
         return Evaluation(self._ppo.steps, float(played.returns.mean()), float(played.lengths.mean()))
 
 

@@ -24,6 +24,7 @@ from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluati
 from muster.training.film import film_episode
 from muster.training.learning_curve import plot_learning_curve
 from muster.training.plan import TrainingPlan
+from muster.training.restarts import restarts_unwarned, say_restarts
 from muster.training.run_folder import RunFolder, read_checkpoint, reading
 from muster.training.run_policy import load_policy
 from muster.training.stopping import STOPS, StopSignals
@@ -72,7 +73,7 @@ def train(
         goal = envs.spec.reward_threshold if envs.spec else None
         evaluations = None
         if apart is not None and plan.run.eval_every is not None:
-            evaluations = Evaluations(ppo, apart, every=plan.run.eval_every, episodes=plan.run.eval_episodes)
+            evaluations = Evaluations(ppo, apart, console, every=plan.run.eval_every, episodes=plan.run.eval_episodes)
         return _train(ppo, plan, folder, console, evaluations, goal=goal, seconds_before=seconds_before)
 
 
@@ -212,9 +213,12 @@ def _train(
 
     with StopSignals() as stop:
         try:
-            with TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps) as display:
+            with TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps) as display, restarts_unwarned():
                 while ppo.steps < ppo.config.total_steps:
+                    before = ppo.steps
                     metrics = stop.call(ppo.iterate)  # signals interrupt nothing else: no file is cut short
+                    losses = ppo.collector.last_losses
+                    say_restarts(losses, console, begun_at=before, num_envs=ppo.config.num_envs)
                     judged = stop.call(evaluations.play) if evaluations is not None and evaluations.due() else None
                     write(metrics, judged)
                     evaluated = None if judged is None else judged.mean_return
