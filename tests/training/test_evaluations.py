@@ -12,6 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from command import muster
+from muster.training import evaluations
 
 OPTIONS = ("--backend=serial", "--num-envs=4", "--num-steps=32", "--num-minibatches=1", "--update-epochs=2")
 EVALUATED = ("--eval-every=200", "--eval-episodes=2")
@@ -100,6 +101,14 @@ def test_a_run_may_begin_and_stop_to_be_evaluated(tmp_path: Path):
     assert [(row["steps"], bool(row["eval_return"])) for row in metrics(run)] == [
         ("128", False), ("256", True), ("384", False), ("512", False)
     ]  # fmt: skip
+
+
+def test_an_evaluation_that_does_not_end_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(evaluations, "STEPS_PER_EPISODE", 50)  # those of Pendulum have 200
+    said = train(tmp_path / "run", "--total-steps=256", *EVALUATED, env="Pendulum-v1")
+    assert "evaluation at step 256 does not count: 2 of 2 episodes had not ended after 100 steps." in said
+    assert evaluated(tmp_path / "run") == {}
+    assert not (tmp_path / "run" / "best.pt").exists()
 
 
 STOPPING = """

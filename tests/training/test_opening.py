@@ -15,6 +15,7 @@ from muster.training import opening
 from muster.training.opening import start_run_envs
 from muster.training.plan import TrainingPlan
 from muster.training.run_envs import expected_workers, open_run_envs
+from muster.workers import start_notice
 
 FACTORY = "gymnasium.envs.classic_control:CartPoleEnv"
 
@@ -68,6 +69,15 @@ def test_what_is_quick_is_not_said(monkeypatch: pytest.MonkeyPatch):
     start_run_envs(plan_of(backend="serial"), Console(file=output)).close()
     assert output.getvalue() == ""
     assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+
+
+def test_it_is_not_said_twice(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(start_notice, "_has_terminal", lambda: True)
+    monkeypatch.setattr(start_notice, "_QUICK_S", 0.0)
+    open_run_envs(plan_of(), 1).close()
+    assert "starting 1 env in 1 process" in capfd.readouterr().err
+    start_run_envs(plan_of(), Console(file=io.StringIO()), 1).close()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

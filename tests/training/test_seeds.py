@@ -55,26 +55,34 @@ class Stopping(CartPoleEnv):
         super().__init__()
         Stopping.made += 1
         self.number = Stopping.made
-        if {when!r} == "opening" and self.number == 3:  # the first is looked at, the second trained on
+        if {when!r} == "opening" and self.number == {number}:  # the first is looked at, the second trained on
             os.kill(os.getpid(), signal.SIGTERM)
     def step(self, action):
         self.steps += 1
-        if {when!r} == "training" and self.number == 3 and self.steps == 200:
+        if {when!r} == "training" and self.number == {number} and self.steps == 200:
             os.kill(os.getpid(), signal.SIGTERM)
-        return super().step(action)
+        obs, reward, terminated, _, infos = super().step(action)
+        return obs, reward, terminated, self.steps % 100 == 0, infos
 """
 
 
-@pytest.mark.parametrize(("when", "left"), [("opening", ["seed0"]), ("training", ["seed0", "seed1"])])
+@pytest.mark.parametrize(
+    ("when", "number", "words", "left"),
+    [
+        ("opening", 3, (), ["seed0"]),
+        ("opening", 5, ("--eval-every=256", "--eval-episodes=1"), ["seed0"]),  # those for evaluations
+        ("training", 3, (), ["seed0", "seed1"]),
+    ],
+)
 def test_a_signal_ends_all_and_what_there_is_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, left: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, number: int, words: tuple[str, ...], left: list[str]
 ):
-    (tmp_path / "stopping.py").write_text(STOPPING.format(when=when))
+    (tmp_path / "stopping.py").write_text(STOPPING.format(when=when, number=number))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "stopping", raising=False)
     runs = tmp_path / "runs"
     result = muster("train", "stopping:Stopping", "--backend=serial", "--num-envs=1", "--num-steps=128",
-                    "--total-steps=256", "--seeds=3", "--run-dir", str(runs))  # fmt: skip
+                    "--total-steps=256", "--seeds=3", "--run-dir", str(runs), *words)  # fmt: skip
     assert result.exit_code == 143, result.output
     assert "Stopped by SIGTERM." in result.output
     assert sorted(folder.name for folder in runs.iterdir() if folder.is_dir()) == left

@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from muster.algorithms import PPO
+from muster.errors import UsageError
 from muster.rollout.evaluation import evaluate
 from muster.training.checkpoints import Evaluation
 from muster.training.opening import start_run_envs
@@ -23,7 +24,7 @@ class Evaluations:
     """Plays the same episodes whenever an evaluation is due; training goes on as it would without.
 
     envs: those of `evaluation_envs`.  every: env steps between two evaluations of ``episodes`` episodes.
-    console: where restarts of these envs are said.
+    console: where it is said what went wrong in them.
     """
 
     def __init__(self, ppo: PPO, envs: VectorEnv, console: Console, *, every: int, episodes: int) -> None:
@@ -39,15 +40,25 @@ class Evaluations:
         before, self._steps = self._steps, self._ppo.steps
         return self._steps // self._every > before // self._every
 
-    def play(self) -> Evaluation:
-        """The evaluation of the policy as it is now. Raises what `evaluate` raises."""
+    def play(self) -> Evaluation | None:
+        """The evaluation of the policy as it is now; None where episodes took too long. Raises as `evaluate`."""
+        step, limit = f"{self._ppo.steps:,}", self._episodes * STEPS_PER_EPISODE
         restarts = self._envs.stats()["restarts"]
-        limit = self._episodes * STEPS_PER_EPISODE
-        played = evaluate(self._envs, self._ppo.act, episodes=self._episodes, seed=self._seed, max_steps=limit)
+        try:
+            played = evaluate(self._envs, self._ppo.act, episodes=self._episodes, seed=self._seed, max_steps=limit)
+            ended = len(played.returns)
+        except UsageError:  # no episode has ended
+            ended = 0
         if more := self._envs.stats()["restarts"] - restarts:
-            said = f"{more} restart{'s' * (more > 1)} of envs in the evaluation at step {self._ppo.steps:,}"
-            self._console.print(f"[yellow]{said}[/]")
+            self._say(f"{more} restart{'s' * (more > 1)} of envs in the evaluation at step {step}")
+        if ended < self._episodes:  # the mean of the rest would favour short ones
+            missing = f"{self._episodes - ended} of {self._episodes} episodes"
+            self._say(f"The evaluation at step {step} does not count: {missing} had not ended after {limit:,} steps.")
+            return None
         return Evaluation(self._ppo.steps, float(played.returns.mean()), float(played.lengths.mean()))
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"[yellow]{text}[/]", soft_wrap=True)
 
 
 @contextmanager

@@ -33,29 +33,27 @@ def train_seeds(plan: TrainingPlan, count: int, console: Console, *, run_dir: Pa
     if run_dir is not None and (taken := [seed for seed in seeds if (run_dir / f"seed{seed}").exists()]):
         raise UsageError(f"{run_dir / f'seed{taken[0]}'} is there already; choose another --run-dir, or other seeds.")
     parent = new_folder(Path("runs"), f"{plan.name}-seeds") if run_dir is None else run_dir
-    stopped, begun = None, []
-    try:
-        for seed in seeds:
-            begun.append(parent / f"seed{seed}")
-            stopped = _train_one(replace(plan, config=replace(plan.config, seed=seed)), console, begun[-1])
-            if stopped is not None:
-                break
-    finally:
-        _print_result([run for run in begun if (run / "checkpoint.pt").exists()], parent, console)
-    return stopped
-
-
-def _train_one(plan: TrainingPlan, console: Console, run: Path) -> signal.Signals | None:
+    begun: list[Path] = []
     with StopSignals() as stop:
         try:
-            envs = stop.call(partial(start_run_envs, plan, console))
+            for seed in seeds:
+                begun.append(parent / f"seed{seed}")
+                one = replace(plan, config=replace(plan.config, seed=seed))
+                stopped = stop.call(partial(_train_one, one, console, begun[-1]))
+                if stopped is not None:
+                    return stopped
         except STOPS as error:
             if not stop.caused(error):
                 raise
             console.print(f"[yellow]Stopped by {stop.name}.[/]")
-            return stop.number
-    with envs:
-        return stop.number or runs.train(plan, envs, console, run_dir=run)
+        finally:
+            _print_result([run for run in begun if (run / "checkpoint.pt").exists()], parent, console)
+    return stop.number
+
+
+def _train_one(plan: TrainingPlan, console: Console, run: Path) -> signal.Signals | None:
+    with start_run_envs(plan, console) as envs:
+        return runs.train(plan, envs, console, run_dir=run)
 
 
 def _print_result(found: Sequence[Path], parent: Path, console: Console) -> None:

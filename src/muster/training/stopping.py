@@ -27,7 +27,8 @@ class StopSignals:
 
     The first one raises KeyboardInterrupt, but only in what `call` calls: at any other moment it is noted, for the
     next `call` to raise. Later ones do nothing, except that Ctrl-C then interrupts whatever is under way.
-    Signals that the program ignores, or handles itself, stay with that; so do those of processes that envs fork.
+    Signals that the program ignores, or handles itself, stay with that; so do those of processes that envs fork. A
+    block within another one receives them alone.
 
     number: of the signal that came first, None while there was none.
     """
@@ -66,7 +67,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number, default in _DEFAULTS.items():
-                if signal.getsignal(number) == default:
+                handler = signal.getsignal(number)
+                if handler == default or isinstance(getattr(handler, "__self__", None), StopSignals):
                     self._before[number] = signal.signal(number, self._receive)
         return self
 

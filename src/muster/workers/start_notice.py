@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from muster.workers.deaths import Nouns
 from muster.workers.notices import say
 
 _QUICK_S = 1.0
+_UNSAID = ContextVar("unsaid", default=False)
 
 
 class StartNotice:
@@ -17,7 +21,7 @@ class StartNotice:
     def __init__(self, doing: str) -> None:
         self._doing = doing
         self._due = time.monotonic() + _QUICK_S
-        self._is_silent = not _has_terminal()
+        self._is_silent = _UNSAID.get() or not _has_terminal()
 
     def check(self) -> None:
         """Says it if it is time."""
@@ -25,6 +29,16 @@ class StartNotice:
             return
         self._is_silent = True
         say(self._doing)
+
+
+@contextmanager
+def starts_unsaid() -> Iterator[None]:
+    """Keeps starts from being said in a ``with`` block, whose author says them elsewhere."""
+    token = _UNSAID.set(True)
+    try:
+        yield
+    finally:
+        _UNSAID.reset(token)
 
 
 def starting(nouns: Nouns, num_envs: int, num_workers: int, *, caller_steps: bool) -> str:
