@@ -266,7 +266,8 @@ def test_eval_tells_mean_and_deviation_and_changes_nothing(tmp_path: Path, optio
     run = train(tmp_path / "run", "--total-steps", "256", *options)
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     said = [muster("eval", str(run), "--episodes", "5", "--seed", "3").output for _ in range(2)]
-    assert said[0] == said[1]
+    told = [text.partition("CartPole-v1, PPO")[2] for text in said]  # a slow start is said before
+    assert told[0] == told[1]
     mean, deviation = re.search(r"mean return\s+│ ([\d.]+), deviation ([\d.]+)", said[0]).groups()
     assert 8 <= float(mean) <= 500
     assert float(deviation) < 250
@@ -280,7 +281,7 @@ def test_eval_may_draw_actions(tmp_path: Path):
     likeliest, drawn = (muster("eval", str(run), "--episodes", "2", *more) for more in ((), ("--sample",)))
     assert likeliest.exit_code == drawn.exit_code == 0
     assert "actions drawn from the policy" in drawn.output
-    assert drawn.output.splitlines()[2] != likeliest.output.splitlines()[2]
+    assert drawn.output.splitlines()[-5] != likeliest.output.splitlines()[-5]
 
 
 def test_eval_gives_up_on_episodes_that_take_too_many_steps(tmp_path: Path):
