@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import sys
@@ -12,11 +11,10 @@ from pathlib import Path
 
 import gymnasium as gym
 
-import muster
 from muster.errors import ConfigError, EnvError, MusterError, RecipeError
 
 FAILED, MISUSED, SIGNALLED = 1, 2, 128  # the last one less the signal's number
-_NOT_THE_USERS = tuple(f"{Path(inspect.getfile(module)).resolve().parent}/" for module in (muster, os))
+_NOT_THE_USERS = (f"{Path(__file__).resolve().parents[1]}/", f"{Path(os.__file__).resolve().parent}/")
 _UNKNOWN = (gym.error.NameNotFound, gym.error.NamespaceNotFound)
 
 
