@@ -70,16 +70,16 @@ class Named:
         return f"import sys\n\nsys.path.insert(0, {str(self.file.parent)!r})\n{line}"
 
 
-def parse_name(text: str) -> Named | None:
-    """The parts of a name; None where ``text`` is an env id, ``module:Id-v0`` too. Imports nothing.
+def parse_name(written: str) -> Named | None:
+    """The parts of a name; None where ``written`` is an env id, ``module:Id-v0`` too. Imports nothing.
 
     Raises RecipeError where there is no such file, ModuleNotFoundError where there is no such module.
     """
-    head, _, name = text.rpartition(":")
-    if text.endswith(".py"):
-        head, name = text, ""
-    elif ".py:" in text:
-        head, _, name = text.partition(".py:")
+    head, _, name = written.rpartition(":")
+    if written.endswith(".py"):
+        head, name = written, ""
+    elif ".py:" in written:
+        head, _, name = written.partition(".py:")
         head += ".py"
     if head.endswith(".py"):
         file = Path(head).expanduser().resolve()
@@ -88,13 +88,13 @@ def parse_name(text: str) -> Named | None:
         if not file.stem.isidentifier():
             raise RecipeError(f"{file} cannot be imported as a module: its name must be letters, digits and _")
         if not name:
-            raise RecipeError(f"{text!r} must also say what in the file builds the env, such as {head}:make_env")
+            raise RecipeError(f"{written!r} must also say what in the file builds the env, such as {head}:make_env")
         return Named(file.stem, name, file)
     if not name.isidentifier() or not all(part.isidentifier() for part in head.split(".")):
         return None
     if importlib.util.find_spec(head.partition(".")[0]) is None:
         raise ModuleNotFoundError(
-            f"No module named {head!r} for {text!r}: it must be in this folder, or installed.", name=head
+            f"No module named {head!r} for {written!r}: it must be in this folder, or installed.", name=head
         )
     return Named(head, name)
 

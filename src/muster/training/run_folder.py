@@ -213,8 +213,8 @@ def reading(file: Path) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         if isinstance(error, MusterError):
             raise
-        reason = " ".join(str(error).split())
-        raise UsageError(f"{file} is not that of the run in config.json: {type(error).__name__}: {reason}") from None
+        words = f"{type(error).__name__}: {error}".split()  # torch's text has many lines
+        raise UsageError(f"{file} is not that of the run in config.json: {' '.join(words)}") from None
 
 
 def _lock(path: Path) -> int:
