@@ -47,7 +47,7 @@ existing = CartPoleEnv()
 def tripled(env):
     return gym.wrappers.TransformReward(env, lambda reward: 3 * reward)
 """
-SHORT = ("--total-steps", "16", "--num-envs", "2", "--num-steps", "8", "--num-minibatches", "1", "--num-workers", "1")
+SHORT = ("--total-steps", "16", "--num-envs", "2", "--num-steps", "8", "--num-minibatches", "1", "--backend", "serial")
 
 
 @pytest.fixture
@@ -149,13 +149,21 @@ def test_the_first_line_says_what_differs_from_the_preset(folder: Path):
     assert result.stdout.splitlines(keepends=True)[0].endswith(expected)
 
 
-@pytest.mark.parametrize("env", ["own_env:make_env", "own_env.py:make_env", "{folder}/own_env.py:make_env"])
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param("own_env:make_env", marks=pytest.mark.slow),
+        pytest.param("own_env.py:make_env", marks=pytest.mark.slow),
+        "{folder}/own_env.py:make_env",
+    ],
+)
 def test_a_run_of_ones_own_env_is_evaluated_and_goes_on_from_anywhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch, env: str
 ):
     env = env.format(folder=folder)
     own = ("--wrapper", "own_env:Doubled", "--wrapper", "own_env.py:tripled", "--kwargs", '{"length": 3}')
-    result = muster("train", env, *own, *SHORT, "--context", "spawn", "--run-dir", "r")
+    in_worker = ("--backend", "process", "--num-workers", "1", "--context", "spawn")
+    result = muster("train", env, *own, *SHORT[:-2], *in_worker, "--run-dir", "r")
     assert result.exit_code == 0, result.output
     plan = plan_of(folder / "r")
     assert plan.options == {"num_workers": 1, "context": "spawn"}

@@ -221,7 +221,7 @@ def test_a_missing_package_of_a_preset_is_named_before_any_env_is_made(monkeypat
 def test_an_env_with_a_dict_is_trained_evaluated_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "dict_envs.py").write_text(DICT_ENV)
     monkeypatch.chdir(tmp_path)
-    few = ("--num-workers", "1")
+    few = ("--backend", "serial")
     result = run_muster("train", "dict_envs:Rooms-v0", "--num-envs", "1", "--total-steps", "1", "--run-dir", "r", *few)
     assert result.exit_code == 0, result.output
     for arguments in (("eval", "r", "--episodes", "2"), ("train", "--resume", "r", "--total-steps", "300", *few)):
@@ -231,7 +231,7 @@ def test_an_env_with_a_dict_is_trained_evaluated_and_trained_on(tmp_path: Path, 
 
 def test_a_preset_that_is_gone_is_named(tmp_path: Path):
     run = tmp_path / "run"
-    run_muster("train", "CartPole-v1", "--total-steps", "1", "--num-workers", "1", "--run-dir", str(run))
+    run_muster("train", "CartPole-v1", "--total-steps", "1", "--backend", "serial", "--run-dir", str(run))
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**config, "preset": "tea"}))
     result = run_muster("eval", str(run))

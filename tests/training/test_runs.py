@@ -53,7 +53,7 @@ ROLLOUT = ("--num-envs", "8", "--num-steps", "32")
 def train(run: Path, *arguments: str, env: str = "CartPole-v1") -> Path:
     """A run whose rollouts have 256 rows."""
     rollout = ROLLOUT if env == "CartPole-v1" else ()
-    result = muster("train", env, "--num-workers", "1", "--run-dir", str(run), *rollout, *arguments)
+    result = muster("train", env, "--backend", "serial", "--run-dir", str(run), *rollout, *arguments)
     assert result.exit_code == 0, result.output
     return run
 
@@ -125,7 +125,7 @@ def test_a_run_goes_on_without_a_gap_or_a_row_twice(tmp_path: Path):
     # As a run that was killed leaves it: rows that no checkpoint knows, the last one torn.
     with (run / "metrics.csv").open("a", newline="") as file:
         file.write(",".join({**first[-1], "steps": "768"}.values()) + "\r\n" + "1.5,2000.0,81")
-    result = muster("train", "--resume", str(run), "--total-steps", "1200", "--num-workers", "1")
+    result = muster("train", "--resume", str(run), "--total-steps", "1200", "--backend", "serial")
     assert result.exit_code == 0, result.output
     assert "from step 512" in result.output
     rows = read_metrics(run)
@@ -161,14 +161,14 @@ def test_an_interrupted_run_goes_on(tmp_path: Path):
     output, _ = child.communicate(timeout=60)
     assert f"To go on: muster train --resume {run}" in output
     reached = steps_in(run)[-1]
-    result = muster("train", "--resume", str(run), "--total-steps", str(reached + 256), "--num-workers", "1")
+    result = muster("train", "--resume", str(run), "--total-steps", str(reached + 256), "--backend", "serial")
     assert result.exit_code == 0, result.output
     assert steps_in(run) == list(range(256, reached + 257, 256))
 
 
 def test_a_longer_run_goes_on_from_the_learning_rate_it_had_reached(tmp_path: Path):
     def rates(*arguments: str) -> tuple[list[float], str]:
-        result = muster("train", *arguments, "--num-workers", "1")
+        result = muster("train", *arguments, "--backend", "serial")
         assert result.exit_code == 0, result.output
         return [float(row["learning_rate"]) for row in read_metrics(tmp_path / "run")], result.output
 
