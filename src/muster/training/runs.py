@@ -6,8 +6,10 @@ import math
 import shlex
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -29,6 +31,8 @@ from muster.training.run_folder import RunFolder, read_checkpoint, reading
 from muster.training.run_policy import load_policy
 from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
+
+Result = TypeVar("Result")
 
 SOLVED_OVER = 100  # episodes, as Gymnasium's thresholds are meant
 
@@ -95,26 +99,21 @@ def evaluate_run(
     Returns the signal that ended it before, if one did: Ctrl-C or SIGTERM.
     """
     policy = load_policy(run, checkpoint=checkpoint, sample=sample)
-    with StopSignals() as stop:
-        try:
-            with console.status(f"playing {episodes} episodes") as status:
-                play = partial(
-                    evaluate,
-                    envs,
-                    policy,
-                    episodes=episodes,
-                    seed=seed,
-                    max_steps=episodes * STEPS_PER_EPISODE if max_steps is None else max_steps,
-                    on_progress=lambda ended, steps: status.update(
-                        f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken"
-                    ),
-                )
-                played = stop.call(play)
-        except STOPS as error:
-            if not stop.caused(error):
-                raise
-            console.print(f"[yellow]Stopped by {stop.name}.[/]")
-            return stop.number
+    with console.status(f"playing {episodes} episodes") as status:
+        play = partial(
+            evaluate,
+            envs,
+            policy,
+            episodes=episodes,
+            seed=seed,
+            max_steps=episodes * STEPS_PER_EPISODE if max_steps is None else max_steps,
+            on_progress=lambda ended, steps: status.update(
+                f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken"
+            ),
+        )
+        played = _unless_stopped(play, console)
+    if isinstance(played, signal.Signals):
+        return played
     returns = played.returns
     table = Table(
         title=f"{escape(plan.name)}, PPO after {policy.steps:,} steps", title_justify="left", show_header=False
@@ -156,17 +155,24 @@ def film_run(
     Returns as `evaluate_run`.
     """
     policy = load_policy(run, checkpoint=checkpoint, sample=sample)
+    film = partial(film_episode, envs, policy, path, seed=seed, max_steps=max_steps or STEPS_PER_EPISODE)
+    frames = _unless_stopped(film, console)
+    if isinstance(frames, signal.Signals):
+        return frames
+    console.print(f"Filmed an episode of {frames - 1:,} steps: {escape(str(path))}", soft_wrap=True)
+    return None
+
+
+def _unless_stopped(call: Callable[[], Result], console: Console) -> Result | signal.Signals:
+    """What the call returns, or the signal that ended it: Ctrl-C or SIGTERM, which is said."""
     with StopSignals() as stop:
         try:
-            film = partial(film_episode, envs, policy, path, seed=seed, max_steps=max_steps or STEPS_PER_EPISODE)
-            frames = stop.call(film)
+            return stop.call(call)
         except STOPS as error:
-            if not stop.caused(error):
+            if not stop.caused(error) or stop.number is None:
                 raise
             console.print(f"[yellow]Stopped by {stop.name}.[/]")
             return stop.number
-    console.print(f"Filmed an episode of {frames - 1:,} steps: {escape(str(path))}", soft_wrap=True)
-    return None
 
 
 def _open_folder(plan: TrainingPlan, run_dir: Path | None, *, resume: bool) -> RunFolder:
