@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import re
 import socket
@@ -202,6 +203,17 @@ def test_factories_find_ids_registered_by_hand(registered):
     registered("Hopeless-v0", entry_point=lambda: CartPoleEnv(lock))
     data = pack(make_recipes(lambda: gym.make("Dynamic-v0"), 2), start_method="spawn")
     assert build_elsewhere(data).count("CartPoleEnv<Dynamic-v0>") == 2
+
+
+def test_ids_whose_class_a_module_has_import_it_only_where_they_are_made(registered, tmp_path, monkeypatch):
+    source = "from gymnasium.envs.classic_control import CartPoleEnv as Heavy\nprint('imported')\n"
+    (tmp_path / "heavy_envs.py").write_text(source + "class Heavy(Heavy): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    registered("Heavy-v0", entry_point=importlib.import_module("heavy_envs").Heavy)
+    for made, prints in (("CartPole-v1", 0), ("Heavy-v0", 1)):
+        data = pack(make_recipes(functools.partial(gym.make, made)), start_method="spawn")
+        assert build_elsewhere(data).count("imported") == prints
 
 
 def test_module_of_an_id_is_imported_only_where_the_env_is_built(tmp_path, monkeypatch):

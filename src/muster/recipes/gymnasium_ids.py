@@ -10,6 +10,7 @@ import importlib.util
 import pickle
 import re
 import sys
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from muster.extras import is_installed, missing
 from muster.pickling import is_plain
 from muster.pickling.functools_pickling import dumps as by_value
 from muster.pickling.main_module import MAIN_NAMES
+from muster.pickling.walk import is_importable
 
 FOREIGN_PREFIXES = ("pettingzoo/", "meltingpot/")
 """First parts of the ids that are resolved by the layer above instead of by Gymnasium."""
@@ -135,18 +137,16 @@ def factory_of_spec(spec: EnvSpec) -> MakeGym:
 def pack_registrations() -> list[bytes]:
     """The ids that this process registered in addition to Gymnasium's own, for `register_packed` in a fresh process.
 
-    Specs that cannot be pickled are left out: their ids are unknown in the fresh process.
+    That process imports nothing for ids that it does not make, where their modules can be named.  Specs that cannot be
+    pickled are left out: their ids are unknown in the fresh process.
     """
     named, held = [], []
-    for spec in gym.registry.values():
-        if _is_in_main(spec.entry_point):
-            held.append(_portable(spec))
-        elif isinstance(spec.entry_point, str):
+    for spec in map(_named, gym.registry.values()):
+        if isinstance(spec.entry_point, str) and not _is_in_main(spec.entry_point):
             named.append(spec)
         elif spec.entry_point is not None:
-            held.append(spec)
+            held.append(_portable(spec))
     named = [spec for spec in named if not str(spec.entry_point).startswith(_GYMNASIUM)]
-    held = [spec for spec in held if not getattr(spec.entry_point, "__module__", "").startswith(_GYMNASIUM)]
     packed = []
     for specs in (named, *([spec] for spec in held)):
         with contextlib.suppress(Exception):
@@ -192,6 +192,18 @@ def _portable(spec: EnvSpec) -> EnvSpec:
     if _is_in_main(portable.entry_point):
         portable.entry_point = cast(EnvCreator, load_env_creator(str(portable.entry_point)))
     return portable
+
+
+def _named(spec: EnvSpec) -> EnvSpec:
+    """A copy of `spec` that names its entry point; `spec` itself where no name leads to it, or where it is named."""
+    entry_point: Any = spec.entry_point
+    if not isinstance(entry_point, (type, types.FunctionType)) or not is_importable(entry_point):
+        return spec
+    if "." in entry_point.__qualname__:  # Gymnasium finds only names at the top of a module
+        return spec
+    named = copy.copy(spec)
+    named.entry_point = f"{entry_point.__module__}:{entry_point.__qualname__}"
+    return named
 
 
 def _is_in_main(entry_point: Any) -> bool:
