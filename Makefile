@@ -78,6 +78,8 @@ $(VENV)/.core: $(VENV)/.packages $(CORE)
 
 $(VENV)/.bench: $(VENV)/.packages
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
+	@# Its file of values is all that is read: what its programs need stays out.
+	$(PIP) install --constraint constraints.txt --no-deps rl_zoo3
 	touch $@
 
 build/lowest/.packages: $(VENV)/.packages packaging/lowest.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from command import muster
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,6 +55,29 @@ def test_example_of_agents(example: str, options: list[str], printed: str, tmp_p
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert re.search(printed, done.stdout), done.stdout
+
+
+def test_the_ship_learns_to_dock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = str(ROOT / "examples" / "docking.py")
+    trained = muster("train", f"{example}:Docking", "--total-steps", "50k", "--backend", "serial")
+    assert trained.exit_code == 0, trained.output
+    (run,) = (tmp_path / "runs").iterdir()
+    flown = subprocess.run([sys.executable, example, run], capture_output=True, text=True, timeout=60, check=True)
+    assert re.fullmatch(r"docked after \d+ steps, return 1\.\d+", flown.stdout.splitlines()[-1]), flown.stdout
+
+
+def test_the_atari_example_trains_as_the_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ale_py")
+    monkeypatch.chdir(tmp_path)
+    example = ["-W", "error", str(ROOT / "examples" / "atari.py"), "--total-steps", "1024"]
+    game = ["PongNoFrameskip-v4", "--total-steps", "1024", "--seed", "1"]
+    shown = subprocess.run([sys.executable, *example], capture_output=True, text=True, timeout=100, check=True).stdout
+    assert "1,024 steps" in shown
+    assert muster("train", *game).exit_code == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    (row,) = csv.DictReader((run / "metrics.csv").read_text().splitlines())
+    assert f"policy loss {float(row['policy_loss']):.6f}" in shown
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "problems").glob("*.md")), ids=lambda page: page.stem)
