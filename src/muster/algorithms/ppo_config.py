@@ -62,18 +62,16 @@ class PPOConfig:
         if isinstance(self.total_steps, float) and self.total_steps % 1 == 0:  # 1e6 is fine
             self._set("total_steps", int(self.total_steps))
         for name in ("total_steps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads"):
-            self._set(name, at_least(f"PPOConfig: {name}", getattr(self, name), 1, end="."))
+            self._set(name, at_least(name, getattr(self, name), 1, end="."))
         if self.torch_threads > MOST_THREADS:
-            raise ConfigError(f"PPOConfig: torch_threads must be at most {MOST_THREADS}, got {self.torch_threads}.")
+            raise ConfigError(f"torch_threads must be at most {MOST_THREADS}, got {self.torch_threads}.")
         sizes = self.hidden_sizes
         if not isinstance(sizes, (list, tuple)):  # JSON has lists
-            raise ConfigError(f"PPOConfig: hidden_sizes must be a tuple of whole numbers, got {sizes!r}.")
-        self._set(
-            "hidden_sizes", tuple(at_least("PPOConfig: each of hidden_sizes", size, 1, end=".") for size in sizes)
-        )
+            raise ConfigError(f"hidden_sizes must be a tuple of whole numbers, got {sizes!r}.")
+        self._set("hidden_sizes", tuple(at_least("each of hidden_sizes", size, 1, end=".") for size in sizes))
         if as_whole(self.seed) is None or self.seed < 0:
             kind = "be a whole number and " if as_whole(self.seed) is None else ""
-            raise ConfigError(f"PPOConfig: seed must {kind}not be negative, got {self.seed!r}.")
+            raise ConfigError(f"seed must {kind}not be negative, got {self.seed!r}.")
         self._set("seed", int(self.seed))
         for names, must, fits in (
             (("gamma", "gae_lambda"), "lie in [0, 1]", lambda x: 0 <= x <= 1),
@@ -88,20 +86,20 @@ class PPOConfig:
                 if value is None and name in ("clip_rewards", "target_kl"):
                     continue
                 if not _is_number(value) or not fits(value):
-                    raise ConfigError(f"PPOConfig: {name} must {must}, got {value!r}.")
+                    raise ConfigError(f"{name} must {must}, got {value!r}.")
                 self._set(name, float(value))  # as JSON can hold it: NumPy's numbers are as good
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, bool):
                 if not isinstance(value, (bool, np.bool_)):
-                    raise ConfigError(f"PPOConfig: {field.name} must be True or False, got {value!r}.")
+                    raise ConfigError(f"{field.name} must be True or False, got {value!r}.")
                 self._set(field.name, bool(value))
         if self.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
-            raise ConfigError(f"PPOConfig: activation must be one of {known}, got {self.activation!r}.")
+            raise ConfigError(f"activation must be one of {known}, got {self.activation!r}.")
         if self.batch_size < 2 * self.num_minibatches:
             raise ConfigError(
-                f"PPOConfig: a rollout of num_envs={self.num_envs} x num_steps={self.num_steps} rows is too small for "
+                f"a rollout of num_envs={self.num_envs} x num_steps={self.num_steps} rows is too small for "
                 f"num_minibatches={self.num_minibatches}; each needs at least 2 rows."
             )
 

@@ -92,7 +92,7 @@ def in_own_words(text: str, options: Collection[str]) -> str:
         text = re.sub(rf"(?<![\w.-]){name}=(?=\w)", f"{option} ", text)
         end = r"(?![\w(/-]|\.\w)" if "_" in name else "(?= must)"
         text = re.sub(rf"(?<![\w./'-]){name}{end}", option, text)
-    return text.replace("PPOConfig: ", "")
+    return text
 
 
 def option_of(name: str) -> str:

@@ -103,7 +103,7 @@ def plan_of(path: Path) -> TrainingPlan:
     try:
         options = PPOConfig(**{name: config[name] for name in names})
     except ConfigError as error:
-        raise UsageError(f"{path / 'config.json'}: {str(error).removeprefix('PPOConfig: ')}") from None
+        raise UsageError(f"{path / 'config.json'}: {error}") from None
     made = (config["env_kwargs"], tuple(config["wrappers"]), config["make_vec"])
     kept = config.get("run", {})  # not there in older runs
     run = RunOptions(**{one.name: kept[one.name] for one in dataclasses.fields(RunOptions) if one.name in kept})
