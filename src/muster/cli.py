@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import muster
+from muster.command_line.streams import prepare_streams, say_error
 from muster.errors import UsageError
 from muster.extras import imports_for, require
 
@@ -30,30 +30,35 @@ def main() -> None:
 
 def run(words: Sequence[str]) -> int:
     """Runs the command that `words` are, and returns its exit status."""
-    if words and words[0] == "--version":
-        print(muster.__version__)
-        return 0
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # names of envs and paths may have letters that ASCII has not
+    prepare_streams()
     name = words[0] if words and words[0] in COMMANDS else ""
     command = f"muster {name}".rstrip()
     try:
-        with imports_for("this command needs", f"muster-rl[{EXTRAS.get(name, 'doctor')}]", "tyro", "rich"):
-            from muster.command_line.mistakes import SIGNALLED, Ended, reported
-    except ImportError as error:
-        print(f"{command}: error: {error}", file=sys.stderr)
-        return 1
+        return _run(words, name, command)
+    except KeyboardInterrupt:
+        say_error(f"{command}: stopped by Ctrl-C")
+        return 128 + signal.SIGINT
+
+
+def _run(words: Sequence[str], name: str, command: str) -> int:
+    from muster.command_line.mistakes import Ended, reported
+
     try:
         with reported(command):
+            if words and words[0] == "--version":
+                print(muster.__version__, flush=True)
+                return 0
+            with imports_for("this command needs", f"muster-rl[{EXTRAS.get(name, 'doctor')}]", "tyro", "rich"):
+                import rich  # noqa: F401  # every command prints by it
+                import tyro  # noqa: F401  # and reads its options by this
             # Every command can name modules of the folder that it is called in, as with ``python -m``.
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
-            return COMMANDS[name](words[1:]) if name else overview(words)
+            status = COMMANDS[name](words[1:]) if name else overview(words)
+            sys.stdout.flush()  # what cannot be printed is an error, too
+            return status
     except Ended as ended:
         return ended.status
-    except KeyboardInterrupt:
-        print(f"{command}: stopped by Ctrl-C", file=sys.stderr)
-        return SIGNALLED + signal.SIGINT
 
 
 def overview(words: Sequence[str]) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import gymnasium as gym
 
+from muster.command_line.streams import about_stdout, say_error
 from muster.errors import ConfigError, EnvError, MusterError, RecipeError
 
 FAILED, MISUSED, SIGNALLED = 1, 2, 128  # the last one less the signal's number
@@ -39,12 +39,16 @@ def reported(command: str, options: Collection[str] = ()) -> Iterator[None]:
     try:
         yield
     except (Mistake, MusterError, gym.error.Error, ImportError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, OSError) and (broken := about_stdout(error)) is not None:
+            if broken:
+                say_error(f"{command}: error: {broken}")
+            raise Ended(FAILED) from None
         if type(error) is RuntimeError and "allocate memory" not in str(error):
             raise  # that one is torch's, for a tensor that is too big
         said = str(error) if isinstance(error, Mistake) else in_own_words(_said_of(error), options)
-        print(f"{command}: error: {one_line(said)}", file=sys.stderr)
+        say_error(f"{command}: error: {one_line(said)}")
         if isinstance(error, EnvError) and _shows_users_code(error):
-            print((error.worker_traceback or "").rstrip(), file=sys.stderr)
+            say_error((error.worker_traceback or "").rstrip())
         misused = isinstance(error, (Mistake, ConfigError, RecipeError))
         raise Ended(MISUSED if misused else FAILED) from error
 
@@ -63,7 +67,7 @@ def _said_of(error: Exception) -> str:
         if isinstance(error, _UNKNOWN) and not notes and "Did you mean" not in str(error):
             notes = ["If it is of a package that is installed, write the module before it: module:Id-v0."]
         return " ".join([str(error), *notes])
-    if isinstance(error, MemoryError) or type(error) is RuntimeError:
+    if isinstance(error, (MemoryError, RuntimeError)) and not isinstance(error, MusterError):
         return f"there is not enough memory; choose smaller numbers ({type(error).__name__}: {error})"
     return str(error)
 
