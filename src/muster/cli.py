@@ -115,6 +115,7 @@ def evaluate(words: Sequence[str]) -> int:
     from muster.command_line.command_options import EvalOptions
     from muster.command_line.mistakes import SIGNALLED, Mistake, reported
     from muster.command_line.reading import check_least, names_of, read_options
+    from muster.training.film import require_filmable
     from muster.training.opening import start_run_envs
     from muster.training.trust import read_plan
 
@@ -125,6 +126,7 @@ def evaluate(words: Sequence[str]) -> int:
         check_least(options, episodes=1, seed=0, max_steps=1)
         if options.video is not None:
             require("--video needs", "muster-rl[train]", "av")
+            require_filmable(options.video)
         plan, console = read_plan(options.run, trust=options.trust), Console(highlight=False)
         played: dict[str, Any] = {
             name: getattr(options, name) for name in ("checkpoint", "seed", "sample", "max_steps")

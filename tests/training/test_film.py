@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 import muster
 from muster.errors import UsageError
-from muster.training.film import film_episode
+from muster.training.film import film_episode, require_filmable
 
 
 class Fading(gym.Env[Any, Any]):
@@ -67,3 +67,23 @@ def test_an_env_without_frames_and_a_name_of_no_film_are_refused(tmp_path: Path)
         filmed(tmp_path / "out.mp4", render_mode=None)
     with pytest.raises(UsageError, match=r"out\.txt cannot be written as a film.*\.mp4"):
         filmed(tmp_path / "out.txt")
+
+
+@pytest.mark.parametrize("name", ["out.gif", "out", "folder", "a:b.txt"])
+def test_what_cannot_be_a_film_is_refused_beforehand_and_leaves_no_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match=r"ends in \.mp4"):
+        require_filmable(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_an_earlier_film_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a:b.mp4"
+    path.write_text("earlier")
+    require_filmable(path)
+    with pytest.raises(UsageError):
+        filmed(path, render_mode=None)
+    assert path.read_text() == "earlier"
+    filmed(path)
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert path.stat().st_size > 100

@@ -41,6 +41,18 @@ def test_checkpoint_is_replaced_as_a_whole(tmp_path: Path):
         assert torch.load(folder.checkpoint_path, weights_only=True) == {"steps": 1}
 
 
+def test_a_full_disk_is_said_of_the_file_and_leaves_the_checkpoint_before(tmp_path: Path):
+    with RunFolder(tmp_path / "run") as folder:
+        folder.save_checkpoint({"steps": 1})
+        aside = folder.path / "checkpoint.pt.tmp"
+        aside.symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space") as raised:
+            folder.save_checkpoint({"steps": 2, "policy": torch.zeros(50_000)})
+        assert raised.value.filename == str(folder.checkpoint_path)
+        assert not aside.is_symlink()
+        assert torch.load(folder.checkpoint_path, weights_only=True) == {"steps": 1}
+
+
 def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path):
     with RunFolder(tmp_path) as first:
         first.append_metrics({"steps": 1})

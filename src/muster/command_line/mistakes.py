@@ -69,6 +69,8 @@ def _said_of(error: Exception) -> str:
         return " ".join([str(error), *notes])
     if isinstance(error, (MemoryError, RuntimeError)) and not isinstance(error, MusterError):
         return f"there is not enough memory; choose smaller numbers ({type(error).__name__}: {error})"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from muster.errors import UsageError
 from muster.extras import imports_for
+from muster.training.run_folder import naming
 from muster.vector.vector_env import VectorEnv
 
 _FRAMES_PER_SECOND = 30  # where the env's metadata say nothing
@@ -18,37 +20,64 @@ _FRAMES_PER_SECOND = 30  # where the env's metadata say nothing
 Frame = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
 
 
+def require_filmable(path: Path) -> None:
+    """Makes the folder of ``path``. Raises UsageError, or OSError, where no film can be written there."""
+    aside, film, _ = _begun(path, _FRAMES_PER_SECOND)
+    film.close()
+    aside.unlink(missing_ok=True)
+
+
 def film_episode(
     envs: VectorEnv, policy: Callable[[Any], Any], path: Path, *, seed: int, max_steps: int | None = None
 ) -> int:
     """Writes an episode as H.264 in the container that the suffix of ``path`` names; returns its number of frames.
+
+    The film is at ``path`` once it is whole.
 
     envs: one env, with ``autoreset_mode="disabled"``, whose ``render_mode`` is "rgb_array".  policy: observations
     [1, *obs_shape] to actions.  max_steps: after which the film ends even if the episode has not; None for no limit.
 
     Raises UsageError where the env renders no frames, and for a suffix that is no film's; ImportError without PyAV.
     """
-    with imports_for("Films need", "muster-rl[train]", "av"):
-        import av
     frames = _frames(envs, policy, seed, max_steps)
     first = next(frames)
-    height, width = (size - size % 2 for size in first.shape[:2])  # H.264 has even sizes
     rate = round(envs.metadata.get("render_fps") or _FRAMES_PER_SECOND)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        film = av.open(str(path), "w")
-    except ValueError as error:
-        raise UsageError(f"{path} cannot be written as a film: {error}. Choose a name that ends in .mp4") from None
+    aside, film, stream = _begun(path, rate)
+    import av
+
+    height, width = (size - size % 2 for size in first.shape[:2])  # H.264 has even sizes
     count = 0
-    with film:
-        stream = film.add_stream("libx264", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"  # what browsers play
-        for frame in itertools.chain([first], frames):
-            count += 1
-            picture = np.ascontiguousarray(frame[:height, :width])
-            film.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        film.mux(stream.encode())
+    try:
+        with naming(path, aside=aside), film:
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"  # what browsers play
+            for frame in itertools.chain([first], frames):
+                count += 1
+                picture = np.ascontiguousarray(frame[:height, :width])
+                film.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            film.mux(stream.encode())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
     return count
+
+
+def _begun(path: Path, rate: int) -> tuple[Path, Any, Any]:
+    """A file beside ``path``, of its suffix, with the film and its stream of frames that are open in it."""
+    with imports_for("Films need", "muster-rl[train]", "av"):
+        import av
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; choose the name of a file that ends in .mp4")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.absolute().with_name(f".{os.getpid()}-{path.name}")
+    try:
+        with naming(path, aside=aside):
+            aside.touch()  # av has no word for a folder that cannot be written to
+            film = av.open(str(aside), "w")
+        return aside, film, film.add_stream("libx264", rate=rate)
+    except ValueError as error:
+        aside.unlink(missing_ok=True)
+        said = str(error).replace(repr(str(aside)), "").rstrip(" :;")
+        raise UsageError(f"{path} cannot be written as a film: {said}. Choose a name that ends in .mp4") from None
 
 
 def _frames(envs: VectorEnv, policy: Callable[[Any], Any], seed: int, max_steps: int | None) -> Iterator[Frame]:
@@ -67,6 +96,10 @@ def _rendered(envs: VectorEnv) -> Frame:
         raise UsageError(
             f"the env cannot be filmed: its render() gave {_kind(frame)}, expected an array of uint8 [height, width, "
             '3], which it gives where it has the render_mode "rgb_array"'
+        )
+    if min(frame.shape[:2]) < 2:
+        raise UsageError(
+            f"the env cannot be filmed: its frames are {_kind(frame)}, and films have 2 x 2 pixels at least"
         )
     return frame
 

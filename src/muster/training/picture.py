@@ -10,6 +10,7 @@ from typing import Any
 
 from muster.errors import UsageError
 from muster.extras import imports_for
+from muster.training.run_folder import naming
 
 INK, MUTED = "#1f2937", "#6b7280"
 
@@ -63,7 +64,8 @@ class Picture:
             columns = min(len(handles), 3)
             self._figure.legend(loc="outside lower center", ncols=columns, frameon=False, labelcolor=MUTED, fontsize=9)
         try:
-            self._figure.savefig(path, format=path.suffix[1:] or "png")  # else it adds one to the path
+            with naming(path):
+                self._figure.savefig(path, format=path.suffix[1:] or "png")  # else it adds one to the path
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
 

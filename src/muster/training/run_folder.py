@@ -14,7 +14,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -77,9 +77,13 @@ class RunFolder:
         The first row names the columns, and a later one may add some; nan becomes an empty field, and so does what a
         row lacks. A row that is there already is left out.
         """
-        step = int(row["steps"])
-        if step <= self._last_step:
+        if int(row["steps"]) <= self._last_step:
             return
+        with naming(self.metrics_path):
+            self._append_row(row, scalars)
+
+    def _append_row(self, row: Mapping[str, float], scalars: Mapping[str, float] | None) -> None:
+        step = int(row["steps"])
         if not self._columns:
             self._columns = list(row)
             csv.writer(self._metrics_file).writerow(self._columns)
@@ -132,15 +136,18 @@ class RunFolder:
 
         path = self.path / name
         path.parent.mkdir(exist_ok=True)
-        _replace(path, lambda file: torch.save(dict(state), file))
+        held = io.BytesIO()  # torch would have an error of its own for a disk that is full
+        torch.save(dict(state), held)
+        _replace(path, lambda file: file.write(held.getbuffer()))
 
     def close(self) -> None:
-        self._metrics_file.close()
-        if self._events is not None:
-            self._events.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        with naming(self.metrics_path), ExitStack() as closing:
+            if self._lock >= 0:
+                closing.callback(os.close, self._lock)
+                self._lock = -1
+            if self._events is not None:
+                closing.callback(self._events.close)
+            closing.callback(self._metrics_file.close)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -217,6 +224,17 @@ def reading(file: Path) -> Iterator[None]:
         raise UsageError(f"{file} is not that of the run in config.json: {' '.join(words)}") from None
 
 
+@contextmanager
+def naming(file: Path, *, aside: Path | None = None) -> Iterator[None]:
+    """Encloses code that writes a file, and names the file in an OSError that names none, or the file ``aside``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, aside and str(aside)):
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from None
+
+
 def _lock(path: Path) -> int:
     """A lock on the folder that ends with the process, in whatever way the process ends."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -230,6 +248,11 @@ def _lock(path: Path) -> int:
 
 def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     aside = path.with_name(path.name + ".tmp")
-    with aside.open("wb") as file:
-        write(file)
-    os.replace(aside, path)
+    try:
+        with naming(path), aside.open("wb") as file:
+            write(file)
+        os.replace(aside, path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()  # half a file on a disk that may be full
+        raise
