@@ -718,7 +718,7 @@ class TestRefusals:
             ({"clip_rewards": -1.0}, r"clip_rewards must be above 0 and finite, got -1\.0"),
             ({"learning_rate": "fast"}, "learning_rate must be above 0 and finite, got 'fast'"),
             ({"clip_coef": 0.0}, r"clip_coef must be above 0 and finite, got 0\.0"),
-            ({"ent_coef": math.nan}, "ent_coef must be finite, got nan"),
+            ({"ent_coef": math.nan}, "ent_coef must be at least 0 and finite, got nan"),
             ({"vf_coef": -1.0}, r"vf_coef must be at least 0 and finite, got -1\.0"),
             ({"max_grad_norm": 0.0}, r"max_grad_norm must be above 0, got 0\.0"),
             ({"log_std_init": math.inf}, r"log_std_init must lie in \[-20, 20\], got inf"),

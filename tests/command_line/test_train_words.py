@@ -256,6 +256,9 @@ class Fragile(CartPoleEnv):
         ("train --hidden-sizes 64 CartPole-v1", 2, "got 'CartPole-v1' (it takes all words up to the next option)"),
         ("train CartPole-v1 --gamma 2", 2, "--gamma must lie in [0, 1], got 2.0."),
         ("train CartPole-v1 --seed -1", 2, "--seed must not be negative, got -1."),
+        ("train own_env.py:exits --ent-coef -1", 2, "--ent-coef must be at least 0 and finite, got -1.0."),
+        ("train own_env.py:exits --num-workers 0", 2, "--num-workers must be at least 1, got 0"),
+        ("train own_env.py:exits --eval-every 0", 2, "--eval-every must be at least 1, got 0"),
         ("train CartPole-v1 --clip-coef 0", 2, "--clip-coef must be above 0 and finite, got 0.0."),
         (
             "train CartPole-v1 --num-minibatches 3k",

@@ -59,6 +59,15 @@ class PPOConfig:
         return math.ceil(self.total_steps / self.batch_size)
 
     def __post_init__(self) -> None:
+        self._check_each()
+        if self.batch_size < 2 * self.num_minibatches:
+            raise ConfigError(
+                f"a rollout of num_envs={self.num_envs} x num_steps={self.num_steps} rows is too small for "
+                f"num_minibatches={self.num_minibatches}; each needs at least 2 rows."
+            )
+
+    def _check_each(self) -> None:
+        """Checks the values that are wrong whatever the others are."""
         if isinstance(self.total_steps, float) and self.total_steps % 1 == 0:  # 1e6 is fine
             self._set("total_steps", int(self.total_steps))
         for name in ("total_steps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads"):
@@ -76,9 +85,8 @@ class PPOConfig:
         for names, must, fits in (
             (("gamma", "gae_lambda"), "lie in [0, 1]", lambda x: 0 <= x <= 1),
             (("learning_rate", "clip_coef", "clip_rewards", "target_kl"), "be above 0 and finite", _is_finite_above_0),
-            (("ent_coef",), "be finite", math.isfinite),
             (("log_std_init",), "lie in [-20, 20]", lambda x: -20 <= x <= 20),
-            (("vf_coef",), "be at least 0 and finite", lambda x: 0 <= x < math.inf),
+            (("ent_coef", "vf_coef"), "be at least 0 and finite", lambda x: 0 <= x < math.inf),
             (("max_grad_norm",), "be above 0", lambda x: x > 0),
         ):
             for name in names:
@@ -97,11 +105,6 @@ class PPOConfig:
         if self.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ConfigError(f"activation must be one of {known}, got {self.activation!r}.")
-        if self.batch_size < 2 * self.num_minibatches:
-            raise ConfigError(
-                f"a rollout of num_envs={self.num_envs} x num_steps={self.num_steps} rows is too small for "
-                f"num_minibatches={self.num_minibatches}; each needs at least 2 rows."
-            )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

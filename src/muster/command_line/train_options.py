@@ -23,6 +23,10 @@ class UncheckedPPO(PPOConfig):
     def __post_init__(self) -> None:
         """Checks nothing."""
 
+    def check_each(self) -> None:
+        """Raises ConfigError for a value that is wrong whatever the others are."""
+        self._check_each()
+
 
 @dataclass(frozen=True)
 class EnvOptions:

@@ -50,6 +50,8 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
         if asks_for_help(words):
             show_help(options, COMMAND, OWN_VALUES)
         raise Mistake("name an ENV to train on, such as CartPole-v1, or a run to go on with: --resume RUN")
+    if not asks_for_help(words):
+        _check_alone(options)
     env, wrappers = absolute_name(options.env), tuple(map(absolute_name, options.make.wrapper))
     kwargs = dict(options.make.env_kwargs)
     around = list(map(callable_named, wrappers))
@@ -59,9 +61,8 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     options = _layered(TrainOptions().changed(preset.config), file, without_help)
     if asks_for_help(words):
         show_help(options, COMMAND, f"PPO's values below are those for {options.env}, by the preset {preset.name}.")
-    check_least(options, seeds=1)
-    run = _checked_run(options.run)
-    plan = TrainingPlan(env, _checked(options.ppo), preset.name, kwargs, wrappers, _for_make_vec(options.make), run)
+    made = _for_make_vec(options.make)
+    plan = TrainingPlan(env, _checked(options.ppo), preset.name, kwargs, wrappers, made, options.run)
     return TrainingOrder(plan, options.run_dir, resume=False, seeds=options.seeds)
 
 
@@ -109,6 +110,15 @@ def _layered(base: TrainOptions, file: Mapping[str, Any], words: Sequence[str]) 
 
 def _checked(ppo: UncheckedPPO) -> PPOConfig:
     return PPOConfig(**dataclasses.asdict(ppo))
+
+
+def _check_alone(options: TrainOptions) -> None:
+    """Raises Mistake, or ConfigError, for what is wrong whatever the env and its preset are."""
+    check_least(options, seeds=1)
+    if options.make.num_workers != "auto":
+        check_least(options.make, num_workers=1)
+    _checked_run(options.run)
+    options.ppo.check_each()
 
 
 def _checked_run(run: RunOptions) -> RunOptions:
