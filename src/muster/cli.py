@@ -20,7 +20,7 @@ ABOUT = """Run many reinforcement-learning envs in parallel, and train on them.
 See `muster COMMAND --help` for the options of a command, and `muster --version` for the version.
 
 Exit status: 0; 1 after an error, or where the doctor finds what blocks; 2 where the command line makes no sense; 130
-after Ctrl-C; 143 after SIGTERM."""
+after Ctrl-C; 143 after SIGTERM; and an env that ends the command's own process has its own."""
 
 
 def main() -> None:
@@ -85,24 +85,21 @@ def train(words: Sequence[str]) -> int:
         from muster.training.seeds import train_seeds
     from muster.command_line.mistakes import SIGNALLED, reported
     from muster.command_line.reading import names_of
+    from muster.command_line.sudden_end import sudden_end_said
     from muster.command_line.train_options import TrainOptions
     from muster.command_line.train_plan import training_order
     from muster.training.opening import start_run_envs
 
     with reported("muster train", names_of(TrainOptions())):
         order, console = training_order(words), Console(highlight=False)
-        if order.seeds is not None:
-            stopped = train_seeds(order.plan, order.seeds, console, run_dir=order.run)
-        else:
-            with start_run_envs(order.plan, console) as envs:
-                stopped = runs.train(
-                    order.plan,
-                    envs,
-                    console,
-                    run_dir=order.run,
-                    resume=order.resume,
-                    learning_rate=order.learning_rate,
-                )
+        plan, where = order.plan, order.run
+        with sudden_end_said("muster train", plan.env, plan.options):
+            if order.seeds is not None:
+                stopped = train_seeds(plan, order.seeds, console, run_dir=where)
+            else:
+                with start_run_envs(plan, console) as envs:
+                    resume, rate = order.resume, order.learning_rate
+                    stopped = runs.train(plan, envs, console, run_dir=where, resume=resume, learning_rate=rate)
     return 0 if stopped is None else SIGNALLED + stopped
 
 
@@ -115,6 +112,7 @@ def evaluate(words: Sequence[str]) -> int:
     from muster.command_line.command_options import EvalOptions
     from muster.command_line.mistakes import SIGNALLED, Mistake, reported
     from muster.command_line.reading import check_least, names_of, read_options
+    from muster.command_line.sudden_end import sudden_end_said
     from muster.training.film import require_filmable
     from muster.training.opening import start_run_envs
     from muster.training.trust import read_plan
@@ -124,19 +122,20 @@ def evaluate(words: Sequence[str]) -> int:
         if options.run is None:
             raise Mistake("name the folder of a RUN, as muster train has made it")
         check_least(options, episodes=1, seed=0, max_steps=1)
+        plan, console = read_plan(options.run, trust=options.trust), Console(highlight=False)
         if options.video is not None:
             require("--video needs", "muster-rl[train]", "av")
             require_filmable(options.video)
-        plan, console = read_plan(options.run, trust=options.trust), Console(highlight=False)
         played: dict[str, Any] = {
             name: getattr(options, name) for name in ("checkpoint", "seed", "sample", "max_steps")
         }
-        with start_run_envs(plan, console, min(plan.config.num_envs, options.episodes)) as envs:
-            stopped = runs.evaluate_run(options.run, plan, envs, console, episodes=options.episodes, **played)
-        if options.video is not None and stopped is None:
-            rendering = {"render_mode": "rgb_array"}
-            with start_run_envs(plan, console, 1, env_kwargs=rendering, autoreset_mode="disabled") as envs:
-                stopped = runs.film_run(options.run, envs, console, options.video, **played)
+        with sudden_end_said("muster eval", plan.env, plan.options):
+            with start_run_envs(plan, console, min(plan.config.num_envs, options.episodes)) as envs:
+                stopped = runs.evaluate_run(options.run, plan, envs, console, episodes=options.episodes, **played)
+            if options.video is not None and stopped is None:
+                rendering = {"render_mode": "rgb_array"}
+                with start_run_envs(plan, console, 1, env_kwargs=rendering, autoreset_mode="disabled") as envs:
+                    stopped = runs.film_run(options.run, envs, console, options.video, **played)
     return 0 if stopped is None else SIGNALLED + stopped
 
 
@@ -197,6 +196,7 @@ def bench(words: Sequence[str]) -> int:
     from muster.command_line.command_options import BenchOptions
     from muster.command_line.mistakes import Mistake, reported
     from muster.command_line.reading import check_least, names_of, read_options
+    from muster.command_line.sudden_end import sudden_end_said
     from muster.doctor.measure import measure
     from muster.doctor.speeds import show_speeds
     from muster.doctor.targets import prints_to_stderr
@@ -210,7 +210,8 @@ def bench(words: Sequence[str]) -> int:
         check_least(options, num_envs=1, num_workers=1, rounds=1, seconds=0.01)
         if options.num_workers is not None and options.num_workers > options.num_envs:
             raise Mistake(f"--num-workers {options.num_workers} is too many for --num-envs {options.num_envs}")
-        with prints_to_stderr():
+        in_this_process = {"backend": "serial"}  # as one of the ways has them
+        with sudden_end_said("muster bench", options.env, in_this_process), prints_to_stderr():
             env, around = env_named(options.env), list(map(callable_named, options.wrapper))
             with console.status("measuring"):
                 measured = measure(
@@ -223,7 +224,7 @@ def bench(words: Sequence[str]) -> int:
                     seconds=options.seconds,
                 )
             if all(one.problem for one in measured):
-                raise UsageError(f"{options.env} cannot be stepped: {measured[0].problem}")
+                raise UsageError(f"{options.env} cannot be stepped: {measured[1].problem}")  # by workers
     if options.json:
         print(json.dumps({one.way: one.problem or one.steps_per_s for one in measured}, indent=2))
     else:

@@ -13,6 +13,7 @@ from muster.algorithms import PPOConfig
 from muster.command_line.mistakes import Mistake, option_of
 from muster.command_line.reading import HELP, asks_for_help, check_least, read_options, show_help
 from muster.command_line.run_toml import read_run_toml
+from muster.command_line.sudden_end import sudden_end_said
 from muster.command_line.train_options import EnvOptions, TrainOptions, UncheckedPPO
 from muster.recipes.named import absolute_name, callable_named
 from muster.training.plan import RunOptions, TrainingPlan, plan_of
@@ -56,7 +57,9 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     kwargs = dict(options.make.env_kwargs)
     around = list(map(callable_named, wrappers))
     alone = {name: value for name, value in _for_make_vec(options.make).items() if name not in FOR_SEVERAL}
-    with open_envs(env, 1, env_kwargs=kwargs, wrappers=around, **alone) as probe:  # its spaces are part of what decides
+    # Its spaces are part of what decides.
+    ending = sudden_end_said(COMMAND, env, alone)
+    with ending, open_envs(env, 1, env_kwargs=kwargs, wrappers=around, **alone) as probe:
         preset = preset_for(probe.spec, probe.single_observation_space, probe.single_action_space)
     options = _layered(TrainOptions().changed(preset.config), file, without_help)
     if asks_for_help(words):
