@@ -154,6 +154,20 @@ def test_ctrl_c_ends_cleanly_with_what_was_reached(tmp_path: Path):
         os.killpg(child.pid, 0)
 
 
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_signals_are_said_also_while_envs_are_built(tmp_path: Path, number: int, name: str):
+    (tmp_path / "slow_env.py").write_text(
+        "import pathlib, time\ndef make():\n    pathlib.Path('built').touch()\n    time.sleep(60)\n"
+    )
+    command = [*RUN_MUSTER, "bench", "slow_env:make"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as bench:
+        while not (tmp_path / "built").exists():
+            time.sleep(0.01)
+        bench.send_signal(number)
+        _, stderr = bench.communicate()
+    assert (bench.returncode, stderr) == (128 + number, f"muster bench: stopped by {name}\n")
+
+
 def test_help_is_quick_to_have_and_names_the_commands():
     code = "import sys; from muster.cli import run; run(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,6 +13,7 @@ import muster
 from muster.command_line.streams import prepare_streams, say_error
 from muster.errors import UsageError
 from muster.extras import imports_for, require
+from muster.training.stopping import StopSignals
 
 EXTRAS = {"doctor": "doctor", "bench": "doctor", "train": "train", "eval": "train", "plot": "train"}  # by command
 ABOUT = """Run many reinforcement-learning envs in parallel, and train on them.
@@ -33,11 +34,13 @@ def run(words: Sequence[str]) -> int:
     prepare_streams()
     name = words[0] if words and words[0] in COMMANDS else ""
     command = f"muster {name}".rstrip()
-    try:
-        return _run(words, name, command)
-    except KeyboardInterrupt:
-        say_error(f"{command}: stopped by Ctrl-C")
-        return 128 + signal.SIGINT
+    with StopSignals() as stop:
+        try:
+            return stop.call(lambda: _run(words, name, command))
+        except KeyboardInterrupt as error:
+            stop.caused(error)
+            say_error(f"{command}: stopped by {stop.name}")
+            return 128 + int(stop.number or signal.SIGINT)
 
 
 def _run(words: Sequence[str], name: str, command: str) -> int:

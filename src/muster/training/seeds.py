@@ -58,11 +58,12 @@ def _train_one(plan: TrainingPlan, console: Console, run: Path) -> signal.Signal
 
 def _print_result(found: Sequence[Path], parent: Path, console: Console) -> None:
     picture = parent / "comparison.png"
+    drawn = str(picture)
     try:
         if found:
             compare_runs(found, picture)
     except Exception as error:
-        console.print(f"warning: the comparison could not be drawn: {type(error).__name__}: {escape(str(error))}")
+        drawn = f"warning: it could not be drawn: {type(error).__name__}: {error}"
     curves = [curve for run in found if len(curve := read_curve(run / "metrics.csv"))]
     if not curves:
         return
@@ -71,7 +72,7 @@ def _print_result(found: Sequence[Path], parent: Path, console: Console) -> None
     lines = {
         "seeds": f"[bold]{interquartile_mean(last):,.1f}[/] is the interquartile mean of the last mean returns of "
         f"{len(last)}, {low:,.1f} to {high:,.1f} its 95 % interval",
-        "comparison": escape(str(picture)),
+        "comparison": escape(drawn),
     }
     for name, text in lines.items():
         console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
