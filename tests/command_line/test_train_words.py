@@ -349,6 +349,8 @@ def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
         ({"env": 3}, "r/config.json is not as muster train writes it: look at 'env'."),
         ({"wrappers": [3]}, "look at 'wrappers'."),
         ({"make_vec": {"num_envs": 3}}, "look at 'make_vec.num_envs'."),
+        ({"run": {"keep": "x", "eval_episodes": None}}, "look at 'run.keep', 'run.eval_episodes'."),
+        ({"run": [1]}, "look at 'run'."),
         ({"gamma": 5}, "r/config.json: gamma must lie in [0, 1], got 5."),
         ({"anneal_lr": "yes"}, "r/config.json: anneal_lr must be True or False, got 'yes'."),
         ({"hidden_sizes": [5]}, "r/checkpoint.pt is not that of the run in config.json: RuntimeError: Error"),
@@ -374,9 +376,17 @@ def test_a_run_folders_files_that_are_something_else_are_refused_in_one_line(fol
         assert result.exit_code == 1
         assert "r/metrics.csv is not that of the run in config.json: KeyError" in result.stderr
         assert result.stderr.count("\n") == 1
+    (folder / "r" / "metrics.csv").write_bytes(b"\xff")
+    assert "UnicodeDecodeError" in muster("train", "--resume", "r", "--total-steps", "99").stderr
     (folder / "r" / "checkpoint.pt").write_text("x")
     result = muster("eval", "r")
     assert result.stderr == "muster eval: error: r/checkpoint.pt is no checkpoint of muster train: UnpicklingError\n"
+    config = json.loads((folder / "r" / "config.json").read_text())
+    (folder / "r" / "config.json").write_text(json.dumps(config | {"with": "x", "make_vec": {"num_workers": "x"}}))
+    result = muster("train", "--resume", "r", "--total-steps", "99")
+    assert (
+        result.stderr == "muster train: error: --num-workers must be a number of workers, \"auto\" or None, got 'x'\n"
+    )
 
 
 @pytest.fixture(scope="module")

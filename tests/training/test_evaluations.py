@@ -6,12 +6,17 @@ import csv
 import re
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import muster as package
 from command import muster
+from muster.algorithms import PPO, PPOConfig
+from muster.errors import UsageError
 from muster.training import evaluations
 
 OPTIONS = ("--backend=serial", "--num-envs=4", "--num-steps=32", "--num-minibatches=1", "--update-epochs=2")
@@ -150,3 +155,12 @@ def test_a_signal_within_an_evaluation_ends_the_run_with_all_saved(
 def test_mistakes_are_one_line(option: str):
     result = muster("train", "CartPole-v1", "--backend=serial", option, "0")
     assert (result.exit_code, result.stderr) == (2, f"muster train: error: {option} must be at least 1, got 0\n")
+
+
+def test_an_evaluation_that_cannot_be_played_is_an_error_not_one_that_took_too_long():
+    options = PPOConfig(num_envs=2, num_steps=8, num_minibatches=1)
+    with package.make_vec("CartPole-v1", 2, backend="serial", autoreset_mode="same_step") as envs:
+        apart = package.make_vec("CartPole-v1", 2, backend="serial", autoreset_mode="same_step")
+        playing = evaluations.Evaluations(PPO(envs, options), apart, Console(), every=1, episodes=2)
+        with apart, patch.object(apart, "reset", side_effect=UsageError("not now")), pytest.raises(UsageError):
+            playing.play()

@@ -43,12 +43,21 @@ class Evaluations:
     def play(self) -> Evaluation | None:
         """The evaluation of the policy as it is now; None where episodes took too long. Raises as `evaluate`."""
         step, limit = f"{self._ppo.steps:,}", self._episodes * STEPS_PER_EPISODE
-        restarts = self._envs.stats()["restarts"]
+        restarts, taken = self._envs.stats()["restarts"], 0
+
+        def note(ended: int, steps: int) -> None:
+            nonlocal taken
+            taken = steps
+
         try:
-            played = evaluate(self._envs, self._ppo.act, episodes=self._episodes, seed=self._seed, max_steps=limit)
+            played = evaluate(
+                self._envs, self._ppo.act, episodes=self._episodes, seed=self._seed, max_steps=limit, on_progress=note
+            )
             ended = len(played.returns)
-        except UsageError:  # no episode has ended
-            ended = 0
+        except UsageError:
+            if taken < limit:
+                raise
+            ended = 0  # none has ended until the limit
         if more := self._envs.stats()["restarts"] - restarts:
             self._say(f"{more} restart{'s' * (more > 1)} of envs in the evaluation at step {step}")
         if ended < self._episodes:  # the mean of the rest would favour short ones

@@ -24,7 +24,8 @@ def seal_of(config: Mapping[str, Any]) -> str:
 
 def is_own(config: Mapping[str, Any]) -> bool:
     """Whether this user has made the run, and nobody has changed since what makes its envs."""
-    written, expected = (config.get("with") or {}).get("seal"), seal_of(config)
+    about = config.get("with")
+    written, expected = about.get("seal") if isinstance(about, Mapping) else None, seal_of(config)
     return isinstance(written, str) and bool(expected) and hmac.compare_digest(written.encode(), expected.encode())
 
 

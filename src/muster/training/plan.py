@@ -96,6 +96,9 @@ def plan_of(path: Path) -> TrainingPlan:
         unfit = ["wrappers"]
     if not unfit:
         unfit = [f"make_vec.{name}" for name in config["make_vec"] if name not in MAKE_VEC_OPTIONS]
+    kept = config.get("run", {})  # not there in older runs
+    if not unfit:
+        unfit = ["run"] if not isinstance(kept, dict) else [f"run.{name}" for name in _unfit_for_run(kept)]
     if unfit:
         raise UsageError(
             f"{path / 'config.json'} is not as muster train writes it: look at {', '.join(map(repr, unfit))}."
@@ -105,9 +108,18 @@ def plan_of(path: Path) -> TrainingPlan:
     except ConfigError as error:
         raise UsageError(f"{path / 'config.json'}: {error}") from None
     made = (config["env_kwargs"], tuple(config["wrappers"]), config["make_vec"])
-    kept = config.get("run", {})  # not there in older runs
     run = RunOptions(**{one.name: kept[one.name] for one in dataclasses.fields(RunOptions) if one.name in kept})
     return TrainingPlan(config["env"], options, config["preset"], *made, run)
+
+
+def _unfit_for_run(kept: Mapping[str, Any]) -> list[str]:
+    """The names of values that no field of `RunOptions` can have."""
+    fields = {one.name: one for one in dataclasses.fields(RunOptions)}
+    return [
+        name
+        for name, value in kept.items()
+        if name in fields and type(value) is not int and (value is not None or fields[name].default is not None)
+    ]
 
 
 def _versions() -> dict[str, Any]:

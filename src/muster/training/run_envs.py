@@ -50,8 +50,8 @@ def expected_workers(plan: TrainingPlan, count: int, **options: Any) -> int | No
     asked, by_cores = made["num_workers"], min(usable_cores(), count)
     if made["backend"] == "serial" or asked == "auto":
         return None
-    if asked is not None:
-        return int(asked) + int(made["caller_steps"])
+    if asked is not None:  # what is no number is for `make_vec` to refuse
+        return asked + int(made["caller_steps"]) if isinstance(asked, int) else None
     if made["backend"] == "thread":
         return by_cores
     (recipe,) = adapted_recipes(env_named(plan.env), 1, kwargs, around, None, False)

@@ -110,7 +110,8 @@ class RunFolder:
 
     def _rows(self) -> tuple[list[str], list[dict[str, str]]]:
         """The columns and the rows of metrics.csv."""
-        text = self.metrics_path.read_text(encoding="utf-8")
+        with reading(self.metrics_path):
+            text = self.metrics_path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]  # a process that was killed may leave half a line
         reader = csv.DictReader(io.StringIO(whole, newline=""))
         return list(reader.fieldnames or []), list(reader)
