@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,9 @@ def _run(words: Sequence[str], name: str, command: str) -> int:
     from muster.command_line.mistakes import Ended, reported
 
     try:
-        with reported(command):
+        with reported(command), warnings.catch_warnings():
+            # Gymnasium's, two lines for an older id than its newest; where it has gone, the error says so.
+            warnings.filterwarnings("ignore", ".*is out of date", DeprecationWarning)
             if words and words[0] == "--version":
                 print(muster.__version__, flush=True)
                 return 0

@@ -286,6 +286,7 @@ class Fragile(CartPoleEnv):
         ("train own_env.py:__name__", 2, "must be something that builds an env; it is text, 'own_env'"),
         ("train absent.py:make", 2, "there is no file"),
         ("train NoSuch-v0", 1, "NoSuch"),
+        ("train Pendulum-v0", 1, "is deprecated. Please use `Pendulum-v1` instead."),
         ("train CartPole-v1 --config absent.toml", 2, "--config absent.toml cannot be read: No such file or directory"),
         ("train CartPole-v1 --config .", 2, "--config . cannot be read: Is a directory"),
         ("eval", 2, "name the folder of a RUN"),

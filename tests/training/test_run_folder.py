@@ -61,6 +61,12 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path):
     assert first.metrics_path.read_text().split() == ["steps", "1"]
 
 
+def test_commands_that_are_shown_take_a_path_that_begins_as_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with RunFolder(Path("-a b")), pytest.raises(UsageError, match=r"--resume './-a b'$"):
+        RunFolder(Path("-a b"))
+
+
 def test_a_folder_with_other_files_is_fine(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("mine")
     RunFolder(tmp_path).close()

@@ -57,7 +57,7 @@ class RunFolder:
                 raise UsageError(f"{self.path} is a file, not a folder; choose another run folder.") from None
             raise UsageError(
                 f"{self.path} already holds a run; choose another run folder, remove that one, or go on with it: "
-                f"muster train --resume {shlex.quote(str(self.path))}"
+                f"muster train --resume {as_word(self.path)}"
             ) from None
 
     @classmethod
@@ -155,6 +155,11 @@ class RunFolder:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def as_word(path: Path) -> str:
+    """The path as one word of a shell, which is no option."""
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 def new_folder(parent: Path, name: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from muster.training.film import film_episode
 from muster.training.learning_curve import plot_learning_curve
 from muster.training.plan import TrainingPlan
 from muster.training.restarts import restarts_unwarned, say_restarts
-from muster.training.run_folder import RunFolder, read_checkpoint, reading
+from muster.training.run_folder import RunFolder, as_word, read_checkpoint, reading
 from muster.training.run_policy import load_policy
 from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
@@ -244,7 +243,7 @@ def _train(
             if not finished:
                 console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
             if ppo.steps < ppo.config.total_steps:
-                command = f"muster train --resume {shlex.quote(str(folder.path))}"
+                command = f"muster train --resume {as_word(folder.path)}"
                 console.print(f"To go on: {escape(command)}", soft_wrap=True)
         _print_result(ppo, folder, console, seconds=seconds, goal=goal, plot=plot, best=checkpoints.best)
     return None if finished else stop.number
