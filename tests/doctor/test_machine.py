@@ -305,6 +305,12 @@ def test_a_version_that_is_too_old_is_marked(monkeypatch: pytest.MonkeyPatch) ->
     assert found["torch"].severity == "good"
 
 
+def test_any_opencv_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = packages(monkeypatch, {"tensorboard": "2.20", "matplotlib": "3.10", "opencv-python": "4.12"})
+    assert found["train"].text == "muster train: tensorboard 2.20, matplotlib 3.10, no av, opencv-python 4.12"
+    assert packages(monkeypatch, {})["train"].text.endswith("no av, no opencv-python-headless")
+
+
 def test_every_extra_brings_what_it_is_named_for() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -318,8 +324,8 @@ def test_every_extra_brings_what_it_is_named_for() -> None:
     named = {}
     for _, _, packages, command in machine._GROUPS:
         if extra := re.fullmatch(r"pip install 'muster-rl\[(\w+)\]'", command):
-            named[extra[1]] = set(packages.split())
-    assert {"torch", "sb3", "torchrl", "meltingpot"} <= named.keys()
+            named[extra[1]] = {names.split("|")[0] for names in packages.split()}
+    assert {"torch", "train", "sb3", "torchrl", "meltingpot"} <= named.keys()
     for extra in named.keys() & extras.keys():
         assert named[extra] <= brought(extra)
 

@@ -198,11 +198,14 @@ def _about_starts() -> list[Fact]:
     return [dataclasses.replace(first, meaning=meaning), *others]
 
 
-# The topic, which is the extra's name where there is one; what the packages are for; their names; what installs them.
+_OPENCV = "opencv-python-headless|opencv-python|opencv-contrib-python|opencv-contrib-python-headless"
+
+# The topic, which is the extra's name where there is one; what the packages are for; their names, those in place of
+# each other with | between them; what installs them.
 _GROUPS = (
     ("required", "vector envs", "numpy gymnasium cloudpickle", "pip install muster-rl"),
     ("torch", "collectors, networks", "torch tensordict", "pip install 'muster-rl[torch]'"),
-    ("train", "muster train", "tensorboard matplotlib", "pip install 'muster-rl[train]'"),
+    ("train", "muster train", f"tensorboard matplotlib av {_OPENCV}", "pip install 'muster-rl[train]'"),
     ("torchrl", "as_torchrl", "torchrl", "pip install 'muster-rl[torchrl]'"),
     ("sb3", "drop-ins for SB3", "stable-baselines3", "pip install 'muster-rl[sb3]'"),
     ("marl", "PettingZoo's envs", "pettingzoo mpe2", "pip install 'muster-rl[marl]'"),
@@ -215,12 +218,18 @@ _GROUPS = (
 def _about_packages() -> Iterator[Finding]:
     oldest = _oldest_versions()
     for topic, purpose, names, command in _GROUPS:
-        versions = {name: installed_version(name) for name in names.split()}
+        versions = dict(_installed_of(alternatives.split("|")) for alternatives in names.split())
         old = [name for name, found in versions.items() if found and is_older(found, oldest.get(name, ""))]
         texts = [f"{name} {found}" if found else f"no {name}" for name, found in versions.items()]
         texts += [f"{name} must be {oldest[name]} or newer" for name in old]
         severity: Severity = "warns" if old else "good" if all(versions.values()) else "note"
         yield Finding(severity, topic, f"{purpose}: {', '.join(texts)}", None if severity == "good" else command)
+
+
+def _installed_of(alternatives: list[str]) -> tuple[str, str | None]:
+    """The first package of these that is installed, with its version; the first one with None where none is."""
+    versions = {name: installed_version(name) for name in alternatives}
+    return next((one for one in versions.items() if one[1]), (alternatives[0], None))
 
 
 def _oldest_versions() -> dict[str, str]:
