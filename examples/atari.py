@@ -1,8 +1,8 @@
-"""Train PPO on an Atari game in Python: what `muster train PongNoFrameskip-v4` does, to build upon.
+"""Train PPO on an Atari game in Python: what `muster train CrazyClimberNoFrameskip-v4` does, to build upon.
 
     pip install "muster-rl[train]" ale-py
-    python examples/atari.py                                     # half an hour on two cores
-    python examples/atari.py --env ALE/Breakout-v5 --total-steps 2000000
+    python examples/atari.py                                       # a quarter of an hour on two cores
+    python examples/atari.py --env ALE/Pong-v5 --total-steps 2000000
 
 A step is one action, which the game repeats for 4 frames. The policy sees the last 4 frames, grey and 84 x 84, as in
 Mnih et al. 2015.
@@ -16,8 +16,8 @@ import muster
 from muster.algorithms import PPO, PPOConfig
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--env", default="PongNoFrameskip-v4")
-parser.add_argument("--total-steps", type=int, default=400_000)
+parser.add_argument("--env", default="CrazyClimberNoFrameskip-v4")
+parser.add_argument("--total-steps", type=int, default=200_000)
 parser.add_argument("--seed", type=int, default=1)
 arguments = parser.parse_args()
 

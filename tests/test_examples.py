@@ -71,7 +71,7 @@ def test_the_atari_example_trains_as_the_command_does(tmp_path: Path, monkeypatc
     pytest.importorskip("ale_py")
     monkeypatch.chdir(tmp_path)
     example = ["-W", "error", str(ROOT / "examples" / "atari.py"), "--total-steps", "1024"]
-    game = ["PongNoFrameskip-v4", "--total-steps", "1024", "--seed", "1"]
+    game = ["CrazyClimberNoFrameskip-v4", "--total-steps", "1024", "--seed", "1"]
     shown = subprocess.run([sys.executable, *example], capture_output=True, text=True, timeout=100, check=True).stdout
     assert "1,024 steps" in shown
     assert muster("train", *game).exit_code == 0
