@@ -1,7 +1,7 @@
 """Train PPO on an Atari game in Python: what `muster train CrazyClimberNoFrameskip-v4` does, to build upon.
 
     pip install "muster-rl[train]" ale-py
-    python examples/atari.py                                       # a quarter of an hour on two cores
+    python examples/atari.py                                       # ten minutes on two cores
     python examples/atari.py --env ALE/Pong-v5 --total-steps 2000000
 
 A step is one action, which the game repeats for 4 frames. The policy sees the last 4 frames, grey and 84 x 84, as in
@@ -39,6 +39,7 @@ config = PPOConfig(
     clip_vloss=True,
     ent_coef=0.01,
     clip_rewards=1.0,
+    torch_threads=2,
 )
 game = {"frameskip": 1, "repeat_action_probability": 0.0}  # the wrapper skips frames; no action is repeated at random
 with muster.make_vec(

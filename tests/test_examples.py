@@ -67,6 +67,7 @@ def test_the_ship_learns_to_dock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert re.fullmatch(r"docked after \d+ steps, return 1\.\d+", flown.stdout.splitlines()[-1]), flown.stdout
 
 
+@pytest.mark.slow
 def test_the_atari_example_trains_as_the_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ale_py")
     monkeypatch.chdir(tmp_path)

@@ -61,8 +61,11 @@ def _removes_shared_files() -> Iterator[None]:
 @pytest.mark.usefixtures("_removes_shared_files")
 def test_whatever_is_left_behind_in_each_episode_is_counted() -> None:
     traits = "handle and thread and process and file and shared file"
-    soak, findings = soaked(Leaky, 2.5, traits=traits, length=50)
-    warned = warnings_of(findings)
+    for soak_s in (2.5, 10.0):  # a machine that has much else to do plays too few episodes in less
+        soak, findings = soaked(Leaky, soak_s, traits=traits, length=50)
+        warned = warnings_of(findings)
+        if len(warned) == len(traits.split(" and ")):
+            break
     for kind in ("file handle", "thread", "child process", "temporary file"):
         (text,) = [text for text in warned if text.startswith(f"leaks one {kind} an episode: ")]
         assert f" after {soak.episodes:,} episodes and {soak.steps:,} steps" in text

@@ -139,7 +139,16 @@ def check(front_end: str, env: Any, kind: str, context: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("front_end", [name for name in FRONT_ENDS if name != "make_vec, caller_steps"])
+@pytest.mark.parametrize(
+    "front_end",
+    [
+        "make_vec",
+        "AsyncVectorEnv",
+        "SubprocVecEnv",
+        "make_vec_env",
+        pytest.param("ParallelEnv", marks=pytest.mark.slow),
+    ],
+)
 def test_each_env_has_a_process_of_its_own(front_end, kind, libraries):
     check(front_end, functools.partial(KINDS[kind], libraries[kind]), kind, "forkserver")
 

@@ -214,7 +214,7 @@ class Loader(Counter):
             pickle.loads(b"c__main__\nState\n)R.")
 
 
-@pytest.mark.parametrize("where", ["reset", "step"])
+@pytest.mark.parametrize("where", [pytest.param("reset", marks=pytest.mark.slow), "step"])
 @pytest.mark.parametrize("start", [SubprocVecEnv, AsyncVectorEnv], ids=lambda start: start.__name__)
 @pytest.mark.usefixtures("robotlib")
 @pytest.mark.filterwarnings("ignore:.*ERROR")  # Gymnasium's own lines

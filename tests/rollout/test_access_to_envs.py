@@ -49,7 +49,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=["sync", "async", "staying", pytest.param("staying async", marks=pytest.mark.slow)])
 def collector(request):
     ways = dict(WAYS[request.param])
     if policy := ways.pop("policy", None):

@@ -51,9 +51,10 @@ class Preset:
         )
 
 
+# Two threads: most of the time goes into the gradients of the CNN, while the envs' workers wait.
 ATARI_PPO = {
     "num_envs": 8, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4, "learning_rate": 2.5e-4,
-    "clip_coef": 0.1, "clip_vloss": True, "ent_coef": 0.01,
+    "clip_coef": 0.1, "clip_vloss": True, "ent_coef": 0.01, "torch_threads": 2,
 }  # fmt: skip
 # 16 envs, many rows a minibatch, a high rate that falls to 0, both normalised: on LunarLander-v3 200 is reached after
 # 172,000 steps and 282 after 1M (seed 1), where the zoo's values come to 163.
