@@ -121,7 +121,9 @@ class Encoder(nn.Module):
             return nn.functional.embedding(rows, self.embeddings).flatten(1)
         assert self.cnn is not None
         images = obs.movedim(self.from_axes, (-2, -1)).reshape(-1, *self.image_shape)
-        features: Tensor = self.cnn(images.float() / self.brightest)
+        # By pixels, their channels side by side: oneDNN's convolutions and their gradients are faster so.
+        pixels = images.float().contiguous(memory_format=torch.channels_last)
+        features: Tensor = self.cnn(pixels / self.brightest)
         return features
 
 
