@@ -112,6 +112,7 @@ FRONT_ENDS = {
     "make_vec_env": with_make_vec_env,
     "ParallelEnv": with_parallel_env,
 }
+EACH_APART = [name for name in FRONT_ENDS if name != "make_vec, caller_steps"]
 
 
 @pytest.fixture
@@ -140,21 +141,14 @@ def check(front_end: str, env: Any, kind: str, context: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "front_end",
-    [
-        "make_vec",
-        "AsyncVectorEnv",
-        "SubprocVecEnv",
-        "make_vec_env",
-        pytest.param("ParallelEnv", marks=pytest.mark.slow),
-    ],
+    "front_end", [pytest.param(name, marks=[pytest.mark.slow] * (name == "ParallelEnv")) for name in EACH_APART]
 )
 def test_each_env_has_a_process_of_its_own(front_end, kind, libraries):
     check(front_end, functools.partial(KINDS[kind], libraries[kind]), kind, "forkserver")
 
 
 @pytest.mark.parametrize("kind", ["shares", "class variable"])
-@pytest.mark.parametrize("front_end", [name for name in FRONT_ENDS if name != "make_vec, caller_steps"])
+@pytest.mark.parametrize("front_end", EACH_APART)
 def test_so_has_each_env_of_an_id_of_somebody_else(front_end, kind, registered):
     check(front_end, registered(kind), kind, "forkserver")
 
@@ -163,7 +157,7 @@ def test_so_has_each_env_of_an_id_of_somebody_else(front_end, kind, registered):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("by_id", [False, True], ids=["factory", "id"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("front_end", [name for name in FRONT_ENDS if name != "make_vec, caller_steps"])
+@pytest.mark.parametrize("front_end", EACH_APART)
 def test_the_same_by_every_start_method(front_end, kind, by_id, context, libraries, registered):
     env = registered(kind) if by_id else functools.partial(KINDS[kind], libraries[kind])
     check(front_end, env, kind, context)

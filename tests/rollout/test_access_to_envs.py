@@ -49,7 +49,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(params=["sync", "async", "staying", pytest.param("staying async", marks=pytest.mark.slow)])
+@pytest.fixture(params=[pytest.param(way, marks=[pytest.mark.slow] * (way == "staying async")) for way in WAYS])
 def collector(request):
     ways = dict(WAYS[request.param])
     if policy := ways.pop("policy", None):

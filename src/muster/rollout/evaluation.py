@@ -15,6 +15,10 @@ from muster.rollout.episodes import Episodes
 _STEPS = 64  # of each env, between two looks at the episodes that ended
 
 
+class NoEpisodeEnded(UsageError):
+    """Not one episode has ended within the steps that an evaluation may take."""
+
+
 def evaluate(
     envs: Any,
     policy: Callable[..., Any],
@@ -33,7 +37,7 @@ def evaluate(
         then are left out, and K is smaller.
     on_progress: called now and then with the episodes played and the steps taken so far.
 
-    Raises ConfigError, UsageError where no episode has ended after `max_steps`, and what `Collector` raises.
+    Raises ConfigError, NoEpisodeEnded where no episode has ended after `max_steps`, and what `Collector` raises.
     """
     episodes = at_least("episodes", episodes, 1)
     N = envs.num_envs
@@ -51,7 +55,7 @@ def evaluate(
             if max_steps is not None and collector.frames >= max_steps:
                 break
     if not any(played):
-        raise UsageError(
+        raise NoEpisodeEnded(
             f"none of {episodes} episodes had ended after {collector.frames:,} steps of all envs, and max_steps is "
             f"{max_steps:,}. If episodes of this env never end, register it with max_episode_steps, or wrap it in "
             "gymnasium.wrappers.TimeLimit; if they are long, ask for more steps"

@@ -10,8 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from muster.algorithms import PPO
-from muster.errors import UsageError
-from muster.rollout.evaluation import evaluate
+from muster.rollout.evaluation import NoEpisodeEnded, evaluate
 from muster.training.checkpoints import Evaluation
 from muster.training.opening import start_run_envs
 from muster.training.plan import TrainingPlan
@@ -43,21 +42,12 @@ class Evaluations:
     def play(self) -> Evaluation | None:
         """The evaluation of the policy as it is now; None where episodes took too long. Raises as `evaluate`."""
         step, limit = f"{self._ppo.steps:,}", self._episodes * STEPS_PER_EPISODE
-        restarts, taken = self._envs.stats()["restarts"], 0
-
-        def note(ended: int, steps: int) -> None:
-            nonlocal taken
-            taken = steps
-
+        restarts = self._envs.stats()["restarts"]
         try:
-            played = evaluate(
-                self._envs, self._ppo.act, episodes=self._episodes, seed=self._seed, max_steps=limit, on_progress=note
-            )
+            played = evaluate(self._envs, self._ppo.act, episodes=self._episodes, seed=self._seed, max_steps=limit)
             ended = len(played.returns)
-        except UsageError:
-            if taken < limit:
-                raise
-            ended = 0  # none has ended until the limit
+        except NoEpisodeEnded:
+            ended = 0
         if more := self._envs.stats()["restarts"] - restarts:
             self._say(f"{more} restart{'s' * (more > 1)} of envs in the evaluation at step {step}")
         if ended < self._episodes:  # the mean of the rest would favour short ones

@@ -76,7 +76,7 @@ def _begun(path: Path, rate: int) -> tuple[Path, Any, Any]:
         return aside, film, film.add_stream("libx264", rate=rate)
     except ValueError as error:
         aside.unlink(missing_ok=True)
-        said = str(error).replace(repr(str(aside)), "").rstrip(" :;")
+        said = getattr(error, "strerror", None) or error  # FFmpeg's own errors name the file aside, too
         raise UsageError(f"{path} cannot be written as a film: {said}. Choose a name that ends in .mp4") from None
 
 
