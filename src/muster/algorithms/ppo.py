@@ -27,9 +27,9 @@ from muster.algorithms.acting import act, as_seen, torch_threads
 from muster.algorithms.actor_critic import ActorCritic
 from muster.algorithms.encoder import kind_of
 from muster.algorithms.episode_window import EpisodeSummary, EpisodeWindow
-from muster.algorithms.finite_rows import require_finite_rows
 from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer
 from muster.algorithms.ppo_config import PPOConfig
+from muster.algorithms.ppo_parts import require_finite_rows
 from muster.algorithms.schedule import Schedule
 from muster.errors import ConfigError, TrainingDiverged, UsageError
 from muster.rollout.collector import Collector
