@@ -4,7 +4,8 @@ from muster.extras import imports_for
 
 with imports_for("muster.algorithms needs", "muster-rl[torch]", "torch", "tensordict"):
     from muster.algorithms.actor_critic import ActorCritic
-    from muster.algorithms.ppo import PPO, PPOMetrics
+    from muster.algorithms.ppo import PPO
     from muster.algorithms.ppo_config import PPOConfig
+    from muster.algorithms.ppo_parts import PPOMetrics
 
 __all__ = ["ActorCritic", "PPO", "PPOConfig", "PPOMetrics"]

@@ -1,4 +1,4 @@
-"""The network that PPO trains, fitted to an env's spaces: encoder, actor, critic and action distribution.
+"""The network that PPO trains, fitted to an env's spaces: encoder, actor, critic, action distribution; and how it acts.
 
 Weights are drawn from a generator that the caller seeds; torch's global generator is never touched.
 """
@@ -6,7 +6,8 @@ Weights are drawn from a generator that the caller seeds; torch's global generat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import gymnasium as gym
@@ -15,8 +16,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from muster.algorithms.encoder import Choices, Encoder
-from muster.algorithms.layers import mlp
+from muster.algorithms.encoder import Choices, Encoder, mlp
+from muster.algorithms.normalization import ObservationNormalizer
 from muster.errors import UsageError
 
 
@@ -24,7 +25,7 @@ class ActorCritic(nn.Module):
     """A policy and a value for one env: two networks of ``hidden_sizes``, or single layers on a shared CNN for images.
 
     rng: what weights are drawn from; None for torch's global generator.
-    hidden_sizes, activation: of both networks, except for images.  activation: a key of `muster.algorithms.layers`'
+    hidden_sizes, activation: of both networks, except for images.  activation: a key of `muster.algorithms.encoder`'s
     ACTIVATIONS.  log_std_init: logarithm of the deviation that continuous actions start with, as `Gaussian` has it.
 
     Raises UsageError for spaces other than Box, Discrete, MultiDiscrete and MultiBinary.
@@ -144,3 +145,38 @@ class Gaussian(nn.Module):
             scaled = self.center + self.scale * actions.numpy().astype(self.dtype)
         clipped: np.ndarray[Any, Any] = np.clip(scaled, self.low, self.high)
         return clipped.reshape(-1, *self.shape)
+
+
+@torch.no_grad()
+def act(
+    policy: ActorCritic, observations: ObservationNormalizer | None, obs: Tensor, *, sample: bool, threads: int
+) -> Tensor:
+    """Actions for observations [B, *obs_shape], as the env wants them: the likeliest ones, or drawn if ``sample``.
+
+    threads: torch's, meanwhile; results differ in their last digits with another number.
+    """
+    with torch_threads(threads):
+        seen = as_seen(obs, observations)
+        return torch.from_numpy(policy.head.to_env(policy.act(seen) if sample else policy.best(seen)))
+
+
+def as_seen(obs: Tensor, observations: ObservationNormalizer | None) -> Tensor:
+    """Observations [B, *obs_shape] as the policy sees them: normalised, and with 0 for numbers that are not finite.
+
+    PPO refuses such numbers once the rollout is complete, except where nothing is learnt from them: the action for a
+    row in which an env is only reset is not used.
+    """
+    if obs.is_floating_point():
+        obs = obs.nan_to_num(0.0, 0.0, 0.0)
+    return obs if observations is None else observations(obs)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Has torch compute with this number of threads in the ``with`` block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

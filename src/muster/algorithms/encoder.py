@@ -1,6 +1,6 @@
 """Observations as the float features that a network takes: each kind of space has a first layer of its own.
 
-Weights are drawn from a generator that the caller seeds.
+Layers have orthogonal weights, drawn from a generator that the caller seeds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from muster.algorithms.layers import layer
 from muster.errors import UsageError
 
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "gelu": nn.GELU}
 Kind = Literal["choices", "images", "codes", "grid", "bytes", "numbers"]
 
 MIN_PIXELS = 36  # of the shorter side: what the CNN's three kernels need
@@ -165,3 +165,22 @@ def _cnn(channels: int, height: int, width: int, rng: torch.Generator | None) ->
         height, width = ((size - kernel) // stride + 1 for size in (height, width))
         channels = filters
     return nn.Sequential(*layers, nn.Flatten(), layer(nn.Linear, channels * height * width, 512, rng=rng), nn.ReLU())
+
+
+def mlp(sizes: Sequence[int], *, activation: str, gain: float, rng: torch.Generator | None) -> nn.Sequential:
+    """Linear layers with an activation (a key of ACTIVATIONS) between them; ``gain`` is the last layer's."""
+    layers: list[nn.Module] = []
+    for i in range(len(sizes) - 2):
+        layers += [layer(nn.Linear, sizes[i], sizes[i + 1], rng=rng), ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers, layer(nn.Linear, sizes[-2], sizes[-1], rng=rng, gain=gain))
+
+
+def layer(
+    kind: type[nn.Linear] | type[nn.Conv2d], *sizes: int, rng: torch.Generator | None, gain: float = 2**0.5
+) -> nn.Module:
+    """A layer with orthogonal weights and zero biases. It is built empty: torch's own draw would use its global rng."""
+    built: nn.Linear | nn.Conv2d = nn.utils.skip_init(kind, *sizes)  # type: ignore[no-untyped-call]  # torch's gap
+    nn.init.orthogonal_(built.weight, gain, generator=rng)
+    if built.bias is not None:
+        nn.init.zeros_(built.bias)
+    return built

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,50 +22,22 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
 
-from muster.algorithms.acting import act, as_seen, torch_threads
-from muster.algorithms.actor_critic import ActorCritic
-from muster.algorithms.encoder import kind_of
-from muster.algorithms.episode_window import EpisodeSummary, EpisodeWindow
+from muster.algorithms.actor_critic import ActorCritic, act, as_seen, torch_threads
 from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer
 from muster.algorithms.ppo_config import PPOConfig
-from muster.algorithms.ppo_parts import require_finite_rows
-from muster.algorithms.schedule import Schedule
-from muster.errors import ConfigError, TrainingDiverged, UsageError
+from muster.algorithms.ppo_parts import (
+    EpisodeWindow,
+    Losses,
+    PPOMetrics,
+    Schedule,
+    check_envs,
+    require_finite_rows,
+)
+from muster.errors import TrainingDiverged
 from muster.rollout.collector import Collector
 from muster.rollout.returns import gae
 
 KL_MARGIN = 1.5  # by which a minibatch may exceed target_kl, as in Stable-Baselines3
-
-
-class Losses(NamedTuple):
-    """The figures of one update, averaged over its minibatches."""
-
-    policy_loss: float  # clipped surrogate
-    value_loss: float  # half the mean squared error of the values
-    entropy: float  # of the action distribution, in nats
-    approx_kl: float  # how far the policy has moved from the one that collected
-    clip_fraction: float  # share of rows whose ratio was clipped
-
-
-@dataclass(frozen=True)
-class PPOMetrics:
-    """The figures of one iteration."""
-
-    steps: int  # env steps so far
-    episodes: EpisodeSummary
-    losses: Losses
-    explained_variance: float  # of the targets by the values before the update: 1 perfect, 0 no better than the mean
-    learning_rate: float
-
-    def as_row(self) -> dict[str, float]:
-        """All figures under plain names, as in metrics.csv."""
-        return {
-            "steps": self.steps,
-            **self.episodes._asdict(),
-            **self.losses._asdict(),
-            "explained_variance": self.explained_variance,
-            "learning_rate": self.learning_rate,
-        }
 
 
 class Rollout(NamedTuple):
@@ -95,7 +66,7 @@ class PPO:
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], config: PPOConfig, policy: ActorCritic | None = None) -> None:
-        _check_envs(envs, config)
+        check_envs(envs, config)
         self.envs = envs
         self.config = config
         self.steps = 0  # env steps of the complete iterations
@@ -169,7 +140,9 @@ class PPO:
         require_finite_rows(batch, (self.collector.batches - 1) * self.config.num_steps, self.steps)
         self.episodes.add(self.collector.last_episodes)
         seen = batch["observation"]
-        last, finals = (self._seen(batch["collector", name, "observation"]) for name in ("last", "final"))
+        last, finals = (
+            as_seen(batch["collector", name, "observation"], self.observations) for name in ("last", "final")
+        )
         terminated, truncated, rewards = (
             batch["next", name].squeeze(-1) for name in ("terminated", "truncated", "reward")
         )
@@ -180,7 +153,7 @@ class PPO:
         if self.rewards is not None:
             rewards = self.rewards.update(rewards.T, (terminated | truncated).T, mask.T).T
         # By the statistics that the actor saw them by; the rollout's own rows count from the next one on.
-        observations = self._seen(seen)
+        observations = as_seen(seen, self.observations)
         if self.observations is not None:
             self.observations.moments.update(seen[mask])
 
@@ -208,21 +181,13 @@ class PPO:
 
     def _explore(self, obs: Tensor) -> dict[str, Tensor]:
         """The outputs that the collector stores."""
-        chosen = self.policy.act(self._seen(obs))
+        chosen = self.policy.act(as_seen(obs, self.observations))
         if chosen.is_floating_point() and not chosen.isfinite().all():
             raise TrainingDiverged(
                 f"PPO diverged: after step {self.steps} the policy's actions are not finite, and were not sent. Lower "
                 f"learning_rate, which is {self.config.learning_rate:g}, or look for huge observations."
             )
         return {"chosen": chosen, "action": torch.from_numpy(self.policy.head.to_env(chosen))}
-
-    def _seen(self, obs: Tensor) -> Tensor:
-        """Observations [B, *obs_shape] as the policy sees them.
-
-        Numbers that are not finite are 0. They are refused once the rollout is complete, except where nothing is
-        learnt from them: the action for a row in which an env is only reset is not used.
-        """
-        return as_seen(obs, self.observations)
 
     def _evaluate(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """The policy's output for observations [B, *obs_shape], a minibatch at a time, as images take much memory."""
@@ -308,8 +273,7 @@ class PPO:
 
         Without the envs: plain tensors, numbers and lists, so that weights_only=True loads them.
         """
-        state: dict[str, Any] = _copied(self._complete[0])
-        return state
+        return copy.deepcopy(self._complete[0])
 
     def _state(self) -> dict[str, Any]:
         """A copy of the state as it is now."""
@@ -324,8 +288,7 @@ class PPO:
             "episodes": self.episodes.state_dict(),
             "normalizers": {name: one.moments.state_dict() for name, one in normalizers.items() if one is not None},
         }
-        copied: dict[str, Any] = _copied(state)
-        return copied
+        return copy.deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Any], *, learning_rate: float | None = None) -> None:
         """Goes on from ``state_dict``, in new episodes. The config must be for the same network and normalisation.
@@ -344,7 +307,7 @@ class PPO:
         self._under_way = False
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        state = _copied(state)  # the optimizer takes its tensors as they are, and writes into them
+        state = copy.deepcopy(state)  # the optimizer takes its tensors as they are, and writes into them
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.collector.load_state_dict(state["collector"])
@@ -355,32 +318,6 @@ class PPO:
             self.observations.moments.load_state_dict(state["normalizers"]["observations"])
         if self.rewards is not None:
             self.rewards.load_state_dict(state["normalizers"]["rewards"])
-
-
-def _check_envs(envs: VectorEnv[Any, Any, Any], config: PPOConfig) -> None:
-    if not isinstance(envs, VectorEnv):
-        raise UsageError(f"PPO trains one agent per env and needs a gymnasium VectorEnv, got {type(envs).__name__}.")
-    if envs.num_envs != config.num_envs:
-        raise UsageError(
-            f"envs has num_envs={envs.num_envs}, the config num_envs={config.num_envs}; "
-            f"pass PPOConfig(num_envs={envs.num_envs})."
-        )
-    space = envs.single_observation_space
-    if config.normalize_observations and kind_of(space) not in ("numbers", "bytes"):
-        raise ConfigError(
-            "normalize_observations is for measurements, such as positions and speeds: Boxes of floats, of large "
-            f"whole numbers, and rows of bytes. This env observes {space}, which the policy reads as {kind_of(space)}, "
-            "in numbers of about 1 already. Leave it off."
-        )
-
-
-def _copied(state: Any) -> Any:
-    """A copy of plain state: of all tensors, dicts and lists in it."""
-    if isinstance(state, Tensor):
-        return state.detach().clone()
-    if isinstance(state, Mapping):
-        return {key: _copied(value) for key, value in state.items()}
-    return [_copied(value) for value in state] if isinstance(state, list) else copy.deepcopy(state)
 
 
 def _seed(sequence: np.random.SeedSequence) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from muster.algorithms.layers import ACTIVATIONS
+from muster.algorithms.encoder import ACTIVATIONS
 from muster.arguments import as_whole, at_least
 from muster.errors import ConfigError
 

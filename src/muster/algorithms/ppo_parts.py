@@ -1,13 +1,42 @@
-"""The check that a rollout's rows are finite, before they enter weights, statistics or returns."""
+"""The parts of PPO's loop: the checks of its envs and of a rollout's rows, its rates, and the figures it reports."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from gymnasium.vector import VectorEnv
 from torch import Tensor
 
-from muster.errors import TrainingDiverged
+from muster.algorithms.encoder import kind_of
+from muster.algorithms.ppo_config import PPOConfig
+from muster.errors import ConfigError, TrainingDiverged, UsageError
+from muster.rollout.episodes import Episodes
+
+EPISODE_WINDOW = 100
+
+
+def check_envs(envs: VectorEnv[Any, Any, Any], config: PPOConfig) -> None:
+    """Raises UsageError for envs that PPO cannot train on, ConfigError for options that do not fit them."""
+    if not isinstance(envs, VectorEnv):
+        raise UsageError(f"PPO trains one agent per env and needs a gymnasium VectorEnv, got {type(envs).__name__}.")
+    if envs.num_envs != config.num_envs:
+        raise UsageError(
+            f"envs has num_envs={envs.num_envs}, the config num_envs={config.num_envs}; "
+            f"pass PPOConfig(num_envs={envs.num_envs})."
+        )
+    space = envs.single_observation_space
+    if config.normalize_observations and kind_of(space) not in ("numbers", "bytes"):
+        raise ConfigError(
+            "normalize_observations is for measurements, such as positions and speeds: Boxes of floats, of large "
+            f"whole numbers, and rows of bytes. This env observes {space}, which the policy reads as {kind_of(space)}, "
+            "in numbers of about 1 already. Leave it off."
+        )
 
 
 def require_finite_rows(batch: Any, steps_before: int, kept_steps: int) -> None:
@@ -69,3 +98,133 @@ def _bad(rows: Tensor, used: Tensor) -> list[list[int]]:
 def _finite(rows: Tensor) -> Tensor:
     """Whether each number is finite in float32, the policy's dtype."""
     return (rows.float() if rows.is_floating_point() else rows).isfinite()
+
+
+class Rates(NamedTuple):
+    """What one iteration learns with."""
+
+    learning_rate: float
+    clip_coef: float
+
+
+class Schedule:
+    """Gives the rates at each step; those that are annealed fall in a line to 0 at the end of the run.
+
+    began_again: the run that was loaded had finished, and starts with its first learning rate again.
+    """
+
+    def __init__(self, config: PPOConfig) -> None:
+        self._config = config
+        self._first_step, self._last_step = 0, config.num_iterations * config.batch_size
+        self._total_steps = config.total_steps  # a run ends with these, before the last step where rows are left out
+        self._first = Rates(config.learning_rate, config.clip_coef)
+        self.began_again = False
+
+    def at(self, steps: int) -> Rates:
+        """The rates of the iteration that starts after ``steps`` env steps."""
+        length = max(self._last_step - self._first_step, 1)
+        left = max(1 - (steps - self._first_step) / length, 0.0)
+        return Rates(
+            self._first.learning_rate * (left if self._config.anneal_lr else 1),
+            self._first.clip_coef * (left if self._config.anneal_clip else 1),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "first_step": self._first_step,
+            "last_step": self._last_step,
+            "total_steps": self._total_steps,
+            "first": list(self._first),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], steps: int, learning_rate: float | None = None) -> None:
+        """Goes on from the rates that a run had reached after ``steps``, to 0 at the end that the config sets.
+
+        A run that had finished starts with the config's rates again.  learning_rate: starts with this one instead.
+        """
+        last_step = self._last_step
+        self._first_step, self._last_step = int(state["first_step"]), int(state["last_step"])
+        finished = steps >= int(state["total_steps"])
+        self._first = Rates(*state["first"])
+        self.began_again = False
+        if self._last_step == last_step and learning_rate is None:
+            return
+        if finished:
+            self._first = Rates(self._config.learning_rate, self._config.clip_coef)
+            self.began_again = self._config.anneal_lr and learning_rate is None
+        else:
+            self._first = self.at(steps)
+        if learning_rate is not None:
+            self._first = self._first._replace(learning_rate=learning_rate)
+        self._first_step, self._last_step = steps, last_step
+
+
+class EpisodeSummary(NamedTuple):
+    """Figures of the last 100 episodes; nan until the first one ends."""
+
+    episodes: int  # ended so far
+    mean_return: float
+    low_return: float  # 10th percentile
+    high_return: float  # 90th percentile
+    mean_length: float  # in env steps
+
+
+class EpisodeWindow:
+    """The returns and lengths of the last 100 episodes that ended."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+        self.returns: deque[float] = deque(maxlen=EPISODE_WINDOW)
+        self.lengths: deque[int] = deque(maxlen=EPISODE_WINDOW)
+
+    def add(self, episodes: Episodes) -> None:
+        """Adds the episodes that ended in a rollout."""
+        self.ended += len(episodes.returns)
+        self.returns.extend(episodes.returns.tolist())
+        self.lengths.extend(episodes.lengths.tolist())
+
+    def summary(self) -> EpisodeSummary:
+        if not self.returns:
+            return EpisodeSummary(0, math.nan, math.nan, math.nan, math.nan)
+        low, high = np.percentile(self.returns, (10, 90))
+        mean_return, mean_length = np.mean(self.returns), np.mean(self.lengths)
+        return EpisodeSummary(self.ended, float(mean_return), float(low), float(high), float(mean_length))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ended": self.ended, "returns": list(self.returns), "lengths": list(self.lengths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.ended = int(state["ended"])
+        self.returns = deque(state["returns"], EPISODE_WINDOW)
+        self.lengths = deque(state["lengths"], EPISODE_WINDOW)
+
+
+class Losses(NamedTuple):
+    """The figures of one update, averaged over its minibatches."""
+
+    policy_loss: float  # clipped surrogate
+    value_loss: float  # half the mean squared error of the values
+    entropy: float  # of the action distribution, in nats
+    approx_kl: float  # how far the policy has moved from the one that collected
+    clip_fraction: float  # share of rows whose ratio was clipped
+
+
+@dataclass(frozen=True)
+class PPOMetrics:
+    """The figures of one iteration."""
+
+    steps: int  # env steps so far
+    episodes: EpisodeSummary
+    losses: Losses
+    explained_variance: float  # of the targets by the values before the update: 1 perfect, 0 no better than the mean
+    learning_rate: float
+
+    def as_row(self) -> dict[str, float]:
+        """All figures under plain names, as in metrics.csv."""
+        return {
+            "steps": self.steps,
+            **self.episodes._asdict(),
+            **self.losses._asdict(),
+            "explained_variance": self.explained_variance,
+            "learning_rate": self.learning_rate,
+        }

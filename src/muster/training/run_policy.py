@@ -22,8 +22,7 @@ from muster.vector.vector_env import VectorEnv
 with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tensordict"):
     import torch
 
-    from muster.algorithms.acting import act
-    from muster.algorithms.actor_critic import ActorCritic
+    from muster.algorithms.actor_critic import ActorCritic, act
     from muster.algorithms.normalization import ObservationNormalizer
     from muster.training.checkpoints import find_checkpoint
 
