@@ -139,14 +139,6 @@ class _DropIn(VectorEnv):
             )
         super().set_attr(name, values)
 
-    def step(self, actions: Any) -> StepResult:
-        """Steps every env. Raises an env's own exception, once the other envs have been stepped, too."""
-        try:
-            return super().step(actions)
-        except ClosedError:
-            self.require_open()  # raises in Gymnasium's words where `close` has closed it
-            raise
-
 
 class SyncVectorEnv(_DropIn):
     """Steps all envs in the calling thread, one by one. Arguments and attributes are those of Gymnasium's class, and:
@@ -172,7 +164,7 @@ class SyncVectorEnv(_DropIn):
             self._start(backend, copy, agree, raise_original)
         self.envs = backend.envs
 
-    def step(self, actions: Any) -> StepResult:
+    def step(self, actions: Any, **private: Any) -> StepResult:
         """Steps every env. Raises an env's own exception, once the other envs have been stepped, too."""
         if self.autoreset_mode is AutoresetMode.DISABLED and (needs_reset := self.needs_reset).any():
             ended = np.flatnonzero(needs_reset).tolist()
@@ -180,7 +172,7 @@ class SyncVectorEnv(_DropIn):
                 f"envs {ended} have ended their episodes and autoreset_mode is disabled; call "
                 "reset(options={'reset_mask': terminated | truncated}) before stepping them"
             )
-        return super().step(actions)
+        return super().step(actions, **private)
 
 
 class AsyncVectorEnv(_DropIn):
@@ -275,18 +267,18 @@ class AsyncVectorEnv(_DropIn):
         super().reset_async(seed, options)
         self._kind = "reset"
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset_wait(self, timeout: float | None = None, **private: Any) -> tuple[Any, dict[str, Any]]:
         """The result of `reset_async`. Raises multiprocessing.TimeoutError; the reset then stays pending."""
         self._require_pending("reset")
         try:
-            return super().reset_wait(timeout)
+            return super().reset_wait(timeout, **private)
         except WaitTimeout as error:
             raise _timed_out("reset", timeout) from error
 
-    def step(self, actions: Any) -> StepResult:
+    def step(self, actions: Any, **private: Any) -> StepResult:
         """Steps every env. Raises an env's own exception; where several envs raise, that of the last env."""
         try:
-            return super().step(actions)
+            return super().step(actions, **private)
         except PendingError:
             self._require_default("step_async")
             raise
@@ -297,11 +289,11 @@ class AsyncVectorEnv(_DropIn):
         super().step_async(actions)
         self._kind = "step"
 
-    def step_wait(self, timeout: float | None = None) -> StepResult:
+    def step_wait(self, timeout: float | None = None, **private: Any) -> StepResult:
         """The result of `step_async`. Raises multiprocessing.TimeoutError; the step then stays pending."""
         self._require_pending("step")
         try:
-            return super().step_wait(timeout)
+            return super().step_wait(timeout, **private)
         except WaitTimeout as error:
             raise _timed_out("step", timeout) from error
 

@@ -136,7 +136,7 @@ class MusterVecEnv(VecEnv):
         self._reset_options()
         drop_pending(self.vector_env)  # results of a step that Ctrl-C has ended
         _start_resets(self.vector_env, seeds, options)
-        obs, infos = self.vector_env.reset_wait_with(None, True, self._rows)
+        obs, infos = self.vector_env.reset_wait(_copies=True, _reader=self._rows)
         self.reset_infos = info_rows(infos, self.num_envs)
         return obs
 
@@ -146,11 +146,11 @@ class MusterVecEnv(VecEnv):
 
     def step_wait(self) -> VecStep:
         """Returns obs ``[N, ...]``, rewards ``[N]``, dones bool ``[N]``, and N infos."""
-        return self._as_rows(self.vector_env.step_wait_with(None, True, self._rows))
+        return self._as_rows(self.vector_env.step_wait(_copies=True, _reader=self._rows))
 
     def step(self, actions: Any) -> VecStep:
         """Steps all envs: `step_async` and `step_wait` in one call."""
-        return self._as_rows(self.vector_env.step_with(actions, True, self._rows))
+        return self._as_rows(self.vector_env.step(actions, _copies=True, _reader=self._rows))
 
     def close(self) -> None:
         """Closes envs and workers."""

@@ -113,7 +113,7 @@ class EnvSide(ABC):
         """
         if not self.takes_turns:
             return self._rows(*self.envs.step(self._joined(actions)))
-        return self._rows(*self.envs.step_with(self._joined(actions), False))
+        return self._rows(*self.envs.step(self._joined(actions), _copies=False))
 
     def send(self, actions: Sequence[Array], ids: Array) -> None:
         """Starts a step of the envs `ids`; `recv` returns its results."""
@@ -121,7 +121,7 @@ class EnvSide(ABC):
 
     def recv(self, min_envs: int) -> tuple[Array, StepRows]:
         """Waits for at least `min_envs` envs; returns the ids of all that are ready, int64 ``[n]``, and their steps."""
-        ids, *result = self.envs.recv_with(min_envs, None, False)
+        ids, *result = self.envs.recv(min_envs, _copies=False)
         return ids, self._rows(*result)
 
     def drop_pending(self) -> None:

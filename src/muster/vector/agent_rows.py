@@ -44,10 +44,8 @@ class RowVectorEnv(VectorEnv):
         self._slots = self.layout.slots()
         self._bounds = [(name, slot.start, slot.stop) for name, slot in self._slots.items()]
 
-    def recv_with(
-        self, min_envs: int | None, timeout: float | None, copies: bool, reader: InfoReader | None = None
-    ) -> Any:
-        return AgentBatch._make(super().recv_with(min_envs, timeout, copies, reader))
+    def recv(self, min_envs: int | None = None, timeout: float | None = None, *, _copies: bool | None = None) -> Any:
+        return AgentBatch._make(super().recv(min_envs, timeout, _copies=_copies))
 
     def _read(self, copies: bool, reader: InfoReader | None) -> Rows:
         try:

@@ -93,16 +93,12 @@ class MultiAgentVectorEnv:
         """The result of `reset_async`. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
         return self._rows.reset_wait(timeout)
 
-    def step(self, actions: Mapping[str, Any]) -> AgentsStepResult:
+    def step(self, actions: Mapping[str, Any], *, _copies: bool | None = None) -> AgentsStepResult:
         """Steps every env: obs, rewards, terminated, truncated, infos, as the class describes them.
 
         actions: ``[N, A, ...]`` by group. Raises ActionError before anything is sent, EnvError, WorkerDied.
         """
-        return self.step_with(actions, self.copy)
-
-    def step_with(self, actions: Mapping[str, Any], copies: bool) -> AgentsStepResult:
-        """Steps as `step` does. copies: True for copies of observations, False for views, whatever `copy` says."""
-        return self._rows.step_with(actions, copies)  # type: ignore[return-value]  # rewards are by group
+        return self._rows.step(actions, _copies=_copies)  # type: ignore[return-value]  # rewards are by group
 
     def step_async(self, actions: Mapping[str, Any]) -> None:
         """Sends the actions; `step_wait` or `recv` takes the results."""
@@ -118,13 +114,11 @@ class MultiAgentVectorEnv:
         """Sends actions ``[n, A, ...]`` by group to envs `env_ids`, or to all. See `VectorEnv.send`."""
         self._rows.send(actions, env_ids)
 
-    def recv(self, min_envs: int | None = None, timeout: float | None = None) -> AgentBatch:
+    def recv(
+        self, min_envs: int | None = None, timeout: float | None = None, *, _copies: bool | None = None
+    ) -> AgentBatch:
         """The results of the envs that are ready, once at least `min_envs` are. See `VectorEnv.recv`."""
-        return self.recv_with(min_envs, timeout, self.copy)
-
-    def recv_with(self, min_envs: int | None, timeout: float | None, copies: bool) -> AgentBatch:
-        """Receives as `recv` does. copies: True for copies of observations, False for views, whatever `copy` says."""
-        batch: AgentBatch = self._rows.recv_with(min_envs, timeout, copies)
+        batch: AgentBatch = self._rows.recv(min_envs, timeout, _copies=_copies)
         return batch
 
     # ---- everything else, as VectorEnv

@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode
 from muster._core import SLICE_NS, Status, Unusual
 from muster.backends.base import Backend, close_abandoned
 from muster.backends.recovery import Recovery
-from muster.errors import CannotTravel, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.errors import CannotTravel, ClosedError, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.spaces.handed_out import handed_out
 from muster.spaces.tree import Array, Node
 from muster.transport.infos import InfoReader, Infos, spread
@@ -64,6 +64,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     `step` and `reset` are Gymnasium's. `send` and `recv` step some envs while others are still busy. Observations are
     the caller's own (`copy` is True), or views of the slab that stay valid until that env's next send.
+
+    Keywords with an underscore are for code that uses somebody else's vector env in its own way: `_copies`, True for
+    copies of observations and False for views, whatever `copy` says; `_reader`, which reads the infos.
     """
 
     interrupted = False  # True after an interrupted wait, until something is sent: `reset` drops pending answers
@@ -128,37 +131,31 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._backend.reset(ids, arguments)
         self.interrupted = False
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, Infos]:
-        """The result of `reset_async`. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
-        return self.reset_wait_with(timeout, self.copy)
-
-    def reset_wait_with(
-        self, timeout: float | None, copies: bool, reader: InfoReader | None = None
+    def reset_wait(
+        self, timeout: float | None = None, *, _copies: bool | None = None, _reader: InfoReader | None = None
     ) -> tuple[Any, Infos]:
-        """Waits as `reset_wait` does, with `copies` and `reader` as in `step_with`."""
-        ids, obs, *_, infos, _ = self._take_all("reset", timeout, copies, reader)
+        """The result of `reset_async`. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
+        copies = self.copy if _copies is None else _copies
+        ids, obs, *_, infos, _ = self._take_all("reset", timeout, copies, _reader)
         if len(ids) == self.num_envs:
             return obs, infos
         return self._all_after_reset(ids, infos, copies)
 
     # ---- step
 
-    def step(self, actions: Any) -> StepResult:
+    def step(self, actions: Any, *, _copies: bool | None = None, _reader: InfoReader | None = None) -> StepResult:
         """Steps every env: obs ``[N, ...]``, rewards float64 ``[N]``, terminated and truncated bool ``[N]``, infos.
 
         actions: ``[N, ...]``, of `action_space`. Raises ActionError before anything is sent, EnvError, WorkerDied.
         """
-        return self.step_with(actions, self.copy)
-
-    def step_with(self, actions: Any, copies: bool, reader: InfoReader | None = None) -> StepResult:
-        """Steps as `step` does, for code that uses an existing vector env in its own way.
-
-        copies: True for copies of observations, False for views.  reader: reads the infos; None for `info_reader`.
-        """
+        copies = self.copy if _copies is None else _copies
         try:  # as @interruptible does, without the time of one more call
             self._send(actions, None, True, copies)
             self._wait(self.num_envs, None, "step")
-            return self._read(copies, reader)[1:6]
+            return self._read(copies, _reader)[1:6]
+        except ClosedError:
+            self.require_open()  # raises in the words of a drop-in's original where `close` has closed it
+            raise
         except Exception:
             raise
         except BaseException:
@@ -170,13 +167,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.require_idle("step")
         self._send(actions, None, True, self.copy)
 
-    def step_wait(self, timeout: float | None = None) -> StepResult:
+    def step_wait(
+        self, timeout: float | None = None, *, _copies: bool | None = None, _reader: InfoReader | None = None
+    ) -> StepResult:
         """The result of `step_async`. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
-        return self.step_wait_with(timeout, self.copy)
-
-    def step_wait_with(self, timeout: float | None, copies: bool, reader: InfoReader | None = None) -> StepResult:
-        """Waits as `step_wait` does, with `copies` and `reader` as in `step_with`."""
-        return self._take_all("step", timeout, copies, reader)[1:6]
+        return self._take_all("step", timeout, self.copy if _copies is None else _copies, _reader)[1:6]
 
     def send(self, actions: Any, env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None) -> None:
         """Sends actions ``[n, ...]`` to envs `env_ids`, or to all; none of them may owe an answer to an earlier call.
@@ -192,18 +187,12 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             self.require_idle("send")
         return self._send(actions, checks.env_ids_of(env_ids, self.num_envs), False, self.copy)
 
-    def recv(self, min_envs: int | None = None, timeout: float | None = None) -> Batch:
+    def recv(self, min_envs: int | None = None, timeout: float | None = None, *, _copies: bool | None = None) -> Batch:
         """The results of the envs that are ready, once at least `min_envs` are (None: all that are pending).
 
         Raises WaitTimeout after `timeout` seconds; the envs then stay pending, to be waited for again. Raises
         NotPendingError if fewer than `min_envs` envs are pending.
         """
-        return self.recv_with(min_envs, timeout, self.copy)
-
-    def recv_with(
-        self, min_envs: int | None, timeout: float | None, copies: bool, reader: InfoReader | None = None
-    ) -> Batch:
-        """Receives as `recv` does, with `copies` and `reader` as in `step_with`."""
         self.require_open()
         checks.require_count(min_envs)
         pending = self._caller.num_pending
@@ -216,7 +205,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             self._backend.watch(0.0)
             self._watch_at = now + _WATCH_S
         self._wait(wanted, timeout, "recv")
-        return Batch._make(self._read(copies, reader)[:6])
+        return Batch._make(self._read(self.copy if _copies is None else _copies, None)[:6])
 
     # ---- everything else
 
