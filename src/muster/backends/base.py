@@ -30,6 +30,8 @@ from muster.workers.usage import Usage
 
 # Values of an env's attributes by name, as `Backend.kept` returns them.
 Attributes = Mapping[str, Any]
+# Called with a worker that has died, its envs and the reason; returns what their new envs have to be given, by env.
+WorkerDied = Callable[[int, range, str], Mapping[int, Attributes]]
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,7 @@ class Backend(ABC):
     caller: Caller
     close_limits: CloseLimits = CloseLimits()
     """How long the user's own ``close()`` waits, and the replacement of an env for the close of the old one."""
-    on_worker_died: Callable[[int, range, str], Mapping[int, Attributes]] | None = None
-    """Called with each worker that has died; where it is set, dead workers are replaced. Returns what their new envs
-    have to be given, by env."""
+    on_worker_died: WorkerDied | None = None
     log_flag: memoryview = memoryview(bytes(1))
     """``log_flag[0]`` is not 0 while there are log records to deliver. Workers in other processes set it."""
 
@@ -81,8 +81,9 @@ class Backend(ABC):
     def deliver_logs(self) -> None:
         """Hands log records of other processes to the caller's loggers."""
 
-    def never_replaces(self) -> None:
-        """Releases what only replacements of workers would need."""
+    def replaces(self, on_worker_died: WorkerDied | None) -> None:
+        """Replaces each worker that has died after a call of `on_worker_died`; None: such a death is an error."""
+        self.on_worker_died = on_worker_died
 
     @abstractmethod
     def mail_of(self, host: int) -> Mail:

@@ -16,6 +16,7 @@ from muster.backends.base import (
     Attributes,
     Backend,
     CallerOptions,
+    WorkerDied,
     attach_local_host,
     close_here,
     make_caller,
@@ -73,6 +74,7 @@ class ProcessBackend(Backend):
         self._recipes = recipes
         self._options = options
         self.nouns = options.nouns
+        self.close_limits = options.close_limits
         self.user_call = recipes[0].call
         self.num_workers = options.num_workers
         self.first_envs = split_evenly(len(recipes), options.num_workers + options.caller_steps)
@@ -129,8 +131,10 @@ class ProcessBackend(Backend):
     def deliver_logs(self) -> None:
         self._workers.deliver_logs()
 
-    def never_replaces(self) -> None:
-        self._workers.never_replace()
+    def replaces(self, on_worker_died: WorkerDied | None) -> None:
+        super().replaces(on_worker_died)
+        if on_worker_died is None:
+            self._workers.never_replace()
 
     # ---- commands
 

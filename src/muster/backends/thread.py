@@ -43,8 +43,14 @@ class ThreadBackend(Backend):
     """
 
     def __init__(
-        self, recipes: Sequence[Recipe], num_workers: int, start_timeout_s: float, init: Init | None = None
+        self,
+        recipes: Sequence[Recipe],
+        num_workers: int,
+        start_timeout_s: float,
+        close_limits: CloseLimits,
+        init: Init | None = None,
     ) -> None:
+        self.close_limits = close_limits
         self._init = init
         self.num_workers = num_workers
         self.user_call = recipes[0].call

@@ -40,7 +40,7 @@ from muster.vector.packing import Asked
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
 from muster.vector.results import Batch, StepResult
 from muster.vector.vector_env import VectorEnv
-from muster.workers.close_limits import FOR_EVER, for_ever_after
+from muster.workers.close_limits import AT_ONCE, FOR_EVER, for_ever_after
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
 from muster.workers.options import EnvCall
@@ -255,7 +255,7 @@ class AsyncVectorEnv(_DropIn):
                     name="num_workers",
                     worker_env=worker_env,
                     worker_init=worker_init,
-                    close_limits=lambda _: FOR_EVER,
+                    close_limits=FOR_EVER,
                 )
             )
 
@@ -323,8 +323,7 @@ class AsyncVectorEnv(_DropIn):
         """
         if self._pending() != "default" and not self.closed:
             logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending()}` to complete.")
-        self._backend.close_limits = for_ever_after(checks.timeout_of(timeout))
-        super().close_extras(None, terminate)
+        self.close_within(AT_ONCE if terminate else for_ever_after(checks.timeout_of(timeout)))
 
     # ---- inside
 

@@ -38,7 +38,6 @@ from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble, drop_in_options
 from muster.vector.batched_spaces import first_envs_spaces
 from muster.vector.checks import seeds_of
-from muster.vector.interrupted import drop_pending
 from muster.vector.packing import Asked
 from muster.vector.raisers import originals_raised
 from muster.vector.results import StepResult
@@ -134,7 +133,7 @@ class MusterVecEnv(VecEnv):
         seeds, options = list(self._seeds), list(self._options)
         self._reset_seeds()
         self._reset_options()
-        drop_pending(self.vector_env)  # results of a step that Ctrl-C has ended
+        self.vector_env.drop_pending()  # results of a step that Ctrl-C has ended
         _start_resets(self.vector_env, seeds, options)
         obs, infos = self.vector_env.reset_wait(_copies=True, _reader=self._rows)
         self.reset_infos = info_rows(infos, self.num_envs)
@@ -296,7 +295,7 @@ class SubprocVecEnv(MusterVecEnv):
                 name="num_workers",
                 worker_env=worker_env,
                 worker_init=worker_init,
-                close_limits=lambda _: FOR_EVER,
+                close_limits=FOR_EVER,
             )
             super().__init__(_Envs(backend))
 

@@ -62,7 +62,7 @@ def processes(
     name: str,
     worker_env: WorkerEnv | None,
     worker_init: WorkerInit,
-    close_limits: Callable[[int], CloseLimits],
+    close_limits: CloseLimits,
     num_threads: int = 1,
     memory_check: str = "warn",
 ) -> ProcessBackend:
@@ -72,7 +72,7 @@ def processes(
     num_workers: None for one process per env; a number packs the envs, "auto" where a trial shows that it may.
     name: the argument's name.  worker_env, worker_init: as for `muster.make_vec`; without `worker_init` workers run the
     script's top level where that sets up other modules, since the originals' workers have that.
-    close_limits: how long the original waits for envs that close, by the number of processes.
+    close_limits: how long the original waits for envs that close.
     num_threads: threads of each process's numeric libraries.
     memory_check: as for `muster.make_vec`; the originals start whatever is asked for.
     Raises ValueError for an unknown context, ConfigError.
@@ -97,10 +97,9 @@ def processes(
         memory_check=memory_check,
         worker_env=worker_env,
         init=init,
+        close_limits=close_limits,
     )
-    backend = ProcessBackend(recipes, options)
-    backend.close_limits = close_limits(workers)
-    return backend
+    return ProcessBackend(recipes, options)
 
 
 def in_this_process(recipes: Sequence[Recipe], worker_init: WorkerInit) -> SerialBackend:

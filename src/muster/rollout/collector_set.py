@@ -11,6 +11,7 @@ from gymnasium import Space
 from muster.backends.process import ProcessOptions
 from muster.rollout.fields import Array
 from muster.rollout.storage import Storage
+from muster.workers.close_limits import limits_of
 from muster.workers.deaths import Nouns
 from muster.workers.worker_env import Changes
 from muster.workers.worker_init import WorkerInit, choose_init
@@ -58,6 +59,7 @@ class CollectorOptions:
             nouns=nouns,
             worker_env=self.worker_env,
             init=choose_init(self.worker_init, starts_fresh=self.context != "fork"),
+            close_limits=limits_of(self.close_timeout, max(map(len, nouns.envs))),
         )
 
 

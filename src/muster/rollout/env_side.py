@@ -13,7 +13,6 @@ from gymnasium.vector import AutoresetMode
 from muster.envs.dm_env import DISCOUNTS
 from muster.errors import ConfigError, UsageError
 from muster.rollout.fields import Array, Field, Key
-from muster.vector.interrupted import drop_pending
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
 
@@ -127,7 +126,7 @@ class EnvSide(ABC):
     def drop_pending(self) -> None:
         """Drops the results that an error has left behind: nothing may be pending when envs are reset."""
         if self.takes_turns:
-            drop_pending(self.envs)
+            self.envs.drop_pending()
 
     def _rows(self, obs: Any, rewards: Any, terminated: Array, truncated: Array, infos: dict[str, Any]) -> StepRows:
         leaves = self._rewards(rewards, terminated, infos)

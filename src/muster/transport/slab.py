@@ -133,6 +133,15 @@ class Slab:
         self.obs = self._rows(plan.obs, obs, lent)
         self.final_obs = self._rows(plan.obs, final)
 
+    def obs_batch(self, ids: Array, objects: Sequence[Any], copies: bool) -> Any:
+        """The observations of the envs `ids`, which have mailed `objects`: copies, or views where `ids` adjoin."""
+        if len(ids) == 0:
+            return self.plan.obs.batch(self.obs, lambda array: array[:0].copy(), [])
+        part = contiguous(ids)
+        if part is not None and copies:
+            return self.plan.obs.batch(self.obs, lambda array: array[part].copy(), objects)
+        return self.plan.obs.batch(self.obs, lambda array: array[ids if part is None else part], objects)
+
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """A view of the block, at `offset` in bytes."""
         return np.ndarray(shape, dtype, self.memory.data, offset)

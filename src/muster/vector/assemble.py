@@ -26,7 +26,7 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.raisers import Raiser, raise_env_error, raise_original
 from muster.vector.vector_env import Assembled, VectorEnv
 from muster.worker_info import WorkerInfo
-from muster.workers.close_limits import AT_ONCE, CloseLimits
+from muster.workers.close_limits import AT_ONCE
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.options import HostOptions, WaitBudget
@@ -120,14 +120,11 @@ def assemble(
     recovery: Recovery | None = None
     if options.max_restarts is not None:
         recovery = Recovery(backend, options.autoreset_mode, options.max_restarts, columns)
-        backend.on_worker_died = recovery.worker_died
-    else:
-        backend.never_replaces()
+    backend.replaces(None if recovery is None else recovery.worker_died)
     return Assembled(
         backend=backend,
         facts=facts[0],
         spaces=spaces,
-        obs=obs,
         autoreset_mode=options.autoreset_mode,
         copy=options.copy,
         info_reader=InfoReader(columns),
@@ -166,12 +163,9 @@ def serial_vec(
     return vector_env_of(backend, STRICT, options, facts)
 
 
-def process_vec(
-    recipes: Sequence[Recipe], options: ProcessOptions, max_restarts: int | None, close_limits: CloseLimits
-) -> VectorEnv:
+def process_vec(recipes: Sequence[Recipe], options: ProcessOptions, max_restarts: int | None) -> VectorEnv:
     """A vector env whose processes step Muster's own envs, which have one agent; it returns copies."""
     backend = ProcessBackend(recipes, options)
-    backend.close_limits = close_limits
     assembly = drop_in_options(backend, AutoresetMode.SAME_STEP, max_restarts=max_restarts)
     return VectorEnv(assemble(backend, STRICT, assembly))
 

@@ -145,7 +145,7 @@ def make_vec(
         chosen: Backend = SerialBackend(recipes, init=init.function)
     elif backend == "thread":
         threads = num_workers if isinstance(num_workers, int) else min(cores, len(recipes))
-        chosen = ThreadBackend(recipes, at_most(threads, recipes), start_timeout, init.function)
+        chosen = ThreadBackend(recipes, at_most(threads, recipes), start_timeout, close_limits, init.function)
     else:
         if caller_steps:
             _refuse_caller_steps(one_env_per_process, step_timeout, on_failure)
@@ -171,6 +171,7 @@ def make_vec(
             memory_check=memory_check,
             worker_env=worker_env,
             init=init,
+            close_limits=close_limits,
         )
         chosen = ProcessBackend(recipes, options)
     caller_wait_budget, worker_wait_budget = wait_budgets(cores, chosen.num_workers + 1, caller_steps=caller_steps)
@@ -182,7 +183,6 @@ def make_vec(
         check_finite=check_finite,
         max_restarts=max_restarts if on_failure == "restart" else None,
     )
-    chosen.close_limits = close_limits
     parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=alike_spaces)
     return vector_env_of(chosen, parts, assembly)
 

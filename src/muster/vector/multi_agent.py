@@ -121,6 +121,10 @@ class MultiAgentVectorEnv:
         batch: AgentBatch = self._rows.recv(min_envs, timeout, _copies=_copies)
         return batch
 
+    def drop_pending(self) -> None:
+        """Waits for every answer that envs still owe, and drops it: for front ends whose users cannot take it."""
+        self._rows.drop_pending()
+
     # ---- everything else, as VectorEnv
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from muster.errors import CannotTravel, EnvError
+import gymnasium
+from gymnasium.error import NoAsyncCallError
+
+from muster.errors import CannotTravel, EnvError, MusterError
 from muster.vector.results import Batch
 from muster.workers.failures import Failure, to_exception, to_one_exception
 
@@ -48,6 +51,19 @@ def original_error(failures: Sequence[Failure], which: int) -> BaseException:
 def _traceback_of(error: EnvError) -> str:
     where = f"env {error.env_index} ({error.worker_noun} {error.worker_index})"
     return f"The traceback of {where}:\n{(error.worker_traceback or '').rstrip()}"
+
+
+@contextmanager
+def failures_dropped() -> Iterator[None]:
+    """Drops what a step that is given up has failed with, and that nothing is pending; raises all other errors."""
+    try:
+        yield
+    except (NoAsyncCallError, EnvError, CannotTravel):
+        pass
+    except (MusterError, gymnasium.error.Error):
+        raise
+    except Exception:  # an env's own exception, as drop-ins raise it
+        pass
 
 
 @contextmanager

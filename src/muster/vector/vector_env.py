@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, NoReturn, Self, cast
@@ -20,16 +21,15 @@ from muster.backends.base import Backend, close_abandoned
 from muster.backends.recovery import Recovery
 from muster.errors import CannotTravel, ClosedError, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.spaces.handed_out import handed_out
-from muster.spaces.tree import Array, Node
+from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, spread
-from muster.transport.slab import contiguous
 from muster.vector import checks
 from muster.vector.action_writers import ActionWriter
 from muster.vector.batched_spaces import BatchedSpaces
-from muster.vector.interrupted import drop_interrupted, interruptible
-from muster.vector.raisers import Raiser
+from muster.vector.raisers import Raiser, failures_dropped
 from muster.vector.results import Batch, Floats, Rows, StepResult
 from muster.vector.stats import counts_of, stats_of
+from muster.workers.close_limits import CloseLimits
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure
 from muster.workers.messages import ResetArguments
@@ -41,15 +41,11 @@ _INFOS, _NOT_OK, _FINALS = Unusual.INFOS, Unusual.NOT_OK, Unusual.FINALS
 
 @dataclass(frozen=True)
 class Assembled:
-    """The parts of one vector env, put together by `assemble`.
-
-    facts: those of env 0.  obs: the tree of one env's observations.
-    """
+    """The parts of one vector env, put together by `assemble`. facts: those of env 0."""
 
     backend: Backend
     facts: EnvFacts
     spaces: BatchedSpaces
-    obs: Node
     autoreset_mode: AutoresetMode
     copy: bool
     info_reader: InfoReader
@@ -84,7 +80,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.metadata = {**facts.metadata, "autoreset_mode": assembled.autoreset_mode}
         self.render_mode, self.spec = facts.render_mode, facts.spec
         self.copy, self.info_reader = assembled.copy, assembled.info_reader
-        self._obs, self._has_objects = assembled.obs, assembled.obs.has_objects
+        self._obs = assembled.backend.slab.plan.obs
         self._writer = assembled.writer
         self._raise = assembled.raiser
         self._raise_closed = assembled.raise_closed
@@ -95,7 +91,6 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     # ---- reset
 
-    @interruptible
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, Infos]:
@@ -106,9 +101,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         changed in them since. After a Ctrl-C in another call, a reset of all envs drops the answers that they owe.
         Raises EnvError, UsageError.
         """
-        drop_interrupted(self, options)
-        self.reset_async(seed=seed, options=options)
-        return self.reset_wait()
+        with self._noting_interrupts():
+            if self.interrupted and "reset_mask" not in (options or ()):
+                self.drop_pending()
+            self.reset_async(seed=seed, options=options)
+            return self.reset_wait()
 
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -149,7 +146,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         actions: ``[N, ...]``, of `action_space`. Raises ActionError before anything is sent, EnvError, WorkerDied.
         """
         copies = self.copy if _copies is None else _copies
-        try:  # as @interruptible does, without the time of one more call
+        try:  # as `_noting_interrupts` does, in less time
             self._send(actions, None, True, copies)
             self._wait(self.num_envs, None, "step")
             return self._read(copies, _reader)[1:6]
@@ -209,14 +206,14 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     # ---- everything else
 
-    @interruptible
     def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The results of ``env.name(*args, **kwargs)``, or of ``name(env, env_index, *args, **kwargs)`` for a function.
 
         An attribute that is not callable is returned itself.
         """
-        self.call_async(name, *args, **kwargs)
-        return self.call_wait()
+        with self._noting_interrupts():
+            self.call_async(name, *args, **kwargs)
+            return self.call_wait()
 
     def call_async(self, name: str | EnvCall, /, *args: Any, **kwargs: Any) -> None:
         """Starts `call`; `call_wait` takes the results."""
@@ -324,7 +321,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         RuntimeWarning. Garbage collection and the interpreter's exit, where nobody calls this, wait 5 s in all.
         Raises EnvError if an ``env.close()`` raised, after everything is closed. Dead workers are no error.
         """
-        limits = self._backend.close_limits.of_call(checks.timeout_of(timeout), terminate=terminate)
+        self.close_within(self._backend.close_limits.of_call(checks.timeout_of(timeout), terminate=terminate))
+
+    def close_within(self, limits: CloseLimits) -> None:
+        """Closes as `close` does, within the limits of a front end that has others."""
         self._finalizer.detach()
         self._caller.closed = True
         if failures := self._backend.close(limits.hurried(self.interrupted)):
@@ -381,6 +381,27 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
                 "reset_wait() or recv()"
             )
 
+    def drop_pending(self) -> None:
+        """Waits for every answer that envs still owe, and drops it: for front ends whose users cannot take it."""
+        # Every recv() takes the answer, or the error, of at least one env.
+        with failures_dropped():
+            self.call_wait()
+        for _ in range(self.num_envs):
+            with failures_dropped():
+                self.recv()
+        self.interrupted = False
+
+    @contextlib.contextmanager
+    def _noting_interrupts(self) -> Iterator[None]:
+        """Sets `interrupted` if Ctrl-C, or another exit, ends the body, which waits for answers."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.interrupted = True
+            raise
+
     def _send(self, actions: Any, ids: Array | None, as_whole: bool, copies: bool) -> None:
         """Sends to the envs `ids`, or to all. as_whole: all of these are waited for at once, for `copies` or views."""
         caller, recovery = self._caller, self._recovery
@@ -436,11 +457,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         reasons: dict[int, str] = {}
         if self._recovery is not None:
             reasons = self._recovery.finish_rows(ids, rewards, terminated, truncated)
-        if infos is None and unusual == _INFOS and not self._has_objects:
+        if infos is None and unusual == _INFOS and not self._obs.has_objects:
             infos = reader.read_plain(ids)
-        if self._has_objects or reasons or infos is None:
+        if self._obs.has_objects or reasons or infos is None:
             return self._read_by_row(rows, reasons, copies, reader)
-        obs = self._batch_obs(ids, [], copies) if obs is None else obs
+        obs = self._backend.slab.obs_batch(ids, [], copies) if obs is None else obs
         return ids, obs, rewards, terminated, truncated, infos, unusual
 
     def _read_by_row(self, rows: Rows, reasons: Mapping[int, str], copies: bool, reader: InfoReader) -> Rows:
@@ -453,7 +474,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         mail = self._backend.take_mail(ids)
         step_objects = [step for step, _ in mail]
         if obs is None:
-            obs = self._batch_obs(ids, step_objects, copies)
+            obs = self._backend.slab.obs_batch(ids, step_objects, copies)
         infos: Infos = {}
         if unusual & _FINALS or reasons:  # a restart may have ended an episode
             self._add_finals(infos, ids, [final for _, final in mail], reader)
@@ -477,13 +498,4 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         # An env that has not been reset yet has no objects.
         last = self._backend.last_objects
         objects = [iter(last[env]) if env in last else repeat(None) for env in range(self.num_envs)]
-        return self._batch_obs(self._all, objects, copies), infos
-
-    def _batch_obs(self, ids: Array, objects: Sequence[Any], copies: bool) -> Any:
-        rows = self._backend.slab.obs
-        if len(ids) == 0:
-            return self._obs.batch(rows, lambda array: array[:0].copy(), [])
-        part = contiguous(ids)
-        if part is not None and copies:
-            return self._obs.batch(rows, lambda array: array[part].copy(), objects)
-        return self._obs.batch(rows, lambda array: array[ids if part is None else part], objects)
+        return self._backend.slab.obs_batch(self._all, objects, copies), infos

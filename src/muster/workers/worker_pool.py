@@ -10,7 +10,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from muster.transport.channel import ChannelClosed
 from muster.transport.slab import SlabPlan, memfd
 from muster.worker_info import WorkerInfo
 from muster.workers.caller_script import refuse_while_script_runs
+from muster.workers.close_limits import CloseLimits
 from muster.workers.deaths import NOUNS, Nouns
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure, to_exception
@@ -59,6 +60,7 @@ class ProcessOptions:
     nouns: Nouns = NOUNS
     worker_env: WorkerEnv | None = None  # changes to the environment of the workers
     init: ChosenInit = NO_INIT  # what each worker does before its first env
+    close_limits: CloseLimits = field(default_factory=CloseLimits)
 
 
 class Workers:

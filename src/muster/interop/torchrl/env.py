@@ -12,7 +12,6 @@ from muster.errors import ConfigError, WrongType
 from muster.extras import imports_for
 from muster.interop.starting import require_copies
 from muster.transport.infos import spread
-from muster.vector.interrupted import drop_pending
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
 
@@ -114,7 +113,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         if mask is not None and seed is None and options is None:
             rows = rows & ~self._fresh
         if rows.any():
-            drop_pending(self.vector_env)  # results of a step that Ctrl-C has ended
+            self.vector_env.drop_pending()  # results of a step that Ctrl-C has ended
             provided = dict(options or {}) if mask is None else {**(options or {}), "reset_mask": rows}
             obs, infos = self.vector_env.reset(seed=seed, options=provided or None)
             self._keep_observation(self._td_shape.observation_fields(obs, infos), infos)

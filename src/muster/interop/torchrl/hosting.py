@@ -45,7 +45,7 @@ def started(
             name=options.name,
             worker_env=options.worker_env,
             worker_init=options.worker_init,
-            close_limits=lambda _: CloseLimits(),
+            close_limits=CloseLimits(),
             num_threads=num_threads,
             memory_check=options.memory_check,
         )

@@ -23,7 +23,6 @@ from muster.interop.torchrl.writer import Key, Keys
 from muster.introspection import place_of
 from muster.pickling import UserCall
 from muster.recipes.recipe import Recipe
-from muster.vector.interrupted import drop_pending
 from muster.workers.close_limits import CloseLimits
 
 # The messages that are numbers, where the columns hold the rest.
@@ -108,8 +107,7 @@ class Pool:
         if not noted:
             return
         if self.vector_env.interrupted:
-            drop_pending(self.vector_env)
-            self.vector_env.interrupted = False
+            self.vector_env.drop_pending()
         numbers = self._as_numbers(noted)
         if numbers is not None:
             self._run(list(noted), numbers)

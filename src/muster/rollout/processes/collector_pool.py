@@ -39,7 +39,6 @@ from muster.transport.slab import memfd, split_evenly
 from muster.vector.assemble import process_vec
 from muster.vector.results import Batch
 from muster.vector.stats import PROCESS_KEYS
-from muster.workers.close_limits import limits_of
 from muster.workers.launcher_client import standard_fds
 
 # The first word of the spawn keys for replicas' seeds; Collector uses smaller ones.
@@ -101,12 +100,7 @@ class CollectorPool:
         with called_as(recipes[0].call):
             replicas = make_recipes(Replica, num_collectors, [{"plan": plan} for plan in plans])
         with self._translating():
-            self._processes = process_vec(
-                replicas,
-                options.for_backend(self._nouns),
-                options.restarts,
-                limits_of(options.close_timeout, max(map(len, self._nouns.envs))),
-            )
+            self._processes = process_vec(replicas, options.for_backend(self._nouns), options.restarts)
         try:
             self._begin(plans)
         except BaseException:
