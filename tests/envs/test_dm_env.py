@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces
 
 import muster
-from muster.envs.dm_env_spaces import space_of
+from muster.envs.dm_env import space_of
 from muster.errors import EnvError, SpecMismatch
 from sample_envs import INT32
 

@@ -20,14 +20,13 @@ from torch.nn.parameter import is_lazy
 from muster.errors import SpecMismatch, WrongType
 from muster.introspection import type_name
 from muster.rollout.collector import Collector
-from muster.rollout.devices import place
 from muster.rollout.env_side import EnvSide
 from muster.rollout.fields import Array, describe
 from muster.rollout.multi_agent_side import MultiAgentEnvs
 from muster.rollout.policies import PlainActor, TensorDictActor, is_tensordict_policy
 from muster.rollout.single_agent_side import SingleAgentEnvs
 from muster.rollout.storage import Storage
-from muster.rollout.weights import load_weights, module_of, named_weights, weights_for
+from muster.rollout.weights import load_weights, module_of, named_weights, place, weights_for
 from muster.worker_info import WorkerInfo, worker_info_context
 from muster.workers.trial_process import Reporter
 

@@ -14,8 +14,7 @@ from gymnasium import spaces
 
 from muster.envs.agents import AgentsEnv, AgentSpecs, Row, Step
 from muster.envs.attributes import chain
-from muster.envs.dm_env import DISCOUNTS, seed_generators
-from muster.envs.dm_env_spaces import space_of
+from muster.envs.dm_env import DISCOUNTS, seed_generators, space_of
 from muster.envs.groups import Agent
 from muster.envs.light_melting_pot import load_substrates, melting_pot_package
 from muster.errors import ConfigError, RecipeError, WrongType

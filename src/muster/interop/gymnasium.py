@@ -27,8 +27,7 @@ from muster.interop.agreed_spaces import (
     agreed_spaces,
     shareable_spaces,
 )
-from muster.interop.env_functions import with_lazies
-from muster.interop.starting import in_this_process, processes, recipes_of
+from muster.interop.starting import in_this_process, processes, recipes_of, with_lazies
 from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
 from muster.spaces.tree import Array

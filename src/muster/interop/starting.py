@@ -1,28 +1,33 @@
-"""The parts that drop-ins share: recipes from lists of functions, and the worker processes."""
+"""The parts that drop-ins share: functions that build an env anywhere, recipes of functions, and the processes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
+import gymnasium
+
 from muster.backends.process import ProcessBackend, ProcessOptions
 from muster.backends.serial import SerialBackend
 from muster.errors import ConfigError, WrongType
-from muster.interop.env_functions import FromArguments
 from muster.introspection import callable_name
 from muster.lazy_values import Lazy
 from muster.pickling import UserCall
-from muster.recipes.recipe import Recipe
+from muster.recipes.front_end_functions import EnvFunction
+from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import Asked, check_workers, count_processes
 from muster.vector.vector_env import VectorEnv
+from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 from muster.workers.close_limits import CloseLimits
 from muster.workers.resources import usable_cores
 from muster.workers.worker_env import WorkerEnv
 from muster.workers.worker_init import WorkerInit, choose_init, choose_init_of_drop_in
 
+_RELEASE_TIMEOUT_S = 2.0
 _START_TIMEOUT_S = 300.0
 
 
@@ -111,3 +116,57 @@ def require_copies(envs: VectorEnv | MultiAgentVectorEnv) -> None:
     """Raises ConfigError for views: other libraries keep observations over the next step."""
     if not envs.copy:
         raise ConfigError("observations are views of memory that the next step overwrites; make_vec(..., copy=True)")
+
+
+class FromArguments(EnvFunction):
+    """A function that builds an env wherever it is called, by arguments in which values may be lazy."""
+
+    def recipe(self, wrappers: tuple[Callable[[Any], Any], ...] = (), *, may_reuse: bool = False) -> Recipe:
+        """The recipe of the env, for Muster's own vector envs."""
+        parts = (self.name, self.build, self.arguments, wrappers, self.labels)
+        return Recipe(self.env_index, *parts, may_reuse, self.call)
+
+    def __call__(self) -> Any:
+        """The env, for a vector env that is not Muster's. Lazy values in the arguments are released with it."""
+        return _build_for_others(self.recipe(may_reuse=True), self.num_envs)
+
+
+def with_lazies(recipes: list[Recipe]) -> tuple[Callable[[], Any], ...]:
+    """The functions of `recipes`, for a vector env that is not Muster's."""
+    return tuple(_without_arguments(recipe, len(recipes)) for recipe in recipes)
+
+
+def _without_arguments(recipe: Recipe, count: int) -> Callable[[], Any]:
+    if not recipe.kwargs and type(recipe.factory) is not functools.partial:
+        return recipe.factory
+    parts = (recipe.factory, recipe.kwargs, recipe.name, recipe.labels, recipe.call)
+    return FromArguments(*parts, recipe.env_index, count)
+
+
+def _build_for_others(recipe: Recipe, num_envs: int) -> Any:
+    index = recipe.env_index
+    info = get_worker_info() or WorkerInfo(index, index, num_envs, num_envs, None)
+    with worker_info_context(info):
+        built = recipe.build()
+    return _Releasing(built) if built.has_values else built.env
+
+
+class _Releasing(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Releases an env's lazy values once the env is closed. Attributes that others set go to the env."""
+
+    def __init__(self, built: BuiltEnv) -> None:
+        super().__init__(built.env)
+        self._built = built
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_built" in self.__dict__:
+            setattr(self.env, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def close(self) -> None:
+        """Closes the env, then releases its values."""
+        try:
+            super().close()
+        finally:
+            self._built.release(_RELEASE_TIMEOUT_S)

@@ -10,7 +10,7 @@ from typing import Any
 from gymnasium import VectorizeMode
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
-from muster.interop.env_functions import FromArguments
+from muster.interop.starting import FromArguments
 from muster.pickling import UserCall
 from muster.recipes.gymnasium_ids import factory_of_spec
 

@@ -16,11 +16,11 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from muster.arguments import whole
 from muster.errors import ClosedError, ConfigError, UsageError
 from muster.introspection import caller_stacklevel
-from muster.rollout.devices import Device, to_device
 from muster.rollout.episodes import EpisodeCounter, Episodes, TrajectoryCounter
 from muster.rollout.fields import floating_dtype
 from muster.rollout.returns import split_trajectories
 from muster.rollout.storage import Loss, Storage
+from muster.rollout.weights import Device, to_device
 
 
 class BatchSource(ABC):

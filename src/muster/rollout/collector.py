@@ -25,7 +25,6 @@ from torch import Tensor
 from muster.arguments import explains_keywords
 from muster.errors import ConfigError
 from muster.rollout.batch_source import BatchSource
-from muster.rollout.devices import Device, place
 from muster.rollout.fields import Array, Field, Key
 from muster.rollout.policies import (
     IS_INIT,
@@ -39,7 +38,7 @@ from muster.rollout.policies import (
 from muster.rollout.single_agent_side import open_envs
 from muster.rollout.stepping import Stepping
 from muster.rollout.storage import Storage
-from muster.rollout.weights import is_same_memory, load_weights, module_of, named_weights, weights_for
+from muster.rollout.weights import Device, is_same_memory, load_weights, module_of, named_weights, place, weights_for
 from muster.vector.make import make_vec
 
 

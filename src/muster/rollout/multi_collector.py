@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium import Space
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
@@ -23,13 +24,11 @@ from muster.pickling import called_as
 from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
-from muster.rollout.collector_set import CollectorOptions, CollectorSet, collector_nouns
-from muster.rollout.devices import Device
+from muster.rollout.collector_set import CollectorOptions, CollectorSet, Filled, collector_nouns
 from muster.rollout.processes.collector_pool import CollectorPool
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.single_agent_side import COLLECTOR
-from muster.rollout.staying_collector import StayingCollector
-from muster.rollout.weights import require_shapes
+from muster.rollout.weights import Device, require_shapes
 from muster.workers.close_limits import CLOSE_S, limits_of
 from muster.workers.worker_env import changes_of
 
@@ -327,3 +326,48 @@ def _explained(obstacle: Obstacle, threshold: float) -> str:
         what = f"the policy cannot be copied to collector processes, because of {obstacle}. It {stays}."
     ignored = f" preemptive_threshold={threshold:g} is ignored: batches wait for all envs." if threshold < 1 else ""
     return f"{what}{ignored} Ways out:\n  {ways_out}."
+
+
+class StayingCollector:
+    """A `Collector` with the verbs of a `CollectorSet`. Its own seeds go on from reset to reset."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    @property
+    def version(self) -> int:
+        return self._collector.policy_version
+
+    def update_weights(self, weights: Any) -> None:
+        self._collector.update_policy_weights_(weights)
+
+    def collect(self) -> Filled:
+        storage = self._collector.collect_storage()
+        return Filled(storage, 0, np.full(storage.N, self._collector.acting_version))
+
+    def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(self._collector.envs.call(name, *args, **kwargs))
+
+    def set_attr(self, name: str, values: Sequence[Any]) -> None:
+        self._collector.envs.set_attr(name, values)
+
+    def spaces(self) -> tuple[Space[Any], Space[Any]]:
+        return self._collector.envs.single_observation_space, self._collector.envs.single_action_space
+
+    def give_up(self) -> None:
+        self._collector.reset()
+
+    def reset(self, round_number: int, frames: int) -> None:
+        self._collector.reset()
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self._collector.stats()["envs"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"staying": self._collector.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._collector.load_state_dict(state["staying"])
+
+    def close(self) -> None:
+        self._collector.shutdown()

@@ -21,7 +21,7 @@ from muster.rollout.env_side import EnvSide
 from muster.rollout.fields import Array, Key, describe
 from muster.rollout.plain_modules import PlainModules, as_key
 from muster.rollout.storage import Storage
-from muster.spaces.one_hot import OneHot
+from muster.spaces.stacking import OneHot
 
 IS_INIT = ("is_init",)
 

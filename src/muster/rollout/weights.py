@@ -1,4 +1,4 @@
-"""Weights by name on their way from a learner to the policies that act: all of them are copied, or none."""
+"""Weights by name on their way from a learner to the policies that act, all of them or none; and a policy's device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from tensordict import TensorDictBase  # type: ignore[import-untyped]  # ships n
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from muster.errors import SpecMismatch, UsageError
+from muster.errors import ConfigError, SpecMismatch, UsageError
 from muster.nn.functional import all_names
+
+Device = torch.device | str | int | None
 
 
 def named_weights(policy: object) -> dict[str, Tensor]:
@@ -142,3 +144,46 @@ def weights_by_name(weights: Any) -> dict[str, Tensor]:
     if isinstance(weights, Mapping):
         return {_plain(name): tensor for name, tensor in weights.items()}
     raise UsageError(f"weights must be a module, a state dict or a TensorDict, got {type(weights).__name__}")
+
+
+def place(policy: Any, device: Device) -> torch.device:
+    """Moves `policy` to `device`, in place; returns the device that it computes on. None leaves it where it is.
+
+    Tensors on the meta device are placeholders without values and stay there. Raises ConfigError where the policy
+    cannot be moved.
+    """
+    if device is None:
+        return _device_of(policy)
+    target = to_device(device)
+    if not isinstance(policy, nn.Module):
+        return target
+    wrong = [tensor for tensor in _tensors(policy) if not tensor.is_meta and tensor.device != target]
+    if wrong:
+        try:
+            policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(target))  # type: ignore[no-untyped-call]  # torch's gap
+        except Exception as error:
+            raise ConfigError(
+                f"policy_device={str(target)!r}: {type(policy).__qualname__} cannot be moved there: "
+                f"{type(error).__name__}: {error}. Leave policy_device out, and it stays on {wrong[0].device}"
+            ) from error
+    return target
+
+
+def to_device(device: Device) -> torch.device:
+    """The device as torch names it in full. Raises ConfigError where there is none."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {str(device)!r} cannot be used: {error}") from error
+
+
+def _device_of(policy: Any) -> torch.device:
+    if isinstance(policy, nn.Module):
+        for tensor in _tensors(policy):
+            if not tensor.is_meta:
+                return tensor.device
+    return torch.device("cpu")
+
+
+def _tensors(policy: nn.Module) -> list[Tensor]:
+    return [*policy.parameters(), *policy.buffers()]

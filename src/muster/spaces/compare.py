@@ -1,13 +1,16 @@
-"""The first difference between two spaces, with its path."""
+"""The first difference between two spaces, with its path; and spaces as users get them, to edit without effect."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import copy
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from gymnasium import spaces
 
 from muster.spaces.tree import Space
+
+S = TypeVar("S", bound="spaces.Space[Any]")
 
 
 class Difference(NamedTuple):
@@ -66,3 +69,11 @@ def _fields(space: Space) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if isinstance(space, spaces.Text):
         return ("max_length",), ("min_length", "character_set")
     return (), ()
+
+
+def handed_out(space: S) -> S:
+    """A copy of the space; the space itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(space)
+    except Exception:
+        return space

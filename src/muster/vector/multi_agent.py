@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from muster.envs.groups import Agent
-from muster.spaces.handed_out import handed_out
+from muster.spaces.compare import handed_out
 from muster.transport.infos import Infos
 from muster.vector.agent_rows import RowVectorEnv
 from muster.vector.results import AgentBatch, AgentsStepResult, ByGroup

@@ -1,4 +1,4 @@
-"""The types of the results that stepping returns."""
+"""What stepping returns, and the statistics of a vector env: its counts, and what its processes do and hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from muster.backends.base import Backend
 from muster.transport.infos import Infos
+from muster.workers.usage import private_bytes, usage_of
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -17,6 +19,11 @@ Rows = tuple[npt.NDArray[np.int64], Any, Any, Bools, Bools, Infos, int]
 ByGroup = dict[str, Any]
 Rewards = dict[str, npt.NDArray[np.float32]]
 AgentsStepResult = tuple[ByGroup, Rewards, Bools, Bools, Infos]
+# The figures of a worker's process.
+PROCESS_KEYS = (
+    *("pid", "memory_bytes", "memory_growth_bytes", "handles", "fds", "handles_growth"),
+    *("children", "children_growth"),
+)
 
 
 class Batch(NamedTuple):
@@ -46,3 +53,41 @@ class AgentBatch(NamedTuple):
     terminated: Bools
     truncated: Bools
     infos: Infos
+
+
+def stats_of(backend: Backend) -> dict[str, Any]:
+    """The dict that `VectorEnv.stats` describes. Reads a few files of /proc for each worker."""
+    pids = backend.process_ids()
+    hosts = [_host_stats(backend, host, pid) for host, pid in enumerate(pids)]
+    env_steps, _, restarts = counts_of(backend)
+    processes = len({pid for pid in pids if pid is not None})
+    return {"env_steps": env_steps, "restarts": restarts, "processes": processes, "workers": hosts}
+
+
+def counts_of(backend: Backend) -> tuple[int, int, int]:
+    """Env steps, resets and restarts so far, of all envs."""
+    hosts = [backend.slab.host(index) for index in range(backend.slab.plan.num_hosts)]
+    restarts = int(backend.slab.records["restarts"].sum())
+    return sum(host["env_steps"] for host in hosts), sum(host["resets"] for host in hosts), restarts
+
+
+def _host_stats(backend: Backend, host: int, pid: int | None) -> dict[str, Any]:
+    """The shares of the host's time, which add up to 1, its counts, and the figures of its process."""
+    state, now, start = backend.slab.host(host), usage_of(pid), backend.usage_at_start(host)
+    spent = [state["ticks_in_env"], state["ticks_waiting"], state["ticks_copying"]]
+    shares = [ticks / max(1, sum(spent)) for ticks in spent]
+    figures = (
+        *(pid, private_bytes(pid), _growth(start.anonymous_bytes, now.anonymous_bytes)),
+        *(now.handles, now.handles, _growth(start.handles, now.handles)),
+        *(now.children, _growth(start.children, now.children)),
+    )
+    return {
+        **dict(zip(("stepping", "waiting", "copying"), shares, strict=True)),
+        "env_steps": state["env_steps"],
+        "resets": state["resets"],
+        **dict(zip(PROCESS_KEYS, figures, strict=True)),
+    }
+
+
+def _growth(before: int | None, now: int | None) -> int | None:
+    return None if before is None or now is None else now - before

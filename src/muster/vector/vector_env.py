@@ -20,15 +20,14 @@ from muster._core import SLICE_NS, Status, Unusual
 from muster.backends.base import Backend, close_abandoned
 from muster.backends.recovery import Recovery
 from muster.errors import CannotTravel, ClosedError, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
-from muster.spaces.handed_out import handed_out
+from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, spread
 from muster.vector import checks
 from muster.vector.action_writers import ActionWriter
 from muster.vector.batched_spaces import BatchedSpaces
 from muster.vector.raisers import Raiser, failures_dropped
-from muster.vector.results import Batch, Floats, Rows, StepResult
-from muster.vector.stats import counts_of, stats_of
+from muster.vector.results import Batch, Floats, Rows, StepResult, counts_of, stats_of
 from muster.workers.close_limits import CloseLimits
 from muster.workers.env_facts import EnvFacts
 from muster.workers.failures import Failure

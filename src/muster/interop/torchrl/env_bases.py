@@ -21,7 +21,7 @@ from muster.envs.attributes import get_through, set_through
 from muster.errors import RecipeError, SpecMismatch
 from muster.interop.torchrl.writer import path_of
 from muster.introspection import type_name
-from muster.spaces import one_hot
+from muster.spaces import stacking
 
 Path = tuple[str, ...]
 Obs = dict[str, Any]
@@ -241,7 +241,7 @@ def _leaf_space(spec: Any, path: Path) -> spaces.Space[Any]:
     shape = tuple(spec.shape)
     if isinstance(spec, (OneHot, MultiOneHot)):
         parts = spec.space if isinstance(spec, MultiOneHot) else [spec.space]
-        return one_hot.OneHot([part.n for part in parts], shape[:-1], dtype)
+        return stacking.OneHot([part.n for part in parts], shape[:-1], dtype)
     if isinstance(spec, (Categorical, MultiCategorical)) and dtype is np.int64:
         counts = np.broadcast_to(spec.space.n if isinstance(spec, Categorical) else spec.nvec.numpy(), shape).copy()
         return spaces.MultiDiscrete(counts) if shape else spaces.Discrete(int(counts))

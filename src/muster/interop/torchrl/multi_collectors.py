@@ -24,7 +24,7 @@ from muster.errors import CannotTravel, ConfigError, UsageError
 from muster.interop.torchrl.collector_channels import CollectorPool, Files, Pipe, Queue, WorkerProcess
 from muster.interop.torchrl.collector_worker import Shared, hosted_collector, share_storage
 from muster.interop.torchrl.collectors import IN_PROCESSES, require_cuda
-from muster.interop.torchrl.shared_state import sharing
+from muster.interop.torchrl.given_envs import sharing
 from muster.pickling import UserCall
 from muster.recipes.recipe import Recipe
 from muster.rollout.processes.policy_travel import obstacle_to, pack_policy

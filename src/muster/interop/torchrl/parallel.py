@@ -23,10 +23,9 @@ from muster.interop.private_names import require_names
 from muster.interop.starting import recipes_of
 from muster.interop.torchrl.columns import Columns, has_stacks
 from muster.interop.torchrl.env_worker import Command, hosted
-from muster.interop.torchrl.given_envs import explained, given
+from muster.interop.torchrl.given_envs import explained, given, sharing
 from muster.interop.torchrl.hosting import PoolOptions
 from muster.interop.torchrl.remote import Channel, Pool, WorkerProcess
-from muster.interop.torchrl.shared_state import sharing
 from muster.pickling import UserCall
 from muster.recipes.recipe import Recipe
 from muster.vector.packing import Asked

@@ -37,8 +37,7 @@ from muster.rollout.storage import Final, Loss, Storage
 from muster.rollout.weights import module_of, named_weights, weights_to_send
 from muster.transport.slab import memfd, split_evenly
 from muster.vector.assemble import process_vec
-from muster.vector.results import Batch
-from muster.vector.stats import PROCESS_KEYS
+from muster.vector.results import PROCESS_KEYS, Batch
 from muster.workers.launcher_client import standard_fds
 
 # The first word of the spawn keys for replicas' seeds; Collector uses smaller ones.
