@@ -53,8 +53,8 @@ def linears(net: nn.Module) -> list[nn.Module]:
     return [one for one in net if isinstance(one, nn.Linear)]
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_three_updates_of_many_minibatches_lead_to_the_same_weights(env_id: str, monkeypatch: pytest.MonkeyPatch):
+def test_three_updates_of_many_minibatches_lead_to_the_same_weights(monkeypatch: pytest.MonkeyPatch):
+    env_id = "CartPole-v1"
     config = PPOConfig(num_envs=2, num_steps=ROWS // 2, update_epochs=3, vf_coef=1.0, ent_coef=0.02, max_grad_norm=0.3)
     model = None
     with muster.make_vec(env_id, 2, backend="serial", autoreset_mode="same_step") as envs:

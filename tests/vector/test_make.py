@@ -61,11 +61,6 @@ def test_auto_with_one_env_per_process_is_one_each_without_a_trial(capfd: pytest
     assert capfd.readouterr().err == ""  # a trial says what it has found
 
 
-def test_one_env_per_process() -> None:
-    with muster.make_vec([Counter] * 3, one_env_per_process=True, context="fork") as envs:
-        assert len({worker["pid"] for worker in envs.stats()["workers"]}) == 3
-
-
 def test_gymnasiums_names_of_the_autoreset_modes_are_known() -> None:
     from gymnasium.vector import AutoresetMode
 

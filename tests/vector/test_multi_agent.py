@@ -223,24 +223,3 @@ def test_an_observation_of_a_wrong_shape_names_the_agent() -> None:
         envs.reset(seed=0)
         with pytest.raises(SpecMismatch, match=r"observation\['b_0'\] has shape \(3,\)"):
             envs.step(ones(1))
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_workers": 1}, {"num_workers": 3}, {"context": "spawn"}, {"backend": "serial"}]
-)
-def test_every_backend_gives_the_same_rows(options: dict[str, Any]) -> None:
-    def rollout(**how: Any) -> list[Any]:
-        with muster.make_vec("pettingzoo/mpe/simple_tag_v3", 3, **how) as envs:
-            envs.action_space.seed(1)
-            rows = [envs.reset(seed=7)]
-            return rows + [envs.step(envs.action_space.sample()) for _ in range(30)]
-
-    def flat(row: Any) -> list[Any]:
-        return (
-            [x for one in row for x in flat(one)]
-            if isinstance(row, (list, tuple))
-            else ([x for key in row for x in flat(row[key])] if isinstance(row, dict) else [row])
-        )
-
-    for ours, theirs in zip(flat(rollout(**options)), flat(rollout(num_workers=2)), strict=True):
-        np.testing.assert_array_equal(ours, theirs)

@@ -26,7 +26,7 @@ class Growing(gym.Env[Any, Any]):
         return (1,) * self.steps, 1.0, False, False, {}
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize("backend", ["serial", "process"])
 def test_observations_by_mail_arrive_without_infos(backend: str) -> None:
     with muster.make_vec(Growing, 2, backend=backend) as envs:
         assert envs.reset()[0] == ((), ())

@@ -60,6 +60,7 @@ def test_each_worker_shows_what_it_has_added(options: dict[str, Any]) -> None:
     with muster.make_vec([Hoarder] * 2, **options) as envs:
         envs.reset(seed=0)
         envs.step(np.array([0, 0]))
+        assert envs.stats()["processes"] == 2
         before = envs.stats()["workers"]
         assert [growth(worker) for worker in before] == [(0, 0, 0)] * 2
         assert all(worker["handles"] == worker["fds"] > 0 and worker["children"] >= 1 for worker in before)
@@ -81,21 +82,6 @@ def test_envs_in_the_callers_process_show_what_that_has_added(backend: Any) -> N
         assert stats["processes"] == 1
         for worker in stats["workers"]:
             assert (worker["pid"], *growth(worker)) == (os.getpid(), 4, 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "processes"),
-    [
-        ({"num_workers": 2, "context": "fork"}, 2),
-        ({"num_workers": 2, "caller_steps": True, "context": "fork"}, 3),
-        ({"one_env_per_process": True, "context": "fork"}, 4),
-        ({"backend": "serial"}, 1),
-        ({"backend": "thread", "num_workers": 2}, 1),
-    ],
-)
-def test_the_processes_that_step_envs_are_counted(options: dict[str, Any], processes: int) -> None:
-    with muster.make_vec([Counter] * 4, **options) as envs:
-        assert envs.stats()["processes"] == processes
 
 
 def test_a_worker_that_replaces_another_is_measured_from_its_own_start() -> None:
