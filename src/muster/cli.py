@@ -72,7 +72,7 @@ def overview(words: Sequence[str]) -> int:
     import tyro
 
     from muster.command_line.mistakes import Mistake
-    from muster.command_line.reading import HELP, HelpPage, near
+    from muster.command_line.parser import HELP, HelpPage, near
 
     if words and words[0] not in HELP:
         raise Mistake(f"there is no command {words[0]!r}{near(words[0], COMMANDS)}; muster --help lists them")
@@ -90,7 +90,7 @@ def train(words: Sequence[str]) -> int:
         from muster.training import runs
         from muster.training.seeds import train_seeds
     from muster.command_line.mistakes import SIGNALLED, reported
-    from muster.command_line.reading import names_of
+    from muster.command_line.parser import names_of
     from muster.command_line.sudden_end import sudden_end_said
     from muster.command_line.train_options import TrainOptions
     from muster.command_line.train_plan import training_order
@@ -117,7 +117,7 @@ def evaluate(words: Sequence[str]) -> int:
         from muster.training import runs
     from muster.command_line.command_options import EvalOptions
     from muster.command_line.mistakes import SIGNALLED, Mistake, reported
-    from muster.command_line.reading import check_least, names_of, read_options
+    from muster.command_line.parser import check_least, names_of, read_options
     from muster.command_line.sudden_end import sudden_end_said
     from muster.training.film import require_filmable
     from muster.training.opening import start_run_envs
@@ -151,7 +151,7 @@ def plot(words: Sequence[str]) -> int:
         from muster.training.comparison import compare_runs
     from muster.command_line.command_options import PlotOptions
     from muster.command_line.mistakes import Mistake
-    from muster.command_line.reading import read_options
+    from muster.command_line.parser import read_options
 
     options = read_options(PlotOptions(), words, "muster plot")
     if not options.runs:
@@ -169,7 +169,7 @@ def doctor(words: Sequence[str]) -> int:
     from muster.command_line.command_options import DoctorOptions
     from muster.command_line.doctoring import diagnose_for, refuse_without_env
     from muster.command_line.mistakes import reported
-    from muster.command_line.reading import check_least, names_of, read_options
+    from muster.command_line.parser import check_least, names_of, read_options
     from muster.doctor.diagnosis import Diagnosis
     from muster.doctor.machine import MachineReport, examine
     from muster.doctor.show import show, show_machine
@@ -201,7 +201,7 @@ def bench(words: Sequence[str]) -> int:
 
     from muster.command_line.command_options import BenchOptions
     from muster.command_line.mistakes import Mistake, reported
-    from muster.command_line.reading import check_least, names_of, read_options
+    from muster.command_line.parser import check_least, names_of, read_options
     from muster.command_line.sudden_end import sudden_end_said
     from muster.doctor.measure import measure
     from muster.doctor.speeds import show_speeds

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from muster.command_line.command_options import DoctorOptions
 from muster.command_line.mistakes import Mistake, option_of
-from muster.command_line.reading import named_values
+from muster.command_line.parser import named_values
 from muster.doctor.diagnosing import diagnose
 from muster.doctor.diagnosis import Diagnosis, Measurements
 from muster.doctor.targets import about_import, import_code, judge_target, policy_factory_of

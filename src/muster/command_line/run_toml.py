@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.command_line.mistakes import Mistake
-from muster.command_line.reading import check_value, near
+from muster.command_line.parser import check_value, near
 from muster.command_line.train_options import EnvOptions, UncheckedPPO
 from muster.command_line.values import read_value
 from muster.training.plan import RunOptions

@@ -11,7 +11,7 @@ from typing import Any
 
 from muster.algorithms import PPOConfig
 from muster.command_line.mistakes import Mistake, option_of
-from muster.command_line.reading import HELP, asks_for_help, check_least, read_options, show_help
+from muster.command_line.parser import HELP, asks_for_help, check_least, read_options, show_help
 from muster.command_line.run_toml import read_run_toml
 from muster.command_line.sudden_end import sudden_end_said
 from muster.command_line.train_options import EnvOptions, TrainOptions, UncheckedPPO
