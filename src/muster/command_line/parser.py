@@ -1,110 +1,124 @@
-"""Options of a command from its words, by tyro; what cannot be read is a `Mistake` of one line, not tyro's box."""
+"""Options of a command from its words, by argparse: the fields of dataclasses, a group of options for each of them."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import argparse
 import difflib
 import inspect
-import io
-import itertools
-import os
 import shutil
-import sys
 import textwrap
-import typing
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, get_origin
 
-import tyro
-
-from muster.command_line.mistakes import Ended, Mistake, option_of
-from muster.command_line.values import REGISTRY, find_unread
-
-Options = TypeVar("Options")
+from muster.arguments import checked_option, fields_of
+from muster.command_line.values import metavar_of, read_value, write_value
+from muster.errors import ConfigError
 
 HELP = ("-h", "--help")
-_VALUES_OF_SWITCHES = ("true", "false", "yes", "no", "on", "off", "1", "0", "none")
 
 
-def asks_for_help(words: Sequence[str]) -> bool:
-    return any(word in HELP for word in words)
+class HelpShown(Exception):
+    """The end of a command that was asked for its help."""
 
 
-def read_options(default: Options, words: Sequence[str], command: str) -> Options:
-    """`default`, a dataclass, with the values that `words` have; prints the help where they ask for it, and exits.
+@dataclass(frozen=True)
+class Parser:
+    """The options of a command.
 
-    Raises Mistake.
+    command: such as "muster train".  kinds: dataclasses, each field of which is a `muster.arguments.option`. The
+    docstring of the first begins the help, and the first lines of the others are the titles of groups.
     """
-    if asks_for_help(words):
-        show_help(default, command)
-    _refuse_values_of_switches(default, words)
-    try:
-        options, left = _call_tyro(default, words, command, console_outputs=False, return_unknown_args=True)
-    except SystemExit:  # the one thing that is wrong for tyro: the rule for values reads whatever there is
-        raise Mistake(_about_missing_value(words, command)) from None
-    if left:
-        raise Mistake(_about_unknown(left[0], default, command))
-    for name, value in named_values(options):
-        check_value(option_of(name), value)
-    return options  # type: ignore[no-any-return]  # of the default's type
 
+    command: str
+    kinds: tuple[type, ...]
 
-def check_value(name: str, value: Any) -> None:
-    """Raises Mistake where a value could not be read. name: the option's, in the words of where it was written."""
-    unread = find_unread(value)
-    if unread is not None:
-        hint = " (it takes all words up to the next option)" if isinstance(value, tuple) and len(value) > 1 else ""
-        raise Mistake(f"{name} must be {unread.expected}, got {unread.got!r}{unread.why}{hint}")
+    def read(self, words: Sequence[str]) -> dict[str, Any]:
+        """The values that the words have, by the names of the fields. Shows the help where they ask for it.
 
-
-def check_least(options: Any, **least: float) -> None:
-    """Raises Mistake for a value below its least one. least: by the names of fields; None is no value."""
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if value is not None and value < bound:
-            raise Mistake(f"{option_of(name)} must be at least {bound}, got {value}")
-
-
-def show_help(default: Any, command: str, beginning: str = "") -> NoReturn:
-    """Prints the options with their values in `default`, and exits. beginning: a paragraph before the options."""
-    about = inspect.cleandoc(type(default).__doc__ or "")
-    page = HelpPage()
-    with page:
-        _call_tyro(default, ["--help"], command, description=f"{about}\n\n{beginning}".rstrip())
-    raise Ended(0)
-
-
-class HelpPage(io.StringIO):
-    """Prints at the end of a ``with`` block what tyro has printed, paragraphs broken into lines as its tables are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stdout = sys.stdout
-        self._redirection = contextlib.redirect_stdout(self)
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # tyro draws its tables by this
-        return getattr(self._stdout, "encoding", None) or "ascii"
-
-    def isatty(self) -> bool:
-        return self._stdout.isatty()
-
-    def __enter__(self) -> HelpPage:
-        self._redirection.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> bool:  # type: ignore[override]  # io's: None
-        self._redirection.__exit__(None, None, None)
-        width = shutil.get_terminal_size().columns
-        lines = self.getvalue().replace("\u2022", "-").rstrip().split("\n")  # tyro draws bullets in ASCII, too
-        broken = [textwrap.fill(line, width, break_on_hyphens=False) if line[:1].isalpha() else line for line in lines]
+        Raises ConfigError.
+        """
         try:
-            print("\n".join(broken), flush=True)
-        except BrokenPipeError:  # the reader has seen enough, as `head` does; Python flushes once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return kind is SystemExit  # tyro's, after its help
+            found, left = self._argparse().parse_known_args(list(map(_with_hyphens, words)))
+        except argparse.ArgumentError as error:
+            raise self._misused(error.argument_name or "") from None
+        if unknown := next((word for word in left if word.startswith("-")), None):
+            option = unknown.partition("=")[0]
+            known = near(option, map(option_of, self._owners()))
+            raise ConfigError(f"there is no option {option}{known}; {self.command} --help lists them")
+        values = vars(found)
+        if values.pop("help", False):
+            self.show_help()
+        values.update(self._positional(values, left))
+        return {name: self.value(name, written) for name, written in values.items()}
+
+    def value(self, name: str, written: Any) -> Any:
+        """The value of an option, from words or from a file. Raises ConfigError."""
+        owner = self._owners()[name]
+        kind, _ = fields_of(owner)[name]
+        return checked_option(owner, name, read_value(kind, written))
+
+    def show_help(self, values: Mapping[str, Any] | None = None, beginning: str = "") -> NoReturn:
+        """Prints the help. values: to show in the place of the defaults.  beginning: a paragraph before the options."""
+        print(self._argparse(values or {}, beginning).format_help(), end="", flush=True)
+        raise HelpShown()
+
+    def _owners(self) -> dict[str, type]:
+        return {name: kind for kind in self.kinds for name in fields_of(kind)}
+
+    def _positional(self, values: Mapping[str, Any], left: Sequence[str]) -> dict[str, Any]:
+        """The value without a name; argparse leaves words that stand behind options. Raises ConfigError."""
+        words = list(left)
+        for name, (kind, facts) in fields_of(self.kinds[0]).items():
+            if facts["positional"]:
+                words = [*values.get(name, ()), *left]
+                if get_origin(kind) is tuple:
+                    return {name: words} if words else {}
+                if len(words) == 1:
+                    return {name: words[0]}
+                words = words[1:]
+        if words:
+            raise ConfigError(f"{words[0]!r} is one word too many; see {self.command} --help")
+        return {}
+
+    def _misused(self, named: str) -> ConfigError:
+        """The error for an option that lacks its value, or has one although it takes none. named: by argparse."""
+        options = named.split("/")
+        name = options[0].removeprefix("--").replace("-", "_")
+        owner = self._owners().get(name)
+        if owner is None or fields_of(owner)[name][0] is bool:
+            return ConfigError(f"{options[0]} takes no value: write {', or '.join(options)}")
+        return ConfigError(f"{options[0]} needs a value; {self.command} --help says which")
+
+    def _argparse(self, values: Mapping[str, Any] | None = None, beginning: str = "") -> argparse.ArgumentParser:
+        positional = [name.upper() for name, (_, facts) in fields_of(self.kinds[0]).items() if facts["positional"]]
+        parser = argparse.ArgumentParser(
+            prog=self.command,
+            usage=" ".join([self.command, "[OPTIONS]", *positional]),
+            description=paragraphs(f"{inspect.getdoc(self.kinds[0])}\n\n{beginning}".rstrip()),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        parser.add_argument(*HELP, action="store_true", help="show this help message and exit")
+        group: Any = parser
+        switch: Any = "store_true"
+        for kind in self.kinds:
+            if kind is not self.kinds[0]:
+                title, _, _ = str(inspect.getdoc(kind)).partition("\n")
+                # A file may turn these on, so that the words need a way to turn them off.
+                group, switch = parser.add_argument_group(title.rstrip(".")), argparse.BooleanOptionalAction
+            for name in fields_of(kind):
+                value = (values or {}).get(name, getattr(kind, name, None))
+                group.add_argument(*_names_of(kind, name), **_how(kind, name, value, switch))
+        return parser
+
+
+def option_of(name: str) -> str:
+    """The option of a field's name."""
+    return name.upper() if name in ("env", "run", "runs") else f"--{name.replace('_', '-')}"
 
 
 def near(name: str, names: Iterable[str]) -> str:
@@ -113,64 +127,32 @@ def near(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
-def _call_tyro(default: Any, words: Sequence[str], command: str, **options: Any) -> Any:
-    config = (tyro.conf.OmitArgPrefixes,)
-    with warnings.catch_warnings(action="ignore"):  # of defaults that are not of their type: whoever takes them says so
-        return tyro.cli(
-            type(default), args=words, default=default, prog=command, registry=REGISTRY, config=config, **options
-        )
+def paragraphs(text: str) -> str:
+    """The text, with its paragraphs broken into lines for the terminal."""
+    width = shutil.get_terminal_size().columns - 2
+    return "\n\n".join(textwrap.fill(one, width, break_on_hyphens=False) for one in text.split("\n\n"))
 
 
-def names_of(options: Any) -> list[str]:
-    """The names of the fields that are options, those of parts included."""
-    return [name for name, _ in named_values(options)]
+def _with_hyphens(word: str) -> str:
+    """``--num-envs=8`` for ``--num_envs=8``."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
-def named_values(options: Any) -> Iterator[tuple[str, Any]]:
-    """Name and value of each option, those of parts included."""
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if dataclasses.is_dataclass(value) and find_unread(value) is None:
-            yield from named_values(value)
-        else:
-            yield field.name, value
+def _names_of(owner: type, name: str) -> list[str]:
+    _, facts = fields_of(owner)[name]
+    return [name] if facts["positional"] else [option_of(name), *filter(None, [facts["alias"]])]
 
 
-def _about_missing_value(words: Sequence[str], command: str) -> str:
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
-        if word.startswith("--") and word != "--" and "=" not in word and after.startswith("--"):
-            return f"{word} needs a value; {command} --help says which"
-    return f"the options cannot be read; see {command} --help"
-
-
-def _about_unknown(word: str, default: Any, command: str) -> str:
-    if not word.startswith("-"):
-        return f"{word!r} is one word too many; see {command} --help"
-    option = word.partition("=")[0].replace("_", "-")
-    known = [option_of(name) for name in names_of(default)] + list(filter(None, _switches(default).values()))
-    return f"there is no option {option}{near(option, known)}; {command} --help lists them"
-
-
-def _refuse_values_of_switches(default: Any, words: Sequence[str]) -> None:
-    """Raises Mistake for ``--switch=value`` and ``--switch False``, which tyro would take for the switch and an ENV."""
-    switches = _switches(default)
-    both = {one: (yes, no) for yes, no in switches.items() for one in (yes, no) if one}
-    for word, after in itertools.zip_longest(words, words[1:], fillvalue=""):
-        flag, equals, value = word.partition("=")
-        value = value if equals else after
-        if (ways := both.get(flag.replace("_", "-"))) and (equals or value.lower() in _VALUES_OF_SWITCHES):
-            raise Mistake(f"{flag} takes no value, got {value}: write {', or '.join(filter(None, ways))}")
-
-
-def _switches(options: Any) -> dict[str, str]:
-    """The options that take no value, each with its opposite, ``--no-...``, or an empty text where it has none."""
-    kinds = typing.get_type_hints(type(options), include_extras=True)
-    found: dict[str, str] = {}
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if dataclasses.is_dataclass(value):
-            found |= _switches(value)
-        elif isinstance(value, bool):
-            option = option_of(field.name)
-            found[option] = f"--no-{option.removeprefix('--')}" if kinds[field.name] is bool else ""
-    return found
+def _how(owner: type, name: str, value: Any, switch: Any) -> dict[str, Any]:
+    """How argparse reads and shows the option. value: to show.  switch: the action of an option that takes none."""
+    kind, facts = fields_of(owner)[name]
+    silent = facts["positional"] or value in (None, ()) or (value is False and switch == "store_true")
+    shown = "" if silent else f" (default: {write_value(value)})"
+    how: dict[str, Any] = {"help": (facts["about"] + shown).replace("%", "%%")}
+    if kind is bool:
+        return {**how, "action": switch}
+    how["metavar"] = name.upper() if facts["positional"] else metavar_of(kind)
+    if facts["repeated"]:
+        return {**how, "action": "append"}
+    return {**how, "nargs": "*"} if facts["positional"] or get_origin(kind) is tuple else how
