@@ -112,12 +112,14 @@ def evaluate(words: Sequence[str]) -> int:
         from muster.training import runs
     from muster.training.film import require_filmable
     from muster.training.opening import start_run_envs
-    from muster.training.trust import read_plan
+    from muster.training.plan import plan_of
 
     options = EvalOptions(**Parser("muster eval", (EvalOptions,)).read(words))
     if options.run is None:
         raise ConfigError("name the folder of a RUN, as muster train has made it")
-    plan, console = read_plan(options.run, trust=options.trust), Console(highlight=False)
+    plan, console = plan_of(options.run), Console(highlight=False)
+    if not options.trust:
+        plan.require_trust(options.run)
     if options.video is not None:
         require("--video needs", "muster-rl[train]", "av")
         require_filmable(options.video)

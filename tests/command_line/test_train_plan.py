@@ -126,8 +126,9 @@ def test_a_run_of_ones_own_env_is_evaluated_and_goes_on_from_anywhere(
         (folder / "elsewhere").mkdir()
         monkeypatch.chdir(folder / "elsewhere")
     refused = muster("eval", f"{folder}/r")
-    assert refused.exit_code == 1
-    assert "Pass --trust" in refused.stderr
+    assert refused.exit_code == 2
+    assert f"{folder}/r names code: " in refused.stderr
+    assert "or --trust on a command line" in refused.stderr
     assert refused.stderr == muster("train", "--resume", f"{folder}/r").stderr.replace("muster train", "muster eval")
     result = muster("eval", f"{folder}/r", "--episodes", "2", "--trust")
     assert re.search(r"mean return +│ 18\.0, deviation 0\.0", result.stdout), result.output
@@ -212,9 +213,9 @@ def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
         assert result.exit_code == 2
         assert f"the run has settled {settled}; --resume goes on with what it has" in result.stderr
     assert "--run-dir is for new runs" in muster("train", "--resume", "r", "--run-dir", "other").stderr
-    assert "Pass --trust" in muster("train", "--resume", "r", "--total-steps", "32").stderr
     again = ("own_env:make_env", *SHORT, "--run-dir", "r", "--total-steps", "32")
-    result = muster("train", "--resume", "r", *again)
+    assert "--trust" in muster("train", "--resume", "r", *again).stderr
+    result = muster("train", "--resume", "r", *again, "--trust")
     assert result.exit_code == 0, result.output
 
 

@@ -225,7 +225,7 @@ def test_an_env_with_a_dict_is_trained_evaluated_and_trained_on(tmp_path: Path, 
     result = run_muster("train", "dict_envs:Rooms-v0", "--num-envs", "1", "--total-steps", "1", "--run-dir", "r", *few)
     assert result.exit_code == 0, result.output
     for arguments in (("eval", "r", "--episodes", "2"), ("train", "--resume", "r", "--total-steps", "300", *few)):
-        result = run_muster(*arguments)
+        result = run_muster(*arguments, "--trust")
         assert result.exit_code == 0, result.output
 
 

@@ -200,7 +200,7 @@ def test_a_row_that_is_not_finite_ends_the_run_with_a_good_checkpoint(tmp_path: 
     assert saved["steps"] == steps_in(run)[-1] == 512
     assert saved["normalizers"]["observations"]["mean"].isfinite().all()
     (tmp_path / "breaks").unlink()
-    result = muster("train", "--resume", str(run))
+    result = muster("train", "--resume", str(run), "--trust")
     assert result.exit_code == 0, result.output
     assert all(row["mean_return"] for row in read_metrics(run))
 

@@ -18,7 +18,6 @@ from muster.recipes.named import absolute_name, callable_named
 from muster.training.plan import MakeVecOptions, RunOptions, TrainingPlan, plan_of
 from muster.training.presets import preset_for
 from muster.training.run_envs import open_envs
-from muster.training.trust import named_code, read_plan
 
 PARSER = Parser("muster train", (TrainOptions, RunOptions, MakeVecOptions, PPOConfig))
 OF_COMMAND = ("run_dir", "seeds", "resume", "config", "trust")  # options that a file has not
@@ -84,8 +83,8 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], wants_help: bool
         raise ConfigError("--seeds is for new runs; --resume goes on with a single one")
     if options.run_dir is not None and options.run_dir.resolve() != run.resolve():
         raise ConfigError("--run-dir is for new runs; --resume goes on in the folder of its own")
-    named = {absolute_name(name) for name in (options.env, *options.wrapper) if name is not None}
-    read_plan(run, trust=options.trust or named.issuperset(named_code(run)))  # not the folder alone names it then
+    if not options.trust:
+        plan.require_trust(run)
     plan = replace(
         plan,
         config=_of(PPOConfig, {**config, **values}),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from muster.algorithms.ppo_config import PPOConfig
 from muster.arguments import check_options, fields_of, option
 from muster.errors import ConfigError, UsageError
-from muster.training.own_runs import seal_of
+from muster.recipes.known_envs import is_of_known_library
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config
 
@@ -104,8 +104,22 @@ class TrainingPlan:
         """The plan as config.json holds it."""
         run = {"env": self.env, "algorithm": "PPO", "preset": self.preset, **dataclasses.asdict(self.config)}
         made = {"env_kwargs": dict(self.env_kwargs), "wrappers": list(self.wrappers), "make_vec": dict(self.options)}
-        about = {**_versions(), "seal": seal_of({**run, **made})}
-        return {**run, **made, "run": dataclasses.asdict(self.run), "with": about}
+        return {**run, **made, "run": dataclasses.asdict(self.run), "with": _versions()}
+
+    def require_trust(self, run: Path) -> None:
+        """Raises ConfigError where to make the envs is to run code that the folder ``run`` of the run names.
+
+        These are files, functions, wrappers, and ids of modules that Muster does not know.
+        """
+        module, _, name = self.env.rpartition(":")
+        # A function is called, with arguments from the folder: that of a known library may do anything.
+        is_known_id = not name.isidentifier() and is_of_known_library(module) and not module.endswith(".py")
+        code = [self.env] * ((bool(module) and not is_known_id) or name.endswith(".py")) + list(self.wrappers)
+        if code:
+            raise ConfigError(
+                f"{run} names code: {', '.join(code)}. To make its envs is to run that code. If you trust whoever made "
+                "the folder, say trust=True in Python, or --trust on a command line"
+            )
 
 
 def plan_of(path: Path) -> TrainingPlan:

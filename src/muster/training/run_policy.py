@@ -16,7 +16,6 @@ from muster.spaces.plain import from_plain
 from muster.training.plan import plan_of
 from muster.training.run_envs import open_run_envs
 from muster.training.run_folder import read_checkpoint, read_config, reading
-from muster.training.trust import require_trust
 from muster.vector.vector_env import VectorEnv
 
 with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tensordict"):
@@ -103,10 +102,10 @@ class RunPolicy:
 
         options: of `muster.make_vec`. ``env_kwargs`` and ``wrappers`` are added to the run's; ``autoreset_mode`` is
         "same_step" unless it is given.
-        Raises UsageError where the folder names code to import and is not trusted, and what `make_vec` raises.
+        Raises ConfigError where the folder names code and is not trusted, and what `make_vec` raises.
         """
         if not self.trust:
-            require_trust(self.run)
+            self.plan.require_trust(self.run)
         return open_run_envs(self.plan, num_envs, **options)
 
     def __repr__(self) -> str:
