@@ -22,7 +22,7 @@ DOCTOR, TORCH, SB3, TORCHRL, TRAIN, MARL = (
 SUBSTRATES = "python -m muster.envs.install_meltingpot"
 LOAD_SUBSTRATES = "from muster.envs.melting_pot import load_substrates; load_substrates()"
 WRITE_EVENTS = "from pathlib import Path; from muster.training.events import EventWriter; EventWriter(Path())"
-PLOT = "from muster.training.learning_curve import plot_learning_curve; plot_learning_curve(1, 2, title='')"
+PLOT = "from muster.training.picture import plot_learning_curve; plot_learning_curve(1, 2, title='')"
 DIAGNOSE = "muster.diagnose('CartPole-v1', policy=1)"
 OLD_PONG = "muster.make_vec('PongNoFrameskip-v4')"
 PONG, CLEAN_UP = "muster.make_vec('ALE/Pong-v5')", "muster.make_vec('meltingpot/clean_up')"

@@ -91,7 +91,7 @@ def train(words: Sequence[str]) -> int:
         from muster.training import runs
         from muster.training.seeds import train_seeds
     from muster.command_line.train_plan import training_order
-    from muster.training.opening import start_run_envs
+    from muster.training.run_envs import start_run_envs
 
     order, console = training_order(words), Console(highlight=False)
     plan, where = order.plan, order.run
@@ -111,8 +111,8 @@ def evaluate(words: Sequence[str]) -> int:
     with imports_for("this command needs", "muster-rl[train]", "torch", "tensordict"):
         from muster.training import runs
     from muster.training.film import require_filmable
-    from muster.training.opening import start_run_envs
     from muster.training.plan import plan_of
+    from muster.training.run_envs import start_run_envs
 
     options = EvalOptions(**Parser("muster eval", (EvalOptions,)).read(words))
     if options.run is None:
