@@ -1,4 +1,7 @@
-"""Checks of what users pass in, made before anything else is done with it. Every check returns the value to use."""
+"""Checks of what users pass in, made before anything else is done with it. Every check returns the value to use.
+
+An `option` is a field of a dataclass that knows its help and its bounds, for Python, files and command lines alike.
+"""
 
 from __future__ import annotations
 
@@ -104,10 +107,14 @@ def option(
 
 
 def check_options(options: Any) -> None:
-    """Gives each field of a dataclass the value of `checked_option`; for its ``__post_init__``. Raises ConfigError."""
+    """Gives each `option` of a dataclass the value of `checked_option`; for its ``__post_init__``. Raises ConfigError.
+
+    Fields that a user's own subclass adds stay as they are.
+    """
     owner: type = type(options)
-    for name in fields_of(owner):
-        object.__setattr__(options, name, checked_option(owner, name, getattr(options, name)))
+    for name, (_, facts) in fields_of(owner).items():
+        if facts:
+            object.__setattr__(options, name, checked_option(owner, name, getattr(options, name)))
 
 
 def checked_option(owner: type, name: str, value: Any) -> Any:

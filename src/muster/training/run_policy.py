@@ -43,8 +43,8 @@ def load_policy(
     checkpoint: another one than the newest: the steps of a copy that ``--checkpoint-every`` has made, such as "51200",
     "best" of a run with ``--eval-every``, or a path.
     sample: draws actions by torch's global generator, which collectors seed, instead of taking the likeliest.
-    trust: lets ``policy.make_vec`` import modules, files and wrappers that only the folder names. Loading imports
-    nothing, makes no env, and executes no code of the folder.
+    trust: lets ``policy.make_vec`` import modules, files and wrappers that the folder names. Loading imports nothing,
+    makes no env, and executes no code of the folder.
 
     Raises UsageError where ``run`` is no folder of a run of this version of Muster, and has no such checkpoint.
     """
