@@ -15,7 +15,7 @@ IN_PARALLEL := --numprocesses logical --dist worksteal
 WITHOUT_TORCH := tests/backends tests/conformance tests/doctor/test_command.py tests/doctor/test_diagnose.py \
   tests/doctor/test_machine.py tests/envs/test_dm_env.py tests/envs/test_groups.py tests/envs/test_melting_pot.py \
   tests/envs/test_wrappers.py tests/interop/test_gymnasium_dropins.py tests/pickling/test_pickling.py tests/recipes \
-  tests/spaces tests/training/test_events.py tests/training/test_learning_curve.py tests/transport tests/vector \
+  tests/spaces tests/training/test_events.py tests/training/test_picture.py tests/transport tests/vector \
   tests/workers
 
 # Extra arguments for the script behind `demo`, `test`, `test-all` and `bench`: make test ARGS="-k layers"

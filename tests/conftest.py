@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import errno
 import gc
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,10 +26,6 @@ pytest.register_assert_rewrite(
     "bare_loops",
     "row_checks",
 )
-
-_HOME = tempfile.mkdtemp(prefix="muster-tests-")
-atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
-os.environ["XDG_STATE_HOME"] = _HOME  # runs that tests make are sealed by a key that goes with them
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_S = 5.0

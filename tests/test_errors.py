@@ -11,6 +11,7 @@ import pytest
 
 from muster.errors import (
     CollectorError,
+    ConfigError,
     EnvError,
     MusterError,
     NoFilesLeft,
@@ -37,6 +38,8 @@ ERRORS = [
     SpecMismatch("observation: shape is (2,)", env_index=3),
     PendingError("step: a call is pending", "call"),
     NoFilesLeft(24, "Too many open files"),
+    ConfigError("num_envs", "a whole number of at least 1", 0),
+    ConfigError("give policy or policy_factory, not both"),
 ]
 
 
@@ -54,6 +57,13 @@ def test_comes_back_as_it_was(error: MusterError, carried: Callable[[Any], Any])
 )
 def test_a_workers_name_tells_its_envs(envs: Any, name: str) -> None:
     assert str(WorkerName("worker", 1, envs)) == name
+
+
+def test_an_options_error_has_public_facts_and_any_name_of_the_option() -> None:
+    error = ConfigError("num_envs", "at least 1", "x")
+    assert (error.option, error.expected, error.got) == ("num_envs", "at least 1", "x")
+    assert str(error) == "num_envs must be at least 1, got 'x'"
+    assert error.naming("--num-envs") == "--num-envs must be at least 1, got 'x'"
 
 
 def test_a_death_has_public_facts() -> None:

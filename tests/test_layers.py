@@ -61,7 +61,6 @@ OPTIONAL = {
     "dmlab2d",
     "meltingpot",
     "stable_baselines3",
-    "tyro",
     "rich",
     "matplotlib",
     "tensorboard",

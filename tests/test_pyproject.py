@@ -56,12 +56,11 @@ def names_of(extra: str) -> set[str]:
 @pytest.mark.parametrize(
     ("extra", "names"),
     [
-        ("doctor", {"tyro", "rich", "psutil"}),
+        ("doctor", {"rich", "psutil"}),
         ("torch", {"torch", "tensordict"}),
         (
             "train",
             {
-                "tyro",
                 "rich",
                 "psutil",
                 "torch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -11,8 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import muster
-from muster.command_line.streams import prepare_streams, say_error
-from muster.errors import UsageError
+from muster.command_line.command_options import BenchOptions, DoctorOptions, EvalOptions, PlotOptions
+from muster.command_line.mistakes import REPORTED, SIGNALLED, prepare_streams, report, say_error
+from muster.command_line.parser import HELP, HelpShown, Parser, near, option_of, paragraphs
+from muster.errors import ConfigError, UsageError
 from muster.extras import imports_for, require
 from muster.training.stopping import StopSignals
 
@@ -27,12 +30,13 @@ after Ctrl-C; 143 after SIGTERM; and an env that ends the command's own process 
 
 def main() -> None:
     """Entry point of the installed ``muster`` script."""
+    prepare_streams()
+    faulthandler.enable()  # shows the line in which an env, or a library, has crashed
     raise SystemExit(run(sys.argv[1:]))
 
 
 def run(words: Sequence[str]) -> int:
     """Runs the command that `words` are, and returns its exit status."""
-    prepare_streams()
     name = words[0] if words and words[0] in COMMANDS else ""
     command = f"muster {name}".rstrip()
     with StopSignals() as stop:
@@ -45,39 +49,36 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str], name: str, command: str) -> int:
-    from muster.command_line.mistakes import Ended, reported
-
     try:
-        with reported(command), warnings.catch_warnings():
+        with warnings.catch_warnings():
             # Gymnasium's, two lines for an older id than its newest; where it has gone, the error says so.
             warnings.filterwarnings("ignore", ".*is out of date", DeprecationWarning)
             if words and words[0] == "--version":
                 print(muster.__version__, flush=True)
                 return 0
-            with imports_for("this command needs", f"muster-rl[{EXTRAS.get(name, 'doctor')}]", "tyro", "rich"):
-                import rich  # noqa: F401  # every command prints by it
-                import tyro  # noqa: F401  # and reads its options by this
+            if not name:
+                return overview(words)
+            require("this command needs", f"muster-rl[{EXTRAS[name]}]", "rich")  # every command prints by it
             # Every command can name modules of the folder that it is called in, as with ``python -m``.
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
-            status = COMMANDS[name](words[1:]) if name else overview(words)
+            status = COMMANDS[name](words[1:])
             sys.stdout.flush()  # what cannot be printed is an error, too
             return status
-    except Ended as ended:
-        return ended.status
+    except HelpShown:
+        return 0
+    except REPORTED as error:
+        return report(command, error)
 
 
 def overview(words: Sequence[str]) -> int:
-    """Shows the commands. Raises Mistake for words that are none of them."""
-    import tyro
-
-    from muster.command_line.mistakes import Mistake
-    from muster.command_line.reading import HELP, HelpPage, near
-
+    """Shows the commands. Raises ConfigError for words that are none of them."""
     if words and words[0] not in HELP:
-        raise Mistake(f"there is no command {words[0]!r}{near(words[0], COMMANDS)}; muster --help lists them")
-    with HelpPage():
-        tyro.extras.subcommand_cli_from_dict(dict(COMMANDS), prog="muster", args=["--help"], description=ABOUT)
+        raise ConfigError(f"there is no command {words[0]!r}{near(words[0], COMMANDS)}; muster --help lists them")
+    print(f"usage: muster COMMAND [OPTIONS]\n\n{paragraphs(ABOUT)}\n\ncommands:")
+    for name, command in COMMANDS.items():
+        print(f"  {name:8}{command.__doc__}")
+    sys.stdout.flush()
     return 0
 
 
@@ -89,23 +90,17 @@ def train(words: Sequence[str]) -> int:
     with imports_for("this command needs", "muster-rl[train]", *needed):
         from muster.training import runs
         from muster.training.seeds import train_seeds
-    from muster.command_line.mistakes import SIGNALLED, reported
-    from muster.command_line.reading import names_of
-    from muster.command_line.sudden_end import sudden_end_said
-    from muster.command_line.train_options import TrainOptions
     from muster.command_line.train_plan import training_order
-    from muster.training.opening import start_run_envs
+    from muster.training.run_envs import start_run_envs
 
-    with reported("muster train", names_of(TrainOptions())):
-        order, console = training_order(words), Console(highlight=False)
-        plan, where = order.plan, order.run
-        with sudden_end_said("muster train", plan.env, plan.options):
-            if order.seeds is not None:
-                stopped = train_seeds(plan, order.seeds, console, run_dir=where)
-            else:
-                with start_run_envs(plan, console) as envs:
-                    resume, rate = order.resume, order.learning_rate
-                    stopped = runs.train(plan, envs, console, run_dir=where, resume=resume, learning_rate=rate)
+    order, console = training_order(words), Console(highlight=False)
+    plan, where = order.plan, order.run
+    if order.seeds is not None:
+        stopped = train_seeds(plan, order.seeds, console, run_dir=where)
+    else:
+        with start_run_envs(plan, console) as envs:
+            resume, rate = order.resume, order.learning_rate
+            stopped = runs.train(plan, envs, console, run_dir=where, resume=resume, learning_rate=rate)
     return 0 if stopped is None else SIGNALLED + stopped
 
 
@@ -115,33 +110,26 @@ def evaluate(words: Sequence[str]) -> int:
 
     with imports_for("this command needs", "muster-rl[train]", "torch", "tensordict"):
         from muster.training import runs
-    from muster.command_line.command_options import EvalOptions
-    from muster.command_line.mistakes import SIGNALLED, Mistake, reported
-    from muster.command_line.reading import check_least, names_of, read_options
-    from muster.command_line.sudden_end import sudden_end_said
     from muster.training.film import require_filmable
-    from muster.training.opening import start_run_envs
-    from muster.training.trust import read_plan
+    from muster.training.plan import plan_of
+    from muster.training.run_envs import start_run_envs
 
-    with reported("muster eval", names_of(EvalOptions())):
-        options = read_options(EvalOptions(), words, "muster eval")
-        if options.run is None:
-            raise Mistake("name the folder of a RUN, as muster train has made it")
-        check_least(options, episodes=1, seed=0, max_steps=1)
-        plan, console = read_plan(options.run, trust=options.trust), Console(highlight=False)
-        if options.video is not None:
-            require("--video needs", "muster-rl[train]", "av")
-            require_filmable(options.video)
-        played: dict[str, Any] = {
-            name: getattr(options, name) for name in ("checkpoint", "seed", "sample", "max_steps")
-        }
-        with sudden_end_said("muster eval", plan.env, plan.options):
-            with start_run_envs(plan, console, min(plan.config.num_envs, options.episodes)) as envs:
-                stopped = runs.evaluate_run(options.run, plan, envs, console, episodes=options.episodes, **played)
-            if options.video is not None and stopped is None:
-                rendering = {"render_mode": "rgb_array"}
-                with start_run_envs(plan, console, 1, env_kwargs=rendering, autoreset_mode="disabled") as envs:
-                    stopped = runs.film_run(options.run, envs, console, options.video, **played)
+    options = EvalOptions(**Parser("muster eval", (EvalOptions,)).read(words))
+    if options.run is None:
+        raise ConfigError("name the folder of a RUN, as muster train has made it")
+    plan, console = plan_of(options.run), Console(highlight=False)
+    if not options.trust:
+        plan.require_trust(options.run)
+    if options.video is not None:
+        require("--video needs", "muster-rl[train]", "av")
+        require_filmable(options.video)
+    played: dict[str, Any] = {name: getattr(options, name) for name in ("checkpoint", "seed", "sample", "max_steps")}
+    with start_run_envs(plan, console, min(plan.config.num_envs, options.episodes)) as envs:
+        stopped = runs.evaluate_run(options.run, plan, envs, console, episodes=options.episodes, **played)
+    if options.video is not None and stopped is None:
+        rendering = {"render_mode": "rgb_array"}
+        with start_run_envs(plan, console, 1, env_kwargs=rendering, autoreset_mode="disabled") as envs:
+            stopped = runs.film_run(options.run, envs, console, options.video, **played)
     return 0 if stopped is None else SIGNALLED + stopped
 
 
@@ -149,13 +137,10 @@ def plot(words: Sequence[str]) -> int:
     """draw the learning curves of several runs"""
     with imports_for("this command needs", "muster-rl[train]", "torch", "tensordict", "matplotlib"):
         from muster.training.comparison import compare_runs
-    from muster.command_line.command_options import PlotOptions
-    from muster.command_line.mistakes import Mistake
-    from muster.command_line.reading import read_options
 
-    options = read_options(PlotOptions(), words, "muster plot")
+    options = PlotOptions(**Parser("muster plot", (PlotOptions,)).read(words))
     if not options.runs:
-        raise Mistake("name the folder of a RUN, or several, as muster train has made them")
+        raise ConfigError("name the folder of a RUN, or several, as muster train has made them")
     for label, count in compare_runs(options.runs, options.output).items():
         print(f"{count} run{'s' * (count > 1)}  {label}")
     print(f"picture: {options.output}")
@@ -166,10 +151,7 @@ def doctor(words: Sequence[str]) -> int:
     """try an env out, or this machine, and say what to write"""
     from rich.console import Console
 
-    from muster.command_line.command_options import DoctorOptions
-    from muster.command_line.doctoring import diagnose_for, refuse_without_env
-    from muster.command_line.mistakes import reported
-    from muster.command_line.reading import check_least, names_of, read_options
+    from muster.command_line.doctoring import diagnose_for
     from muster.doctor.diagnosis import Diagnosis
     from muster.doctor.machine import MachineReport, examine
     from muster.doctor.show import show, show_machine
@@ -177,15 +159,16 @@ def doctor(words: Sequence[str]) -> int:
 
     console = Console(highlight=False)
     report: MachineReport | Diagnosis
-    with reported("muster doctor", names_of(DoctorOptions())), prints_to_stderr():
-        options = read_options(DoctorOptions(), words, "muster doctor")
-        check_least(options, num_envs=1, timeout=0.1, seconds=0.01, soak=1)
-        if options.env is None:
-            refuse_without_env(options)
+    provided = Parser("muster doctor", (DoctorOptions,)).read(words)
+    options = DoctorOptions(**provided)
+    with prints_to_stderr():
+        if options.env is not None:
+            report = diagnose_for(options)
+        elif for_env := [option_of(name) for name in provided if name != "json"]:
+            raise ConfigError(f"{', '.join(for_env)} {'need' if for_env[1:] else 'needs'} an ENV, the env to try out")
+        else:
             require("this command needs", "muster-rl[doctor]", "psutil")
             report = examine()
-        else:
-            report = diagnose_for(options)
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
     elif isinstance(report, MachineReport):
@@ -199,38 +182,32 @@ def bench(words: Sequence[str]) -> int:
     """measure the ways to run an env"""
     from rich.console import Console
 
-    from muster.command_line.command_options import BenchOptions
-    from muster.command_line.mistakes import Mistake, reported
-    from muster.command_line.reading import check_least, names_of, read_options
-    from muster.command_line.sudden_end import sudden_end_said
     from muster.doctor.measure import measure
     from muster.doctor.speeds import show_speeds
     from muster.doctor.targets import prints_to_stderr
     from muster.recipes.named import callable_named, env_named
 
     console = Console(highlight=False)
-    with reported("muster bench", names_of(BenchOptions())):
-        options = read_options(BenchOptions(), words, "muster bench")
-        if options.env is None:
-            raise Mistake("name an ENV to measure, such as CartPole-v1")
-        check_least(options, num_envs=1, num_workers=1, rounds=1, seconds=0.01)
-        if options.num_workers is not None and options.num_workers > options.num_envs:
-            raise Mistake(f"--num-workers {options.num_workers} is too many for --num-envs {options.num_envs}")
-        in_this_process = {"backend": "serial"}  # as one of the ways has them
-        with sudden_end_said("muster bench", options.env, in_this_process), prints_to_stderr():
-            env, around = env_named(options.env), list(map(callable_named, options.wrapper))
-            with console.status("measuring"):
-                measured = measure(
-                    env,
-                    options.num_envs,
-                    num_workers=options.num_workers,
-                    env_kwargs=options.env_kwargs,
-                    wrappers=around,
-                    rounds=options.rounds,
-                    seconds=options.seconds,
-                )
-            if all(one.problem for one in measured):
-                raise UsageError(f"{options.env} cannot be stepped: {measured[1].problem}")  # by workers
+    options = BenchOptions(**Parser("muster bench", (BenchOptions,)).read(words))
+    if options.env is None:
+        raise ConfigError("name an ENV to measure, such as CartPole-v1")
+    if options.num_workers is not None and options.num_workers > options.num_envs:
+        expected = f"at most {options.num_envs} for {options.num_envs} envs, as a worker needs an env"
+        raise ConfigError("num_workers", expected, options.num_workers)
+    with prints_to_stderr():
+        env, around = env_named(options.env), list(map(callable_named, options.wrapper))
+        with console.status("measuring"):
+            measured = measure(
+                env,
+                options.num_envs,
+                num_workers=options.num_workers,
+                env_kwargs=options.env_kwargs,
+                wrappers=around,
+                rounds=options.rounds,
+                seconds=options.seconds,
+            )
+        if all(one.problem for one in measured):
+            raise UsageError(f"{options.env} cannot be stepped: {measured[1].problem}")  # by workers
     if options.json:
         print(json.dumps({one.way: one.problem or one.steps_per_s for one in measured}, indent=2))
     else:

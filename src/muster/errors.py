@@ -226,7 +226,22 @@ class NotPendingError(UsageError, gymnasium.error.NoAsyncCallError):
 
 
 class ConfigError(MusterError, ValueError):
-    """An option has a value that makes no sense, alone or with the others."""
+    """An option has a value that makes no sense, alone or with the others.
+
+    option, expected, got: the name of the option in Python, what its value must be, and the value. What is no matter of
+    one option has a message alone, in the place of the name.
+    """
+
+    def __init__(self, option: str, expected: str = "", got: Any = None) -> None:
+        super().__init__(option, expected, got)
+        self.option, self.expected, self.got = option, expected, got
+
+    def __str__(self) -> str:
+        return self.naming(self.option)
+
+    def naming(self, option: str) -> str:
+        """The message, where the option has another name, such as on a command line."""
+        return f"{option} must be {self.expected}, got {self.got!r}" if self.expected else self.option
 
 
 class WrongType(MusterError, TypeError):

@@ -25,7 +25,6 @@ PACKAGES = {
     "tensordict": Package("TensorDict", "tensordict", "0.12"),
     "torchrl": Package("TorchRL", "torchrl", "0.14"),
     "stable_baselines3": Package("Stable-Baselines3", "stable-baselines3", "2.9"),
-    "tyro": Package("tyro", "tyro", "1.0"),
     "rich": Package("rich", "rich", "14.3"),
     "psutil": Package("psutil", "psutil", "5.9"),
     "tensorboard": Package("TensorBoard", "tensorboard", "2.18"),

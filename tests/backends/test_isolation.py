@@ -140,7 +140,7 @@ def test_serial_takes_a_single_one(library, in_child):
 
 @pytest.mark.parametrize("backend", ["serial", "thread"])
 def test_backends_without_processes_refuse_the_option(library, backend):
-    with pytest.raises(ValueError, match="one_env_per_process needs worker processes"):
+    with pytest.raises(ValueError, match="one_env_per_process must be left out with"):
         muster.make_vec(Simulator, 2, backend=backend, env_kwargs={"library": library}, one_env_per_process=True)
 
 
@@ -150,7 +150,7 @@ def test_the_caller_loads_nothing(library):
 
 
 def test_contradicting_numbers_are_refused(library):
-    with pytest.raises(ValueError, match="one_env_per_process=True needs num_workers=4"):
+    with pytest.raises(ValueError, match="num_workers must be 4, for each env to have its own process, got 2"):
         muster.make_vec(Simulator, 4, num_workers=2, env_kwargs={"library": library}, one_env_per_process=True)
 
 

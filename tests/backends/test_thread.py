@@ -341,7 +341,7 @@ def test_a_forked_child_leaves_the_threads_alone():
 
 @pytest.mark.parametrize("option", [{"one_env_per_process": True}, {"caller_steps": True}, {"step_timeout": 1.0}])
 def test_options_that_need_processes_are_refused(option):
-    with pytest.raises(ValueError, match=f"{next(iter(option))} needs worker processes"):
+    with pytest.raises(ValueError, match=f"{next(iter(option))} must be left out with the thread backend"):
         muster.make_vec(Meeting, 2, backend="thread", **option)
 
 

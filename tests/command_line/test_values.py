@@ -1,67 +1,103 @@
-"""Values of options as people write them."""
+"""Values of options as people write them, and what is said of others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
-from muster.command_line.values import Unread, find_unread, read_value, write_value
+from muster.arguments import option
+from muster.command_line.parser import Parser
+from muster.command_line.values import write_value
+from muster.errors import ConfigError
+
+
+@dataclass
+class Options:
+    """Options of each kind."""
+
+    whole: int = option(1, "", least=1)
+    few: int = option(1, "", least=1, most=8)
+    number: float = option(0.5, "", above=0)
+    share: float | None = option(None, "", least=0, most=1)
+    flag: bool = option(False, "")
+    workers: int | Literal["auto"] | None = option(None, "", least=1)
+    kind: Literal["a", "b"] = option("a", "")
+    sizes: tuple[int, ...] = option((), "", least=1)
+    names: tuple[str, ...] = option((), "", repeated=True)
+    keywords: Mapping[str, Any] = option({}, "")
+    path: Path = option(Path("."), "")
+    text: str = option("", "")
+
+
+PARSER = Parser("muster try", (Options,))
 
 
 @pytest.mark.parametrize(
-    ("kind", "written", "value"),
+    ("name", "written", "value"),
     [
-        (int, "128", 128),
-        (int, "100k", 100_000),
-        (int, "100K", 100_000),
-        (int, "2e6", 2_000_000),
-        (int, "1.5M", 1_500_000),
-        (int, "1_000_000", 1_000_000),
-        (int, "1b", 10**9),
-        (int, "9007199254740993", 9007199254740993),  # no float on the way
-        (int, 2e6, 2_000_000),
-        (float, "3e-4", 3e-4),
-        (float, ".5", 0.5),
-        (float, "-2", -2.0),
-        (float, "2.5k", 2500.0),
-        (float, 1, 1.0),
-        (float | None, "None", None),
-        (float | None, "0.1", 0.1),
-        (int | Literal["auto"] | None, "auto", "auto"),
-        (int | Literal["auto"] | None, "3", 3),
-        (tuple[int, ...], ["64", "1k"], (64, 1000)),
-        (tuple[int, ...], [], ()),
-        (tuple[str, ...], "a:b", ("a:b",)),
-        (Mapping[str, Any], '{"a": 1}', {"a": 1}),
-        (bool, True, True),
-        (Path, "runs/a", Path("runs/a")),
+        ("whole", "128", 128),
+        ("whole", "100k", 100_000),
+        ("whole", "2e6", 2_000_000),
+        ("whole", "1.5M", 1_500_000),
+        ("whole", "1_000_000", 1_000_000),
+        ("whole", "9007199254740993", 9007199254740993),  # no float on the way
+        ("whole", 2e6, 2_000_000),
+        ("whole", np.int64(3), 3),
+        ("number", "3e-4", 3e-4),
+        ("number", ".5", 0.5),
+        ("number", "2.5k", 2500.0),
+        ("number", 1, 1.0),
+        ("share", "None", None),
+        ("workers", "auto", "auto"),
+        ("workers", "3", 3),
+        ("sizes", ["64", "1k"], (64, 1000)),
+        ("sizes", [], ()),
+        ("names", "a:b", ("a:b",)),
+        ("keywords", '{"a": 1}', {"a": 1}),
+        ("flag", np.True_, True),
+        ("path", "runs/a", Path("runs/a")),
     ],
 )
-def test_what_is_written_is_read(kind: Any, written: Any, value: Any):
-    read = read_value(kind, written)
+def test_what_is_written_is_read(name: str, written: Any, value: Any):
+    read = PARSER.value(name, written)
     assert read == value
     assert type(read) is type(value)
 
 
+WHOLE = "a whole number of at least 1"
+
+
 @pytest.mark.parametrize(
-    ("kind", "written"),
+    ("name", "expected", "several"),
     [
-        (int, "1.5"), (int, "1e-3"), (int, "1__0"), (int, "k"), (int, "10kk"), (int, "1e30"), (int, "1e999999999"),
-        (int, ""), (int, True), (int, None), (float, "nan"), (float, "inf"), (float, "1e400"), (float, "a"),
-        (bool, 1), (bool, "True"), (str, 3), (Literal["a", "b"], "c"), (int | None, "x"), (Mapping[str, Any], "[1]"),
-        (Mapping[str, Any], "{a}"), (tuple[int, ...], ["1", "b"]),
+        ("whole", WHOLE, ("1.5", "1__0", "10kk", "1e30", "1e999999999", "", "0", True, None)),
+        ("few", "a whole number from 1 to 8", ("9",)),
+        ("number", "a number above 0", ("nan", "inf", "1e400", "a", "0")),
+        ("share", "a number from 0 to 1 or None", ("2",)),
+        ("workers", f"{WHOLE}, 'auto' or None", ("x", 0)),
+        ("kind", "'a' or 'b'", ("c",)),
+        ("sizes", f"a list, each entry {WHOLE}", ([1, 0],)),
+        ("flag", "True or False", (1, "True")),
+        ("keywords", "a dict, in JSON such as '{\"size\": 5}'", ("{", "[1]", 3)),
+        ("path", "a path", ("", 3)),
+        ("text", "text", (3,)),
     ],
-)  # fmt: skip
-def test_what_cannot_be_read_says_what_was_expected(kind: Any, written: Any):
-    unread = find_unread(read_value(kind, written))
-    assert isinstance(unread, Unread)
-    assert unread.expected
+)
+def test_an_error_says_what_was_expected(name: str, expected: str, several: tuple[Any, ...]):
+    for written in several:
+        with pytest.raises(ConfigError) as caught:
+            PARSER.value(name, written)
+        assert (caught.value.option, caught.value.expected) == (name, expected)
+        assert str(caught.value) == f"{name} must be {expected}, got {caught.value.got!r}"
 
 
-@pytest.mark.parametrize("value", [1, 200_000, 0.00025, 1e-8, None, {"a": [1]}])
-def test_what_help_shows_can_be_written(value: Any):
-    kind = Mapping[str, Any] if isinstance(value, dict) else type(value)
-    assert read_value(kind, write_value(value)) == value
+@pytest.mark.parametrize(
+    ("name", "value"), [("whole", 1), ("whole", 200_000), ("number", 1e-8), ("share", None), ("keywords", {"a": [1]})]
+)
+def test_what_help_shows_can_be_written(name: str, value: Any):
+    assert PARSER.value(name, write_value(value)) == value

@@ -116,8 +116,8 @@ def test_mistakes_are_told_without_a_traceback(doctor, arguments, status, words)
     ("arguments", "status", "words"),
     [
         (["CartPohl-v1"], 1, "CartPohl"),
-        (["CartPole-v1", "--kwargs", "[1]"], 2, "must be a JSON object"),
-        (["CartPole-v1", "--kwargs", "{size}"], 2, "must be a JSON object"),
+        (["CartPole-v1", "--kwargs", "[1]"], 2, "must be a dict, in JSON"),
+        (["CartPole-v1", "--kwargs", "{size}"], 2, "must be a dict, in JSON"),
     ],
 )
 def test_mistakes_in_what_is_no_module_are_told_at_once(arguments, status, words):

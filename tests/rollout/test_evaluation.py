@@ -30,7 +30,7 @@ def test_short_episodes_do_not_crowd_out_long_ones(mode: str):
 def test_fewer_episodes_than_envs():
     with muster.make_vec(functools.partial(CountingEnv, length=3), 4, backend="serial") as envs:
         assert evaluate(envs, zeros, episodes=2).env_ids.tolist() == [0, 1]
-        with pytest.raises(ConfigError, match="episodes must be at least 1"):
+        with pytest.raises(ConfigError, match="episodes must be a whole number of at least 1, got 0"):
             evaluate(envs, zeros, episodes=0)
         with pytest.raises(ConfigError, match="episodes must be a whole number of at least 1, got 'x'"):
             evaluate(envs, zeros, episodes="x")

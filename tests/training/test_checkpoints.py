@@ -83,21 +83,6 @@ def test_a_checkpoint_that_is_not_there_is_one_line_with_those_that_are(run: Pat
         load_policy(run, checkpoint="best")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--checkpoint-every", "0"), "--checkpoint-every must be at least 1, got 0"),
-        (("--checkpoint-every", "100", "--keep", "0"), "--keep must be at least 1, got 0"),
-        (("--keep", "2"), "--keep says how many of the copies stay that --checkpoint-every STEPS makes"),
-        (("--checkpoint-every", "often"), "--checkpoint-every must be None or a whole number"),
-    ],
-)
-def test_mistakes_are_one_line(words: tuple[str, ...], message: str):
-    result = muster("train", "CartPole-v1", "--backend", "serial", *words)
-    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert message in result.stderr
-
-
 def test_a_file_may_say_it(tmp_path: Path):
     (tmp_path / "run.toml").write_text('checkpoint-every = "0.2k"\nkeep = 1\n')
     run = tmp_path / "run"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -88,9 +86,9 @@ def test_a_run_interrupted_while_it_is_written_can_be_written_on_and_closed(tmp_
     try:
         with RunFolder(tmp_path / "run") as folder:
             folder.append_metrics({"steps": step}, dict.fromkeys(losses, 0.0))
-            for attempt in range(1000):
+            for attempt in range(300):
                 with contextlib.suppress(KeyboardInterrupt):
-                    signal.setitimer(signal.ITIMER_REAL, 0.0005 + attempt * 1e-6)
+                    signal.setitimer(signal.ITIMER_REAL, 0.0005 + attempt * 3e-6)
                     while True:
                         step += 1
                         folder.append_metrics({"steps": step}, dict.fromkeys(losses, float(step)))
@@ -99,7 +97,7 @@ def test_a_run_interrupted_while_it_is_written_can_be_written_on_and_closed(tmp_
         signal.signal(signal.SIGALRM, before)
     shown = [at for at, _ in seen_by_tensorboard(tmp_path / "run", "losses/c")]
     assert shown == sorted(set(shown))
-    assert step - 1000 <= len(shown) <= step + 1  # an interrupt may keep out the row that it meets
+    assert step - 300 <= len(shown) <= step + 1  # an interrupt may keep out the row that it meets
 
 
 def test_tensorboard_forgets_what_a_killed_run_wrote_beyond_its_checkpoint(tmp_path: Path):
@@ -142,30 +140,6 @@ def test_a_run_goes_on_without_a_gap_or_a_row_twice(tmp_path: Path):
     assert state["normalizers"]["observations"]["count"] == 1280
 
 
-def test_an_interrupted_run_goes_on(tmp_path: Path):
-    run = tmp_path / "run"
-    command = [sys.executable, "-m", "muster", "train", "CartPole-v1", *ROLLOUT]
-    child = subprocess.Popen(
-        [*command, "--total-steps", "100m", "--run-dir", str(run)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 90
-    while not ((run / "metrics.csv").exists() and len(read_metrics(run)) > 1):
-        assert time.monotonic() < deadline
-        assert child.poll() is None, child.communicate()
-        time.sleep(0.05)
-    refused = muster("train", "--resume", str(run))
-    assert refused.exit_code == 1
-    assert "another process is training there" in refused.output
-    os.killpg(child.pid, signal.SIGINT)
-    output, _ = child.communicate(timeout=60)
-    assert f"To go on: muster train --resume {run}" in output
-    reached = steps_in(run)[-1]
-    result = muster("train", "--resume", str(run), "--total-steps", str(reached + 256), "--backend", "serial")
-    assert result.exit_code == 0, result.output
-    assert steps_in(run) == list(range(256, reached + 257, 256))
-
-
 def test_a_longer_run_goes_on_from_the_learning_rate_it_had_reached(tmp_path: Path):
     def rates(*arguments: str) -> tuple[list[float], str]:
         result = muster("train", *arguments, "--backend", "serial")
@@ -190,7 +164,14 @@ def test_a_row_that_is_not_finite_ends_the_run_with_a_good_checkpoint(tmp_path: 
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
     (tmp_path / "breaks").touch()
-    command = ("glitching:Glitching-v0", "--num-envs", "2", "--total-steps", "1500", "--run-dir", str(run))
+    command = (
+        "glitching:Glitching-v0",
+        "--num-envs=2",
+        "--total-steps=1500",
+        "--backend=serial",
+        "--run-dir",
+        str(run),
+    )
     result = muster("train", *command, "--normalize-observations", "--normalize-rewards")
     assert result.exit_code == 1
     assert re.search(
@@ -200,7 +181,7 @@ def test_a_row_that_is_not_finite_ends_the_run_with_a_good_checkpoint(tmp_path: 
     assert saved["steps"] == steps_in(run)[-1] == 512
     assert saved["normalizers"]["observations"]["mean"].isfinite().all()
     (tmp_path / "breaks").unlink()
-    result = muster("train", "--resume", str(run))
+    result = muster("train", "--resume", str(run), "--trust")
     assert result.exit_code == 0, result.output
     assert all(row["mean_return"] for row in read_metrics(run))
 
@@ -222,25 +203,17 @@ gym.register("Glitching-v0", Glitching)
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "exit_code", "message"),
-    [
-        (("--resume", "{run}"), 1, "has made 256 steps already; asked for were 256 in all."),
-        (("--resume", "{run}", "--total-steps", "100"), 1, "256 steps already; asked for were 100 in all."),
-        (("--resume", "{run}", "--total-steps", "100"), 1, "--total-steps 512"),
-        (("--resume", "{run}", "--seed", "3"), 2, "the run has settled --seed"),
-        (("Acrobot-v1", "--resume", "{run}"), 2, "the run has settled ENV"),
-        (("--resume", "{run}/absent"), 1, "holds no run: it has no config.json"),
-        (("--seed", "1"), 2, "name an ENV to train on"),
-    ],
-)
-def test_what_cannot_go_on_says_why(tmp_path: Path, arguments: tuple[str, ...], exit_code: int, message: str):
+def test_what_cannot_go_on_says_why(tmp_path: Path):
     run = train(tmp_path / "run", "--total-steps", "256")
     before = (run / "metrics.csv").read_text(), (run / "checkpoint.pt").read_bytes()
-    result = muster("train", *(argument.format(run=run) for argument in arguments))
-    assert result.exit_code == exit_code
-    assert message in " ".join(result.output.replace("│", " ").split())
-    assert "Traceback" not in result.output
+    for folder, message in (
+        (run, "has made 256 steps already; asked for were 256 in all."),
+        (run, "how many there are to be: --total-steps 512"),
+        (run / "absent", "holds no run: it has no config.json"),
+    ):
+        result = muster("train", "--resume", str(folder))
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+        assert message in result.stderr
     assert ((run / "metrics.csv").read_text(), (run / "checkpoint.pt").read_bytes()) == before
 
 

@@ -91,15 +91,11 @@ def test_a_signal_ends_all_and_what_there_is_is_drawn(
 
 
 def test_mistakes_are_one_line(tmp_path: Path):
-    for words, status, message in (
-        (("--seeds=0",), 2, "--seeds must be at least 1, got 0"),
-        (("--seeds=2", "--run-dir", str(tmp_path)), 1, "seed1 is there already; choose another --run-dir"),
-    ):
-        (tmp_path / "seed1").mkdir(exist_ok=True)
-        result = muster("train", "CartPole-v1", *OPTIONS, *words)
-        assert (result.exit_code, len(result.stderr.splitlines())) == (status, 1), result.stderr
-        assert message in result.stderr
-        assert not (tmp_path / "seed0").exists()
+    (tmp_path / "seed1").mkdir()
+    result = muster("train", "CartPole-v1", *OPTIONS, "--seeds=2", "--run-dir", str(tmp_path))
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.stderr
+    assert "seed1 is there already; choose another --run-dir" in result.stderr
+    assert not (tmp_path / "seed0").exists()
     run = str(tmp_path / "run")
     assert muster("train", "CartPole-v1", *OPTIONS, "--total-steps=128", "--run-dir", run).exit_code == 0
     result = muster("train", "--resume", run, "--total-steps=256", "--seeds=2")

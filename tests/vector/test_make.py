@@ -21,19 +21,34 @@ from sample_envs import Counter
         ({"observation_mode": "any"}, "observation_mode must be"),
         ({"on_failure": "ignore"}, "on_failure must be"),
         ({"num_envs": 3}, "2"),
-        ({"num_workers": 0}, "num_workers must be an int of at least 1"),
-        ({"num_workers": 3}, "num_workers=3 is too many for num_envs=2"),
-        ({"num_workers": 1, "one_env_per_process": True}, r"needs num_workers=2 \(num_envs\), got num_workers=1"),
-        ({"caller_steps": True, "one_env_per_process": True}, "not with one_env_per_process"),
-        ({"caller_steps": True, "step_timeout": 1.0}, "step_timeout is not possible"),
-        ({"caller_steps": True, "on_failure": "restart"}, 'not with on_failure="restart"'),
-        ({"backend": "serial", "num_workers": 2}, "num_workers needs worker"),
+        ({"num_workers": 0}, "num_workers must be a whole number of at least 1"),
+        ({"num_workers": 3}, "num_workers must be at most 2 for 2 envs, as a worker needs"),
+        (
+            {"num_workers": 1, "one_env_per_process": True},
+            "num_workers must be 2, for each env to have",
+        ),
+        (
+            {"caller_steps": True, "one_env_per_process": True},
+            "caller_steps must be left out where each",
+        ),
+        (
+            {"caller_steps": True, "step_timeout": 1.0},
+            "step_timeout must be left out with caller steps",
+        ),
+        ({"caller_steps": True, "on_failure": "restart"}, 'on_failure must be "raise" with caller steps'),
+        (
+            {"backend": "serial", "num_workers": 2},
+            "num_workers must be left out with the serial",
+        ),
         ({"copy": 0}, "copy must be True or False, got 0"),
         ({"check_finite": "no"}, "check_finite must be True or False, got 'no'"),
         ({"caller_steps": 1}, "caller_steps must be True or False, got 1"),
         ({"groups": "all"}, "groups must be a dict of each agent's group, got str: 'all'"),
         ({"wrappers": [3]}, r"wrappers\[0\] must be a callable that takes an env and returns one, got 3"),
-        ({"backend": "serial", "one_env_per_process": True}, "one_env_per_process needs worker processes"),
+        (
+            {"backend": "serial", "one_env_per_process": True},
+            "one_env_per_process must be left out",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

@@ -63,8 +63,8 @@ def check_pool(
     seconds("start_timeout", start_timeout)
     if step_timeout is not None:
         seconds(nouns.step_timeout, step_timeout)
-    whole("max_restarts", max_restarts, 0, "a whole number")
-    whole(f"threads_per_{nouns.worker}", threads, 1, "a whole number")
+    whole("max_restarts", max_restarts, 0)
+    whole(f"threads_per_{nouns.worker}", threads, 1)
 
 
 class ProcessBackend(Backend):

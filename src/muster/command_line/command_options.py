@@ -1,19 +1,49 @@
-"""The options of `muster eval`, `muster doctor` and `muster bench`."""
+"""The options of the commands. Those of PPO are fields of `PPOConfig`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-from tyro.conf import arg
+from muster.arguments import option
 
-Flag = Annotated[tyro.conf.FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
-Env = Annotated[tyro.conf.Positional[str | None], arg(metavar="ENV", help_behavior_hint="")]
-EnvKwargs = Annotated[Mapping[str, Any], arg(aliases=("--kwargs",), help_behavior_hint="")]
-Wrappers = tyro.conf.UseAppendAction[tuple[str, ...]]
+_OF_ENV = "keyword arguments of the env, such as '{\"size\": 5}'"
+_AROUND = "module:callable or file.py:callable, env -> env; may be repeated, the first one innermost"
+
+
+@dataclass(frozen=True)
+class _NamedEnv:
+    """The env of a command, and what is around it."""
+
+    env: str | None = option(
+        None, "an env id (CartPole-v1, module:Id-v0), module:factory, or file.py:factory", positional=True
+    )
+    env_kwargs: Mapping[str, Any] = option({}, _OF_ENV, alias="--kwargs")
+    wrapper: tuple[str, ...] = option((), _AROUND, repeated=True)
+
+
+@dataclass(frozen=True)
+class TrainOptions(_NamedEnv):
+    """Train a policy with PPO and plot its learning curve.
+
+    What is left out has the value of a preset, which is chosen by the env's kind; then those of --config count, then
+    the options. Ctrl-C ends the training early and keeps what was reached; --resume goes on from there.
+
+    Example: muster train CartPole-v1 --seed 1
+    """
+
+    run_dir: Path | None = option(
+        None,
+        "folder for config, metrics, checkpoint and plot, or with --seeds for those of the runs; a new one in runs/",
+    )
+    seeds: int | None = option(
+        None, "train so many runs, one after the other, from --seed on, and compare them", least=1
+    )
+    resume: Path | None = option(None, "go on with the run in this folder, up to its --total-steps")
+    config: Path | None = option(None, "TOML file with the env, and with options by the names below")
+    trust: bool = option(False, "with --resume: run the code that the run's folder names for its envs")
 
 
 @dataclass(frozen=True)
@@ -25,18 +55,16 @@ class EvalOptions:
     Example: muster eval runs/CartPole-v1-seed0-20260101-120000
     """
 
-    # The folder of a run.
-    run: Annotated[tyro.conf.Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
-    episodes: int = 20  # whole episodes to play
-    # another one than the newest: the steps of a copy, best, or a path
-    checkpoint: Annotated[str | None, arg(metavar="NAME|PATH", help_behavior_hint="")] = None
-    seed: int = 0  # of the envs; same seed, same episodes
-    sample: Flag = False  # draw actions as in training, instead of the likeliest
-    # stop after so many steps of all envs: some episodes never end
-    max_steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 50_000 per episode)")] = None
-    # also film one more episode, the first of that seed: a path that ends in .mp4
-    video: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    trust: Flag = False  # import the code that the run's folder names for its envs
+    run: Path | None = option(None, "the folder of a run", positional=True)
+    episodes: int = option(20, "whole episodes to play", least=1)
+    checkpoint: str | None = option(None, "another one than the newest: the steps of a copy, best, or a path")
+    seed: int = option(0, "of the envs; same seed, same episodes", least=0)
+    sample: bool = option(False, "draw actions as in training, instead of the likeliest")
+    max_steps: int | None = option(
+        None, "stop after so many steps of all envs: some episodes never end; without it 50_000 per episode", least=1
+    )
+    video: Path | None = option(None, "also film one more episode, the first of that seed: a path that ends in .mp4")
+    trust: bool = option(False, "run the code that the run's folder names for its envs")
 
 
 @dataclass(frozen=True)
@@ -49,13 +77,12 @@ class PlotOptions:
     Example: muster plot runs/CartPole-v1-seed*
     """
 
-    # Folders of runs, or of folders of runs.
-    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], arg(metavar="RUN ...", help_behavior_hint="")] = ()
-    output: Path = Path("comparison.png")  # the picture
+    runs: tuple[Path, ...] = option((), "folders of runs, or of folders of runs", positional=True)
+    output: Path = option(Path("comparison.png"), "the picture")
 
 
 @dataclass(frozen=True)
-class DoctorOptions:
+class DoctorOptions(_NamedEnv):
     """Try an env out, and say how to run many of it, or what is in the way; without ENV examine the machine.
 
     Every trial runs in a process of its own. The exit status is 1 when something blocks parallel use.
@@ -63,24 +90,17 @@ class DoctorOptions:
     Example: muster doctor my_game:make_env --env-kwargs '{"level": 3}'
     """
 
-    # An env id (CartPole-v1, module:Id-v0), module:factory, or file.py:factory. Left out: this machine.
-    env: Env = None
-    env_kwargs: EnvKwargs = field(default_factory=dict)  # keyword arguments of the env, such as '{"size": 5}'
-    wrapper: Wrappers = ()  # module:callable or file.py:callable, env -> env; the first one innermost
-    # envs to recommend a line for
-    num_envs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: what suits the machine)")] = None
-    timeout: float = 60.0  # seconds after which a trial is taken to hang
-    seconds: float = 1.0  # how long each line that could be recommended is run
-    # module:factory of a policy: can it go to collector processes?
-    policy: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    # module:factory of a policy: does it build the same one everywhere?
-    policy_factory: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    soak: Annotated[float | None, arg(metavar="SECONDS", help_behavior_hint="")] = None  # also look for leaks so long
-    json: Flag = False  # print JSON, for programs
+    num_envs: int | None = option(None, "envs to recommend a line for; without it what suits the machine", least=1)
+    timeout: float = option(60.0, "seconds after which a trial is taken to hang", least=0.1)
+    seconds: float = option(1.0, "how long each line that could be recommended is run", least=0.01)
+    policy: str | None = option(None, "module:factory of a policy: can it go to collector processes?")
+    policy_factory: str | None = option(None, "module:factory of a policy: does it build the same one everywhere?")
+    soak: float | None = option(None, "also look for leaks, for so many seconds", least=1)
+    json: bool = option(False, "print JSON, for programs")
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(_NamedEnv):
     """Measure how many steps a second each way to run an env makes on this machine.
 
     Actions are random. `muster doctor` says whether an env can be run in parallel at all.
@@ -88,13 +108,8 @@ class BenchOptions:
     Example: muster bench CartPole-v1 --num-envs 32
     """
 
-    # An env id (CartPole-v1, module:Id-v0), module:factory, or file.py:factory.
-    env: Env = None
-    env_kwargs: EnvKwargs = field(default_factory=dict)  # keyword arguments of the env, such as '{"size": 5}'
-    wrapper: Wrappers = ()  # module:callable or file.py:callable, env -> env; the first one innermost
-    num_envs: int = 8  # envs stepped at once
-    # processes that share the envs
-    num_workers: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: as in make_vec)")] = None
-    rounds: int = 5  # rounds, in each of which every way has its turn
-    seconds: float = 1.0  # how long a way is measured in a round
-    json: Flag = False  # print JSON, for programs
+    num_envs: int = option(8, "envs stepped at once", least=1)
+    num_workers: int | None = option(None, "processes that share the envs; without it as in make_vec", least=1)
+    rounds: int = option(5, "rounds, in each of which every way has its turn", least=1)
+    seconds: float = option(1.0, "how long a way is measured in a round", least=0.01)
+    json: bool = option(False, "print JSON, for programs")

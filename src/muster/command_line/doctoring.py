@@ -6,21 +6,11 @@ import sys
 from dataclasses import replace
 
 from muster.command_line.command_options import DoctorOptions
-from muster.command_line.mistakes import Mistake, option_of
-from muster.command_line.reading import named_values
 from muster.doctor.diagnosing import diagnose
 from muster.doctor.diagnosis import Diagnosis, Measurements
 from muster.doctor.targets import about_import, import_code, judge_target, policy_factory_of
 from muster.extras import require
 from muster.recipes.named import callable_named, env_named
-
-
-def refuse_without_env(options: DoctorOptions) -> None:
-    """Raises Mistake for options that are for an env, where none is named."""
-    own = dict(named_values(DoctorOptions()))
-    provided = [option_of(name) for name, value in named_values(options) if value != own[name] and name != "json"]
-    if provided:
-        raise Mistake(f"{', '.join(provided)} {'need' if provided[1:] else 'needs'} an ENV, the env to try out")
 
 
 def diagnose_for(options: DoctorOptions) -> Diagnosis:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from muster.algorithms import PPOConfig
-from muster.command_line.mistakes import Mistake, option_of
-from muster.command_line.reading import HELP, asks_for_help, check_least, read_options, show_help
-from muster.command_line.run_toml import read_run_toml
-from muster.command_line.sudden_end import sudden_end_said
-from muster.command_line.train_options import EnvOptions, TrainOptions, UncheckedPPO
+from muster.arguments import fields_of
+from muster.command_line.command_options import TrainOptions
+from muster.command_line.parser import HELP, Parser, near, option_of
+from muster.errors import ConfigError
 from muster.recipes.named import absolute_name, callable_named
-from muster.training.plan import RunOptions, TrainingPlan, plan_of
+from muster.training.plan import MakeVecOptions, RunOptions, TrainingPlan, plan_of
 from muster.training.presets import preset_for
 from muster.training.run_envs import open_envs
-from muster.training.trust import named_code, read_plan
 
-COMMAND = "muster train"
+PARSER = Parser("muster train", (TrainOptions, RunOptions, MakeVecOptions, PPOConfig))
+OF_COMMAND = ("run_dir", "seeds", "resume", "config", "trust")  # options that a file has not
 CHANGES = ("total_steps", "learning_rate")  # what PPO may do otherwise in a run that goes on
 FOR_SEVERAL = ("num_workers", "caller_steps")  # options that one env alone cannot have
-NOT_OF_MAKE_VEC = ("env_kwargs", "wrapper")
 OWN_VALUES = "PPO's values below are its own; `muster train ENV --help` shows those of that env's preset."
 
 
@@ -40,102 +38,89 @@ class TrainingOrder:
 
 
 def training_order(words: Sequence[str]) -> TrainingOrder:
-    """What the words order. Prints the help where they ask for it, and exits. Raises Mistake, and what envs raise."""
-    without_help = [word for word in words if word not in HELP]
-    first = read_options(TrainOptions(), without_help, COMMAND)  # not lenient: what it does not know, nobody does
-    file = {} if first.config is None else read_run_toml(first.config)
-    if first.resume is not None:
-        return _to_go_on(first.resume, file, words)
-    options = _layered(TrainOptions(), file, without_help)
+    """What the words order. Raises HelpShown, ConfigError, and what envs raise."""
+    wants_help = any(word in HELP for word in words)
+    by_words = PARSER.read([word for word in words if word not in HELP])
+    file = by_words.get("config")
+    values = {**({} if file is None else read_run_toml(file)), **by_words}
+    options = _of(TrainOptions, values)
+    if options.resume is not None:
+        return _to_go_on(options, values, wants_help)
     if options.env is None:
-        if asks_for_help(words):
-            show_help(options, COMMAND, OWN_VALUES)
-        raise Mistake("name an ENV to train on, such as CartPole-v1, or a run to go on with: --resume RUN")
-    if not asks_for_help(words):
-        _check_alone(options)
-    env, wrappers = absolute_name(options.env), tuple(map(absolute_name, options.make.wrapper))
-    kwargs = dict(options.make.env_kwargs)
-    around = list(map(callable_named, wrappers))
-    alone = {name: value for name, value in _for_make_vec(options.make).items() if name not in FOR_SEVERAL}
-    # Its spaces are part of what decides.
-    ending = sudden_end_said(COMMAND, env, alone)
-    with ending, open_envs(env, 1, env_kwargs=kwargs, wrappers=around, **alone) as probe:
+        if wants_help:
+            PARSER.show_help(values, OWN_VALUES)
+        raise ConfigError("name an ENV to train on, such as CartPole-v1, or a run to go on with: --resume RUN")
+    run, made = _of(RunOptions, values), _for_make_vec(values)
+    env, wrappers = absolute_name(options.env), tuple(map(absolute_name, options.wrapper))
+    kwargs, around = dict(options.env_kwargs), list(map(callable_named, wrappers))
+    alone = {name: value for name, value in made.items() if name not in FOR_SEVERAL}
+    with open_envs(env, 1, env_kwargs=kwargs, wrappers=around, **alone) as probe:  # its spaces decide, too
         preset = preset_for(probe.spec, probe.single_observation_space, probe.single_action_space)
-    options = _layered(TrainOptions().changed(preset.config), file, without_help)
-    if asks_for_help(words):
-        show_help(options, COMMAND, f"PPO's values below are those for {options.env}, by the preset {preset.name}.")
-    made = _for_make_vec(options.make)
-    plan = TrainingPlan(env, _checked(options.ppo), preset.name, kwargs, wrappers, made, options.run)
+    values = {**preset.config, **values}
+    if wants_help:
+        PARSER.show_help(values, f"PPO's values below are those for {options.env}, by the preset {preset.name}.")
+    plan = TrainingPlan(env, _of(PPOConfig, values), preset.name, kwargs, wrappers, made, run)
     return TrainingOrder(plan, options.run_dir, resume=False, seeds=options.seeds)
 
 
-def _to_go_on(run: Path, file: Mapping[str, Any], words: Sequence[str]) -> TrainingOrder:
+def _to_go_on(options: TrainOptions, values: Mapping[str, Any], wants_help: bool) -> TrainingOrder:
     """The plan that the run was started with, changed by what a run may change; the rest may be said again."""
+    run = options.resume
+    assert run is not None
     plan = plan_of(run)
-    around = {"env": plan.env, "env_kwargs": plan.env_kwargs, "wrapper": plan.wrappers, **plan.options}
-    before = TrainOptions().changed({**around, **dataclasses.asdict(plan.config), **dataclasses.asdict(plan.run)})
-    if asks_for_help(words):
-        show_help(before, COMMAND, f"The values below are those that {run} has now.")
-    # The rate that it had reached, unless one is asked for: nan stands for that.
-    options = _layered(before.changed({"learning_rate": math.nan}), file, words)
-    rate = options.ppo.learning_rate
-    ppo = options.ppo if not math.isnan(rate) else replace(options.ppo, learning_rate=plan.config.learning_rate)
-    asked = {
-        "env": absolute_name(options.env or plan.env) == plan.env,
-        "env_kwargs": options.make.env_kwargs == plan.env_kwargs,
-        "wrapper": tuple(map(absolute_name, options.make.wrapper)) == plan.wrappers,
-        **{
-            field.name: getattr(ppo, field.name) == getattr(plan.config, field.name)
-            for field in dataclasses.fields(PPOConfig)
-            if field.name not in CHANGES
-        },
-    }
-    if settled := [option_of(name) for name, same in asked.items() if not same]:
-        raise Mistake(f"the run has settled {', '.join(settled)}; --resume goes on with what it has")
+    config = dataclasses.asdict(plan.config)
+    before = {"env": plan.env, "env_kwargs": plan.env_kwargs, "wrapper": plan.wrappers, **config}
+    if wants_help:
+        now = {**before, **plan.options, **dataclasses.asdict(plan.run), **values}
+        PARSER.show_help(now, f"The values below are those that {run} has now.")
+    asked = {**values, "env": absolute_name(options.env or plan.env)}
+    asked["wrapper"] = tuple(map(absolute_name, options.wrapper)) or plan.wrappers
+    if settled := [name for name in before if name not in CHANGES and asked.get(name, before[name]) != before[name]]:
+        raise ConfigError(
+            f"the run has settled {', '.join(map(option_of, settled))}; --resume goes on with what it has"
+        )
     if options.seeds is not None:
-        raise Mistake("--seeds is for new runs; --resume goes on with a single one")
+        raise ConfigError("--seeds is for new runs; --resume goes on with a single one")
     if options.run_dir is not None and options.run_dir.resolve() != run.resolve():
-        raise Mistake("--run-dir is for new runs; --resume goes on in the folder of its own")
-    said = _layered(TrainOptions(), file, words)
-    named = {absolute_name(name) for name in (said.env, *said.make.wrapper) if name is not None}
-    read_plan(run, trust=options.trust or named.issuperset(named_code(run)))  # not the folder alone names it then
-    made, besides = _for_make_vec(options.make), _checked_run(options.run)
-    plan = replace(plan, config=_checked(ppo), options=made, run=besides)
-    return TrainingOrder(plan, run, resume=True, learning_rate=None if math.isnan(rate) else rate)
+        raise ConfigError("--run-dir is for new runs; --resume goes on in the folder of its own")
+    if not options.trust:
+        plan.require_trust(run)
+    plan = replace(
+        plan,
+        config=_of(PPOConfig, {**config, **values}),
+        options=_for_make_vec({**plan.options, **values}),
+        run=_of(RunOptions, {**dataclasses.asdict(plan.run), **values}),
+    )
+    # Without one that is asked for, the rate that the run had reached.
+    return TrainingOrder(plan, run, resume=True, learning_rate=values.get("learning_rate"))
 
 
-def _layered(base: TrainOptions, file: Mapping[str, Any], words: Sequence[str]) -> TrainOptions:
-    """`base`, changed by the file's values, and then by the words."""
-    below = base.changed(file)
-    options = read_options(below.changed({"wrapper": ()}), words, COMMAND)  # tyro would add to those below
-    return options if options.make.wrapper else options.changed({"wrapper": below.make.wrapper})
+def read_run_toml(path: Path) -> dict[str, Any]:
+    """The values of a run's TOML file by the names of their fields. Raises ConfigError, which names file and key."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--config {path} cannot be read: {problem}") from None
+    known = [name for kind in PARSER.kinds for name in fields_of(kind) if name not in OF_COMMAND]
+    values = {}
+    for key, written in table.items():
+        name = "env_kwargs" if key == "kwargs" else key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{path}: {key} is no option of the env or of PPO{near(name, known)}")
+        try:
+            values[name] = PARSER.value(name, written)
+        except ConfigError as error:
+            raise ConfigError(error.naming(f"{path}: {key}")) from None
+    return values
 
 
-def _checked(ppo: UncheckedPPO) -> PPOConfig:
-    return PPOConfig(**dataclasses.asdict(ppo))
+def _of(kind: type, values: Mapping[str, Any]) -> Any:
+    """The dataclass with the values that are its own."""
+    return kind(**{name: values[name] for name in fields_of(kind) if name in values})
 
 
-def _check_alone(options: TrainOptions) -> None:
-    """Raises Mistake, or ConfigError, for what is wrong whatever the env and its preset are."""
-    check_least(options, seeds=1)
-    if options.make.num_workers != "auto":
-        check_least(options.make, num_workers=1)
-    _checked_run(options.run)
-    options.ppo.check_each()
-
-
-def _checked_run(run: RunOptions) -> RunOptions:
-    """The options, if they make sense. Raises Mistake."""
-    check_least(run, eval_every=1, eval_episodes=1, checkpoint_every=1, keep=1)
-    if run.keep is not None and run.checkpoint_every is None:
-        raise Mistake("--keep says how many of the copies stay that --checkpoint-every STEPS makes; say that, too")
-    return run
-
-
-def _for_make_vec(make: EnvOptions) -> dict[str, Any]:
+def _for_make_vec(values: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `make_vec` that have not its own values."""
-    return {
-        field.name: getattr(make, field.name)
-        for field in dataclasses.fields(EnvOptions)
-        if field.name not in NOT_OF_MAKE_VEC and getattr(make, field.name) != field.default
-    }
+    made = dataclasses.asdict(_of(MakeVecOptions, values))
+    return {name: value for name, value in made.items() if value != getattr(MakeVecOptions, name)}

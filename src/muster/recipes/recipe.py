@@ -15,7 +15,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from muster.arguments import at_least
+from muster.arguments import whole
 from muster.errors import ConfigError, RecipeError
 from muster.introspection import callable_name, place_of
 from muster.lazy_values import LazyValues
@@ -261,7 +261,7 @@ def _parts_of(recipes: Sequence[Recipe], init: Init | None) -> dict[str, Any]:
 def _count_envs(sources: Sequence[Source], several: bool, num_envs: int | None) -> int:
     if num_envs is None:
         return len(sources) if several else sources[0].num_envs or 1
-    count = at_least("num_envs", num_envs, 1, end=".")
+    count = whole("num_envs", num_envs, 1)
     if several and count != len(sources):
         raise ConfigError(
             f"num_envs={count}, but env is a list of {len(sources)}; leave num_envs out, or make them equal."

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.arguments import at_least
+from muster.arguments import whole
 from muster.errors import UsageError
 from muster.rollout.collector import Collector
 from muster.rollout.episodes import Episodes
@@ -39,7 +39,7 @@ def evaluate(
 
     Raises ConfigError, NoEpisodeEnded where no episode has ended after `max_steps`, and what `Collector` raises.
     """
-    episodes = at_least("episodes", episodes, 1)
+    episodes = whole("episodes", episodes, 1)
     N = envs.num_envs
     shares = [episodes // N + (env < episodes % N) for env in range(N)]
     played: list[list[tuple[Any, int]]] = [[] for _ in range(N)]

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from muster.errors import UsageError
-from muster.training.learning_curve import read_curve
-from muster.training.picture import Picture
+from muster.training.picture import Picture, read_curve
 from muster.training.plan import plan_of
 
 COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4b5563")

@@ -1,17 +1,24 @@
-"""The display in the terminal while a policy trains: one live line, then the result."""
+"""The terminal while a policy trains: one live line, and a line for each env that failed and was restarted."""
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
+
+from muster.rollout.storage import Loss
 
 RECENT_S = 10.0
 PLAIN_EVERY_S = 10.0
 ROOM = 100  # columns of a line that has steps/s and an evaluation
+SAID_AT_ONCE = 5  # restarts of one rollout
 
 
 class TrainingDisplay:
@@ -88,3 +95,26 @@ def format_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def say_restarts(losses: Sequence[Loss], console: Console, *, begun_at: int, num_envs: int) -> None:
+    """Says which of ``num_envs`` envs were restarted in a rollout that began at step ``begun_at``, and why.
+
+    Those beyond the fifth are counted.
+    """
+    for loss in losses[:SAID_AT_ONCE]:
+        reason = next((line.strip() for line in loss.reason.splitlines() if line.strip()), "it is not known why")
+        step = begun_at + loss.time * num_envs
+        said = f"env {loss.env} was restarted at step {step:,}: {reason}"
+        console.print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
+    if more := len(losses) - SAID_AT_ONCE if len(losses) > SAID_AT_ONCE else 0:
+        restarts = f"{more} more restart{'s' * (more > 1)} of envs"
+        console.print(f"[yellow]{restarts} until step {begun_at + (losses[-1].time + 1) * num_envs:,}[/]")
+
+
+@contextmanager
+def restarts_unwarned() -> Iterator[None]:
+    """Keeps collectors from warning of restarts that are said in lines."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"env \d+ failed and was replaced", RuntimeWarning)
+        yield

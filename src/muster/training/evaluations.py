@@ -12,8 +12,8 @@ from rich.console import Console
 from muster.algorithms import PPO
 from muster.rollout.evaluation import NoEpisodeEnded, evaluate
 from muster.training.checkpoints import Evaluation
-from muster.training.opening import start_run_envs
 from muster.training.plan import TrainingPlan
+from muster.training.run_envs import start_run_envs
 from muster.vector.vector_env import VectorEnv
 
 STEPS_PER_EPISODE = 50_000  # that an evaluation waits for; Atari's longest episodes have 27,000

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, in the same folder as metrics.csv."""
+"""TensorBoard's event files, in the same folder as metrics.csv, and the names that it shows its columns by."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from muster.extras import imports_for
+
+# By the column: CleanRL's name where it has one, else SB3's.
+CHARTS = {
+    "mean_return": "charts/episodic_return",
+    "mean_length": "charts/episodic_length",
+    "steps_per_second": "charts/SPS",
+    "learning_rate": "charts/learning_rate",
+    "policy_loss": "losses/policy_loss",
+    "value_loss": "losses/value_loss",
+    "entropy": "losses/entropy",
+    "approx_kl": "losses/approx_kl",
+    "clip_fraction": "losses/clipfrac",
+    "explained_variance": "losses/explained_variance",
+    "episodes": "rollout/episodes",
+    "low_return": "rollout/low_return",
+    "high_return": "rollout/high_return",
+    "eval_return": "eval/mean_reward",
+    "eval_length": "eval/mean_ep_length",
+    "seconds": "time/time_elapsed",
+}
 
 
 class EventWriter:
@@ -51,3 +71,8 @@ class EventWriter:
     def _write(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
         self._records.flush()
+
+
+def charts(row: Mapping[str, float]) -> dict[str, float]:
+    """The values of a row of metrics.csv by the names of their charts; "steps", their x axis, is none."""
+    return {CHARTS[name]: value for name, value in row.items() if name != "steps"}

@@ -9,29 +9,60 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from muster.algorithms.ppo_config import PPOConfig
+from muster.arguments import check_options, fields_of, option
 from muster.errors import ConfigError, UsageError
-from muster.training.own_runs import seal_of
+from muster.recipes.known_envs import is_of_known_library
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config
-
-MAKE_VEC_OPTIONS = (  # those that make sense for a run
-    *("num_workers", "backend", "context", "caller_steps", "one_env_per_process", "threads_per_worker"),
-    *("start_timeout", "step_timeout", "close_timeout", "on_failure", "max_restarts", "memory_check"),
-)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run does besides training. A run that goes on does so, too."""
+    """What a run does besides training, also when it goes on."""
 
-    # env steps between two evaluations, in envs of their own; the best state is kept; None: no evaluations
-    eval_every: int | None = None
-    eval_episodes: int = 10  # whole episodes of an evaluation, the same each time, played by the likeliest actions
-    checkpoint_every: int | None = None  # env steps between two copies of the checkpoint; None: no copies
-    keep: int | None = None  # how many of these copies stay, the newest; None: all
+    eval_every: int | None = option(
+        None, "env steps between two evaluations, in envs of their own; the best state is kept; None: none", least=1
+    )
+    eval_episodes: int = option(
+        10, "whole episodes of an evaluation, the same each time, played by the likeliest actions", least=1
+    )
+    checkpoint_every: int | None = option(
+        None, "env steps between two copies of the checkpoint; None: no copies", least=1
+    )
+    keep: int | None = option(None, "how many of these copies stay, the newest; None: all", least=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.keep is not None and self.checkpoint_every is None:
+            raise ConfigError("keep", "left out where no copies of the checkpoint are made", self.keep)
+
+
+@dataclass(frozen=True)
+class MakeVecOptions:
+    """What steps the envs: arguments of `muster.make_vec` that a run may have."""
+
+    num_workers: int | Literal["auto"] | None = option(
+        None, "processes that share the envs; auto: as many as a trial finds safe; None: as in make_vec", least=1
+    )
+    backend: Literal["process", "thread", "serial"] = option("process", "what steps the envs")
+    context: Literal["auto", "forkserver", "spawn", "fork"] = option("auto", "how workers start")
+    caller_steps: bool = option(False, "the training process steps some of the envs itself")
+    one_env_per_process: bool = option(False, "for libraries that can be loaded only once per process")
+    threads_per_worker: int = option(1, "threads of OpenMP, BLAS and torch in each worker", least=1)
+    start_timeout: float = option(300.0, "seconds for a worker to build its envs", above=0)
+    step_timeout: float | None = option(None, "seconds for one step of an env; None: any", above=0)
+    close_timeout: float | None = option(60.0, "seconds for an env to close; None: any", above=0)
+    on_failure: Literal["raise", "restart"] = option(
+        "raise", "of an env or a worker; restart: its episode ends truncated"
+    )
+    max_restarts: int = option(10, "how often one worker may fail within a minute", least=0)
+    memory_check: Literal["error", "warn", "off"] = option("error", "where the envs will not fit into memory")
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -73,8 +104,22 @@ class TrainingPlan:
         """The plan as config.json holds it."""
         run = {"env": self.env, "algorithm": "PPO", "preset": self.preset, **dataclasses.asdict(self.config)}
         made = {"env_kwargs": dict(self.env_kwargs), "wrappers": list(self.wrappers), "make_vec": dict(self.options)}
-        about = {**_versions(), "seal": seal_of({**run, **made})}
-        return {**run, **made, "run": dataclasses.asdict(self.run), "with": about}
+        return {**run, **made, "run": dataclasses.asdict(self.run), "with": _versions()}
+
+    def require_trust(self, run: Path) -> None:
+        """Raises ConfigError where to make the envs is to run code that the folder ``run`` of the run names.
+
+        These are files, functions, wrappers, and ids of modules that Muster does not know.
+        """
+        module, _, name = self.env.rpartition(":")
+        # A function is called, with arguments from the folder: that of a known library may do anything.
+        is_known_id = not name.isidentifier() and is_of_known_library(module) and not module.endswith(".py")
+        code = [self.env] * ((bool(module) and not is_known_id) or name.endswith(".py")) + list(self.wrappers)
+        if code:
+            raise ConfigError(
+                f"{run} names code: {', '.join(code)}. To make its envs is to run that code. If you trust whoever made "
+                "the folder, say trust=True in Python, or --trust on a command line"
+            )
 
 
 def plan_of(path: Path) -> TrainingPlan:
@@ -90,36 +135,24 @@ def plan_of(path: Path) -> TrainingPlan:
             f"{path / 'config.json'} is not that of a PPO run of this version of Muster"
             + (f": it lacks {', '.join(missing)}." if missing else ".")
         )
-    kinds = {"env": str, "preset": str, "env_kwargs": dict, "wrappers": list, "make_vec": dict}
+    kinds = {"env": str, "preset": str, "env_kwargs": dict, "wrappers": list, "make_vec": dict, "run": dict}
+    config.setdefault("run", {})  # not there in older runs
     unfit = [name for name, kind in kinds.items() if not isinstance(config[name], kind)]
-    if not unfit and not all(isinstance(wrapper, str) for wrapper in config["wrappers"]):
-        unfit = ["wrappers"]
     if not unfit:
-        unfit = [f"make_vec.{name}" for name in config["make_vec"] if name not in MAKE_VEC_OPTIONS]
-    kept = config.get("run", {})  # not there in older runs
-    if not unfit:
-        unfit = ["run"] if not isinstance(kept, dict) else [f"run.{name}" for name in _unfit_for_run(kept)]
+        unfit += ["wrappers"] * (not all(isinstance(wrapper, str) for wrapper in config["wrappers"]))
+        unfit += [f"make_vec.{name}" for name in config["make_vec"] if name not in fields_of(MakeVecOptions)]
     if unfit:
         raise UsageError(
             f"{path / 'config.json'} is not as muster train writes it: look at {', '.join(map(repr, unfit))}."
         )
     try:
         options = PPOConfig(**{name: config[name] for name in names})
+        run = RunOptions(**{name: value for name, value in config["run"].items() if name in fields_of(RunOptions)})
+        MakeVecOptions(**config["make_vec"])
     except ConfigError as error:
         raise UsageError(f"{path / 'config.json'}: {error}") from None
     made = (config["env_kwargs"], tuple(config["wrappers"]), config["make_vec"])
-    run = RunOptions(**{one.name: kept[one.name] for one in dataclasses.fields(RunOptions) if one.name in kept})
     return TrainingPlan(config["env"], options, config["preset"], *made, run)
-
-
-def _unfit_for_run(kept: Mapping[str, Any]) -> list[str]:
-    """The names of values that no field of `RunOptions` can have."""
-    fields = {one.name: one for one in dataclasses.fields(RunOptions)}
-    return [
-        name
-        for name, value in kept.items()
-        if name in fields and type(value) is not int and (value is not None or fields[name].default is not None)
-    ]
 
 
 def _versions() -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""The envs of a run, the same whenever they are made."""
+"""The envs of a run, the same whenever they are made; where that takes long, it is said."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from muster.envs.adapt import adapted_recipes
 from muster.errors import UsageError
@@ -15,6 +17,24 @@ from muster.training.presets import preset_named
 from muster.vector.make import make_vec
 from muster.vector.vector_env import VectorEnv
 from muster.workers.resources import usable_cores
+from muster.workers.start_notice import starts_unsaid
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SAID_AFTER_S = 1.0
+
+
+def start_run_envs(plan: TrainingPlan, console: Console, num_envs: int | None = None, **options: Any) -> VectorEnv:
+    """The envs of `open_run_envs`. What takes longer than a second is said meanwhile."""
+    count = plan.config.num_envs if num_envs is None else num_envs
+    workers = expected_workers(plan, count, **options)
+    on_workers = "" if workers is None else f" on {_several(workers, 'worker')}"
+    # A worker that is forked from this process must not inherit the locks of a thread that prints.
+    if {**plan.options, **options}.get("context") == "fork":
+        return open_run_envs(plan, num_envs, **options)
+    with starts_unsaid(), _said_later(console, f"starting {_several(count, 'env')}{on_workers}"):
+        return open_run_envs(plan, num_envs, **options)
 
 
 def open_run_envs(
@@ -85,3 +105,21 @@ def open_envs(
         envs.close()
         raise UsageError(f"{name} has several agents; muster train takes envs with one.")
     return envs
+
+
+@contextmanager
+def _said_later(console: Console, text: str) -> Iterator[None]:
+    """Says the text if the ``with`` block takes long: until its end in a terminal, as a line anywhere else."""
+    status = console.status(text)
+    say = threading.Timer(SAID_AFTER_S, status.start if console.is_terminal else lambda: console.print(text))
+    say.start()
+    try:
+        yield
+    finally:
+        say.cancel()
+        say.join()
+        status.stop()
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count > 1)}"

@@ -16,7 +16,6 @@ from muster.spaces.plain import from_plain
 from muster.training.plan import plan_of
 from muster.training.run_envs import open_run_envs
 from muster.training.run_folder import read_checkpoint, read_config, reading
-from muster.training.trust import require_trust
 from muster.vector.vector_env import VectorEnv
 
 with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tensordict"):
@@ -43,8 +42,8 @@ def load_policy(
     checkpoint: another one than the newest: the steps of a copy that ``--checkpoint-every`` has made, such as "51200",
     "best" of a run with ``--eval-every``, or a path.
     sample: draws actions by torch's global generator, which collectors seed, instead of taking the likeliest.
-    trust: lets ``policy.make_vec`` import modules, files and wrappers that only the folder names. Loading imports
-    nothing, makes no env, and executes no code of the folder.
+    trust: lets ``policy.make_vec`` import modules, files and wrappers that the folder names. Loading imports nothing,
+    makes no env, and executes no code of the folder.
 
     Raises UsageError where ``run`` is no folder of a run of this version of Muster, and has no such checkpoint.
     """
@@ -102,10 +101,10 @@ class RunPolicy:
 
         options: of `muster.make_vec`. ``env_kwargs`` and ``wrappers`` are added to the run's; ``autoreset_mode`` is
         "same_step" unless it is given.
-        Raises UsageError where the folder names code to import and is not trusted, and what `make_vec` raises.
+        Raises ConfigError where the folder names code and is not trusted, and what `make_vec` raises.
         """
         if not self.trust:
-            require_trust(self.run)
+            self.plan.require_trust(self.run)
         return open_run_envs(self.plan, num_envs, **options)
 
     def __repr__(self) -> str:

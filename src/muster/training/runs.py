@@ -18,14 +18,13 @@ from muster.algorithms import PPO, PPOMetrics
 from muster.errors import UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
-from muster.training.chart_names import charts
 from muster.training.checkpoints import BEST, Checkpoints, Evaluation
-from muster.training.console import TrainingDisplay, format_return, format_seconds
+from muster.training.console import TrainingDisplay, format_return, format_seconds, restarts_unwarned, say_restarts
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
+from muster.training.events import charts
 from muster.training.film import film_episode
-from muster.training.learning_curve import plot_learning_curve
+from muster.training.picture import plot_learning_curve
 from muster.training.plan import TrainingPlan
-from muster.training.restarts import restarts_unwarned, say_restarts
 from muster.training.run_folder import RunFolder, as_word, read_checkpoint, reading
 from muster.training.run_policy import load_policy
 from muster.training.stopping import STOPS, StopSignals

@@ -15,9 +15,9 @@ from rich.markup import escape
 from muster.errors import UsageError
 from muster.training import runs
 from muster.training.comparison import compare_runs, interquartile_mean, interval
-from muster.training.learning_curve import read_curve
-from muster.training.opening import start_run_envs
+from muster.training.picture import read_curve
 from muster.training.plan import TrainingPlan
+from muster.training.run_envs import start_run_envs
 from muster.training.run_folder import new_folder
 from muster.training.stopping import STOPS, StopSignals
 

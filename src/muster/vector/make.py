@@ -136,12 +136,12 @@ def make_vec(
     recipes = [replace(recipe, call=_words_of(recipe.call, backend, num_workers, caller_steps)) for recipe in recipes]
     cores = usable_cores()
     if backend != "process":
-        _refuse_without_processes(one_env_per_process, caller_steps, step_timeout, num_workers)
+        _refuse_without_processes(backend, one_env_per_process, caller_steps, step_timeout, num_workers)
         refuse_without_processes(worker_env, backend)
     init = choose_init(worker_init, starts_fresh=backend == "process" and context != "fork")
     if backend == "serial":
         if num_workers is not None:
-            raise ConfigError('num_workers needs workers; leave it out, or use backend="process" or "thread"')
+            raise ConfigError("num_workers", "left out with the serial backend, which has no workers", num_workers)
         chosen: Backend = SerialBackend(recipes, init=init.function)
     elif backend == "thread":
         threads = num_workers if isinstance(num_workers, int) else min(cores, len(recipes))
@@ -205,18 +205,25 @@ def _words_of(call: UserCall, backend: str, num_workers: Asked, caller_steps: bo
 
 
 def _refuse_without_processes(
-    one_env_per_process: bool, caller_steps: bool, step_timeout: float | None, num_workers: Asked
+    backend: str, one_env_per_process: bool, caller_steps: bool, step_timeout: float | None, num_workers: Asked
 ) -> None:
-    provided = {"one_env_per_process": one_env_per_process, "caller_steps": caller_steps, "step_timeout": step_timeout}
-    provided |= {f'num_workers="{AUTO}"': num_workers == AUTO}
+    provided = {
+        "one_env_per_process": one_env_per_process,
+        "caller_steps": caller_steps,
+        "step_timeout": step_timeout,
+        "num_workers": AUTO if num_workers == AUTO else None,
+    }
     if name := next((name for name, value in provided.items() if value), None):
-        raise ConfigError(f'{name} needs worker processes; leave it out, or use backend="process"')
+        expected = f"left out with the {backend} backend, which has no worker processes"
+        raise ConfigError(name, expected, provided[name])
 
 
 def _refuse_caller_steps(one_env_per_process: bool, step_timeout: float | None, on_failure: str) -> None:
     if one_env_per_process:
-        raise ConfigError("caller_steps=True would build an env in the calling process: not with one_env_per_process")
+        raise ConfigError("caller_steps", "left out where each env is to have its own process", True)
     if step_timeout is not None:
-        raise ConfigError("caller_steps=True: the calling process cannot kill itself, so step_timeout is not possible")
+        expected = "left out with caller steps: the calling process cannot kill itself"
+        raise ConfigError("step_timeout", expected, step_timeout)
     if on_failure == "restart":
-        raise ConfigError('caller_steps=True: the calling process cannot restart itself; not with on_failure="restart"')
+        expected = '"raise" with caller steps: the calling process cannot restart itself'
+        raise ConfigError("on_failure", expected, on_failure)

@@ -30,15 +30,14 @@ def check_workers(name: str, asked: Asked) -> Asked:
     if asked is None or (isinstance(asked, str) and asked == AUTO):
         return asked
     if isinstance(asked, str):
-        raise ConfigError(f'{name} must be a number of workers, "auto" or None, got {asked!r}')
+        raise ConfigError(name, 'a number of workers, "auto" or None', asked)
     return whole(name, asked, 1)
 
 
 def one_each(asked: Asked, recipes: Sequence[Recipe]) -> int:
     """One worker for each env, which "auto" allows. Raises ConfigError where the user has asked for another number."""
     if asked not in (None, AUTO, len(recipes)):
-        needed = f"num_workers={len(recipes)} (num_envs)"
-        raise ConfigError(f"one_env_per_process=True needs {needed}, got num_workers={asked}")
+        raise ConfigError("num_workers", f"{len(recipes)}, for each env to have its own process", asked)
     return len(recipes)
 
 
@@ -47,7 +46,7 @@ def at_most(asked: int, recipes: Sequence[Recipe], caller_steps: bool = False) -
     most = len(recipes) - caller_steps
     if asked > most:
         reason = "the calling process steps one env itself" if caller_steps else "a worker needs an env"
-        raise ConfigError(f"num_workers={asked} is too many for num_envs={len(recipes)}: {reason}; use at most {most}")
+        raise ConfigError("num_workers", f"at most {most} for {len(recipes)} envs, as {reason}", asked)
     return asked
 
 

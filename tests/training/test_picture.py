@@ -11,7 +11,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from muster.training.learning_curve import plot_learning_curve
+from muster.training.picture import plot_learning_curve
 from muster.training.run_folder import RunFolder
 
 
@@ -25,7 +25,7 @@ def metrics_of(path: Path, returns: list[float]) -> Path:
 
 
 @pytest.mark.parametrize("goal", [None, 475.0])
-@pytest.mark.parametrize("returns", [[1.0], [math.nan, 2.0, -3.5e6], [float(i) for i in range(500)]], ids=len)
+@pytest.mark.parametrize("returns", [[1.0], [math.nan, 2.0, -3.5e6]], ids=len)
 def test_a_picture_is_drawn(tmp_path: Path, returns: list[float], goal: float | None):
     png = tmp_path / "curve.png"
     plot_learning_curve(metrics_of(tmp_path / "run", returns), png, title="CartPole-v1 $x_1 $y", goal=goal)
@@ -40,27 +40,15 @@ def test_a_picture_is_drawn_before_the_first_episode_ends(tmp_path: Path, return
     assert matplotlib.image.imread(png).min() < 0.8
 
 
-@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense", "TkAgg"])
-def test_no_backend_is_asked_for(tmp_path: Path, backend: str):
+def test_matplotlibs_backend_and_pyplot_stay_out_of_it(tmp_path: Path):
     metrics, png = metrics_of(tmp_path / "run", [1.0, 2.0]), tmp_path / "curve.png"
     code = f"""
-import os
+import os, sys
 from pathlib import Path
-from muster.training.learning_curve import plot_learning_curve
+from muster.training.picture import plot_learning_curve
 plot_learning_curve(Path({str(metrics)!r}), Path({str(png)!r}), title="t")
-assert os.environ["MPLBACKEND"] == {backend!r}
+assert os.environ["MPLBACKEND"] == "nonsense"
+assert "matplotlib.pyplot" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "MPLBACKEND": backend})
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "MPLBACKEND": "nonsense"})
     assert png.exists()
-
-
-def test_pyplot_and_its_global_state_stay_out_of_it(tmp_path: Path):
-    metrics = metrics_of(tmp_path / "run", [1.0, 2.0])
-    code = f"""
-import sys
-from pathlib import Path
-from muster.training.learning_curve import plot_learning_curve
-plot_learning_curve(Path({str(metrics)!r}), Path({str(tmp_path / "curve.png")!r}), title="t")
-sys.exit("matplotlib.pyplot" in sys.modules)
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,10 +11,9 @@ import pytest
 from rich.console import Console
 
 from muster.algorithms import PPOConfig
-from muster.training import opening
-from muster.training.opening import start_run_envs
+from muster.training import run_envs
 from muster.training.plan import TrainingPlan
-from muster.training.run_envs import expected_workers, open_run_envs
+from muster.training.run_envs import expected_workers, open_run_envs, start_run_envs
 from muster.workers import start_notice
 
 FACTORY = "gymnasium.envs.classic_control:CartPoleEnv"
@@ -45,8 +44,8 @@ def file(monkeypatch: pytest.MonkeyPatch) -> Written:
         assert file.event.wait(20)
         return open_run_envs(*args, **options)
 
-    monkeypatch.setattr(opening, "open_run_envs", slow)
-    monkeypatch.setattr(opening, "SAID_AFTER_S", 0.01)
+    monkeypatch.setattr(run_envs, "open_run_envs", slow)
+    monkeypatch.setattr(run_envs, "SAID_AFTER_S", 0.01)
     return file
 
 
@@ -64,7 +63,7 @@ def test_a_terminal_shows_it_until_the_envs_are_there(file: Written):
 
 
 def test_what_is_quick_is_not_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(opening, "SAID_AFTER_S", 60.0)
+    monkeypatch.setattr(run_envs, "SAID_AFTER_S", 60.0)
     output = io.StringIO()
     start_run_envs(plan_of(backend="serial"), Console(file=output)).close()
     assert output.getvalue() == ""

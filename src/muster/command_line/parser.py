@@ -1,0 +1,158 @@
+"""Options of a command from its words, by argparse: the fields of dataclasses, a group of options for each of them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, get_origin
+
+from muster.arguments import checked_option, fields_of
+from muster.command_line.values import metavar_of, read_value, write_value
+from muster.errors import ConfigError
+
+HELP = ("-h", "--help")
+
+
+class HelpShown(Exception):
+    """The end of a command that was asked for its help."""
+
+
+@dataclass(frozen=True)
+class Parser:
+    """The options of a command.
+
+    command: such as "muster train".  kinds: dataclasses, each field of which is a `muster.arguments.option`. The
+    docstring of the first begins the help, and the first lines of the others are the titles of groups.
+    """
+
+    command: str
+    kinds: tuple[type, ...]
+
+    def read(self, words: Sequence[str]) -> dict[str, Any]:
+        """The values that the words have, by the names of the fields. Shows the help where they ask for it.
+
+        Raises ConfigError.
+        """
+        try:
+            found, left = self._argparse().parse_known_args(list(map(_with_hyphens, words)))
+        except argparse.ArgumentError as error:
+            raise self._misused(error.argument_name or "") from None
+        if unknown := next((word for word in left if word.startswith("-")), None):
+            option = unknown.partition("=")[0]
+            known = near(option, map(option_of, self._owners()))
+            raise ConfigError(f"there is no option {option}{known}; {self.command} --help lists them")
+        values = vars(found)
+        if values.pop("help", False):
+            self.show_help()
+        values.update(self._positional(values, left))
+        return {name: self.value(name, written) for name, written in values.items()}
+
+    def value(self, name: str, written: Any) -> Any:
+        """The value of an option, from words or from a file. Raises ConfigError."""
+        owner = self._owners()[name]
+        kind, _ = fields_of(owner)[name]
+        return checked_option(owner, name, read_value(kind, written))
+
+    def show_help(self, values: Mapping[str, Any] | None = None, beginning: str = "") -> NoReturn:
+        """Prints the help. values: to show in the place of the defaults.  beginning: a paragraph before the options."""
+        print(self._argparse(values or {}, beginning).format_help(), end="", flush=True)
+        raise HelpShown()
+
+    def _owners(self) -> dict[str, type]:
+        return {name: kind for kind in self.kinds for name in fields_of(kind)}
+
+    def _positional(self, values: Mapping[str, Any], left: Sequence[str]) -> dict[str, Any]:
+        """The value without a name; argparse leaves words that stand behind options. Raises ConfigError."""
+        words = list(left)
+        for name, (kind, facts) in fields_of(self.kinds[0]).items():
+            if facts["positional"]:
+                words = [*values.get(name, ()), *left]
+                if get_origin(kind) is tuple:
+                    return {name: words} if words else {}
+                if len(words) == 1:
+                    return {name: words[0]}
+                words = words[1:]
+        if words:
+            raise ConfigError(f"{words[0]!r} is one word too many; see {self.command} --help")
+        return {}
+
+    def _misused(self, named: str) -> ConfigError:
+        """The error for an option that lacks its value, or has one although it takes none. named: by argparse."""
+        options = named.split("/")
+        name = options[0].removeprefix("--").replace("-", "_")
+        owner = self._owners().get(name)
+        if owner is None or fields_of(owner)[name][0] is bool:
+            return ConfigError(f"{options[0]} takes no value: write {', or '.join(options)}")
+        return ConfigError(f"{options[0]} needs a value; {self.command} --help says which")
+
+    def _argparse(self, values: Mapping[str, Any] | None = None, beginning: str = "") -> argparse.ArgumentParser:
+        positional = [name.upper() for name, (_, facts) in fields_of(self.kinds[0]).items() if facts["positional"]]
+        parser = argparse.ArgumentParser(
+            prog=self.command,
+            usage=" ".join([self.command, "[OPTIONS]", *positional]),
+            description=paragraphs(f"{inspect.getdoc(self.kinds[0])}\n\n{beginning}".rstrip()),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        parser.add_argument(*HELP, action="store_true", help="show this help message and exit")
+        group: Any = parser
+        switch: Any = "store_true"
+        for kind in self.kinds:
+            if kind is not self.kinds[0]:
+                title, _, _ = str(inspect.getdoc(kind)).partition("\n")
+                # A file may turn these on, so that the words need a way to turn them off.
+                group, switch = parser.add_argument_group(title.rstrip(".")), argparse.BooleanOptionalAction
+            for name in fields_of(kind):
+                value = (values or {}).get(name, getattr(kind, name, None))
+                group.add_argument(*_names_of(kind, name), **_how(kind, name, value, switch))
+        return parser
+
+
+def option_of(name: str) -> str:
+    """The option of a field's name."""
+    return name.upper() if name in ("env", "run", "runs") else f"--{name.replace('_', '-')}"
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known one that may be meant."""
+    found = difflib.get_close_matches(name, list(names), 1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def paragraphs(text: str) -> str:
+    """The text, with its paragraphs broken into lines for the terminal."""
+    width = shutil.get_terminal_size().columns - 2
+    return "\n\n".join(textwrap.fill(one, width, break_on_hyphens=False) for one in text.split("\n\n"))
+
+
+def _with_hyphens(word: str) -> str:
+    """``--num-envs=8`` for ``--num_envs=8``."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+
+def _names_of(owner: type, name: str) -> list[str]:
+    _, facts = fields_of(owner)[name]
+    return [name] if facts["positional"] else [option_of(name), *filter(None, [facts["alias"]])]
+
+
+def _how(owner: type, name: str, value: Any, switch: Any) -> dict[str, Any]:
+    """How argparse reads and shows the option. value: to show.  switch: the action of an option that takes none."""
+    kind, facts = fields_of(owner)[name]
+    silent = facts["positional"] or value in (None, ()) or (value is False and switch == "store_true")
+    shown = "" if silent else f" (default: {write_value(value)})"
+    how: dict[str, Any] = {"help": (facts["about"] + shown).replace("%", "%%")}
+    if kind is bool:
+        return {**how, "action": switch}
+    how["metavar"] = name.upper() if facts["positional"] else metavar_of(kind)
+    if facts["repeated"]:
+        return {**how, "action": "append"}
+    return {**how, "nargs": "*"} if facts["positional"] or get_origin(kind) is tuple else how

@@ -1,0 +1,289 @@
+"""The words of `muster train`: where values come from, which envs it takes, and what it says to what makes no sense."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import muster as package
+from command import muster
+from muster.algorithms import PPOConfig
+from muster.command_line.train_plan import training_order
+from muster.training.plan import MakeVecOptions, plan_of
+from muster.training.presets import preset_named
+
+ENV = """
+import gymnasium as gym
+from gymnasium.envs.classic_control import CartPoleEnv
+
+def make_env(length=30):
+    return gym.wrappers.TimeLimit(CartPoleEnv(), length)
+
+class Doubled(gym.RewardWrapper):
+    def reward(self, reward):
+        return 2 * reward
+
+class OldReset(CartPoleEnv):
+    def reset(self, **arguments):
+        return super().reset()[0]
+
+def exits():
+    raise SystemExit(3)
+
+existing = CartPoleEnv()
+
+def tripled(env):
+    return gym.wrappers.TransformReward(env, lambda reward: 3 * reward)
+"""
+SHORT = ("--total-steps", "16", "--num-envs", "2", "--num-steps", "8", "--num-minibatches", "1", "--backend", "serial")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a module of its own in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_env", raising=False)
+    (tmp_path / "own_env.py").write_text(ENV)
+    return tmp_path
+
+
+def test_options_for_the_envs_have_the_defaults_of_make_vec():
+    parameters = inspect.signature(package.make_vec).parameters
+    for field in dataclasses.fields(MakeVecOptions):
+        assert field.default == parameters[field.name].default, field.name
+
+
+def test_options_win_over_the_file_and_this_over_the_preset(folder: Path):
+    (folder / "run.toml").write_text(
+        'num-envs = 4\nlearning_rate = 1e-4\ntotal_steps = "10k"\nhidden_sizes = [8, 9]\nanneal_lr = false\n'
+        'num_workers = 1\nwrapper = ["own_env:Doubled"]\n[env_kwargs]\nlength = 7\n'
+    )
+    words = ("own_env.py:make_env", "--config", "run.toml", "--learning-rate", "3e-4", "--seed=5")
+    plan = training_order(words).plan
+    preset = PPOConfig(**preset_named(plan.preset).config)
+    changed = {"num_envs": 4, "total_steps": 10_000, "hidden_sizes": (8, 9), "anneal_lr": False}
+    assert plan.config == dataclasses.replace(preset, **changed, learning_rate=3e-4, seed=5)
+    assert plan.env == f"{folder}/own_env.py:make_env"
+    assert (plan.env_kwargs, plan.wrappers, plan.options) == ({"length": 7}, ("own_env:Doubled",), {"num_workers": 1})
+    more = ("--wrapper", "own_env:tripled", "--env-kwargs", '{"length": 8}', "--num-workers", "2", "--anneal-lr")
+    plan = training_order((*words, *more)).plan
+    assert (plan.env_kwargs, plan.wrappers, plan.options) == ({"length": 8}, ("own_env:tripled",), {"num_workers": 2})
+    assert plan.config.anneal_lr is True
+
+
+def test_the_file_may_name_the_env(folder: Path):
+    (folder / "run.toml").write_text('env = "CartPole-v1"\nkwargs = {sutton_barto_reward = true}\n')
+    plan = training_order(("--config", "run.toml", "--num-workers", "auto")).plan
+    assert (plan.env, plan.env_kwargs, plan.options) == (
+        "CartPole-v1",
+        {"sutton_barto_reward": True},
+        {"num_workers": "auto"},
+    )
+
+
+def test_options_may_stand_before_the_env():
+    plan = training_order(("--num-steps", "1k", "--no-anneal-lr", "--target-kl", "0.1", "CartPole-v1")).plan
+    assert (plan.env, plan.config.num_steps, plan.config.target_kl) == ("CartPole-v1", 1000, 0.1)
+    assert training_order(("CartPole-v1", "--num_steps", "9", "--target-kl=None")).plan.config.target_kl is None
+
+
+def test_the_first_line_says_what_differs_from_the_preset(folder: Path):
+    result = muster("train", "CartPole-v1", *SHORT, "--gamma", "0.9", "--run-dir", "r")
+    assert result.exit_code == 0, result.output
+    expected = "preset classic control, but num_envs=2 num_steps=8 num_minibatches=1 gamma=0.9\n"
+    assert result.stdout.splitlines(keepends=True)[0].endswith(expected)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param("own_env:make_env", marks=pytest.mark.slow),
+        pytest.param("own_env.py:make_env", marks=pytest.mark.slow),
+        "{folder}/own_env.py:make_env",
+    ],
+)
+def test_a_run_of_ones_own_env_is_evaluated_and_goes_on_from_anywhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, env: str
+):
+    env = env.format(folder=folder)
+    own = ("--wrapper", "own_env:Doubled", "--wrapper", "own_env.py:tripled", "--kwargs", '{"length": 3}')
+    in_worker = ("--backend", "process", "--num-workers", "1", "--context", "spawn")
+    result = muster("train", env, *own, *SHORT[:-2], *in_worker, "--run-dir", "r")
+    assert result.exit_code == 0, result.output
+    plan = plan_of(folder / "r")
+    assert plan.options == {"num_workers": 1, "context": "spawn"}
+    if ".py" in env:
+        (folder / "elsewhere").mkdir()
+        monkeypatch.chdir(folder / "elsewhere")
+    refused = muster("eval", f"{folder}/r")
+    assert refused.exit_code == 2
+    assert f"{folder}/r names code: " in refused.stderr
+    assert "or --trust on a command line" in refused.stderr
+    assert refused.stderr == muster("train", "--resume", f"{folder}/r").stderr.replace("muster train", "muster eval")
+    result = muster("eval", f"{folder}/r", "--episodes", "2", "--trust")
+    assert re.search(r"mean return +│ 18\.0, deviation 0\.0", result.stdout), result.output
+    again = ("--seed", "0", "--env-kwargs", '{"length": 3}', "--num-workers", "2", "--learning-rate", "1e-3")
+    result = muster("train", "--resume", f"{folder}/r", *again, "--total-steps", "48", "--trust")
+    assert result.exit_code == 0, result.output
+    assert json.loads((folder / "r" / "config.json").read_text())["make_vec"] == {"num_workers": 2, "context": "spawn"}
+
+
+@pytest.mark.filterwarnings("ignore:env . failed and was replaced")
+def test_envs_that_fail_may_be_replaced_while_it_trains(folder: Path):
+    (folder / "own_env.py").write_text(ENV + FRAGILE)
+    result = muster("train", "own_env:Fragile", *SHORT, "--total-steps", "64", "--on-failure", "restart")
+    assert result.exit_code == 0, result.output
+    assert muster("train", "own_env:Fragile", *SHORT, "--total-steps", "64").exit_code == 1
+
+
+FRAGILE = """
+class Fragile(CartPoleEnv):
+    steps = 0
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 20:
+            raise ArithmeticError("broke")
+        return super().step(action)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (
+            "CartPole-v1 --num-minibatches 3k",
+            2,
+            "--num-minibatches must be at most 512, for each to have 2",
+        ),
+        ("CartPole-v1 --backend serial --num-workers 2", 2, "--num-workers must be left out with the serial backend"),
+        ("CartPole-v1 --caller-steps --step-timeout 3", 2, "--step-timeout must be left out with caller steps: the"),
+        ("CartPole-v1 --num-envs 1e18", 1, "there is not enough memory; choose smaller numbers (MemoryError"),
+        ("own_env.py:make_env()", 2, "module own_env has no 'make_env()'. It has: CartPoleEnv, make_env,"),
+        ("own_env.py:__name__", 2, "must be something that builds an env; it is text, 'own_env'"),
+        ("own_env.py:existing", 2, "Every env is built where it runs; hand over a factory instead:\n"),
+        ("absent.py:make", 2, "there is no file"),
+        ("CartPole-v1 --wrapper own", 2, "'own' must be module:name or file.py:name of something"),
+        ("NoSuch-v0", 1, "Environment `NoSuch` doesn't exist."),
+        ("Pendulum-v0", 1, "is deprecated. Please use `Pendulum-v1` instead."),
+    ],
+)
+def test_what_no_env_can_be_made_of_is_said(folder: Path, words: str, status: int, said: str):
+    result = muster("train", *words.split())
+    assert (result.exit_code, result.stdout) == (status, "")
+    assert result.stderr.startswith("muster train: error: ")
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("num_stesp = 3", "num_stesp is no option of the env or of PPO (did you mean num_steps?)"),
+        ("run_dir = 'r'", "run_dir is no option of the env or of PPO"),
+        ("num_steps = 1.5", "num_steps must be a whole number of at least 1, got 1.5"),
+        ("anneal-lr = 1", "anneal-lr must be True or False, got 1"),
+        ("env_kwargs = 3", "env_kwargs must be a dict"),
+        ("num_steps = [", "cannot be read: Invalid value (at end of document)"),
+    ],
+)
+def test_a_mistake_in_the_file_names_it_and_the_key(folder: Path, text: str, said: str):
+    (folder / "run.toml").write_text(text)
+    result = muster("train", "CartPole-v1", "--config", "run.toml")
+    assert result.exit_code == 2
+    assert re.fullmatch(rf"muster train: error: (--config )?run.toml:? {re.escape(said)}.*\n", result.stderr)
+
+
+def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
+    assert muster("train", "own_env:make_env", *SHORT, "--run-dir", "r").exit_code == 0
+    for words, settled in (
+        (("--seed", "3", "--gamma", "0.5"), "--seed, --gamma"),
+        (("CartPole-v1",), "ENV"),
+        (("--wrapper", "own_env:Doubled", "--kwargs", '{"length": 4}'), "--env-kwargs, --wrapper"),
+    ):
+        result = muster("train", "--resume", "r", *words)
+        assert result.exit_code == 2
+        assert f"the run has settled {settled}; --resume goes on with what it has" in result.stderr
+    assert "--run-dir is for new runs" in muster("train", "--resume", "r", "--run-dir", "other").stderr
+    again = ("own_env:make_env", *SHORT, "--run-dir", "r", "--total-steps", "32")
+    assert "--trust" in muster("train", "--resume", "r", *again).stderr
+    result = muster("train", "--resume", "r", *again, "--trust")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"env": 3}, "r/config.json is not as muster train writes it: look at 'env'."),
+        ({"wrappers": [3]}, "look at 'wrappers'."),
+        ({"make_vec": {"num_envs": 3}}, "look at 'make_vec.num_envs'."),
+        (
+            {"make_vec": {"num_workers": "x"}},
+            "num_workers must be a whole number of at least 1, 'auto' or None, got 'x'",
+        ),
+        ({"run": {"keep": "x"}}, "r/config.json: keep must be a whole number of at least 1 or None, got 'x'"),
+        ({"run": [1]}, "look at 'run'."),
+        ({"gamma": 5}, "r/config.json: gamma must be a number from 0 to 1, got 5"),
+        ({"hidden_sizes": [5]}, "r/checkpoint.pt is not that of the run in config.json: RuntimeError: Error"),
+    ],
+)
+def test_a_run_folder_that_was_edited_is_refused_in_one_line(
+    folder: Path, run: Path, change: dict[str, Any], said: str
+):
+    shutil.copytree(run, folder / "r")
+    config = json.loads((folder / "r" / "config.json").read_text())
+    (folder / "r" / "config.json").write_text(json.dumps(config | change))
+    result = muster("train", "--resume", "r", "--total-steps", "99")
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_run_folders_files_that_are_something_else_are_refused_in_one_line(folder: Path, run: Path):
+    shutil.copytree(run, folder / "r")
+    (folder / "r" / "metrics.csv").write_text("a,b\n1,x\n")
+    for command in ("plot r", "train --resume r --total-steps 99"):
+        result = muster(*command.split())
+        assert result.exit_code == 1
+        assert "r/metrics.csv is not that of the run in config.json: KeyError" in result.stderr
+        assert result.stderr.count("\n") == 1
+    (folder / "r" / "metrics.csv").write_bytes(b"\xff")
+    assert "UnicodeDecodeError" in muster("train", "--resume", "r", "--total-steps", "99").stderr
+    (folder / "r" / "checkpoint.pt").write_text("x")
+    result = muster("eval", "r")
+    assert result.stderr == "muster eval: error: r/checkpoint.pt is no checkpoint of muster train: UnpicklingError\n"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of CartPole-v1, to be copied."""
+    path = tmp_path_factory.mktemp("run") / "r"
+    assert muster("train", "CartPole-v1", *SHORT, "--run-dir", str(path)).exit_code == 0
+    return path
+
+
+def test_a_traceback_is_shown_for_what_an_env_raises_alone(folder: Path, make_raising: Callable[[str], None]):
+    make_raising("raise ArithmeticError('in the env')")
+    result = muster("train", "own_env:Raising")
+    assert result.exit_code == 1
+    *traceback, last = result.stderr.splitlines()
+    assert last.startswith("muster train: error: env 0 (worker 0, ")
+    assert "ArithmeticError: in the env" in last
+    assert [line for line in traceback if line.startswith("Traceback")] == traceback[:1]
+
+
+@pytest.fixture
+def make_raising(folder: Path) -> Callable[[str], None]:
+    def write(line: str) -> None:
+        code = f"{ENV}\nclass Raising(CartPoleEnv):\n    def __init__(self):\n        {line}\n"
+        (folder / "own_env.py").write_text(code)
+
+    return write
