@@ -71,9 +71,9 @@ def diagnose(
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
     of a trial, and for each step.  seconds: how long each line that could be recommended is run, after its start.
     soak_s: for so many seconds the env is also stepped and reset by random allowed actions, in one process. Findings
-    then say whether memory, file handles, threads, child processes, temporary files, or the time of a step or a reset
-    grow, and how fast; `Diagnosis.soak` has the figures. What grows in the first third alone is no leak: soak for three
-    times as long as the env takes to fill its caches.
+    then say whether memory, file handles, threads, child processes, or the time of a step or a reset grow, and how
+    fast; `Diagnosis.soak` has the figures. What grows in the first third alone is no leak: soak for three times as long
+    as the env takes to fill its caches.
     name: the env's name in messages.
     policy: examined as well: could `MultiCollector` copy it to its processes? It is not called. Needs PyTorch.
     policy_factory: as for `MultiCollector`. Builds a policy twice in another process: are their weights alike in names,
