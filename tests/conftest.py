@@ -45,9 +45,8 @@ class Holdings:
         threads = {f"{thread.name} {thread.ident}" for thread in threading.enumerate()}
         shared_memory = set(os.listdir("/dev/shm"))
         if "PYTEST_XDIST_WORKER" in os.environ:
-            # These may belong to tests that run at the same time: Python's named semaphores, which may be mapped by no
-            # process, and what an env leaks to whom soaks it.
-            shared_memory = {name for name in shared_memory if not name.startswith(("sem.mp-", "muster-leaky-"))}
+            # Python's named semaphores may belong to tests that run at the same time, and be mapped by no process.
+            shared_memory = {name for name in shared_memory if not name.startswith("sem.mp-")}
         return cls(set(descendants(os.getpid())), threads, _open_fds(), shared_memory)
 
     def beyond(self, before: Holdings) -> dict[str, set[str]]:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import subprocess
-import sys
-import tempfile
 import threading
 import time
-from multiprocessing.shared_memory import SharedMemory
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -19,7 +14,6 @@ import numpy as np
 from pettingzoo.utils.env import ParallelEnv
 
 CACHE = 400
-HOLDING = "import sys, time; file = open(f'/dev/shm/muster-leaky-{sys.argv[1]}-held', 'w'); time.sleep(1000)"
 
 
 class Leaky(gym.Env[Any, Any]):
@@ -72,8 +66,6 @@ class Leaky(gym.Env[Any, Any]):
             sum(self.kept)
         if trait == "raise" and self.episodes == 50:
             raise RuntimeError("the simulator has lost its licence")
-        if trait == "segfault" and self.episodes == 50:
-            ctypes.string_at(0)
 
     def _each_episode(self, trait: str) -> None:
         if trait == "handle":
@@ -84,19 +76,6 @@ class Leaky(gym.Env[Any, Any]):
             threading.Thread(target=time.sleep, args=(0.05,)).start()
         if trait == "process":
             self.kept.append(subprocess.Popen(["sleep", "1000"]))
-        if trait == "file":
-            os.close(tempfile.mkstemp(suffix=".log")[0])
-        if trait == "shared file":
-            Path(f"/dev/shm/muster-leaky-{os.getpid()}-{self.episodes}").touch()
-        if trait == "file of Python's":
-            Path(tempfile.gettempdir(), f"../muster-leaky-{self.episodes}-{id(self)}").touch()
-        if trait == "shared memory":
-            SharedMemory(f"muster-leaky-{self.episodes}-{id(self)}", create=True, size=64).close()
-        if trait == "file of C code's":
-            name = f"/dev/shm/muster-leaky-{os.getpid()}-{self.episodes}-c"
-            os.close(ctypes.CDLL(None).creat(name.encode(), 0o600))
-        if trait == "file of a child's":
-            self.kept.append(subprocess.Popen([sys.executable, "-S", "-c", HOLDING, f"{self.episodes}-{id(self)}"]))
         if trait == "trajectory":
             self.kept.clear()
         if trait == "slower":

@@ -1,20 +1,17 @@
-"""What the doctor says of a policy factory: whether it builds the same policy each time and everywhere."""
+"""What the doctor says of a policy factory: whether it builds the same policy each time."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
@@ -22,7 +19,6 @@ from torch import Tensor, nn
 
 import muster
 from muster.doctor.diagnosis import Finding
-from muster.doctor.policy_differences import layout_differences, output_differences
 from muster.doctor.policy_factory import judge_factory, packed_recipe
 from muster.errors import WrongType
 from muster.nn import MultiAgentMLP
@@ -35,13 +31,9 @@ CARTPOLE = "CartPole-v1"
 class Net(nn.Module):
     """Acts for CartPole. Each option makes it differ from what it is without."""
 
-    def __init__(
-        self, width: int = 8, *, more: bool = False, dropout: float = 0.0, scale: Tensor | None = None
-    ) -> None:
+    def __init__(self, width: int = 8, *, more: bool = False, scale: Tensor | None = None) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(dropout), nn.Linear(width, 2)
-        )
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
         self.scale = torch.ones(2) if scale is None else scale
         if more:
             self.more = nn.Linear(1, 1)
@@ -60,11 +52,6 @@ class Locked(Net):
 class Sampling(Net):
     def forward(self, obs: Tensor) -> Any:
         return torch.distributions.Categorical(logits=self.layers(obs)).sample()
-
-
-class OfNumpy(Net):
-    def forward(self, obs: Tensor) -> Any:
-        return torch.from_numpy(np.random.default_rng().integers(2, size=len(obs)))
 
 
 class Floating(Net):
@@ -111,13 +98,11 @@ def only(findings: list[Finding], severity: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("factory", [Net, Locked, functools.partial(Net, scale=torch.full((2,), 2.0))])
+@pytest.mark.parametrize("factory", [Net, Locked, Sampling])
 def test_the_same_policy_each_time_is_good_news(judge, factory):
-    (finding,) = judge(factory)
-    assert finding.severity == "good"
-    assert finding.text == (
-        "it builds the same architecture, in another process too: 9 weights with equal names and shapes, outputs equal "
-        "to 1e-6 with equal weights"
+    assert only(judge(factory), "good") == (
+        "it builds the same architecture each time: 9 weights with equal names and shapes, outputs equal to 1e-6 with "
+        "equal weights"
     )
 
 
@@ -137,7 +122,7 @@ def test_the_same_as_the_policy_that_exists_whose_weights_it_gets_and_which_is_l
         (Net(), functools.partial(Net, more=True), "unexpected 'more.weight', 'more.bias'"),
         (Net(more=True), Net, "missing 'more.weight', 'more.bias'"),
         (Net().double(), Net, "'layers.0.weight' is [8, 4] float32, expected [8, 4] float64"),
-        (Net(), Floating, "it gives no 'logits'; it gives 'action' as float32 [2], expected int64 []"),
+        (Net(), Floating, "outputs: missing 'logits'; outputs: 'action' is [2] float32, expected [] int64"),
         (Net(scale=torch.full((2,), 3.0)), Net, "with equal weights 'logits' differ by up to"),
     ],
     ids=["width", "more", "fewer", "dtype", "outputs", "constant"],
@@ -150,31 +135,10 @@ def test_what_differs_from_the_policy_that_exists_is_named(judge, policy, factor
 
 
 def test_a_constant_that_every_build_draws_is_named(judge):
-    findings = judge(lambda: Net(scale=torch.rand(2)))
-    texts = [finding.text for finding in findings if finding.severity == "warns"]
-    assert texts
-    for text in texts:
-        assert " differs from the first one: with equal weights " in text
-        assert "'logits' differ by up to" in text
-        assert "is neither a parameter nor a buffer" in text
-
-
-def test_dropout_in_training_mode_is_named(judge):
-    findings = judge(functools.partial(Net, dropout=0.5))
-    assert "policy.layers.2 (Dropout) in training mode" in only(findings, "warns")
-    assert "'logits': drawn in each call" in only(findings, "note")
-
-
-def test_drawn_actions_are_a_note_and_compared_from_one_seed(judge):
-    findings = judge(Sampling)
-    assert only(findings, "note") == "'action': drawn in each call, equal from one seed of torch"
-    assert "outputs equal to 1e-6" in only(findings, "good")
-
-
-def test_a_generator_of_its_own_keeps_outputs_from_being_compared(judge):
-    findings = judge(OfNumpy)
-    assert "also from one seed of torch" in only(findings, "note")
-    assert "outputs equal" not in only(findings, "good")
+    text = only(judge(lambda: Net(scale=torch.rand(2))), "warns")
+    assert text.startswith("the second one differs from the first one: with equal weights ")
+    assert "'logits' differ by up to" in text
+    assert text.endswith("is neither a parameter nor a buffer")
 
 
 def fail() -> Net:
@@ -251,18 +215,6 @@ def test_policies_of_several_agents_are_called_as_collectors_call_them(judge):
     assert "expected 2 agents" in only(judge(functools.partial(build, 2), None, spread), "warns")
 
 
-def test_differences_in_words():
-    assert layout_differences({"a": [[2], "int64"]}, {"a": [[2], "int64"]}) == []
-    assert layout_differences({f"{i}": [[], "int8"] for i in range(6)}, {}) == ["missing '0', '1', '2', '3' and 2 more"]
-    nan = torch.tensor([torch.nan, 1.0])
-    assert output_differences({"'a'": nan}, {"'a'": nan + 5e-7}) == []
-    assert output_differences({"'a'": nan}, {"'a'": torch.zeros(2)}, values=False) == []
-    for unequal in (torch.zeros(2), nan + 1e-5):
-        assert "'a' differ by up to" in output_differences({"'a'": nan}, {"'a'": unequal})[0]
-    true = torch.tensor([True])
-    assert "by up to 1:" in output_differences({"'done'": true}, {"'done'": ~true})[0]
-
-
 def test_diagnose_takes_functions_only():
     with pytest.raises(WrongType, match=r"policy_factory must be a function that builds the policy, got .*Tensor"):
         muster.diagnose(CARTPOLE, policy_factory=torch.ones(2))
@@ -282,21 +234,6 @@ def test_no_trial_uses_what_it_shares_with_the_caller():
     assert 'policy_factory.keywords["scale"] (multiprocessing.shared_memory.SharedMemory)' in text
 
 
-def crash() -> Net:
-    ctypes.string_at(0)
-    raise AssertionError
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("factory", "words"),
-    [(crash, "building the policy, it was killed by SIGSEGV"), (lambda: time.sleep(600), "it hung for 20 s")],
-    ids=["crash", "hang"],
-)
-def test_a_factory_that_ends_or_keeps_its_process_is_a_finding(factory, words):
-    assert words in only(judge_factory(factory, None, None, 20.0), "blocks")
-
-
 @pytest.mark.slow
 def test_diagnose_tells_it_beside_the_env():
     diagnosis = muster.diagnose(CARTPOLE, policy=Locked(), policy_factory=Net, seconds=0.2)
@@ -311,7 +248,7 @@ def test_diagnose_tells_it_beside_the_env():
 @pytest.mark.parametrize(
     ("name", "status", "words"),
     [
-        ("my_policies:make", 0, "it builds the same architecture, in another process too: 2 weights"),
+        ("my_policies:make", 0, "it builds the same architecture each time: 2 weights"),
         ("my_policies:absent", 1, "module my_policies has no 'absent'. It has: make"),
         ("make", 2, "--policy-factory must be module:make_policy"),
     ],

@@ -7,7 +7,6 @@ import functools
 import gc
 import pickle
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -51,6 +50,10 @@ class Pair(NamedTuple):
     module: nn.Module
 
 
+class Notes:
+    """No module, hence shared."""
+
+
 class Everywhere(nn.Module):
     """Reaches its parts from many places, besides their names."""
 
@@ -67,11 +70,10 @@ class Everywhere(nn.Module):
         self.in_dict = {"layers": (self.layer,)}
         self.method = self.layer.forward
         self.partial = functools.partial(Everywhere.scaled, self)
-        self.reference = weakref.ref(self.layer)
         self.tensordict = TensorDict({"weight": self.layer.weight})
         self.__dict__["hidden"] = nn.Sequential(self.layer)  # a module that is not registered
         self.layer.register_forward_hook(self.hook)
-        self.log: list[str] = []
+        self.notes = Notes()
 
     def scaled(self, x: Tensor) -> Tensor:
         return x * self.scale
@@ -82,7 +84,7 @@ class Everywhere(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x) + self.second(x) + self.normed(self.norm(x)) + self.partial(x) + self.method(x)
         y = y + x @ self.in_list[0] + self.in_list[1].module(x) + self.in_dict["layers"][0](x)
-        return y + self.reference()(x) + x @ self.tensordict["weight"] + self.hidden(x)
+        return y + x @ self.tensordict["weight"] + self.hidden(x)
 
 
 class Recurrent(nn.Module):
@@ -177,7 +179,7 @@ def test_it_is_the_policy_itself_and_everything_but_its_weights_is_shared():
     copied = copy.deepcopy(policy)
     assert type(copied) is Everywhere
     assert copied.lock is policy.lock
-    assert copied.log is policy.log
+    assert copied.notes is policy.notes
     copied.train(False)
     assert policy.training
     assert policy.norm.training
@@ -209,6 +211,15 @@ def test_a_lazy_module_s_copy_finds_its_own_shapes():
     assert copied.net.weight.shape == (2, 3)
     assert nn.parameter.is_lazy(policy.net.weight)
     assert policy(X).shape == (4, 2, 2)
+
+
+def test_a_policy_that_was_compiled_in_place_has_copies_with_weights_of_their_own():
+    policy = shared_on_copy(Agents(nn.Linear(3, 2)))
+    policy.compile(backend="eager")
+    copied = copy.deepcopy(policy)
+    expected = policy(X).detach()
+    change(policy)
+    assert copied(X).equal(expected)
 
 
 def test_a_compiled_policy_has_compiled_copies():
@@ -260,24 +271,6 @@ def test_averaged_models_of_it_average():
         assert mine.allclose(first + 0.5)
     assert average(X).shape == (4, 3)
     policy[0].socket.close(0)
-
-
-class Helper:
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-
-
-@pytest.mark.parametrize(
-    ("keeper", "what"),
-    [(Helper, "an object of class Helper"), (lambda layer: lambda x: layer(x), "a function")],
-    ids=["object", "function"],
-)
-def test_what_still_uses_the_original_s_weights_is_told(keeper: Callable[[nn.Module], Any], what: str):
-    policy = shared_on_copy(Everywhere())
-    policy.log.append(keeper(policy.layer))
-    with pytest.warns(UserWarning, match=rf"share Everywhere\.log with it, where {what} holds a part of the policy"):
-        copied = copy.deepcopy(policy)
-    assert copied.log is policy.log
 
 
 def test_only_modules_can_be_copied_so():

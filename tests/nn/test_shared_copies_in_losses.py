@@ -69,19 +69,13 @@ def action_critic(net: type[Plain]) -> nn.Module:
     return modules.ValueOperator(net(OBS + ACT, 1), in_keys=["observation", "action"])
 
 
-def q_actor(net: type[Plain]) -> nn.Module:
-    return modules.QValueActor(net(OBS, ACT), in_keys=["observation"], action_space="categorical")
-
-
 LOSSES: dict[str, tuple[list[Callable[[type[Plain]], nn.Module]], Callable[..., Any]]] = {
     "ClipPPO": ([stochastic_actor, critic], lambda *nets: objectives.ClipPPOLoss(*nets)),
-    "DQN": ([q_actor], lambda *nets: objectives.DQNLoss(*nets, delay_value=True, action_space="categorical")),
     "SAC": (
         [stochastic_actor, action_critic],
         lambda *nets: objectives.SACLoss(*nets, delay_qvalue=True, target_entropy=-2.0),
     ),
     "DDPG": ([actor, action_critic], lambda *nets: objectives.DDPGLoss(*nets, delay_actor=True)),
-    "TD3": ([actor, action_critic], lambda *nets: objectives.TD3Loss(*nets, bounds=(-1.0, 1.0))),
 }
 
 
@@ -96,9 +90,9 @@ def nets_of(name: str, net: type[Plain]) -> list[nn.Module]:
     return [build(net) for build in LOSSES[name][0]]
 
 
-def batch_for(name: str) -> TensorDict:
+def a_batch() -> TensorDict:
     torch.manual_seed(1)
-    action = torch.randint(ACT, (B,)) if name == "DQN" else torch.rand(B, ACT) * 2 - 1
+    action = torch.rand(B, ACT) * 2 - 1
     done = torch.zeros(B, 1, dtype=torch.bool)
     after = {"observation": torch.randn(B, OBS), "reward": torch.randn(B, 1), "done": done, "terminated": done}
     values: dict[str, Any] = {"observation": torch.randn(B, OBS), "action": action, "next": after}
@@ -114,7 +108,7 @@ def trained(name: str, nets: list[nn.Module]) -> tuple[Any, list[float]]:
     totals = []
     for seed in range(2):
         torch.manual_seed(seed)
-        values = loss(batch_for(name))
+        values = loss(a_batch())
         total = sum(value for key, value in values.items() if key.startswith("loss"))
         optimizer.zero_grad()
         total.backward()
@@ -150,13 +144,13 @@ def test_a_loss_trains_it_as_it_does_a_policy_that_can_be_copied(loss_name: str)
 def test_a_loss_and_its_networks_can_be_copied_and_the_copies_are_independent(loss_name: str):
     loss, _ = trained(loss_name, [shared_on_copy(net) for net in nets_of(loss_name, Connected)])
     torch.manual_seed(0)
-    expected = loss(batch_for(loss_name))
+    expected = loss(a_batch())
     copied = copy.deepcopy(loss)
     with torch.no_grad():
         for parameter in loss.parameters():
             parameter.zero_()
     torch.manual_seed(0)
-    for key, value in copied(batch_for(loss_name)).items():
+    for key, value in copied(a_batch()).items():
         assert value.equal(expected[key]), key
 
 

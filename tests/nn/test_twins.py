@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
 from muster.errors import CannotTravel
 from muster.nn import shared_on_copy, uncopyable
-from muster.nn.twins import copied_as_twins
+from muster.nn.shared_copies import copied_as_twins
 
 X = torch.ones(2, 3)
 
@@ -84,23 +83,6 @@ def test_the_modules_are_as_before(raises: bool):
         pass  # the lock is free
 
 
-def test_an_exception_while_other_tensors_are_in_it_leaves_none_of_them():
-    robot = nn.Sequential(Robot(), TensorDictParams(TensorDict({"a": nn.Parameter(X)})))
-    parameters, expected = dict(robot.named_parameters()), robot[0](X)
-    other = TensorDict.from_module(robot).data.to("meta")
-    with (
-        pytest.raises(ValueError, match="half way"),
-        copied_as_twins(robot),
-        other.to_module(robot, preserve_module_state=False),
-    ):
-        assert robot[0].first.weight.is_meta
-        assert robot[1]["a"].is_meta
-        raise ValueError("half way")
-    assert all(dict(robot.named_parameters())[name] is one for name, one in parameters.items())
-    assert robot[1]["a"] is parameters["1.a"]
-    assert robot[0](X).equal(expected)
-
-
 def test_what_is_no_module_is_passed_over_and_rings_are_no_harm():
     ring: list[Any] = [1, None, {"x": X}]
     ring.append(ring)
@@ -151,20 +133,6 @@ def test_copies_that_other_threads_make_are_ordinary_ones():
     assert copies[0].weight.equal(layer.weight)
 
 
-def test_a_closure_over_a_part_stays_the_original_s_and_is_told_where_asked():
-    class Closed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = self.layer = nn.Linear(3, 3)
-            self.helper = lambda x: layer(x)
-
-    module = Closed()
-    with copied_as_twins(module):
-        assert copy.deepcopy(module).helper is module.helper
-    with copied_as_twins(module, warns=True), pytest.warns(UserWarning, match=r"Closed\.helper with it"):
-        copy.deepcopy(module)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*")
 def test_torchrl_moves_a_policy_that_cannot_be_copied_to_another_device():
     collectors = pytest.importorskip("torchrl.collectors")
@@ -173,7 +141,7 @@ def test_torchrl_moves_a_policy_that_cannot_be_copied_to_another_device():
 
     class Collector(collectors.Collector):
         def _get_policy_and_device(self, policy: Any = None, **options: Any) -> Any:
-            with copied_as_twins(policy, warns=True):
+            with copied_as_twins(policy):
                 return super()._get_policy_and_device(policy, **options)
 
     class Net(Robot):

@@ -71,14 +71,14 @@ def diagnose(
     num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
     of a trial, and for each step.  seconds: how long each line that could be recommended is run, after its start.
     soak_s: for so many seconds the env is also stepped and reset by random allowed actions, in one process. Findings
-    then say whether memory, file handles, threads, child processes, temporary files, or the time of a step or a reset
-    grow, and how fast; `Diagnosis.soak` has the figures. What grows in the first third alone is no leak: soak for three
-    times as long as the env takes to fill its caches.
+    then say whether memory, file handles, threads, child processes, or the time of a step or a reset grow, and how
+    fast; `Diagnosis.soak` has the figures. What grows in the first third alone is no leak: soak for three times as long
+    as the env takes to fill its caches.
     name: the env's name in messages.
     policy: examined as well: could `MultiCollector` copy it to its processes? It is not called. Needs PyTorch.
-    policy_factory: as for `MultiCollector`. Builds a policy twice in one process and once in another: are their weights
-        alike in names and shapes, and do they give the same for the env's observations with the same weights? With
-        `policy`, they are compared with it and get its weights, and it is called once, here. Needs PyTorch.
+    policy_factory: as for `MultiCollector`. Builds a policy twice in another process: are their weights alike in names,
+        shapes and dtypes, and do they give the same for the env's observations with the same weights? With `policy`,
+        they are compared with it and get its weights, and it is called once, here. Needs PyTorch.
 
     Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense. Raises
     ImportError where a policy is to be examined without PyTorch, WrongType for a factory that cannot be called.

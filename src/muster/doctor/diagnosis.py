@@ -92,8 +92,8 @@ class PolicyVerdict:
     ways_out: tuple[str, ...] = ()
 
 
-# The course of a quantity in a soak: "grew at first" is a warm-up, "grows" a leak; "grows unevenly" may be either.
-Trend = Literal["steady", "grew at first", "grows unevenly", "grows"]
+# The course of a quantity in a soak after its first third: what grows is a leak.
+Trend = Literal["steady", "grows"]
 
 
 @dataclass(frozen=True)
@@ -228,13 +228,14 @@ def soaked_rows(soak: Soak) -> list[tuple[str, ...]]:
     times = [f"{soak.seconds * third / 3:.3g} s" for third in (1, 2, 3)]
     rows = [("", "start", *times, "an episode", "")]
     for one in soak.quantities:
-        marks = [_amount(value, one.unit) for value in one.marks]
-        grows = f"+{_amount(one.an_episode, one.unit)}" if one.an_episode else ""
+        marks = [amount(value, one.unit) for value in one.marks]
+        grows = f"+{amount(one.an_episode, one.unit)}" if one.an_episode else ""
         rows.append((one.name, *marks, grows, one.trend))
     return rows
 
 
-def _amount(value: float, unit: str) -> str:
+def amount(value: float, unit: str) -> str:
+    """A value of a `SoakedQuantity`, as ``38 MB``, ``1.2 ms`` or ``17``."""
     if unit == "seconds":
         return seconds(value)
     return size(round(value)) if unit == "bytes" else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"

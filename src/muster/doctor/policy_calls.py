@@ -14,7 +14,7 @@ import cloudpickle
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from muster.errors import SpecMismatch, WrongType
@@ -31,12 +31,11 @@ from muster.worker_info import WorkerInfo, worker_info_context
 from muster.workers.trial_process import Reporter
 
 _ROWS = 8
-_RANDOM_LAYERS = (nn.modules.dropout._DropoutNd, nn.RReLU)
 # The files of a folder in which the doctor and the trials of a policy hand over what does not go into a line of JSON.
 FACTORY, OBSERVED, WEIGHTS = "factory", "observed", "weights"
 
 Layout = dict[str, list[Any]]
-"""By a parameter's or buffer's name its shape and its dtype's name."""
+"""By a parameter's or buffer's name, in quotes, its shape and its dtype's name."""
 
 
 @dataclass
@@ -80,10 +79,9 @@ def build_and_call(reporter: Reporter, folder: Path, name: str, builds: int) -> 
     """Builds a policy ``builds`` times by the factory in ``folder``, and calls each on the observations in there.
 
     All get the weights that lie in ``folder``; without any, those of the first, which are written there. Reports
-    ``build_s`` of the first, and by number the layouts; writes outputs to ``folder``, as `calls_in` reads them.
+    ``build_s`` of the first, and by number the layouts; writes outputs to ``folder``, as `outputs_in` reads them.
     """
     factory: Callable[[], Any] = pickle.loads((folder / FACTORY).read_bytes())
-    observed = _observed_in(folder) if (folder / OBSERVED).exists() else None
     for number in range(builds):
         reporter.stage("building the policy" + " again" * (number > 0))
         started = time.perf_counter()
@@ -94,30 +92,23 @@ def build_and_call(reporter: Reporter, folder: Path, name: str, builds: int) -> 
         if not callable(policy):
             raise WrongType(f"policy_factory returned an object of type {type_name(policy)}, which cannot be called")
         reporter.result(f"layout {number}", layout_of(policy))
-        if observed is not None:
-            _call(policy, observed, reporter, folder, f"{name} {number}")
+        if (folder / OBSERVED).exists():
+            reporter.stage("calling the policy on the env's observations")
+            _outputs_of(policy, folder)  # gives lazy modules their shapes
+            reporter.result(f"layout {number}", layout_of(policy))
+            if not (folder / WEIGHTS).exists():
+                write_weights(policy, folder)
+            if own := named_weights(policy):
+                with contextlib.suppress(SpecMismatch):  # its layout says how it differs
+                    load_weights(policy, weights_for(policy, torch.load(folder / WEIGHTS, weights_only=True), own))
+            torch.save(_outputs_of(policy, folder), folder / f"{name} {number}")
 
 
-def _call(policy: Any, observed: ObservedEnvs, reporter: Reporter, folder: Path, name: str) -> None:
-    reporter.stage("calling the policy on the env's observations")
-    outputs_of(policy, observed)  # gives lazy modules their shapes
-    reporter.result(f"layout {name.rpartition(' ')[2]}", layout_of(policy))
-    own = named_weights(policy)
-    if not (folder / WEIGHTS).exists():
-        write_weights(policy, folder)
-    reporter.result("random", _random_layers(policy))
-    if own:
-        with contextlib.suppress(SpecMismatch):  # its layout says how it differs
-            load_weights(policy, weights_for(policy, torch.load(folder / WEIGHTS, weights_only=True), own))
-    calls = [outputs_of(policy, observed, seed) for seed in (0, 0, 1)]
-    torch.save(calls, folder / f"outputs of {name}")
-
-
-def calls_in(folder: Path, name: str) -> list[dict[str, Tensor]]:
-    """What a policy gave in three calls: from one seed of torch, the same seed again, another one. [] if uncalled."""
-    file = folder / f"outputs of {name}"
-    calls: list[dict[str, Tensor]] = torch.load(file, weights_only=True) if file.exists() else []
-    return calls
+def outputs_in(folder: Path, name: str) -> dict[str, Tensor]:
+    """What a policy gave by key; {} if it was not called."""
+    file = folder / name
+    outputs: dict[str, Tensor] = torch.load(file, weights_only=True) if file.exists() else {}
+    return outputs
 
 
 def write_weights(policy: Any, folder: Path) -> None:
@@ -131,15 +122,16 @@ def outputs_of_original(policy: Any, folder: Path) -> dict[str, Tensor]:
     module = module_of(policy)
     buffers = [] if module is None else [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
-        return outputs_of(policy, _observed_in(folder))
+        return _outputs_of(policy, folder)
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
 
 
-def outputs_of(policy: Any, observed: ObservedEnvs, seed: int = 0) -> dict[str, Tensor]:
-    """The policy's outputs ``[N, ...]`` by key, on the CPU. torch's generators are left as they were."""
+def _outputs_of(policy: Any, folder: Path) -> dict[str, Tensor]:
+    """The policy's outputs ``[N, ...]`` by key, on the CPU, from one seed. torch's generators are left as they were."""
+    observed: ObservedEnvs = pickle.loads((folder / OBSERVED).read_bytes())
     side = observed.side()
     storage = Storage(1, observed.num_envs, side.observation_fields, side.reward_fields, compact=True)
     for array, rows in zip(storage.observations, observed.rows, strict=True):
@@ -148,7 +140,7 @@ def outputs_of(policy: Any, observed: ObservedEnvs, seed: int = 0) -> dict[str, 
     device = place(policy, None)
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda), torch.no_grad():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         actor = kind(policy, side, slice(0, observed.num_envs), device, {})
         actor.begin(storage)
         actor.act(0)
@@ -158,21 +150,11 @@ def outputs_of(policy: Any, observed: ObservedEnvs, seed: int = 0) -> dict[str, 
 def layout_of(policy: Any) -> Layout:
     """The shapes and dtypes of the policy's parameters and buffers; "not known yet" for the shapes of lazy ones."""
     return {
-        name: ["not known yet" if is_lazy(tensor) else list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+        repr(name): ["not known yet" if is_lazy(tensor) else list(tensor.shape), dtype_of(tensor)]
         for name, tensor in named_weights(policy).items()
     }
 
 
-def _observed_in(folder: Path) -> ObservedEnvs:
-    observed: ObservedEnvs = pickle.loads((folder / OBSERVED).read_bytes())
-    return observed
-
-
-def _random_layers(policy: Any) -> list[str]:
-    """The layers of a policy that draw random numbers as they are, as ``policy.1 (Dropout)``."""
-    modules = policy.named_modules() if isinstance(policy, nn.Module) else ()
-    return [
-        f"policy.{name} ({type(module).__name__})"
-        for name, module in modules
-        if module.training and isinstance(module, _RANDOM_LAYERS) and getattr(module, "p", 1)
-    ]
+def dtype_of(tensor: Tensor) -> str:
+    """The name of the tensor's dtype, as ``float32``."""
+    return str(tensor.dtype).removeprefix("torch.")

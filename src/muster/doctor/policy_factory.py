@@ -1,4 +1,4 @@
-"""Whether a policy factory builds the same policy each time, everywhere, and the same as the one that exists."""
+"""Whether a policy factory builds the same policy each time, and the same as the one that exists. Needs PyTorch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from muster.doctor.diagnosis import Finding, Severity, seconds
@@ -15,12 +16,12 @@ from muster.doctor.policy_calls import (
     FACTORY,
     OBSERVED,
     Layout,
-    calls_in,
+    dtype_of,
     layout_of,
+    outputs_in,
     outputs_of_original,
     write_weights,
 )
-from muster.doctor.policy_differences import layout_differences, output_differences
 from muster.doctor.trials import building, observing
 from muster.envs import resolve_foreign_id
 from muster.errors import CannotTravel, RecipeError, UsageError
@@ -33,16 +34,16 @@ from muster.workers.guarded import STARTING, PackedRecipes, TrialOutcome, run_gu
 _TOPIC = "policy_factory"
 _LONG_BUILD_S = 5.0
 _SHOWN = 4
-# The trials that build policies, and the names of those that each builds.
-_BUILDING = {"first": ("the first one", "the second one"), "second": ("the one in another process",)}
+_TOLERANCE = 1e-6
+_BUILDS = 2
 
 
 class _Built(NamedTuple):
-    """A policy. calls: its outputs by key, from one seed, from the same again and from another; [] if uncalled."""
+    """A policy. outputs: by key, {} if it was not called."""
 
     name: str
     layout: Layout
-    calls: list[dict[str, Tensor]]
+    outputs: dict[str, Tensor]
 
 
 def packed_recipe(
@@ -61,11 +62,11 @@ def packed_recipe(
 def judge_factory(
     factory: Callable[[], Any], policy: Any, recipe: PackedRecipes | None, timeout_s: float
 ) -> list[Finding]:
-    """Findings about the policies that ``factory`` builds, twice in one process and once in another.
+    """Findings about two policies that ``factory`` builds in another process.
 
-    They are compared with each other, or with ``policy`` where that is not None: by names and shapes of their weights,
-    and by their outputs on the env's observations with equal weights. ``policy`` is called here.
-    recipe: packed; None where no env can be built: outputs are not compared then.
+    They are compared with each other, or with ``policy`` where that is not None: by names, shapes and dtypes of their
+    weights, and by their outputs on the env's observations with equal weights, from one seed of torch. ``policy`` is
+    called here.  recipe: packed; None where no env can be built: outputs are not compared then.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,96 +86,94 @@ def judge_factory(
             except UsageError as error:
                 return [Finding("warns", _TOPIC, f"nothing was compared: {error}")]
             write_weights(policy, folder)
-        options = {"folder": name}
         uncalled = "no env could be played for that, see above"
         if recipe is not None:
-            outcome = run_guarded(observing, recipe, stage_timeout_s=timeout_s, options=options)
+            outcome = run_guarded(observing, recipe, stage_timeout_s=timeout_s, options={"folder": name})
             uncalled = "" if (folder / OBSERVED).exists() else f"{outcome.stage}, it {outcome.how}"
-        outcomes: dict[str, TrialOutcome] = {}
-        for trial, names in _BUILDING.items():
-            wanted = {**options, "name": trial, "builds": len(names)}
-            outcomes[trial] = run_guarded(building, None, stage_timeout_s=timeout_s, options=wanted)
-            if outcomes[trial].stage is not None:
-                break
-        built = [one for trial, outcome in outcomes.items() for one in _built(trial, outcome, folder)]
-        return list(_findings(policy, built, list(outcomes.values()), folder, uncalled))
+        options = {"folder": name, "name": "outputs", "builds": _BUILDS}
+        outcome = run_guarded(building, None, stage_timeout_s=timeout_s, options=options)
+        return list(_findings(policy, outcome, folder, uncalled))
 
 
-def _built(trial: str, outcome: TrialOutcome, folder: Path) -> Iterator[_Built]:
-    for number, name in enumerate(_BUILDING[trial]):
-        if (layout := outcome.results.get(f"layout {number}")) is not None:
-            yield _Built(name, layout, calls_in(folder, f"{trial} {number}"))
-
-
-def _findings(
-    policy: Any, built: list[_Built], outcomes: list[TrialOutcome], folder: Path, uncalled: str
-) -> Iterator[Finding]:
+def _findings(policy: Any, outcome: TrialOutcome, folder: Path, uncalled: str) -> Iterator[Finding]:
     """uncalled: why the policies could not be called, in words; "" if they were."""
-    ended = next((outcome for outcome in outcomes if outcome.stage is not None), None)
-    if ended is not None:
-        yield _about_end(ended)
-    if built:
-        reference, others = built[0], built[1:]
-        if policy is not None:
-            reference, others = _Built("policy", layout_of(policy), []), built
-            if not uncalled:
-                try:
-                    reference.calls.append(outputs_of_original(policy, folder))
-                except Exception as error:
-                    uncalled = f"policy, called on the env's observations, raised {type(error).__name__}: {error}"
-        steady = all(not output_differences(*one.calls[:2]) for one in built if one.calls)
-        yield from _about_differences(reference, others, steady)
-        if built[0].calls:
-            yield from _about_randomness(built[0].calls, steady, outcomes[0].results["random"])
-        if ended is None and not any(_differences(reference, one, steady) for one in others):
-            yield _about_equality(reference, policy, bool(reference.calls) and steady)
+    if outcome.stage is not None:
+        # In the stage that starts Python none of its code has run.
+        subject = "a trial" if outcome.stage == STARTING else "it"
+        severity: Severity = "blocks" if outcome.stage.startswith("building") else "warns"
+        yield Finding(severity, _TOPIC, f"{outcome.stage}, {subject} {outcome.how}", outcome.detail or None)
+    names = ("the first one", "the second one") if policy is None else ("what it builds",) * _BUILDS
+    built = [
+        _Built(name, outcome.results[f"layout {number}"], outputs_in(folder, f"outputs {number}"))
+        for number, name in enumerate(names)
+        if f"layout {number}" in outcome.results
+    ]
+    if policy is not None and built:
+        outputs = {}
+        try:
+            outputs = outputs_of_original(policy, folder) if not uncalled else {}
+        except Exception as error:
+            uncalled = f"policy, called on the env's observations, raised {type(error).__name__}: {error}"
+        built.insert(0, _Built("policy", layout_of(policy), outputs))
+    if len(built) > 1:
+        reference, *others = built
+        differing = next(((one.name, found) for one in others if (found := _differences(reference, one))), None)
+        if differing is not None:
+            more = f"; {len(differing[1]) - _SHOWN} more" if len(differing[1]) > _SHOWN else ""
+            text = f"{differing[0]} differs from {reference.name}: {'; '.join(differing[1][:_SHOWN])}{more}"
+            yield Finding("warns", _TOPIC, text)
+        elif outcome.stage is None:
+            which = "the same architecture each time" if policy is None else "the same architecture as policy"
+            equal = f"{len(reference.layout)} weights with equal names and shapes"
+            outputs_too = ", outputs equal to 1e-6 with equal weights" if reference.outputs else ""
+            yield Finding("good", _TOPIC, f"it builds {which}: {equal}{outputs_too}")
     if uncalled:
         yield Finding("note", _TOPIC, f"outputs were not compared: {uncalled}")
-    build_s = outcomes[0].results.get("build_s", 0.0)
+    build_s = outcome.results.get("build_s", 0.0)
     if build_s > _LONG_BUILD_S:
         yield Finding("note", _TOPIC, f"it takes {seconds(build_s)} to build a policy, in each collector's process")
 
 
-def _about_end(outcome: TrialOutcome) -> Finding:
-    if outcome.stage == STARTING:  # none of its code has run
-        return Finding("warns", _TOPIC, f"{outcome.stage}, a trial {outcome.how}", outcome.detail or None)
-    severity: Severity = "blocks" if str(outcome.stage).startswith("building") else "warns"
-    return Finding(severity, _TOPIC, f"{outcome.stage}, it {outcome.how}", outcome.detail or None)
-
-
-def _differences(reference: _Built, one: _Built, steady: bool) -> list[str]:
-    found = layout_differences(reference.layout, one.layout)
-    if reference.calls and one.calls:
-        found += output_differences(reference.calls[0], one.calls[0], values=steady and not found)
+def _differences(expected: _Built, got: _Built) -> list[str]:
+    """The differences between two policies, in words: of their weights, and of their outputs where both were called."""
+    found = _of_layouts(expected.layout, got.layout)
+    if not expected.outputs or not got.outputs:
+        return found
+    layouts = [
+        {key: [list(tensor.shape[1:]), dtype_of(tensor)] for key, tensor in one.outputs.items()}
+        for one in (expected, got)
+    ]
+    if of_outputs := _of_layouts(*layouts):
+        return [*found, *(f"outputs: {text}" for text in of_outputs)]
+    if found:
+        return found
+    unequal = {}
+    for key, its in expected.outputs.items():
+        mine, its = got.outputs[key].to(torch.float64), its.to(torch.float64)
+        wrong = ~torch.isclose(mine, its, _TOLERANCE, _TOLERANCE, equal_nan=True)
+        if wrong.any():
+            unequal[key] = (mine - its).abs()[wrong].max().item()
+    if unequal:
+        found.append(
+            f"with equal weights {_listed(list(unequal))} differ by up to {max(unequal.values()):.1g}: something that "
+            "they are computed with is neither a parameter nor a buffer"
+        )
     return found
 
 
-def _about_differences(reference: _Built, others: list[_Built], steady: bool) -> Iterator[Finding]:
-    differing: dict[str, list[str]] = {}
-    for one in others:
-        if found := _differences(reference, one, steady):
-            more = f"; {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            differing.setdefault("; ".join(found[:_SHOWN]) + more, []).append(one.name)
-    for text, names in differing.items():
-        which = "what it builds" if len(names) == len(others) > 1 else " and ".join(names)
-        yield Finding("warns", _TOPIC, f"{which} differs from {reference.name}: {text}")
+def _of_layouts(expected: Mapping[str, list[Any]], got: Mapping[str, list[Any]]) -> list[str]:
+    """The differences of ``got`` from ``expected``, by name a shape and a dtype's name."""
+    found = []
+    if missing := [name for name in expected if name not in got]:
+        found.append(f"missing {_listed(missing)}")
+    if unexpected := [name for name in got if name not in expected]:
+        found.append(f"unexpected {_listed(unexpected)}")
+    for name, (shape, dtype) in expected.items():
+        if name in got and got[name] != [shape, dtype]:
+            found.append(f"{name} is {got[name][0]} {got[name][1]}, expected {shape} {dtype}")
+    return found
 
 
-def _about_randomness(calls: list[dict[str, Tensor]], steady: bool, layers: list[str]) -> Iterator[Finding]:
-    """calls, steady: outputs of one policy, and whether they are equal from one seed of torch.  layers: random ones."""
-    once, _, other = calls
-    if layers:
-        text = f"{', '.join(layers[:_SHOWN])} in training mode: its outputs are random. Call eval() in the factory"
-        yield Finding("warns", _TOPIC, f"{text}, unless that is wanted")
-    if not steady:
-        text = "outputs differ from call to call, also from one seed of torch: it draws from a generator of its own, or"
-        yield Finding("note", _TOPIC, f"{text} keeps a state. So their values were not compared")
-    elif drawn := [key for key in once if output_differences({key: once[key]}, {key: other[key]})]:
-        yield Finding("note", _TOPIC, f"{', '.join(drawn)}: drawn in each call, equal from one seed of torch")
-
-
-def _about_equality(reference: _Built, policy: Any, were_compared: bool) -> Finding:
-    weights = reference.layout
-    which = "the same architecture as policy" if policy is not None else "the same architecture, in another process too"
-    outputs = ", outputs equal to 1e-6 with equal weights" if were_compared else ""
-    return Finding("good", _TOPIC, f"it builds {which}: {len(weights)} weights with equal names and shapes{outputs}")
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -29,8 +29,6 @@ _STYLES: dict[Severity, str] = {"blocks": "bold red", "warns": "yellow", "good":
 
 _TREND_STYLES: dict[Trend, str] = {
     "grows": "yellow",
-    "grows unevenly": "yellow",
-    "grew at first": "dim",
     "steady": "dim",
 }
 

@@ -1,58 +1,185 @@
-"""The verdicts of a soak: what an env leaks, how fast, and where that ends."""
+"""The long run of one env in a guarded process, and what grows in it."""
 
 from __future__ import annotations
 
-import math
-import tempfile
-from collections.abc import Mapping, Sequence
+import contextlib
+import gc
+import os
+import re
+import resource
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from muster.doctor.diagnosis import Finding, Soak, SoakedQuantity, seconds, size
+from muster.doctor.diagnosis import Finding, Soak, SoakedQuantity, Trend, amount, seconds
 from muster.doctor.findings import about_early_end
-from muster.doctor.growth import Growth, Tolerance, judge, overall, samples_needed
-from muster.doctor.soaking import Sample, soaking
+from muster.envs.player import RandomPlayer
 from muster.recipes.recipe import Recipe
+from muster.vector.side_by_side import built
+from muster.workers.env_host import freeze_heap
 from muster.workers.guarded import PackedRecipes, TrialOutcome, run_guarded
-from muster.workers.resources import memory_left
+from muster.workers.resources import memory_left, read_text
+from muster.workers.trial_process import Reporter
+from muster.workers.usage import descendants, own_memory_bytes, private_bytes
 
-# Growth that ends a soak early: a part of the free memory, this much at most.
+_MOST_SAMPLES = 200
+# Taking samples may take a tenth of the time.
+_SAMPLE_COSTS_AT_MOST = 1 / 10
+# An episode that takes longer than this part of the time is cut short, so that there are enough samples.
+_LONGEST_EPISODE = 1 / 30
+_KEPT_DURATIONS = 1024
+# A soak ends early at so much growth since its start: of memory a part of what is free, this much at most.
 _PART_OF_MEMORY, _MOST_BYTES = 0.25, 4 << 30
-_NUMBERS = ("no", "one", "two", "three", "four", "five")
-# A rate this close to a whole number is called that number.
-_NEARLY = 0.03
+_MOST_HANDLES = 0.9  # of what the process may open
+_MOST_THREADS, _MOST_CHILDREN = 1000, 200
+
+# The first third of a soak is for caches, lazy imports and pools; only what grows after it can be a leak.
+_WARM_UP = 1 / 3
+_FEWEST_LATER_SAMPLES = 12
+# A leak goes on: from one quarter of the later samples to the next it adds this part of its mean, at least. And it
+# stands out from what comes and goes within a quarter.
+_GOES_ON, _STANDS_OUT = 0.5, 2.0
 _MILLION = 1e6
-# A soak that is too short is to be longer by a half than what its samples ask for, and by this where it has none.
-_MARGIN, _FAR_LONGER = 1.5, 10
 # A leak of memory that takes no more than this in a million steps deserves no care.
 _SLIGHT_BYTES = 10e6
 
 
+class Sample(NamedTuple):
+    """The process of a soaked env right after a reset, without garbage.
+
+    at_s: seconds since the start.  memory_bytes: that no other process has, with its children's.  handles, threads: of
+    its own process alone.  step_s, reset_s: medians since the sample before; None without any.
+    """
+
+    at_s: float
+    steps: int
+    episodes: int
+    memory_bytes: int
+    handles: int
+    threads: int
+    children: int
+    step_s: float | None
+    reset_s: float | None
+
+
 @dataclass(frozen=True)
 class _Quantity:
-    """A quantity of `Sample`. name: in the plural for what is counted.  one: the singular."""
+    """A quantity of `Sample`. name: in the plural for what is counted.
+
+    tolerance: growth that is none, after the first third: an amount, or a part of what there was.
+    """
 
     field: str
     name: str
     unit: str
-    tolerance: Tolerance
-    one: str = ""
+    tolerance: tuple[float, float]
 
 
-_FEW = Tolerance(2.5)
-_COMMON = "common_files"
+# Memory comes last: whatever else leaks takes some of it, too.
 _QUANTITIES = (
-    _Quantity("memory_bytes", "memory", "bytes", Tolerance(256_000, 0.005)),
-    _Quantity("handles", "file handles", "", _FEW, "file handle"),
-    _Quantity("threads", "threads", "", _FEW, "thread"),
-    _Quantity("children", "child processes", "", _FEW, "child process"),
-    _Quantity("files", "temporary files", "", _FEW, "temporary file"),
-    _Quantity(_COMMON, "files in /tmp and /dev/shm", "", _FEW, "file in /tmp or /dev/shm"),
-    _Quantity("step_s", "time of a step", "seconds", Tolerance(5e-6, 0.5, has_floor=False), "step"),
-    _Quantity("reset_s", "time of a reset", "seconds", Tolerance(100e-6, 0.5, has_floor=False), "reset"),
+    _Quantity("handles", "file handles", "", (2.5, 0.0)),
+    _Quantity("threads", "threads", "", (2.5, 0.0)),
+    _Quantity("children", "child processes", "", (2.5, 0.0)),
+    _Quantity("step_s", "time of a step", "seconds", (5e-6, 0.5)),
+    _Quantity("reset_s", "time of a reset", "seconds", (100e-6, 0.5)),
+    _Quantity("memory_bytes", "memory", "bytes", (256_000, 0.005)),
 )
+
+
+def soaking(recipe: Recipe, reporter: Reporter, seconds: float, most_bytes: int) -> None:
+    """The trial that steps and resets one env for so many seconds, and reports samples of what its process holds.
+
+    most_bytes: growth of memory that ends the soak early. The quantity that has done so is reported as ``stopped_by``.
+    """
+    reporter.stage("building it")
+    with built(recipe) as env:
+        freeze_heap(collects=True)  # as in a worker
+        most_handles = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        reporter.result("most_handles", most_handles)
+        limits = {
+            "memory_bytes": most_bytes,
+            "handles": _MOST_HANDLES * most_handles,
+            "threads": _MOST_THREADS,
+            "children": _MOST_CHILDREN,
+        }
+        reporter.stage("soaking it")
+        first, names = None, _names()
+        for sample in _samples(env, seconds, reporter.alive):
+            reporter.append("samples", sample)
+            first = first or sample
+            over = [one for one, most in limits.items() if getattr(sample, one) - getattr(first, one) > most]
+            if over:
+                reporter.result("stopped_by", over[0])
+                break
+        for field, more in _names().items():
+            if added := (more - names[field]).most_common(1):
+                reporter.result(f"new {field}", added[0][0])
+        reporter.stage("closing it")
+
+
+def _samples(env: Any, seconds: float, alive: Callable[[], None]) -> Iterator[Sample]:
+    """Plays an env by random actions for so many seconds. alive: called after each step."""
+    player = RandomPlayer(env)
+    player.seed(0)
+    steps_s, resets_s = deque[float](maxlen=_KEPT_DURATIONS), deque[float](maxlen=_KEPT_DURATIONS)
+    steps = episodes = 0
+    start, next_at_s, seed = time.perf_counter(), 0.0, {"seed": 0}
+    at_s = 0.0
+    while True:
+        before_s = time.perf_counter() - start
+        player.begin_episode(**seed)
+        began_at_s = at_s = time.perf_counter() - start
+        resets_s.append(began_at_s - before_s)
+        episodes, seed = episodes + 1, {}
+        if at_s >= next_at_s or at_s > seconds:
+            cpu_s = time.thread_time()
+            yield Sample(at_s, steps, episodes, *_held(), _median(steps_s), _median(resets_s))
+            steps_s.clear()
+            resets_s.clear()
+            # Not by the wall's clock: while other processes have the core, the env does not step either.
+            cost_s = time.thread_time() - cpu_s
+            next_at_s = at_s + max(seconds / _MOST_SAMPLES, cost_s / _SAMPLE_COSTS_AT_MOST)
+            if at_s > seconds:
+                return
+        while not player.over and at_s <= min(seconds, began_at_s + seconds * _LONGEST_EPISODE):
+            action = player.act()
+            before_s = time.perf_counter() - start
+            player.take_step(action)
+            at_s = time.perf_counter() - start
+            steps_s.append(at_s - before_s)
+            steps += 1
+            alive()
+
+
+def _held() -> tuple[int, int, int, int]:
+    """Bytes of memory, file handles, threads and child processes of this process."""
+    gc.collect()  # what waits for its collection is no leak
+    children = descendants(os.getpid()) or ()
+    held_bytes = own_memory_bytes() + sum(private_bytes(child) or 0 for child in children)
+    return held_bytes, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(children)
+
+
+def _names() -> dict[str, Counter[str]]:
+    """The names of what can be named, by field of `Sample`."""
+    handles = Counter[str]()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            handles[re.sub(r":\[\d+\]$", "", os.readlink(f"/proc/self/fd/{fd}"))] += 1  # pipe:[4711], socket:[4711]
+    children = descendants(os.getpid()) or ()
+    return {"handles": handles, "children": Counter(read_text(Path(f"/proc/{one}/comm")).strip() for one in children)}
+
+
+def _median(durations_s: Sequence[float]) -> float | None:
+    return float(np.median(durations_s)) if durations_s else None
+
+
+# ---- the verdicts
 
 
 def run_soak(
@@ -62,153 +189,79 @@ def run_soak(
 
     recipe: as for `run_guarded`.  timeout_s: limit for each step and reset.
     """
-    with tempfile.TemporaryDirectory(prefix="muster-soak-", ignore_cleanup_errors=True) as folder:
-        most_bytes = min(_MOST_BYTES, int(_PART_OF_MEMORY * memory_left()[0]))
-        options = {"seconds": soak_s, "folder": folder, "most_bytes": most_bytes}
-        outcome = run_guarded(soaking, recipe, stage_timeout_s=timeout_s, options=options)
-    return judge_soak(outcome, soak_s)
+    most_bytes = min(_MOST_BYTES, int(_PART_OF_MEMORY * memory_left()[0]))
+    options = {"seconds": soak_s, "most_bytes": most_bytes}
+    return judge_soak(run_guarded(soaking, recipe, stage_timeout_s=timeout_s, options=options), soak_s)
 
 
 def judge_soak(outcome: TrialOutcome, soak_s: float) -> tuple[Soak | None, list[Finding]]:
-    """The soak that the trial `soak` has reported, and the findings that follow. soak_s: what was asked for."""
+    """The soak that the trial `soaking` has reported, and the findings that follow. soak_s: what was asked for."""
     findings = about_early_end(outcome, "warns")
     samples = [Sample(*row) for row in outcome.results.get("samples", ())]
     if not samples:
         return None, findings
     stopped_by, last = outcome.results.get("stopped_by"), samples[-1]
-    grown = {one: growth for one in _QUANTITIES if (growth := _growth_of(one, samples, stopped_by)) is not None}
-    quantities = tuple(
-        SoakedQuantity(one.name, one.unit, growth.trend, growth.marks, growth.a_step, growth.an_episode)
-        for one, growth in grown.items()
-        if one.field != _COMMON or growth.trend != "steady"
-    )
+    grown = {one.field: _growth(one, samples, one.field == stopped_by) for one in _QUANTITIES}
+    quantities = tuple(growth for growth in grown.values() if growth is not None)
     soak = Soak(last.at_s, soak_s, last.steps, last.episodes, quantities)
-    # Memory comes last: whatever else leaks takes some of it, too.
-    in_order = sorted(grown, key=lambda one: one.unit == "bytes")
-    verdicts = [_verdict(one, grown[one], soak, outcome.results) for one in in_order]
-    findings += [verdict for verdict in verdicts if verdict is not None]
-    if all(finding.severity == "good" for finding in findings):
-        findings.append(_when_nothing_grows(soak, samples))
-    unjudged = [one for one in _QUANTITIES if one.unit == "seconds" and one not in grown]
-    if unjudged and quantities and stopped_by is None:
-        findings.append(_about_unjudged(unjudged, samples, soak, outcome.results.get("cut_short", 0)))
+    played = f"{seconds(soak.seconds)}, {soak.episodes:,} episodes and {soak.steps:,} steps"
+    for field, growth in grown.items():
+        if growth is not None and growth.trend == "grows":
+            text = _about_leak(growth, soak, outcome.results.get(f"new {field}"))
+            if field == "handles" and growth.an_episode:
+                most = outcome.results["most_handles"]
+                left = soak.episodes + max(0.0, most - growth.marks[3]) / growth.an_episode
+                text += f". A process may open {most:,}: enough for about {float(f'{left:.2g}'):,.0f} episodes"
+            if field == stopped_by:
+                text += f". The soak was ended there, after {soak.seconds:.3g} of {soak_s:g} s, to spare the machine"
+            slight = growth.unit == "bytes" and growth.a_step * _MILLION < _SLIGHT_BYTES
+            findings.append(Finding("note" if slight else "warns", "soak", text))
+    if not findings and quantities:
+        names = ", ".join(one.name for one in quantities)
+        findings.append(Finding("good", "soak", f"no leak in {played}: {names} stay as they are"))
+    elif not findings:
+        text = f"{played} are too few to tell whether anything grows: soak it for longer"
+        findings.append(Finding("note", "soak", text))
     return soak, findings
 
 
-def _growth_of(quantity: _Quantity, samples: Sequence[Sample], stopped_by: str | None) -> Growth | None:
+def _growth(quantity: _Quantity, samples: Sequence[Sample], stopped: bool) -> SoakedQuantity | None:
+    """The course of one quantity; None where the samples are too few to tell. stopped: whether it ended the soak."""
     known = [one for one in samples if getattr(one, quantity.field) is not None]
-    if quantity.unit == "bytes" and not any(one.memory_bytes for one in known):  # the kernel does not tell
+    columns = ("at_s", "steps", "episodes", quantity.field)
+    at_s, *counts, values = (np.array([getattr(one, name) for one in known], np.float64) for name in columns)
+    later = np.flatnonzero(at_s >= samples[-1].at_s * _WARM_UP)
+    if len(later) < _FEWEST_LATER_SAMPLES and not stopped:
         return None
-    at_s, steps, episodes, values = (
-        np.array([getattr(one, name) for one in known], np.float64)
-        for name in ("at_s", "steps", "episodes", quantity.field)
+    quarters = np.array_split(later, 4)
+    grows = stopped or _goes_on_growing([values[part] for part in quarters], quantity.tolerance)
+    first, last = (np.arange(1), np.arange(len(known) - 1, len(known))) if stopped else (quarters[0], quarters[-1])
+    added = np.median(values[last]) - np.median(values[first])
+    a_step, an_episode = (float(added / max(1.0, np.median(one[last]) - np.median(one[first]))) for one in counts)
+    trend: Trend = "grows" if grows else "steady"
+    start, third, two_thirds, end = (
+        float(values[np.searchsorted(at_s, samples[-1].at_s * part / 3).clip(max=len(known) - 1)]) for part in range(4)
     )
-    growth = judge(at_s, steps, episodes, values, quantity.tolerance)
-    if quantity.field == stopped_by and not quantity.unit and (growth is None or growth.trend != "grows"):
-        return overall(steps, episodes, values)  # no warm-up takes so many
-    return growth
+    marks = (start, third, two_thirds, end)
+    return SoakedQuantity(quantity.name, quantity.unit, trend, marks, a_step * grows, an_episode * grows)
 
 
-def _verdict(one: _Quantity, growth: Growth, soak: Soak, results: Mapping[str, Any]) -> Finding | None:
-    """The finding about one quantity; None where there is nothing to say."""
-    stopped = results.get("stopped_by") == one.field
-    if growth.trend == "grows":
-        text = _about_leak(one, growth, soak)
-        if one.field in results.get("new_names", {}):
-            text += f", such as {results['new_names'][one.field]}"
-        text += _where_it_ends(one, growth, soak, results.get("most_handles")) + _cut_short(soak) * stopped
-        return Finding("note" if _is_slight(one, growth) else "warns", "soak", text)
-    if stopped:
-        text = f"{one.name}: {_amount(growth.added, one)} more after {seconds(soak.seconds)}: a leak, or a big cache"
-        return Finding("warns", "soak", text + _cut_short(soak))
-    if growth.trend == "grows unevenly":
-        marks = ", ".join(
-            f"{_amount(mark, one)} after {seconds(soak.seconds * third / 3)}"
-            for third, mark in enumerate(growth.marks[1:], 1)
-        )
-        text = f"{one.name}: {marks}; whether that is a leak or a long warm-up, a longer soak tells"
-        return Finding("note", "soak", text, f"--soak {3 * soak.asked_s:g}")
-    if growth.trend == "grew at first":
-        before, after = (_amount(mark, one) for mark in growth.marks[:2])
-        text = f"{one.name}: from {before} to {after} in the first {seconds(soak.seconds / 3)}, not more since"
-        return Finding("good", "soak", f"{text}: a warm-up, no leak")
-    return None
+def _goes_on_growing(quarters: Sequence[npt.NDArray[np.float64]], tolerance: tuple[float, float]) -> bool:
+    typical = np.array([np.median(values) for values in quarters])  # which bears what comes and goes
+    added = np.diff(typical)
+    grown = added.sum() * 4 / 3  # from the first sample to the last, not from middle to middle
+    spread = np.median([np.median(np.abs(values - middle)) for values, middle in zip(quarters, typical, strict=True)])
+    allowed = max(tolerance[0], tolerance[1] * typical[0], _STANDS_OUT * spread)
+    return bool(grown > allowed and added.min() > _GOES_ON * added.mean())
 
 
-def _is_slight(one: _Quantity, growth: Growth) -> bool:
-    return one.unit == "bytes" and growth.a_step * _MILLION < _SLIGHT_BYTES
-
-
-def _about_leak(one: _Quantity, growth: Growth, soak: Soak) -> str:
+def _about_leak(growth: SoakedQuantity, soak: Soak, example: str | None) -> str:
     many = f"after {soak.episodes:,} episodes and {soak.steps:,} steps"
-    if one.unit == "seconds":
-        before, after = (seconds(mark) for mark in (growth.marks[1], growth.marks[3]))
-        return f"a {one.one} takes longer and longer: {before} after {seconds(soak.seconds / 3)}, {after} {many}"
-    if one.unit == "bytes":
-        rates = f"{_amount(growth.a_step, one)} a step, {_amount(growth.an_episode, one)} an episode"
-        return f"leaks memory, {rates}: {_amount(growth.added, one)} {many}"
-    return f"leaks {_rate(one, growth)}: {_amount(growth.added, one)} {many}"
-
-
-def _rate(one: _Quantity, growth: Growth) -> str:
-    """The rate of a count, as ``one file handle an episode``."""
-    for rate, of in ((growth.a_step, "a step"), (growth.an_episode, "an episode")):
-        if round(rate) >= 1 and abs(rate - round(rate)) < _NEARLY * rate:
-            return f"{_counted(round(rate), one)} {of}"
-    if growth.an_episode > 1:
-        return f"about {growth.an_episode:.2g} {one.name} an episode"
-    return f"one {one.one} every {1 / growth.an_episode:,.0f} episodes" if growth.an_episode else one.name
-
-
-def _where_it_ends(one: _Quantity, growth: Growth, soak: Soak, most_handles: int | None) -> str:
-    """The consequence of a leak, for people who wonder whether it matters."""
-    if one.field == "handles" and growth.an_episode > 0 and most_handles is not None:
-        left = max(0, most_handles - growth.marks[3]) / growth.an_episode + soak.episodes
-        return f". A process may open {most_handles:,}: enough for about {float(f'{left:.2g}'):,.0f} episodes"
-    if one.unit == "bytes":
-        return f". A million steps would take {_amount(growth.a_step * _MILLION, one)}"
-    return ""
-
-
-def _cut_short(soak: Soak) -> str:
-    return f". The soak was ended there, after {seconds(soak.seconds)} of {soak.asked_s:g} s, to spare the machine"
-
-
-def _when_nothing_grows(soak: Soak, samples: Sequence[Sample]) -> Finding:
-    played = f"{seconds(soak.seconds)}, {soak.episodes:,} episodes and {soak.steps:,} steps"
-    if not soak.quantities:
-        text = f"{played} are too few to tell whether anything grows"
-        return Finding("note", "soak", text, _longer(_QUANTITIES[:1], samples, soak))
-    names = ", ".join(one.name for one in soak.quantities)
-    return Finding("good", "soak", f"no leak in {played}: {names} stay as they are")
-
-
-def _about_unjudged(unjudged: Sequence[_Quantity], samples: Sequence[Sample], soak: Soak, cut_short: int) -> Finding:
-    """The finding about durations of which there were too few."""
-    what = " and ".join(f"{one.one}s" for one in unjudged)
-    text = f"whether {what} take longer and longer was not judged: {seconds(soak.seconds)}"
-    if cut_short >= soak.episodes - 1 > 0 and [one.field for one in unjudged] == ["reset_s"]:
-        return Finding("note", "soak", f"{text} had no episode that came to its end")
-    return Finding("note", "soak", f"{text} gave too few samples of them", _longer(unjudged, samples, soak))
-
-
-def _longer(wanted: Sequence[_Quantity], samples: Sequence[Sample], soak: Soak) -> str:
-    """The option for a soak that is long enough to judge all that is wanted."""
-    needed_s = [_FAR_LONGER * soak.asked_s]
-    for one in wanted:
-        at_s = [sample.at_s for sample in samples if getattr(sample, one.field) is not None]
-        if len(at_s) > 1:
-            between_s = (at_s[-1] - at_s[0]) / (len(at_s) - 1)
-            needed_s.append(_MARGIN * between_s * samples_needed(one.tolerance))
-    return f"--soak {math.ceil(max(_MARGIN * soak.asked_s, *(needed_s[1:] or needed_s)))}"
-
-
-def _amount(value: float, one: _Quantity) -> str:
-    if one.unit == "seconds":
-        return seconds(value)
-    return size(round(value)) if one.unit == "bytes" else f"{value:,.0f}"
-
-
-def _counted(number: int, one: _Quantity) -> str:
-    count = _NUMBERS[number] if number < len(_NUMBERS) else f"{number:,}"
-    return f"{count} {one.one if number == 1 else one.name}"
+    start, before, _, after = (amount(mark, growth.unit) for mark in growth.marks)
+    if growth.unit == "seconds":
+        return f"the {growth.name} grows and grows: {before} after {seconds(soak.seconds / 3)}, {after} {many}"
+    rates = f"{amount(growth.a_step, growth.unit)} a step, {amount(growth.an_episode, growth.unit)} an episode"
+    text = f"leaks {growth.name}, {rates}: from {start} to {after} {many}"
+    if growth.unit == "bytes":
+        text += f". A million steps would take {amount(growth.a_step * _MILLION, growth.unit)}"
+    return text if example is None else f"{text}, such as {example}"

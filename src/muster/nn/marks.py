@@ -18,7 +18,7 @@ from torch import nn
 
 from muster.errors import CannotTravel, WrongType
 from muster.introspection import caller_stacklevel, class_name, type_name
-from muster.nn.own_methods import OwnMethod
+from muster.nn.shared_copies import OwnMethod
 
 T = TypeVar("T")
 

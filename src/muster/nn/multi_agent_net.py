@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,9 +14,12 @@ from muster.errors import ConfigError, SpecMismatch, WrongIndex, WrongType
 from muster.nn.alike import require_alike
 from muster.nn.fast_call import does_more, has_backward_hooks, run_layers
 from muster.nn.lazy_inputs import LazyInputs
-from muster.nn.stacked import StackedSequential, stack_known
-from muster.nn.torchrl_weights import rename_torchrls
+from muster.nn.stacked import StackedLinear, StackedSequential, stack_known
 from muster.nn.vmapped import call_each, call_one, call_one_by_one, copy_module, split_any, stack_any
+
+# The places of weights in TorchRL's state dicts: with use_td_params=True, where `_empty_net` has only what is not used,
+# and with False.
+_TORCHRLS_PLACES = ("params.", "_empty_net.")
 
 
 class MultiAgentNet(nn.Module):
@@ -144,7 +147,7 @@ class MultiAgentNet(nn.Module):
         return call_one_by_one(net, xs, self.centralised, self.n_agents)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        rename_torchrls(state_dict, prefix, self.net)
+        _rename_torchrls(state_dict, prefix, self.net)
         if self.lazy_inputs is not None and (size := self.lazy_inputs.size_in(state_dict, prefix)) is not None:
             self.lazy_inputs.complete(self, size)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -266,6 +269,23 @@ class AgentView:
 
     def __repr__(self) -> str:
         return f"AgentView({self.index} of {type(self._of).__name__})"
+
+
+def _rename_torchrls(state: MutableMapping[str, Any], prefix: str, net: nn.Module) -> None:
+    """Renames the keys of TorchRL's network behind ``prefix`` to those of ``net``, in place: ``net.0.weight``.
+
+    Weights [A, out, in] of linear layers become [A, in, out] where ``net`` has them so.
+    """
+    place = next((place for place in _TORCHRLS_PLACES if any(key.startswith(prefix + place) for key in state)), None)
+    if place is None:
+        return
+    for key in [key for key in state if key.startswith(tuple(prefix + one for one in _TORCHRLS_PLACES))]:
+        tensor = state.pop(key)
+        path, _, name = key.removeprefix(prefix + place).rpartition(".")
+        if key.startswith(prefix + place) and not name.startswith("__"):  # the shape and device of TorchRL's TensorDict
+            if name == "weight" and isinstance(dict(net.named_modules()).get(path), StackedLinear):
+                tensor = tensor.transpose(-1, -2)
+            state[f"{prefix}net.{path}.{name}"] = tensor
 
 
 def _input_size(module: nn.Module, n_joined: int) -> int | None:

@@ -16,7 +16,7 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from torch import Tensor, nn
 
 from muster.errors import ConfigError, SpecMismatch
-from muster.rollout.bare_nets import called_by_group, explain_failure
+from muster.introspection import class_name, module_name
 from muster.rollout.env_side import EnvSide
 from muster.rollout.fields import Array, Key, describe
 from muster.rollout.plain_modules import PlainModules, as_key
@@ -24,6 +24,8 @@ from muster.rollout.storage import Storage
 from muster.spaces.stacking import OneHot
 
 IS_INIT = ("is_init",)
+# The base classes of networks that map the observations of all agents to their actions: topmost module and name.
+_MULTI_AGENT_NETS = (("muster", "MultiAgentNet"), ("torchrl", "MultiAgentNetBase"))
 
 
 class Actor(Protocol):
@@ -289,7 +291,7 @@ class PlainActor(PolicyActor):
     """
 
     def _set_up(self) -> None:
-        self._call = called_by_group(self._policy, self._envs)
+        self._call = _called_by_group(self._policy, self._envs)
 
     def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
         arguments = [self._envs.policy_input(inputs)]
@@ -298,8 +300,12 @@ class PlainActor(PolicyActor):
         try:
             result = self._call(*arguments)
         except Exception as error:
-            if not self._outputs:
-                explain_failure(error, self._policy, self._envs)
+            takes_tensors = isinstance(self._policy, nn.Module) and isinstance(error, (TypeError, AttributeError))
+            if not self._outputs and self._envs.has_agents and takes_tensors:
+                error.add_note(
+                    "The policy was called with a dict of observations by group, and must return a dict of actions by "
+                    f"group. Does it take tensors? {_with_keys(self._envs)}"
+                )
             raise
         if not self._initial:
             return self._envs.output_keys(result)
@@ -313,6 +319,38 @@ class PlainActor(PolicyActor):
                 raise SpecMismatch(f"the policy's next state lacks {describe(key)}, which initial_state has")
             self._carry(key, next_state[key], outputs)
         return outputs
+
+
+def _called_by_group(policy: Callable[..., Any], envs: EnvSide) -> Callable[..., Any]:
+    """A multi-agent network as a function from observations by group to actions by group; other policies as they are.
+
+    Raises SpecMismatch for such a network where the envs have more than one group, observation or kind of action.
+    """
+    owner = next((base for base in type(policy).__mro__ if "forward" in vars(base)), type(policy))
+    if not envs.has_agents or (module_name(owner).partition(".")[0], owner.__name__) not in _MULTI_AGENT_NETS:
+        return policy
+    group = envs.action_fields[0].key[0]
+    seen = [field.key for field in envs.observation_fields if field.key[:2] == (group, "observation")]
+    acts = [field.key for field in envs.action_fields]
+    if (
+        seen != [(group, "observation")]
+        or acts != [(group, "action")]
+        or not isinstance(envs.action_spaces[0], spaces.Box)
+    ):
+        raise SpecMismatch(
+            f"the policy is a {class_name(type(policy))}, which maps one tensor to one tensor: one observation of one "
+            f"group of agents to its continuous actions. {_with_keys(envs)}"
+        )
+    return lambda observations, *state: {group: policy(observations[group], *state)}
+
+
+def _with_keys(envs: EnvSide) -> str:
+    seen, acts = ([field.key for field in fields] for fields in (envs.observation_fields, envs.action_fields))
+    return (
+        "Say which keys each network reads and writes: tensordict.nn.TensorDictModule(net, in_keys=[...], "
+        "out_keys=[...]). Choices are drawn from its outputs by a ProbabilisticTensorDictModule. The envs have "
+        f"{', '.join(map(repr, seen))}, and need {', '.join(map(repr, acts))}"
+    )
 
 
 def is_tensordict_policy(policy: object) -> bool:

@@ -33,14 +33,10 @@ def usage_of(pid: int | None) -> Usage:
     return Usage(anonymous_bytes(pid), handles, None if started is None else len(started))
 
 
-def anonymous_bytes(pid: int, *, shared: bool = False) -> int | None:
-    """Bytes of memory of process `pid` that belong to no file; None where it has ended, or the kernel does not tell.
-
-    shared: with the shared memory that it has touched, of which others may have the same.
-    """
-    names = ("RssAnon:", "VmSwap:", *(["RssShmem:"] if shared else []))
+def anonymous_bytes(pid: int) -> int | None:
+    """Bytes of memory of process `pid` that belong to no file; None where it has ended, or the kernel does not tell."""
     lines = (line.split() for line in read_text(Path(f"/proc/{pid}/status")).splitlines())
-    held = [int(words[1]) * 1024 for words in lines if words and words[0] in names]
+    held = [int(words[1]) * 1024 for words in lines if words and words[0] in ("RssAnon:", "VmSwap:")]
     return sum(held) if held else None
 
 

@@ -13,7 +13,7 @@ from torchrl.collectors import Collector as TheirCollector
 from muster.arguments import as_whole
 from muster.errors import ConfigError, WrongType
 from muster.interop.torchrl.rollouts import Loop
-from muster.nn.twins import copied_as_twins
+from muster.nn.shared_copies import copied_as_twins
 
 # The private names of TorchRL's that the collectors of this folder override, call, read or set: a TorchRL without one
 # of them breaks by name.
@@ -81,7 +81,7 @@ class _Dispatching(type(TheirCollector)):  # type: ignore[misc]  # TorchRL has n
 class Collector(TheirCollector, metaclass=_Dispatching):  # type: ignore[misc]  # TorchRL has no type information here
     """TorchRL's `Collector`, which takes policies that cannot be copied, for each ``policy_device``.
 
-    Where TorchRL copies the policy to another device, that device gets a twin: see `muster.nn.twins`.
+    Where TorchRL copies the policy to another device, that device gets a twin: see `muster.nn.shared_copies`.
     With ``num_collectors`` or ``backend="process"`` it makes a `MultiSyncCollector` (``sync=True``) or
     `MultiAsyncCollector` of this module; other backends raise ConfigError. All else is TorchRL's, batches bit for bit;
     a faster loop than TorchRL's collects them where it can, see `loop_reason`.
@@ -108,7 +108,7 @@ class Collector(TheirCollector, metaclass=_Dispatching):  # type: ignore[misc]  
         return self._loop
 
     def _get_policy_and_device(self, policy: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with copied_as_twins(policy, warns=True):
+        with copied_as_twins(policy):
             return super()._get_policy_and_device(policy, *args, **kwargs)
 
     def _read_compile_kwargs(self, compile_policy: Any, cudagraph_policy: Any) -> None:

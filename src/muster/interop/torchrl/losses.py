@@ -1,7 +1,8 @@
 """TorchRL's losses for policies that cannot be copied: each is TorchRL's own class, and a drop-in for it.
 
-Where TorchRL copies a module, the copy is a twin, which shares with it everything but the dicts of its tensors: see
-`muster.nn.twins`. All other names of ``torchrl.objectives`` are handed on, so that an import line needs no second one.
+Where TorchRL copies a module, the copy is a twin, which shares with it what cannot be copied: see
+`muster.nn.shared_copies`. All other names of ``torchrl.objectives`` are handed on, so that an import line needs no
+second one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torchrl import objectives
 
-from muster.nn.twins import copied_as_twins
+from muster.nn.shared_copies import copied_as_twins
 
 if TYPE_CHECKING:
     from torchrl.objectives import *  # noqa: F403  # the names that the last line makes, for type checkers and editors
