@@ -16,7 +16,7 @@ from muster.lazy_values import Lazy
 from muster.pickling import UserCall
 from muster.recipes.init_once import Init
 from muster.workers.caller_script import Script
-from muster.workers.caller_settings import CallerSettings, OwnSettings
+from muster.workers.caller_settings import CallerSettings
 from muster.workers.log_forwarding import LogLevels
 from muster.workers.missing_names import missing_name
 
@@ -183,13 +183,12 @@ class SetUp:
     def apply(self) -> None:
         """Sets it up in this worker process. Raises what the script raises."""
         sys.argv = self.argv
-        first = OwnSettings.current()
         if self.script is not None:
             self.script.adopt()
         if self.init.script is not None:
             self.init.script.run()
-        self.settings.apply(first)  # as they are now, whatever the script begins with
+        self.settings.apply()  # as they are now, whatever the script begins with
 
     def complete(self) -> None:
-        """Puts the caller's warning filters before those of modules that were imported meanwhile."""
-        self.settings.apply_filters(keeps=True)
+        """Adds what may only hold once the worker has imported what its recipes need."""
+        self.settings.apply_filters()
