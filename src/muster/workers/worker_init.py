@@ -74,25 +74,26 @@ def choose_init(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:
     return ChosenInit(function=worker_init)
 
 
-def choose_init_of_drop_in(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:
+def choose_init_of_drop_in(worker_init: WorkerInit, *, starts_fresh: bool, original_forks: bool) -> ChosenInit:
     """As `choose_init`, for a class in place of one whose workers have all that the script sets up.
 
-    Without an argument workers run the script's top level where that assigns into other modules. Warns where they
-    cannot run it.
+    Without an argument workers run the script's top level where a statement of it counts; where the original forks,
+    only for a store into what the script imports: calls must not be made again. Warns of such a store where they cannot
+    run it.
     """
-    if worker_init is not None or not starts_fresh:
-        return choose_init(worker_init, starts_fresh=starts_fresh)
     script = Script.of_this_process()
-    if script is None or (effect := script.first_effect) is None:
+    if worker_init is not None or not starts_fresh or script is None:
+        return choose_init(worker_init, starts_fresh=starts_fresh)
+    first = script.first_statement(stores_alone=original_forks or not script.may_run_again)
+    if first is None:
         return NO_INIT
-    place = f"{script.place(effect.line)}: `{effect.code}`"
     if script.may_run_again:
         instead = "Pass a function as worker_init that does what envs need, and workers call that instead"
-        return ChosenInit(script=script, because=f" They do because of {place}. {instead}")
+        return ChosenInit(script=script, because=f" They do because of {first.place}: `{first.code}`. {instead}")
     warnings.warn(
-        f"{place} has no effect in workers: they can run the script's top level only where all that starts workers "
-        f"stands under {_GUARD}. Put it there, or pass a function as worker_init that does what envs need; each worker "
-        "calls it before its first env",
+        f"{first.place}: `{first.code}` has no effect in workers: they can run the script's top level only where all "
+        f"that starts workers stands under {_GUARD}. Put it there, or pass a function as worker_init that does what "
+        "envs need; each worker calls it before its first env",
         UserWarning,
         stacklevel=caller_stacklevel(),
     )
@@ -102,12 +103,12 @@ def choose_init_of_drop_in(worker_init: WorkerInit, *, starts_fresh: bool) -> Ch
 def about_script(argument: str) -> str:
     """The sentence for an env's error in workers that have not run the script: what they may lack, and what to write.
 
-    argument: that which has workers run it. Empty where the script's top level assigns into no other module.
+    argument: that which has workers run it. Empty where the script's top level stores into nothing that it imports.
     """
     script = Script.of_this_process()
-    if script is None or (effect := script.first_effect) is None:
+    if script is None or (store := script.first_statement(stores_alone=True)) is None:
         return ""
-    lacks = f"{script.place(effect.line)} sets up `{effect.code}`, which workers do not run. If the env needs that, "
+    lacks = f"{store.place} sets up `{store.code}`, which workers do not run. If the env needs that, "
     a_function = "pass a function that does it as worker_init, which each worker calls before its first env"
     if script.may_run_again:
         return f"{lacks}pass {argument}: each worker then runs the script's top level first. Or {a_function}."
@@ -120,9 +121,9 @@ def about_missing(argument: str, type_name: str, message: str, traceback: str) -
     argument: as for `about_script`.  traceback: formatted. Empty where the error is about something else.
     """
     script = Script.of_this_process()
-    if script is None or script.tree is None:
+    if script is None or script.outline is None:
         return ""
-    name = missing_name(type_name, message, traceback, script=script.path, names=script.tree.names)
+    name = missing_name(type_name, message, traceback, script=script.path, names=script.outline.names)
     if name is None:
         return ""
     lacks = (
@@ -137,12 +138,12 @@ def about_missing(argument: str, type_name: str, message: str, traceback: str) -
 def _script_to_run() -> Script:
     script = Script.of_this_process()
     a_function = "pass a function that sets up what envs need instead"
-    if script is None or script.tree is None:
+    if script is None or script.outline is None:
         raise ConfigError(
             f'worker_init="{SCRIPT}" runs the top level of the script, but this process runs none (an interactive '
             f"session, a notebook, -c, stdin, or no source code); {a_function}"
         )
-    if not script.tree.guarded:
+    if not script.outline.guarded:
         raise ConfigError(
             f'worker_init="{SCRIPT}" runs the top level of {script.path} in each worker, but that has no main guard: '
             f"put what is for the main program alone under {_GUARD}, or {a_function}"
