@@ -88,7 +88,6 @@ MAKE_VEC_ENV = replace(
     num_envs="n_envs={count}",
     apart="Leave num_workers out of vec_env_kwargs",
     by_function="envs = make_vec_env(make_env, ...)",
-    worker_init='vec_env_kwargs={"worker_init": "script"}',
 )
 MAKE_DUMMY_VEC_ENV = MAKE_VEC_ENV.in_caller(
     one_each="vec_env_cls=SubprocVecEnv",
