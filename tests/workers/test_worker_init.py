@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,6 +382,17 @@ def test_a_script_that_cannot_be_run_again_is_refused(
     assert said.startswith('ConfigError worker_init="script" runs the top level of ')
     assert refusal in said
     assert "pass a function that sets up what envs need instead" in said
+
+
+@pytest.mark.parametrize("content", [None, "a = ("], ids=["a notebook", "cannot be parsed"])
+def test_what_is_no_script_is_refused(content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    if content is not None:
+        main.__file__ = str(tmp_path / "train.py")
+        (tmp_path / "train.py").write_text(content)
+    with pytest.raises(ConfigError, match="but this process runs none .* a notebook, -c, stdin, or no source code"):
+        muster.make_vec(Counter, 1, worker_init="script")
 
 
 def test_a_script_that_ends_the_program_ends_no_drop_in_and_empties_no_log_file(run: RunScript) -> None:
