@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import pickle
 import sys
 import types
 import warnings
@@ -12,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 for package in ("stable_baselines3", "torchrl"):
@@ -22,7 +19,7 @@ from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv  # noqa: E402
 from muster.interop.gymnasium import make_vec as gymnasiums_make_vec  # noqa: E402
 from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, make_vec_env  # noqa: E402
 from muster.interop.torchrl import ParallelEnv  # noqa: E402
-from sample_envs import Counter  # noqa: E402
+from muster.workers.worker_init import NO_INIT, choose_init_of_drop_in  # noqa: E402
 
 LIBRARY = """
 import gymnasium, numpy
@@ -41,6 +38,9 @@ class Arm(gymnasium.Env):
 
 def prepare():
     REGISTRY["arm"] = REGISTRY.get("arm", 0) + 6
+
+def register(name, gain):
+    REGISTRY[name] = gain
 """
 SCRIPT = """
 import robotlib
@@ -64,9 +64,8 @@ def robotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.
     del sys.modules["robotlib"]
 
 
-def without_guard(robotlib: types.ModuleType) -> None:
-    script = Path(str(sys.modules["__main__"].__file__))
-    script.write_text(SCRIPT.partition("if __name__")[0] + "# another file\n")
+def set_script(code: str) -> None:
+    Path(str(sys.modules["__main__"].__file__)).write_text(f"{code}\n")
 
 
 def sb3(robotlib: types.ModuleType, **options: Any) -> Any:
@@ -129,37 +128,40 @@ def test_workers_run_the_script_where_it_assigns_into_a_module(start: Start, rob
     assert start(robotlib) == [5.0, 5.0]
 
 
-@pytest.mark.parametrize("start", DROP_INS, ids=lambda start: start.__name__)
+@pytest.mark.parametrize("start", DROP_INS[2:], ids=lambda start: start.__name__)
 def test_a_function_takes_the_place_of_the_script(start: Start, robotlib: types.ModuleType) -> None:
     assert start(robotlib, worker_init=robotlib.prepare) == [6.0, 6.0]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_workers": 1},
-        pytest.param({"num_workers": "auto"}, marks=pytest.mark.slow),
-        pytest.param({"start_method": "spawn"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_so_they_do_however_they_start(options: dict[str, Any], robotlib: types.ModuleType) -> None:
-    assert sb3(robotlib, **options) == [5.0, 5.0]
+@pytest.mark.slow
+def test_so_they_do_where_a_trial_runs_first(robotlib: types.ModuleType) -> None:
+    assert sb3(robotlib, num_workers="auto") == [5.0, 5.0]
+
+
+CALL = "import robotlib\nrobotlib.register('arm', 5)\nif __name__ == '__main__': pass"
 
 
 @pytest.mark.parametrize(
-    "code",
-    [
-        "class Patches:\n    @staticmethod\n    def install(): robotlib.REGISTRY['arm'] = 5\nPatches.install()",
-        "def patch(registry=robotlib.REGISTRY): registry.update(arm=5)\npatch()",
-        "from unittest import mock\nmock.patch.dict(robotlib.REGISTRY, arm=5).start()",
-    ],
-    ids=["method", "default", "mock"],
+    ("start", "options"), [(sb3, {}), pytest.param(gymnasiums, {"context": "spawn"}, marks=pytest.mark.slow)]
 )
-def test_so_they_do_however_the_script_assigns(code: str, robotlib: types.ModuleType) -> None:
-    script = Path(str(sys.modules["__main__"].__file__))
-    script.write_text(SCRIPT.replace('robotlib.REGISTRY["arm"] = 5\n', f"{code}\n"))
-    assert gymnasiums(robotlib) == [5.0, 5.0]
+def test_a_call_counts_where_the_original_runs_the_script(
+    start: Start, options: dict[str, Any], robotlib: types.ModuleType
+) -> None:
+    set_script(CALL)
+    assert start(robotlib, **options) == [5.0, 5.0]
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR")  # Gymnasium's own lines
+def test_a_call_is_not_made_again_where_the_original_forks(robotlib: types.ModuleType) -> None:
+    set_script(CALL)
+    with pytest.raises(KeyError, match="arm"):
+        gymnasiums(robotlib)
+
+
+def test_logging_alone_runs_no_script_and_a_call_without_a_guard_gets_no_warning(robotlib: types.ModuleType) -> None:
+    for script in ("import logging\nlogging.basicConfig()\nif __name__ == '__main__': pass", CALL.partition("\nif")[0]):
+        set_script(script)
+        assert choose_init_of_drop_in(None, starts_fresh=True, original_forks=False) is NO_INIT
 
 
 def test_a_fork_has_what_the_caller_has(robotlib: types.ModuleType) -> None:
@@ -179,7 +181,7 @@ def test_in_this_process_a_function_is_called_once(kind: Any, robotlib: types.Mo
 
 
 def test_a_script_without_a_guard_is_warned_of(robotlib: types.ModuleType) -> None:
-    without_guard(robotlib)
+    set_script(SCRIPT.partition("if __name__")[0])
     effect = r'^train.py:3: `robotlib.REGISTRY\["arm"\] = 5` has no effect in workers'
     with pytest.warns(UserWarning, match=effect), pytest.raises(KeyError, match="arm") as caught:
         sb3(robotlib)
@@ -192,44 +194,3 @@ def test_a_script_without_a_guard_is_warned_of(robotlib: types.ModuleType) -> No
 def test_a_custom_worker_of_gymnasium_takes_no_function(robotlib: types.ModuleType) -> None:
     with pytest.raises(TypeError, match="which has no worker_init"):
         AsyncVectorEnv([robotlib.Arm], worker=print, worker_init=robotlib.prepare)
-
-
-class Loader(Counter):
-    """Reads an object of the script's class State from a pickle, in a reset or in each step."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-
-    def reset(self, **arguments: Any) -> Any:
-        self.load("reset")
-        return super().reset(**arguments)
-
-    def step(self, action: Any) -> Any:
-        self.load("step")
-        return super().step(action)
-
-    def load(self, now: str) -> None:
-        if self.where == now:
-            pickle.loads(b"c__main__\nState\n)R.")
-
-
-@pytest.mark.parametrize("where", [pytest.param("reset", marks=pytest.mark.slow), "step"])
-@pytest.mark.parametrize("start", [SubprocVecEnv, AsyncVectorEnv], ids=lambda start: start.__name__)
-@pytest.mark.usefixtures("robotlib")
-@pytest.mark.filterwarnings("ignore:.*ERROR")  # Gymnasium's own lines
-def test_an_error_about_a_class_of_the_script_that_workers_lack_says_what_to_write(start: Any, where: str) -> None:
-    Path(str(sys.modules["__main__"].__file__)).write_text("class State: pass\nif __name__ == '__main__': pass\n")
-
-    def use(**options: Any) -> None:
-        envs = start([functools.partial(Loader, where)], **options)
-        try:
-            envs.reset()
-            envs.step(np.zeros(1, np.int64))
-        finally:
-            envs.close()
-
-    with pytest.raises(AttributeError, match="Can't get attribute 'State' on <module '__main__'") as caught:
-        use()
-    assert any('`State` is not among it. Pass worker_init="script"' in note for note in caught.value.__notes__)
-    use(worker_init="script")

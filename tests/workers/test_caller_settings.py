@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import functools
 import importlib
-import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 
 import muster
-from muster.workers.around_imports import around_imports
 from sample_envs import Counter
 
 WAYS: list[Any] = [
@@ -120,49 +116,81 @@ def read_log() -> list[str]:
     return logged
 
 
-CATEGORIES = """
+LIBRARY = """
+import warnings
+
 class Drift(UserWarning):
     class Inner(UserWarning):
         pass
+
+warnings.warn("it is old", DeprecationWarning)
+
+def drift():
+    warnings.warn("ignored", Drift)
+    warnings.warn("ignored", Drift.Inner)
+    warnings.warn("raised", DeprecationWarning)
 """
 
 
-def test_a_filter_for_a_category_holds_once_its_module_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "drifting.py").write_text(CATEGORIES)
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "drifting.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)
-    drifting = importlib.import_module("drifting")
     with warnings.catch_warnings():
-        warnings.filterwarnings("error")
-        warnings.filterwarnings("ignore", category=drifting.Drift)
-        warnings.filterwarnings("ignore", category=drifting.Drift.Inner)
-        envs = muster.make_vec(Counter, 1)
-    with envs:
+        warnings.simplefilter("ignore")
+        library = importlib.import_module("drifting")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=library.Drift)
+        warnings.filterwarnings("ignore", category=library.Drift.Inner)
+        yield library
+    del sys.modules["drifting"]
 
-        def warn(env: Any, index: int) -> Any:
-            loaded_before = "drifting" in sys.modules
-            module = importlib.import_module("drifting")
-            warnings.warn("ignored", module.Drift, stacklevel=1)
-            warnings.warn("ignored", module.Drift.Inner, stacklevel=1)
-            assert type(module.__loader__).__name__ == type(module.__spec__.loader).__name__ == "SourceFileLoader"
-            return loaded_before
 
-        assert envs.call(warn) == (False,)
+def warn(env: Any, index: int) -> str:
+    try:
+        importlib.import_module("drifting").drift()
+    except DeprecationWarning as warning:
+        return str(warning)
+    return "nothing"
+
+
+def test_a_filter_makes_no_error_of_a_warning_of_what_the_caller_has_imported_before(library: Any) -> None:
+    with muster.make_vec(functools.partial(Using, library.drift), 1) as envs:
+        assert envs.call(warn) == ("raised",)
+
+
+class Using(Counter):
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+
+
+@pytest.mark.usefixtures("library")
+def test_a_filter_for_a_category_holds_once_its_module_is_imported() -> None:
+    with muster.make_vec(Counter, 1) as envs:
+
+        def import_late(env: Any, index: int) -> bool:
+            is_new = "drifting" not in sys.modules
+            with pytest.raises(DeprecationWarning, match="it is old"):
+                importlib.import_module("drifting")
+            warnings.filterwarnings("ignore", "it is old")
+            return is_new
+
+        assert envs.call(import_late) == (True,)
+        assert envs.call(warn) == ("raised",)
 
 
 def test_a_filter_that_makes_errors_of_warnings_ends_no_import_of_box2d() -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("error")
-        envs = muster.make_vec(Counter, 1)
+        warnings.simplefilter("error")
+        envs = muster.make_vec("LunarLander-v3", 1)
     with envs:
 
-        def walk(env: Any, index: int) -> Any:
-            gym.make("BipedalWalker-v3").close()
+        def warn(env: Any, index: int) -> Any:
             with pytest.raises(UserWarning, match="still one"):
                 warnings.warn("still one", UserWarning, stacklevel=1)
 
-        envs.call(walk)
+        envs.call(warn)
 
 
 class MakesTensors(Counter):
@@ -182,87 +210,3 @@ def test_an_env_that_imports_torch_finds_the_callers_default_dtype(way: dict[str
             assert envs.get_attr("dtype") == ("torch.float64",)
     finally:
         torch.set_default_dtype(before)
-
-
-LIBRARY = """
-import warnings
-import numpy as np
-import gymnasium as gym
-
-warnings.warn("old", DeprecationWarning)
-BIG = np.exp(np.array([1000.0]))
-import torch
-
-TABLE = str(torch.ones(1).dtype)
-
-
-class Env(gym.Env):
-    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(1, np.float32), {}
-
-    def found(self):
-        caught = []
-        for act in (lambda: warnings.warn("new", DeprecationWarning), lambda: np.exp(np.array([1000.0]))):
-            try:
-                act()
-            except (DeprecationWarning, FloatingPointError) as error:
-                caught.append(type(error).__name__)
-        return TABLE, caught
-"""
-
-
-@pytest.mark.filterwarnings("ignore:old", "ignore:overflow")
-@pytest.mark.parametrize("by", ["class", "id", "function"])
-@pytest.mark.parametrize("context", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow), "fork"])
-def test_what_the_caller_has_imported_before_is_imported_as_it_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: str, by: str
-) -> None:
-    torch = pytest.importorskip("torch")
-    (tmp_path / "old_library.py").write_text(LIBRARY)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "old_library", raising=False)
-    library = importlib.import_module("old_library")
-    gym.register("OldLibrary-v0", "old_library:Env")
-    ways = {
-        "class": library.Env,
-        "id": "OldLibrary-v0",
-        "function": lambda: importlib.import_module("old_library").Env(),
-    }
-    before = torch.get_default_dtype()
-    try:
-        with warnings.catch_warnings(), np.errstate(over="raise"):
-            warnings.filterwarnings("error", category=DeprecationWarning)
-            torch.set_default_dtype(torch.float64)
-            with muster.make_vec(ways[by], 1, context=context) as envs:
-                assert envs.call("found") == (("torch.float32", ["DeprecationWarning", "FloatingPointError"]),)
-                assert envs.call(lambda env, index: str(torch.ones(1).dtype)) == ("torch.float64",)
-    finally:
-        torch.set_default_dtype(before)
-        del gym.registry["OldLibrary-v0"]
-
-
-def test_the_loader_of_a_module_that_is_imported_as_before_can_be_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "copied_later.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    acted: list[int] = []
-
-    @contextlib.contextmanager
-    def act() -> Iterator[None]:
-        acted.append(1)
-        yield
-
-    around_imports(["copied_later"], act)
-    spec = importlib.util.find_spec("copied_later")
-    assert spec is not None
-    for one in (copy.copy(spec.loader), copy.deepcopy(spec.loader)):
-        assert one.get_filename("copied_later") == str(tmp_path / "copied_later.py")
-    spec.loader = copy.copy(spec.loader)
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert acted

@@ -9,15 +9,6 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 
 
-def found_by_others(
-    finder: MetaPathFinder, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None
-) -> ModuleSpec | None:
-    """What the finders of this process but `finder` find."""
-    others = (getattr(other, "find_spec", None) for other in sys.meta_path if other is not finder)
-    found = (find_spec(fullname, path, target) for find_spec in others if find_spec is not None)
-    return next((spec for spec in found if spec is not None), None)
-
-
 class PackageFinder(MetaPathFinder):
     """Finds `package` as the other finders do, and has a loader of the class `loader` load it from the same file."""
 
@@ -41,7 +32,9 @@ class PackageFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._package:
             return None
-        spec = found_by_others(self, fullname, path, target)
+        others = (getattr(other, "find_spec", None) for other in sys.meta_path if other is not self)
+        found = (find_spec(fullname, path, target) for find_spec in others if find_spec is not None)
+        spec: ModuleSpec | None = next(filter(None, found), None)
         if spec is None or spec.origin is None or not self.accepts(spec):
             return None
         spec.loader = self._loader(fullname, spec.origin)

@@ -183,7 +183,8 @@ class AsyncVectorEnv(_DropIn):
     worker_env: environment variables of the workers, as for `muster.make_vec`.
     worker_init: a function that each worker calls before its first env, or "script", as for `muster.make_vec`. None is
         "script" where the script has a main guard and its top level assigns into modules that it imports, since
-        Gymnasium's workers, forks of the caller, have that.
+        Gymnasium's workers, forks of the caller, have that. With another `context` Gymnasium's run the script, and
+        calls there count, too.
 
     No env is built in the calling process. `shared_memory` and `daemon` make no difference: observations are always
     shared, and workers never outlive the caller. `context`: None starts fresh processes instead of forking the caller.
@@ -255,6 +256,7 @@ class AsyncVectorEnv(_DropIn):
                     worker_env=worker_env,
                     worker_init=worker_init,
                     close_limits=FOR_EVER,
+                    original_forks=context is None,
                 )
             )
 

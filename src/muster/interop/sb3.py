@@ -87,7 +87,6 @@ MAKE_VEC_ENV = replace(
     num_envs="n_envs={count}",
     apart="Leave num_workers out of vec_env_kwargs",
     by_function="envs = make_vec_env(make_env, ...)",
-    worker_init='vec_env_kwargs={"worker_init": "script"}',
 )
 MAKE_DUMMY_VEC_ENV = MAKE_VEC_ENV.in_caller(
     one_each="vec_env_cls=SubprocVecEnv",
@@ -273,8 +272,8 @@ class SubprocVecEnv(MusterVecEnv):
         for envs that share nothing; "auto" for one per usable core where a trial has shown that, as `muster.make_vec`.
     worker_env: environment variables of the workers, as for `muster.make_vec`.
     worker_init: a function that each worker calls before its first env, or "script", as for `muster.make_vec`. None is
-        "script" where the script has a main guard and its top level assigns into modules that it imports, since workers
-        of SB3's class have that.
+        "script" where the script has a main guard and its top level calls something, or assigns into an attribute or an
+        item: workers of SB3's class run it, too.
 
     `close` waits for a pending step, and for the envs to close, as long as these take, as SB3's does. After 5 s a line
     says which envs are still closing; Ctrl-C ends the wait.

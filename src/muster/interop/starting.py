@@ -70,13 +70,15 @@ def processes(
     close_limits: CloseLimits,
     num_threads: int = 1,
     memory_check: str = "warn",
+    original_forks: bool = False,
 ) -> ProcessBackend:
     """The backend that steps each env in a process of its own, as the originals do; fewer processes only on request.
 
     context: as for `multiprocessing`; None never forks the caller.
     num_workers: None for one process per env; a number packs the envs, "auto" where a trial shows that it may.
     name: the argument's name.  worker_env, worker_init: as for `muster.make_vec`; without `worker_init` workers run the
-    script's top level where that sets up other modules, since the originals' workers have that.
+    script's top level where that may set up something, since the originals' workers have it: by running the script,
+    unless original_forks.
     close_limits: how long the original waits for envs that close.
     num_threads: threads of each process's numeric libraries.
     memory_check: as for `muster.make_vec`; the originals start whatever is asked for.
@@ -86,7 +88,7 @@ def processes(
         get_context(context)  # raises ValueError for an unknown name
     method = context or "forkserver"
     asked = check_workers(name, num_workers)
-    init = choose_init_of_drop_in(worker_init, starts_fresh=method != "fork")
+    init = choose_init_of_drop_in(worker_init, starts_fresh=method != "fork", original_forks=original_forks)
     if isinstance(asked, int):
         workers = min(asked, len(recipes))
     else:

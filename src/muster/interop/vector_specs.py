@@ -29,7 +29,6 @@ _ASYNC = UserCall(
     apart="Leave num_workers out of vector_kwargs",
     by_function="envs = AsyncVectorEnv([make_env, ...])",
     argument="make_vec(..., {name}=muster.lazy({build}))",
-    worker_init='vector_kwargs={"worker_init": "script"}',
 )
 _SYNC = _ASYNC.in_caller(
     one_each='vectorization_mode="async"',

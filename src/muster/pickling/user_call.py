@@ -23,7 +23,6 @@ class UserCall:
     there is none.  acts: what calls ``act(env, env_index)`` in every env later on.
     apart: a sentence, how to give each env a process of its own.  by_function: the call with the function ``make_env``.
     argument: the call with an env's argument `{name}` built by ``muster.lazy({build})``, where these have no dict.
-    worker_init: the argument that has workers run the caller's script.
     env_bases: a function ``module:name`` that makes an env of one of TorchRL's, imported where such an env was built;
     empty where the call takes none.
     """
@@ -44,7 +43,6 @@ class UserCall:
     acts: str = "envs.call(act)"
     argument: str = ""
     in_process_of_others: str = ""
-    worker_init: str = 'worker_init="script"'
     env_bases: str = ""
 
     def in_caller(self, **words: str) -> UserCall:

@@ -32,7 +32,6 @@ COLLECTOR = replace(
     processes='make_vec_options={"backend": "process"}',
     step_timeout='make_vec_options["step_timeout"]',
     acts="collector.envs.call(act)",
-    worker_init='make_vec_options={"worker_init": "script"}',
     env_bases="muster.interop.torchrl.env_bases:adapted",
 )
 

@@ -73,7 +73,7 @@ def count_processes(
         return 1
     call = recipes[0].call
     if asked == AUTO:
-        conditions = TrialConditions(first_changes(worker_env), SetUp.of_this_process(call, init), init.function)
+        conditions = TrialConditions(first_changes(worker_env), SetUp.of_this_process(init), init.function)
         why = _why_apart(recipes, context, timeout_s, conditions)
         processes, reason = (fewest, "two of it side by side are what each is alone") if why is None else (count, why)
         names = list(dict.fromkeys(recipe.name for recipe in recipes))

@@ -1,22 +1,46 @@
-"""The script that a process runs as its main program, and how a worker runs its top level."""
+"""The script that a process runs as its main program: what its syntax tree shows, and how a worker runs its top level.
+
+Classes, functions and globals of a script travel to workers. What it does to the modules that it imports does not.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
 import signal
 import sys
+import tokenize
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from typing import Any, cast
 
 from muster.errors import UsageError
 from muster.pickling.main_module import MAIN_NAMES, MainModule, own_main
-from muster.workers.script_tree import Effect, ScriptTree, read_script
+
+# Workers have these as the caller has them, or they concern a terminal alone, or how fast something is done.
+_HAD_ANYWAY = (
+    *("os.environ", "sys.path", "sys.argv", "warnings.filters", "torch.backends", "__main__"),
+    *("gymnasium.registry", "gymnasium.envs.registration.registry"),
+    *("sys.stdin", "sys.stdout", "sys.stderr", "sys.excepthook", "sys.displayhook", "sys.ps1", "sys.ps2"),
+    *("sys.tracebacklimit", "sys.dont_write_bytecode"),
+)
+# What calls of these do, likewise.
+_CALLED_ANYWAY = (
+    *("print", "logging", "warnings", "numpy.seterr", "numpy.seterrcall", "os.chdir", "sys.setrecursionlimit"),
+    *("gymnasium.register", "gymnasium.envs.register", "gymnasium.envs.registration.register"),
+    *("gymnasium.register_envs", "gymnasium.envs.registration.register_envs"),
+    *("random.seed", "numpy.random.seed", "torch.manual_seed", "torch.random.manual_seed", "torch.cuda.manual_seed"),
+    *("torch.cuda.manual_seed_all", "torch.set_num_threads", "torch.set_num_interop_threads"),
+    *("torch.set_default_dtype", "torch.set_float32_matmul_precision"),
+)
+_CALLED = "()"
+_SHOWN_CHARACTERS = 80
 
 # Signals whose handlers a worker needs as they are.
 _OWN_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -61,23 +85,26 @@ class Script:
         return cls(path, module, folder, _line_of(path, vars(main)))
 
     @property
-    def tree(self) -> ScriptTree | None:
+    def outline(self) -> Outline | None:
         """What its syntax tree shows; None where that cannot be read."""
-        return read_script(self.path)
+        try:
+            return _outline(self.path, os.stat(self.path).st_mtime_ns)
+        except (OSError, SyntaxError, ValueError, RecursionError):  # not a file, or no source
+            return None
 
     @property
     def may_run_again(self) -> bool:
-        """Whether other processes may run its top level, see `ScriptTree`."""
-        return self.tree is not None and self.tree.may_run_again(self.line)
+        """Whether another process may run its top level: where `line` stands under a main guard.
 
-    @property
-    def first_effect(self) -> Effect | None:
-        """The first statement of its top level that assigns into another module; None where there is none."""
-        return next(iter(self.tree.effects), None) if self.tree is not None else None
+        Else that process would begin the same.
+        """
+        guarded = () if self.outline is None else self.outline.guarded
+        return bool(guarded) and (self.line is None or any(self.line in lines for lines in guarded))
 
-    def place(self, line: int) -> str:
-        """A line of it, for messages: ``train.py:5``."""
-        return f"{os.path.basename(self.path)}:{line}"
+    def first_statement(self, *, stores_alone: bool) -> Statement | None:
+        """The first statement that counts; of stores into what the script imports, where these alone count."""
+        found = () if self.outline is None else self.outline.statements
+        return next((one for one in found if one.is_store or not stores_alone), None)
 
     def _shown(self) -> tuple[str | None, ModuleSpec | None]:
         """The `__file__` and `__spec__` by which multiprocessing runs it in processes that an env spawns, or Nones."""
@@ -191,3 +218,123 @@ def _inheriting() -> Iterator[None]:
         yield
     finally:
         del process._inheriting
+
+
+# ---- its syntax tree
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement that may set up something for envs. place, code: for messages: ``train.py:5``, and its line there.
+
+    is_store: it stores into an attribute or an item of what the script imports. The others are calls, and stores into
+    something else: they may do anything.
+    """
+
+    place: str
+    code: str
+    is_store: bool
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What runs at a script's top level where it is not the main program: the statements that count, the names bound.
+
+    What workers have anyway does not count. guarded: the lines that only the main program runs.
+    """
+
+    guarded: tuple[range, ...]
+    statements: tuple[Statement, ...]
+    names: frozenset[str]
+
+
+@functools.lru_cache(maxsize=8)
+def _outline(path: str, changed_ns: int) -> Outline:
+    with tokenize.open(path) as file:
+        source = file.read()
+    reader = _Reader(os.path.basename(path), source.splitlines())
+    reader.read(ast.parse(source).body)
+    return Outline(tuple(reader.guarded), tuple(reader.statements), frozenset({*reader.names, *reader.imported}))
+
+
+class _Reader:
+    """Reads an `Outline`. imported: dotted names, by the names that the script's imports bind; others stay unknown."""
+
+    def __init__(self, name: str, lines: Sequence[str]) -> None:
+        self.guarded: list[range] = []
+        self.statements: list[Statement] = []
+        self.names: set[str] = set()
+        self.imported: dict[str, str] = {}
+        self._name, self._lines = name, lines
+
+    def read(self, nodes: Sequence[ast.AST]) -> None:
+        """Reads statements, and the handlers and cases that hold some; not the bodies of functions and classes."""
+        for node in nodes:
+            match node:
+                case ast.Import(aliases):
+                    for one in aliases:
+                        top = one.name.partition(".")[0]
+                        self.imported[one.asname or top] = one.name if one.asname else top
+                case ast.ImportFrom(module, aliases, level):
+                    source = f"{'.' * level}{module or ''}"
+                    self.imported |= {one.asname or one.name: f"{source}.{one.name}" for one in aliases}
+                case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                    self.names.add(name)
+                case ast.If(test, body, orelse) if (guards := _guards(test)) is not None:
+                    under, elsewhere = (body, orelse) if guards else (orelse, body)
+                    if under:
+                        self.guarded.append(range(under[0].lineno, (under[-1].end_lineno or under[-1].lineno) + 1))
+                    self.read(elsewhere)
+                case ast.Expr(ast.Call(function)):
+                    self._note(function, is_store=False)
+                case ast.expr() | ast.withitem():
+                    self._read_targets(node)
+                case _:
+                    self.read(list(ast.iter_child_nodes(node)))
+
+    def _read_targets(self, expression: ast.AST) -> None:
+        for part in ast.walk(expression):
+            match part:
+                case ast.Name(name, ast.Store()):
+                    self.names.add(name)
+                case ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del()):
+                    self._note(part, is_store=True)
+
+    def _note(self, target: ast.expr, *, is_store: bool) -> None:
+        dotted = self._dotted(target) or ""
+        is_store = is_store and bool(dotted) and _CALLED not in dotted
+        if not _is_had(dotted, _HAD_ANYWAY if is_store else (*_HAD_ANYWAY, *_CALLED_ANYWAY)):
+            code = self._lines[target.lineno - 1].strip()
+            shown = code if len(code) <= _SHOWN_CHARACTERS else f"{code[: _SHOWN_CHARACTERS - 4]} ..."
+            self.statements.append(Statement(f"{self._name}:{target.lineno}", shown, is_store))
+
+    def _dotted(self, node: ast.expr) -> str | None:
+        """The dotted name of something imported, or of an attribute, an item or a result of it; None: not known."""
+        match node:
+            case ast.Name(name):
+                return self.imported.get(name, "print" if name == "print" else None)
+            case ast.Attribute(held, name):
+                return f"{dotted}.{name}" if (dotted := self._dotted(held)) else None
+            case ast.Subscript(held):
+                return self._dotted(held)
+            case ast.Call(function):
+                return f"{dotted}{_CALLED}" if (dotted := self._dotted(function)) else None
+        return None
+
+
+def _guards(test: ast.expr) -> bool | None:
+    """Whether a condition is true in the main program alone; False: everywhere else; None: it does not ask for that."""
+    match test:
+        case ast.BoolOp(ast.And(), values):
+            return True if any(_guards(one) for one in values) else None
+        case ast.Compare(ast.Name("__name__"), [comparison], [ast.Constant("__main__")]) | ast.Compare(
+            ast.Constant("__main__"), [comparison], [ast.Name("__name__")]
+        ):
+            return {ast.Eq: True, ast.NotEq: False}.get(type(comparison))
+    return None
+
+
+def _is_had(dotted: str, had: Sequence[str]) -> bool:
+    if dotted.startswith("matplotlib.") and "rcParams" in dotted.split("."):
+        return True
+    return any(f"{dotted}.".startswith(f"{one}.") for one in had)

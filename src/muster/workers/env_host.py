@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from muster.workers.messages import ResetArguments, Restart
 from muster.workers.options import EnvCall, HostOptions
 from muster.workers.permits import Permitted
 from muster.workers.usage import own_memory_bytes
+from muster.workers.worker_init import about_script
 
 _RELEASE_TIMEOUT_S = 2.0
 
@@ -42,10 +43,7 @@ class EnvHost:
 
     dumps: pickles for the caller; None where the caller is in this process.  worker_noun: for a worker, in failures.
     together: the recipes of all hosts in this process; None where there is no other host.
-    lacks: see `SetUp`; equal for all hosts of a worker process, which sets it.
     """
-
-    lacks: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -344,6 +342,8 @@ class EnvHost:
     def failure(self, i: int, error: BaseException) -> Failure:
         """The report of `error`, raised by env i, for the caller."""
         step = None if self._slab is None else int(self._slab.records["episode_length"][self.first_env + i])
+        advice = "" if isinstance(error, MusterError) else self._hint(i)
+        hints = advice, about_script(error, begins=not step)
         return Failure(
             # The index that users know: a collector's first env is not always env 0.
             env_index=self.recipes[i].env_index if self.recipes else self.first_env + i,
@@ -355,9 +355,8 @@ class EnvHost:
             exception=error if self.dumps is None else portable(error, self.dumps),
             note=reset_note(self.envs[i], error) if step == 0 and self.envs else None,
             worker_noun=self.worker_noun,
-            hint="" if isinstance(error, MusterError) else self._hint(i),
+            hint="\n".join(filter(None, hints)),
             lost_attributes=error.reasons if isinstance(error, AttributesLost) else None,
-            lacks=self.lacks,
         )
 
     def _hint(self, i: int) -> str:

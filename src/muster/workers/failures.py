@@ -13,12 +13,10 @@ from typing import Any
 from muster.envs.attributes import chain
 from muster.envs.dm_env import is_dm_env
 from muster.errors import CannotTravel, ConfigError, EnvError, MusterError, UsageError, WrongType
-from muster.workers.worker_init import about_missing, about_script
 
 # Errors that an env may raise because it uses a vector env itself. Raised as they are, they would seem to be about the
 # vector env that steps this env.
 _OF_CALLS = (UsageError, ConfigError, WrongType)
-_OF_LOOK_UPS = {"AttributeError", "ImportError", "ModuleNotFoundError", "LookupError", "KeyError", "NameError"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,6 @@ class Failure:
     exception: the original, pickled for another process, or None where it cannot be rebuilt there.
     step: the number of env steps in the episode, None while building.  note: added to the error by `add_note`.
     worker_noun: the pool's noun for a worker.  hint: see EnvError.  lost_attributes: those of an AttributesLost.
-    lacks: see `SetUp`.
     """
 
     env_index: int
@@ -42,7 +39,6 @@ class Failure:
     worker_noun: str = "worker"
     hint: str = ""
     lost_attributes: Mapping[str, str] | None = None
-    lacks: str = ""
 
     def original(self) -> BaseException | None:
         """The original exception, where it can be rebuilt."""
@@ -69,10 +65,9 @@ def to_exception(failure: Failure) -> BaseException:
     own = isinstance(original, EnvError)
     if isinstance(failure.exception, KeyboardInterrupt):  # not pickled, so a Ctrl-C in this process
         return failure.exception
-    about = _about_lacks(failure, original) if failure.lacks and not own else ""
     if isinstance(original, MusterError) and not own and not isinstance(original, _OF_CALLS):
-        if about and isinstance(original, CannotTravel):
-            original.add_note(about)
+        if failure.hint and isinstance(original, CannotTravel):
+            original.add_note(failure.hint)
         return original
     cls = type(original) if isinstance(original, EnvError) else EnvError
     error = cls(
@@ -83,7 +78,7 @@ def to_exception(failure: Failure) -> BaseException:
         original_type=failure.type_name,
         worker_traceback=failure.worker_traceback,
         worker_noun=failure.worker_noun,
-        hint="\n".join(one for one in (failure.hint, about) if one),
+        hint=failure.hint,
     )
     error.__cause__ = original
     if original is None or original.__traceback__ is None:
@@ -91,18 +86,6 @@ def to_exception(failure: Failure) -> BaseException:
     if failure.note is not None:
         error.add_note(failure.note)
     return error
-
-
-def _about_lacks(failure: Failure, original: BaseException | None) -> str:
-    """The sentence about what the worker may lack of the caller's script, see `SetUp`; empty where that is nothing."""
-    about = about_missing(failure.lacks, failure.type_name, failure.message, failure.worker_traceback)
-    return about or (about_script(failure.lacks) if _may_lack(failure, original) else "")
-
-
-def _may_lack(failure: Failure, original: BaseException | None) -> bool:
-    """Whether the exception may come from the lack of something: any from an env's begin, later those of look-ups."""
-    names = {failure.type_name} if original is None else {kind.__name__ for kind in type(original).__mro__}
-    return not failure.step or bool(names & _OF_LOOK_UPS)
 
 
 def to_one_exception(failures: Sequence[Failure]) -> BaseException:

@@ -96,6 +96,8 @@ def main(
                 if set_up is not None:
                     set_up.apply()
                 recipes = unpack(data, run=initialise)
+                if set_up is not None:
+                    set_up.complete()
             elif init is not None:
                 initialise(init)
             function(*recipes, reporter, **options)

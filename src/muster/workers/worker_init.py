@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from muster.errors import ConfigError
+from muster.errors import ConfigError, EnvError
 from muster.introspection import callable_name, caller_stacklevel
 from muster.lazy_values import Lazy
-from muster.pickling import UserCall
+from muster.pickling.main_module import MAIN_NAMES
 from muster.recipes.init_once import Init
 from muster.workers.caller_script import Script
-from muster.workers.caller_settings import CallerSettings, OwnSettings
+from muster.workers.caller_settings import CallerSettings
 from muster.workers.log_forwarding import LogLevels
-from muster.workers.missing_names import missing_name
 
 WorkerInit = Callable[[], Any] | Literal["script"] | None
 
 SCRIPT = "script"
 _GUARD = '`if __name__ == "__main__":`'
+_OF_LOOK_UPS = (AttributeError, ImportError, LookupError, NameError)
+_ABOUT_MAIN = (
+    "A worker has of the script only what its envs' code names. Name what is missing in a method of the env. Or "
+    'pass worker_init="script": each worker then runs the script\'s top level first, for which that needs a main '
+    "guard."
+)
+
+# In a worker: its caller's script, unless that or a function for `worker_init` was run here.
+_lacking: Script | None = None
 
 
 @dataclass(frozen=True)
@@ -74,75 +82,73 @@ def choose_init(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:
     return ChosenInit(function=worker_init)
 
 
-def choose_init_of_drop_in(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:
+def choose_init_of_drop_in(worker_init: WorkerInit, *, starts_fresh: bool, original_forks: bool) -> ChosenInit:
     """As `choose_init`, for a class in place of one whose workers have all that the script sets up.
 
-    Without an argument workers run the script's top level where that assigns into other modules. Warns where they
-    cannot run it.
+    Without an argument workers run the script's top level where a statement of it counts; where the original forks,
+    only for a store into what the script imports: calls must not be made again. Warns of such a store where they cannot
+    run it.
     """
-    if worker_init is not None or not starts_fresh:
-        return choose_init(worker_init, starts_fresh=starts_fresh)
     script = Script.of_this_process()
-    if script is None or (effect := script.first_effect) is None:
+    if worker_init is not None or not starts_fresh or script is None:
+        return choose_init(worker_init, starts_fresh=starts_fresh)
+    first = script.first_statement(stores_alone=original_forks or not script.may_run_again)
+    if first is None:
         return NO_INIT
-    place = f"{script.place(effect.line)}: `{effect.code}`"
     if script.may_run_again:
         instead = "Pass a function as worker_init that does what envs need, and workers call that instead"
-        return ChosenInit(script=script, because=f" They do because of {place}. {instead}")
+        return ChosenInit(script=script, because=f" They do because of {first.place}: `{first.code}`. {instead}")
     warnings.warn(
-        f"{place} has no effect in workers: they can run the script's top level only where all that starts workers "
-        f"stands under {_GUARD}. Put it there, or pass a function as worker_init that does what envs need; each worker "
-        "calls it before its first env",
+        f"{first.place}: `{first.code}` has no effect in workers: they can run the script's top level only where all "
+        f"that starts workers stands under {_GUARD}. Put it there, or pass a function as worker_init that does what "
+        "envs need; each worker calls it before its first env",
         UserWarning,
         stacklevel=caller_stacklevel(),
     )
     return NO_INIT
 
 
-def about_script(argument: str) -> str:
-    """The sentence for an env's error in workers that have not run the script: what they may lack, and what to write.
+def about_script(error: BaseException, *, begins: bool) -> str:
+    """The sentence for an env's exception in a worker that has not run its caller's script: what the env may lack.
 
-    argument: that which has workers run it. Empty where the script's top level assigns into no other module.
+    begins: whether the env has not stepped yet; later only look-ups fail for a lack. Empty where the worker lacks
+    nothing.
     """
-    script = Script.of_this_process()
-    if script is None or (effect := script.first_effect) is None:
+    if _lacking is None or _lacking.outline is None or isinstance(error, EnvError):  # which has its sentence
         return ""
-    lacks = f"{script.place(effect.line)} sets up `{effect.code}`, which workers do not run. If the env needs that, "
+    if _subject_in_main(error) in _lacking.outline.names:
+        return _ABOUT_MAIN
+    store = _lacking.first_statement(stores_alone=True)
+    if store is None or not (begins or isinstance(error, _OF_LOOK_UPS)):
+        return ""
+    lacks = f"{store.place} sets up `{store.code}`, which workers do not run. If the env needs that, "
     a_function = "pass a function that does it as worker_init, which each worker calls before its first env"
-    if script.may_run_again:
-        return f"{lacks}pass {argument}: each worker then runs the script's top level first. Or {a_function}."
-    return f"{lacks}{a_function}; or put what starts workers under {_GUARD}, and pass {argument}."
+    if _lacking.may_run_again:
+        return (
+            f'{lacks}pass worker_init="script": each worker then runs the script\'s top level first. Or {a_function}.'
+        )
+    return f'{lacks}{a_function}; or put what starts workers under {_GUARD}, and pass worker_init="script".'
 
 
-def about_missing(argument: str, type_name: str, message: str, traceback: str) -> str:
-    """The sentence for an env's error in workers that miss a name which the script's top level binds.
-
-    argument: as for `about_script`.  traceback: formatted. Empty where the error is about something else.
-    """
-    script = Script.of_this_process()
-    if script is None or script.tree is None:
-        return ""
-    name = missing_name(type_name, message, traceback, script=script.path, names=script.tree.names)
-    if name is None:
-        return ""
-    lacks = (
-        f"Of {os.path.basename(script.path)} workers have what their envs' code names, and `{name}` is not among it."
-    )
-    name_it = "ame it in a method of the env"
-    if script.may_run_again:
-        return f"{lacks} Pass {argument}: each worker then runs the script's top level first. Or n{name_it}."
-    return f"{lacks} N{name_it}; or put what starts workers under {_GUARD}, and pass {argument}."
+def _subject_in_main(error: BaseException) -> str | None:
+    """The name that a global look-up, or one in the module `__main__`, has not found."""
+    match error:
+        case NameError(name=str(name)):
+            return name
+        case AttributeError(name=str(name), obj=types.ModuleType() as module) if module is sys.modules[MAIN_NAMES[0]]:
+            return name
+    return None
 
 
 def _script_to_run() -> Script:
     script = Script.of_this_process()
     a_function = "pass a function that sets up what envs need instead"
-    if script is None or script.tree is None:
+    if script is None or script.outline is None:
         raise ConfigError(
             f'worker_init="{SCRIPT}" runs the top level of the script, but this process runs none (an interactive '
             f"session, a notebook, -c, stdin, or no source code); {a_function}"
         )
-    if not script.tree.guarded:
+    if not script.outline.guarded:
         raise ConfigError(
             f'worker_init="{SCRIPT}" runs the top level of {script.path} in each worker, but that has no main guard: '
             f"put what is for the main program alone under {_GUARD}, or {a_function}"
@@ -161,7 +167,7 @@ class SetUp:
 
     argv: ``sys.argv``.  script: the caller's.
     init: what the worker does before its first env; its function travels with the recipes.
-    lacks: the argument that would have the worker run the script; empty where it does, or a function does its work.
+    lacks: whether nothing does the script's work: the worker runs neither the script nor a function.
     """
 
     settings: CallerSettings
@@ -169,27 +175,27 @@ class SetUp:
     argv: list[str]
     script: Script | None
     init: ChosenInit
-    lacks: str
+    lacks: bool
 
     @classmethod
-    def of_this_process(cls, call: UserCall, init: ChosenInit = NO_INIT) -> SetUp:
-        """What workers of this process set up. call: the user's call that starts them."""
+    def of_this_process(cls, init: ChosenInit = NO_INIT) -> SetUp:
+        """What workers of this process set up."""
         script = init.script or Script.of_this_process()
-        has_none = init.function is None and init.script is None
-        lacks = call.worker_init if has_none and script is not None else ""
+        lacks = init.function is None and init.script is None
         init = replace(init, function=None)
         return cls(CallerSettings.current(), LogLevels.current(), sys.argv, script, init, lacks)
 
     def apply(self) -> None:
         """Sets it up in this worker process. Raises what the script raises."""
+        global _lacking
         sys.argv = self.argv
-        first = OwnSettings.current()
         if self.script is not None:
             self.script.adopt()
+        _lacking = self.script if self.lacks else None
         if self.init.script is not None:
             self.init.script.run()
-        self.settings.apply(first)  # as they are now, whatever the script begins with
+        self.settings.apply()  # as they are now, whatever the script begins with
 
     def complete(self) -> None:
-        """Puts the caller's warning filters before those of modules that were imported meanwhile."""
-        self.settings.apply_filters(keeps=True)
+        """Adds what may only hold once the worker has imported what its recipes need."""
+        self.settings.apply_filters()

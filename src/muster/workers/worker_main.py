@@ -142,7 +142,6 @@ class Worker:
                 self._about = order.set_up.init.words
                 order.set_up.apply()
                 self._about = ""
-                EnvHost.lacks = order.set_up.lacks
                 self._logs.restore(drops_handlers=order.set_up.init.script is not None)
             seed_globals(order.info.seed)
             if recipes is None:

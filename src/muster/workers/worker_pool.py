@@ -102,7 +102,7 @@ class Workers:
             check_forkable(self._recipes, options.init.function)
             set_up = None
         else:
-            set_up = SetUp.of_this_process(self._call, options.init)
+            set_up = SetUp.of_this_process(options.init)
         hosts = range(options.num_workers)
         big: list[list[pickle.PickleBuffer]] = [[] for _ in hosts]
         fds: list[list[int]] = [[] for _ in hosts]

@@ -106,8 +106,8 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
         `muster.make_vec`.
     worker_env: environment variables of the processes, as for `muster.make_vec`; its function's index is a process's.
     worker_init: a function that each process calls before its first env, or "script", as for `muster.make_vec`. None is
-        "script" where the script has a main guard and its top level assigns into modules that it imports, since
-        processes of TorchRL's class have that.
+        "script" where the script has a main guard and its top level calls something, or assigns into an attribute or an
+        item: processes of TorchRL's class run it, too.
     memory_check: "error", "warn" or "off", as for `muster.make_vec`: what to do if the envs will not fit into memory.
     shutdown_timeout: seconds that `close` waits for each process in turn to close its envs, and once more for all of
         them to end, as in TorchRL. What is killed then is named in a RuntimeWarning.
