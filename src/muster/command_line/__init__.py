@@ -1,1 +1,1 @@
-"""What the words of a command line stand for, read by tyro (extra ``doctor``). The commands are in muster/cli.py."""
+"""What the words of a command line stand for, read by argparse. The commands are in muster/cli.py."""
