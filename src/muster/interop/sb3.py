@@ -68,7 +68,6 @@ SUBPROC_VEC_ENV = UserCall(
     num_envs="{count} env_fns",
     apart="Leave num_workers out",
     by_function="envs = SubprocVecEnv([make_env, ...])",
-    acts="vec_env.vector_env.call(act)",
 )
 DUMMY_VEC_ENV = SUBPROC_VEC_ENV.in_caller(
     name="DummyVecEnv",

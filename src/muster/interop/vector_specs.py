@@ -19,7 +19,7 @@ Wrapper = Callable[[Any], Any]
 _ASYNC = UserCall(
     name="make_vec",
     factory="id",
-    kwargs="",
+    kwargs="kwargs",
     wrappers="wrappers",
     context='vector_kwargs={{"context": "{method}"}}',
     in_process='vectorization_mode="sync"',
@@ -28,7 +28,6 @@ _ASYNC = UserCall(
     num_envs="num_envs={count}",
     apart="Leave num_workers out of vector_kwargs",
     by_function="envs = AsyncVectorEnv([make_env, ...])",
-    argument="make_vec(..., {name}=muster.lazy({build}))",
     worker_init='vector_kwargs={"worker_init": "script"}',
 )
 _SYNC = _ASYNC.in_caller(

@@ -20,9 +20,8 @@ class UserCall:
     one_each: a process for each env.  packed: `{count}` processes that share the envs; empty where the call
     starts none.  num_envs: the argument that asks for `{count}` envs.  processes: the argument that has processes step
     the envs, for a call that may also do without.  step_timeout: the argument that limits a step's time; empty where
-    there is none.  acts: what calls ``act(env, env_index)`` in every env later on.
+    there is none.
     apart: a sentence, how to give each env a process of its own.  by_function: the call with the function ``make_env``.
-    argument: the call with an env's argument `{name}` built by ``muster.lazy({build})``, where these have no dict.
     worker_init: the argument that has workers run the caller's script.
     env_bases: a function ``module:name`` that makes an env of one of TorchRL's, imported where such an env was built;
     empty where the call takes none.
@@ -41,8 +40,6 @@ class UserCall:
     by_function: str
     processes: str = ""
     step_timeout: str = ""
-    acts: str = "envs.call(act)"
-    argument: str = ""
     in_process_of_others: str = ""
     worker_init: str = 'worker_init="script"'
     env_bases: str = ""
@@ -71,13 +68,16 @@ class UserCall:
             named[-1] = f"the values of {self.kwargs}"
         return named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
 
-    def lazily(self, name: str, build: str) -> str:
-        """The line that makes an argument lazy. build: the arguments of ``muster.lazy``."""
-        if self.argument:
-            return self.argument.format(name=name, build=build)
+    def argument(self, name: str, value: str) -> tuple[str, str]:
+        """The two sides of the assignment that gives every env the argument `name`, with the code of its value."""
         if self.kwargs:
-            return f'{self.kwargs}["{name}"] = muster.lazy({build})   # before {self.name}'
-        return f"functools.partial(MyEnv, {name}=muster.lazy({build}))   # in {self.factory}"
+            return f'{self.kwargs}["{name}"]', value
+        return self.factory, f"[functools.partial(fn, {name}={value}) for fn in {self.factory}]"
+
+    def lazily(self) -> str:
+        """An example of an argument that is built in the worker."""
+        place, value = self.argument("name", "muster.lazy(MyClass)")
+        return f"{place} = {value}   # before {self.name}"
 
     def advise_packing(self, count: int) -> str:
         """The sentence that says how `count` processes may share the envs."""

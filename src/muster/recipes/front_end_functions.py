@@ -35,5 +35,4 @@ class EnvFunction:
             kwargs=made.kwargs,
             num_envs=made.num_envs,
             by_function=made.by_function,
-            argument=made.argument,
         )

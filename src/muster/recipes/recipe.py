@@ -224,7 +224,7 @@ def unpack(
     if has_init:
         load = pickle.Unpickler(io.BytesIO(packed), buffers=buffers).load
         run(_loaded(load, fds, "worker_init", "What it needs has to be importable in the worker."))
-    lazily = textwrap.indent(call.lazily("name", "MyClass"), " " * 6)
+    lazily = textwrap.indent(call.lazily(), " " * 6)
     instead = f"Build it in the worker instead:\n{lazily}"
     recipes: list[Recipe] = _loaded(load, fds, f"a part of {call.sent()}", instead)
     # Again: what the caller registered last counts, not what a module has registered that was imported just now.

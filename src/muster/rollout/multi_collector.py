@@ -43,7 +43,6 @@ MULTI_COLLECTOR = replace(
     apart="Use a collector for each env: num_collectors=num_envs",
     by_function="collector = muster.MultiCollector(make_env, ...)",
     step_timeout="collect_timeout",
-    acts="",
 )
 _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env", "worker_init")
 

@@ -31,7 +31,6 @@ COLLECTOR = replace(
     by_function="collector = muster.Collector(make_env, ...)",
     processes='make_vec_options={"backend": "process"}',
     step_timeout='make_vec_options["step_timeout"]',
-    acts="collector.envs.call(act)",
     worker_init='make_vec_options={"worker_init": "script"}',
     env_bases="muster.interop.torchrl.env_bases:adapted",
 )

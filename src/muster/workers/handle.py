@@ -90,7 +90,7 @@ def unpacks_hint(call: UserCall) -> str:
     return (
         f"\nIt has not come further than to rebuild {call.sent()} that were sent to it; the first line of the stack is "
         "in the object that hangs.\nBuild that in the worker instead:\n"
-        f"    {call.lazily('name', 'MyClass')}"
+        f"    {call.lazily()}"
     )
 
 

@@ -53,7 +53,6 @@ MULTI_COLLECTOR = UserCall(
     num_envs="num_workers={count}",
     apart="Let each of create_env_fn build one env",
     by_function="collector = MultiSyncCollector([make_env] * n, policy, ...)",
-    acts="",
 )
 
 

@@ -50,7 +50,6 @@ PARALLEL_ENV = UserCall(
     num_envs="num_workers={count}",
     apart="Leave num_processes out",
     by_function="env = ParallelEnv(..., make_env)",
-    acts="env.vector_env.call(act)",
 )
 
 # The private names of TorchRL's that this folder's `ParallelEnv` overrides, calls, reads or sets.
