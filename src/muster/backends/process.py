@@ -301,7 +301,7 @@ class ProcessBackend(Backend):
             self._warned = True
             workers = self._workers.handles
             doing = "; ".join(f"{self.nouns.worker} {worker.index}: {self._doing(worker)}" for worker in workers)
-            limit = self.user_call.step_timeout
+            limit = self.nouns.step_timeout
             remedy = f" Set {limit}= to end waits for envs that hang." if limit else ""
             warnings.warn(f"waiting for {PATIENT_S:.0f} s ({doing}).{remedy}", RuntimeWarning, stacklevel=4)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import gymnasium
 
-from muster.recipes.front_end_functions import EnvFunction
 from muster.recipes.recipe import BuiltEnv, Recipe
+from muster.recipes.sources import EnvFunction
 from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
 _RELEASE_TIMEOUT_S = 2.0

@@ -19,6 +19,7 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import Asked, check_workers, count_processes
 from muster.vector.vector_env import VectorEnv
 from muster.workers.close_limits import CloseLimits
+from muster.workers.deaths import Nouns
 from muster.workers.resources import usable_cores
 from muster.workers.worker_env import WorkerEnv
 from muster.workers.worker_init import WorkerInit, choose_init, choose_init_of_drop_in
@@ -97,6 +98,7 @@ def processes(
         memory_check=memory_check,
         worker_env=worker_env,
         init=init,
+        nouns=Nouns(step_timeout=""),
     )
     backend = ProcessBackend(recipes, options)
     backend.close_limits = close_limits(workers)

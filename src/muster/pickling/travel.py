@@ -118,7 +118,7 @@ def _explain(culprits: Sequence[Culprit], start_method: str | None, parts: dict[
         return "\n".join([*lines, _instead(blocking, call, running=True)])
     how = call.context.format(method=start_method)
     lines = [f"{argument} cannot be sent to a worker ({how}).", *_found(blocking), _instead(blocking, call)]
-    lines += ["  " + _about_fork(blocking, parts, call), f"  {call.handing_over()}"]
+    lines += ["  " + _about_fork(blocking, parts, call), f"  {call.in_process} hands over this very object."]
     return "\n".join(lines)
 
 

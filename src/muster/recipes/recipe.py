@@ -71,7 +71,7 @@ class Recipe:
                 raise RecipeError(
                     f"{self.labels[0]} {self.name} returned the same {type(made).__name__} twice: for env "
                     f"{self.env_index} it gave one that is in use already. It must build a new env whenever it is "
-                    f"called:\n{factory_example('MyEnv(...)', self.call)}"
+                    f"called:\n{factory_example('MyEnv(...)')}"
                 )
             return BuiltEnv(self._wrapped(made, values), made, values)
         except BaseException:
@@ -91,14 +91,14 @@ class Recipe:
                 named[place_of(kwargs, key)] = value
             else:
                 named |= {place_of(key, inner): one for inner, one in value.items()}
-        return named | {f"{self.call.wrappers}[{i}]": wrapper for i, wrapper in enumerate(self.wrappers)}
+        return named | {f"wrappers[{i}]": wrapper for i, wrapper in enumerate(self.wrappers)}
 
     def _wrapped(self, made: Any, values: LazyValues) -> Any:
         env = made
         try:
             for i, wrapper in enumerate(self.wrappers):
                 if type(wrapper) is functools.partial:
-                    wrapper = values.resolve(wrapper, f"{self.call.wrappers}[{i}]")
+                    wrapper = values.resolve(wrapper, f"wrappers[{i}]")
                 env = self._checked(wrapper(env), f"wrapper {callable_name(wrapper)}")
         except BaseException:
             _live_envs.discard(made)

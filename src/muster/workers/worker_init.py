@@ -13,7 +13,6 @@ from typing import Any, Literal
 from muster.errors import ConfigError
 from muster.introspection import callable_name, caller_stacklevel
 from muster.lazy_values import Lazy
-from muster.pickling import UserCall
 from muster.recipes.init_once import Init
 from muster.workers.caller_script import Script
 from muster.workers.caller_settings import CallerSettings, OwnSettings
@@ -172,11 +171,11 @@ class SetUp:
     lacks: str
 
     @classmethod
-    def of_this_process(cls, call: UserCall, init: ChosenInit = NO_INIT) -> SetUp:
-        """What workers of this process set up. call: the user's call that starts them."""
+    def of_this_process(cls, init: ChosenInit = NO_INIT) -> SetUp:
+        """What workers of this process set up."""
         script = init.script or Script.of_this_process()
         has_none = init.function is None and init.script is None
-        lacks = call.worker_init if has_none and script is not None else ""
+        lacks = 'worker_init="script"' if has_none and script is not None else ""
         init = replace(init, function=None)
         return cls(CallerSettings.current(), LogLevels.current(), sys.argv, script, init, lacks)
 

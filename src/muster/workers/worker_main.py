@@ -200,7 +200,7 @@ class Worker:
         except Exception as error:
             refusal = CannotTravel(
                 f"a {type_name(result)} cannot be sent from the worker: {error}. Ask for something smaller, such as an "
-                f"attribute of it, or use {self._env_host.recipes[0].call.stepping_here()}"
+                f"attribute of it, or use {self._env_host.recipes[0].call.in_process}"
             )
             return self._dumps(self._env_host.failure(i, refusal))
 
