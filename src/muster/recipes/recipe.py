@@ -20,10 +20,10 @@ from muster.errors import ConfigError, RecipeError
 from muster.introspection import callable_name, place_of
 from muster.lazy_values import LazyValues
 from muster.pickling import MAKE_VEC, UserCall, check_inheritable, current_call, dumps, find_shared, not_rebuilt, takes
+from muster.pickling.main_module import Init, run_once
 from muster.pickling.shared_pickling import receiving
 from muster.recipes.existing_env import LiveEnvs
 from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
-from muster.recipes.init_once import Init, run_once
 from muster.recipes.sources import Source, check_call, factory_example, sources_of
 
 _RELEASE_AFTER_ERROR_S = 5.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from muster.errors import WorkerDied, WorkerName, WorkerTimeout
 from muster.pickling import UserCall
-from muster.recipes.init_once import Init
+from muster.pickling.main_module import Init
 from muster.recipes.recipe import Recipe
 from muster.transport.channel import Channel
 from muster.transport.slab import memfd

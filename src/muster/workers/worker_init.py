@@ -13,7 +13,7 @@ from typing import Any, Literal
 from muster.errors import ConfigError
 from muster.introspection import callable_name, caller_stacklevel
 from muster.lazy_values import Lazy
-from muster.recipes.init_once import Init
+from muster.pickling.main_module import Init
 from muster.workers.caller_script import Script
 from muster.workers.caller_settings import CallerSettings, OwnSettings
 from muster.workers.log_forwarding import LogLevels
