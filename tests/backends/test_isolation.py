@@ -120,7 +120,7 @@ def test_a_declaration_that_contradicts_a_number_of_workers_is_an_error(library,
 
     said = in_child(run)
     assert said.startswith("OneEnvPerProcess: DeclaredSimulator declares")
-    assert "leave num_workers and caller_steps out" in said
+    assert "own: one_env_per_process=True without num_workers." in said
 
 
 def test_serial_refuses_a_second_env_before_it_is_built(library, in_child):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import zmq
-from remedy_programs import CASES, SB3, SB3_ORIGINAL, SB3_USE, Program, run
+from remedy_programs import CASES, PROGRAMS, run
 
 import muster
 from muster.errors import CannotTravel
@@ -18,53 +18,29 @@ from muster.interop.gymnasium import AsyncVectorEnv
 from sample_envs import Counter
 
 
-@pytest.mark.parametrize("program", CASES)
-def test_a_remedy_followed_to_the_letter_gives_the_originals_observations(program, tmp_path):
-    import sqlite3
+@pytest.fixture
+def _unregistered():
+    yield
+    gymnasium.registry.pop("Using-v0", None)
 
-    file = tmp_path / "numbers"
-    Path(f"{file}.txt").write_text("6\n")
-    database = sqlite3.connect(file)
-    database.execute("create table numbers (value)")
-    database.execute("insert into numbers values (6)")
-    database.commit()
-    database.close()
-    program = Program(**{**vars(program), "setup": f"FILE = {str(file)!r}\n{program.setup}"})
-    error = run(tmp_path / "failing.py", program.text(program.setup, program.call))
+
+@pytest.mark.usefixtures("_unregistered")
+@pytest.mark.parametrize("program", CASES)
+def test_a_remedy_followed_to_the_letter_repairs_the_program(program, tmp_path):
+    error = run(tmp_path / "failing.py", program.failing())
     assert isinstance(error, CannotTravel), error
     assert re.findall(r"muster\.\w+\.\S+|\b_Envs\b|_monitored", str(error)) == []
-    whole = program.text(program.setup, program.call)
-    for ours, theirs in program.original:
-        whole = whole.replace(ours, theirs)
-    expected = run(tmp_path / "original.py", whole)
-    assert isinstance(expected, list), expected
-    assert run(tmp_path / "repaired.py", program.repaired(str(error))) == expected
+    assert run(tmp_path / "repaired.py", program.repaired(str(error))) == program.expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("call", "change"),
-    [
-        ("SubprocVecEnv([functools.partial(Env, lock)] * 2)", ("* 2)", '* 2, start_method="fork")')),
-        ("SubprocVecEnv([functools.partial(Env, lock)] * 2)", ("Subproc", "Dummy")),
-        (
-            "make_vec_env(Env, 2, env_kwargs={'thing': lock}, vec_env_cls=SubprocVecEnv)",
-            ("SubprocVecEnv)", 'SubprocVecEnv, vec_env_kwargs={"start_method": "fork"})'),
-        ),
-        ("make_vec_env(Env, 2, env_kwargs={'thing': lock}, vec_env_cls=SubprocVecEnv)", ("Subproc", "Dummy")),
-    ],
-)
-def test_the_other_ways_out_that_are_named_work(call, change, tmp_path):
-    program = Program(f"FILE = ''\n{SB3}\nlock = threading.Lock()", f"envs = {call}\n{SB3_USE}", SB3_ORIGINAL)
-    said = str(run(tmp_path / "failing.py", program.text(program.setup, program.call)))
-    argument = re.search(r"\S+=.+(?= would be safe here)", said)
-    assert argument is not None
-    assert argument[0].replace(" ", "") in change[1].replace(" ", "") or change[1] == "Dummy"
+def test_the_other_way_out_that_is_named_works(tmp_path):
+    program = PROGRAMS["sb3, a lambda"]
+    said = str(run(tmp_path / "failing.py", program.failing()))
+    assert 'start_method="fork" would be safe here' in said
     assert "DummyVecEnv hands over this very object" in said
-    assert run(tmp_path / "other.py", program.text(program.setup, program.call.replace(*change))) == [
-        [[2.0, 5.0]] * 2,
-        [[2.0, 5.0]] * 2,
-    ]
+    for other in ('SubprocVecEnv(env_fns * 2, start_method="fork")', "DummyVecEnv(env_fns * 2)"):
+        text = program.failing().replace("SubprocVecEnv(env_fns * 2)", other)
+        assert run(tmp_path / "other.py", text) == program.expected
 
 
 @pytest.mark.parametrize(
@@ -111,8 +87,6 @@ def own_env(**kwargs):
 
 @pytest.fixture
 def _registered():
-    import gymnasium
-
     gymnasium.register("Holding-v0", entry_point=Holding)
     yield
     del gymnasium.registry["Holding-v0"]
@@ -126,30 +100,23 @@ HANDED_OVER = {
 
 
 @pytest.mark.usefixtures("_registered")
-@pytest.mark.parametrize("library", ["torchrl", "another"])
 @pytest.mark.parametrize("handed_over", HANDED_OVER)
-def test_what_hands_over_the_very_object_for_torchrl_can_be_followed(handed_over, library):
+def test_what_hands_over_the_very_object_for_torchrl_can_be_followed(handed_over):
     import torchrl.envs
 
-    from muster.interop.torchrl import ParallelEnv, as_torchrl
+    from muster.interop.torchrl import ParallelEnv
 
     lock, num_workers = threading.Lock(), 2
     create_env_kwargs = HANDED_OVER[handed_over](lock)
-    create_env_fn = make = own_env if library == "torchrl" else Holding
+    create_env_fn = own_env
     if create_env_kwargs is None:
-        create_env_fn = lambda: make(thing=lock)  # noqa: E731  # as users write it
+        create_env_fn = lambda: own_env(thing=lock)  # noqa: E731  # as users write it
     with pytest.raises(CannotTravel) as raised:
         ParallelEnv(num_workers, create_env_fn, create_env_kwargs=create_env_kwargs)
-    told = r"  (torchrl\.\S.*) hands over this very object; (as_torchrl.*) does where create_env_fn returns an env of"
-    own, others = re.search(told, str(raised.value)).groups()
-    names = {"as_torchrl": as_torchrl, "muster": muster, "torchrl": torchrl} | locals()
-    env = eval(own if library == "torchrl" else others, names)
+    (own,) = re.findall(r"  (torchrl\.\S.*) hands over this very object\.", str(raised.value))
+    env = eval(own, {"torchrl": torchrl} | locals())
     env.reset()
-    assert env.rollout(2).batch_size == (2, 2)
-    things = (
-        [one._env.unwrapped.thing for one in env._envs] if library == "torchrl" else env.vector_env.get_attr("thing")
-    )
-    assert [one is lock for one in things] == [True, True]
+    assert [one._env.unwrapped.thing is lock for one in env._envs] == [True, True]
     env.close()
 
 

@@ -119,14 +119,11 @@ def used_by(queue):
     return put
 
 
-@pytest.mark.parametrize("context", ["forkserver", "fork"])
-def test_no_trial_uses_the_queue_that_envs_share_with_the_caller(context, capfd, monkeypatch):
+def test_no_trial_uses_the_queue_that_envs_share_with_the_caller(capfd, monkeypatch):
     monkeypatch.setattr("muster.workers.notices._said", set())
-    ctx = multiprocessing.get_context(context)
-    queue, event = ctx.Queue(5), ctx.Event()
-    event.set()
-    kwargs = {"queue": queue, "event": event, "value": ctx.Value("i", 0)}
-    with muster.make_vec(Reporting, 3, env_kwargs=kwargs, context=context, num_workers="auto") as envs:
+    queue = CTX.Queue(5)
+    kwargs = {"queue": queue, "event": is_set(), "value": CTX.Value("i", 0)}
+    with muster.make_vec(Reporting, 3, env_kwargs=kwargs, num_workers="auto") as envs:
         assert envs.stats()["processes"] == 3
         envs.reset()
         envs.step(np.ones(3, int))
@@ -142,18 +139,15 @@ def test_what_must_not_be_inherited_is_refused_before_a_trial():
         muster.make_vec(lambda: Connecting(context), 2, context="fork", num_workers="auto")
 
 
-@pytest.mark.parametrize("context", ["spawn", "fork"])
-def test_the_doctor_takes_one_step_with_a_queue(context):
-    ctx = multiprocessing.get_context(context)
-    kwargs = {"queue": ctx.Queue(5), "event": ctx.Event()}
-    kwargs["event"].set()
+def test_the_doctor_takes_one_step_with_a_queue():
+    kwargs = {"queue": CTX.Queue(5), "event": is_set()}
     diagnosis = muster.diagnose(Reporting, env_kwargs=kwargs, soak_s=0.1, seconds=0.05)
     assert len(used_by(kwargs["queue"])) == 1
     (sharing,) = [one for one in diagnosis.findings if one.topic == "sharing"]
     assert sharing.severity == "warns"
     assert 'env_kwargs["queue"] (multiprocessing.queues.Queue)' in sharing.text
     assert "not soaked" in diagnosis.findings[-1].text
-    assert diagnosis.blocks is (context == "fork")  # such a queue cannot be sent
+    assert not diagnosis.blocks
     assert all(one.problem.startswith("not run: its envs would use") for one in diagnosis.tried)
     assert diagnosis.recommendation.line.endswith("env_kwargs=env_kwargs)")
 
@@ -234,19 +228,22 @@ def id_by_sb3(env_id, pipe, name="SubprocVecEnv"):
 
 BY_ID = {
     "make_vec": id_by_make_vec,
-    "Gymnasium's make_vec": id_by_gymnasium,
     "SyncVectorEnv": functools.partial(id_by_gymnasium, mode="sync"),
-    "SubprocVecEnv": id_by_sb3,
     "DummyVecEnv": functools.partial(id_by_sb3, name="DummyVecEnv"),
 }
+BY_ID_IN_WORKERS = {"Gymnasium's make_vec": id_by_gymnasium, "SubprocVecEnv": id_by_sb3}
 
 
-@pytest.mark.parametrize("front_end", BY_ID)
+@pytest.mark.parametrize(
+    "front_end",
+    [*BY_ID.values(), *(pytest.param(one, marks=pytest.mark.slow) for one in BY_ID_IN_WORKERS.values())],
+    ids=[*BY_ID, *BY_ID_IN_WORKERS],
+)
 def test_the_end_of_a_pipe_stays_open_in_an_env_made_by_id(front_end):
     gym.register("Reporting-v0", entry_point=Reporting)
     reader, writer = multiprocessing.Pipe(duplex=False)
     try:
-        with contextlib.closing(BY_ID[front_end]("Reporting-v0", writer)) as envs:
+        with contextlib.closing(front_end("Reporting-v0", writer)) as envs:
             gc.collect()  # a copy of the end that was dropped closes it
             envs.reset()
             envs.step(np.array([1, 1]))

@@ -15,7 +15,6 @@ import mmap
 import multiprocessing
 import queue
 import random
-import re
 import runpy
 import socket
 import sqlite3
@@ -34,6 +33,7 @@ import zmq
 
 from muster.errors import CannotTravel
 from muster.pickling import Culprit, find_culprits
+from muster.pickling.remedies import Remedy, remedy_for
 from muster.recipes.recipe import check_forkable, make_recipes, pack
 
 LIMIT_S = 5.0
@@ -132,13 +132,13 @@ FORK_UNKNOWN = 'Whether context="fork" would be safe'
         (
             multiprocessing.get_context("fork").Lock,
             "multiprocessing.synchronize.Lock",
-            'env_kwargs["x"] = multiprocessing.get_context("forkserver").Lock()',
+            'Make it in a context that can start fresh processes, multiprocessing.get_context("forkserver")',
             FORK_SAFE,
         ),
-        (RaisesInReduce, "RaisesInReduce", "muster.lazy(RaisesInReduce)", FORK_SAFE),
+        (RaisesInReduce, "RaisesInReduce", "muster.lazy(test_pickling.RaisesInReduce)", FORK_SAFE),
         (ExitsInReduce, "ExitsInReduce", "SystemExit: 3", FORK_SAFE),
         (threading.Thread, "threading.Thread", "muster.lazy(function)", FORK_SAFE),
-        (closed_file, "_io.TextIOWrapper", "muster.lazy(open, ", FORK_SAFE),
+        (closed_file, "_io.TextIOWrapper", "muster.lazy(open)   # with its arguments", FORK_SAFE),
         (lambda: mmap.mmap(-1, 10), "mmap.mmap", "muster.lazy(mmap.mmap", FORK_SAFE),
         (lambda: weakref.ref(Server), "weakref", "muster.lazy(", FORK_UNKNOWN),
     ],
@@ -161,9 +161,17 @@ def test_a_clear_answer_for(make, type_name, fix, fork):
         (functools.partial(open, mode="ab"), "_io.BufferedWriter", "muster.lazy(open, '{}', 'ab')"),
         (functools.partial(open, mode="rb"), "_io.BufferedReader", "muster.lazy(open, '{}', 'rb')"),
         (functools.partial(open, mode="rb", buffering=0), "_io.FileIO", "muster.lazy(open, '{}', 'rb')"),
-        (lambda path: socket.socket(), "socket.socket", "muster.lazy(socket.create_connection, (host, port))"),
-        (lambda path: sqlite3.connect(path), "sqlite3.Connection", "muster.lazy(sqlite3.connect, '{}')"),
-        (lambda path: zmq.Context.instance().socket(zmq.REQ), "Socket", ".socket(zmq.REQ))"),
+        (
+            lambda path: socket.socket(),
+            "socket.socket",
+            "muster.lazy(socket.create_connection)   # with its arguments, ",
+        ),
+        (
+            lambda path: sqlite3.connect(path),
+            "sqlite3.Connection",
+            "muster.lazy(sqlite3.connect)   # with its arguments, ",
+        ),
+        (lambda path: zmq.Context.instance().socket(zmq.REQ), "Socket", 'set env_kwargs["x"] to muster.lazy(function)'),
     ],
 )
 def test_what_is_open_is_never_called_safe_by_fork(tmp_path, open_resource, type_name, fix):
@@ -173,44 +181,94 @@ def test_what_is_open_is_never_called_safe_by_fork(tmp_path, open_resource, type
     try:
         message = refusal({"deep": [Server(resource)]})
         assert f'env_kwargs["x"]["deep"][0]._context: {type_name}' in message or type_name in message.splitlines()[1]
-        assert """env_kwargs["x"]["deep"][0] = muster.lazy(Server)""" in message
-        assert "# Server takes arguments of its own" in message
+        code = 'env_kwargs["x"]["deep"][0] = muster.lazy(test_pickling.Server)   # with its arguments, before'
+        assert code in message
         assert (FORK_UNSAFE if isinstance(resource, zmq.Socket) else FORK_AT_A_RISK) in message
         assert fix.format(path) in refusal(resource)
     finally:
         resource.close()
 
 
+LOCK = "muster.lazy(threading.Lock)"
+AN_ARGUMENT = "Build it in the worker instead. Make {} an argument of {}, and hand it over"
+
+
+def remedy(value, name='env_kwargs["x"]') -> Remedy:
+    """For the first obstacle in `value`, without the imports, which must be there."""
+    found = remedy_for(find_culprits(value, name)[0].obstacle)
+    *imports, code = found.code.splitlines() or [""]
+    for line in imports:
+        exec(line)
+    return Remedy(found.lead, code.removesuffix("   # before muster.make_vec"))
+
+
 @pytest.mark.parametrize(
-    ("wrap", "code"),
+    ("value", "name", "code"),
     [
-        (lambda lock: lambda: lock, "functools.partial(lambda *, lock: lock, lock=muster.lazy(threading.Lock))"),
-        (lambda lock: (lock, 1), "(muster.lazy(threading.Lock), 1)"),
-        (lambda lock: {Server: lock}, "{Server: muster.lazy(threading.Lock)}"),
-        (
-            lambda lock: (functools.partial(Server, [lock]),),
-            "(functools.partial(Server, [muster.lazy(threading.Lock)]),)",
-        ),
+        (threading.Lock(), 'env_kwargs["x"]', f'env_kwargs["x"] = {LOCK}'),
+        (threading.Lock(), "thing", f"thing = {LOCK}"),
+        ([{"a": threading.Lock()}], 'env_kwargs[3]["x"]', f'env_kwargs[3]["x"][0]["a"] = {LOCK}'),
+        (functools.partial(print, a={"b": threading.Lock()}), "env_fns[0]", f'env_fns[0].keywords["a"]["b"] = {LOCK}'),
     ],
 )
-def test_where_no_assignment_reaches_what_holds_it_is_written_out(wrap, code):
-    remedy = only(find_culprits(wrap(threading.Lock()), 'env_kwargs["x"]')).remedy
-    assert remedy == f'import muster\nenv_kwargs["x"] = {code}   # before muster.make_vec'
+def test_what_an_assignment_reaches_is_assigned(value, name, code):
+    assert remedy(value, name) == Remedy("Build it in the worker instead", code)
 
 
-def test_where_no_code_is_known_words_say_what_to_do():
-    culprit = only(find_culprits(frozenset([threading.Lock()]), 'env_kwargs["x"]'))
-    assert culprit.remedy == ""
-    assert culprit.lead.endswith(
-        'replace env_kwargs["x"] by muster.lazy(function), with a function of a module that builds it and all that it '
-        "holds"
+def with_default(lock=threading.Lock()):  # noqa: B008  # the point of the test
+    return lock
+
+
+with_default.__module__ = "__main__"
+
+
+class Callable:
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __call__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ((lambda server: lambda: server)(threading.Lock()), "server"),
+        (functools.partial(make_env, threading.Lock()), "lock"),
+        (functools.partial(make_env, a=(1, threading.Lock())), "lock"),
+        (with_default, "lock"),
+        (Callable(threading.Lock()), "lock"),
+    ],
+)
+def test_what_a_function_holds_becomes_an_argument_of_it(value, name):
+    code = f"wrappers[1] = functools.partial(wrappers[1], {name}={LOCK})"
+    assert remedy(value, "wrappers[1]") == Remedy(AN_ARGUMENT.format(name, "wrappers[1]"), code)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (threading.Lock(), 1),
+        {(1, 2): threading.Lock()},
+        {threading.Lock()},
+        (functools.partial(print, threading.Lock()),),
+    ],
+)
+def test_what_no_assignment_reaches_becomes_an_argument_of_the_env(value):
+    assert remedy(value) == Remedy(AN_ARGUMENT.format("lock", "the env"), f'env_kwargs["lock"] = {LOCK}')
+
+
+def test_where_nothing_is_known_that_builds_it_words_say_what_to_do():
+    function = "muster.lazy(function), with a function of a module that builds it"
+    assert remedy((threading.Thread(),)) == Remedy(f"{AN_ARGUMENT.format('thread', 'the env')} as {function}", "")
+    assert remedy(threading.Thread()) == Remedy(
+        f'Build it in the worker instead: set env_kwargs["x"] to {function}', ""
     )
 
 
 def test_a_class_is_named_with_its_module():
-    (culprit, *_) = find_culprits(threading.Condition(), 'env_kwargs["x"]')
-    assert "= muster.lazy(threading.Condition)   #" in culprit.remedy
-    assert "# threading.Condition takes arguments of its own, which belong after it\n" in culprit.remedy
+    code = 'env_kwargs["x"] = muster.lazy(threading.Condition)   # with its arguments, before muster.make_vec'
+    assert remedy(threading.Condition()).code == code
 
 
 SCRIPT = """
@@ -227,59 +285,48 @@ class Base:
 class Derived(Base):
     pass
 
-class Holding(Base):
-    def __init__(self):
-        self.own = threading.Lock()
-
-    def use(self):
-        return lock
-
-{found}
+found = find_culprits({value}, "factory")
 """
 
 
-@pytest.mark.parametrize(
-    ("value", "moved"), [("Derived", "Base"), ("Base()", "Base"), ("Holding()", "Holding"), ("[Holding()]", "Holding")]
-)
-def test_a_class_of_a_script_that_cannot_travel_moves_into_a_module(value, moved, tmp_path):
+@pytest.mark.parametrize(("value", "what"), [("Derived", "factory"), ("Base()", "the env"), ("[Base()]", "the env")])
+def test_what_a_class_of_a_script_holds_becomes_an_argument(value, what, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(found=f"found = find_culprits({value}, 'factory')"))
-    found = runpy.run_path(str(script), run_name="__main__")["found"]
-    way = f"move class {moved} and lock into a module, and import the class from there: every worker then makes its own"
-    assert {(culprit.lead, culprit.remedy) for culprit in found} == {(f"Build it in the worker instead: {way}", "")}
+    script.write_text(SCRIPT.format(value=value))
+    culprit = only(runpy.run_path(str(script), run_name="__main__")["found"])
+    found = remedy_for(culprit.obstacle)
+    assert found.lead == AN_ARGUMENT.format("lock", what)
+    assert "muster.lazy(threading.Lock)" in found.code
 
 
-@pytest.mark.parametrize(("value", "name"), [(threading.Event(), "threading.Event"), (Plain(), "Plain")])
+@pytest.mark.parametrize(("value", "name"), [(threading.Event(), "threading.Event"), (Plain(), "test_pickling.Plain")])
 def test_a_class_that_takes_no_arguments_is_called_without_any(value, name):
-    culprit = find_culprits(value, 'env_kwargs["x"]')[0]
-    assert culprit.remedy == f'import muster\nenv_kwargs["x"] = muster.lazy({name})   # before muster.make_vec'
+    assert remedy(value).code == f'env_kwargs["x"] = muster.lazy({name})'
 
 
 @pytest.mark.parametrize(
-    ("make", "code"),
+    "make",
     [
-        (tempfile.NamedTemporaryFile, "muster.lazy(tempfile.NamedTemporaryFile)"),
-        (hashlib.sha256, "muster.lazy(hashlib.new, 'sha256')"),
-        (asyncio.new_event_loop, "muster.lazy(asyncio.new_event_loop)"),
-        (multiprocessing.current_process, "muster.lazy(multiprocessing.current_process)"),
-        (lambda: csv.writer(io.StringIO()), 'set env_kwargs["x"] to muster.lazy(function)'),
-        (lambda: (i for i in ()), 'set env_kwargs["x"] to muster.lazy(function)'),
+        tempfile.NamedTemporaryFile,
+        hashlib.sha256,
+        asyncio.new_event_loop,
+        threading.local,
+        lambda: csv.writer(io.StringIO()),
+        lambda: (i for i in ()),
     ],
 )
-def test_no_private_name_and_no_placeholder_is_offered(make, code):
+def test_no_private_name_is_offered(make):
     value = make()
-    culprit = find_culprits(value, 'env_kwargs["x"]')[0]
-    said = f"{culprit.lead}:\n{culprit.remedy}"
+    found = remedy_for(find_culprits(value, 'env_kwargs["x"]')[0].obstacle)
     if hasattr(value, "close"):
         value.close()
-    assert code in said
-    assert "..." not in said
-    assert re.findall(r"\b_\w+", said) == []
+    assert 'set env_kwargs["x"] to muster.lazy(function)' in found.lead
+    assert found.code == ""
 
 
 def test_a_file_without_a_name_is_not_opened_by_its_number():
     with tempfile.TemporaryFile() as file:
-        assert "muster.lazy(open, path, 'rb+')" in only(find_culprits(file, 'env_kwargs["x"]')).remedy
+        assert "muster.lazy(open)   # with its arguments, " in remedy(file).code
 
 
 def test_processes_and_pipes_are_refused():
@@ -324,8 +371,6 @@ def test_path_through_a_closure():
     assert culprit.path == "factory.<closure>.server._context"
     assert culprit.type == "zmq.sugar.context.Context"
     assert culprit.severity == "blocks"
-    call = "functools.partial(lambda *, server: make_env(server=server), server=muster.lazy(Server))"
-    assert f"{call}   # in the place of factory" in culprit.remedy
     server._context.term()
 
 
@@ -391,13 +436,6 @@ def class_with_lock():
     return Local
 
 
-def with_default(lock=threading.Lock()):  # noqa: B008  # the point of the test
-    return lock
-
-
-with_default.__module__ = "__main__"
-
-
 def lock_in_an_array():
     return np.array([None, threading.Lock()], dtype=object)
 
@@ -429,7 +467,7 @@ def attributed():
         (attributed, "factory.lock"),
         (class_with_lock, "factory.lock"),
         (lambda: class_with_lock()(), "factory.__class__.lock"),
-        (lambda: with_default, "factory.<default>[0]"),
+        (lambda: with_default, "factory.<default>.lock"),
         (lambda: types.SimpleNamespace(a=types.SimpleNamespace(lock=threading.Lock())), "factory.a.lock"),
         (threading.Condition, "factory._lock"),
     ],
@@ -524,11 +562,10 @@ class Reducing:
 @pytest.mark.parametrize(
     ("make", "path", "code"),
     [
-        (Hidden, 'env_kwargs["x"]', 'env_kwargs["x"] = muster.lazy(Hidden)'),
-        (lambda: {"a": [1, Hidden()]}, 'env_kwargs["x"]["a"][1]', 'env_kwargs["x"]["a"][1] = muster.lazy(Hidden)'),
-        (lambda: (Reducing(),), 'env_kwargs["x"][0]', 'env_kwargs["x"] = (muster.lazy(Reducing),)'),
-        (lambda: Server(Reducing()), 'env_kwargs["x"]._context', 'env_kwargs["x"] = muster.lazy(Server)'),
-        (lambda: functools.partial(print, Hidden()), 'env_kwargs["x"].args[0]', "partial(print, muster.lazy(Hidden))"),
+        (Hidden, 'env_kwargs["x"]', 'env_kwargs["x"] = muster.lazy(test_pickling.Hidden)'),
+        (lambda: {"a": [1, Hidden()]}, 'env_kwargs["x"]["a"][1]', 'env_kwargs["x"]["a"][1] = muster.lazy('),
+        (lambda: (Reducing(),), 'env_kwargs["x"][0]', 'env_kwargs["reducing"] = muster.lazy(test_pickling.Reducing)'),
+        (lambda: Server(Reducing()), 'env_kwargs["x"]._context', 'env_kwargs["x"] = muster.lazy(test_pickling.Server)'),
     ],
 )
 def test_what_only_a_getstate_or_reduce_returns_is_told_by_who_returns_it(make, path, code):
@@ -560,21 +597,13 @@ def test_what_iterators_and_views_hold_is_found(hidden):
     context.term()
 
 
-@pytest.mark.parametrize(
-    ("bind", "code"),
-    [
-        (lambda file: file.write, "write"),
-        (lambda file: file.__iter__, "__iter__"),
-        (lambda file: file.buffer.write, "write"),
-    ],
-)
-def test_a_bound_method_of_c_code_is_told_by_the_object_that_it_is_bound_to(bind, code, tmp_path):
+@pytest.mark.parametrize("bind", [lambda file: file.write, lambda file: file.__iter__, lambda file: file.buffer.write])
+def test_a_bound_method_of_c_code_is_told_by_the_object_that_it_is_bound_to(bind, tmp_path):
     with open(tmp_path / "log", "w") as file:
         message = refusal({"log": [bind(file)]})
     assert message.startswith('env_kwargs["x"] cannot be sent')
     assert message.splitlines()[1].startswith('  env_kwargs["x"]["log"][0].__self__: _io.')
-    call = f"functools.partial(lambda *args, owner, **kwargs: owner.{code}(*args, **kwargs), owner=muster.lazy(open, "
-    assert f'env_kwargs["x"]["log"][0] = {call}' in message
+    assert "] = muster.lazy(open, " in message
 
 
 def test_functions_of_c_code_travel_by_their_names():
@@ -586,24 +615,11 @@ def test_functions_of_c_code_travel_by_their_names():
     [
         (queue.Queue, "queue.Queue"),
         (queue.SimpleQueue, "queue.SimpleQueue"),
-        (threading.Event, "threading.Event"),
-        (threading.local, "threading.local"),
         (concurrent.futures.Future, "concurrent.futures.Future"),
-        (Plain, "Plain"),
     ],
 )
-def test_the_class_to_build_has_its_own_name_and_not_that_of_another_variable(make, name):
-    remedy = find_culprits([make()], 'env_kwargs["x"]')[0].remedy
-    assert f'env_kwargs["x"][0] = muster.lazy({name})' in remedy
-
-
-def test_a_class_is_named_by_the_module_as_the_user_has_imported_it(tmp_path):
-    np.savez(tmp_path / "some.npz", a=np.zeros(1))
-    with np.load(tmp_path / "some.npz") as archive:
-        remedy = find_culprits(archive, 'env_kwargs["x"]')[0].remedy
-    name = f"{type(archive).__module__}.NpzFile".replace("numpy.", "np.", 1)
-    assert f'env_kwargs["x"] = muster.lazy({name})' in remedy
-    assert "import numpy" not in remedy
+def test_a_class_is_named_by_its_public_module(make, name):
+    assert f'env_kwargs["x"][0] = muster.lazy({name})' in remedy([make()]).code
 
 
 def test_the_message_of_the_object_is_quoted():
@@ -648,8 +664,8 @@ def test_spec_kwargs_are_named():
     gym.register("Locked-v0", entry_point=make_env, kwargs={"lock": threading.Lock()})
     with pytest.raises(CannotTravel, match=r'env\.kwargs\["lock"\]') as raised:
         pack(make_recipes("Locked-v0", 1), start_method="spawn")
-    remedy = 'gymnasium.spec("Locked-v0").kwargs["lock"] = muster.lazy(threading.Lock)   # before muster.make_vec'
-    assert remedy in str(raised.value)
+    code = 'gymnasium.spec("Locked-v0").kwargs["lock"] = muster.lazy(threading.Lock)   # before muster.make_vec'
+    assert code in str(raised.value)
     gym.registry.pop("Locked-v0")
 
 

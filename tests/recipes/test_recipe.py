@@ -511,7 +511,7 @@ def test_an_instance_that_cannot_be_rebuilt_shows_the_factory(env):
     ],
 )
 def test_an_env_of_pettingzoos_is_made_by_its_module(make, code):
-    with pytest.raises(RecipeError, match=re.escape(f"return {code}\n")):
+    with pytest.raises(RecipeError, match=re.escape(f"return {code}")):
         make_recipes(make())
 
 

@@ -120,6 +120,6 @@ _VOLATILE: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"0x[0-9a-f]{4,}"), "<address>"),
     (re.compile(r"\bfor [\d.]+(?:e[+-]?\d+)? s\b"), "for <seconds> s"),
     (re.compile(r"\b\d[\d.]* [MG]B\b"), "<size>"),
-    (re.compile(r"About num_envs=\d+"), "About num_envs=<number>"),
+    (re.compile(r"About \d+ envs"), "About <number> envs"),
     (re.compile(r"\b(pid|thread) \d{3,}"), r"\1 <number>"),
 ]

@@ -26,8 +26,7 @@ from muster.envs.quiet_atari import no_banner_meanwhile
 from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitTimeout, WorkerError
 from muster.introspection import type_name
 from muster.pickling import dumps as dumps_carefully
-from muster.pickling import is_plain
-from muster.pickling.running_calls import Running, resetting, running_call, setting
+from muster.pickling import is_plain, named_arguments
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.channel import ChannelClosed
@@ -184,8 +183,9 @@ class ProcessBackend(Backend):
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._number += 1
-        running = running_call(name, args, kwargs, self.user_call)
-        message = dumps(messages.Call(self._number, self._packed((name, args, kwargs), running)))
+        parts = name.sent_parts() if hasattr(name, "sent_parts") else {"the function": name}
+        packed = self._packed((name, args, kwargs), parts | named_arguments(args, kwargs))
+        message = dumps(messages.Call(self._number, packed))
         self._call([message] * self.num_workers, f"call({name!r})" if isinstance(name, str) else "call()")
         if self._local is not None:
             self._results[self.num_workers] = self._local.call(name, args, kwargs)
@@ -195,8 +195,8 @@ class ProcessBackend(Backend):
         pickles = []
         for worker in self._workers.handles:
             own = [values[env] for env in worker.envs]
-            running = setting(name, dict(zip(worker.envs, own, strict=True)), self.user_call)
-            pickles.append(dumps(messages.SetAttr(self._number, self._packed((name, own), running))))
+            parts = {f"values[{env}]": value for env, value in zip(worker.envs, own, strict=True)}
+            pickles.append(dumps(messages.SetAttr(self._number, self._packed((name, own), parts))))
         try:
             self._call(pickles, f"set_attr({name!r})")
             if self._local is not None:
@@ -305,7 +305,7 @@ class ProcessBackend(Backend):
             self._warned = True
             workers = self._workers.handles
             doing = "; ".join(f"{self.nouns.worker} {worker.index}: {self._doing(worker)}" for worker in workers)
-            limit = self.user_call.step_timeout
+            limit = self.nouns.step_timeout
             remedy = f" Set {limit}= to end waits for envs that hang." if limit else ""
             warnings.warn(f"waiting for {PATIENT_S:.0f} s ({doing}).{remedy}", RuntimeWarning, stacklevel=4)
 
@@ -386,15 +386,14 @@ class ProcessBackend(Backend):
     # ---- messages
 
     def _packed_options(self, options: Any) -> messages.Packed:
-        return self._packed(options, resetting(options, self.user_call))
+        return self._packed(options, {"options": options})
 
-    def _packed(self, value: Any, running: Running) -> messages.Packed:
-        """Packs a user's value. running: the call that sends it. Raises CannotTravel, in under 5 s."""
+    def _packed(self, value: Any, parts: dict[str, Any]) -> messages.Packed:
+        """Packs a user's value. parts: see `dumps_carefully`. Raises CannotTravel, in under 5 s."""
         if is_plain(value):
             return messages.Packed(dumps(value))
-        context = self._options.context
-        packed = dumps_carefully(value, dict(running.parts), start_method=context, call=running)
-        return messages.Packed(dumps(value, shares_main=True) if context == "fork" else packed)
+        packed = dumps_carefully(value, parts, start_method=None, call=self.user_call)
+        return messages.Packed(dumps(value, shares_main=True) if self._options.context == "fork" else packed)
 
     def _send_or_replace(self, host: int, message: bytes) -> None:
         """Sends a message for pending envs or a call; if the worker is unusable, its replacement will answer."""

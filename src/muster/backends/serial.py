@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from muster.backends.base import Backend, CallerOptions, attach_local_host, close_here, make_caller
-from muster.recipes.init_once import Init
+from muster.pickling.main_module import Init
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from muster.backends.base import Backend, CallerOptions, make_caller
 from muster.errors import ClosedError, WaitTimeout, WorkerDied, WorkerTimeout
-from muster.recipes.init_once import Init
+from muster.pickling.main_module import Init
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail

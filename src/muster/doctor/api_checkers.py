@@ -11,7 +11,6 @@ from typing import Any
 import gymnasium
 from gymnasium.utils.env_checker import check_env
 
-from muster.doctor.torchrl_envs import check_env_base
 from muster.envs.dm_env import is_dm_env
 from muster.envs.pettingzoo import is_pettingzoo, is_turn_based
 
@@ -41,7 +40,9 @@ def check_api(env: Any) -> tuple[list[str], list[str]]:
             elif api.startswith("PettingZoo"):
                 _check_pettingzoo(env, api)
             elif api == "TorchRL":
-                check_env_base(env)
+                from torchrl.envs.utils import check_env_specs
+
+                check_env_specs(env.env)  # as `from_torchrl` has made it
         except Exception as error:
             refused.append(_first_line(f"{type(error).__name__}: {error}"))
     said = [str(one.message) for one in caught if not issubclass(one.category, (DeprecationWarning, ImportWarning))]

@@ -29,9 +29,9 @@ from muster.doctor.findings import (
 )
 from muster.doctor.lines import is_fatal, pick, try_lines
 from muster.doctor.soak import run_soak
-from muster.doctor.torchrl_envs import stepped
 from muster.doctor.trials import make_envs
 from muster.envs import resolve_foreign_id
+from muster.envs.adapt import from_torchrl, with_torchrl
 from muster.errors import CannotTravel, RecipeError, WrongType
 from muster.extras import require
 from muster.introspection import callable_name, type_name
@@ -94,7 +94,7 @@ def diagnose(
     if soak_s is not None:
         soak_s = number_of_seconds("soak_s", soak_s)
     if callable(env) and not isinstance(env, EnvSpec) and not is_env(env):
-        wrappers = [*wrappers, stepped]
+        wrappers = with_torchrl(wrappers)
     diagnosis = _diagnose_env(env, num_envs, env_kwargs or {}, wrappers, timeout, seconds, name or _name(env))
     if soak_s is not None:
         soak, verdicts = _soak(diagnosis, env, env_kwargs or {}, wrappers, soak_s, timeout)
@@ -148,7 +148,7 @@ def _diagnose_env(
         findings.append(about_sharing(shared))
     findings += about_behaviour(behaviour)
     findings += about_start_methods(tried, known=behaviour.stage in FATAL)
-    around = [name_in_code(one) for one in wrappers if one is not stepped]
+    around = [name_in_code(one) for one in wrappers if one is not from_torchrl]
     verdict = Verdict(_source(env, target), env_kwargs, num_envs, packed is not None, tried, wrappers=around)
     if packed is None or shared:
         return _run_lines(target, findings, verdict, Measurements(), recipe, timeout, seconds, shared)

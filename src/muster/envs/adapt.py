@@ -20,22 +20,23 @@ from muster.envs.pettingzoo_aec import TurnBasedAgents
 from muster.envs.pettingzoo_parallel import ParallelAgents
 from muster.errors import ConfigError, RecipeError
 from muster.introspection import type_name
-from muster.pickling import current_call
 from muster.recipes.recipe import Recipe, make_recipes
+
+# Stands above this module, and is imported by its name in a worker that meets such an env.
+_OF_TORCHRL = "muster.interop.torchrl.env_bases:adapted"
 
 
 @dataclass(frozen=True)
 class Adapter:
     """A wrapper for recipes, applied last: turns an env of any API into one that the stepping loop knows.
 
-    groups: for multi-agent envs, each agent's group; None groups agents by name and spaces.
+    groups: for multi-agent envs, each agent's group; None groups agents as the env's own ``agent_groups`` says, else by
+    name and spaces.
     state: whether the state of multi-agent envs that have one is read after every step.
-    env_bases: what makes an env of TorchRL's `EnvBase`, see `UserCall`; empty where these are refused.
     """
 
     groups: Mapping[Agent, str] | None = None
     state: bool = False
-    env_bases: str = ""
 
     def __call__(self, env: Any) -> Any:
         adapted = self._adapt(env)
@@ -48,19 +49,14 @@ class Adapter:
             _require(env, ("observation_space", "action_space"))
             return env
         if is_torchrl(env):
-            if not self.env_bases:
-                raise RecipeError(
-                    f"the factory returned an env of TorchRL, a {type_name(env)}. Many of it are run by "
-                    "muster.interop.torchrl.ParallelEnv(num_envs, make_env), with TorchRL's keys; collectors take the "
-                    "factory as it is"
-                )
-            module, _, name = self.env_bases.partition(":")
-            made = getattr(importlib.import_module(module), name)(env)
-            if isinstance(made, gymnasium.Env):
-                return made
-            return ParallelAgents(made, made.groups if self.groups is None else self.groups, self.state)
+            raise RecipeError(
+                f"the factory returned an env of TorchRL, a {type_name(env)}. Many of it are run by "
+                "muster.interop.torchrl.ParallelEnv(num_envs, make_env), with TorchRL's keys; collectors take the "
+                "factory as it is"
+            )
         if is_pettingzoo(env):
-            return (TurnBasedAgents if is_turn_based(env) else ParallelAgents)(env, self.groups, self.state)
+            groups = getattr(env, "agent_groups", None) if self.groups is None else self.groups
+            return (TurnBasedAgents if is_turn_based(env) else ParallelAgents)(env, groups, self.state)
         if is_dm_env(env):
             return Players(env, self.groups) if is_list_shaped(env) else DmEnv(env)
         _require(env, ("reset", "step", "observation_space", "action_space"))
@@ -83,8 +79,21 @@ def adapted_recipes(
     if groups is not None and not isinstance(groups, Mapping):
         raise ConfigError(f"groups must be a dict of each agent's group, got {type(groups).__name__}: {groups!r}")
     if wrappers is None or isinstance(wrappers, (list, tuple)):  # else `make_recipes` refuses them
-        wrappers = [*(wrappers or ()), Adapter(groups, state, current_call().env_bases)]
+        wrappers = [*(wrappers or ()), Adapter(groups, state)]
     return make_recipes(env, num_envs, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
+
+
+def with_torchrl(wrappers: Any) -> Any:
+    """`wrappers`, and after them `from_torchrl`; what is no list of wrappers stays as it is."""
+    return [*(wrappers or ()), from_torchrl] if wrappers is None or isinstance(wrappers, (list, tuple)) else wrappers
+
+
+def from_torchrl(env: Any) -> Any:
+    """A wrapper for recipes: an env of TorchRL as collectors step it; any other as it is."""
+    if not is_torchrl(env):
+        return env
+    module, _, name = _OF_TORCHRL.partition(":")
+    return getattr(importlib.import_module(module), name)(env)
 
 
 def is_torchrl(env: Any) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
 
 from muster.envs.attributes import get_attribute
-from muster.pickling import UserCall
-from muster.pickling.running_calls import Running, calling, running_call
+from muster.pickling import named_arguments
 from muster.workers.options import EnvCall
 
 
@@ -24,11 +23,9 @@ class OnSome:
     def __call__(self, env: Any, index: int) -> Any:
         return self.act(env, index) if index in self.indices else None
 
-    def running(self, call: UserCall) -> Running:
-        """This call, for messages."""
-        whole = running_call(self.act, (), {}, call)
-        act, chosen = whole.act, sorted(self.indices)
-        return replace(whole, act=None if act is None else lambda write: f"if env_index in {chosen}: {act(write)}")
+    def sent_parts(self) -> dict[str, Any]:
+        """What this call sends, by the names that messages use."""
+        return self.act.sent_parts() if hasattr(self.act, "sent_parts") else {"the function": self.act}
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,9 @@ class SetAttribute:
     def __call__(self, env: Any, index: int) -> None:
         setattr(env, self.name, self.value)
 
-    def running(self, call: UserCall) -> Running:
-        """This call, for messages."""
-        return Running({"value": self.value}, lambda write: f"setattr(env, {self.name!r}, {write(self.value)})", call)
+    def sent_parts(self) -> dict[str, Any]:
+        """As for `OnSome`."""
+        return {"value": self.value}
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,9 @@ class CallMethod:
     def __call__(self, env: Any, index: int) -> Any:
         return get_attribute(env, self.name)(*self.args, **(self.kwargs or {}))
 
-    def running(self, call: UserCall) -> Running:
-        """This call, for messages."""
-        return calling(self.name, self.args, self.kwargs or {}, call)
+    def sent_parts(self) -> dict[str, Any]:
+        """As for `OnSome`."""
+        return named_arguments(self.args, self.kwargs or {}, "method_")
 
 
 @dataclass(frozen=True)

@@ -52,20 +52,16 @@ ASYNC_VECTOR_ENV = UserCall(
     name="AsyncVectorEnv",
     factory="env_fns",
     kwargs="",
-    wrappers="",
     context='context="{method}"',
     in_process="SyncVectorEnv",
     one_each="AsyncVectorEnv(env_fns) without num_workers",
-    packed="num_workers={count}",
-    num_envs="{count} env_fns",
-    apart="Leave num_workers out",
-    by_function="envs = AsyncVectorEnv([make_env, ...])",
 )
-SYNC_VECTOR_ENV = ASYNC_VECTOR_ENV.in_caller(
+SYNC_VECTOR_ENV = replace(
+    ASYNC_VECTOR_ENV,
+    in_process="",
+    context="",
     name="SyncVectorEnv",
     one_each="AsyncVectorEnv(env_fns)",
-    apart="Use AsyncVectorEnv(env_fns)",
-    by_function="envs = SyncVectorEnv([make_env, ...])",
 )
 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]

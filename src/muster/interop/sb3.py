@@ -59,38 +59,30 @@ SUBPROC_VEC_ENV = UserCall(
     name="SubprocVecEnv",
     factory="env_fns",
     kwargs="",
-    wrappers="",
     context='start_method="{method}"',
     in_process="DummyVecEnv",
     one_each="SubprocVecEnv(env_fns) without num_workers",
-    packed="num_workers={count}",
-    num_envs="{count} env_fns",
-    apart="Leave num_workers out",
-    by_function="envs = SubprocVecEnv([make_env, ...])",
-    acts="vec_env.vector_env.call(act)",
 )
-DUMMY_VEC_ENV = SUBPROC_VEC_ENV.in_caller(
+DUMMY_VEC_ENV = replace(
+    SUBPROC_VEC_ENV,
+    in_process="",
+    context="",
     name="DummyVecEnv",
     one_each="SubprocVecEnv(env_fns)",
-    apart="Use SubprocVecEnv(env_fns)",
-    by_function="envs = DummyVecEnv([make_env, ...])",
 )
 MAKE_VEC_ENV = replace(
     SUBPROC_VEC_ENV,
     name="make_vec_env",
     factory="env_id",
     kwargs="env_kwargs",
-    wrappers="wrapper_class",
     context='vec_env_kwargs={{"start_method": "{method}"}}',
     one_each="vec_env_cls=SubprocVecEnv without num_workers in vec_env_kwargs",
-    packed='vec_env_kwargs={{"num_workers": {count}}}',
-    num_envs="n_envs={count}",
-    apart="Leave num_workers out of vec_env_kwargs",
-    by_function="envs = make_vec_env(make_env, ...)",
 )
-MAKE_DUMMY_VEC_ENV = MAKE_VEC_ENV.in_caller(
+MAKE_DUMMY_VEC_ENV = replace(
+    MAKE_VEC_ENV,
+    in_process="",
+    context="",
     one_each="vec_env_cls=SubprocVecEnv",
-    apart="Use vec_env_cls=SubprocVecEnv",
 )
 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]

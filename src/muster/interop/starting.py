@@ -16,13 +16,14 @@ from muster.errors import ConfigError, WrongType
 from muster.introspection import callable_name
 from muster.lazy_values import Lazy
 from muster.pickling import UserCall
-from muster.recipes.front_end_functions import EnvFunction
 from muster.recipes.recipe import BuiltEnv, Recipe
+from muster.recipes.sources import EnvFunction
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import Asked, check_workers, count_processes
 from muster.vector.vector_env import VectorEnv
 from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 from muster.workers.close_limits import CloseLimits
+from muster.workers.deaths import Nouns
 from muster.workers.resources import usable_cores
 from muster.workers.worker_env import WorkerEnv
 from muster.workers.worker_init import WorkerInit, choose_init, choose_init_of_drop_in
@@ -105,6 +106,7 @@ def processes(
         worker_env=worker_env,
         init=init,
         close_limits=close_limits,
+        nouns=Nouns(step_timeout=""),
     )
     return ProcessBackend(recipes, options)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gymnasium import VectorizeMode
@@ -19,21 +19,16 @@ Wrapper = Callable[[Any], Any]
 _ASYNC = UserCall(
     name="make_vec",
     factory="id",
-    kwargs="",
-    wrappers="wrappers",
+    kwargs="kwargs",
     context='vector_kwargs={{"context": "{method}"}}',
     in_process='vectorization_mode="sync"',
     one_each="make_vec without num_workers in vector_kwargs",
-    packed='vector_kwargs={{"num_workers": {count}}}',
-    num_envs="num_envs={count}",
-    apart="Leave num_workers out of vector_kwargs",
-    by_function="envs = AsyncVectorEnv([make_env, ...])",
-    argument="make_vec(..., {name}=muster.lazy({build}))",
 )
-_SYNC = _ASYNC.in_caller(
+_SYNC = replace(
+    _ASYNC,
+    in_process="",
+    context="",
     one_each='vectorization_mode="async"',
-    apart='Use vectorization_mode="async"',
-    by_function="envs = SyncVectorEnv([make_env, ...])",
 )
 _BY_WORD = {mode.value: mode for mode in (VectorizeMode.SYNC, VectorizeMode.ASYNC)}
 

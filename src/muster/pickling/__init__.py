@@ -3,7 +3,7 @@
 from muster.pickling.culprits import Culprit, find_culprits, fork_hazards
 from muster.pickling.probe import takes
 from muster.pickling.shared_parts import find_shared
-from muster.pickling.travel import check_inheritable, copied_if_plain, dumps, is_plain, not_rebuilt
+from muster.pickling.travel import check_inheritable, copied_if_plain, dumps, is_plain, named_arguments, not_rebuilt
 from muster.pickling.user_call import MAKE_VEC, UserCall, called_as, current_call
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "find_shared",
     "fork_hazards",
     "is_plain",
+    "named_arguments",
     "not_rebuilt",
     "takes",
 ]

@@ -16,14 +16,9 @@ from typing import Any, Literal
 from gymnasium.envs.registration import EnvSpec
 
 from muster.errors import CannotTravel
-from muster.pickling.kind_facts import ByFork, Kind
-from muster.pickling.kinds import kind_of
+from muster.pickling.kinds import ByFork, Kind, is_shared, kind_of
 from muster.pickling.probe import PickleAttempt, attempt
-from muster.pickling.public_names import shown_type
-from muster.pickling.remedies import BUILD, Obstacle, remedy_for
-from muster.pickling.running_calls import Running
-from muster.pickling.shared_kinds import is_shared
-from muster.pickling.user_call import MAKE_VEC, UserCall
+from muster.pickling.remedies import Obstacle, shown_type
 from muster.pickling.walk import Edge, Walk, deepest_trail
 
 _MAX_CULPRITS = 10
@@ -48,20 +43,19 @@ class Culprit:
     """An object that cannot be sent, or that would arrive as something else.
 
     path: the place of the object, ``factory.<closure>.server._context``.  type: its class, with module.
-    reason: why it cannot be sent, or what arrives instead of it.  remedy: code to write instead.  lead: what that does.
+    reason: why it cannot be sent, or what arrives instead of it.
     severity: it ``"blocks"`` sending, or arrives ``"silently_wrong"``.
     inherited: what a forked worker would get; empty where that is not known.
-    by_fork: whether that is usable, see `Kind`.
+    by_fork: whether that is usable, see `Kind`.  obstacle: the object, for `remedy_for`.
     """
 
     path: str
     type: str
     reason: str
-    remedy: str
     severity: Literal["blocks", "silently_wrong"]
-    inherited: str = ""
-    by_fork: ByFork | Unknown = "unknown"
-    lead: str = BUILD
+    inherited: str
+    by_fork: ByFork | Unknown
+    obstacle: Obstacle
 
 
 def find_culprits(obj: Any, name: str = "factory", *, limit_s: float = 2.0) -> list[Culprit]:
@@ -79,12 +73,10 @@ def culprits_in(
     limit_s: float,
     known: Sequence[PickleAttempt] = (),
     shares: bool = False,
-    call: UserCall | Running = MAKE_VEC,
 ) -> list[Culprit]:
     """The culprits among several named objects. Of those that block, the ones that are nearest to an argument first.
 
     known: failures that were found before.  shares: the receiver can receive what multiprocessing shares, too.
-    call: the user's call, for remedies.
     """
     deadline = time.monotonic() + limit_s
     failures = list(known)
@@ -102,31 +94,28 @@ def culprits_in(
             break
         failures.append(another)
         obstacles.append(_obstacle(another, walk, shares))
-    found = [
-        _blocking(failure, one, _in_one_argument(one, obstacles), walk, call)
-        for failure, one in zip(failures, obstacles, strict=True)
-    ]
+    found = [_blocking(failure, one, walk) for failure, one in zip(failures, obstacles, strict=True)]
     blocking = {culprit.path: culprit for culprit in found}
     # What a class or function brings along from its module comes last.
     nearest = sorted(blocking.values(), key=lambda culprit: culprit.path.count("<global>"))
-    return nearest + [_silently_wrong(Obstacle(walk.trail(value), kind), (), call) for value, kind in silent]
+    return nearest + [_silently_wrong(Obstacle(walk.trail(value), kind)) for value, kind in silent]
 
 
-def noted_in(parts: dict[str, Any], noted: Iterable[Any], call: UserCall | Running = MAKE_VEC) -> list[Culprit]:
+def noted_in(parts: dict[str, Any], noted: Iterable[Any]) -> list[Culprit]:
     """The culprits for the objects that pickling has `noted`."""
     walk = Walk(parts, limit_s=1.0)
     wanted = {id(value) for value in noted}
     found = [(value, kind_of(value)) for value in walk if id(value) in wanted]
-    return [_silently_wrong(Obstacle(walk.trail(value), kind), (), call) for value, kind in found if kind is not None]
+    return [_silently_wrong(Obstacle(walk.trail(value), kind)) for value, kind in found if kind is not None]
 
 
 def fork_hazards(parts: dict[str, Any]) -> list[Culprit]:
     """The objects that a forked worker cannot use at all, or only on conditions, by their `by_fork`."""
-    return search_hazards(parts, MAKE_VEC)[0]
+    return search_hazards(parts)[0]
 
 
-def search_hazards(parts: dict[str, Any], call: UserCall) -> tuple[list[Culprit], bool]:
-    """As `fork_hazards`, with remedies for `call`; and whether there was time to look at everything.
+def search_hazards(parts: dict[str, Any]) -> tuple[list[Culprit], bool]:
+    """As `fork_hazards`; and whether there was time to look at everything.
 
     Parts of a listed object are not listed again, unless they cannot be used at all, and it can.
     """
@@ -139,7 +128,7 @@ def search_hazards(parts: dict[str, Any], call: UserCall) -> tuple[list[Culprit]
         around = {listed[id(holder)] for _, holder in one.trail if id(holder) in listed}
         if not around or (kind.by_fork == "breaks" and "breaks" not in around):
             listed[id(value)] = kind.by_fork
-            hazard = _silently_wrong(one, obstacles, call)
+            hazard = _silently_wrong(one)
             hazards.append(dataclasses.replace(hazard, severity="blocks", reason=kind.inherited))
     return hazards, walk.complete
 
@@ -193,34 +182,26 @@ def _way_to_maker(failure: PickleAttempt, walk: Walk, shares: bool) -> list[Edge
     return trail or [_part_that_fails(walk.parts, shares)]
 
 
-def _in_one_argument(one: Obstacle, obstacles: Sequence[Obstacle]) -> list[Obstacle]:
-    return [other for other in obstacles if other.trail[0][1] is one.trail[0][1]]
-
-
-def _blocking(
-    failure: PickleAttempt, one: Obstacle, together: Sequence[Obstacle], walk: Walk, call: UserCall | Running
-) -> Culprit:
+def _blocking(failure: PickleAttempt, one: Obstacle, walk: Walk) -> Culprit:
     error = failure.error
-    if _is_too_deep(error) and (found := _too_deep(walk.parts, call)) is not None:
+    if _is_too_deep(error) and (found := _too_deep(walk.parts)) is not None:
         return found
     path, value = one.trail[-1]
     kind = one.kind
-    remedy = remedy_for(one, together, call)
     # What refuses to travel at all, such as a policy that is marked to stay, has no business in a fork either.
     inherited, by_fork = _UNKNOWN if isinstance(error, CannotTravel) else _copied(value)
     return Culprit(
         path=path,
         type=shown_type(value),
         reason=_reason(failure, value, kind),
-        remedy=remedy.code,
-        lead=remedy.lead,
         severity="silently_wrong" if failure.out_of_time else "blocks",
         inherited=inherited if kind is None else kind.inherited,
         by_fork=by_fork if kind is None else kind.by_fork,
+        obstacle=one,
     )
 
 
-def _too_deep(parts: Mapping[str, Any], call: UserCall | Running) -> Culprit | None:
+def _too_deep(parts: Mapping[str, Any]) -> Culprit | None:
     """The culprit that is nested deeper than pickling can follow; None where a __reduce__ makes the depth instead."""
     steps = deepest_trail(parts, limit_s=_DEEPEST_S)
     # Not the function that holds the nested objects, but the first of these objects.
@@ -231,16 +212,14 @@ def _too_deep(parts: Mapping[str, Any], call: UserCall | Running) -> Culprit | N
     trail = list(zip(paths, (value for _, value in steps), strict=False))[: first + 1]
     value = steps[first][1]
     inherited, by_fork = _copied(value)
-    remedy = remedy_for(Obstacle(trail, None), [Obstacle(trail, None)], call)
     return Culprit(
         path=f"{paths[-1]}...",
         type=shown_type(value),
         reason=f"it is nested too deeply to be pickled: at least {len(steps) - first:,} levels",
-        remedy=remedy.code,
-        lead=remedy.lead,
         severity="blocks",
         inherited=inherited,
         by_fork=by_fork,
+        obstacle=Obstacle(trail, None),
     )
 
 
@@ -253,20 +232,18 @@ def _fails(value: Any, shares: bool) -> bool:
     return attempt(value, silence_s=_ALONE_S, limit_s=_ALONE_S, fds=_fds(shares)).data is None
 
 
-def _silently_wrong(one: Obstacle, others: Sequence[Obstacle], call: UserCall | Running) -> Culprit:
+def _silently_wrong(one: Obstacle) -> Culprit:
     path, value = one.trail[-1]
     kind = one.kind
     assert kind is not None
-    remedy = remedy_for(one, _in_one_argument(one, others) or [one], call)
     return Culprit(
         path=path,
         type=shown_type(value),
         reason=kind.reason,
-        remedy=remedy.code,
-        lead=remedy.lead,
         severity="silently_wrong",
         inherited=kind.inherited,
         by_fork=kind.by_fork,
+        obstacle=one,
     )
 
 
@@ -288,8 +265,6 @@ def _reason(failure: PickleAttempt, value: Any, kind: Kind | None) -> str:
         made = kind_of(failure.failed)
         why = f"{made.reason} ({said})" if made is not None else said
         return f"what its __reduce__ or __getstate__ returns holds a {shown_type(failure.failed)}: {why}"
-    if kind is not None and kind.made_anew and "fork context" in said:
-        return f"it belongs to multiprocessing's fork context, in which fresh processes cannot find it ({said})"
     return f"{kind.reason} ({said})" if kind is not None else said
 
 

@@ -7,6 +7,7 @@ look up the script's classes and functions in `__main__`.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -24,6 +25,11 @@ _NAMED = (type, types.FunctionType, _CACHE)
 _DEFINED = (*_NAMED, types.ModuleType)
 
 Shown = tuple[str | None, ModuleSpec | None]
+Init = Callable[[], Any]
+
+ABOUT_INIT = "Raised by worker_init, which is called once in each worker before its first env is built."
+
+_called_in: int | None = None  # a process's id: a fork of it has to make its own call
 
 
 class MainModule(types.ModuleType):
@@ -92,6 +98,26 @@ def own_main() -> MainModule | None:
     """This process's `__main__`, if it is a worker's; the caller's own is left as it is."""
     main = sys.modules.get(MAIN_NAMES[0])
     return main if isinstance(main, MainModule) else None
+
+
+def run_once(init: Init) -> None:
+    """Calls `init`, unless this process has made such a call before. Exceptions pass through, with a note.
+
+    Globals of the script that `init` sets stay as it has set them when recipes arrive after it.
+    """
+    global _called_in
+    if _called_in == os.getpid():
+        return
+    _called_in = os.getpid()
+    main = own_main()
+    try:
+        if main is None:
+            init()
+        else:
+            main.keep_changes(init)
+    except BaseException as error:
+        error.add_note(ABOUT_INIT)
+        raise
 
 
 class Definitions:

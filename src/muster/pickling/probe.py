@@ -18,7 +18,6 @@ import cloudpickle
 from muster.pickling import functools_pickling
 from muster.pickling.kinds import kind_of
 from muster.pickling.main_module import OWN_PARTS
-from muster.pickling.shared_kinds import is_callers_own
 from muster.pickling.shared_pickling import reduction_of_memory, reduction_of_shared, spawning
 
 _POLL_S = 0.05
@@ -134,11 +133,11 @@ class _ReportingPickler(functools_pickling.Pickler):
         self.seen.append(obj)
         if id(obj) in self._skip:
             return str, ()
-        if is_callers_own(obj):
+        kind = kind_of(obj)
+        if kind is not None and kind.shared == "always":
             self.shared.append(obj)
         if self._shares and (reduction := reduction_of_shared(obj)) is not None:
             return reduction
-        kind = kind_of(obj)
         if kind is not None and kind.refused:
             raise TypeError(kind.reason)
         if kind is not None and kind.warns:

@@ -10,8 +10,7 @@ import numpy as np
 from muster.introspection import attributes_of, module_name
 from muster.pickling.kinds import kind_of
 from muster.pickling.probe import attempt
-from muster.pickling.public_names import shown_type
-from muster.pickling.shared_kinds import is_callers_own
+from muster.pickling.remedies import shown_type
 from muster.pickling.walk import Walk
 
 _SILENCE_S = 1.0
@@ -48,15 +47,17 @@ def find_shared(parts: dict[str, Any], *, by_fork: bool) -> str:
 
 
 def _is_one_under_fork(value: Any) -> bool:
-    if is_callers_own(value):
-        return True
     kind = type(value)
     if issubclass(kind, np.ndarray):
         return _is_mapped(value)
     if (module_name(kind).partition(".")[0], kind.__name__) in (("torch", "Tensor"), ("torch", "Parameter")):
         return bool(value.is_shared() and not value.is_cuda)
+    return _is_inherited_itself(value)
+
+
+def _is_inherited_itself(value: Any) -> bool:
     known = kind_of(value)
-    return known is not None and known.shared_by_fork
+    return known is not None and known.shared != "no"
 
 
 def _is_mapped(array: np.ndarray[Any, Any]) -> bool:
@@ -68,5 +69,4 @@ def _is_mapped(array: np.ndarray[Any, Any]) -> bool:
         if attributes_of(base).get("mode") == "c":
             return False
         base = np.ndarray.base.__get__(base)
-    known = kind_of(base.obj if type(base) is memoryview else base)
-    return known is not None and known.shared_by_fork
+    return _is_inherited_itself(base.obj if type(base) is memoryview else base)

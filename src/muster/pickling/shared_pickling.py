@@ -7,6 +7,7 @@ Here `Spawning` stands for that process; the fds travel apart from the pickle, a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import sys
@@ -15,8 +16,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from muster.introspection import module_name
-from muster.pickling.shared_kinds import C_DATA
 
+_C_DATA = ctypes.Structure.__mro__[1]
 _received: ContextVar[Sequence[int]] = ContextVar("muster_received_fds", default=())
 
 
@@ -94,7 +95,7 @@ def reduction_of_shared(value: Any) -> tuple[Any, ...] | None:
     """
     kind = type(value)
     reduction: Any = sys.modules.get("multiprocessing.reduction")
-    if reduction is None or not (module_name(kind).startswith("multiprocessing.") or issubclass(kind, C_DATA)):
+    if reduction is None or not (module_name(kind).startswith("multiprocessing.") or issubclass(kind, _C_DATA)):
         return None
     reduce = reduction.ForkingPickler(io.BytesIO()).dispatch_table.get(kind)
     reduced: tuple[Any, ...] | None = None if reduce is None else reduce(value)

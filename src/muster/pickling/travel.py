@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from muster.errors import CannotTravel
 from muster.introspection import caller_stacklevel
 from muster.pickling.culprits import Culprit, culprits_in, noted_in, search_hazards
 from muster.pickling.probe import attempt
-from muster.pickling.running_calls import Running
+from muster.pickling.remedies import Remedy, remedy_for
 from muster.pickling.user_call import MAKE_VEC, UserCall
 
 # Together below the 5 s that a caller waits at most for an answer about an object that hangs.
@@ -30,32 +29,37 @@ def dumps(
     value: Any,
     parts: dict[str, Any],
     *,
-    start_method: str,
+    start_method: str | None,
     big: list[pickle.PickleBuffer] | None = None,
     fds: list[int] | None = None,
     before: Sequence[Any] = (),
     lays_main: bool = False,
-    call: UserCall | Running = MAKE_VEC,
+    call: UserCall = MAKE_VEC,
 ) -> bytes:
     """``value`` as a pickle.
 
     parts: what ``value`` and `before` are made of, by the names that messages use.  big, fds, before, lays_main: see
     `attempt`.
-    call: the user's call that wants it sent.
+    start_method: of the worker that receives it; None for one that runs already.  call: the user's call that wants it
+    sent.
     Warns about objects that arrive as something else. Raises CannotTravel.
     """
     outcome = attempt(value, silence_s=_SILENCE_S, before=before, lays_main=lays_main, big=big, fds=fds)
     if outcome.data is None:
         shares = fds is not None
-        culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome], shares=shares, call=call)
+        culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome], shares=shares)
         raise CannotTravel(_explain(culprits, start_method, parts, call)) from outcome.error
-    for culprit in noted_in(parts, outcome.noted, call) if outcome.noted else ():
-        warnings.warn(
-            f"{culprit.path} ({culprit.type}): {culprit.reason}. {_advice(culprit.lead, culprit.remedy)}",
-            UserWarning,
-            stacklevel=caller_stacklevel(),
-        )
+    for culprit in noted_in(parts, outcome.noted) if outcome.noted else ():
+        advice = _advice(remedy_for(culprit.obstacle, call, running=start_method is None))
+        said = f"{culprit.path} ({culprit.type}): {culprit.reason}. {advice}"
+        warnings.warn(said, UserWarning, stacklevel=caller_stacklevel())
     return outcome.data
+
+
+def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The arguments of a call, by the names that messages use."""
+    named = {f"{prefix}args[{i}]": one for i, one in enumerate(args)}
+    return named | {f'{prefix}kwargs["{key}"]': one for key, one in kwargs.items()}
 
 
 def not_rebuilt(what: str, error: BaseException, instead: str) -> CannotTravel:
@@ -93,30 +97,29 @@ def _is_plain(value: Any) -> bool:
 
 def check_inheritable(parts: dict[str, Any], call: UserCall = MAKE_VEC) -> None:
     """Raises CannotTravel for `parts` that a forked worker must not inherit; warns about those that are risky there."""
-    hazards, _ = search_hazards(parts, call)
+    hazards, _ = search_hazards(parts)
     forbidden = [hazard for hazard in hazards if hazard.by_fork == "breaks"]
     risky = [hazard for hazard in hazards if hazard.by_fork == "risky"]
     fork = call.context.format(method="fork")
     if forbidden:
-        lines = [f"{_argument(forbidden[0].path, parts)} cannot be inherited by a worker ({fork})."]
-        raise CannotTravel("\n".join([*lines, *_found(forbidden), _instead(forbidden)]))
+        lines = [f"{forbidden[0].obstacle.argument()[0]} cannot be inherited by a worker ({fork})."]
+        raise CannotTravel("\n".join([*lines, *_found(forbidden), _instead(forbidden, call)]))
     if risky:
-        lines = [f"{fork} is allowed here, but at a risk:", *_found(risky), _instead(risky)]
+        lines = [f"{fork} is allowed here, but at a risk:", *_found(risky), _instead(risky, call)]
         warnings.warn("\n".join(lines), UserWarning, stacklevel=caller_stacklevel())
 
 
-def _explain(culprits: Sequence[Culprit], start_method: str, parts: dict[str, Any], call: UserCall | Running) -> str:
+def _explain(culprits: Sequence[Culprit], start_method: str | None, parts: dict[str, Any], call: UserCall) -> str:
     """The message about culprits, at least one of which blocks: paths, reasons, the remedy, and other ways out."""
     blocking = [culprit for culprit in culprits if culprit.severity == "blocks"]
-    argument = _argument(blocking[0].path, parts)
-    if isinstance(call, Running):
-        return "\n".join(
-            [f"{argument} cannot be sent to a worker that runs already.", *_found(blocking), _instead(blocking)]
-        )
+    argument, _ = blocking[0].obstacle.argument()
+    if start_method is None:
+        lines = [f"{argument} cannot be sent to a worker that runs already.", *_found(blocking)]
+        return "\n".join([*lines, _instead(blocking, call, running=True)])
     how = call.context.format(method=start_method)
-    lines = [f"{argument} cannot be sent to a worker ({how}).", *_found(blocking), _instead(blocking)]
-    lines.append("  " + _about_fork(blocking, parts, call))
-    return "\n".join([*lines, f"  {call.handing_over()}"])
+    lines = [f"{argument} cannot be sent to a worker ({how}).", *_found(blocking), _instead(blocking, call)]
+    lines += ["  " + _about_fork(blocking, parts, call), f"  {call.in_process} hands over this very object."]
+    return "\n".join(lines)
 
 
 def _found(culprits: Sequence[Culprit]) -> list[str]:
@@ -124,38 +127,24 @@ def _found(culprits: Sequence[Culprit]) -> list[str]:
     return lines if len(culprits) <= _SHOWN else [*lines, f"  and {len(culprits) - _SHOWN} more"]
 
 
-def _instead(culprits: Sequence[Culprit]) -> str:
-    """The remedies of the culprits, each once."""
-    by_lead: dict[str, list[str]] = {}
+def _instead(culprits: Sequence[Culprit], call: UserCall, *, running: bool = False) -> str:
+    """The remedies of the culprits, each line once."""
+    by_lead: dict[str, dict[str, None]] = {}
     for culprit in culprits[:_SHOWN]:
-        remedies = by_lead.setdefault(culprit.lead, [])
-        if culprit.remedy and culprit.remedy not in remedies:
-            remedies.append(culprit.remedy)
-    return "\n".join(textwrap.indent(_advice(lead, _joined(remedies)), "  ") for lead, remedies in by_lead.items())
+        remedy = remedy_for(culprit.obstacle, call, running=running)
+        by_lead.setdefault(remedy.lead, {}).update(dict.fromkeys(remedy.code.splitlines()))
+    remedies = (Remedy(lead, "\n".join(lines)) for lead, lines in by_lead.items())
+    return "\n".join(textwrap.indent(_advice(remedy), "  ") for remedy in remedies)
 
 
-def _advice(lead: str, code: str) -> str:
-    return f"{lead}:\n{textwrap.indent(code, ' ' * 4)}" if code else f"{lead}."
-
-
-def _joined(remedies: Sequence[str]) -> str:
-    """Several pieces of code as one, after the imports of all."""
-    lines = [line for remedy in remedies for line in remedy.splitlines()]
-    imports = sorted({line for line in lines if line.startswith("import ")})
-    return "\n".join([*imports, *(line for line in lines if not line.startswith("import "))])
-
-
-def _argument(path: str, parts: dict[str, Any]) -> str:
-    """The user's argument that a path starts with."""
-    name = next((name for name in sorted(parts, key=len, reverse=True) if path.startswith(name)), path)
-    item = re.match(r"\[\d+\]", path[len(name) :]) if name.isidentifier() else None  # of a list, such as wrappers
-    return name if item is None else name + item[0]
+def _advice(remedy: Remedy) -> str:
+    return f"{remedy.lead}:\n{textwrap.indent(remedy.code, ' ' * 4)}" if remedy.code else f"{remedy.lead}."
 
 
 def _about_fork(blocking: Sequence[Culprit], parts: dict[str, Any], call: UserCall) -> str:
     """The sentence that says what a fork would do, in agreement with `check_inheritable`."""
     fork = call.context.format(method="fork")
-    hazards, complete = search_hazards(parts, call)
+    hazards, complete = search_hazards(parts)
     for by_fork, verdict in (("breaks", "is no way out here"), ("risky", "may work here, at a risk")):
         hazard = next((hazard for hazard in hazards if hazard.by_fork == by_fork), None)
         if hazard is not None:

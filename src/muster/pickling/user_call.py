@@ -5,98 +5,52 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class UserCall:
     """How to write, in one kind of call, what a message advises. Each front end has one; all parts but `name` are code.
 
-    name: what is called.  factory, kwargs: the arguments for what builds an env, and for its keyword arguments; empty
-    where the call has none.  wrappers: the argument for wrappers, in which paths begin.
-    context: the argument that chooses the start method `{method}`; empty where nothing is started.
+    name: what is called.
+    factory, kwargs: the arguments for what builds an env, and for its keyword arguments. Where the second is empty, the
+    first is a list of functions.
     in_process: what hands over the very objects, since it steps the envs in the calling process; empty where this call
-    does.  in_process_of_others: the same for envs of other libraries than the front end's, where these need another.
-    one_each: a process for each env.  packed: `{count}` processes that share the envs; empty where the call
-    starts none.  num_envs: the argument that asks for `{count}` envs.  processes: the argument that has processes step
-    the envs, for a call that may also do without.  step_timeout: the argument that limits a step's time; empty where
-    there is none.  acts: what calls ``act(env, env_index)`` in every env later on.
-    apart: a sentence, how to give each env a process of its own.  by_function: the call with the function ``make_env``.
-    argument: the call with an env's argument `{name}` built by ``muster.lazy({build})``, where these have no dict.
-    env_bases: a function ``module:name`` that makes an env of one of TorchRL's, imported where such an env was built;
-    empty where the call takes none.
+    does.  one_each: a process for each env.
+    context: the argument that chooses the start method `{method}`; empty where nothing is started.
     """
 
     name: str
     factory: str
     kwargs: str
-    wrappers: str
-    context: str
     in_process: str
     one_each: str
-    packed: str
-    num_envs: str
-    apart: str
-    by_function: str
-    processes: str = ""
-    step_timeout: str = ""
-    acts: str = "envs.call(act)"
-    argument: str = ""
-    in_process_of_others: str = ""
-    env_bases: str = ""
-
-    def in_caller(self, **words: str) -> UserCall:
-        """The words of a like call that steps the envs in the calling process. words: other fields that differ."""
-        return replace(self, context="", in_process="", in_process_of_others="", packed="", **words)
-
-    def stepping_here(self) -> str:
-        """What steps the envs in the calling process."""
-        others = self.in_process_of_others
-        return self.in_process + (f", or {others} for an env of another library" if others else "")
-
-    def handing_over(self) -> str:
-        """The sentence about what hands over the very objects."""
-        sentence = f"{self.in_process} hands over this very object"
-        if not self.in_process_of_others:
-            return f"{sentence}."
-        return f"{sentence}; {self.in_process_of_others} does where {self.factory} returns an env of another library."
+    context: str
 
     def sent(self) -> str:
         """What workers receive, in words."""
-        parts = [f"the {self.factory}" if self.factory == "factory" else self.factory, self.wrappers, self.kwargs]
-        named = [f"the {part}" if part == "wrappers" else part for part in parts if part]
-        if self.kwargs:
-            named[-1] = f"the values of {self.kwargs}"
-        return named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+        factory = f"the {self.factory}" if self.factory == "factory" else self.factory
+        return f"{factory}, the wrappers and the values of {self.kwargs}" if self.kwargs else factory
 
-    def lazily(self, name: str, build: str) -> str:
-        """The line that makes an argument lazy. build: the arguments of ``muster.lazy``."""
-        if self.argument:
-            return self.argument.format(name=name, build=build)
+    def argument(self, name: str, value: str) -> tuple[str, str]:
+        """The two sides of the assignment that gives every env the argument `name`, with the code of its value."""
         if self.kwargs:
-            return f'{self.kwargs}["{name}"] = muster.lazy({build})   # before {self.name}'
-        return f"functools.partial(MyEnv, {name}=muster.lazy({build}))   # in {self.factory}"
+            return f'{self.kwargs}["{name}"]', value
+        return self.factory, f"[functools.partial(fn, {name}={value}) for fn in {self.factory}]"
 
-    def advise_packing(self, count: int) -> str:
-        """The sentence that says how `count` processes may share the envs."""
-        packed = self.packed.format(count=count)
-        return f"Envs that share nothing, as `muster doctor` finds out, may share processes: {packed}."
+    def lazily(self) -> str:
+        """An example of an argument that is built in the worker."""
+        place, value = self.argument("name", "muster.lazy(MyClass)")
+        return f"{place} = {value}   # before {self.name}"
 
 
 MAKE_VEC = UserCall(
     name="muster.make_vec",
     factory="factory",
     kwargs="env_kwargs",
-    wrappers="wrappers",
-    context='context="{method}"',
     in_process='backend="serial"',
     one_each="one_env_per_process=True",
-    packed="num_workers={count}",
-    num_envs="num_envs={count}",
-    apart='Use backend="process" and leave num_workers and caller_steps out',
-    by_function="envs = muster.make_vec(make_env, num_envs=...)",
-    processes='backend="process"',
-    step_timeout="step_timeout",
+    context='context="{method}"',
 )
 
 _current: ContextVar[UserCall] = ContextVar("muster_user_call", default=MAKE_VEC)

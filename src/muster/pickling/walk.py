@@ -232,7 +232,9 @@ def _function_edges(function: Any, inherited: bool) -> Iterator[Edge]:
             yield f".<closure>.{name}", cell.cell_contents
         except ValueError:  # a variable that has no value yet
             continue
-    yield from ((f".<default>[{i}]", value) for i, value in enumerate(function.__defaults__ or ()))
+    defaults = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :] if defaults else ()
+    yield from ((f".<default>.{name}", value) for name, value in zip(names, defaults, strict=False))
     yield from ((f".<default>.{name}", value) for name, value in (function.__kwdefaults__ or {}).items())
     yield from _named(vars(function))
     for name in sorted(global_names(function.__code__)):

@@ -20,10 +20,10 @@ from muster.errors import ConfigError, RecipeError
 from muster.introspection import callable_name, place_of
 from muster.lazy_values import LazyValues
 from muster.pickling import MAKE_VEC, UserCall, check_inheritable, current_call, dumps, find_shared, not_rebuilt, takes
+from muster.pickling.main_module import Init, run_once
 from muster.pickling.shared_pickling import receiving
 from muster.recipes.existing_env import LiveEnvs
 from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
-from muster.recipes.init_once import Init, run_once
 from muster.recipes.sources import Source, check_call, factory_example, sources_of
 
 _RELEASE_AFTER_ERROR_S = 5.0
@@ -71,7 +71,7 @@ class Recipe:
                 raise RecipeError(
                     f"{self.labels[0]} {self.name} returned the same {type(made).__name__} twice: for env "
                     f"{self.env_index} it gave one that is in use already. It must build a new env whenever it is "
-                    f"called:\n{factory_example('MyEnv(...)', self.call)}"
+                    f"called:\n{factory_example('MyEnv(...)')}"
                 )
             return BuiltEnv(self._wrapped(made, values), made, values)
         except BaseException:
@@ -91,14 +91,14 @@ class Recipe:
                 named[place_of(kwargs, key)] = value
             else:
                 named |= {place_of(key, inner): one for inner, one in value.items()}
-        return named | {f"{self.call.wrappers}[{i}]": wrapper for i, wrapper in enumerate(self.wrappers)}
+        return named | {f"wrappers[{i}]": wrapper for i, wrapper in enumerate(self.wrappers)}
 
     def _wrapped(self, made: Any, values: LazyValues) -> Any:
         env = made
         try:
             for i, wrapper in enumerate(self.wrappers):
                 if type(wrapper) is functools.partial:
-                    wrapper = values.resolve(wrapper, f"{self.call.wrappers}[{i}]")
+                    wrapper = values.resolve(wrapper, f"wrappers[{i}]")
                 env = self._checked(wrapper(env), f"wrapper {callable_name(wrapper)}")
         except BaseException:
             _live_envs.discard(made)
@@ -224,7 +224,7 @@ def unpack(
     if has_init:
         load = pickle.Unpickler(io.BytesIO(packed), buffers=buffers).load
         run(_loaded(load, fds, "worker_init", "What it needs has to be importable in the worker."))
-    lazily = textwrap.indent(call.lazily("name", "MyClass"), " " * 6)
+    lazily = textwrap.indent(call.lazily(), " " * 6)
     instead = f"Build it in the worker instead:\n{lazily}"
     recipes: list[Recipe] = _loaded(load, fds, f"a part of {call.sent()}", instead)
     # Again: what the caller registered last counts, not what a module has registered that was imported just now.

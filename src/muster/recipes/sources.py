@@ -8,7 +8,7 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,9 +18,8 @@ from gymnasium.envs.registration import EnvSpec
 from muster.errors import RecipeError
 from muster.introspection import callable_name, caller_stacklevel, module_name, type_name
 from muster.lazy_values import Lazy
-from muster.pickling import UserCall, current_call, find_culprits
+from muster.pickling import UserCall, find_culprits
 from muster.recipes.existing_env import find_existing_env, is_env
-from muster.recipes.front_end_functions import EnvFunction
 from muster.recipes.gymnasium_ids import (
     ForeignResolver,
     MakeGym,
@@ -30,6 +29,27 @@ from muster.recipes.gymnasium_ids import (
     vector_num_envs,
     vector_wrappers,
 )
+
+
+@dataclass(frozen=True)
+class EnvFunction:
+    """A function that a drop-in hands to a vector env class, and that builds an env by ``build(**arguments)``.
+
+    name: of the env, for messages.  labels: as for `Recipe`.  call: the user's call that has made this function.
+    env_index: of the `num_envs` that the call asks for.
+    """
+
+    build: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    name: str
+    labels: tuple[str, str]
+    call: UserCall
+    env_index: int
+    num_envs: int
+
+    def words(self, outer: UserCall) -> UserCall:
+        """The words for an env of this function in `outer`: what builds it is said as in the call that has made it."""
+        return replace(outer, name=self.call.name, factory=self.call.factory, kwargs=self.call.kwargs)
 
 
 @dataclass(frozen=True)
@@ -78,7 +98,7 @@ def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | Non
         raise RecipeError(
             f"{label or 'factory'} {callable_name(form)} holds an env that exists already: {path} is a "
             f"{type_name(env)}. Every env must be built where it runs; build it in the factory:\n"
-            f"{factory_example(constructor_of(env), current_call())}{_why_it_stays(env, path)}"
+            f"{factory_example(constructor_of(env))}{_why_it_stays(env, path)}"
         )
     return Source(form, callable_name(form), label or "factory")
 
@@ -105,7 +125,7 @@ def _spec_of_instance(env: Any, label: str) -> EnvSpec:
             reason = f"its wrapper {lost.name} did not record its arguments (gymnasium.utils.RecordConstructorArgs)"
         raise RecipeError(
             f"{label} is an env that exists already ({type_name(env)}), and {reason}. Every env is built where it "
-            f"runs; hand over a factory instead:\n{factory_example(constructor_of(env), current_call())}"
+            f"runs; hand over a factory instead:\n{factory_example(constructor_of(env))}"
             f"{_why_it_stays(env, label)}"
         )
     warnings.warn(
@@ -180,8 +200,8 @@ def _built_by_a_module(env: Any) -> str | None:
     return None
 
 
-def factory_example(constructor: str, call: UserCall) -> str:
-    return f"    def make_env():\n        return {constructor}\n    {call.by_function}"
+def factory_example(constructor: str) -> str:
+    return f"    def make_env():\n        return {constructor}"
 
 
 def _why_it_stays(env: Any, path: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muster.arguments import explains_keywords, whole
 from muster.backends.process import check_pool
-from muster.envs.adapt import adapted_recipes
+from muster.envs.adapt import adapted_recipes, with_torchrl
 from muster.errors import ConfigError
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
@@ -38,11 +38,6 @@ MULTI_COLLECTOR = replace(
     context='context="{method}"',
     in_process='muster.Collector with make_vec_options={"backend": "serial"}',
     one_each="num_collectors=num_envs",
-    packed="num_collectors={count}",
-    apart="Use a collector for each env: num_collectors=num_envs",
-    by_function="collector = muster.MultiCollector(make_env, ...)",
-    step_timeout="collect_timeout",
-    acts="",
 )
 _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env", "worker_init")
 
@@ -301,7 +296,7 @@ def _understood(
             envs,
             num_envs,
             env_kwargs=options.get("env_kwargs"),
-            wrappers=options.get("wrappers"),
+            wrappers=with_torchrl(options.get("wrappers")),
             groups=options.get("groups"),
             state=options.get("state", True),
         )

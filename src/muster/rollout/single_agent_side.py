@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 
+from muster.envs.adapt import with_torchrl
 from muster.errors import ConfigError
 from muster.pickling import MAKE_VEC, called_as
 from muster.rollout.env_side import EnvSide, discounts
@@ -22,17 +23,9 @@ COLLECTOR = replace(
     name="muster.Collector",
     factory="envs",
     kwargs='make_vec_options["env_kwargs"]',
-    wrappers='make_vec_options["wrappers"]',
     context='make_vec_options={{"context": "{method}"}}',
     in_process='make_vec_options={"backend": "serial"}',
     one_each='make_vec_options={"one_env_per_process": True}',
-    packed='make_vec_options={{"num_workers": {count}}}',
-    apart="Leave backend, num_workers and caller_steps out of make_vec_options",
-    by_function="collector = muster.Collector(make_env, ...)",
-    processes='make_vec_options={"backend": "process"}',
-    step_timeout='make_vec_options["step_timeout"]',
-    acts="collector.envs.call(act)",
-    env_bases="muster.interop.torchrl.env_bases:adapted",
 )
 
 
@@ -89,6 +82,7 @@ def open_envs(envs: Any, num_envs: int | None, make_vec_options: Mapping[str, An
             )
         return _side_of(envs), False
     options = {"autoreset_mode": "same_step", "copy": False, "state": True, **(make_vec_options or {})}
+    options["wrappers"] = with_torchrl(options.get("wrappers"))
     with called_as(COLLECTOR):
         made = make_vec(envs, num_envs, **options)
     try:

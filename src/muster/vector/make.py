@@ -198,9 +198,9 @@ def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
 
 def _words_of(call: UserCall, backend: str, num_workers: Asked, caller_steps: bool) -> UserCall:
     """`call`, with its words for a process for each env fitted to its other arguments."""
-    one_each = call.one_each if backend == "process" else call.processes
+    one_each = call.one_each if backend == "process" else 'backend="process"'
     in_the_way = ["num_workers"] * (num_workers is not None) + ["caller_steps"] * caller_steps
-    without = f" without {' and '.join(in_the_way)}" if in_the_way and one_each else ""
+    without = f" without {' and '.join(in_the_way)}" if in_the_way else ""
     return replace(call, one_each=one_each + without)
 
 

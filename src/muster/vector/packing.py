@@ -13,6 +13,7 @@ from muster.recipes.recipe import Recipe, check_forkable, shared_by
 from muster.recipes.recipe_kinds import kinds_of
 from muster.vector.side_by_side import try_side_by_side
 from muster.workers.guarded import PackedRecipes, TrialConditions
+from muster.workers.memory_plan import MAY_SHARE
 from muster.workers.notices import say_once
 from muster.workers.worker_env import WorkerEnv, first_changes
 from muster.workers.worker_init import ChosenInit, SetUp
@@ -71,7 +72,6 @@ def count_processes(
     count, fewest = len(recipes), min(cores, len(recipes))
     if count == 1:
         return 1
-    call = recipes[0].call
     if asked == AUTO:
         conditions = TrialConditions(first_changes(worker_env), SetUp.of_this_process(init), init.function)
         why = _why_apart(recipes, context, timeout_s, conditions)
@@ -84,7 +84,7 @@ def count_processes(
         return fewest
     if count > _MANY_PER_CORE * cores:
         where = "1 core" if cores == 1 else f"{cores} cores"
-        say_once(f"{count} processes start on {where}, one for each env. {call.advise_packing(cores)}")
+        say_once(f"{count} processes start on {where}, one for each env. {MAY_SHARE}")
     return count
 
 

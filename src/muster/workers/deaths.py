@@ -26,6 +26,7 @@ class Nouns:
     """The names that a pool's errors use for its parts; the owner of the pool chooses them.
 
     envs: for each worker the envs to name, where the indices that users know are not those of the pool.
+    step_timeout: the argument that limits a step's time; empty where the user's call has none.
     first_worker: the index of the first worker.  is_env: each worker steps one env and is named in its place.
     """
 

@@ -80,7 +80,7 @@ def check_one_per_process(env: Any, num_envs: int, call: UserCall = MAKE_VEC) ->
     if num_envs > 1 and (getattr(env, "metadata", None) or {}).get("one_per_process"):
         raise OneEnvPerProcess(
             f'{type(getattr(env, "unwrapped", env)).__qualname__} declares metadata["one_per_process"] = True, but '
-            f"{num_envs} envs were to be built in one process. {call.apart}; each env then gets a process of its own."
+            f"{num_envs} envs were to be built in one process. Give each a process of its own: {call.one_each}."
         )
 
 

@@ -19,7 +19,7 @@ from muster.envs.layout import RowNode, layout_difference
 from muster.errors import CannotTravel, MusterError, SpecMismatch
 from muster.introspection import type_name
 from muster.pickling import copied_if_plain, find_culprits
-from muster.recipes.init_once import ABOUT_INIT, Init
+from muster.pickling.main_module import ABOUT_INIT, Init
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.spaces.compare import first_difference

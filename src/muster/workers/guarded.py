@@ -19,7 +19,7 @@ from functools import partial
 from typing import IO, Any
 
 from muster._core import EXIT_FDS_CLOSED
-from muster.recipes.init_once import Init
+from muster.pickling.main_module import Init
 from muster.recipes.recipe import Recipe, pack
 from muster.workers.inheritance import with_tracker
 from muster.workers.inheriting import after_fork

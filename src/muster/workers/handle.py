@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from muster.errors import WorkerDied, WorkerName, WorkerTimeout
 from muster.pickling import UserCall
-from muster.recipes.init_once import Init
+from muster.pickling.main_module import Init
 from muster.recipes.recipe import Recipe
 from muster.transport.channel import Channel
 from muster.transport.slab import memfd
@@ -90,7 +90,7 @@ def unpacks_hint(call: UserCall) -> str:
     return (
         f"\nIt has not come further than to rebuild {call.sent()} that were sent to it; the first line of the stack is "
         "in the object that hangs.\nBuild that in the worker instead:\n"
-        f"    {call.lazily('name', 'MyClass')}"
+        f"    {call.lazily()}"
     )
 
 

@@ -7,28 +7,25 @@ import warnings
 
 from muster.errors import NotEnoughMemory
 from muster.introspection import caller_stacklevel
-from muster.pickling import MAKE_VEC, UserCall
 from muster.workers.messages import BuildProgress
 from muster.workers.resources import memory_left
 
 MEMORY_CHECKS = ("error", "warn", "off")
+MAY_SHARE = "Envs that share nothing, as `muster doctor` finds out, may share processes."
 
 
 class MemoryPlan:
     """The memory that `num_envs` envs in `num_workers` workers will need.
 
     check: one of `MEMORY_CHECKS`.  fewer_workers: so many could share the envs, if these allow it; None where the user
-    has chosen the number.  call: the user's call that asks for the envs.
+    has chosen the number.
     """
 
-    def __init__(
-        self, num_envs: int, num_workers: int, check: str, fewer_workers: int | None, call: UserCall = MAKE_VEC
-    ) -> None:
+    def __init__(self, num_envs: int, num_workers: int, check: str, fewer_workers: int | None) -> None:
         self._num_envs = num_envs
         self._num_workers = num_workers
         self._check = check
         self._fewer_workers = fewer_workers
-        self._call = call
 
     def fits(self, built: BuildProgress) -> bool:
         """Whether all envs certainly fit. After one env this may be too strict, since libraries are counted."""
@@ -45,18 +42,15 @@ class MemoryPlan:
             most += 1
         processes = f"{self._num_workers} process{'es' * (self._num_workers > 1)}"
         message = (
-            f"{self._asked(self._num_envs)} in {processes} will not fit into memory: beside the first {built.count} it "
+            f"{self._num_envs} envs in {processes} will not fit into memory: beside the first {built.count} it "
             f"needs about {_size(needed)} ({_size(env_bytes)} for an env, {_size(worker_bytes)} for a worker, measured "
-            f"in the first one), and {_size(left_bytes)} are left ({limit}). About {self._asked(most)} would fit."
+            f"in the first one), and {_size(left_bytes)} are left ({limit}). About {most} envs would fit."
         )
         if self._fewer_workers is not None and self._needed(self._num_envs, built, self._fewer_workers) <= left_bytes:
-            message += f" {self._call.advise_packing(self._fewer_workers)}"
+            message += f" {MAY_SHARE}"
         if self._check == "error":
             raise NotEnoughMemory(f'{message} To try all the same: memory_check="warn".')
         warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
-
-    def _asked(self, count: int) -> str:
-        return self._call.num_envs.format(count=count)
 
     def _needed(self, num_envs: int, built: BuildProgress, num_workers: int | None = None) -> int:
         """Bytes for `num_envs` envs and their workers, without those that are built already.

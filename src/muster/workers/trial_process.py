@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 
 from muster._core import EXIT_FDS_CLOSED, set_death_signal, start_watchdog
 from muster.envs.light_melting_pot import import_without_bots
-from muster.pickling.main_module import MainModule
-from muster.recipes.init_once import Init, run_once
+from muster.pickling.main_module import Init, MainModule, run_once
 from muster.recipes.recipe import Recipe, unpack
 from muster.worker_info import WorkerInfo, worker_info_context
 from muster.workers.inheriting import finish_queues, take_over

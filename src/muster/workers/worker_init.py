@@ -13,8 +13,7 @@ from typing import Any, Literal
 from muster.errors import ConfigError, EnvError
 from muster.introspection import callable_name, caller_stacklevel
 from muster.lazy_values import Lazy
-from muster.pickling.main_module import MAIN_NAMES
-from muster.recipes.init_once import Init
+from muster.pickling.main_module import MAIN_NAMES, Init
 from muster.workers.caller_script import Script
 from muster.workers.caller_settings import CallerSettings
 from muster.workers.log_forwarding import LogLevels

@@ -20,8 +20,7 @@ from muster.envs.light_melting_pot import import_without_bots
 from muster.envs.quiet_atari import print_no_banner
 from muster.errors import CannotTravel
 from muster.introspection import type_name
-from muster.pickling.main_module import MainModule
-from muster.recipes.init_once import ABOUT_INIT, Init, run_once
+from muster.pickling.main_module import ABOUT_INIT, Init, MainModule, run_once
 from muster.recipes.recipe import Recipe, unpack
 from muster.transport.big_arrays import map_big_arrays
 from muster.transport.channel import Channel, ChannelClosed
@@ -199,7 +198,7 @@ class Worker:
         except Exception as error:
             refusal = CannotTravel(
                 f"a {type_name(result)} cannot be sent from the worker: {error}. Ask for something smaller, such as an "
-                f"attribute of it, or use {self._env_host.recipes[0].call.stepping_here()}"
+                f"attribute of it, or use {self._env_host.recipes[0].call.in_process}"
             )
             return self._dumps(self._env_host.failure(i, refusal))
 

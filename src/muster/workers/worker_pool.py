@@ -160,7 +160,7 @@ class Workers:
         count, options = len(self._recipes), self._options
         one_each = options.num_workers + options.caller_steps == count and not options.one_env_per_process
         fewer = min(usable_cores(), count) if one_each else None
-        plan = MemoryPlan(count, options.num_workers, options.memory_check, fewer, self._call)
+        plan = MemoryPlan(count, options.num_workers, options.memory_check, fewer)
         for env in worker.envs[:2]:
             (built,) = self._answers(BuildProgress, [worker], f"building env {env}")
             if plan.fits(built):
@@ -259,10 +259,9 @@ class Workers:
             return worker
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                fewer = self._call.packed.format(count=max(1, host - 2))
                 error.add_note(
                     f"worker {host} of {self._options.num_workers} could not start: each needs 5 file descriptors in "
-                    f"this process; allow it more (`ulimit -n`), or ask for fewer workers ({fewer})"
+                    f"this process; allow it more (`ulimit -n`), or ask for fewer workers"
                 )
             raise
 

@@ -31,7 +31,7 @@ from torchrl.testing.mocking_classes import CountingEnv, MultiKeyCountingEnv, Ne
 
 import muster
 from muster.doctor.api_checkers import check_api, name_api
-from muster.doctor.torchrl_envs import stepped
+from muster.envs.adapt import from_torchrl
 from muster.errors import EnvError, RecipeError, SpecMismatch
 from muster.interop.torchrl import PettingZooEnv
 from muster.interop.torchrl.env_bases import adapted
@@ -215,7 +215,7 @@ def test_the_doctor_examines_them():
 
 
 def test_the_doctor_knows_their_api():
-    env = stepped(cart_pole())
+    env = from_torchrl(cart_pole())
     assert name_api(env) == "TorchRL"
     assert check_api(env) == ([], [])
     assert "ParallelEnv(2, make_env)" in str(muster.diagnose(cart_pole(), num_envs=2))

@@ -114,15 +114,15 @@ class OneAgent(_Stepping, gymnasium.Env[Any, Any]):
 class ManyAgents(_Stepping):
     """An `EnvBase` of groups of agents, with PettingZoo's parallel API.
 
-    groups: the group of each agent. Observations that belong to no group are left out; rewards and flags that do not
-    are those of all agents.
+    agent_groups: the group of each agent. Observations that belong to no group are left out; rewards and flags that do
+    not are those of all agents.
     """
 
     def __init__(self, env: EnvBase, members: dict[str, list[str]]) -> None:
         super().__init__(env)
         self._members = members
-        self.groups = {agent: group for group, agents in members.items() for agent in agents}
-        self.possible_agents = list(self.groups)
+        self.agent_groups = {agent: group for group, agents in members.items() for agent in agents}
+        self.possible_agents = list(self.agent_groups)
         self.agents: list[str] = []
         self._specs = {group: (env.full_observation_spec[group], env.full_action_spec[group]) for group in members}
         self._obs_paths = {group: _paths(seen) for group, (seen, _) in self._specs.items()}
@@ -132,11 +132,11 @@ class ManyAgents(_Stepping):
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
         """The space of the agent's observations."""
-        return self._spaces[self.groups[agent]][0]
+        return self._spaces[self.agent_groups[agent]][0]
 
     def action_space(self, agent: str) -> spaces.Space[Any]:
         """The space of the agent's actions."""
-        return self._spaces[self.groups[agent]][1]
+        return self._spaces[self.agent_groups[agent]][1]
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Obs, Obs]:
         """Observations and infos by agent."""

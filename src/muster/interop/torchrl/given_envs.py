@@ -16,7 +16,7 @@ from torchrl.envs import EnvBase, EnvCreator, TransformedEnv
 from muster._core import CACHE_LINE
 from muster.errors import CannotTravel, ConfigError
 from muster.introspection import type_name
-from muster.pickling import Culprit, UserCall, find_culprits, is_plain
+from muster.pickling import Culprit, find_culprits, is_plain
 from muster.recipes.existing_env import find_existing_env
 from muster.recipes.sources import factory_example
 from muster.transport.slab import memfd
@@ -31,10 +31,10 @@ def given(env: EnvBase, **kwargs: Any) -> EnvBase:
     return env
 
 
-def explained(fns: Sequence[Any], label: str, call: UserCall) -> CannotTravel | None:
+def explained(fns: Sequence[Any], label: str) -> CannotTravel | None:
     """The error for the first env among `fns`, or in one of them, that exists already and cannot travel; None for none.
 
-    label: the name of function `{}` in messages.  call: the user's call.
+    label: the name of function `{}` in messages.
     """
     for i, fn in enumerate(fns):
         held = (label.format(i), fn) if isinstance(fn, EnvBase) else find_existing_env(fn, label.format(i))
@@ -47,7 +47,7 @@ def explained(fns: Sequence[Any], label: str, call: UserCall) -> CannotTravel | 
                 f"{path} is an env that exists already ({type_name(env)}), and cannot be sent to a worker:"
                 f"{''.join(map(_line, blocking[:_SHOWN]))}\n"
                 f"Every env is built where it runs; hand over a function that builds it:\n"
-                f"{factory_example(constructor(env), call)}"
+                f"{factory_example(constructor(env))}"
             )
     return None
 

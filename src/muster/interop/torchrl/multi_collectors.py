@@ -45,15 +45,9 @@ MULTI_COLLECTOR = UserCall(
     name="MultiSyncCollector",
     factory="create_env_fn",
     kwargs="create_env_kwargs",
-    wrappers="",
     context='torch.multiprocessing.set_start_method("{method}")',
     in_process="Collector(create_env_fn, policy, ...)",
     one_each="one env in each of create_env_fn",
-    packed="",
-    num_envs="num_workers={count}",
-    apart="Let each of create_env_fn build one env",
-    by_function="collector = MultiSyncCollector([make_env] * n, policy, ...)",
-    acts="",
 )
 
 

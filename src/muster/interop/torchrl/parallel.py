@@ -33,23 +33,13 @@ from muster.workers.memory_plan import MEMORY_CHECKS
 from muster.workers.worker_env import WorkerEnv
 from muster.workers.worker_init import WorkerInit
 
-_SERIAL = (
-    'as_torchrl(muster.make_vec(create_env_fn, num_workers, {kwargs}backend="serial", autoreset_mode="same_step"))'
-)
 PARALLEL_ENV = UserCall(
     name="ParallelEnv",
     factory="create_env_fn",
     kwargs="create_env_kwargs",
-    wrappers="",
     context='mp_start_method="{method}"',
     in_process="torchrl.envs.SerialEnv(num_workers, create_env_fn)",
-    in_process_of_others=_SERIAL.format(kwargs=""),
     one_each="ParallelEnv without num_processes",
-    packed="num_processes={count}",
-    num_envs="num_workers={count}",
-    apart="Leave num_processes out",
-    by_function="env = ParallelEnv(..., make_env)",
-    acts="env.vector_env.call(act)",
 )
 
 # The private names of TorchRL's that this folder's `ParallelEnv` overrides, calls, reads or sets.
@@ -212,8 +202,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
             # TorchRL copies the values of a dict, and not those of a list's dicts.
             each = "create_env_kwargs" if kwargs_listed else "[create_env_kwargs] * num_workers"
             in_process = f"torchrl.envs.SerialEnv(num_workers, create_env_fn, create_env_kwargs={each})"
-            in_process_of_others = _SERIAL.format(kwargs="env_kwargs=create_env_kwargs, ")
-            call = replace(PARALLEL_ENV, in_process=in_process, in_process_of_others=in_process_of_others)
+            call = replace(PARALLEL_ENV, in_process=in_process)
         fns_label = call.factory + "[{}]" * fns_listed
         kwargs_label = call.kwargs + "[{}]" * kwargs_listed
         fns = [partial(given, fn) if isinstance(fn, EnvBase) else sharing(fn) for fn in self.create_env_fn]
@@ -233,7 +222,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
                 self._pool = Pool(self._recipes(), self._pool_options, context=context, num_threads=threads)
             except CannotTravel as error:
                 label = PARALLEL_ENV.factory + "[{}]" * self._of_list[0]
-                raise (explained(self.create_env_fn, label, PARALLEL_ENV) or error) from error.__cause__
+                raise (explained(self.create_env_fn, label) or error) from error.__cause__
         pool: Pool = self._pool
         return pool
 
