@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
-import errno
+import contextlib
 import gc
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -16,6 +16,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+
+import programs
+from processes import adopts_orphans, descendants, named_fd
 
 # With this their asserts show the values that they compared, as those of test modules do.
 pytest.register_assert_rewrite(
@@ -34,8 +37,12 @@ _HOME = tempfile.mkdtemp(prefix="muster-tests-")
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ["XDG_STATE_HOME"] = _HOME  # runs that tests make are sealed by a key that goes with them
 
-_PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_S = 5.0
+
+# A shell that runs this in the background has it ignore them, and it would have every process that it starts.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 @dataclass
@@ -55,7 +62,9 @@ class Holdings:
             # These may belong to tests that run at the same time: Python's named semaphores, which may be mapped by no
             # process, and what an env leaks to whom soaks it.
             shared_memory = {name for name in shared_memory if not name.startswith(("sem.mp-", "muster-leaky-"))}
-        return cls(set(descendants(os.getpid())), threads, _open_fds(), shared_memory)
+        servers = programs.servers()  # stay for the tests that follow
+        processes = {name for name, pid in descendants(os.getpid()).items() if pid not in servers}
+        return cls(processes, threads, _open_fds() - set(servers.values()), shared_memory)
 
     def beyond(self, before: Holdings) -> dict[str, set[str]]:
         """The things that exist now and did not exist before, by kind."""
@@ -63,16 +72,19 @@ class Holdings:
         return {kind: names for kind, names in more.items() if names}
 
 
-@pytest.fixture(scope="session")
-def _adopts_orphans() -> None:
-    """Makes processes whose parent has ended children of this process, so that none can hide."""
-    refused = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    assert not refused or ctypes.get_errno() == errno.EINVAL  # emulators of other processors do not know the call
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Kills the programs that a test leaves running, most of all a test that has failed."""
+    try:
+        return (yield)
+    finally:
+        programs.end_all()
 
 
 @pytest.fixture
-def leaves_nothing(_adopts_orphans: None) -> Iterator[None]:
+def leaves_nothing() -> Iterator[None]:
     """Fails if the test leaves a process, a thread, an fd or an entry in /dev/shm (semaphores are there, too)."""
+    adopts_orphans()
     gc.collect()
     gc.freeze()  # so that the collections below look only at what the test makes, and not at all modules
     before = Holdings.now()
@@ -88,28 +100,6 @@ def leaves_nothing(_adopts_orphans: None) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: {left}")
         time.sleep(0.02)
-
-
-def descendants(pid: int) -> dict[str, int]:
-    """Living processes below `pid`: their names as ``name pid``, for messages, and their pids."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:
-            continue
-        state, parent = rest.split()[:2]
-        if state != "Z":  # a zombie holds nothing, and its exit code may still be read
-            children.setdefault(int(parent), []).append((int(entry.name), name))
-    found: dict[str, int] = {}
-    queue = [pid]
-    while queue:
-        for child, name in children.get(queue.pop(), []):
-            found[f"{name} {child}"] = child
-            queue.append(child)
-    return found
 
 
 def _used_by_others() -> set[str]:
@@ -129,8 +119,6 @@ def _used_by_others() -> set[str]:
 def _open_fds() -> set[str]:
     fds = set()
     for fd in os.listdir("/proc/self/fd"):
-        try:
-            fds.add(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
-        except OSError:
-            continue  # the fd that listed the folder
+        with contextlib.suppress(OSError):  # the fd that listed the folder
+            fds.add(named_fd(fd))
     return fds
