@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import programs
+from muster.workers.launcher_client import LauncherClient
 from processes import adopts_orphans, descendants, named_fd
 
 # With this their asserts show the values that they compared, as those of test modules do.
@@ -62,8 +63,9 @@ class Holdings:
             # These may belong to tests that run at the same time: Python's named semaphores, which may be mapped by no
             # process, and what an env leaks to whom soaks it.
             shared_memory = {name for name in shared_memory if not name.startswith(("sem.mp-", "muster-leaky-"))}
-        servers = programs.servers()  # stay for the tests that follow
-        processes = {name for name, pid in descendants(os.getpid()).items() if pid not in servers}
+        servers = programs.servers()
+        stay = {*servers, *([] if _held is None else [_held._process.pid])}  # for the tests that follow
+        processes = {name for name, pid in descendants(os.getpid()).items() if pid not in stay}
         return cls(processes, threads, _open_fds() - set(servers.values()), shared_memory)
 
     def beyond(self, before: Holdings) -> dict[str, set[str]]:
@@ -79,6 +81,22 @@ def pytest_runtest_teardown() -> Iterator[None]:
         return (yield)
     finally:
         programs.end_all()
+
+
+@pytest.fixture(autouse=True)
+def _launcher() -> None:
+    """Keeps one launcher through all tests, as a vector env that stays open does: a new one takes 0.4 s of imports.
+
+    Tests of its start and end use "spawn", or programs: their launchers are their own.
+    """
+    global _held
+    if _held is None or not _held.is_usable():
+        if _held is not None:
+            _held.release()
+        _held = LauncherClient.acquire("forkserver", 1)
+
+
+_held: LauncherClient | None = None
 
 
 @pytest.fixture
