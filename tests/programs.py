@@ -47,6 +47,9 @@ def run(*words: Any, input: str | None = None, timeout: float = 100.0, check: bo
 
 def start(*words: Any, fresh: bool = False, imports: tuple[str, ...] = (), **options: Any) -> Program:
     """A program that runs. Its stdin is empty, stdout and stderr are pipes of text. options: others, of `Popen`."""
+    environ = dict(os.environ) if options.get("env") is None else options["env"]
+    # Output comes as from a new shell: where it is unbuffered, the parts of two lines get mixed.
+    options["env"] = {name: value for name, value in environ.items() if name != "PYTHONUNBUFFERED"}
     given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     kind = Program if fresh or not adopts_orphans() else functools.partial(ForkedProgram, imports)
     program = kind([sys.executable, *map(os.fspath, words)], start_new_session=True, **{**given, **options})
@@ -115,6 +118,7 @@ class _Server:
             words = ["-P", _SERVER, str(theirs.fileno()), *ALWAYS, *imports]
             # NumPy's threads would be there before the first fork.
             environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+            environ.pop("PYTHONUNBUFFERED", None)
             self.process = subprocess.Popen(
                 [sys.executable, *words], pass_fds=[theirs.fileno()], env=environ, start_new_session=True, cwd="/"
             )
@@ -135,7 +139,7 @@ def _server_with(imports: tuple[str, ...]) -> _Server:
     return _servers[imports]
 
 
-def _request(words: list[str], cwd: Any, env: dict[str, str] | None) -> Request:
+def _request(words: list[str], cwd: Any, environ: dict[str, str]) -> Request:
     code, warn, own_folder = None, [], True
     while words[0].startswith("-"):
         option, *words = words
@@ -148,9 +152,8 @@ def _request(words: list[str], cwd: Any, env: dict[str, str] | None) -> Request:
             break
         else:
             raise ValueError(f"a program with the option {option} needs fresh=True")
-    environ = dict(os.environ) if env is None else env
-    for name in environ.keys() | os.environ.keys():
-        if name.startswith("PYTHON") and name != "PYTHONPATH" and environ.get(name) != os.environ.get(name):
+    for name in (environ.keys() | os.environ.keys()) - {"PYTHONPATH", "PYTHONUNBUFFERED"}:
+        if name.startswith("PYTHON") and environ.get(name) != os.environ.get(name):
             raise ValueError(f"a program with another {name} needs fresh=True")
     return Request(list(words), code, warn, own_folder, os.fspath(cwd or os.getcwd()), environ)
 
