@@ -307,13 +307,16 @@ def test_a_close_timeout_that_makes_no_sense_is_refused(value: Any) -> None:
 # ---- drop-ins wait as their originals do
 
 
+FORKED = {"start_method": "fork"}  # a fresh process would import SB3
+
+
 def sb3(folder: str, **kwargs: Any) -> Any:
     from muster.interop.sb3 import make_vec_env
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cls = pytest.importorskip("muster.interop.sb3").SubprocVecEnv
-        return make_vec_env(Slow, 2, env_kwargs={"folder": folder, **kwargs}, vec_env_cls=cls)
+        return make_vec_env(Slow, 2, env_kwargs={"folder": folder, **kwargs}, vec_env_cls=cls, vec_env_kwargs=FORKED)
 
 
 def gymnasiums(folder: str, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ import pytest
 from gymnasium import spaces
 
 import muster
+from slow import slow
 
 BACKENDS = {
     "process": {"num_workers": 2},
@@ -46,8 +47,8 @@ class Growing(gym.Env):
         return {"path": self.path, "told": self.told}
 
 
-@pytest.mark.parametrize("mode", ["same_step", "next_step"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", ["same_step", *slow("next_step")])
+@pytest.mark.parametrize("backend", ["process", *slow(*(name for name in BACKENDS if name != "process"))])
 def test_infos_are_the_same_in_every_backend(backend, mode):
     with muster.make_vec(Growing, 2, autoreset_mode=mode, **BACKENDS[backend]) as envs:
         infos = [envs.reset()[1], *(envs.step(np.zeros(2, int))[4] for _ in range(4))]
@@ -69,7 +70,7 @@ def test_objects_that_cannot_be_copied_are_passed_in_process():
         assert next(envs.step(np.zeros(1, int))[4]["generator"][0]) == 0
 
 
-@pytest.mark.parametrize("backend", ["process", "serial", "thread"])
+@pytest.mark.parametrize("backend", ["process", *slow("serial", "thread")])
 def test_a_space_that_was_edited_is_not_what_others_are_compared_with(backend, tmp_path):
     make = functools.partial(Growing, crashes_at=3 if backend == "process" else None, mark=tmp_path / "crashed")
     with muster.make_vec(make, 2, on_failure="restart", autoreset_mode="same_step", **BACKENDS[backend]) as envs:

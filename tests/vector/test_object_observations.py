@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import muster
+from slow import slow
 
 
 class Growing(gym.Env[Any, Any]):
@@ -26,7 +27,7 @@ class Growing(gym.Env[Any, Any]):
         return (1,) * self.steps, 1.0, False, False, {}
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize("backend", ["process", *slow("serial", "thread")])
 def test_observations_by_mail_arrive_without_infos(backend: str) -> None:
     with muster.make_vec(Growing, 2, backend=backend) as envs:
         assert envs.reset()[0] == ((), ())

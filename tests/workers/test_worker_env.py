@@ -166,7 +166,7 @@ def _sb3(env: Any, worker_env: Any) -> Any:
 
 def _sb3_make(env: Any, worker_env: Any) -> Any:
     sb3 = pytest.importorskip("muster.interop.sb3", exc_type=ImportError)
-    options = {"num_workers": 2, "worker_env": worker_env}
+    options = {"num_workers": 2, "worker_env": worker_env, "start_method": "fork"}
     envs = sb3.make_vec_env(env, 2, vec_env_cls=sb3.SubprocVecEnv, vec_env_kwargs=options)
     return envs, envs.reset()
 
