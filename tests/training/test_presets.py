@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
 import muster
+import programs
 from command import muster as run_muster
 from muster.algorithms import PPO, PPOConfig
 from muster.training.plan import plan_of
@@ -158,8 +158,7 @@ def test_atari_has_four_grey_frames_of_four_steps_each(env_id: str):
 
 def test_the_preset_makes_the_same_env_of_all_names_of_a_game():
     pytest.importorskip("cv2")
-    done = subprocess.run([sys.executable, "-c", GAME_BY_ITS_NAMES], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = programs.run("-c", GAME_BY_ITS_NAMES, imports=programs.TORCH, check=True)
     assert done.stdout == "the same\n"
 
 

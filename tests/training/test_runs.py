@@ -22,6 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 from tensorboard.util import tensor_util
 
+import programs
 from command import muster
 from muster.training.run_folder import RunFolder
 
@@ -144,11 +145,8 @@ def test_a_run_goes_on_without_a_gap_or_a_row_twice(tmp_path: Path):
 
 def test_an_interrupted_run_goes_on(tmp_path: Path):
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "muster", "train", "CartPole-v1", *ROLLOUT]
-    child = subprocess.Popen(
-        [*command, "--total-steps", "100m", "--run-dir", str(run)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    command = ["-c", "from muster.cli import main; main()", "train", "CartPole-v1", *ROLLOUT]
+    child = programs.start(*command, "--total-steps", "100m", "--run-dir", str(run), imports=programs.TORCH)
     deadline = time.monotonic() + 90
     while not ((run / "metrics.csv").exists() and len(read_metrics(run)) > 1):
         assert time.monotonic() < deadline
