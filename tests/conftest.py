@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
+import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +13,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+
+import programs
+from muster.workers.launcher_client import LauncherClient
+from processes import adopts_orphans, descendants, named_fd
 
 # With this their asserts show the values that they compared, as those of test modules do.
 pytest.register_assert_rewrite(
@@ -27,8 +31,12 @@ pytest.register_assert_rewrite(
     "row_checks",
 )
 
-_PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_S = 5.0
+
+# A shell that runs this in the background has it ignore them, and it would have every process that it starts.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 @dataclass
@@ -47,7 +55,10 @@ class Holdings:
         if "PYTEST_XDIST_WORKER" in os.environ:
             # Python's named semaphores may belong to tests that run at the same time, and be mapped by no process.
             shared_memory = {name for name in shared_memory if not name.startswith("sem.mp-")}
-        return cls(set(descendants(os.getpid())), threads, _open_fds(), shared_memory)
+        servers = programs.servers()
+        stay = {*servers, *([] if _held is None else [_held._process.pid])}  # for the tests that follow
+        processes = {name for name, pid in descendants(os.getpid()).items() if pid not in stay}
+        return cls(processes, threads, _open_fds() - set(servers.values()), shared_memory)
 
     def beyond(self, before: Holdings) -> dict[str, set[str]]:
         """The things that exist now and did not exist before, by kind."""
@@ -55,16 +66,35 @@ class Holdings:
         return {kind: names for kind, names in more.items() if names}
 
 
-@pytest.fixture(scope="session")
-def _adopts_orphans() -> None:
-    """Makes processes whose parent has ended children of this process, so that none can hide."""
-    refused = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    assert not refused or ctypes.get_errno() == errno.EINVAL  # emulators of other processors do not know the call
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Kills the programs that a test leaves running, most of all a test that has failed."""
+    try:
+        return (yield)
+    finally:
+        programs.end_all()
+
+
+@pytest.fixture(autouse=True)
+def _launcher() -> None:
+    """Keeps one launcher through all tests, as a vector env that stays open does: a new one takes 0.4 s of imports.
+
+    Tests of its start and end use "spawn", or programs: their launchers are their own.
+    """
+    global _held
+    if _held is None or not _held.is_usable():
+        if _held is not None:
+            _held.release()
+        _held = LauncherClient.acquire("forkserver", 1)
+
+
+_held: LauncherClient | None = None
 
 
 @pytest.fixture
-def leaves_nothing(_adopts_orphans: None) -> Iterator[None]:
+def leaves_nothing() -> Iterator[None]:
     """Fails if the test leaves a process, a thread, an fd or an entry in /dev/shm (semaphores are there, too)."""
+    adopts_orphans()
     gc.collect()
     gc.freeze()  # so that the collections below look only at what the test makes, and not at all modules
     before = Holdings.now()
@@ -80,28 +110,6 @@ def leaves_nothing(_adopts_orphans: None) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: {left}")
         time.sleep(0.02)
-
-
-def descendants(pid: int) -> dict[str, int]:
-    """Living processes below `pid`: their names as ``name pid``, for messages, and their pids."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:
-            continue
-        state, parent = rest.split()[:2]
-        if state != "Z":  # a zombie holds nothing, and its exit code may still be read
-            children.setdefault(int(parent), []).append((int(entry.name), name))
-    found: dict[str, int] = {}
-    queue = [pid]
-    while queue:
-        for child, name in children.get(queue.pop(), []):
-            found[f"{name} {child}"] = child
-            queue.append(child)
-    return found
 
 
 def _used_by_others() -> set[str]:
@@ -121,8 +129,6 @@ def _used_by_others() -> set[str]:
 def _open_fds() -> set[str]:
     fds = set()
     for fd in os.listdir("/proc/self/fd"):
-        try:
-            fds.add(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
-        except OSError:
-            continue  # the fd that listed the folder
+        with contextlib.suppress(OSError):  # the fd that listed the folder
+            fds.add(named_fd(fd))
     return fds

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import functools
 import os
 import signal
 import time
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _PF_EXITING = 0x4  # of include/linux/sched.h
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def stat_of(pid: int) -> list[str]:
@@ -59,6 +63,41 @@ def left_of(word: str, within_s: float = 20.0) -> set[int]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return left
+
+
+@functools.cache
+def adopts_orphans() -> bool:
+    """Makes processes whose parent has ended children of this process, so that none can hide. False where it cannot."""
+    refused = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    assert not refused or ctypes.get_errno() == errno.EINVAL  # emulators of other processors do not know the call
+    return not refused
+
+
+def descendants(pid: int) -> dict[str, int]:
+    """Living processes below `pid`: their names as ``name pid``, for messages, and their pids."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        state, parent = rest.split()[:2]
+        if state != "Z":  # a zombie holds nothing, and its exit code may still be read
+            children.setdefault(int(parent), []).append((int(entry.name), name))
+    found: dict[str, int] = {}
+    queue = [pid]
+    while queue:
+        for child, name in children.get(queue.pop(), []):
+            found[f"{name} {child}"] = child
+            queue.append(child)
+    return found
+
+
+def named_fd(fd: int | str) -> str:
+    """An open fd of this process and what it is of. Raises OSError."""
+    return f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}"
 
 
 def parent_of(pid: int) -> int:

@@ -61,7 +61,9 @@ def test_vector_envs_and_collectors_take_numpys_integers():
     batches = list(collector)
     collector.shutdown()
     assert [batch.shape for batch in batches] == [(2, 5)] * 2
-    with muster.MultiCollector("CartPole-v1", num_collectors=i(1), max_restarts=i(1), **sizes) as several:
+    with muster.MultiCollector(
+        "CartPole-v1", num_collectors=i(1), max_restarts=i(1), context="fork", **sizes
+    ) as several:
         assert next(iter(several)).shape == (2, 5)
 
 
@@ -73,7 +75,7 @@ def test_drop_ins_take_numpys_integers():
     envs.close()
     from torchrl.envs import GymEnv
 
-    many = drop_in_torchrl.ParallelEnv(i(1), lambda: GymEnv("CartPole-v1"))
+    many = drop_in_torchrl.ParallelEnv(i(1), lambda: GymEnv("CartPole-v1"), mp_start_method="fork")
     assert isinstance(many.set_seed(i(3)), int)
     many.close()
 

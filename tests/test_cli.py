@@ -16,11 +16,12 @@ import matplotlib.image
 import pytest
 import torch
 
+import programs
 from command import muster
 
 SMALL = ("--num-envs", "8", "--num-steps", "32")  # rollouts of 256 rows
 # -P: as for an installed script, Python itself does not look into the working folder.
-RUN_MUSTER = [sys.executable, "-P", "-c", "from muster.cli import main; main()"]
+RUN_MUSTER = ["-P", "-c", "from muster.cli import main; main()"]
 
 
 def read_metrics(run: Path) -> list[dict[str, str]]:
@@ -119,10 +120,8 @@ def test_what_was_reached_is_kept_when_the_env_fails(tmp_path: Path):
         "gymnasium.register('Fragile-v0', Fragile)\n"
     )
     run = tmp_path / "run"
-    done = subprocess.run(
-        [*RUN_MUSTER, "train", "fragile:Fragile-v0", *SMALL, "--num-workers", "1", "--run-dir", str(run)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    training = [*RUN_MUSTER, "train", "fragile:Fragile-v0", *SMALL, "--num-workers", "1", "--run-dir", str(run)]
+    done = programs.run(*training, cwd=tmp_path, imports=programs.TORCH)
     assert done.returncode == 1
     assert "ArithmeticError" in done.stderr
     assert "the pole broke" in done.stderr
@@ -135,10 +134,8 @@ def test_what_was_reached_is_kept_when_the_env_fails(tmp_path: Path):
 @pytest.mark.timeout(240)
 def test_ctrl_c_ends_cleanly_with_what_was_reached_and_the_run_goes_on(tmp_path: Path):
     run = tmp_path / "run"
-    child = subprocess.Popen(
-        [*RUN_MUSTER, "train", "CartPole-v1", *SMALL, "--total-steps", "100m", "--run-dir", str(run)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    training = [*RUN_MUSTER, "train", "CartPole-v1", *SMALL, "--total-steps", "100m", "--run-dir", str(run)]
+    child = programs.start(*training, imports=programs.TORCH)
     deadline = time.monotonic() + 150
     while not ((run / "metrics.csv").exists() and len(read_metrics(run)) > 1):
         assert time.monotonic() < deadline
@@ -167,8 +164,7 @@ def test_signals_are_said_also_while_envs_are_built(tmp_path: Path, number: int,
     (tmp_path / "slow_env.py").write_text(
         "import pathlib, time\ndef make():\n    pathlib.Path('built').touch()\n    time.sleep(60)\n"
     )
-    command = [*RUN_MUSTER, "bench", "slow_env:make"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as bench:
+    with programs.start(*RUN_MUSTER, "bench", "slow_env:make", cwd=tmp_path) as bench:
         while not (tmp_path / "built").exists():
             time.sleep(0.01)
         bench.send_signal(number)

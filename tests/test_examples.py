@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import programs
 from command import muster
 
 ROOT = Path(__file__).parent.parent
@@ -28,10 +26,7 @@ ROOT = Path(__file__).parent.parent
     ],
 )
 def test_example(example: str, printed: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", ROOT / "examples" / example]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = programs.run("-W", "error", ROOT / "examples" / example, cwd=tmp_path, check=True)
     assert done.stdout.splitlines() == printed
     assert done.stderr == ""
 
@@ -50,20 +45,18 @@ def test_example(example: str, printed: list[str], tmp_path: Path) -> None:
 )
 def test_example_of_agents(example: str, options: list[str], printed: str, tmp_path: Path) -> None:
     pytest.importorskip("mpe2" if example.startswith("mpe2") else "dmlab2d")
-    command = [sys.executable, "-W", "ignore", ROOT / "examples" / example, *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = programs.run("-W", "ignore", ROOT / "examples" / example, *options, cwd=tmp_path, timeout=300, check=True)
     assert re.search(printed, done.stdout), done.stdout
 
 
+@pytest.mark.slow
 def test_the_ship_learns_to_dock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     example = str(ROOT / "examples" / "docking.py")
     trained = muster("train", f"{example}:Docking", "--total-steps", "50k", "--backend", "serial")
     assert trained.exit_code == 0, trained.output
     (run,) = (tmp_path / "runs").iterdir()
-    flown = subprocess.run([sys.executable, example, run], capture_output=True, text=True, timeout=60, check=True)
+    flown = programs.run(example, run, imports=programs.TORCH, check=True)
     assert re.fullmatch(r"docked after \d+ steps, return 1\.\d+", flown.stdout.splitlines()[-1]), flown.stdout
 
 
@@ -73,7 +66,7 @@ def test_the_atari_example_trains_as_the_command_does(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     example = ["-W", "error", str(ROOT / "examples" / "atari.py"), "--total-steps", "1024"]
     game = ["CrazyClimberNoFrameskip-v4", "--total-steps", "1024", "--seed", "1"]
-    shown = subprocess.run([sys.executable, *example], capture_output=True, text=True, timeout=100, check=True).stdout
+    shown = programs.run(*example, imports=programs.TORCH, check=True).stdout
     assert "1,024 steps" in shown
     assert muster("train", *game).exit_code == 0
     (run,) = (tmp_path / "runs").iterdir()

@@ -6,12 +6,12 @@ import importlib.metadata
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import programs
 from command import muster
 from fake_packages import pretend_installed
 from muster.extras import PACKAGES, require
@@ -85,9 +85,8 @@ print(json.dumps(said))
 
 def said_by(cases: list[tuple[str, str]], **environment: str) -> list[list[str]]:
     """The class and the message of what is raised by each case: a module to hide, and code. All run in one process."""
-    command = [sys.executable, "-W", "ignore", "-c", TRY_EACH, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
-    assert done.returncode == 0, done.stderr
+    command = ["-W", "ignore", "-c", TRY_EACH, json.dumps(cases)]
+    done = programs.run(*command, env={**os.environ, **environment}, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -165,8 +164,7 @@ def test_a_broken_package_raises_its_own_error(tmp_path: Path):
 
 def test_help_on_muster_can_be_read_without_torch():
     code = "import sys; sys.modules['torch'] = None; import muster; help(muster); print('DIR', dir(muster))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
+    done = programs.run("-c", code, check=True)
     assert "make_vec(" in done.stdout
     names = done.stdout.rpartition("DIR")[2]
     assert "'diagnose'" in names
@@ -224,9 +222,8 @@ def test_what_a_command_lacks_is_told_before_it_begins(
 
 def test_a_command_says_what_is_too_old_for_it(tmp_path: Path):
     pretend_installed(tmp_path, "rich", "13.9.4")
-    command = [sys.executable, "-c", "from muster.cli import main; main()", "doctor", "CartPole-v1"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    command = ["-c", "from muster.cli import main; main()", "doctor", "CartPole-v1"]
+    done = programs.run(*command, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1
     assert done.stderr == (
         f"muster doctor: error: this command needs rich>={PACKAGES['rich'].oldest}, found 13.9.4. "
@@ -246,8 +243,7 @@ def test_a_command_says_what_is_too_old_for_it(tmp_path: Path):
 def test_doctor_bench_and_help_import_nothing_that_trains(arguments: str, tmp_path: Path):
     for module in ("torch", "tensordict", "tensorboard", "matplotlib"):
         (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module} was imported')")
-    command = [sys.executable, "-c", "from muster.cli import main; main()", *arguments.split()]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    command = ["-c", "from muster.cli import main; main()", *arguments.split()]
+    done = programs.run(*command, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert "was imported" not in done.stdout + done.stderr
     assert done.returncode == (1 if "NoSuchEnv" in arguments else 0), done.stderr

@@ -7,14 +7,14 @@ import importlib
 import io
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "muster"
 MOST_LINES = 500
 MOST_LINES_OF_CODE = 60
 MOST_ROOT_MODULES = 7
+NAMED_BY_PYTHON = ("__init__.py", "__main__.py")
 
 # Functions that are longer, and why.
 LONG_FUNCTIONS = {
@@ -47,39 +47,31 @@ def lines_of_code(source: str) -> set[int]:
     return lines - docstrings
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_no_file_is_too_long(path: Path) -> None:
-    assert path.read_text(encoding="utf-8").count("\n") <= MOST_LINES
-
-
-def test_no_function_is_too_long() -> None:
-    long = set()
+def long_functions() -> Iterator[str]:
     for path in MODULES:
         source = path.read_text(encoding="utf-8")
-        code = lines_of_code(source)
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
-                count = len(code & set(range(node.lineno, (node.end_lineno or 0) + 1)))
-                if count > MOST_LINES_OF_CODE:
-                    long.add(f"{name_of(path)}:{node.name}")
-    assert long == LONG_FUNCTIONS.keys()
+                lines = range(node.lineno, (node.end_lineno or 0) + 1)
+                if len(lines) > MOST_LINES_OF_CODE and len(lines_of_code(source) & {*lines}) > MOST_LINES_OF_CODE:
+                    yield f"{name_of(path)}:{node.name}"
 
 
-def test_few_modules_stand_at_the_root() -> None:
-    named_by_python = ("__init__.py", "__main__.py")
-    assert len([path for path in MODULES if path.parent == PACKAGE and path.name not in named_by_python]) <= (
-        MOST_ROOT_MODULES
-    )
+def hidden_modules() -> Iterator[str]:
+    """Modules that have the name of a public function of their package."""
+    for path in MODULES:
+        if path.name == "__init__.py":
+            folder = path.parent
+            package = importlib.import_module(".".join(["muster", *folder.relative_to(PACKAGE).parts]))
+            held = {one.stem for one in folder.glob("*.py")} | {one.name for one in folder.iterdir() if one.is_dir()}
+            yield from (f"{package.__name__}.{name}" for name in held & set(getattr(package, "__all__", ())))
 
 
-def test_no_two_modules_have_one_name() -> None:
+def test_every_file_is_short_and_has_a_name_of_its_own() -> None:
+    assert [name_of(path) for path in SOURCES if path.read_text(encoding="utf-8").count("\n") > MOST_LINES] == []
+    assert set(long_functions()) == LONG_FUNCTIONS.keys()
+    at_the_root = [path for path in MODULES if path.parent == PACKAGE]
+    assert len([path for path in at_the_root if path.name not in NAMED_BY_PYTHON]) <= MOST_ROOT_MODULES
     counts = Counter(path.name for path in MODULES if path.name != "__init__.py")
     assert [name for name, count in counts.items() if count > 1] == []
-
-
-@pytest.mark.parametrize("package", [path for path in MODULES if path.name == "__init__.py"], ids=name_of)
-def test_no_module_has_the_name_of_a_public_function(package: Path) -> None:
-    folder = package.parent
-    public = getattr(importlib.import_module(".".join(["muster", *folder.relative_to(PACKAGE).parts])), "__all__", ())
-    modules = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if path.is_dir()}
-    assert modules & set(public) == set()
+    assert list(hidden_modules()) == []

@@ -5,15 +5,12 @@ from __future__ import annotations
 import ast
 import graphlib
 import json
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import muster
+import programs
 
 PACKAGE = Path(__file__).parent.parent / "src" / "muster"
 
@@ -125,30 +122,26 @@ def names_imported_by(path: Path) -> Iterator[str]:
     return imported_names(path.read_text(encoding="utf-8"), package)
 
 
-def test_every_module_has_its_place() -> None:
-    assert [name_of(path) for path in modules() if unit_of(name_of(path)) is None] == []
-
-
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_imports_go_down_only(path: Path) -> None:
-    unit = unit_of(name_of(path))
-    assert unit is not None
-    assert complaints(unit, names_imported_by(path)) == []
-
-
-def test_modules_do_not_import_each_other_in_circles() -> None:
+def graph_of_imports() -> dict[str, set[str]]:
     known = {name_of(path).removesuffix(".__init__"): path for path in modules()}
     graph: dict[str, set[str]] = {}
     for module, path in known.items():
         inner = [name.removeprefix("muster.") for name in names_imported_by(path) if name.startswith("muster.")]
         targets = {name if name in known else name.rpartition(".")[0] for name in inner}
         graph[module] = targets & known.keys() - {module}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    return graph
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_imports_go_down_only_and_not_in_circles() -> None:
+    units = {name_of(path): unit_of(name_of(path)) for path in modules()}
+    assert [name for name, unit in units.items() if unit is None] == []
+    found = {name_of(path): complaints(str(units[name_of(path)]), names_imported_by(path)) for path in modules()}
+    assert {name: said for name, said in found.items() if said} == {}
+    graphlib.TopologicalSorter(graph_of_imports()).prepare()  # raises CycleError, which names the circle
+
+
+def test_only_an_import_that_goes_up_is_noticed() -> None:
+    for source in (
         "import muster.vector.vector_env",
         "from muster import vector",
         "from muster.vector.vector_env import VectorEnv",
@@ -159,38 +152,25 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
         "if TYPE_CHECKING:\n    from muster.vector.vector_env import VectorEnv",
         "importlib.import_module('muster.vector.vector_env')",
         "def f():\n    import torch.nn",
-    ],
-)
-def test_an_import_that_goes_up_is_noticed(source: str) -> None:
-    assert len(complaints("backends", imported_names(source, "muster.backends"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("unit", "source"),
-    [
+    ):
+        assert len(complaints("backends", imported_names(source, "muster.backends"))) == 1, source
+    for unit, source in (  # folders beside each other are ordered
         ("rollout", "from muster.rollout.multi_collector import MultiCollector"),
         ("rollout", "from muster.rollout.processes.replica import Replica"),
         ("interop", "from muster.interop.torchrl.specs import Codec"),
         ("transport", "from muster.envs.layout import AgentLayout"),
-    ],
-)
-def test_folders_beside_each_other_are_ordered(unit: str, source: str) -> None:
-    assert len(complaints(unit, imported_names(source, "muster"))) == 1
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["from muster._core import Caller", "from muster.errors import EnvError", "from . import base", "import numpy"],
-)
-def test_an_import_that_goes_down_is_allowed(source: str) -> None:
-    assert complaints("backends", imported_names(source, "muster.backends")) == []
+    ):
+        assert len(complaints(unit, imported_names(source, "muster"))) == 1, source
+    for source in (
+        *("from muster._core import Caller", "from muster.errors import EnvError", "from . import base"),
+        "import numpy",
+    ):
+        assert complaints("backends", imported_names(source, "muster.backends")) == [], source
 
 
 def in_a_fresh_process(code: str) -> object:
     """What ``code`` prints as JSON."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(programs.run("-c", textwrap.dedent(code), fresh=True, check=True).stdout)
 
 
 def test_importing_muster_imports_no_optional_package() -> None:
@@ -235,15 +215,9 @@ def test_importing_muster_changes_nothing_global() -> None:
     assert changed == []
 
 
-def test_muster_has_at_most_15_public_names() -> None:
+def test_every_public_name_can_be_had_and_is_announced() -> None:
     assert len(muster.__all__) <= 15
     assert len(set(muster.__all__)) == len(muster.__all__)
-
-
-def test_every_public_name_can_be_had() -> None:
     assert [name for name in muster.__all__ if getattr(muster, name, None) is None] == []
-
-
-def test_every_public_name_is_announced() -> None:
     ours = {name for name, value in vars(muster).items() if getattr(value, "__module__", "").startswith("muster")}
     assert {name for name in ours if not name.startswith("_")} <= set(muster.__all__)

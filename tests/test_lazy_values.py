@@ -10,8 +10,6 @@ import operator
 import os
 import pickle
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,6 +23,7 @@ import pytest
 import zmq
 
 import muster
+import programs
 from muster.errors import NotBuilt, RecipeError
 from muster.lazy_values import LazyValues, lazy
 from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
@@ -305,7 +304,7 @@ def test_a_value_in_place_of_a_function_is_explained():
 
 def test_the_public_names_are_not_hidden_by_modules():
     code = "import muster, muster.recipes.recipe; print(callable(muster.lazy), callable(muster.get_worker_info))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = programs.run("-c", code, fresh=True, check=True)
     assert done.stdout.split() == ["True", "True"]
 
 

@@ -56,6 +56,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_wheel_ships_the_core_and_not_its_sources(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     suffix = sysconfig.get_config_var("EXT_SUFFIX") if sys.version_info < (3, 12) else ".abi3.so"
@@ -67,7 +68,7 @@ def test_wheel_ships_the_core_and_not_its_sources(wheel: Path) -> None:
     assert {Path(name).name for name in names if "/licenses/" in name} == {"LICENSE", "THIRD_PARTY_LICENSES"}
 
 
-@pytest.mark.parametrize("platform", ["win32", "darwin"])
+@pytest.mark.parametrize("platform", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
 def test_other_systems_are_told_in_one_sentence_where_muster_runs(platform: str, tmp_path: Path) -> None:
     build = f"import sys; sys.platform = {platform!r}; import scikit_build_core.build as backend; "
     build += f"backend.prepare_metadata_for_build_wheel({str(tmp_path)!r})"
@@ -78,6 +79,7 @@ def test_other_systems_are_told_in_one_sentence_where_muster_runs(platform: str,
     assert line == "Muster runs on Linux only: install it in WSL 2 on Windows, in a Linux container on macOS."
 
 
+@pytest.mark.slow
 def test_wheel_requires_three_packages(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (path,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
@@ -86,6 +88,7 @@ def test_wheel_requires_three_packages(wheel: Path) -> None:
     assert sorted(line.split(">")[0] for line in required) == ["cloudpickle", "gymnasium", "numpy"]
 
 
+@pytest.mark.slow
 def test_wheel_works_in_an_environment_without_the_sources(wheel: Path, tmp_path: Path) -> None:
     home = tmp_path / "venv"
     venv.create(home, with_pip=False, symlinks=True)

@@ -15,11 +15,16 @@ import pytest
 import muster
 from muster.errors import EnvError, WorkerDied
 from processes import kill_worker, wait_for_end
+from slow import slow
 
 GO_ON, DIE, RAISE = 0, 1, 2
-PROCESSES = [{"backend": "process", "context": context} for context in ("fork", "forkserver", "spawn")]
+FORK = {"backend": "process", "context": "fork"}
 IN_PROCESS = [{"backend": "serial"}, {"backend": "thread"}]
-FAULTS = [(how, fault) for how in PROCESSES for fault in (DIE, RAISE)] + [(how, RAISE) for how in IN_PROCESS]
+FAULTS = [
+    *((FORK, DIE), (FORK, RAISE), (IN_PROCESS[0], RAISE)),
+    *(pytest.param({"context": context}, DIE, marks=pytest.mark.slow) for context in ("forkserver", "spawn")),
+    pytest.param(IN_PROCESS[1], RAISE, marks=pytest.mark.slow),
+]
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
@@ -88,7 +93,7 @@ def restart_env_0(envs: Any, fault: int) -> Any:
     return infos
 
 
-@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+@pytest.mark.parametrize("mode", ["next_step", *slow("same_step")])
 @pytest.mark.parametrize(("how", "fault"), FAULTS)
 def test_what_was_set_last_is_set_again(how: dict[str, Any], fault: int, mode: str) -> None:
     with make(autoreset_mode=mode, **how) as envs:
@@ -123,7 +128,7 @@ class Ordered(Task):
         return super().step(action)
 
 
-@pytest.mark.parametrize("how", [PROCESSES[0], *IN_PROCESS], ids=str)
+@pytest.mark.parametrize("how", [FORK, IN_PROCESS[0], *slow(IN_PROCESS[1])], ids=str)
 def test_values_are_set_in_the_order_in_which_they_were_set_last_and_as_they_were_then(how: dict[str, Any]) -> None:
     workers = {} if how["backend"] == "serial" else {"num_workers": 2}
     with muster.make_vec(Ordered, 2, on_failure="restart", **workers, **how) as envs:
@@ -151,7 +156,7 @@ def test_each_process_is_given_the_value_as_it_was_sent() -> None:
         assert obs[:, 0].tolist() == [5.0, 5.0]
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("fork")])
 def test_an_env_that_died_while_nobody_waited_has_it_at_once(context: str) -> None:
     with make(context=context) as envs:
         envs.set_attr("goal", [5.0, 6.0])
@@ -235,7 +240,7 @@ def test_what_an_env_refused_is_not_set_again(tmp_path: Path) -> None:
             restart_env_0(envs, DIE)
 
 
-@pytest.mark.parametrize("fault", [DIE, RAISE])
+@pytest.mark.parametrize("fault", [RAISE, *slow(DIE)])
 def test_an_env_alone_in_its_process_has_it_too(fault: int) -> None:
     class Alone(Task):
         metadata = {"one_per_process": True}  # noqa: RUF012
@@ -279,7 +284,7 @@ class Team:
         pass
 
 
-@pytest.mark.parametrize("fault", [DIE, RAISE])
+@pytest.mark.parametrize("fault", [DIE, *slow(RAISE)])
 def test_several_agents_envs_are_given_it_too(fault: int) -> None:
     pytest.importorskip("pettingzoo")
     with muster.make_vec(Team, 2, num_workers=2, on_failure="restart") as envs:

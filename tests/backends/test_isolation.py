@@ -13,8 +13,7 @@ import muster
 from muster.errors import EnvError
 from one_instance import ClassVariable, DeclaredSimulator, Simulator, compile_library
 from sample_envs import Counter
-
-CONTEXTS = ("forkserver", "spawn", "fork")
+from slow import slow
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def pids(envs: muster.VectorEnv) -> set[int]:
     return {worker["pid"] for worker in envs.stats()["workers"]}
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", ["forkserver", *slow("spawn", "fork")])
 def test_every_env_has_a_process_of_its_own(library, context):
     kwargs = {"library": library}
     with muster.make_vec(Simulator, 4, env_kwargs=kwargs, one_env_per_process=True, context=context) as envs:
@@ -62,7 +61,7 @@ def test_every_env_has_a_process_of_its_own(library, context):
         assert os.getpid() not in pids(envs)
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("spawn")])
 def test_it_works_after_the_caller_initialised_the_library_itself(library, context, in_child):
     def run():
         own = Simulator(library)
@@ -89,7 +88,7 @@ def test_two_in_one_worker_fail_with_the_simulators_own_words(library):
         muster.make_vec(Simulator, 2, num_workers=1, env_kwargs={"library": library})
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", ["fork", *slow("forkserver", "spawn")])
 def test_a_class_that_declares_it_gets_a_process_for_each_env(library, context):
     with muster.make_vec(DeclaredSimulator, 4, env_kwargs={"library": library}, context=context) as envs:
         assert positions(envs) == [[0, 1, 2, 1], [0, 2, 4, 2]]
@@ -176,7 +175,6 @@ class Fragile(ClassVariable):
     ("options", "remedy"),
     [
         ({"num_workers": 1}, "one_env_per_process=True"),
-        ({"backend": "thread", "num_workers": 2}, 'backend="process"'),
         ({"backend": "serial"}, 'backend="process"'),
     ],
     ids=str,

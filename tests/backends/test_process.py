@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -15,22 +16,20 @@ import numpy as np
 import pytest
 
 import muster
+import programs
 from muster.errors import CannotTravel
 from muster.workers import launcher_client
 from sample_envs import Counter, Reporting
+from slow import slow
 
-CONTEXTS = ("fork", "forkserver", "spawn")
+OTHER_CALLERS = [("forkserver", "-c"), *itertools.product(("fork", "spawn"), ("script", "-c"))]
 TESTS = Path(__file__).parent.parent
 
 
-def run_python(*arguments: str, timeout_s: float = 60) -> str:
-    """What a fresh interpreter prints; it must end well."""
-    environ = {**os.environ, "PYTHONPATH": str(TESTS)}
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environ, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_python(*arguments: str) -> str:
+    """The output of a program, which must end well."""
+    out: str = programs.run(*arguments, env={**os.environ, "PYTHONPATH": str(TESTS)}, check=True).stdout
+    return out
 
 
 SCRIPT = """
@@ -68,8 +67,10 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("how", ["script", "-c"])
+@pytest.mark.parametrize(
+    ("context", "how"),
+    [("forkserver", "script"), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_CALLERS)],
+)
 def test_a_caller_without_main_guard_runs_once(tmp_path: Path, context: str, how: str) -> None:
     source = SCRIPT.replace("CONTEXT", repr(context))
     path = tmp_path / "script.py"
@@ -78,7 +79,7 @@ def test_a_caller_without_main_guard_runs_once(tmp_path: Path, context: str, how
     assert out == "run as __main__\ndone\n"
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", ["fork", "forkserver", *slow("spawn")])
 def test_workers_start_clean(context: str) -> None:
     with muster.make_vec([Reporting] * 2, num_workers=2, context=context) as envs:
         first, second = envs.call("report")
@@ -139,7 +140,7 @@ class WithChild(Counter):
         self.said = subprocess.run(["echo", "hello"], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("context", ["forkserver", "fork"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("fork")])
 def test_workers_can_start_processes_of_their_own(context: str) -> None:
     with muster.make_vec([WithChild], context=context) as envs:
         assert envs.get_attr("said") == ("hello\n",)

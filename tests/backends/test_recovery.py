@@ -18,6 +18,7 @@ import muster
 from muster.backends import process
 from muster.errors import ClosedError, WorkerDied, WorkerError, WorkerTimeout
 from processes import kill_worker, parent_of, wait_for_end
+from slow import slow
 
 ACTIONS = np.zeros(4, np.int64)
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -137,8 +138,11 @@ class Talking(gym.Env[Any, Any]):
         return (self.steps,) * 2, 1.0, False, False, {"steps": self.steps, "text": f"step {self.steps}"}
 
 
-@pytest.mark.parametrize("mode", ["next_step", "same_step"])
-@pytest.mark.parametrize(("backend", "action"), [("serial", 1), ("thread", 1), ("process", 1), ("process", 2)])
+@pytest.mark.parametrize("mode", ["same_step", *slow("next_step")])
+@pytest.mark.parametrize(
+    ("backend", "action"),
+    [("serial", 1), ("process", 2), *(pytest.param(one, 1, marks=pytest.mark.slow) for one in ("thread", "process"))],
+)
 def test_a_restarted_env_repeats_what_went_by_mail_and_its_infos_go_on(backend: str, action: int, mode: str) -> None:
     options = {"backend": backend, "autoreset_mode": mode, "on_failure": "restart"}
     with muster.make_vec(Talking, 2, num_workers=None if backend == "serial" else 2, **options) as envs:

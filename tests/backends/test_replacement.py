@@ -17,8 +17,8 @@ import muster
 from muster.errors import WorkerDied, WorkerError, WorkerTimeout
 from one_instance import DeclaredSimulator, Simulator, compile_library
 from processes import kill_worker
+from slow import slow
 
-CONTEXTS = ("forkserver", "spawn", "fork")
 ACTIONS = np.zeros(4, np.int64)
 BOUND_S = 30.0
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -122,7 +122,7 @@ def test_an_autoreset_after_a_restart_is_given_no_options(tmp_path: Path) -> Non
 # ---- while the replacement builds its envs
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", ["forkserver", "fork", *slow("spawn")])
 def test_the_others_are_delivered_while_a_replacement_builds(tmp_path: Path, context: str) -> None:
     with make(tmp_path, context=context) as envs:
         envs.reset(seed=0)
@@ -222,7 +222,7 @@ def test_a_dead_worker_is_noticed_while_another_still_builds(tmp_path: Path) -> 
     assert time.monotonic() - start < BOUND_S
 
 
-@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+@pytest.mark.parametrize("on_failure", ["restart", *slow("raise")])
 def test_a_death_is_noticed_though_others_are_always_ready(tmp_path: Path, on_failure: str) -> None:
     with make(tmp_path, on_failure=on_failure) as envs:
         envs.reset(seed=0)
@@ -287,8 +287,8 @@ class RaisingDeclared(Raising, DeclaredSimulator):
         self.notes = notes
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("context", ["forkserver", *slow("spawn", "fork")])
+@pytest.mark.parametrize("declared", [True, *slow(False)])
 def test_an_env_alone_in_its_process_gets_a_fresh_one(
     library: str, context: str, declared: bool, tmp_path: Path
 ) -> None:

@@ -48,9 +48,8 @@ class ErrorContract:
         assert caught.value.batch.obs.tolist() == [[0, 1, 3]]
         assert envs.reset(seed=0)[0].tolist() == [[0, 2, 0], [1, 2, 0]]
 
-    @pytest.mark.parametrize(
-        ("wrong", "message"),
-        [
+    def test_what_an_env_returns_is_checked(self, make: MakeVec) -> None:
+        cases: list[tuple[dict[str, Any], str]] = [
             ({"obs": np.zeros(1, np.float32)}, r"observation has shape \(1,\), expected shape \(3,\) of float32"),
             ({"obs": np.zeros(3, np.complex64)}, "observation has dtype complex64"),
             ({"obs": "text"}, "observation is str 'text'"),
@@ -59,19 +58,19 @@ class ErrorContract:
             ({"reward": np.zeros(1)}, "reward must be one number, got ndarray"),
             ({"terminated": None}, "terminated must be a bool, got NoneType"),
             ({"terminated": "no"}, "terminated must be a bool, got str"),
-        ],
-    )
-    def test_what_an_env_returns_is_checked(self, make: MakeVec, wrong: dict[str, Any], message: str) -> None:
-        envs = make([Returning, functools.partial(Returning, **wrong)])
+        ]
+        envs = make([Returning, *(functools.partial(Returning, **wrong) for wrong, _ in cases)])
         envs.reset()
-        envs.step(np.zeros(2, int))
-        with pytest.raises(EnvError, match=message) as caught:
-            envs.step(np.zeros(2, int))
-        assert caught.value.env_index == 1
-        assert caught.value.batch.env_ids.tolist() == [0]
+        envs.step(np.zeros(len(cases) + 1, int))
+        for env, (_, message) in enumerate(cases, start=1):
+            envs.send(np.zeros(2, int), [0, env])
+            with pytest.raises(EnvError, match=message) as caught:
+                envs.recv(min_envs=2)
+            assert caught.value.env_index == env
+            assert caught.value.batch.env_ids.tolist() == [0]
         # In step again: the next call works.
-        assert envs.step(np.zeros(2, int))[1].tolist() == [0, 0]
-        assert len(envs.reset()[0]) == 2
+        assert not envs.step(np.zeros(len(cases) + 1, int))[1].any()
+        assert len(envs.reset()[0]) == len(cases) + 1
 
     def test_nan_is_refused_where_asked_for(self, make: MakeVec) -> None:
         nan = np.array([0, np.nan, 0], np.float32)
@@ -82,9 +81,10 @@ class ErrorContract:
             with pytest.raises(EnvError, match=message):
                 envs.step(np.zeros(2, int))
 
-    @pytest.mark.parametrize(
-        ("actions", "message"),
-        [
+    def test_wrong_actions_are_refused_before_anything_is_sent(self, make: MakeVec) -> None:
+        envs = make([Counter] * 3)
+        envs.reset(seed=0)
+        wrong: list[tuple[Any, str]] = [
             (np.zeros(2, int), "expected 3 actions, one for each env, got 2 rows"),
             (np.zeros((3, 1), int), r"expected shape \(3,\), got \(3, 1\)"),
             (np.zeros(3), "expected dtype int64, got float64"),
@@ -93,13 +93,10 @@ class ErrorContract:
             (None, "expected an array"),
             (1, "a single number"),
             ([0, "a", 1], "expected an array"),
-        ],
-    )
-    def test_wrong_actions_are_refused_before_anything_is_sent(self, make: MakeVec, actions: Any, message: str) -> None:
-        envs = make([Counter] * 3)
-        envs.reset(seed=0)
-        with pytest.raises(ActionError, match=message):
-            envs.step(actions)
+        ]
+        for actions, message in wrong:
+            with pytest.raises(ActionError, match=message):
+                envs.step(actions)
         for good in (np.zeros(3, np.int32), [0, 1, 2], np.array([0, 1, 2], np.uint8)):
             assert envs.step(good)[0].shape == (3, 3)
 
@@ -132,23 +129,20 @@ class ErrorContract:
         with pytest.raises(ClosedError):
             envs.reset()
 
-    @pytest.mark.parametrize(
-        ("second", "message"),
-        [
+    def test_envs_must_agree(self, make: MakeVec) -> None:
+        def other(space: spaces.Space[Any]) -> gym.Env[Any, Any]:
+            env = Counter()
+            env.observation_space = space
+            return env
+
+        for second, message in (
             (spaces.Box(-1e9, 1e9, (4,), np.float64), r"env 1 differs from env 0 in observation: shape is \(4,\)"),
             (spaces.Box(-1e9, 1e9, (3,), np.float32), "dtype is float32, expected float64"),
             (spaces.Discrete(3), "type is Discrete, expected Box"),
             (spaces.Box(-1, 1, (3,), np.float64), 'observation_mode="different"'),
-        ],
-    )
-    def test_envs_must_agree(self, make: MakeVec, second: Any, message: str) -> None:
-        def other() -> gym.Env[Any, Any]:
-            env = Counter()
-            env.observation_space = second
-            return env
-
-        with pytest.raises(SpecMismatch, match=message):
-            make([Counter, other])
+        ):
+            with pytest.raises(SpecMismatch, match=message):
+                make([Counter, functools.partial(other, second)])
 
     def test_a_vector_env_says_that_it_cannot_be_pickled(self, make: MakeVec) -> None:
         envs = make([Counter] * 2)

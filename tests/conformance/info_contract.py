@@ -35,9 +35,7 @@ class InfoContract:
     @pytest.mark.parametrize("mode", ["next_step", "same_step"])
     @pytest.mark.parametrize("script", INFO_SCRIPTS)
     def test_infos_arrive_in_gymnasiums_format(self, make: MakeVec, script: str, mode: str) -> None:
-        def factory() -> gym.Env[Any, Any]:
-            return Infos(INFO_SCRIPTS[script], length=5)
-
+        factory = functools.partial(Infos, INFO_SCRIPTS[script], length=5)
         reference = gym.vector.SyncVectorEnv([factory] * 3, autoreset_mode=AutoresetMode[mode.upper()])
         same_run(make([factory] * 3, autoreset_mode=mode), reference, 110 if script == "many" else 12)
 

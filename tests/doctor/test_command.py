@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import programs
 from command import muster
 
 MODULE = """
@@ -42,8 +42,8 @@ def doctor(tmp_path: Path):
     (tmp_path / "my_game.py").write_text(MODULE)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", "import muster.cli; muster.cli.main()", "doctor", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path)
+        command = ["-c", "import muster.cli; muster.cli.main()", "doctor", *arguments]
+        return programs.run(*command, cwd=tmp_path)  # type: ignore[no-any-return]
 
     return run
 
@@ -61,7 +61,7 @@ def test_a_healthy_factory_gets_lines_that_run(doctor, tmp_path):
     code = f"{advice['factory']}\n{advice['line']}\nenvs.reset()\nenvs.close()"
     assert "from my_game import make_env" in code
     assert "env_kwargs={'gravity': 5.0}" in code
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=True)
+    programs.run("-c", code, cwd=tmp_path, check=True)
 
 
 def test_a_file_in_wrappers_gets_lines_that_run(doctor, tmp_path):
@@ -79,7 +79,7 @@ def test_a_file_in_wrappers_gets_lines_that_run(doctor, tmp_path):
     assert "env_kwargs={'gravity': 5.0}, wrappers=[Half, wrapper]" in advice["line"]
     code = f"{advice['factory']}\n{advice['line']}\nenvs.reset()\n"
     code += "assert envs.step(envs.action_space.sample())[1].tolist() == [0.25, 0.25]\nenvs.close()"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=True)
+    programs.run("-c", code, cwd=tmp_path, check=True)
 
 
 def test_what_blocks_sets_the_exit_status_and_is_told_first(doctor):

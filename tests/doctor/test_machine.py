@@ -8,7 +8,6 @@ import platform
 import re
 import resource
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 import muster
+import programs
 from command import muster as run_muster
 from muster.doctor import machine
 from muster.doctor.diagnosis import Finding
@@ -35,9 +35,9 @@ Only = Callable[[str], Fact]
 
 
 def run(code: str, *arguments: str, cwd: Path, columns: int = 80) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *arguments]
     environment = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment)
+    done: subprocess.CompletedProcess[str] = programs.run("-c", code, *arguments, cwd=cwd, env=environment)
+    return done
 
 
 @pytest.fixture

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from patients import make_existing
 from torch import nn
 
 import muster
+import programs
 from muster.doctor.policy import judge_policy
 
 POLICIES = """
@@ -105,10 +103,8 @@ def test_diagnose_reports_it_beside_the_env_and_does_not_call_the_policy():
 def doctor(tmp_path: Path):
     (tmp_path / "my_game.py").write_text(MODULE)  # without torch, which takes seconds to import
     (tmp_path / "my_policies.py").write_text(POLICIES)
-    command = [sys.executable, "-c", "import muster.cli; muster.cli.main()", "doctor"]
-    return lambda *arguments: functools.partial(subprocess.run, capture_output=True, text=True, timeout=110)(
-        [*command, *arguments], cwd=tmp_path
-    )
+    command = ["-c", "import muster.cli; muster.cli.main()", "doctor"]
+    return lambda *arguments: programs.run(*command, *arguments, cwd=tmp_path, imports=programs.TORCH)
 
 
 def test_the_command_tells_it_to_people(doctor):

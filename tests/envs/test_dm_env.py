@@ -14,6 +14,7 @@ import muster
 from muster.envs.dm_env import space_of
 from muster.errors import EnvError, SpecMismatch
 from sample_envs import INT32
+from slow import slow
 
 dm_env = pytest.importorskip("dm_env", reason="pip install dm-env")
 specs = dm_env.specs
@@ -111,7 +112,7 @@ class Lives(Walk):
         return super().step(action)._replace(discount=self.discounts[self.t - 1])
 
 
-@pytest.mark.parametrize("mode", ["disabled", "same_step", "next_step"])
+@pytest.mark.parametrize("mode", ["same_step", *slow("disabled", "next_step")])
 @pytest.mark.parametrize(
     "kind", [float, np.float32, np.array, lambda one: np.array([one])], ids=["float", "float32", "0-d", "1-d"]
 )

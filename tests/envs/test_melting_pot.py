@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import random
-import subprocess
 import sys
 import textwrap
 import types
@@ -17,6 +16,7 @@ import pytest
 from bare_loops import substrate_of_seed
 
 import muster
+import programs
 from muster.envs.melting_pot import load_substrates
 from muster.errors import EnvError, RecipeError
 
@@ -204,8 +204,7 @@ def test_importing_substrates_leaves_nothing_behind_that_is_not_real() -> None:
         assert "tensorflow" not in sys.modules
         print("chex" in sys.modules and not hasattr(sys.modules["chex"], "__file__"))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = programs.run("-c", textwrap.dedent(code), check=True)
     assert done.stdout.strip() == "False"
 
 
@@ -217,8 +216,7 @@ def test_so_it_does_where_the_import_of_tensorflow_is_blocked() -> None:
         import_without_bots()
         from meltingpot import substrate
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    programs.run("-c", textwrap.dedent(code), check=True)
 
 
 def test_factories_may_refer_to_melting_pot_itself() -> None:

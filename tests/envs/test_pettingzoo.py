@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from bare_loops import assert_rows_equal_a_bare_loop, make
 from row_checks import sample
 
 import muster
+import programs
 from muster.envs import resolve_foreign_id
 from muster.errors import RecipeError
 
@@ -180,17 +182,11 @@ def test_the_caller_imports_none_of_it() -> None:
         envs.close()
         print([name for name in sys.modules if name.split(".")[0] in ("pettingzoo", "mpe2", "pygame")])
     """
-    assert in_a_fresh_process(code) == "[]"
+    assert in_another_process(code) == "[]"
 
 
-def in_a_fresh_process(code: str) -> str:
-    import subprocess
-    import sys
-    import textwrap
-
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def in_another_process(code: str) -> str:
+    return str(programs.run("-c", textwrap.dedent(code), check=True).stdout.strip())
 
 
 def test_wrappers_are_applied_to_the_env_itself() -> None:

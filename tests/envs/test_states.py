@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from agent_envs import Script
 from gymnasium import spaces
-from tensordict.nn import TensorDictModule
 
 import muster
 from muster.errors import ConfigError, EnvError
+from slow import slow
 
 
 class Stating(Script):
@@ -52,7 +52,7 @@ def one_env(actions: dict[str, Any]) -> dict[str, Any]:
 
 ACTIONS = {"a": np.ones((2, 2), np.int64), "b": np.ones((2, 1), np.int64)}
 BACKENDS = pytest.mark.parametrize(
-    "options", [{"backend": "serial"}, {"num_workers": 2}, {"num_workers": 1, "caller_steps": True}], ids=str
+    "options", [{"num_workers": 2}, *slow({"backend": "serial"}, {"num_workers": 1, "caller_steps": True})], ids=str
 )
 
 
@@ -140,6 +140,8 @@ def test_collectors_ask_for_the_state_of_what_they_make() -> None:
 
 
 def test_a_policy_that_reads_the_state_is_told_how_to_have_it() -> None:
+    from tensordict.nn import TensorDictModule  # not at the top: workers import this module
+
     reading = TensorDictModule(lambda state: state.long(), in_keys=["state"], out_keys=[("a", "action")])
     options = {"backend": "serial", "state": False}
     with (

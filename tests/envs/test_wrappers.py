@@ -19,6 +19,7 @@ from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, OrderEnforcingWr
 import muster
 from muster.envs import resolve_foreign_id
 from muster.errors import EnvError
+from slow import slow
 
 CARTPOLE = "CartPole-v1"
 SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
@@ -62,7 +63,7 @@ def limited(steps: int) -> Any:
 
 
 @pytest.mark.parametrize("autoreset_mode", ["next_step", "same_step"])
-@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.parametrize("backend", ["serial", *slow("process")])
 def test_episodes_end_when_their_time_is_up(backend: str, autoreset_mode: str) -> None:
     with muster.make_vec(
         "MountainCar-v0",
@@ -172,7 +173,7 @@ def patching_itself() -> Any:
     return env
 
 
-@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.parametrize("backend", ["process", *slow("serial")])
 def test_an_env_that_patches_its_own_wrapper_is_stepped_so(backend: str) -> None:
     with muster.make_vec(patching_itself, 1, backend=backend) as envs:
         envs.reset(seed=0)

@@ -15,6 +15,7 @@ from faulty_envs import CountingEnv
 
 import muster
 from processes import is_alive, kill_worker
+from slow import slow
 
 CONTEXTS = ("forkserver", "fork", "spawn")
 ACTIONS = np.zeros(2, np.int64)
@@ -32,7 +33,7 @@ def _ignores_sigchld() -> Iterator[None]:
     signal.signal(signal.SIGCHLD, before)
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", ["forkserver", "fork", *slow("spawn")])
 @pytest.mark.usefixtures("_ignores_sigchld")
 def test_a_caller_that_ignores_sigchld(context: str) -> None:
     with make(context=context, on_failure="restart") as envs:
@@ -62,8 +63,8 @@ def test_deaths_in_one_vector_env_are_not_seen_in_another() -> None:
         envs.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"context": "fork"}, {"backend": "thread"}], ids=str)
-@pytest.mark.parametrize("pending", ["step", "call"])
+@pytest.mark.parametrize("options", [{}, {"backend": "thread"}, *slow({"context": "fork"})], ids=str)
+@pytest.mark.parametrize("pending", ["step", *slow("call")])
 def test_garbage_collection_while_something_is_pending(options: Any, pending: str) -> None:
     envs = make(**options)
     envs.reset()
@@ -81,7 +82,7 @@ def test_garbage_collection_while_something_is_pending(options: Any, pending: st
     assert not any(is_alive(pid) for pid in pids if pid != os.getpid())
 
 
-@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+@pytest.mark.parametrize("on_failure", ["restart", *slow("raise")])
 def test_many_resets_and_calls_hold_no_more_fds(on_failure: str) -> None:
     def fds() -> list[int]:
         return [len(os.listdir("/proc/self/fd")), *[worker["fds"] for worker in envs.stats()["workers"]]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,9 +17,11 @@ import pytest
 from faulty_envs import CountingEnv, hang_in_c
 
 import muster
+import programs
 from muster.errors import ClosedError, EnvError, WorkerDied
 from muster.workers import close_limits
 from muster.workers.launcher_client import LauncherClient
+from slow import slow
 
 HERE = Path(__file__).parent
 ACTIONS = np.zeros(2, np.int64)
@@ -80,7 +81,7 @@ def test_close_closes_envs_and_may_be_repeated(tmp_path: Path) -> None:
         envs.step(ACTIONS)
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize("backend", ["process", *slow("serial", "thread")])
 def test_an_env_that_fails_to_close_does_not_hide_what_left_the_with_block(backend: str) -> None:
     options: Any = {} if backend == "serial" else {"num_workers": 2}
     with pytest.raises(KeyboardInterrupt) as raised, muster.make_vec(ClosingByExit, 2, backend=backend, **options):
@@ -181,7 +182,7 @@ class ClosedInAStep(CountingEnv):
 
 
 @pytest.mark.parametrize("how", ["by a signal handler", "by another thread"])
-@pytest.mark.parametrize("options", [{"backend": "serial"}, {"num_workers": 1, "caller_steps": True}], ids=str)
+@pytest.mark.parametrize("options", [{"backend": "serial"}, *slow({"num_workers": 1, "caller_steps": True})], ids=str)
 def test_close_in_the_middle_of_a_step_of_the_calling_process(options: Any, how: str, monkeypatch: Any) -> None:
     envs = muster.make_vec(ClosedInAStep, 2, autoreset_mode="same_step", **options)
     envs.reset()
@@ -292,15 +293,9 @@ def some_slow(names: dict[str, str]) -> list[Any]:
     ]
 
 
-def run(body: str, method: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM + body, method],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
-        start_new_session=True,
-    )
+def run(body: str, method: str) -> programs.Program:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    return programs.start("-c", PROGRAM + body, method, env=environ)
 
 
 @pytest.mark.parametrize(("ending", "method"), some_slow(ENDINGS))

@@ -16,6 +16,7 @@ import muster
 from muster.backends import process, recovery
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.workers import close_limits
+from slow import slow
 
 ACTIONS = np.zeros(4, np.int64)
 BOUND_S = 20.0
@@ -341,7 +342,7 @@ class ClosingByAbort(faulty_envs.CountingEnv):
         raise GeneratorExit("no")
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize("backend", ["process", *slow("serial", "thread")])
 def test_whatever_one_close_raises_the_others_are_closed(backend: str) -> None:
     options = {} if backend == "serial" else {"num_workers": 1}
     envs = muster.make_vec(ClosingByAbort, 2, backend=backend, **options)

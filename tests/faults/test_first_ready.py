@@ -7,18 +7,22 @@ from typing import Any
 import pytest
 from first_ready import check_rows
 
-WORKERS = [{"num_workers": 2}, {"num_workers": 4}, {"num_workers": 8}]
+from slow import slow
+
+WORKERS = [{"num_workers": 4}, {"num_workers": 2}, {"num_workers": 8}]
 LONG_RUNS, LONG_ROWS = 20, 20_000
 
 
 @pytest.mark.parametrize(
-    "options", [*WORKERS, {"num_workers": 1, "caller_steps": True}, {"backend": "thread"}], ids=str
+    "options",
+    [WORKERS[0], {"backend": "thread"}, *slow(*WORKERS[1:], {"num_workers": 1, "caller_steps": True})],
+    ids=str,
 )
 def test_rows_that_are_ready_first_are_right(options: dict[str, Any]) -> None:
     assert check_rows(2000, **{"num_workers": 2, **options}) == 0
 
 
-@pytest.mark.parametrize("backend", ["process", "thread"])
+@pytest.mark.parametrize("backend", ["process", *slow("thread")])
 def test_rows_are_right_or_marked_while_envs_raise(backend: str) -> None:
     assert check_rows(2000, raises=True, backend=backend, num_workers=2) > 100
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import pytest
 from faulty_envs import CountingEnv
 
 import muster
+import programs
 from muster.errors import (
     ActionError,
     CannotTravel,
@@ -26,6 +26,7 @@ from muster.errors import (
     UsageError,
     WaitTimeout,
 )
+from slow import slow
 
 ACTIONS = np.zeros(2, np.int64)
 
@@ -73,7 +74,7 @@ class Env(CountingEnv):
         return "went through"
 
 
-@pytest.fixture(params=["process", "thread", "serial"])
+@pytest.fixture(params=["process", *slow("thread", "serial")])
 def backend(request: Any) -> str:
     name: str = request.param
     return name
@@ -358,4 +359,4 @@ def test_a_forked_child_that_exits_leaves_the_workers_alone() -> None:
         "assert envs.step(np.zeros(2, np.int64))[0][:, 2].tolist() == [1, 1]\n"
     )
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "PYTHONPATH": path})
+    programs.run("-c", program, env={**os.environ, "PYTHONPATH": path}, check=True)

@@ -7,7 +7,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 
 import muster
 from muster.errors import EnvError, RecipeError, SpecMismatch
@@ -43,6 +42,8 @@ class HasNoSpace(Plain):
 
 class KeepsItsGraph(Plain):
     def reset(self, **_: Any) -> Any:
+        import torch  # not at the top: workers import this module
+
         return torch.zeros(3, requires_grad=True), {}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,20 +18,20 @@ import pytest
 from faulty_envs import CountingEnv
 
 import muster
+import programs
 from muster.errors import ConfigError
 from muster.workers import close_limits
+from slow import slow
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 LINE = "muster: close(): "
-ON_ALL = [
-    {"num_workers": 2, "context": "fork"},
-    {"num_workers": 2, "context": "forkserver"},
-    {"num_workers": 2, "context": "spawn"},
-    {"num_workers": 1, "caller_steps": True},
-    {"backend": "thread", "num_workers": 2},
-    {"backend": "serial"},
-]
-ON_WORKERS = [one for one in ON_ALL if "num_workers" in one and "caller_steps" not in one]
+FORKSERVER = {"num_workers": 2, "context": "forkserver"}
+FORK = {"num_workers": 2, "context": "fork"}
+SPAWN = {"num_workers": 2, "context": "spawn"}
+THREAD = {"backend": "thread", "num_workers": 2}
+CALLER_STEPS = {"num_workers": 1, "caller_steps": True}
+ON_WORKERS = [FORKSERVER, THREAD, *slow(FORK, SPAWN)]
+ON_ALL = [*ON_WORKERS, {"backend": "serial"}, *slow(CALLER_STEPS)]
 
 
 class Slow(CountingEnv):
@@ -153,7 +152,7 @@ def test_a_timeout_of_0_says_what_it_cuts_off(options: Any, folder: str) -> None
     assert "Its Python stack:" in str(warning.message)
 
 
-@pytest.mark.parametrize("options", [ON_WORKERS[0], ON_WORKERS[1], ON_ALL[4]], ids=str)
+@pytest.mark.parametrize("options", ON_WORKERS, ids=str)
 def test_a_step_that_is_cut_off_is_named_with_its_stack(
     options: Any, folder: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,7 +187,7 @@ def test_terminate_waits_for_nothing_and_says_nothing(folder: str) -> None:
     assert whole(folder) == []
 
 
-@pytest.mark.parametrize("options", [ON_WORKERS[0], ON_WORKERS[1], ON_ALL[3], ON_ALL[4]], ids=str)
+@pytest.mark.parametrize("options", [*ON_WORKERS, *slow(CALLER_STEPS)], ids=str)
 def test_ctrl_c_ends_the_wait(options: Any, folder: str) -> None:
     envs = muster.make_vec(Slow, 2, env_kwargs={"folder": folder, "never": 1}, **options)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
@@ -220,8 +219,9 @@ def caller_steps(folder: str, **kwargs: Any) -> Any:
     return muster.make_vec(Slow, 6, num_workers=1, caller_steps=True, env_kwargs={"folder": folder, **kwargs})
 
 
-@pytest.mark.parametrize(("make", "first"), [(serial, 0), (dummy, 0), (sync, 0), (caller_steps, 3)])
-def test_ctrl_c_in_the_calling_thread_leaves_the_other_envs_unclosed(make: Any, first: int, folder: str) -> None:
+@pytest.mark.parametrize("make", [serial, caller_steps, *slow(dummy, sync)])
+def test_ctrl_c_in_the_calling_thread_leaves_the_other_envs_unclosed(make: Any, folder: str) -> None:
+    first = 3 if make is caller_steps else 0
     envs = make(folder, never=first + 1)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -239,7 +239,7 @@ def test_ctrl_c_in_the_calling_thread_leaves_the_other_envs_unclosed(make: Any, 
     envs.close()
 
 
-@pytest.mark.parametrize("options", [ON_WORKERS[0], ON_WORKERS[1], ON_ALL[4]], ids=str)
+@pytest.mark.parametrize("options", ON_WORKERS, ids=str)
 def test_a_pending_step_ends_before_the_envs_close(options: Any, folder: str) -> None:
     envs = muster.make_vec(Slow, 2, env_kwargs={"folder": folder}, **options)
     envs.reset()
@@ -291,10 +291,7 @@ def test_the_interpreters_exit_says_what_it_cuts(folder: str) -> None:
         f"envs = muster.make_vec(here.Slow, 2, num_workers=2, env_kwargs={{'folder': {folder!r}, 'never': 1}})"
     )
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-    assert done.returncode == 0
+    done = programs.run("-c", program, env={**os.environ, "PYTHONPATH": path}, check=True)
     assert "RuntimeWarning: worker 1 (env 1) was killed in close() of env 1" in done.stderr
     assert whole(folder) == [0]
 
@@ -310,13 +307,16 @@ def test_a_close_timeout_that_makes_no_sense_is_refused(value: Any) -> None:
 # ---- drop-ins wait as their originals do
 
 
+FORKED = {"start_method": "fork"}  # a fresh process would import SB3
+
+
 def sb3(folder: str, **kwargs: Any) -> Any:
     from muster.interop.sb3 import make_vec_env
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cls = pytest.importorskip("muster.interop.sb3").SubprocVecEnv
-        return make_vec_env(Slow, 2, env_kwargs={"folder": folder, **kwargs}, vec_env_cls=cls)
+        return make_vec_env(Slow, 2, env_kwargs={"folder": folder, **kwargs}, vec_env_cls=cls, vec_env_kwargs=FORKED)
 
 
 def gymnasiums(folder: str, **kwargs: Any) -> Any:
@@ -343,7 +343,7 @@ def test_drop_ins_wait_for_ever_for_the_step_and_for_the_close(
     assert line.endswith(". Waiting for as long as that takes; Ctrl-C ends the wait")
 
 
-@pytest.mark.parametrize("kind", ["nothing", "step", "call"])
+@pytest.mark.parametrize("kind", ["step", *slow("nothing", "call")])
 def test_gymnasiums_timeout_is_not_for_the_close(kind: str, folder: str) -> None:
     envs = gymnasiums(folder, seconds=0.5)
     envs.reset()
@@ -357,7 +357,7 @@ def test_gymnasiums_timeout_is_not_for_the_close(kind: str, folder: str) -> None
     assert whole(folder) == [0, 1]
 
 
-@pytest.mark.parametrize("kind", ["step", "call"])
+@pytest.mark.parametrize("kind", ["step", *slow("call")])
 def test_gymnasiums_timeout_is_for_the_pending_call_and_ends_all(kind: str, folder: str) -> None:
     envs = gymnasiums(folder, seconds=100.0)
     envs.reset()

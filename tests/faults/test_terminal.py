@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from slow import slow
+
 CALLER = """
 import subprocess, sys, termios
 import gymnasium, numpy as np, muster
@@ -43,7 +45,7 @@ print("done")
 
 
 @pytest.mark.filterwarnings("ignore")  # pty.fork warns of the threads that other tests have left
-@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("fork", "spawn")])
 def test_an_env_that_uses_the_terminal_is_not_stopped(context: str) -> None:
     pid, terminal = pty.fork()
     if pid == 0:

@@ -32,11 +32,22 @@ CASES = [
     (MultiDiscrete([3, 4]), [np.array([[1, 2], [0, 3]], kind) for kind in ("i8", "i4")]),
     (MultiBinary(2), [np.array([[1, 0], [0, 1]], kind) for kind in ("i1", "i8", "?")]),
 ]
+
+
+# Forked: fresh processes would import this module, and with it SB3.
+def forked_async(env_fns):
+    return AsyncVectorEnv(env_fns, context="fork")
+
+
+def forked_subproc(env_fns):
+    return SubprocVecEnv(env_fns, start_method="fork")
+
+
 DROP_INS = [
     (TheirSyncVectorEnv, SyncVectorEnv),
-    (TheirSyncVectorEnv, AsyncVectorEnv),
+    (TheirSyncVectorEnv, forked_async),
     (TheirDummyVecEnv, DummyVecEnv),
-    (TheirDummyVecEnv, SubprocVecEnv),
+    (TheirDummyVecEnv, forked_subproc),
 ]
 
 
@@ -69,10 +80,11 @@ def _seen(vector_env, space, batches):
     return [[one["got"] for one in row] if isinstance(row, (list, tuple)) else list(row["got"]) for row in rows]
 
 
-@pytest.mark.parametrize(("space", "batches"), CASES, ids=["single", "pair", "choice", "choices", "bits"])
 @pytest.mark.parametrize(("theirs", "ours"), DROP_INS, ids=lambda drop_in: drop_in.__name__)
-def test_their_type_is_kept(theirs, ours, space, batches):
-    assert _seen(ours, space, batches) == _seen(theirs, space, batches)
+def test_their_type_is_kept(theirs, ours):
+    # In processes the action goes the same way: single numbers show it, and the dicts and tuples below.
+    for space, batches in CASES if ours in (SyncVectorEnv, DummyVecEnv) else CASES[:1]:
+        assert _seen(ours, space, batches) == _seen(theirs, space, batches)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), DROP_INS, ids=lambda drop_in: drop_in.__name__)

@@ -16,6 +16,7 @@ from muster.errors import CannotTravel, RecipeError
 from muster.interop import gymnasium as dropins
 from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, as_sb3, make_vec_env
 from one_instance import ClassVariable
+from slow import slow
 
 ACTIONS = np.array([0, 1, 2])
 ROWS = [[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]]
@@ -33,13 +34,16 @@ def wrapped(fn):
     return gym.wrappers.TransformReward(fn(), float)
 
 
-@pytest.mark.parametrize("cls", [by_make_vec, by_wrapped_functions, SubprocVecEnv, SB3sSubprocVecEnv])
+@pytest.mark.parametrize("cls", [by_make_vec, by_wrapped_functions, SubprocVecEnv, *slow(SB3sSubprocVecEnv)])
 def test_make_vec_env_builds_envs_by_any_class(cls):
-    with contextlib.closing(make_vec_env(ClassVariable, 3, seed=0, vec_env_cls=cls)) as envs:
+    # Forked: in a fresh process the import of SB3, for its Monitor, takes seconds.
+    options = {"context": "fork"} if cls in (by_make_vec, by_wrapped_functions) else {"start_method": "fork"}
+    with contextlib.closing(make_vec_env(ClassVariable, 3, seed=0, vec_env_cls=cls, vec_env_kwargs=options)) as envs:
         envs.reset()
         assert [envs.step(ACTIONS)[0][:, 0].tolist() for _ in ROWS] == ROWS
 
 
+@pytest.mark.slow  # the trial's processes import SB3
 def test_their_envs_have_the_names_that_the_user_knows(capfd):
     options = {"vec_env_cls": by_make_vec, "vec_env_kwargs": {"num_workers": "auto"}}
     make_vec_env(ClassVariable, 3, **options).close()

@@ -17,6 +17,7 @@ from gymnasium.vector.async_vector_env import _async_worker
 
 from muster.errors import WorkerDied
 from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv
+from slow import slow
 
 BOTH = pytest.mark.parametrize("vectorise", [SyncVectorEnv, AsyncVectorEnv])
 
@@ -253,8 +254,8 @@ class Timed(Counter):
         return np.array([begin, time.monotonic()]), 0.0, False, False, {}
 
 
-@pytest.mark.parametrize("context", [None, "fork"])
-@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("context", ["fork", *slow(None)])
+@pytest.mark.parametrize("most", [2, *slow(1)])
 def test_max_concurrency_limits_how_many_execute_at_once(most, context):
     with AsyncVectorEnv([Timed] * 5, context=context, max_concurrency=most) as envs:
         assert len(set(envs.call("where"))) == 5
@@ -321,7 +322,7 @@ def set_goal(env, index):
     env.goal = 8
 
 
-@pytest.mark.parametrize("context", [None, "fork"])
+@pytest.mark.parametrize("context", ["fork", *slow(None)])
 def test_max_concurrency_puts_nothing_around_the_envs(context):
     seen = []
     for options in ({}, {"max_concurrency": 1}):
@@ -334,7 +335,7 @@ def test_max_concurrency_puts_nothing_around_the_envs(context):
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("context", [None, "fork"])
+@pytest.mark.parametrize("context", ["fork", *slow(None)])
 def test_a_permit_is_not_lost_with_a_step_that_raises(context):
     with AsyncVectorEnv([Noisy] * 3, context=context, max_concurrency=1) as envs:
         envs.reset()

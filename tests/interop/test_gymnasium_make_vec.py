@@ -16,6 +16,7 @@ from gymnasium.wrappers import ClipReward, TimeAwareObservation
 import muster
 from muster.errors import CannotTravel
 from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv, make_vec
+from slow import slow
 
 ASYNC = {"vectorization_mode": "async", "vector_kwargs": {"num_workers": 2}}
 SYNC = {"vectorization_mode": "sync"}
@@ -60,7 +61,9 @@ def test_the_signature_is_gymnasiums():
     assert [(one.name, one.kind, one.default) for one in ours] == [(one.name, one.kind, one.default) for one in theirs]
 
 
-@pytest.mark.parametrize(("mode", "kind"), [(SYNC, SyncVectorEnv), (ASYNC, AsyncVectorEnv)])
+@pytest.mark.parametrize(
+    ("mode", "kind"), [(SYNC, SyncVectorEnv), pytest.param(ASYNC, AsyncVectorEnv, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("env_id", "options"),
     [
@@ -85,7 +88,7 @@ def test_without_a_mode_it_is_the_specs_own_vector_env_or_sync():
         envs.close()
 
 
-@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+@pytest.mark.parametrize("mode", [ASYNC, *slow(SYNC)])
 def test_the_spec_makes_the_same_again(mode):
     first = make_vec("CartPole-v1", 3, **mode, wrappers=[TimeAwareObservation], sutton_barto_reward=True)
     second = make_vec(first.spec, num_envs=9)
@@ -104,7 +107,7 @@ def test_workers_are_as_many_as_asked_for():
         envs.close()
 
 
-@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+@pytest.mark.parametrize("mode", [ASYNC, *slow(SYNC)])
 def test_lazy_arguments_are_built_where_the_env_is(served, mode):
     options = {"lock": muster.lazy(threading.Lock)}
     envs = make_vec(served, 2, **mode, server=muster.lazy(zmq.Context), options=options)

@@ -93,6 +93,7 @@ def test_make_vec_env_builds_them_in_every_class(cls, tmp_path):
         wrapper_kwargs={"log": muster.lazy(Log, str(tmp_path / "log")), "lock": muster.lazy(threading.Lock)},
         monitor_kwargs={"info_keywords": muster.lazy(tuple)},
         vec_env_cls=cls,
+        vec_env_kwargs={} if "Dummy" in cls.__name__ else {"start_method": "fork"},
     )
     assert envs.reset().tolist() == EXPECTED
     assert all(envs.env_is_wrapped(Monitor))
@@ -129,7 +130,7 @@ def test_a_worker_of_the_users_own(tmp_path):
 def test_torchrls_arguments():
     from muster.interop.torchrl import ParallelEnv
 
-    envs = ParallelEnv(2, Guarded, create_env_kwargs=arguments())
+    envs = ParallelEnv(2, Guarded, create_env_kwargs=arguments(), mp_start_method="fork")
     assert envs.reset()["observation"].tolist() == EXPECTED
     envs.close()
 

@@ -17,6 +17,7 @@ import pytest
 import muster
 from muster.interop.gymnasium import AsyncVectorEnv
 from one_instance import ClassVariable, GlobalGenerator, Listening, Simulator, compile_library
+from slow import slow
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 KINDS: dict[str, type[gym.Env[Any, Any]]] = {
@@ -113,6 +114,7 @@ FRONT_ENDS = {
     "ParallelEnv": with_parallel_env,
 }
 EACH_APART = [name for name in FRONT_ENDS if name != "make_vec, caller_steps"]
+BY_ID = [(name, kind) for name in EACH_APART for kind in ("shares", "class variable")][1:]
 
 
 @pytest.fixture
@@ -139,16 +141,25 @@ def check(front_end: str, env: Any, kind: str, context: str) -> None:
     assert len(pids) == NUM_ENVS
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "front_end", [pytest.param(name, marks=[pytest.mark.slow] * (name == "ParallelEnv")) for name in EACH_APART]
-)
+def each_once(*kinds: str) -> list[Any]:
+    """Front ends with kinds of envs; fast are the first front end with each kind, and each other one with the last."""
+    return [
+        pytest.param(name, kind, marks=() if name == EACH_APART[0] or kind == kinds[-1] else pytest.mark.slow)
+        for name in EACH_APART
+        for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize(("front_end", "kind"), each_once(*KINDS))
 def test_each_env_has_a_process_of_its_own(front_end, kind, libraries):
-    check(front_end, functools.partial(KINDS[kind], libraries[kind]), kind, "forkserver")
+    # A drop-in's fresh process would import SB3, or TorchRL, for seconds.
+    context = "forkserver" if front_end == "make_vec" else "fork"
+    check(front_end, functools.partial(KINDS[kind], libraries[kind]), kind, context)
 
 
-@pytest.mark.parametrize("kind", ["shares", "class variable"])
-@pytest.mark.parametrize("front_end", EACH_APART)
+@pytest.mark.parametrize(
+    ("front_end", "kind"), [("make_vec", "shares"), *(pytest.param(*case, marks=pytest.mark.slow) for case in BY_ID)]
+)
 def test_so_has_each_env_of_an_id_of_somebody_else(front_end, kind, registered):
     check(front_end, registered(kind), kind, "forkserver")
 
@@ -167,7 +178,7 @@ def test_the_caller_is_one_of_the_processes():
     check("make_vec, caller_steps", ClassVariable, "class variable", "forkserver")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["crashes", "global generator", *slow("refuses", "shares", "class variable")])
 def test_auto_does_not_pack_them(kind, libraries, capfd):
     env = functools.partial(KINDS[kind], libraries[kind])
     with muster.make_vec(env, NUM_ENVS, num_workers="auto") as envs:
@@ -314,7 +325,7 @@ def pong() -> Any:
     return gym.make("ALE/Pong-v5")
 
 
-@pytest.mark.parametrize("env", [cart_pole, half_cheetah, pong], ids=lambda env: env.__name__)
+@pytest.mark.parametrize("env", [cart_pole, *slow(half_cheetah, pong)], ids=lambda env: env.__name__)
 def test_auto_packs_envs_that_share_nothing(env):
     pytest.importorskip({half_cheetah: "mujoco", pong: "ale_py"}.get(env, "gymnasium"))
     with muster.make_vec(env, NUM_ENVS, num_workers="auto") as envs:

@@ -19,8 +19,9 @@ from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, as_sb3, make_vec_env 
 
 # torch warns of what SB3 does with it.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:stable_baselines3")
+FORK = {"start_method": "fork"}  # fresh processes import SB3 for their Monitor or wrapper, for seconds
 BOTH = pytest.mark.parametrize(
-    "vec_env_cls", [DummyVecEnv, partial(SubprocVecEnv, num_workers=2)], ids=["dummy", "sub"]
+    "vec_env_cls", [DummyVecEnv, partial(SubprocVecEnv, num_workers=2, **FORK)], ids=["dummy", "sub"]
 )
 
 
@@ -139,7 +140,7 @@ def test_dummy_gives_float32_rewards(make):
 
 
 def test_a_library_that_loads_once_per_process_gets_one_process_for_each_env(make):
-    envs = make(make_vec_env(Alone, n_envs=3, vec_env_cls=SubprocVecEnv))
+    envs = make(make_vec_env(Alone, n_envs=3, vec_env_cls=SubprocVecEnv, vec_env_kwargs=FORK))
     assert envs.reset().shape == (3, 1)
     assert len(set(envs.env_method("where"))) == 3
 
@@ -147,7 +148,7 @@ def test_a_library_that_loads_once_per_process_gets_one_process_for_each_env(mak
 def test_two_that_cannot_share_a_process_say_how_each_gets_its_own(monkeypatch):
     monkeypatch.setattr("dropin_envs._in_this_process", [])
     with pytest.raises(OSError, match="the simulator is loaded already") as raised:
-        make_vec_env(Alone, n_envs=2, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"num_workers": 1})
+        make_vec_env(Alone, n_envs=2, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"num_workers": 1, **FORK})
     assert "without num_workers in vec_env_kwargs" in raised.value.__notes__[-1]
     with pytest.raises(OSError, match="the simulator is loaded already") as raised:
         make_vec_env(Alone, n_envs=2)
@@ -178,7 +179,7 @@ class Connected(Counter):
 
 def test_lazy_env_kwargs_are_built_beside_each_env(make):
     kwargs = {"server": muster.lazy(Lock, "localhost", 5555)}
-    envs = make(make_vec_env(Connected, n_envs=2, env_kwargs=kwargs, vec_env_cls=SubprocVecEnv))
+    envs = make(make_vec_env(Connected, n_envs=2, env_kwargs=kwargs, vec_env_cls=SubprocVecEnv, vec_env_kwargs=FORK))
     addresses = envs.env_method("address")
     assert {address for address, _ in addresses} == {"localhost:5555"}
     assert os.getpid() not in {pid for _, pid in addresses}
@@ -214,7 +215,7 @@ def test_make_vec_env_seeds_monitors_and_wraps(tmp_path, make):
 
 
 def test_wrappers_of_sb3_work_and_normalisation_is_saved_without_the_envs(tmp_path, make):
-    envs = make(VecNormalize(VecMonitor(VecFrameStack(SubprocVecEnv([Counter] * 2), 2))))
+    envs = make(VecNormalize(VecMonitor(VecFrameStack(SubprocVecEnv([Counter] * 2, **FORK), 2))))
     assert envs.reset().shape == (2, 2)
     for _ in range(4):
         _, _, dones, infos = envs.step(np.zeros(2, int))
@@ -237,7 +238,7 @@ def test_as_sb3_wants_envs_that_reset_in_the_same_step(make):
 
 
 def test_ppo_trains_and_is_saved(tmp_path, make):
-    envs = make(make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv, seed=0))
+    envs = make(make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv, seed=0, vec_env_kwargs=FORK))
     model = sb3.PPO("MlpPolicy", envs, n_steps=32, batch_size=64, n_epochs=1, seed=0, device="cpu")
     model.learn(256)
     model.save(tmp_path / "model")

@@ -23,7 +23,7 @@ def around_make_vec(env_fns):
 
 ALL = pytest.mark.parametrize(
     "vec_env_cls",
-    [DummyVecEnv, partial(SubprocVecEnv, num_workers=2), around_make_vec],
+    [DummyVecEnv, partial(SubprocVecEnv, num_workers=2, start_method="fork"), around_make_vec],
     ids=["dummy", "sub", "as_sb3"],
 )
 SAID = {
@@ -68,13 +68,12 @@ def typed(value):
 
 
 @ALL
-@pytest.mark.parametrize(
-    "saids",
-    [["alike", "alike"], ["numbers", "numbers"], ["differing", "others", "nothing"], ["numbers", "nothing"]],
-    ids="-".join,
-)
-def test_infos_equal_those_of_sb3s_own(vec_env_cls, saids):
-    fns = [partial(Saying, said) for said in saids]
+def test_infos_equal_those_of_sb3s_own(vec_env_cls):
+    for saids in (("alike", "alike"), ("numbers", "numbers"), ("differing", "others", "nothing")):
+        check_infos(vec_env_cls, [partial(Saying, said) for said in saids])
+
+
+def check_infos(vec_env_cls, fns):
     theirs, ours = vec_env.DummyVecEnv(fns), vec_env_cls(fns)
     try:
         theirs.reset()

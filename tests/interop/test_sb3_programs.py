@@ -38,8 +38,9 @@ def envs_of():
     """`make_vec_env` on worker processes, closed after the test."""
     made = []
 
-    def make(*args, **kwargs):
-        made.append(make_vec_env(*args, vec_env_cls=SubprocVecEnv, **kwargs))
+    def make(*args, start_method="fork", **kwargs):
+        options = {"start_method": start_method}
+        made.append(make_vec_env(*args, vec_env_cls=SubprocVecEnv, vec_env_kwargs=options, **kwargs))
         return made[-1]
 
     yield make
@@ -103,7 +104,7 @@ def test_a_zeromq_socket_is_made_from_host_and_port(envs_of, doubling_server):
 
 def test_a_zeromq_context_as_an_argument_is_named_before_anything_is_started(envs_of):
     with zmq.Context() as context, pytest.raises(CannotTravel, match=r"server.*Context"):
-        envs_of(Remote, n_envs=2, env_kwargs={"server": context})
+        envs_of(Remote, n_envs=2, env_kwargs={"server": context}, start_method=None)
 
 
 @pytest.mark.slow

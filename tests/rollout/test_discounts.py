@@ -12,6 +12,7 @@ from collecting import collect
 from counting_env import CountingEnv
 
 from muster.rollout.multi_collector import MultiCollector
+from slow import slow
 
 dm_env = pytest.importorskip("dm_env", reason="pip install dm-env")
 specs = dm_env.specs
@@ -85,7 +86,7 @@ def by_env(batch: Any, key: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+@pytest.mark.parametrize("mode", ["same_step", *slow("next_step")])
 @pytest.mark.parametrize("more", [{}, {"overlap": True}, {"compact": True}], ids=str)
 def test_a_collectors_batch_has_them(kind: str, mode: str, more: dict[str, Any]) -> None:
     envs, key = KINDS[kind]

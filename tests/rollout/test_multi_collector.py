@@ -32,6 +32,7 @@ from muster.errors import (
 from muster.rollout import next_observations
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
+from slow import slow
 
 # A forked process has PyTorch already; the default, a fresh one, takes seconds to import it.
 MultiCollector = functools.partial(AnyMultiCollector, context="fork")
@@ -297,7 +298,7 @@ def test_random_batches_have_zeros_for_what_the_policy_would_give():
             batch["value"] += 5
 
 
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("sync", [False, *slow(True)])
 def test_random_frames_do_not_begin_again_in_a_restarted_collector(tmp_path, sync):
     envs = [functools.partial(Deadly, str(tmp_path / "died"))]
     with MultiCollector(

@@ -18,6 +18,7 @@ from muster.errors import ClosedError, EnvError, SpecMismatch, UsageError, Worke
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
 from muster.rollout.storage import Storage
+from slow import slow
 
 # A forked process has PyTorch already; the default, a fresh one, takes seconds to import it.
 MultiCollector = functools.partial(AnyMultiCollector, context="fork", num_collectors=2)
@@ -62,7 +63,7 @@ def begins_afresh(batch):
     return not batch["observation"][:, 0, 1].any() and len(first.unique()) == len(first) == len(ids.unique())
 
 
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("sync", [True, *slow(False)])
 def test_after_an_error_all_envs_begin_new_episodes(sync):
     envs = [functools.partial(CountingEnv, length=99), functools.partial(FailingEnv, length=99)]
     with MultiCollector(envs, Constant(), frames_per_batch=14 if sync else 7, sync=sync) as collector:
@@ -72,7 +73,7 @@ def test_after_an_error_all_envs_begin_new_episodes(sync):
         assert begins_afresh(collector.rollout())
 
 
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("sync", [True, *slow(False)])
 def test_after_ctrl_c_all_envs_begin_new_episodes(sync):
     with MultiCollector(functools.partial(Slow, length=99), Constant(), frames_per_batch=50, sync=sync) as collector:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
 import warnings
 
 import gymnasium as gym
@@ -17,9 +15,11 @@ from counting_env import CountingEnv
 from pettingzoo import ParallelEnv
 
 import muster
+import programs
 from muster.errors import ClosedError, WorkerError
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
+from slow import slow
 
 # A forked process has PyTorch already; the default, a fresh one, takes seconds to import it.
 MultiCollector = functools.partial(AnyMultiCollector, context="fork", num_collectors=2)
@@ -133,7 +133,7 @@ def test_a_replica_collects_what_a_collector_does_when_an_env_raises():
 
 
 @pytest.mark.filterwarnings("ignore:env 3 failed and was replaced:RuntimeWarning")
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("sync", [True, *slow(False)])
 def test_an_env_that_keeps_failing_is_an_error_in_the_end(sync):
     envs = [CountingEnv, CountingEnv, CountingEnv, Breaking]
     frames = 80 if sync else 40
@@ -155,7 +155,7 @@ def test_an_env_that_cannot_be_reset_is_an_error_at_once():
         Restarting([CountingEnv, Stillborn], zeros_policy, frames_per_batch=4)
 
 
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("sync", [True, *slow(False)])
 def test_it_tells_which_env_failed_and_why(sync):
     envs = [CountingEnv, CountingEnv, CountingEnv, Breaking]
     told = r"env 3 failed and was replaced; its episode ends truncated with a masked row.* ValueError: the gear is"
@@ -272,10 +272,10 @@ with muster.MultiCollector(Chatty, lambda obs: torch.zeros(len(obs), dtype=torch
 """
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", *slow("forkserver")])
 def test_batches_are_never_where_stdout_was(context, tmp_path):
     script, told = tmp_path / "script.py", tmp_path / "told"
     script.write_text(_WITHOUT_STDOUT.format(context=context))
-    done = subprocess.run([sys.executable, script, told], timeout=100, check=False, capture_output=True, text=True)
+    done = programs.run(script, told, imports=programs.TORCH)
     assert told.exists(), done.stderr
     assert told.read_text() == "True"

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 
 import muster
+from slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 pytest.importorskip("torchrl")
@@ -61,7 +62,7 @@ def is_of_one_episode(part: TensorDict) -> bool:
     return labels.equal(expected) and part["next", "observation"][:-1].equal(labels[1:])
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["replay_buffer", "by hand"])
+@pytest.mark.parametrize("by_hand", [False, *slow(True)], ids=["replay_buffer", "by hand"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_slices_are_consecutive_steps_of_one_episode(kind, way, by_hand):

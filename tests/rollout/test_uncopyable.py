@@ -19,6 +19,7 @@ from muster.algorithms import PPO, ActorCritic, PPOConfig
 from muster.nn import TargetParams
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector
+from slow import slow
 
 ENV = functools.partial(CountingEnv, length=3)
 OBSERVATIONS, ACTIONS = spaces.Box(-1.0, 1e6, (2,), "float32"), spaces.Discrete(100)
@@ -65,7 +66,7 @@ class Acting(torch.nn.Module):
         return self.inner.best(obs).squeeze(-1)
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=["lock", *slow(*(kind for kind in KINDS if kind != "lock"))])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

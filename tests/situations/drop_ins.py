@@ -208,7 +208,8 @@ def _() -> Iterator[Any]:
 
 
 def parallel(*envs: Any, **deeds: Any) -> Any:
-    return torchrl.ParallelEnv(2, fns(*envs, **deeds), num_processes=1)
+    """Forked: else the import of TorchRL takes seconds."""
+    return torchrl.ParallelEnv(2, fns(*envs, **deeds), num_processes=1, mp_start_method="fork")
 
 
 @situation("as_torchrl: what it does not take")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
 import muster
+import programs
 from command import muster as run_muster
 from muster.algorithms import PPO, PPOConfig
 from muster.training.presets import PRESETS, Preset, preset_for
@@ -157,8 +157,7 @@ def test_atari_has_four_grey_frames_of_four_steps_each(env_id: str):
 @pytest.mark.slow
 def test_the_preset_makes_the_same_env_of_all_names_of_a_game():
     pytest.importorskip("cv2")
-    done = subprocess.run([sys.executable, "-c", GAME_BY_ITS_NAMES], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = programs.run("-c", GAME_BY_ITS_NAMES, imports=programs.TORCH, check=True)
     assert done.stdout == "the same\n"
 
 

@@ -8,7 +8,6 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,16 @@ import pytest
 import torch
 
 import muster
+import programs
 from muster.algorithms import PPO
 from muster.training.plan import plan_of
 
-MUSTER = (sys.executable, "-c", "from muster.cli import main; main()")
+MUSTER = ("-c", "from muster.cli import main; main()")
 SIZE = ("--num-envs", "2", "--total-steps", "1000000", "--num-workers", "1")
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*MUSTER, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
+def start(*arguments: str) -> programs.Program:
+    return programs.start(*MUSTER, *arguments, imports=programs.TORCH)
 
 
 def ended(process: subprocess.Popen[str], code: int) -> str:
@@ -49,8 +47,9 @@ def steps_saved(folder: Path) -> int:
     return int(torch.load(folder / "checkpoint.pt", weights_only=True)["steps"])
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    done: subprocess.CompletedProcess[str] = programs.run(*words, imports=programs.TORCH, timeout=300)
+    return done
 
 
 def states_of(folder: Path, last_step: int) -> dict[int, dict[str, Any]]:
@@ -90,7 +89,7 @@ def assert_whole(folder: Path, states: dict[int, dict[str, Any]]) -> None:
 
 
 def test_it_ends_the_training_wherever_it_comes_and_never_the_saving(tmp_path: Path):
-    done = run(sys.executable, "-c", MOMENTS, str(tmp_path))
+    done = run("-c", MOMENTS, str(tmp_path))
     assert done.returncode == 0, done.stderr
     exits = json.loads(done.stdout.splitlines()[-1])
     assert exits == {"update": 143, "collect": 143, "write": 143, "workers": 143, "save": 130, "eval": 143, "thread": 0}

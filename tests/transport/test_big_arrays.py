@@ -12,6 +12,7 @@ import muster
 from muster.recipes.recipe import make_recipes, pack, unpack
 from muster.transport.big_arrays import BigArrays, map_big_arrays
 from muster.transport.slab import memfd
+from slow import slow
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 MEGABYTE = 1 << 20
@@ -43,7 +44,7 @@ class Keeper(gym.Env):
             return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Shared_"))
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("spawn")])
 def test_workers_read_the_same_memory_and_write_to_their_own(context):
     big = np.ones(16 * MEGABYTE, np.uint8)
     # Reversed it is not in one piece, and travels as a copy.

@@ -18,6 +18,7 @@ import muster
 from muster.errors import ClosedError, WaitTimeout, WorkerDied, WorkerTimeout
 from muster.transport.channel import Channel, ChannelClosed
 from processes import kill_worker, stat_of
+from slow import slow
 
 BIG = b"x" * (16 << 20)
 ACTIONS = np.zeros(2, np.int64)
@@ -80,7 +81,7 @@ def bounded(call: Callable[[], Any]) -> Any:
         assert time.monotonic() - start < BOUND_S
 
 
-@pytest.mark.parametrize("context", ["forkserver", "fork"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("fork")])
 def test_big_messages_arrive_whole(context: str) -> None:
     with make(context=context) as envs:
         assert envs.reset(options={"text": BIG})[0][:, 0].tolist() == [len(BIG)] * 2
@@ -96,7 +97,7 @@ SENDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("send", ["call", pytest.param("set_attr", marks=pytest.mark.slow), "reset"])
+@pytest.mark.parametrize("send", ["reset", *slow("call", "set_attr")])
 def test_a_stopped_worker_does_not_hold_up_what_is_sent_to_it(send: str) -> None:
     envs = make(step_timeout=2.0)
     envs.reset()
@@ -107,7 +108,7 @@ def test_a_stopped_worker_does_not_hold_up_what_is_sent_to_it(send: str) -> None
         envs.step(ACTIONS)
 
 
-@pytest.mark.parametrize("send", ["call", pytest.param("set_attr", marks=pytest.mark.slow), "reset"])
+@pytest.mark.parametrize("send", ["reset", *slow("call", "set_attr")])
 def test_a_stopped_worker_is_replaced_over_what_is_sent_to_it(send: str) -> None:
     with make(step_timeout=2.0, on_failure="restart") as envs:
         envs.reset()

@@ -12,6 +12,7 @@ import pytest
 
 import muster
 from muster.transport.mail import LocalMail, Mail, SharedMail
+from slow import slow
 
 ROWS = 4000
 
@@ -37,7 +38,7 @@ class Changing(gym.Env[Any, Any]):
         return {f"key{self.episode % 50}": self.episode % 50}
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 2}, {"backend": "thread", "num_workers": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"num_workers": 2}, *slow({"backend": "thread", "num_workers": 2})], ids=str)
 def test_every_info_is_right_while_new_layouts_come_up(options: dict[str, Any]) -> None:
     recipes = [functools.partial(Changing, 6 * i) for i in range(8)]
     with muster.make_vec(recipes, **options) as envs:

@@ -17,6 +17,7 @@ from gymnasium import spaces
 
 import muster
 from muster.errors import ActionError, EnvError, SpecMismatch, WorkerError
+from slow import slow
 
 
 def test_an_env_is_terminated_if_nobody_was_truncated_on_the_way() -> None:
@@ -111,7 +112,7 @@ def test_actions_of_agents_that_do_not_act_may_be_anything_in_unsigned_integers_
         envs.step(idle)
 
 
-@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+@pytest.mark.parametrize("mode", ["same_step", *slow("next_step")])
 def test_a_restarted_env_truncates_whoever_was_left(mode: str) -> None:
     with muster.make_vec(Failing, 2, num_workers=2, on_failure="restart", autoreset_mode=mode) as envs:
         envs.reset(seed=0)

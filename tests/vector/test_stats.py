@@ -15,6 +15,7 @@ import muster
 from muster.workers.usage import Usage, descendants, private_bytes, usage_of
 from processes import kill_worker
 from sample_envs import Counter
+from slow import slow
 
 MIB = 1 << 20
 
@@ -73,7 +74,7 @@ def test_each_worker_shows_what_it_has_added(options: dict[str, Any]) -> None:
         assert after[1]["memory_bytes"] - before[1]["memory_bytes"] == pytest.approx(12 * MIB, abs=MIB)
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread"])
+@pytest.mark.parametrize("backend", ["serial", *slow("thread")])
 def test_envs_in_the_callers_process_show_what_that_has_added(backend: Any) -> None:
     with muster.make_vec([Hoarder] * 2, backend=backend) as envs:
         envs.reset(seed=0)

@@ -15,6 +15,7 @@ import pytest
 import muster
 from muster.errors import WaitTimeout
 from sample_envs import Counter
+from slow import slow
 
 
 class Seated(Counter):
@@ -47,7 +48,7 @@ def test_workers_confined_to_one_core_step_all_the_same(two_workers: Any) -> Non
     assert two_workers.call("allowed") == ({core},) * 4
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [0, *slow(1)])
 def test_a_stopped_worker_keeps_no_answer_of_another_from_the_caller(two_workers: Any, stopped: int) -> None:
     for _ in range(50):  # seats are taken
         two_workers.step(np.ones(4, np.int64))

@@ -13,6 +13,7 @@ import muster
 from muster.errors import NotEnoughMemory
 from muster.workers import memory_plan, resources
 from muster.workers.messages import BuildProgress
+from slow import slow
 
 ENV_BYTES = 30_000_000
 LIBRARY_BYTES = 60_000_000
@@ -53,7 +54,7 @@ def built(folder: Path) -> set[int]:
     return {int(path.name) for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("fork")])
 def test_too_many_envs_are_refused_after_the_first_two(tmp_path, left, context):
     left(200_000_000)
     before = psutil.Process().children(recursive=True)
@@ -104,7 +105,7 @@ def test_fewer_processes_are_advised_where_they_would_fit(left, left_mb, helps):
     assert ("may share processes." in str(raised.value)) is helps
 
 
-@pytest.mark.parametrize("caller_steps", [False, True])
+@pytest.mark.parametrize("caller_steps", [False, *slow(True)])
 def test_one_process_for_each_env_is_counted(tmp_path, left, caller_steps):
     left(1_000_000)
     with pytest.raises(NotEnoughMemory, match=f"3 envs in {3 - caller_steps} processes will not fit"):

@@ -38,10 +38,11 @@ from muster.workers.messages import (
     Unpacking,
     expect,
 )
+from slow import slow
 
 BACKENDS = [
-    {"backend": "thread"},
-    *({"backend": "process", "context": context} for context in ("fork", "forkserver", "spawn")),
+    *({"backend": "thread"}, {"backend": "process", "context": "forkserver"}),
+    *slow(*({"backend": "process", "context": context} for context in ("fork", "spawn"))),
 ]
 EXAMPLES = [
     Attach(Mock(), Mock()),

@@ -11,6 +11,7 @@ import pytest
 
 import muster
 from processes import kill_worker, parent_of
+from slow import slow
 
 
 class Named(gymnasium.Env[Any, Any]):
@@ -32,7 +33,7 @@ def comm(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("context", ["forkserver", "fork", *slow("spawn")])
 def test_workers_and_their_launcher_bear_names(context: str) -> None:
     own = comm(os.getpid())
     with muster.make_vec(Named, 3, num_workers=2, context=context, on_failure="restart") as envs:
@@ -49,7 +50,7 @@ def test_workers_and_their_launcher_bear_names(context: str) -> None:
 
 def test_collectors_bear_names_of_their_own() -> None:
     pytest.importorskip("tensordict")
-    collector = muster.MultiCollector(Named, None, num_collectors=2, frames_per_batch=4)
+    collector = muster.MultiCollector(Named, None, num_collectors=2, frames_per_batch=4, context="fork")
     pids = [worker["pid"] for worker in collector.stats()["collectors"]["workers"]]
     names = [comm(pid) for pid in pids]
     collector.shutdown()

@@ -1,12 +1,13 @@
 """Programs in which nothing is wrong print nothing on stderr, also where warnings are errors."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
-CONTEXTS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+import programs
+from slow import slow
+
+CONTEXTS = ["forkserver", *slow("fork", "spawn")]
 PONG = """
     import gymnasium, numpy as np
     import ale_py
@@ -49,9 +50,7 @@ def run(tmp_path):
     def script(*parts, flags=("-W", "error::UserWarning")):
         (tmp_path / "envs_of_mine.py").write_text(textwrap.dedent(MODULE))
         (tmp_path / "script.py").write_text("\n".join(map(textwrap.dedent, parts)))
-        command = [sys.executable, *flags, "script.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, done.stderr
+        done = programs.run(*flags, "script.py", cwd=tmp_path, check=True)
         return done.stdout, done.stderr
 
     return script

@@ -1,14 +1,14 @@
 """How the workers of one vector env start together."""
 
 import resource
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import muster
+import programs
+from slow import slow
 
 # Its env is built only where two processes have imported the module.
 _MODULE = """
@@ -33,7 +33,7 @@ class Env(gymnasium.Env):
 """
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("spawn")])
 def test_the_other_workers_import_while_the_first_builds(
     context: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +45,7 @@ def test_the_other_workers_import_while_the_first_builds(
         assert envs.call("imported") == (3, 3)
 
 
-@pytest.mark.parametrize("context", ["forkserver", "fork"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("fork")])
 def test_too_few_file_descriptors_leave_nothing_and_tell_what_to_do(context: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
@@ -70,7 +70,7 @@ Path(sys.argv[1]).write_text(done)
 """
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("spawn", "fork")])
 @pytest.mark.parametrize(
     "before",
     [
@@ -86,7 +86,7 @@ Path(sys.argv[1]).write_text(done)
 def test_workers_start_without_stdout_or_a_working_directory(before: str, context: str, tmp_path: Path) -> None:
     script, told = tmp_path / "script.py", tmp_path / "told"
     script.write_text(_BESIDE_THE_LINES.format(before=before, context=context))
-    subprocess.run([sys.executable, script, told], cwd=tmp_path, timeout=60, check=False, capture_output=True)
+    programs.run(script, told, cwd=tmp_path)
     assert told.read_text() == "stepped 3"
 
 
@@ -108,32 +108,29 @@ with muster.make_vec(Telling, 2, num_workers=1, context=sys.argv[1]) as envs:
 """
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("spawn", "fork")])
 def test_workers_run_under_the_flags_of_the_caller_and_not_on_what_lies_about(context: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_TELLS_FLAGS)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "json.py").write_text("raise ImportError('not the json that was meant')")
     flags = ["-O", "-W", "error::FutureWarning", "-X", "int_max_str_digits=900"]
-    command = [sys.executable, *flags, tmp_path / "script.py", context]
-    done = subprocess.run(command, cwd=tmp_path / "elsewhere", timeout=60, check=False, capture_output=True, text=True)
+    done = programs.run(*flags, tmp_path / "script.py", context, cwd=tmp_path / "elsewhere", fresh=True)
     assert done.stdout == "{(1, True, 900)}\n", done.stderr
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("context", ["forkserver", "fork", *slow("spawn")])
 def test_workers_leave_nothing_that_python_would_warn_of(context: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_BESIDE_THE_LINES.format(before="", context=context))
-    command = [sys.executable, "-W", "error", "-X", "dev", tmp_path / "script.py", tmp_path / "told"]
-    done = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    done = programs.run("-W", "error", "-X", "dev", tmp_path / "script.py", tmp_path / "told", fresh=True)
     assert (tmp_path / "told").read_text() == "stepped 3"
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("spawn")])
 def test_modules_that_register_their_ids_at_import_are_not_warned_of(context: str, tmp_path: Path) -> None:
     register = "gymnasium.register('Here-v0', 'ids_here:Env')\n"
     env = "class Env(gymnasium.envs.classic_control.CartPoleEnv): pass\n"
     (tmp_path / "ids_here.py").write_text(f"import gymnasium.envs.classic_control\n{env}{register}")
     code = f"import muster, ids_here; muster.make_vec('Here-v0', 2, num_workers=2, context={context!r}).close()"
-    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, timeout=60, check=False, capture_output=True, text=True)
+    done = programs.run("-W", "error::UserWarning", "-c", code, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

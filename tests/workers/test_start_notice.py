@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
+
+import programs
 
 # Makes a vector env, or collectors, whose envs take this long to build.
 _PROGRAM = """
@@ -34,15 +34,16 @@ elif front_end == "gymnasium":
     from muster.interop.gymnasium import AsyncVectorEnv
     AsyncVectorEnv([Slow], num_workers=1).close()
 else:
-    muster.MultiCollector(Slow, None, num_envs=3, num_collectors=2, frames_per_batch=8).shutdown()
+    options = {"num_envs": 3, "num_collectors": 2, "frames_per_batch": 8, "context": "fork"}  # which has torch loaded
+    muster.MultiCollector(Slow, None, **options).shutdown()
 """
 
 
 def said(front_end: str, seconds: float, *, on_terminal: bool = True) -> str:
     """What the program writes to stderr."""
     terminal, its_end = os.openpty() if on_terminal else os.pipe()
-    command = [sys.executable, "-c", _PROGRAM, str(seconds), front_end]
-    process = subprocess.Popen(command, stderr=its_end)
+    imports = programs.TORCH if front_end == "collectors" else ()
+    process = programs.start("-c", _PROGRAM, str(seconds), front_end, imports=imports, stderr=its_end)
     os.close(its_end)
     shown = b""
     try:
@@ -60,7 +61,7 @@ def said(front_end: str, seconds: float, *, on_terminal: bool = True) -> str:
     [
         ("make_vec", "muster: starting 3 envs in 3 processes\r\n"),
         ("caller_steps", "muster: starting 3 envs in 1 process and in this one\r\n"),
-        ("gymnasium", "muster: starting 1 env in 1 process\r\n"),
+        pytest.param("gymnasium", "muster: starting 1 env in 1 process\r\n", marks=pytest.mark.slow),
         ("collectors", "muster: starting 3 envs in 2 collector processes\r\n"),
     ],
 )

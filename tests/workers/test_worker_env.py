@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -17,11 +16,12 @@ import numpy as np
 import pytest
 
 import muster
+import programs
 from muster.errors import ConfigError
 from muster.workers.resources import usable_cores
 from processes import kill_worker
+from slow import slow
 
-CONTEXTS = ["forkserver", "spawn", "fork"]
 _NUMBER, _GONE = "MUSTER_TEST_NUMBER", "MUSTER_TEST_GONE"
 # Observes the variable as it was when this module was imported.
 _PROBE = f"""
@@ -77,14 +77,16 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     return functools.partial(build, "environment_probe")
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+LIST = [{_NUMBER: "10", _GONE: None}, {_NUMBER: 11, _GONE: None}]
+FUNCTION = lambda i: {_NUMBER: np.int64(10 + i), _GONE: None}  # noqa: E731
+
+
 @pytest.mark.parametrize(
-    "worker_env",
+    ("context", "worker_env"),
     [
-        [{_NUMBER: "10", _GONE: None}, {_NUMBER: 11, _GONE: None}],
-        lambda i: {_NUMBER: np.int64(10 + i), _GONE: None},
+        *(("forkserver", LIST), ("fork", FUNCTION)),
+        *(pytest.param(context, LIST, marks=pytest.mark.slow) for context in ("spawn", "fork")),
     ],
-    ids=["list", "function"],
 )
 def test_an_envs_module_finds_its_workers_variables_when_it_is_imported(
     context: str, worker_env: Any, probe: Any
@@ -99,7 +101,7 @@ def test_an_envs_module_finds_its_workers_variables_when_it_is_imported(
     assert os.environ[_GONE] == "the caller's"
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("spawn")])
 def test_mujoco_reads_the_variable_that_its_worker_has(context: str) -> None:
     if find_spec("mujoco") is None:
         pytest.skip("needs mujoco")
@@ -110,7 +112,7 @@ def test_mujoco_reads_the_variable_that_its_worker_has(context: str) -> None:
 
 def test_a_spawned_worker_has_its_variables_before_python_starts() -> None:
     environ = {**os.environ, "PYTHONHASHSEED": "7"}
-    said = subprocess.run([sys.executable, "-c", "print(hash('muster'))"], env=environ, capture_output=True, check=True)
+    said = programs.run("-c", "print(hash('muster'))", env=environ, fresh=True, check=True)
     options: dict[str, Any] = {"context": "spawn", "worker_env": {"PYTHONHASHSEED": "7"}}
     with muster.make_vec("CartPole-v1", 1, num_workers=1, **options) as envs:
         assert envs.call(lambda env, index: hash("muster")) == (int(said.stdout),)
@@ -123,7 +125,7 @@ def test_the_trial_of_num_workers_auto_has_the_first_workers_variables(capfd: An
     assert "side by side are what each is alone" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("context", ["forkserver", "fork"])
+@pytest.mark.parametrize("context", ["forkserver", *slow("fork")])
 def test_a_worker_that_replaces_another_has_the_same_variables(context: str, probe: Any) -> None:
     options: dict[str, Any] = {"context": context, "worker_env": lambda i: {_NUMBER: 10 + i}}
     with muster.make_vec(probe, 2, num_workers=2, on_failure="restart", **options) as envs:
@@ -164,14 +166,14 @@ def _sb3(env: Any, worker_env: Any) -> Any:
 
 def _sb3_make(env: Any, worker_env: Any) -> Any:
     sb3 = pytest.importorskip("muster.interop.sb3", exc_type=ImportError)
-    options = {"num_workers": 2, "worker_env": worker_env}
+    options = {"num_workers": 2, "worker_env": worker_env, "start_method": "fork"}
     envs = sb3.make_vec_env(env, 2, vec_env_cls=sb3.SubprocVecEnv, vec_env_kwargs=options)
     return envs, envs.reset()
 
 
 def _torchrl(env: Any, worker_env: Any) -> Any:
     torchrl = pytest.importorskip("muster.interop.torchrl", exc_type=ImportError)
-    envs = torchrl.ParallelEnv(2, env, num_processes=2, worker_env=worker_env)
+    envs = torchrl.ParallelEnv(2, env, num_processes=2, worker_env=worker_env, mp_start_method="fork")
     return envs, envs.reset()["observation"].numpy()
 
 
@@ -191,7 +193,7 @@ def test_collectors_take_variables_too(num_collectors: int | None, probe: Any) -
         collector: Any = muster.Collector(probe, None, make_vec_options={**options, "num_workers": 2}, **settings)
     else:
         collector = muster.MultiCollector(
-            probe, None, make_vec_options=options, num_collectors=num_collectors, **settings
+            probe, None, make_vec_options=options, num_collectors=num_collectors, context="fork", **settings
         )
     batch = next(iter(collector))
     collector.shutdown()
@@ -226,7 +228,7 @@ def test_what_is_no_environment_is_refused_by_name(worker_env: Any, said: str) -
         muster.make_vec("CartPole-v1", 2, num_workers=2, worker_env=worker_env)
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread"])
+@pytest.mark.parametrize("backend", ["serial", *slow("thread")])
 def test_backends_without_processes_refuse_variables(backend: str) -> None:
     with pytest.raises(ConfigError, match='worker_env .* use backend="process"'):
         muster.make_vec("CartPole-v1", 2, backend=backend, worker_env={})
@@ -243,8 +245,8 @@ class WithTorch(gymnasium.Env[Any, Any]):
         return int(self._torch.get_num_threads())
 
 
-@pytest.mark.parametrize(("chosen", "threads"), [(None, 2), ("3", 3), ("4,1", 4)])
-@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(("chosen", "threads"), [("4,1", 4), pytest.param(None, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", ["forkserver", *slow("fork", "spawn")])
 def test_torch_keeps_to_the_users_own_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, context: str, chosen: str | None, threads: int
 ) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +10,8 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
+
+import programs
 
 pytest.importorskip("torchrl")
 from torchrl.data import Bounded, Composite, MultiOneHot, NonTensor, Unbounded
@@ -98,7 +97,7 @@ def test_a_collector_takes_the_factory(make_env: Any):
 
 def test_collectors_in_processes_take_lists_of_factories():
     fns = [cart_pole, lambda: cart_pole()]
-    with muster.MultiCollector(fns, drawing(), num_collectors=2, frames_per_batch=40) as collector:
+    with muster.MultiCollector(fns, drawing(), num_collectors=2, frames_per_batch=40, context="fork") as collector:
         assert collector.rollout()["observation"].shape == (2, 20, 4)
 
 
@@ -228,4 +227,4 @@ def test_nothing_of_torchrl_is_imported_for_other_envs():
         "make_vec_options={'backend': 'serial'}) as c: c.rollout()\n"
         "assert 'torchrl' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+    programs.run("-c", code, check=True, imports=programs.TORCH)

@@ -180,7 +180,7 @@ def wrapped_spread():
 @pytest.mark.slow
 def test_parallel_env_takes_torchrls_pettingzoo_envs_with_their_groups_and_encoding():
     pytest.importorskip("mpe2")
-    envs = ParallelEnv(2, wrapped_spread, num_processes=1)
+    envs = ParallelEnv(2, wrapped_spread, num_processes=1, mp_start_method="fork")
     try:
         check_env_specs(envs)
         assert list(envs.group_map) == [{f"agent_{k}": [f"agent_{k}"] for k in range(3)}] * 2

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from slow import slow
+
 torchrl = pytest.importorskip("torchrl")
 ours = pytest.importorskip("muster.interop.torchrl")  # first: TorchRL's collectors warn while they are imported
 
@@ -157,7 +159,7 @@ def test_a_collector_gives_torchrls_batches(options):
     both("Collector", cart_pole, greedy_policy(), frames_per_batch=40, total_frames=120, **options)
 
 
-@pytest.mark.parametrize("cat_results", ["stack", 0, -1])
+@pytest.mark.parametrize("cat_results", ["stack", 0, *slow(-1)])
 def test_batches_of_several_workers_are_joined_as_torchrls(cat_results):
     # The workers draw trajectory ids in whatever order they come.
     options = {"frames_per_batch": 60, "total_frames": 180, "cat_results": cat_results}
@@ -199,7 +201,7 @@ def test_nested_keys_objects_and_shapes_that_change_arrive(name, make):
     env.close(raise_if_closed=False)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [KINDS[0], *slow(KINDS[1])])
 def test_the_loop_of_torchrls_workers_does_not_run(name, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("TorchRL's worker runs")
@@ -214,8 +216,13 @@ def test_the_loop_of_torchrls_workers_does_not_run(name, monkeypatch):
 # ---- replay buffers, hooks, states
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("extends", [True, False])
+@pytest.mark.parametrize(
+    ("name", "extends"),
+    [
+        *((KINDS[0], True), (KINDS[1], False)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((KINDS[0], False), (KINDS[1], True))),
+    ],
+)
 def test_workers_fill_a_replay_buffer(name, extends):
     buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=4)
     options = {"frames_per_batch": 16, "total_frames": 64, "extend_buffer": extends}
@@ -318,7 +325,7 @@ def test_hooks_and_attributes_of_workers():
         collector.set_seed(1)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [KINDS[0], *slow(KINDS[1])])
 def test_a_state_is_loaded_into_other_collectors(name):
     make = partial(getattr(ours, name), [counting], frames_per_batch=16, total_frames=64)
     first, second = make(int_bias_policy(1.0)), make(int_bias_policy(0.0))
@@ -338,8 +345,17 @@ def test_a_state_is_loaded_into_other_collectors(name):
 # ---- weights
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("way", ["in place", "none", "module", "tensordict", "state_dict"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((KINDS[0], way) for way in ("in place", "none", "module", "tensordict", "state_dict")),
+        (KINDS[1], "module"),
+        *(
+            pytest.param(KINDS[1], way, marks=pytest.mark.slow)
+            for way in ("in place", "none", "tensordict", "state_dict")
+        ),
+    ],
+)
 def test_workers_act_with_new_weights(name, way):
     policy = int_bias_policy()
     collector = getattr(ours, name)([counting], policy, frames_per_batch=8, total_frames=80)
@@ -394,7 +410,7 @@ def test_a_policy_beside_a_factory_says_the_weights():
         collector.shutdown()
 
 
-@pytest.mark.parametrize("device", [None, "cpu", "cpu:0"])
+@pytest.mark.parametrize("device", ["cpu:0", *slow(None, "cpu")])
 def test_a_policy_that_cannot_be_copied_acts_in_a_collector(device):
     policy = TensorDictModule(Held(), ["observation"], ["action"])
     collector = ours.SyncDataCollector(
@@ -473,8 +489,14 @@ class Dies(CountingEnv):
         return super()._step(tensordict)
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(("env", "error"), [(Raises, ZeroDivisionError), (Dies, WorkerDied)])
+@pytest.mark.parametrize(
+    ("name", "env", "error"),
+    [
+        *((KINDS[0], Raises, ZeroDivisionError), (KINDS[1], Dies, WorkerDied)),
+        pytest.param(KINDS[0], Dies, WorkerDied, marks=pytest.mark.slow),
+        pytest.param(KINDS[1], Raises, ZeroDivisionError, marks=pytest.mark.slow),
+    ],
+)
 def test_faults_are_named_and_nothing_stays(name, env, error):
     held = []
     for _ in range(2):
@@ -498,7 +520,7 @@ def test_a_factory_that_raises_is_told_with_its_exception():
         ours.MultiSyncCollector([counting, make], frames_per_batch=32, total_frames=320)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [KINDS[1], *slow(KINDS[0])])
 def test_a_loop_that_was_left_is_begun_again(name):
     collector = getattr(ours, name)([counting] * 2, frames_per_batch=16, total_frames=-1)
     try:
@@ -555,12 +577,10 @@ def test_arguments_are_torchrls(name):
 # ---- guards
 
 
-@pytest.mark.parametrize("name", collectors.PRIVATE_NAMES)
-def test_private_names_of_torchrls_exist(name):
-    sources = [
-        inspect.getsource(module) for module in (_single, _multi_base, theirs._base, theirs._runner, theirs.utils)
-    ]
-    assert any(name in source for source in sources)
+def test_private_names_of_torchrls_exist():
+    modules = (_single, _multi_base, theirs._base, theirs._runner, theirs.utils)
+    sources = "".join(map(inspect.getsource, modules))
+    assert [name for name in collectors.PRIVATE_NAMES if name not in sources] == []
 
 
 def test_no_other_private_name_of_torchrls_is_touched():

@@ -153,7 +153,8 @@ def test_next_step_envs_and_tuple_spaces_are_refused():
 
 @pytest.mark.slow
 def test_parallel_env_takes_torchrls_factories_and_its_encoding():
-    envs = ParallelEnv(3, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True), num_processes=2)
+    make = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
+    envs = ParallelEnv(3, make, num_processes=2, mp_start_method="fork")
     try:
         assert envs.action_spec.shape == (3,)
         check_env_specs(envs)
@@ -166,19 +167,19 @@ def test_parallel_env_takes_torchrls_factories_and_its_encoding():
 
 
 def test_parallel_env_gives_each_env_a_process_of_its_own():
-    envs = ParallelEnv(3, Alone)
+    envs = ParallelEnv(3, Alone, mp_start_method="fork")
     assert len(set(envs.vector_env.call("where"))) == 3
     envs.close()
 
 
 def test_two_that_cannot_share_a_process_say_how_each_gets_its_own():
     with pytest.raises(OSError, match="the simulator is loaded already") as raised:
-        ParallelEnv(2, Alone, num_processes=1)
+        ParallelEnv(2, Alone, num_processes=1, mp_start_method="fork")
     assert "ParallelEnv without num_processes" in raised.value.__notes__[-1]
 
 
 def test_parallel_env_hands_each_env_its_arguments_and_raises_what_it_raises():
-    envs = ParallelEnv(2, [Raising, Raising], create_env_kwargs=[{"length": 1}, {"length": 9}])
+    envs = ParallelEnv(2, [Raising, Raising], create_env_kwargs=[{"length": 1}, {"length": 9}], mp_start_method="fork")
     envs.reset()
     assert envs.vector_env.get_attr("length") == (1, 9)
     action = envs.full_action_spec.zero()
@@ -197,7 +198,8 @@ def test_parallel_env_refuses_other_numbers_of_envs(given):
 
 
 def test_parallel_env_passes_on_what_it_does_not_have_itself():
-    envs = ParallelEnv(2, Counter, create_env_kwargs=[{"length": 1}, {"length": 9}], num_processes=1)
+    lengths = [{"length": 1}, {"length": 9}]
+    envs = ParallelEnv(2, Counter, create_env_kwargs=lengths, num_processes=1, mp_start_method="fork")
     try:
         envs.reset(seed=7)  # as in TorchRL, each env gets these very arguments
         assert list(TransformedEnv(envs, RewardSum()).length) == [1, 9]
@@ -216,7 +218,7 @@ def test_torchrls_collector_and_replay_buffer_take_it():
     from torchrl.collectors import Collector
     from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-    envs = ParallelEnv(2, lambda: GymEnv("CartPole-v1"))
+    envs = ParallelEnv(2, lambda: GymEnv("CartPole-v1"), mp_start_method="fork")
     collector = Collector(envs, None, frames_per_batch=40, total_frames=80)
     buffer = ReplayBuffer(storage=LazyTensorStorage(80), batch_size=16)
     for batch in collector:

@@ -54,7 +54,7 @@ def test_the_tasks_can_be_listed():
 
 def test_it_steps_in_workers():
     pytest.importorskip("mpe2")
-    envs = ParallelEnv(2, lambda: PettingZooEnv("simple_spread_v3", parallel=True))
+    envs = ParallelEnv(2, lambda: PettingZooEnv("simple_spread_v3", parallel=True), mp_start_method="fork")
     assert envs.rollout(3)["agent", "observation"].shape == (2, 3, 3, 18)
     envs.close()
 

@@ -138,8 +138,12 @@ def test_every_loss_is_tried():
     assert {case.name for case in ALL.values()} | {*BY_EXAMPLE, "LossModule"} == set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_class_is_the_original_s_in_all_that_a_reader_sees(name: str):
+def test_classes_are_the_originals_in_all_that_a_reader_sees():
+    for name in NAMES:
+        check_class(name)
+
+
+def check_class(name: str) -> None:
     original, ours = getattr(objectives, name), getattr(losses, name)
     assert ours is not original
     assert inspect.signature(ours) == inspect.signature(original)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+
+import programs
 
 torchrl = pytest.importorskip("torchrl")
 pytest.importorskip("dmlab2d", reason="python -m muster.envs.install_meltingpot")
@@ -70,7 +70,7 @@ def test_a_user_builds_one_in_the_caller():
 @pytest.mark.slow
 def test_either_order_of_imports(first: str):
     code = f"import {first}, muster.interop.torchrl; from torchrl.envs.libs.meltingpot import MeltingpotEnv"
-    subprocess.run([sys.executable, "-c", f"{code}; MeltingpotEnv('{SMALL}').rollout(2)"], check=True, timeout=120)
+    programs.run("-c", f"{code}; MeltingpotEnv('{SMALL}').rollout(2)", fresh=True, check=True)
 
 
 def test_an_env_that_exists_already_is_told_by_the_engine_in_it_and_the_function_to_write():
@@ -86,7 +86,7 @@ def test_an_env_that_exists_already_is_told_by_the_engine_in_it_and_the_function
 
 
 def test_the_factory_works_with_torchrls_keys_and_nothing_is_rendered_twice():
-    envs = ParallelEnv(2, lambda: Watched(SMALL, max_steps=3))
+    envs = ParallelEnv(2, lambda: Watched(SMALL, max_steps=3), mp_start_method="fork")
     envs.reset()
     before = list(envs.renders())
     rollout = envs.rollout(9, break_when_any_done=False)

@@ -12,6 +12,8 @@ import cloudpickle
 import pytest
 import torch
 
+from slow import slow
+
 torchrl = pytest.importorskip("torchrl")
 
 from tensordict import TensorDict  # noqa: E402
@@ -143,8 +145,14 @@ def test_rows_are_those_of_a_serial_env(fn):
     theirs.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"categorical_action_encoding": True}, {"device": "cpu"}])
-@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "FrozenLake-v1"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("CartPole-v1", {"categorical_action_encoding": True}),
+        ("Pendulum-v1", {"device": "cpu"}),
+        ("FrozenLake-v1", {}),
+    ],
+)
 def test_rows_of_plain_gym_envs_are_those_of_a_serial_env(name, options):
     ours, theirs = both(partial(GymEnv, name, **options))
     rows = []
@@ -228,7 +236,7 @@ def test_objects_dynamic_shapes_and_groups_that_differ_travel(fn):
     theirs.close()
 
 
-@pytest.mark.parametrize("creator", [Walker, lambda: Walker(), partial(Walker, 7)])
+@pytest.mark.parametrize("creator", [partial(Walker, 7), *slow(Walker, lambda: Walker())])
 def test_no_env_is_built_in_the_caller(creator):
     before = len(Walker.built_in)
     env = Forked(2, creator)
@@ -361,7 +369,7 @@ def test_envs_of_a_creator_share_its_statistics(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", *slow("spawn")])
 def test_fresh_processes_take_the_same(method):
     env = ParallelEnv(3, EnvCreator(transformed), mp_start_method=method, num_processes=2)
     assert env.rollout(9, break_when_any_done=False).batch_size == (3, 9)

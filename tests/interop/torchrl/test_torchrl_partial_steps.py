@@ -171,7 +171,13 @@ def test_agents_of_an_env_that_is_skipped_wait(mode):
 
 @pytest.mark.slow
 def test_worker_processes_step_only_envs_that_are_to():
-    envs = ParallelEnv(3, Counter, create_env_kwargs=[{"length": length} for length in LENGTHS], num_processes=2)
+    envs = ParallelEnv(
+        3,
+        Counter,
+        create_env_kwargs=[{"length": length} for length in LENGTHS],
+        num_processes=2,
+        mp_start_method="fork",
+    )
     try:
         rollout = envs.rollout(9, break_when_any_done=False, break_when_all_done=True)
         assert rollout["next", "done"].sum(1).flatten().tolist() == [4, 3, 1]

@@ -14,6 +14,8 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
+from slow import slow
+
 pytest.importorskip("torchrl")
 
 with warnings.catch_warnings(action="ignore"):  # TorchRL's own, of itself
@@ -372,7 +374,7 @@ def buffer() -> ReplayBuffer:
     ],
     ids=lambda options: "-".join(options),
 )
-@pytest.mark.parametrize("envs", [cart_pole, Drifts], ids=["one", "two"])
+@pytest.mark.parametrize("envs", [cart_pole, *slow(Drifts)], ids=["one", "two"])
 def test_options_mean_what_they_mean_in_torchrl(envs: Any, options: dict[str, Any]):
     check(envs, **options)
 

@@ -231,8 +231,14 @@ SLOW = (("masks", False), ("agents that differ", False), ("VecNormV2 around", Fa
 def cases(names: Iterable[str], suffix: str = "") -> list[Any]:
     """The names, each with "all envs step" and "some envs step"."""
     pairs = [(name, some) for name in names for some in (False, True) if not some or name + suffix not in ALL_ONLY]
+    alone = {name for name, some in pairs if some}  # where some envs step, at times all do
     return [
-        pytest.param(name, some, marks=[pytest.mark.slow] * ((name + suffix, some) in SLOW), id=f"{name}-{some}")
+        pytest.param(
+            name,
+            some,
+            marks=[pytest.mark.slow] * ((name + suffix, some) in SLOW or (name in alone and not some)),
+            id=f"{name}-{some}",
+        )
         for name, some in pairs
     ]
 
