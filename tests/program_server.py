@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import gc
 import importlib
+import io
 import json
 import multiprocessing.process
 import os
@@ -106,6 +107,7 @@ def take_over(request: Request, path: list[str], filters: int) -> None:
     """
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, _OF_PYTHON.get(number, signal.SIG_DFL))
+    open_streams()
     os.environ.clear()
     os.environ.update(request.environ)
     os.chdir(request.cwd)
@@ -122,6 +124,19 @@ def take_over(request: Request, path: list[str], filters: int) -> None:
         given_by_option: Any = warnings.filters
         given_by_option.insert(len(given_by_option) - 1 - filters, given_by_option.pop(0))
         filters += 1
+
+
+def open_streams() -> None:
+    """Makes the three streams anew. Those of this process remember what their fds once were."""
+    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        old: Any = getattr(sys, name)
+        binary = open(fd, f"{mode}b", closefd=False)  # noqa: SIM115
+        binary.raw.name = f"<{name}>"
+        how: dict[str, Any] = {"encoding": old.encoding, "errors": old.errors, "newline": "\n" if fd else None}
+        stream: Any = io.TextIOWrapper(binary, line_buffering=fd == 2 or os.isatty(fd), **how)
+        stream.mode = mode
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def new_main(request: Request) -> types.ModuleType:

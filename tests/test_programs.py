@@ -23,6 +23,8 @@ print(json.dumps({
     "signals": {number: str(signal.getsignal(number)) for number in signal.valid_signals()},
     "leader": os.getsid(0) == os.getpid(), "parent": os.getppid(), "stdin": sys.stdin.read(),
     "start": multiprocessing.get_start_method(allow_none=True), "folder": multiprocessing.process.ORIGINAL_DIR,
+    "streams": [(one.name, one.mode, one.encoding, one.errors, one.line_buffering, one.seekable())
+                for one in (sys.stdin, sys.stdout, sys.stderr, sys.__stderr__)],
     "filters": [str(one) for one in warnings.filters],
 }))
 """
