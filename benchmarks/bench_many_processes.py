@@ -56,7 +56,7 @@ def gymnasium_ready_s(count: int) -> float:
 
 def forks_ready_s(count: int, *modules: str) -> float:
     """Seconds until `count` forks of this process, with these modules imported, have made and reset an env each."""
-    for module in ("muster.workers.worker_main", *modules):
+    for module in ("muster.pool.worker", *modules):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()

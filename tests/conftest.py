@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import programs
-from muster.workers.launcher_client import LauncherClient
+from muster.pool.launcher_client import LauncherClient
 from processes import adopts_orphans, descendants, named_fd
 
 # With this their asserts show the values that they compared, as those of test modules do.

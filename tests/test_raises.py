@@ -30,7 +30,7 @@ EXCEPTED: dict[str, tuple[set[str], str]] = {
     "transport/channel.py": ({"ChannelClosed", "TimeoutError"}, "a channel's: backends and workers explain them"),
     "backends/process.py": ({"ChannelClosed"}, "stays in the folder"),
     "backends/thread.py": ({"TimeoutError"}, "stays in the file"),
-    "workers/launcher_client.py": ({"LauncherLost"}, "stays in the folder: another launcher is started"),
+    "pool/launcher_client.py": ({"LauncherLost"}, "stays in the folder: another launcher is started"),
     "training/run_folder.py": ({"OSError"}, "the system's, with the file that it lacks"),
     "training/stopping.py": ({"KeyboardInterrupt"}, "what Python's own handler raises for Ctrl-C"),
     "pickling/probe.py": (

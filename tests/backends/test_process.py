@@ -18,7 +18,7 @@ import pytest
 import muster
 import programs
 from muster.errors import CannotTravel
-from muster.workers import launcher_client
+from muster.pool import launcher_client
 from sample_envs import Counter, Reporting
 from slow import slow
 
@@ -37,7 +37,7 @@ import sys
 import gymnasium as gym
 import numpy as np
 import muster
-from muster.workers import launcher_client
+from muster.pool import launcher_client
 
 print("run as", __name__)
 

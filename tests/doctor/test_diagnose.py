@@ -29,10 +29,10 @@ from muster.doctor.diagnosis import recommended_rows
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
 from muster.doctor.lines import try_lines
 from muster.envs import resolve_foreign_id
+from muster.hosts.trial import STARTING, PackedRecipes, Problem, TrialOutcome, run_guarded
+from muster.pool.resources import memory_left, usable_cores
 from muster.recipes.recipe import make_recipes
 from muster.vector.side_by_side import SideBySide, try_side_by_side
-from muster.workers.guarded import STARTING, PackedRecipes, Problem, TrialOutcome, run_guarded
-from muster.workers.resources import memory_left, usable_cores
 from one_instance import Listening
 from processes import is_alive, is_exiting, left_of, wait_for, wait_for_end
 

@@ -19,8 +19,8 @@ from muster.doctor import Finding, Soak, SoakedQuantity
 from muster.doctor.soak import judge_soak, run_soak
 from muster.envs import resolve_foreign_id
 from muster.errors import ConfigError
+from muster.hosts.trial import PackedRecipes, TrialOutcome
 from muster.recipes.recipe import make_recipes
-from muster.workers.guarded import PackedRecipes, TrialOutcome
 
 HERE = Path(__file__).parent
 

@@ -23,8 +23,8 @@ from command import muster as run_muster
 from muster.doctor import machine
 from muster.doctor.diagnosis import Finding
 from muster.doctor.machine import Fact, MachineReport, examine
-from muster.workers import resources
-from muster.workers.guarded import Problem
+from muster.hosts.trial import Problem
+from muster.pool import resources
 from test_layers import OPTIONAL
 
 REPOSITORY = Path(__file__).parents[2]

@@ -21,9 +21,9 @@ import muster
 from muster.doctor.diagnosis import Finding
 from muster.doctor.policy_factory import judge_factory, packed_recipe
 from muster.errors import WrongType
+from muster.hosts.trial import PackedRecipes, TrialOutcome
 from muster.nn import MultiAgentMLP
 from muster.recipes.recipe import unpack
-from muster.workers.guarded import PackedRecipes, TrialOutcome
 
 CARTPOLE = "CartPole-v1"
 

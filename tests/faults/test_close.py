@@ -19,8 +19,8 @@ from faulty_envs import CountingEnv, hang_in_c
 import muster
 import programs
 from muster.errors import ClosedError, EnvError, WorkerDied
-from muster.workers import close_limits
-from muster.workers.launcher_client import LauncherClient
+from muster.pool import close_limits
+from muster.pool.launcher_client import LauncherClient
 from slow import slow
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ import pytest
 import muster
 from muster.backends import process, recovery
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
-from muster.workers import close_limits
+from muster.pool import close_limits
 from slow import slow
 
 ACTIONS = np.zeros(4, np.int64)

@@ -20,7 +20,7 @@ from faulty_envs import CountingEnv
 import muster
 import programs
 from muster.errors import ConfigError
-from muster.workers import close_limits
+from muster.pool import close_limits
 from slow import slow
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -120,7 +120,7 @@ def used_by(queue):
 
 
 def test_no_trial_uses_the_queue_that_envs_share_with_the_caller(capfd, monkeypatch):
-    monkeypatch.setattr("muster.workers.notices._said", set())
+    monkeypatch.setattr("muster.pool.notices._said", set())
     queue = CTX.Queue(5)
     kwargs = {"queue": queue, "event": is_set(), "value": CTX.Value("i", 0)}
     with muster.make_vec(Reporting, 3, env_kwargs=kwargs, num_workers="auto") as envs:

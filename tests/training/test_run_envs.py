@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from muster.algorithms import PPOConfig
+from muster.pool import start_notice
 from muster.training import run_envs
 from muster.training.plan import TrainingPlan
 from muster.training.run_envs import expected_workers, open_run_envs, start_run_envs
-from muster.workers import start_notice
 
 FACTORY = "gymnasium.envs.classic_control:CartPoleEnv"
 

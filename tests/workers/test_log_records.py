@@ -18,7 +18,7 @@ import pytest
 
 import muster
 from muster.errors import EnvError, WorkerDied
-from muster.workers import log_inbox
+from muster.pool import logs as log_inbox
 from sample_envs import Counter
 
 WAYS: list[Any] = [

@@ -11,8 +11,8 @@ import pytest
 
 import muster
 from muster.errors import NotEnoughMemory
-from muster.workers import memory_plan, resources
-from muster.workers.messages import BuildProgress
+from muster.pool import memory_plan, resources
+from muster.pool.messages import BuildProgress
 from slow import slow
 
 ENV_BYTES = 30_000_000

@@ -11,11 +11,10 @@ import pytest
 
 import muster
 from muster.errors import CannotTravel, UnknownMessage, WorkerDied
-from muster.transport.mail import LocalMail, dumps
-from muster.workers.close_limits import CloseLimits
-from muster.workers.closing import ClosingWorkers
-from muster.workers.message_loop import MessageLoop
-from muster.workers.messages import (
+from muster.hosts.env_resident import MessageLoop
+from muster.pool.close_limits import CloseLimits
+from muster.pool.closing import ClosingWorkers
+from muster.pool.messages import (
     Answer,
     Attach,
     Attached,
@@ -38,6 +37,7 @@ from muster.workers.messages import (
     Unpacking,
     expect,
 )
+from muster.transport.mail import LocalMail, dumps
 from slow import slow
 
 BACKENDS = [

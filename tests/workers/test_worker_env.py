@@ -18,7 +18,7 @@ import pytest
 import muster
 import programs
 from muster.errors import ConfigError
-from muster.workers.resources import usable_cores
+from muster.pool.resources import usable_cores
 from processes import kill_worker
 from slow import slow
 

@@ -40,7 +40,7 @@ namespace {
 
 using namespace muster;
 
-// Converts the WaitBudget of workers/options.py.
+// Converts the WaitBudget of hosts/requests.py.
 WaitBudget wait_budget_of(nb::handle budget) {
   return {nb::cast<int>(budget.attr("pauses")), nb::cast<int>(budget.attr("yields")),
           nb::cast<bool>(budget.attr("spreads"))};

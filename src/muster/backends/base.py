@@ -15,18 +15,18 @@ import numpy as np
 
 from muster._core import Caller, Status
 from muster.errors import UsageError
+from muster.hosts.env_facts import EnvFacts
+from muster.hosts.env_host import EnvHost
+from muster.hosts.failures import Failure
+from muster.hosts.requests import EnvCall, HostOptions, WaitBudget
 from muster.pickling import MAKE_VEC, UserCall, copied_if_plain
+from muster.pool.close_limits import AT_ONCE, CloseLimits, NoticeBeside, abandoned
+from muster.pool.deaths import NOUNS, Nouns
+from muster.pool.messages import Reset, ResetArguments, Restart
+from muster.pool.usage import Usage
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab, SlabPlan
-from muster.workers.close_limits import AT_ONCE, CloseLimits, NoticeBeside, abandoned
-from muster.workers.deaths import NOUNS, Nouns
-from muster.workers.env_facts import EnvFacts
-from muster.workers.env_host import EnvHost
-from muster.workers.failures import Failure
-from muster.workers.messages import Reset, ResetArguments, Restart
-from muster.workers.options import EnvCall, HostOptions, WaitBudget
-from muster.workers.usage import Usage
 
 # Values of an env's attributes by name, as `Backend.kept` returns them.
 Attributes = Mapping[str, Any]

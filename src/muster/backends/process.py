@@ -24,27 +24,27 @@ from muster.backends.base import (
 )
 from muster.envs.quiet_atari import no_banner_meanwhile
 from muster.errors import CannotTravel, ClosedError, EnvError, UsageError, WaitTimeout, WorkerError
+from muster.hosts.env_facts import EnvFacts
+from muster.hosts.env_host import EnvHost
+from muster.hosts.failures import Failure, message_of, to_exception
+from muster.hosts.requests import EnvCall, HostOptions
 from muster.introspection import type_name
 from muster.pickling import dumps as dumps_carefully
 from muster.pickling import is_plain, named_arguments
+from muster.pool import messages
+from muster.pool.close_limits import AT_ONCE, CloseLimits, warn_of_cuts
+from muster.pool.closing import ClosingWorkers
+from muster.pool.deaths import Nouns, seconds_since
+from muster.pool.launcher_client import readable
+from muster.pool.place import WorkerHandle, name_workers
+from muster.pool.pool import PATIENT_S, SLICE_S, ProcessOptions, Workers
+from muster.pool.usage import Usage, usage_of
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.channel import ChannelClosed
 from muster.transport.mail import LocalMail, Mail, SharedMail, dumps
 from muster.transport.slab import Slab, SlabPlan, split_evenly
 from muster.worker_info import WorkerInfo
-from muster.workers import messages
-from muster.workers.close_limits import AT_ONCE, CloseLimits, warn_of_cuts
-from muster.workers.closing import ClosingWorkers
-from muster.workers.deaths import Nouns, seconds_since
-from muster.workers.env_facts import EnvFacts
-from muster.workers.env_host import EnvHost
-from muster.workers.failures import Failure, message_of, to_exception
-from muster.workers.handle import WorkerHandle, name_workers
-from muster.workers.launcher_client import readable
-from muster.workers.options import EnvCall, HostOptions
-from muster.workers.usage import Usage, usage_of
-from muster.workers.worker_pool import PATIENT_S, SLICE_S, ProcessOptions, Workers
 
 __all__ = ["ProcessBackend", "ProcessOptions", "check_pool"]
 

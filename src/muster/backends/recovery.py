@@ -23,12 +23,12 @@ from gymnasium.vector import AutoresetMode
 from muster._core import Command, InfoSchema, Status
 from muster.backends.base import Attributes, Backend
 from muster.errors import WorkerError
+from muster.hosts.failures import Failure
 from muster.introspection import caller_stacklevel
+from muster.pool.close_limits import AT_ONCE
+from muster.pool.messages import Restart
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns
-from muster.workers.close_limits import AT_ONCE
-from muster.workers.failures import Failure
-from muster.workers.messages import Restart
 
 WINDOW_S = 60.0
 

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from muster.backends.base import Backend, CallerOptions, attach_local_host, close_here, make_caller
+from muster.hosts.env_facts import EnvFacts
+from muster.hosts.env_host import EnvHost
+from muster.hosts.failures import Failure, to_exception
+from muster.hosts.requests import EnvCall, HostOptions
 from muster.pickling.main_module import Init
+from muster.pool.close_limits import AT_ONCE, CloseLimits
+from muster.pool.deaths import NOUNS, Nouns
+from muster.pool.messages import ResetArguments, Restart
+from muster.pool.usage import Usage, usage_of
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Slab, SlabPlan
 from muster.worker_info import WorkerInfo
-from muster.workers.close_limits import AT_ONCE, CloseLimits
-from muster.workers.deaths import NOUNS, Nouns
-from muster.workers.env_facts import EnvFacts
-from muster.workers.env_host import EnvHost
-from muster.workers.failures import Failure, to_exception
-from muster.workers.messages import ResetArguments, Restart
-from muster.workers.options import EnvCall, HostOptions
-from muster.workers.usage import Usage, usage_of
 
 
 class SerialBackend(Backend):

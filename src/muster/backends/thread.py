@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 
 from muster.backends.base import Backend, CallerOptions, make_caller
 from muster.errors import ClosedError, WaitTimeout, WorkerDied, WorkerTimeout
+from muster.hosts.env_facts import EnvFacts, check_one_per_process
+from muster.hosts.failures import Failure, to_exception
+from muster.hosts.requests import EnvCall, HostOptions
+from muster.hosts.threads import ThreadWorker, end_threads
 from muster.pickling.main_module import Init
+from muster.pool import messages
+from muster.pool.close_limits import AT_ONCE, CloseLimits
+from muster.pool.deaths import NOUNS
+from muster.pool.usage import Usage, usage_of
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Slab, SlabPlan, split_evenly
 from muster.worker_info import WorkerInfo
-from muster.workers import messages
-from muster.workers.close_limits import AT_ONCE, CloseLimits
-from muster.workers.deaths import NOUNS
-from muster.workers.env_facts import EnvFacts, check_one_per_process
-from muster.workers.failures import Failure, to_exception
-from muster.workers.options import EnvCall, HostOptions
-from muster.workers.thread_worker import ThreadWorker, end_threads
-from muster.workers.usage import Usage, usage_of
 
 T = TypeVar("T")
 _SLICE_S = 0.05

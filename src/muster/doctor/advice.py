@@ -16,12 +16,12 @@ from gymnasium.envs.registration import EnvSpec
 from muster.doctor.diagnosis import Measurements, Recommendation
 from muster.doctor.measure import code_of_options
 from muster.envs.adapt import is_torchrl
+from muster.hosts.trial import Problem
 from muster.pickling import is_plain
+from muster.pool.resources import memory_left, usable_cores
 from muster.recipes.existing_env import find_existing_env, is_env
 from muster.recipes.gymnasium_ids import unrecorded_wrapper
 from muster.recipes.sources import constructor_of
-from muster.workers.guarded import Problem
-from muster.workers.resources import memory_left, usable_cores
 
 _LONGEST_REPR = 200
 _IMPORT = "from muster.interop.torchrl import ParallelEnv\n"

@@ -34,12 +34,12 @@ from muster.envs import resolve_foreign_id
 from muster.envs.adapt import from_torchrl, with_torchrl
 from muster.errors import CannotTravel, RecipeError, WrongType
 from muster.extras import require
+from muster.hosts.trial import PackedRecipes, Problem, TrialOutcome, run_guarded
 from muster.introspection import callable_name, type_name
 from muster.pickling import find_culprits, fork_hazards
 from muster.recipes.existing_env import is_env
 from muster.recipes.recipe import Recipe, make_recipes, shared_by
 from muster.vector.side_by_side import try_side_by_side
-from muster.workers.guarded import PackedRecipes, Problem, TrialOutcome, run_guarded
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 # The stages of every worker and every trial, in order; first those before an env's first step.

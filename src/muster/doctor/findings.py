@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from muster.doctor.diagnosis import Finding, Severity, seconds, size
+from muster.hosts.trial import STARTING, Problem, TrialOutcome
 from muster.vector.side_by_side import SideBySide
-from muster.workers.guarded import STARTING, Problem, TrialOutcome
 
 # An env that ends its trial early in one of these stages cannot be stepped; one that gets past them can.
 FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")

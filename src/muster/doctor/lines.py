@@ -8,9 +8,9 @@ from dataclasses import replace
 from muster.doctor.advice import Candidate
 from muster.doctor.diagnosis import Recommendation, TriedLine, seconds
 from muster.doctor.trials import STEPPING_MANY, stepping_many
+from muster.hosts.trial import PackedRecipes, TrialOutcome, run_guarded
 from muster.pickling import fork_hazards
 from muster.recipes.recipe import Recipe
-from muster.workers.guarded import PackedRecipes, TrialOutcome, run_guarded
 
 _LONG_BUILD_S = 5.0
 

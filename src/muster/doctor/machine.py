@@ -18,9 +18,9 @@ from muster.doctor.diagnosing import try_contexts
 from muster.doctor.diagnosis import Finding, Severity, size
 from muster.doctor.findings import about_start_methods
 from muster.extras import installed_version, is_older
+from muster.hosts.trial import TrialOutcome
+from muster.pool.resources import cpu_quota, memory_left, read_text, threads_left, usable_cores
 from muster.recipes.recipe import make_recipes
-from muster.workers.guarded import TrialOutcome
-from muster.workers.resources import cpu_quota, memory_left, read_text, threads_left, usable_cores
 
 PROC, DEV = Path("/proc"), Path("/dev")
 

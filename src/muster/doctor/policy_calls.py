@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from muster.errors import SpecMismatch, WrongType
+from muster.hosts.trial_process import Reporter
 from muster.introspection import type_name
 from muster.rollout.collector import Collector
 from muster.rollout.env_side import EnvSide
@@ -28,7 +29,6 @@ from muster.rollout.single_agent_side import SingleAgentEnvs
 from muster.rollout.storage import Storage
 from muster.rollout.weights import load_weights, module_of, named_weights, place, weights_for
 from muster.worker_info import WorkerInfo, worker_info_context
-from muster.workers.trial_process import Reporter
 
 _ROWS = 8
 # The files of a folder in which the doctor and the trials of a policy hand over what does not go into a line of JSON.

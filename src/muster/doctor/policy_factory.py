@@ -25,11 +25,11 @@ from muster.doctor.policy_calls import (
 from muster.doctor.trials import building, observing
 from muster.envs import resolve_foreign_id
 from muster.errors import CannotTravel, RecipeError, UsageError
+from muster.hosts.trial import STARTING, PackedRecipes, TrialOutcome, run_guarded
 from muster.pickling import find_shared
 from muster.recipes.recipe import make_recipes
 from muster.rollout.processes.policy_travel import pack_factory
 from muster.rollout.weights import require_shapes
-from muster.workers.guarded import STARTING, PackedRecipes, TrialOutcome, run_guarded
 
 _TOPIC = "policy_factory"
 _LONG_BUILD_S = 5.0

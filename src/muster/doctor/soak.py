@@ -20,13 +20,13 @@ import numpy.typing as npt
 from muster.doctor.diagnosis import Finding, Soak, SoakedQuantity, Trend, amount, seconds
 from muster.doctor.findings import about_early_end
 from muster.envs.player import RandomPlayer
+from muster.hosts.env_host import freeze_heap
+from muster.hosts.trial import PackedRecipes, TrialOutcome, run_guarded
+from muster.hosts.trial_process import Reporter
+from muster.pool.resources import memory_left, read_text
+from muster.pool.usage import descendants, own_memory_bytes, private_bytes
 from muster.recipes.recipe import Recipe
 from muster.vector.side_by_side import built
-from muster.workers.env_host import freeze_heap
-from muster.workers.guarded import PackedRecipes, TrialOutcome, run_guarded
-from muster.workers.resources import memory_left, read_text
-from muster.workers.trial_process import Reporter
-from muster.workers.usage import descendants, own_memory_bytes, private_bytes
 
 _MOST_SAMPLES = 200
 # Taking samples may take a tenth of the time.

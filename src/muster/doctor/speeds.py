@@ -11,8 +11,8 @@ from rich.text import Text
 from muster.doctor.advice import name_in_code
 from muster.doctor.measure import Measured, code_of_options
 from muster.doctor.targets import import_code
+from muster.pool.resources import usable_cores
 from muster.recipes.named import callable_named, parse_name
-from muster.workers.resources import usable_cores
 
 
 def show_speeds(

@@ -13,8 +13,8 @@ from muster.doctor.advice import name_in_code
 from muster.doctor.diagnosis import Finding, PolicyVerdict
 from muster.doctor.trials import importing, judging
 from muster.errors import RecipeError
+from muster.hosts.trial import STARTING, TrialOutcome, run_guarded
 from muster.recipes.named import callable_named, parse_name
-from muster.workers.guarded import STARTING, TrialOutcome, run_guarded
 
 
 def import_code(target: str, wrappers: Sequence[str], line: str) -> str:

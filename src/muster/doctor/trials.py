@@ -18,16 +18,16 @@ from muster.doctor.api_checkers import check_api, name_api
 from muster.doctor.measure import warmed_up
 from muster.envs.player import Player
 from muster.errors import RecipeError
+from muster.hosts.trial_process import Reporter
 from muster.introspection import find_in
 from muster.pickling import find_culprits
+from muster.pool.usage import own_memory_bytes
 from muster.recipes.named import parse_name
 from muster.recipes.recipe import Recipe
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.side_by_side import built
 from muster.vector.vector_env import VectorEnv
-from muster.workers.trial_process import Reporter
-from muster.workers.usage import own_memory_bytes
 
 _ROWS = 60
 _ENOUGH_S = 5.0

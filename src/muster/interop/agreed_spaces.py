@@ -9,9 +9,9 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from muster.errors import ConfigError
+from muster.hosts.env_facts import EnvFacts
 from muster.spaces.compare import first_difference
 from muster.vector.batched_spaces import BatchedSpaces
-from muster.workers.env_facts import EnvFacts
 
 ObservationMode = str | tuple[spaces.Space[Any], spaces.Space[Any]]
 # The messages for sub-environments that differ: in observation spaces that must be equal, in observation spaces that

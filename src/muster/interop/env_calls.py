@@ -9,8 +9,8 @@ from typing import Any
 import gymnasium
 
 from muster.envs.attributes import get_attribute
+from muster.hosts.requests import EnvCall
 from muster.pickling import named_arguments
-from muster.workers.options import EnvCall
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncV
 
 from muster.backends.base import Backend
 from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout, WrongType
+from muster.hosts.env_facts import EnvFacts
+from muster.hosts.failures import Failure
+from muster.hosts.requests import EnvCall
 from muster.interop.agreed_spaces import (
     ASYNC_COMPLAINTS,
     SYNC_COMPLAINTS,
@@ -30,6 +33,8 @@ from muster.interop.agreed_spaces import (
 from muster.interop.starting import in_this_process, processes, recipes_of, with_lazies
 from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
+from muster.pool.close_limits import AT_ONCE, FOR_EVER, for_ever_after
+from muster.pool.environment import WorkerEnv
 from muster.spaces.tree import Array
 from muster.vector import checks
 from muster.vector.action_writers import LenientWriter
@@ -39,11 +44,6 @@ from muster.vector.packing import Asked
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
 from muster.vector.results import Batch, StepResult
 from muster.vector.vector_env import VectorEnv
-from muster.workers.close_limits import AT_ONCE, FOR_EVER, for_ever_after
-from muster.workers.env_facts import EnvFacts
-from muster.workers.failures import Failure
-from muster.workers.options import EnvCall
-from muster.workers.worker_env import WorkerEnv
 from muster.workers.worker_init import WorkerInit
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "make_vec"]

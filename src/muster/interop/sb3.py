@@ -19,6 +19,7 @@ from muster.arguments import explains_keywords, with_ints
 from muster.backends.base import Backend
 from muster.errors import ConfigError, WrongType
 from muster.extras import imports_for
+from muster.hosts.requests import EnvCall
 from muster.interop.env_calls import (
     CallMethod,
     GetAttribute,
@@ -31,6 +32,9 @@ from muster.interop.env_calls import (
 from muster.interop.starting import FromArguments, in_this_process, processes, recipes_of, require_copies
 from muster.introspection import callable_name
 from muster.pickling import UserCall
+from muster.pool.close_limits import FOR_EVER
+from muster.pool.environment import WorkerEnv
+from muster.pool.messages import ResetArguments
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns, InfoReader, Infos
@@ -42,10 +46,6 @@ from muster.vector.packing import Asked
 from muster.vector.raisers import originals_raised
 from muster.vector.results import StepResult
 from muster.vector.vector_env import VectorEnv
-from muster.workers.close_limits import FOR_EVER
-from muster.workers.messages import ResetArguments
-from muster.workers.options import EnvCall
-from muster.workers.worker_env import WorkerEnv
 from muster.workers.worker_init import WorkerInit
 
 with imports_for("muster.interop.sb3 needs", "muster-rl[sb3]", "stable_baselines3"):

@@ -16,16 +16,16 @@ from muster.errors import ConfigError, WrongType
 from muster.introspection import callable_name
 from muster.lazy_values import Lazy
 from muster.pickling import UserCall
+from muster.pool.close_limits import CloseLimits
+from muster.pool.deaths import Nouns
+from muster.pool.environment import WorkerEnv
+from muster.pool.resources import usable_cores
 from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.recipes.sources import EnvFunction
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import Asked, check_workers, count_processes
 from muster.vector.vector_env import VectorEnv
 from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
-from muster.workers.close_limits import CloseLimits
-from muster.workers.deaths import Nouns
-from muster.workers.resources import usable_cores
-from muster.workers.worker_env import WorkerEnv
 from muster.workers.worker_init import WorkerInit, choose_init, choose_init_of_drop_in
 
 _RELEASE_TIMEOUT_S = 2.0

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, Protocol
 from gymnasium import Space
 
 from muster.backends.process import ProcessOptions
+from muster.pool.close_limits import limits_of
+from muster.pool.deaths import Nouns
+from muster.pool.environment import Changes
 from muster.rollout.fields import Array
 from muster.rollout.storage import Storage
-from muster.workers.close_limits import limits_of
-from muster.workers.deaths import Nouns
-from muster.workers.worker_env import Changes
 from muster.workers.worker_init import WorkerInit, choose_init
 
 

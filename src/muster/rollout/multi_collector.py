@@ -21,6 +21,8 @@ from muster.envs.adapt import adapted_recipes, with_torchrl
 from muster.errors import ConfigError
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
+from muster.pool.close_limits import CLOSE_S, limits_of
+from muster.pool.environment import changes_of
 from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
@@ -29,8 +31,6 @@ from muster.rollout.processes.collector_pool import CollectorPool
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes
-from muster.workers.close_limits import CLOSE_S, limits_of
-from muster.workers.worker_env import changes_of
 
 MULTI_COLLECTOR = replace(
     COLLECTOR,

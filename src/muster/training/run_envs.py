@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from muster.envs.adapt import adapted_recipes
 from muster.errors import UsageError
 from muster.extras import require
+from muster.pool.resources import usable_cores
+from muster.pool.start_notice import starts_unsaid
 from muster.recipes.known_envs import is_known
 from muster.recipes.named import callable_named, env_named
 from muster.training.plan import TrainingPlan
 from muster.training.presets import preset_named
 from muster.vector.make import make_vec
 from muster.vector.vector_env import VectorEnv
-from muster.workers.resources import usable_cores
-from muster.workers.start_notice import starts_unsaid
 
 if TYPE_CHECKING:
     from rich.console import Console

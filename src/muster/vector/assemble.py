@@ -15,6 +15,11 @@ from muster.backends.base import Backend, CallerOptions
 from muster.backends.process import ProcessBackend, ProcessOptions
 from muster.backends.recovery import Recovery
 from muster.backends.serial import SerialBackend
+from muster.hosts.env_facts import EnvFacts
+from muster.hosts.requests import HostOptions, WaitBudget
+from muster.pool.close_limits import AT_ONCE
+from muster.pool.deaths import NOUNS, Nouns
+from muster.pool.resources import usable_cores
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Node, tree
 from muster.transport.infos import InfoColumns, InfoReader
@@ -26,11 +31,6 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.raisers import Raiser, raise_env_error, raise_original
 from muster.vector.vector_env import Assembled, VectorEnv
 from muster.worker_info import WorkerInfo
-from muster.workers.close_limits import AT_ONCE
-from muster.workers.deaths import NOUNS, Nouns
-from muster.workers.env_facts import EnvFacts
-from muster.workers.options import HostOptions, WaitBudget
-from muster.workers.resources import usable_cores
 
 # The most processes on a core of which all wait awake for long; measured in docs/adr/0003-doorbell.md.
 _AWAKE_PER_CORE = 20

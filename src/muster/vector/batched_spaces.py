@@ -9,9 +9,9 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from muster.envs.layout import layout_difference
 from muster.errors import SpecMismatch
+from muster.hosts.env_facts import EnvFacts
 from muster.spaces.tree import Space
 from muster.vector.checks import require_agreement
-from muster.workers.env_facts import EnvFacts
 
 
 @dataclass(frozen=True)

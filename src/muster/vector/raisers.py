@@ -10,8 +10,8 @@ import gymnasium
 from gymnasium.error import NoAsyncCallError
 
 from muster.errors import CannotTravel, EnvError, MusterError
+from muster.hosts.failures import Failure, to_exception, to_one_exception
 from muster.vector.results import Batch
-from muster.workers.failures import Failure, to_exception, to_one_exception
 
 # Called with at least one failure, and the rows of the envs that did not fail.
 Raiser = Callable[[Sequence[Failure], Batch | None], NoReturn]

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from muster.backends.base import Backend
+from muster.pool.usage import private_bytes, usage_of
 from muster.transport.infos import Infos
-from muster.workers.usage import private_bytes, usage_of
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from muster.envs.player import Player
+from muster.hosts.env_facts import check_one_per_process
+from muster.hosts.env_host import seed_globals
+from muster.hosts.trial import PackedRecipes, TrialConditions, TrialOutcome, run_guarded
+from muster.hosts.trial_process import Reporter
+from muster.pool.usage import own_memory_bytes
 from muster.recipes.recipe import Recipe
 from muster.worker_info import WorkerInfo, worker_info_context
-from muster.workers.env_facts import check_one_per_process
-from muster.workers.env_host import seed_globals
-from muster.workers.guarded import PackedRecipes, TrialConditions, TrialOutcome, run_guarded
-from muster.workers.trial_process import Reporter
-from muster.workers.usage import own_memory_bytes
 
 ROWS = 64
 BUILDING_SECOND, STEPPING_BOTH = "building a second one in the same process", "stepping two of it in one process"

@@ -20,6 +20,11 @@ from muster._core import SLICE_NS, Status, Unusual
 from muster.backends.base import Backend, close_abandoned
 from muster.backends.recovery import Recovery
 from muster.errors import CannotTravel, ClosedError, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.hosts.env_facts import EnvFacts
+from muster.hosts.failures import Failure
+from muster.hosts.requests import EnvCall
+from muster.pool.close_limits import CloseLimits
+from muster.pool.messages import ResetArguments
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, spread
@@ -28,11 +33,6 @@ from muster.vector.action_writers import ActionWriter
 from muster.vector.batched_spaces import BatchedSpaces
 from muster.vector.raisers import Raiser, failures_dropped
 from muster.vector.results import Batch, Floats, Rows, StepResult, counts_of, stats_of
-from muster.workers.close_limits import CloseLimits
-from muster.workers.env_facts import EnvFacts
-from muster.workers.failures import Failure
-from muster.workers.messages import ResetArguments
-from muster.workers.options import EnvCall
 
 _WATCH_S = 0.05
 _INFOS, _NOT_OK, _FINALS = Unusual.INFOS, Unusual.NOT_OK, Unusual.FINALS

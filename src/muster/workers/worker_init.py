@@ -14,9 +14,9 @@ from muster.errors import ConfigError, EnvError
 from muster.introspection import callable_name, caller_stacklevel
 from muster.lazy_values import Lazy
 from muster.pickling.main_module import MAIN_NAMES, Init
+from muster.pool.log_forwarding import LogLevels
 from muster.workers.caller_script import Script
 from muster.workers.caller_settings import CallerSettings
-from muster.workers.log_forwarding import LogLevels
 
 WorkerInit = Callable[[], Any] | Literal["script"] | None
 

@@ -20,10 +20,10 @@ from muster._core import map_fd
 from muster.errors import NotPendingError, SpecMismatch, WaitTimeout
 from muster.interop.torchrl.collector_worker import FLAG_BYTES, Command, Told
 from muster.interop.torchrl.hosting import PoolOptions, pickled, started
+from muster.pool.close_limits import CloseLimits
 from muster.recipes.recipe import Recipe
 from muster.rollout.processes.shared_weights import SharedWeights
 from muster.transport.slab import memfd
-from muster.workers.close_limits import CloseLimits
 
 
 class Files:

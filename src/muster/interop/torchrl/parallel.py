@@ -27,10 +27,10 @@ from muster.interop.torchrl.given_envs import explained, given, sharing
 from muster.interop.torchrl.hosting import PoolOptions
 from muster.interop.torchrl.remote import Channel, Pool, WorkerProcess
 from muster.pickling import UserCall
+from muster.pool.environment import WorkerEnv
+from muster.pool.memory_plan import MEMORY_CHECKS
 from muster.recipes.recipe import Recipe
 from muster.vector.packing import Asked
-from muster.workers.memory_plan import MEMORY_CHECKS
-from muster.workers.worker_env import WorkerEnv
 from muster.workers.worker_init import WorkerInit
 
 PARALLEL_ENV = UserCall(

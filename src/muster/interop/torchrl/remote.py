@@ -22,8 +22,8 @@ from muster.interop.torchrl.hosting import PoolOptions, pickled, started
 from muster.interop.torchrl.writer import Key, Keys
 from muster.introspection import place_of
 from muster.pickling import UserCall
+from muster.pool.close_limits import CloseLimits
 from muster.recipes.recipe import Recipe
-from muster.workers.close_limits import CloseLimits
 
 # The messages that are numbers, where the columns hold the rest.
 _COMMANDS = {"step": Command.STEP, "step_and_maybe_reset": Command.STEP_AND_RESET, "reset": Command.RESET}

@@ -26,6 +26,7 @@ from muster.errors import (
 )
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
+from muster.pool.launcher_client import standard_fds
 from muster.recipes.recipe import Recipe, make_recipes
 from muster.rollout.beside_weights import BesideWeights
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
@@ -38,7 +39,6 @@ from muster.rollout.weights import module_of, named_weights, weights_to_send
 from muster.transport.slab import memfd, split_evenly
 from muster.vector.assemble import process_vec
 from muster.vector.results import PROCESS_KEYS, Batch
-from muster.workers.launcher_client import standard_fds
 
 # The first word of the spawn keys for replicas' seeds; Collector uses smaller ones.
 _REPLICAS = 3

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from muster.errors import WorkerDied, WorkerName, WorkerTimeout
 from muster.pickling import UserCall
 from muster.pickling.main_module import Init
+from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
+from muster.pool.launcher_client import WorkerProcess, close_own, disown, fork_worker, own, stream_fd
+from muster.pool.usage import Usage
+from muster.pool.worker import STACK_SIGNAL, main
 from muster.recipes.recipe import Recipe
 from muster.transport.channel import Channel
 from muster.transport.slab import memfd
-from muster.workers.deaths import NOUNS, Nouns, is_from_outside, likely_cause
-from muster.workers.launcher_client import WorkerProcess, close_own, disown, fork_worker, own, stream_fd
-from muster.workers.usage import Usage
-from muster.workers.worker_main import STACK_SIGNAL, main
 
 # A worker's pid and pidfd, and the pipe that its exit code will come by; None where it is a child of this process.
 Started = tuple[int, int, int | None]

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.errors import CannotTravel, UnknownMessage
-from muster.transport.channel import ChannelClosed
-from muster.transport.mail import Mail
-from muster.transport.slab import Slab
-from muster.workers.env_host import EnvHost
-from muster.workers.messages import (
+from muster.hosts.env_host import EnvHost
+from muster.pool.messages import (
     Answer,
     Attach,
     Attached,
@@ -26,6 +23,9 @@ from muster.workers.messages import (
     SetAgain,
     SetAttr,
 )
+from muster.transport.channel import ChannelClosed
+from muster.transport.mail import Mail
+from muster.transport.slab import Slab
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from muster._core import set_death_signal, set_process_name
-from muster.workers.killing import kill_group, kill_left, kill_with_all
-from muster.workers.worker_env import become
+from muster.pool.environment import become
+from muster.pool.killing import kill_group, kill_left, kill_with_all
 
 # The names of the fds that a worker receives, in the order in which they are sent.
 WORKER_FDS = ("channel", "slab", "mail", "logs", "tail", "stderr_read", "stderr_write", "stdout", "stderr", "caller")
@@ -110,7 +110,7 @@ class Launcher:
             if request["cwd"] is not None:
                 os.chdir(request["cwd"])
             sys.path[:] = request["path"]
-            from muster.workers.worker_main import main
+            from muster.pool.worker import main
 
             main(fds)
         except BaseException:
@@ -179,7 +179,7 @@ def spawned(fds: dict[str, int], name: str) -> NoReturn:
     """Runs a spawned worker, from its command line. Its death is tied to the launcher's before any other import."""
     set_death_signal(signal.SIGKILL)
     set_process_name(name)
-    from muster.workers.worker_main import main
+    from muster.pool.worker import main
 
     main(fds)
 
@@ -190,7 +190,7 @@ def preload() -> None:
     And Gymnasium's envs that need no other library: imported here they take 2 ms, once, but 3 ms in each worker, which
     has to copy every page of memory that it writes to.
     """
-    for name in ("muster.workers.worker_main", "gymnasium.envs.classic_control", "gymnasium.envs.toy_text"):
+    for name in ("muster.pool.worker", "gymnasium.envs.classic_control", "gymnasium.envs.toy_text"):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()

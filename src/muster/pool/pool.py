@@ -15,6 +15,21 @@ from typing import TypeVar
 
 import numpy as np
 
+from muster.hosts.env_facts import EnvFacts
+from muster.hosts.failures import Failure, to_exception
+from muster.hosts.requests import HostOptions
+from muster.pool.close_limits import CloseLimits
+from muster.pool.deaths import NOUNS, Nouns
+from muster.pool.environment import Changes, WorkerEnv, changes_of
+from muster.pool.inherit_in_caller import Inheritance
+from muster.pool.launcher_client import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
+from muster.pool.logs import LogInbox
+from muster.pool.memory_plan import MemoryPlan
+from muster.pool.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, Unpacking, expect
+from muster.pool.place import Started, WorkerHandle, fork_worker_for, launch_worker, unpacks_hint
+from muster.pool.resources import usable_cores
+from muster.pool.start_notice import StartNotice, starting
+from muster.pool.usage import usage_of
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import Recipe, check_forkable, pack
 from muster.transport.big_arrays import BigArrays
@@ -22,21 +37,6 @@ from muster.transport.channel import ChannelClosed
 from muster.transport.slab import SlabPlan, memfd
 from muster.worker_info import WorkerInfo
 from muster.workers.caller_script import refuse_while_script_runs
-from muster.workers.close_limits import CloseLimits
-from muster.workers.deaths import NOUNS, Nouns
-from muster.workers.env_facts import EnvFacts
-from muster.workers.failures import Failure, to_exception
-from muster.workers.handle import Started, WorkerHandle, fork_worker_for, launch_worker, unpacks_hint
-from muster.workers.inheritance import Inheritance
-from muster.workers.launcher_client import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
-from muster.workers.log_inbox import LogInbox
-from muster.workers.memory_plan import MemoryPlan
-from muster.workers.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, Unpacking, expect
-from muster.workers.options import HostOptions
-from muster.workers.resources import usable_cores
-from muster.workers.start_notice import StartNotice, starting
-from muster.workers.usage import usage_of
-from muster.workers.worker_env import Changes, WorkerEnv, changes_of
 from muster.workers.worker_init import NO_INIT, ChosenInit, SetUp
 
 T = TypeVar("T")

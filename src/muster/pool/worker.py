@@ -19,21 +19,21 @@ from muster._core import EXIT_FDS_CLOSED, MARK, kill_started, start_watchdog
 from muster.envs.light_melting_pot import import_without_bots
 from muster.envs.quiet_atari import print_no_banner
 from muster.errors import CannotTravel
+from muster.hosts.env_host import EnvHost, freeze_heap, seed_globals
+from muster.hosts.env_resident import MessageLoop
+from muster.hosts.failures import Failure
 from muster.introspection import type_name
 from muster.pickling.main_module import ABOUT_INIT, Init, MainModule, run_once
+from muster.pool.inherit_in_worker import after_fork, finish_queues, take_over
+from muster.pool.killing import kill_group
+from muster.pool.log_forwarding import LogForwarding
+from muster.pool.messages import Answer, Build, BuildProgress, EnvsBuilt, Message, StartOrder, Unpacking, expect
 from muster.recipes.recipe import Recipe, unpack
 from muster.transport.big_arrays import map_big_arrays
 from muster.transport.channel import Channel, ChannelClosed
 from muster.transport.mail import SharedMail, dumps
 from muster.transport.slab import Slab
 from muster.worker_info import worker_info_context
-from muster.workers.env_host import EnvHost, freeze_heap, seed_globals
-from muster.workers.failures import Failure
-from muster.workers.inheriting import after_fork, finish_queues, take_over
-from muster.workers.killing import kill_group
-from muster.workers.log_forwarding import LogForwarding
-from muster.workers.message_loop import MessageLoop
-from muster.workers.messages import Answer, Build, BuildProgress, EnvsBuilt, Message, StartOrder, Unpacking, expect
 
 # Makes faulthandler write the Python stack, even while native code holds the GIL. Not SIGUSR1: envs may use that.
 STACK_SIGNAL = signal.SIGRTMIN + 7

@@ -7,8 +7,8 @@ import warnings
 
 from muster.errors import NotEnoughMemory
 from muster.introspection import caller_stacklevel
-from muster.workers.messages import BuildProgress
-from muster.workers.resources import memory_left
+from muster.pool.messages import BuildProgress
+from muster.pool.resources import memory_left
 
 MEMORY_CHECKS = ("error", "warn", "off")
 MAY_SHARE = "Envs that share nothing, as `muster doctor` finds out, may share processes."

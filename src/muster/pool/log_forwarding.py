@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.pickling import is_plain
+from muster.pool.logs import append, handlers_of, map_flag, target_of
 from muster.worker_info import get_worker_info
-from muster.workers.log_inbox import append, handlers_of, map_flag, target_of
 
 _SENT = "_muster_sent"
 _MADE_OF = ("msg", "args", "exc_info", _SENT)

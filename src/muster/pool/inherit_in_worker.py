@@ -12,7 +12,7 @@ from typing import Any
 
 from muster.errors import NoFilesLeft
 from muster.pickling.shared_pickling import use_tracker
-from muster.workers.messages import Inherited
+from muster.pool.messages import Inherited
 
 _log = logging.getLogger("muster")
 

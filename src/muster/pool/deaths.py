@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from muster._core import EXIT_FDS_CLOSED, Doing, ticks
 from muster.errors import WorkerName
+from muster.pool.resources import CGROUP, read_text
 from muster.transport.slab import Slab
-from muster.workers.resources import CGROUP, read_text
 
 _STARTED = time.monotonic_ns(), ticks()
 

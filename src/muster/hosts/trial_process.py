@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 from muster._core import EXIT_FDS_CLOSED, set_death_signal, start_watchdog
 from muster.envs.light_melting_pot import import_without_bots
 from muster.pickling.main_module import Init, MainModule, run_once
+from muster.pool.inherit_in_worker import finish_queues, take_over
 from muster.recipes.recipe import Recipe, unpack
 from muster.worker_info import WorkerInfo, worker_info_context
-from muster.workers.inheriting import finish_queues, take_over
 
 _ALIVE_EVERY_S = 0.2
 _OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, importlib.__file__, "<frozen importlib")

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from muster.workers.resources import read_text
+from muster.pool.resources import read_text
 
 
 class Usage(NamedTuple):

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from muster.workers.deaths import Nouns
-from muster.workers.notices import say
+from muster.pool.deaths import Nouns
+from muster.pool.notices import say
 
 _QUICK_S = 1.0
 _UNSAID = ContextVar("unsaid", default=False)

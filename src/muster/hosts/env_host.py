@@ -17,9 +17,15 @@ from muster._core import Stepper
 from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import RowNode, layout_difference
 from muster.errors import CannotTravel, MusterError, SpecMismatch
+from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
+from muster.hosts.failures import AttributesLost, Failure, message_of, portable, reset_note
+from muster.hosts.permits import Permitted
+from muster.hosts.requests import EnvCall, HostOptions
 from muster.introspection import type_name
 from muster.pickling import copied_if_plain, find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
+from muster.pool.messages import ResetArguments, Restart
+from muster.pool.usage import own_memory_bytes
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.spaces.compare import first_difference
@@ -27,12 +33,6 @@ from muster.transport.infos import info_object_names
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab
 from muster.worker_info import WorkerInfo, worker_info_context
-from muster.workers.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
-from muster.workers.failures import AttributesLost, Failure, message_of, portable, reset_note
-from muster.workers.messages import ResetArguments, Restart
-from muster.workers.options import EnvCall, HostOptions
-from muster.workers.permits import Permitted
-from muster.workers.usage import own_memory_bytes
 from muster.workers.worker_init import about_script
 
 _RELEASE_TIMEOUT_S = 2.0

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from muster.errors import UnknownMessage
+from muster.hosts.env_facts import EnvFacts
+from muster.hosts.failures import Failure
+from muster.hosts.requests import HostOptions
 from muster.pickling import not_rebuilt
 from muster.transport.big_arrays import Place
 from muster.transport.slab import Slab, SlabPlan
 from muster.worker_info import WorkerInfo
-from muster.workers.env_facts import EnvFacts
-from muster.workers.failures import Failure
-from muster.workers.options import HostOptions
 from muster.workers.worker_init import SetUp
 
 T = TypeVar("T")

@@ -19,17 +19,17 @@ from functools import partial
 from typing import IO, Any
 
 from muster._core import EXIT_FDS_CLOSED
+from muster.hosts.trial_process import main
 from muster.pickling.main_module import Init
+from muster.pool.environment import Changes, apply, changed
+from muster.pool.inherit_in_caller import with_tracker
+from muster.pool.inherit_in_worker import after_fork
+from muster.pool.killing import kill_with_all
+from muster.pool.launcher import python_command
+from muster.pool.launcher_client import worker_environment
+from muster.pool.worker import flush_streams
 from muster.recipes.recipe import Recipe, pack
-from muster.workers.inheritance import with_tracker
-from muster.workers.inheriting import after_fork
-from muster.workers.killing import kill_with_all
-from muster.workers.launcher import python_command
-from muster.workers.launcher_client import worker_environment
-from muster.workers.trial_process import main
-from muster.workers.worker_env import Changes, apply, changed
 from muster.workers.worker_init import SetUp
-from muster.workers.worker_main import flush_streams
 
 STARTING = "starting Python"
 """The stage in which no code of the trial has run yet."""
@@ -131,7 +131,7 @@ def run_guarded(
                     packed.seek(0)
                 arguments = (name, write, guard, options, recipes is not None, fds)
                 process = subprocess.Popen(
-                    python_command(sys.path, "muster.workers.trial_process:main", *arguments),
+                    python_command(sys.path, "muster.hosts.trial_process:main", *arguments),
                     env=environment,
                     pass_fds=(write, guard, *fds),
                     stdin=packed,

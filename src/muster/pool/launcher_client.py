@@ -17,11 +17,11 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from muster._core import kill_started, set_death_signal, set_process_name
 from muster.errors import NoFilesLeft
+from muster.pool.environment import apply, changed
+from muster.pool.killing import kill_left, kill_with_all
+from muster.pool.launcher import HEADER, WORKER_FDS, fill_standard_fds, leave_terminal, python_command
+from muster.pool.worker import flush_streams
 from muster.transport.channel import Channel
-from muster.workers.killing import kill_left, kill_with_all
-from muster.workers.launcher import HEADER, WORKER_FDS, fill_standard_fds, leave_terminal, python_command
-from muster.workers.worker_env import apply, changed
-from muster.workers.worker_main import flush_streams
 
 # Environment variables that native libraries read when they are loaded.
 _THREAD_VARIABLES = (
@@ -228,7 +228,7 @@ class LauncherClient:
             theirs_only.callback(os.close, caller)
             fds = (theirs.fileno(), caller)
             self._process = subprocess.Popen(
-                python_command(sys.path, "muster.workers.launcher:main", *fds, method == "forkserver"),
+                python_command(sys.path, "muster.pool.launcher:main", *fds, method == "forkserver"),
                 env=worker_environment(threads),
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ from typing import Any
 from muster.arguments import seconds
 from muster.errors import WorkerName
 from muster.introspection import caller_stacklevel
-from muster.workers.notices import say
+from muster.pool.notices import say
 
 CLOSE_S = 60.0
 # How long a worker that is in a step, a reset or a call may take before it begins to close its envs.

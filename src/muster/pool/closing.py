@@ -6,11 +6,11 @@ import select
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from muster.hosts.failures import Failure
+from muster.pool.close_limits import LEAST_S, CloseLimits, CloseNotice, CloseProgress
+from muster.pool.messages import Answer, Attached, Closed, ClosingEnv, EnvsBuilt, Unpacking, expect
+from muster.pool.place import WorkerHandle, python_stacks
 from muster.transport.channel import ChannelClosed
-from muster.workers.close_limits import LEAST_S, CloseLimits, CloseNotice, CloseProgress
-from muster.workers.failures import Failure
-from muster.workers.handle import WorkerHandle, python_stacks
-from muster.workers.messages import Answer, Attached, Closed, ClosingEnv, EnvsBuilt, Unpacking, expect
 
 _SLICE_S, _BUSY_SLICE_S = 0.05, 0.002
 # Replies that may come before: a wait for them may have been interrupted, or a replacement is still starting.

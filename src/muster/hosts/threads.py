@@ -15,15 +15,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from muster.hosts.env_host import EnvHost
+from muster.hosts.env_resident import MessageLoop
+from muster.hosts.failures import Failure
+from muster.pool.close_limits import CloseLimits, CloseNotice, CloseProgress, warn_of_cuts
+from muster.pool.deaths import NOUNS
+from muster.pool.messages import Closed, ClosingEnv, EnvsBuilt, Message
 from muster.recipes.recipe import Recipe
 from muster.transport.mail import Mail
 from muster.worker_info import WorkerInfo, worker_info_context
-from muster.workers.close_limits import CloseLimits, CloseNotice, CloseProgress, warn_of_cuts
-from muster.workers.deaths import NOUNS
-from muster.workers.env_host import EnvHost
-from muster.workers.failures import Failure
-from muster.workers.message_loop import MessageLoop
-from muster.workers.messages import Closed, ClosingEnv, EnvsBuilt, Message
 
 # How long a thread may take at least to finish its current work when the vector env closes, and then to end by an
 # interrupt. Together under 2 s: after Ctrl-C nobody waits longer.

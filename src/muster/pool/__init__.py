@@ -1,0 +1,1 @@
+"""Workers: processes and threads that host envs, how they start, answer and end."""
