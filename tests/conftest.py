@@ -27,6 +27,7 @@ pytest.register_assert_rewrite(
     "error_contract",
     "multi_agent_contract",
     "env_api_contract",
+    "pool_contract",
     "bare_loops",
     "row_checks",
 )

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import muster
-from muster.backends import process
 from muster.errors import ClosedError, WorkerDied, WorkerError, WorkerTimeout
 from processes import kill_worker, parent_of, wait_for_end
 from slow import slow
@@ -363,7 +362,7 @@ def test_death_while_building_quotes_stderr() -> None:
 def test_long_wait_warns_once(envs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     envs.reset(seed=0)
     envs.set_attr("slow_s", 2.0)
-    monkeypatch.setattr(process, "PATIENT_S", 1.0)
+    monkeypatch.setattr("muster.pool.pool.PATIENT_S", 1.0)
     with pytest.warns(RuntimeWarning, match="in step of env 0 .*step_timeout") as caught:
         envs.step(ACTIONS + [3, 0, 0, 0])
     assert len(caught) == 1

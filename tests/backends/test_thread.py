@@ -17,7 +17,7 @@ import pytest
 import muster
 import programs
 from muster.errors import ClosedError, EnvError, OneEnvPerProcess, WaitTimeout, WorkerTimeout
-from muster.pool.close_limits import AT_ONCE
+from muster.pool.closing import AT_ONCE
 from slow import slow
 
 
@@ -285,9 +285,9 @@ def output_after_a_send(step: str, then: str) -> str:
         import numpy as np
         import muster
         sys.path.insert(0, {os.path.dirname(__file__)!r})
-        from muster.pool import close_limits
+        from muster.pool import closing
         from test_thread import Meeting
-        close_limits.BUSY_S = close_limits.ABANDONED_S = 1.0
+        closing.BUSY_S = closing.ABANDONED_S = 1.0
         envs = muster.make_vec(Meeting, 4, backend="thread", num_workers=2, env_kwargs={{"step": lambda: {step}}})
         envs.reset()
         envs.send(np.zeros(4, int))

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import muster
-from muster.backends import process, recovery
+from muster.backends import recovery
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
-from muster.pool import close_limits
+from muster.pool import closing
 from slow import slow
 
 ACTIONS = np.zeros(4, np.int64)
@@ -306,7 +306,7 @@ def test_while_workers_are_looked_after_it_closes_nothing(monkeypatch: pytest.Mo
 
     with muster.make_vec(InterruptsItsCaller, 2, num_workers=2, env_kwargs={"caller": 0}) as envs:
         envs.reset()
-        monkeypatch.setattr(process, "readable", interrupted)
+        monkeypatch.setattr("muster.pool.pool.readable", interrupted)
         with pytest.raises(KeyboardInterrupt):
             for _ in range(1000):
                 envs.send(ACTIONS[:2])
@@ -360,7 +360,7 @@ class Sleeping(faulty_envs.CountingEnv):
 
 @pytest.mark.parametrize("backend", ["process", "thread"])
 def test_close_does_not_wait_for_a_call_that_hangs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(close_limits, "BUSY_S", 0.5)
+    monkeypatch.setattr(closing, "BUSY_S", 0.5)
     envs = muster.make_vec(Sleeping, 2, backend=backend, num_workers=2)
     envs.call_async("sleep")
     start = time.monotonic()

@@ -20,7 +20,7 @@ from faulty_envs import CountingEnv
 import muster
 import programs
 from muster.errors import ConfigError
-from muster.pool import close_limits
+from muster.pool import closing
 from slow import slow
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -104,7 +104,7 @@ def lines(text: str) -> list[str]:
 def test_each_env_of_a_worker_has_its_time_and_one_line_says_what_closes(
     options: Any, folder: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(close_limits, "NOTICE_S", 0.25)
+    monkeypatch.setattr(closing, "NOTICE_S", 0.25)
     kwargs = {"folder": folder, "seconds": 0.2}
     envs = muster.make_vec(Slow, 4, env_kwargs=kwargs, close_timeout=0.35, **options)
     envs.close()
@@ -115,7 +115,7 @@ def test_each_env_of_a_worker_has_its_time_and_one_line_says_what_closes(
     if options.get("backend") != "serial" and "caller_steps" not in options:
         assert len(said) == 1
         assert said[0].startswith(f"{LINE}envs 1, 3 are still closing")
-        assert said[0].endswith(" at the latest (close_timeout=0.35); Ctrl-C ends the wait")
+        assert said[0].endswith("Waiting as long as close_timeout=0.35 allows; Ctrl-C ends the wait")
     envs.close()
 
 
@@ -157,7 +157,7 @@ def test_a_step_that_is_cut_off_is_named_with_its_stack(
     options: Any, folder: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("BUSY_S", "NOTICE_S"):
-        monkeypatch.setattr(close_limits, name, 1.0)
+        monkeypatch.setattr(closing, name, 1.0)
     envs = muster.make_vec(Slow, 2, env_kwargs={"folder": folder}, **options)
     envs.reset()
     envs.send(np.array([0, 3]))
@@ -274,7 +274,7 @@ def test_a_replaced_worker_has_the_time_to_close(folder: str) -> None:
 
 
 def test_garbage_collection_has_a_bound_of_its_own(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(close_limits, "ABANDONED_S", 0.3)
+    monkeypatch.setattr(closing, "ABANDONED_S", 0.3)
     envs = muster.make_vec(Slow, 2, num_workers=2, env_kwargs={"folder": folder, "never": 1})
     dropped = {"envs": envs}
     del envs
@@ -286,8 +286,8 @@ def test_garbage_collection_has_a_bound_of_its_own(folder: str, monkeypatch: pyt
 def test_the_interpreters_exit_says_what_it_cuts(folder: str) -> None:
     program = (
         "import muster, test_slow_close as here\n"
-        "from muster.workers import close_limits\n"
-        "close_limits.ABANDONED_S = 0.3\n"
+        "from muster.pool import closing\n"
+        "closing.ABANDONED_S = 0.3\n"
         f"envs = muster.make_vec(here.Slow, 2, num_workers=2, env_kwargs={{'folder': {folder!r}, 'never': 1}})"
     )
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
@@ -330,7 +330,7 @@ def test_drop_ins_wait_for_ever_for_the_step_and_for_the_close(
     make: Any, folder: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("CLOSE_S", "BUSY_S", "NOTICE_S"):
-        monkeypatch.setattr(close_limits, name, 0.1)
+        monkeypatch.setattr(closing, name, 0.1)
     envs = make(folder, seconds=0.3)
     envs.reset()
     envs.step_async(np.array([2, 2]))

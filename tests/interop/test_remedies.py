@@ -51,7 +51,7 @@ def test_the_other_way_out_that_is_named_works(tmp_path):
     ],
 )
 def test_only_a_call_that_has_a_time_limit_is_advised_to_set_it(make, remedy, monkeypatch):
-    monkeypatch.setattr("muster.backends.process.PATIENT_S", 0.2)
+    monkeypatch.setattr("muster.pool.pool.PATIENT_S", 0.2)
     with make() as envs:
         envs.reset()
         with pytest.warns(RuntimeWarning, match=r"^waiting for 0 s \(.*\)\.") as caught:

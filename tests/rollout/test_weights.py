@@ -18,7 +18,7 @@ import muster
 from muster.rollout.processes import policy_travel
 from muster.rollout.processes.policy_travel import obstacle_to, pack_policy
 from muster.rollout.processes.shared_weights import SharedWeights
-from muster.transport.slab import memfd
+from muster.transport.big_arrays import memfd
 
 
 class Holding(nn.Module):

@@ -10,8 +10,9 @@ from gymnasium import spaces
 
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import keeps_kind, tree
+from muster.transport.big_arrays import memfd
 from muster.transport.mail import SharedMail
-from muster.transport.slab import Slab, SlabPlan, contiguous, memfd, split_evenly
+from muster.transport.slab import Slab, SlabPlan, contiguous, split_evenly
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import pytest
 
 import muster
 from muster.recipes.recipe import make_recipes, pack, unpack
-from muster.transport.big_arrays import BigArrays, map_big_arrays
-from muster.transport.slab import memfd
+from muster.transport.big_arrays import BigArrays, map_big_arrays, memfd
 from slow import slow
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -81,7 +81,7 @@ def test_a_replacement_has_them_as_the_worker_had_before_it() -> None:
     envs = muster.make_vec(Sensor, 1, on_failure="restart")
     with envs, np.errstate(divide="ignore"):
         envs.reset(seed=0)
-        for worker in envs._backend._workers.handles:
+        for worker in envs._backend.pool._places:
             worker.process.kill()
         envs.step(np.zeros(1, np.int64))
         assert envs.call("look")[0]["divided"] == "raised"

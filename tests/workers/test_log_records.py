@@ -278,7 +278,7 @@ def test_a_worker_that_is_stopped_while_it_writes_hangs_nobody(kept: Kept) -> No
     with muster.make_vec(Chatty, 2) as envs:
         envs.reset(seed=0)
         kept.take()
-        path = f"/proc/{os.getpid()}/fd/{envs._backend._workers.fds['logs']}"
+        path = f"/proc/{os.getpid()}/fd/{envs._backend.pool._own_files['logs']}"
 
         def write_and_hold(env: Any, index: int) -> None:
             if index == 1:

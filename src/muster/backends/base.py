@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import dataclasses
 import functools
 import itertools
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +17,23 @@ from typing import Any
 import numpy as np
 
 from muster._core import Caller, Status
-from muster.errors import UsageError
+from muster.errors import UsageError, WorkerName
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure
-from muster.hosts.requests import EnvCall, HostOptions, WaitBudget
+from muster.hosts.requests import EnvCall, HostOptions, Reset, ResetArguments, Restart, WaitBudget
 from muster.pickling import MAKE_VEC, UserCall, copied_if_plain
-from muster.pool.close_limits import AT_ONCE, CloseLimits, NoticeBeside, abandoned
+from muster.pool.closing import (
+    AT_ONCE,
+    FOR_EVER,
+    CloseLimits,
+    CloseNotice,
+    CloseProgress,
+    abandoned,
+    name_envs,
+    warn_of_cuts,
+)
 from muster.pool.deaths import NOUNS, Nouns
-from muster.pool.messages import Reset, ResetArguments, Restart
 from muster.pool.usage import Usage
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
@@ -30,8 +41,8 @@ from muster.transport.slab import Slab, SlabPlan
 
 # Values of an env's attributes by name, as `Backend.kept` returns them.
 Attributes = Mapping[str, Any]
-# Called with a worker that has died, its envs and the reason; returns what their new envs have to be given, by env.
-WorkerDied = Callable[[int, range, str], Mapping[int, Attributes]]
+# Called with a lost worker, its envs and the reason; returns what the new envs have to be given, by env.
+WorkerLost = Callable[[int, range, str], Mapping[int, Attributes]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,6 @@ class Backend(ABC):
     caller: Caller
     close_limits: CloseLimits = CloseLimits()
     """How long the user's own ``close()`` waits, and the replacement of an env for the close of the old one."""
-    on_worker_died: WorkerDied | None = None
     log_flag: memoryview = memoryview(bytes(1))
     """``log_flag[0]`` is not 0 while there are log records to deliver. Workers in other processes set it."""
 
@@ -81,9 +91,8 @@ class Backend(ABC):
     def deliver_logs(self) -> None:
         """Hands log records of other processes to the caller's loggers."""
 
-    def replaces(self, on_worker_died: WorkerDied | None) -> None:
-        """Replaces each worker that has died after a call of `on_worker_died`; None: such a death is an error."""
-        self.on_worker_died = on_worker_died
+    def replaces_lost(self, worker_lost: WorkerLost | None) -> None:
+        """Has workers that are lost replaced. worker_lost: called with each; None where its loss is an error."""
 
     @abstractmethod
     def mail_of(self, host: int) -> Mail:
@@ -235,9 +244,9 @@ def close_here(env_host: EnvHost, limits: CloseLimits) -> list[Failure]:
     A Ctrl-C ends the close of one env and leaves those after it unclosed; a RuntimeWarning names them.
     """
     envs = range(env_host.first_env, env_host.first_env + len(env_host.envs))
-    notice = NoticeBeside(NOUNS.name(env_host.info.worker_index, envs), envs)
+    notice = NoticeBeside(NOUNS.name(env_host.info.worker_index, envs), envs, limits)
     try:
-        notice.start(limits)
+        notice.start()
     finally:  # also when a Ctrl-C comes now
         try:
             failures = env_host.close(notice.progress.begins)
@@ -246,6 +255,41 @@ def close_here(env_host: EnvHost, limits: CloseLimits) -> list[Failure]:
     if not limits.terminates and any(isinstance(one.exception, KeyboardInterrupt) for one in failures):
         notice.warn_of_interrupt()
     return failures
+
+
+class NoticeBeside:
+    """Says what `CloseNotice` says, while this thread is busy with closing envs, which nobody can cut off here."""
+
+    def __init__(self, name: WorkerName, envs: Sequence[int], limits: CloseLimits) -> None:
+        now = time.monotonic()
+        self.progress = CloseProgress(name, envs, FOR_EVER, now, len(envs))
+        self._notice = CloseNotice(dataclasses.replace(FOR_EVER, call_s=limits.call_s), now)
+        self._ended = _thread.allocate_lock()
+        self._ended.acquire()
+
+    def start(self) -> None:
+        """Starts a thread for it, if there may be something to say.
+
+        Not by `threading`, whose locks the code may hold that garbage collection stops.
+        """
+        if self._notice.after_s < math.inf:
+            with contextlib.suppress(RuntimeError):  # no thread is left, or the interpreter ends
+                _thread.start_new_thread(self._wait, ())
+
+    def stop(self) -> None:
+        """Ends that thread."""
+        self._ended.release()
+
+    def warn_of_interrupt(self) -> None:
+        """Gives a RuntimeWarning about the envs that a Ctrl-C has left unclosed."""
+        interrupted, *unclosed = self.progress.left
+        others = f"; {name_envs(unclosed)} had not begun" if unclosed else ""
+        with contextlib.suppress(RuntimeWarning):  # made an error by a filter, it would hide the Ctrl-C
+            warn_of_cuts([f"Ctrl-C ended close() of {name_envs([interrupted])}{others}. What was not written is lost."])
+
+    def _wait(self) -> None:
+        if not self._ended.acquire(timeout=self._notice.after_s):
+            self._notice.check([self.progress], lambda _: "about to close its envs")
 
 
 def raise_local_interrupt(backend: Backend, host: int) -> None:

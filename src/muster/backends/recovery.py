@@ -10,9 +10,7 @@ first request; the reason of the restart then says what was lost.
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,15 +20,13 @@ from gymnasium.vector import AutoresetMode
 
 from muster._core import Command, InfoSchema, Status
 from muster.backends.base import Attributes, Backend
-from muster.errors import WorkerError
 from muster.hosts.failures import Failure
+from muster.hosts.requests import Restart
 from muster.introspection import caller_stacklevel
-from muster.pool.close_limits import AT_ONCE
-from muster.pool.messages import Restart
+from muster.pool.closing import AT_ONCE
+from muster.pool.place import Budget
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns
-
-WINDOW_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class _Restart:
 
 
 class Recovery:
-    """Restarts envs of one vector env. max_restarts: per worker, within `WINDOW_S` seconds."""
+    """Restarts envs of one vector env. max_restarts: per worker, see `Budget`."""
 
     def __init__(self, backend: Backend, autoreset_mode: AutoresetMode, max_restarts: int, infos: InfoColumns) -> None:
         self._backend = backend
@@ -51,11 +47,10 @@ class Recovery:
         self._caller = backend.caller
         self._records = backend.slab.records
         self._mode = autoreset_mode
-        self._max_restarts = max_restarts
+        self._budget = Budget(max_restarts, backend.nouns)
         num_envs = backend.slab.plan.num_envs
         self._seeds: list[int | None] = [None] * num_envs
         self._options: Any = None  # of the last reset
-        self._recent: dict[int, deque[float]] = {}
         # Envs whose worker died while nobody waited for them, with the reason, which their next step reports.
         self.lost: dict[int, str] = {}
         self._reasons: dict[int, str] = {}  # of workers' deaths, by the envs that were pending then
@@ -213,16 +208,9 @@ class Recovery:
         record["final_schema"][env] = InfoSchema.EMPTY
 
     def _count(self, host: int, reason: str) -> None:
-        now = time.monotonic()
-        recent = self._recent.setdefault(host, deque())
-        recent.append(now)
-        while now - recent[0] > WINDOW_S:
-            recent.popleft()
-        if len(recent) > self._max_restarts:
+        try:
+            self._budget.spend(host, reason)
+        except BaseException:
             self._caller.closed = True
             self._backend.close(AT_ONCE)
-            raise WorkerError(
-                self._backend.nouns.name(host),
-                f"failed {len(recent)} times within {WINDOW_S:.0f} s (max_restarts={self._max_restarts}), so "
-                f"restarting does not help; {self._backend.nouns.pool} closed. The last failure: {reason}",
-            )
+            raise

@@ -10,11 +10,10 @@ from muster.backends.base import Backend, CallerOptions, attach_local_host, clos
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, to_exception
-from muster.hosts.requests import EnvCall, HostOptions
+from muster.hosts.requests import EnvCall, HostOptions, ResetArguments, Restart
 from muster.pickling.main_module import Init
-from muster.pool.close_limits import AT_ONCE, CloseLimits
+from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
-from muster.pool.messages import ResetArguments, Restart
 from muster.pool.usage import Usage, usage_of
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import random
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
-
-import numpy as np
 
 from muster._core import Stepper
 from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import RowNode, layout_difference
 from muster.errors import CannotTravel, MusterError, SpecMismatch
 from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
-from muster.hosts.failures import AttributesLost, Failure, message_of, portable, reset_note
-from muster.hosts.permits import Permitted
-from muster.hosts.requests import EnvCall, HostOptions
+from muster.hosts.failures import AttributesLost, Failure, reset_note
+from muster.hosts.requests import EnvCall, HostOptions, ResetArguments, Restart
 from muster.introspection import type_name
 from muster.pickling import copied_if_plain, find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
-from muster.pool.messages import ResetArguments, Restart
+from muster.pool.messages import message_of, portable
 from muster.pool.usage import own_memory_bytes
+from muster.pool.worker import seed_globals
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.spaces.compare import first_difference
@@ -91,7 +87,7 @@ class EnvHost:
                 built = self._build_one(i)
                 self._built.append(built)
                 self.envs.append(built.env)
-                check_one_per_process(built.env, len(self.recipes), self.recipes[i].call)
+                check_one_per_process(built.env, len(self._together or self.recipes), self.recipes[i].call)
                 if on_built is not None and len(self.envs) <= 2:
                     memory_bytes.append(own_memory_bytes())
                     on_built(tuple(memory_bytes))
@@ -143,7 +139,7 @@ class EnvHost:
 
     def _permitted(self, i: int) -> Any:
         permits = self.recipes[i].permits
-        return self.envs[i] if permits is None else Permitted(self.envs[i], permits)
+        return self.envs[i] if permits is None else _Permitted(self.envs[i], permits)
 
     def _misfit(self, i: int, env: Any) -> SpecMismatch | None:
         """The reason why a new env does not fit the rows that were laid out for the first one; None if it does."""
@@ -372,20 +368,24 @@ def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwar
     return value(*args, **kwargs) if callable(value) else value
 
 
-def seed_globals(seed: int | Sequence[int]) -> None:
-    """Seeds the generators that envs share by mistake: `random`, `numpy.random`, and torch where it is loaded."""
-    words = np.random.SeedSequence(seed).generate_state(3)
-    random.seed(int(words[0]))
-    np.random.seed(int(words[1]))  # noqa: NPY002  # the legacy generator is the one that envs share
-    if torch := sys.modules.get("torch"):
-        torch.manual_seed(int(words[2]))
+class _Permitted:
+    """What a stepper needs of an env: its ``step`` and ``reset``, each executed only while there is a permit for it.
 
-
-def freeze_heap(*, collects: bool) -> None:
-    """Excludes all objects that exist now from garbage collections.
-
-    collects: collect before. Not in a fork of the caller: a collection would copy every page of the caller's heap.
+    For the limit on the number of envs that execute at once, Gymnasium's ``max_concurrency``: envs of a limit have one
+    semaphore in their recipes. A worker that dies while it holds a permit never gives it back: so a limit is for vector
+    envs alone that end with the first worker that dies. Calls and attributes are for the env itself.
     """
-    if collects:
-        gc.collect()
-    gc.freeze()
+
+    def __init__(self, env: Any, permits: AbstractContextManager[Any]) -> None:
+        self._env = env
+        self._permits = permits
+
+    def reset(self, **arguments: Any) -> Any:
+        """The env's reset, once there is a permit."""
+        with self._permits:
+            return self._env.reset(**arguments)
+
+    def step(self, action: Any) -> Any:
+        """The env's step, once there is a permit."""
+        with self._permits:
+            return self._env.step(action)

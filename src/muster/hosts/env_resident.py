@@ -1,80 +1,108 @@
-"""The loop of a worker whose envs are built: it answers messages and, between them, steps."""
+"""The resident that holds envs: it answers a vector env's requests and, between them, steps."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from muster.errors import CannotTravel, UnknownMessage
+from muster.envs.light_melting_pot import import_without_bots
+from muster.envs.quiet_atari import print_no_banner
+from muster.errors import CannotTravel
+from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
-from muster.pool.messages import (
-    Answer,
-    Attach,
-    Attached,
-    Call,
-    Close,
-    Closed,
-    ClosingEnv,
-    Message,
-    Reset,
-    Restart,
-    SetAgain,
-    SetAttr,
-)
-from muster.transport.channel import ChannelClosed
-from muster.transport.mail import Mail
-from muster.transport.slab import Slab
+from muster.hosts.failures import Failure, HostFailed
+from muster.hosts.requests import Attach, Call, EnvPlan, Reset, Restart, SetAgain, SetAttr
+from muster.introspection import type_name
+from muster.pickling.main_module import Init
+from muster.pool.worker import Here, Resident
+from muster.recipes.recipe import unpack
+from muster.transport.mail import SharedMail
+from muster.transport.slab import Slab, SlabPlan
 
 
-@dataclass(frozen=True)
-class MessageLoop:
-    """Answers the messages to one host, in a process and in a thread alike.
+class EnvResident(Resident):
+    """The envs of one worker, which is a process or a thread."""
 
-    reply: sends a reply to the caller.  open_slab: makes the slab from the field `slab` of `Attach`.
-    """
+    @classmethod
+    def prepare(cls) -> None:
+        import_without_bots()
+        print_no_banner()
 
-    env_host: EnvHost
-    mail: Mail
-    reply: Callable[[Message], None]
-    open_slab: Callable[[Any], Slab]
+    @classmethod
+    def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> EnvPlan:
+        plan: EnvPlan = super().unpack(data, here, initialise)
+        assert isinstance(plan.recipes, bytes)
+        return dataclasses.replace(plan, recipes=unpack(plan.recipes, here.big_arrays, here.fds, initialise))
 
-    def run(self, receive: Callable[[], object]) -> None:
-        """Answers messages until the envs are closed. receive: waits for the next one. Raises UnknownMessage."""
-        # The core returns from stepping when a message has come.
-        while self._answer(receive()):
-            self.env_host.stepper.run()
+    def __init__(self, plan: EnvPlan, here: Here) -> None:
+        assert not isinstance(plan.recipes, bytes)
+        self._here = here
+        self._steps = False
+        self._is_new = plan.attach is None
+        self.host = EnvHost(plan.recipes, here.info, plan.first_env, dumps=here.dumps, together=plan.together)
+        if failure := self.host.build(here.report if here.is_judged else None):
+            raise HostFailed(failure)
+        if plan.attach is not None:
+            self._attach(plan.attach)
 
-    def _answer(self, message: object) -> bool:
-        """Answers one message; False if the worker has to end."""
-        env_host = self.env_host
+    def facts(self) -> list[EnvFacts]:
+        return self.host.facts() if self._is_new else []
+
+    def answer(self, question: Any) -> Any:
+        host = self.host
+        match question:
+            case Attach():
+                return self._attach(question)
+            case Call(CannotTravel() as refusal) | SetAttr(CannotTravel() as refusal):
+                return self._packed([host.failure(i, refusal) for i in range(len(host.envs))])
+            case Call(arguments):
+                return self._packed(host.call(*arguments))
+            case SetAttr(arguments):
+                return self._packed(host.set_attr(*arguments))
+        return super().answer(question)
+
+    def take(self, message: Any) -> None:
         match message:
-            case Attach(slab, options):
-                env_host.attach(self.open_slab(slab), env_host.info.worker_index, self.mail, options)
-                self.reply(Attached())
             case Reset(env_ids, arguments) if isinstance(arguments.options, CannotTravel):
-                env_host.refuse(env_ids, arguments.options)
+                self.host.refuse(env_ids, arguments.options)
             case Reset(env_ids, arguments):
-                env_host.reset(env_ids, arguments)
+                self.host.reset(env_ids, arguments)
             case Restart(env, _, CannotTravel() as refusal):
-                env_host.refuse([env], refusal)
+                self.host.refuse([env], refusal)
             case Restart():
-                env_host.restart(message)
+                self.host.restart(message)
             case SetAgain(attributes):
-                env_host.set_again(attributes)
-            case Call(number, CannotTravel() as refusal) | SetAttr(number, CannotTravel() as refusal):
-                self.reply(Answer(number, [env_host.failure(i, refusal) for i in range(len(env_host.envs))]))
-            case Call(number, arguments):
-                self.reply(Answer(number, env_host.call(*arguments)))
-            case SetAttr(number, arguments):
-                self.reply(Answer(number, env_host.set_attr(*arguments)))
-            case Close():
-                self.reply(Closed(env_host.close(self._report_closing)))
-            case _:  # the two ends do not agree on the protocol: whatever came next would be wrong
-                raise UnknownMessage(f"worker {env_host.info.worker_index} knows no such message: {message!r:.200}")
-        return not isinstance(message, Close)
+                self.host.set_again(attributes)
+            case _:
+                super().take(message)
 
-    def _report_closing(self, i: int) -> None:
-        with contextlib.suppress(ChannelClosed):  # an env has closed this process's fds: the others are still closed
-            self.reply(ClosingEnv(i))
+    def between(self) -> None:
+        if self._steps:
+            self.host.stepper.run()  # returns when a message has come
+
+    def close(self, closes: Callable[[int], None]) -> list[Failure]:
+        return self.host.close(closes)
+
+    def _attach(self, attach: Attach) -> None:
+        here, slab, mail = self._here, attach.slab, attach.mail
+        if isinstance(slab, SlabPlan):
+            slab, mail = Slab(slab, here.files["slab"]), SharedMail(here.files["mail"], shares_main=here.forked)
+        assert mail is not None
+        self.host.attach(slab, here.info.worker_index, mail, attach.options)
+        self._steps = True
+
+    def _packed(self, results: list[Any]) -> list[Any]:
+        """The results, pickled one by one where they leave this process: one that cannot travel costs no other."""
+        return results if self._here.dumps is None else [self._pickle(i, one) for i, one in enumerate(results)]
+
+    def _pickle(self, i: int, result: Any) -> bytes:
+        assert self._here.dumps is not None
+        try:
+            return self._here.dumps(result)
+        except Exception as error:
+            refusal = CannotTravel(
+                f"a {type_name(result)} cannot be sent from the worker: {error}. Ask for something smaller, such as an "
+                f"attribute of it, or use {self.host.recipes[0].call.in_process}"
+            )
+            return self._here.dumps(self.host.failure(i, refusal))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from muster.envs.attributes import chain
 from muster.envs.dm_env import is_dm_env
 from muster.errors import CannotTravel, ConfigError, EnvError, MusterError, UsageError, WrongType
+from muster.pool.messages import rebuilt
 
 # Errors that an env may raise because it uses a vector env itself. Raised as they are, they would seem to be about the
 # vector env that steps this env.
@@ -42,13 +42,15 @@ class Failure:
 
     def original(self) -> BaseException | None:
         """The original exception, where it can be rebuilt."""
-        if not isinstance(self.exception, bytes):
-            return self.exception
-        try:
-            error = pickle.loads(self.exception)
-        except Exception:
-            return None
-        return error if isinstance(error, BaseException) else None
+        return rebuilt(self.exception) if isinstance(self.exception, bytes) else self.exception
+
+
+class HostFailed(Exception):
+    """What a host raises that cannot be built. failure: for the caller."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
 
 
 class AttributesLost(MusterError):
@@ -115,20 +117,3 @@ def _refuses(env: Any, entered: Set[CodeType]) -> bool:
     except Exception as error:  # a TypeError; others: there is no reset, or its signature is not known
         return isinstance(error, TypeError) and getattr(env.reset, "__code__", None) not in entered
     return False
-
-
-def portable(error: BaseException, dumps: Callable[[object], bytes]) -> bytes | None:
-    """The pickled error; None where it would not arrive as the same type, often because of its own constructor."""
-    try:
-        data = dumps(error)
-        return data if type(pickle.loads(data)) is type(error) else None
-    except Exception:
-        return None
-
-
-def message_of(error: BaseException) -> str:
-    """The text ``str(error)``, or a replacement where that raises."""
-    try:
-        return str(error)
-    except Exception as broken:
-        return f"<no message: its __str__ raised {type(broken).__name__}>"

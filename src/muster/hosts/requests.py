@@ -1,10 +1,20 @@
-"""Options of an env host, and the type of functions that it calls with its envs."""
+"""What a vector env asks of the hosts of its envs, in a process or a thread; `EnvResident` answers.
+
+Nobody compares or changes a request, see `muster.pool.messages`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from muster.pickling import not_rebuilt
+from muster.pool.messages import Message
+from muster.recipes.recipe import Recipe
+from muster.transport.mail import Mail
+from muster.transport.slab import Slab, SlabPlan
 
 # A function that `EnvHost.call` takes in place of a method's name: called with each env, its index and the arguments.
 EnvCall = Callable[..., Any]
@@ -26,3 +36,107 @@ class HostOptions:
     check_finite: bool
     lenient: bool  # whether rewards and flags may be what other libraries convert
     wait_budget: WaitBudget
+
+
+@dataclass(eq=False)
+class Packed:
+    """A user's value on its way to another process, pickled apart from its message and once for all workers.
+
+    Unpickling gives the value itself. Where the value cannot be rebuilt it gives a CannotTravel, so that the worker can
+    still read the message and answer it.
+    """
+
+    data: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (self.data,)
+
+
+def _rebuilt(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        send = "Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
+        refusal = not_rebuilt("what was sent to the worker", error, send)
+        refusal.__cause__ = error
+        return refusal
+
+
+@dataclass(eq=False)
+class Attach(Message):
+    """Makes a host ready to step into the slab. A worker process receives the slab's plan, and opens slab and mail."""
+
+    slab: Slab | SlabPlan
+    options: HostOptions
+    mail: Mail | None = None
+
+
+@dataclass(eq=False)
+class EnvPlan(Message):
+    """What a host is built from.
+
+    recipes: those of its envs; packed, unless it inherits them or is in this process.  first_env: index of the first.
+    together: the recipes of all hosts in this process; None where there is no other.
+    attach: given to a host that takes another's place: it is ready once it can step.
+    """
+
+    recipes: Sequence[Recipe] | bytes
+    first_env: int
+    together: Sequence[Recipe] | None = None
+    attach: Attach | None = None
+
+
+@dataclass(eq=False)
+class ResetArguments(Message):
+    """The arguments of a reset. passes_options: whether the keyword `options` is passed to ``env.reset`` at all."""
+
+    seeds: Sequence[int | None]
+    options: Any
+    passes_options: bool = True
+
+
+@dataclass(eq=False)
+class Reset(Message):
+    """Resets some envs. There is no reply: each env's record in the slab shows when the reset is done."""
+
+    env_ids: Sequence[int]
+    arguments: ResetArguments
+
+
+@dataclass(eq=False)
+class Restart(Message):
+    """Makes a failed env answer again.
+
+    rebuilds: the env is built again first; in a new worker it is new already.
+    resets_now: the answer is a reset; else the env answers without one and the caller fills in the row.
+    seed: for the env's first reset.  options: for the reset that is the answer.
+    attributes: to be set on the env that is built again, by name.
+    """
+
+    env: int
+    seed: int | None
+    options: Any
+    resets_now: bool
+    rebuilds: bool
+    attributes: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class SetAgain(Message):
+    """Sets attributes of the envs of a new worker, by env and name. There is no reply, see `EnvHost.set_again`."""
+
+    attributes: Mapping[int, Mapping[str, Any]]
+
+
+@dataclass(eq=False)
+class Call(Message):
+    """Calls a method, or reads an attribute, of every env. arguments: those of `EnvHost.call`."""
+
+    arguments: Any
+
+
+@dataclass(eq=False)
+class SetAttr(Message):
+    """Sets an attribute of every env. arguments: those of `EnvHost.set_attr`."""
+
+    arguments: Any

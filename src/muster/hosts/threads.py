@@ -1,124 +1,87 @@
-"""A worker of the thread backend: the thread, and how it is ended."""
+"""A pool whose places are threads of this process, for envs: the same verbs, where nothing is sent or replaced."""
 
 from __future__ import annotations
 
 import _thread
 import contextlib
 import ctypes
+import os
 import queue
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from muster.hosts.env_host import EnvHost
-from muster.hosts.env_resident import MessageLoop
-from muster.hosts.failures import Failure
-from muster.pool.close_limits import CloseLimits, CloseNotice, CloseProgress, warn_of_cuts
+from muster.errors import WorkerDied, WorkerTimeout
+from muster.pool.closing import AT_ONCE, CloseLimits, CloseNotice, CloseProgress, not_closed, warn_of_cuts
 from muster.pool.deaths import NOUNS
-from muster.pool.messages import Closed, ClosingEnv, EnvsBuilt, Message
-from muster.recipes.recipe import Recipe
-from muster.transport.mail import Mail
-from muster.worker_info import WorkerInfo, worker_info_context
+from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Ready
+from muster.pool.place import Limit, Plan
+from muster.pool.usage import Usage, usage_of
+from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
+from muster.pool.worker import Here, Resident, serve
+from muster.worker_info import worker_info_context
 
-# How long a thread may take at least to finish its current work when the vector env closes, and then to end by an
+# How long a thread may take at least to finish its current work when the pool closes, and then to go on after an
 # interrupt. Together under 2 s: after Ctrl-C nobody waits longer.
 _GRACE_S = 1.0
 _INTERRUPT_S = 0.5
+_BUSY_SLICE_S = 0.002
 
 
-class _ThreadHost(EnvHost):
-    """An env host that calls `before_close` when it is about to close its envs."""
+class _Thread:
+    """One thread and its resident. Messages to it go into `inbox`, what it says into `said`.
 
-    before_close: Callable[[], None]
-
-    def close(self, on_closing: Callable[[int], None] | None = None) -> list[Failure]:
-        self.before_close()
-        return super().close(on_closing)
-
-
-class ThreadWorker:
-    """One thread and the envs that it steps. Messages to the thread go into `inbox`.
-
-    The worker holds no reference to the vector env, so that a vector env that nobody uses is collected and closed.
-    together: the recipes of all threads.
-    last_reply: readers leave it in place, so that a wait that Ctrl-C ends loses nothing. `replied` receives an item
-    with each reply, to wait for.
-    closes: whether the thread is closing its envs, or has ended.  closing: the number of the env that it closes then.
-    failures: the errors that closing raised.
-
-    Event and the other parts of `threading` that are written in Python are not used: Ctrl-C in a wait may break them.
+    It holds no reference to the pool, so that a pool that nobody uses is collected and closed.
+    said, heard: readers take from `said`; `heard` gets an item with each, to wait for, so that a wait that Ctrl-C ends
+    loses nothing. Event and the other parts of `threading` that are written in Python are not used: Ctrl-C in a wait
+    may break them.
     """
 
     def __init__(
-        self, recipes: Sequence[Recipe], info: WorkerInfo, first_env: int, mail: Mail, together: Sequence[Recipe]
+        self, index: int, plan: Plan, resident: type[Resident], said: deque[Any], heard: queue.SimpleQueue[None]
     ) -> None:
-        self.env_host = _ThreadHost(recipes, info, first_env, together=together)
-        self.env_host.before_close = self._shield
-        self.envs = range(first_env, first_env + len(recipes))
-        self.name = NOUNS.name(info.worker_index, self.envs)
-        self._mail = mail
+        self.index, self.plan = index, plan
+        self.name = NOUNS.name(index, plan.envs)
+        self._resident = resident
+        self._said, self._heard = said, heard
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.last_reply: Message | Failure | None = None
-        self.replied: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.failures: list[Failure] = []
         self.crash: BaseException | None = None
-        self.closes = False
-        self.closing = 0
-        self._interrupting = threading.Lock()
+        self.asked_at: float | None = None
+        self.limit: Limit | None = None  # not kept: nobody can end a thread
+        self.forgotten = 0
         self._numpy_errors = np.geterr(), np.geterrcall()  # a new thread has NumPy's own
         # A daemon: an endless step must not keep the interpreter from ending.
-        name = f"muster-worker-{info.worker_index}"
-        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
-
-    def interrupt_if(self, hangs: Callable[[ThreadWorker], bool]) -> None:
-        """Raises SystemExit in the thread if it hangs; that interrupts Python code, not a native call."""
-        with self._interrupting:
-            if hangs(self):
-                _raise_exit_in(self.thread.ident)
-
-    def _shield(self) -> None:
-        """Sets `closes`: from now on the thread is interrupted only where closing hangs. Drops an earlier interrupt."""
-        while not self.closes:
-            with contextlib.suppress(SystemExit):
-                with self._interrupting:
-                    self.closes = True
-                _let_exit_come_up()
+        self.thread = threading.Thread(target=self._main, name=f"muster-worker-{index}", daemon=True)
 
     def _main(self) -> None:
         modes, errcall = self._numpy_errors
         np.seterrcall(errcall)
         np.seterr(**modes)
         try:
-            with worker_info_context(self.env_host.info):
+            with worker_info_context(self.plan.info):
                 try:
-                    self._run()
+                    resident = self._resident(self.plan.content, Here(self.plan.info, {}, None, self._say))
+                    self._say(Ready(resident.facts()))
+                except BaseException as error:
+                    self._say(Failed.of(error, None))
+                    return
+                try:
+                    serve(resident, self.inbox.get, self._say)
                 except SystemExit:  # an interrupt between the steps of two envs
-                    self.failures += self.env_host.close(lambda i: self._reply(ClosingEnv(i)))
+                    self._say(Closed(resident.close(lambda i: self._say(Closing(i)))))
         except BaseException as error:  # reported by the caller's `watch`: nobody reads a thread's traceback
             self.crash = error
-        finally:
-            self.closes = True
 
-    def _run(self) -> None:
-        failure = self.env_host.build()
-        self._reply(failure or EnvsBuilt(self.env_host.facts()))
-        if not failure:
-            MessageLoop(self.env_host, self._mail, self._reply, lambda slab: slab).run(self.inbox.get)
-
-    def _reply(self, reply: Message | Failure) -> None:
-        match reply:
-            case ClosingEnv(i):
-                self.closing = i
-            case Closed(failures):
-                self.failures += failures
-            case _:
-                self.last_reply = reply
-                self.replied.put(None)
+    def _say(self, message: Message) -> None:
+        self._said.append((self, message))
+        self._heard.put(None)
 
     def stack(self) -> str:
         """The thread's Python stack."""
@@ -126,135 +89,258 @@ class ThreadWorker:
         return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(none: it has ended)"
 
 
-def end_threads(
-    workers: Sequence[ThreadWorker],
-    limits: CloseLimits,
-    *,
-    send: Callable[[ThreadWorker], None],
-    doing: Callable[[ThreadWorker], str],
-    count_pending: Callable[[ThreadWorker], int],
-) -> list[Failure]:
-    """Waits for threads to close their envs, and interrupts those that hang; returns what ``env.close()`` raised.
+class ThreadPool(BasePool[_Thread]):
+    """Residents in threads of this process. See `muster.pool.pool.Pool`, whose verbs it has.
 
-    send: sends a thread the message `Close`.  doing: what a thread is busy with, in words.
-    count_pending: the number of envs that it has to step or reset first.
+    Plans and messages are the objects themselves. Residents are built one after the other: few constructors are
+    thread-safe, and Python's warning filters are not. None is judged, lost or replaced; a thread that ends closes it.
+    interrupted: parts, by the indices that users know, whose close was interrupted and is named in the warning.
     """
-    # Threads in the caller's own process always have time to close, even after an error or with a timeout of 0.
-    longer = replace(
-        limits,
-        env_s=max(limits.env_s, _INTERRUPT_S),
-        in_all_s=max(limits.in_all_s, _GRACE_S + _INTERRUPT_S),
-        busy_s=max(limits.busy_s, _GRACE_S),
-    )
-    ending = _EndingThreads(workers, longer, send, doing, count_pending if limits.in_all_s > 0.0 else lambda _: 0)
-    try:
-        ending.wait()
-    finally:  # also when another Ctrl-C ends the wait
-        ending.ask(workers)
-        for hangs in (lambda worker: not worker.closes, lambda worker: worker.thread.is_alive()):
-            _interrupt(workers, hangs)
-    if not limits.terminates:
-        warn_of_cuts(ending.cuts)
-    cut = ending.cut_envs
-    ended = [worker for worker in workers if not worker.thread.is_alive()]
-    failures = [failure for worker in ended for failure in worker.failures]
-    return [one for one in failures if not (one.env_index in cut and isinstance(one.exception, SystemExit))]
+
+    def __init__(self, resident: type[Resident], plans: Sequence[Plan], start_timeout_s: float, hooks: Hooks) -> None:
+        super().__init__(hooks, NOUNS)
+        self._start_timeout_s = start_timeout_s
+        self._said: deque[tuple[_Thread, Message]] = deque()
+        self._heard: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._places = [_Thread(i, plan, resident, self._said, self._heard) for i, plan in enumerate(plans)]
+        self.interrupted: set[int] = set()
+
+    def start(self) -> list[Any]:
+        """Starts all threads; returns what their residents say of themselves. An error leaves nothing behind."""
+        facts: list[Any] = []
+        deadline = time.monotonic() + self._start_timeout_s
+        try:
+            for one in self._places:
+                one.thread.start()
+                while not self._said:
+                    if not self._wait(min(SLICE_S, max(0.0, deadline - time.monotonic()))):
+                        self.watch(0.0)
+                        if time.monotonic() >= deadline:
+                            raise self._too_slow(one, NOUNS.building)
+                _, message = self._said.popleft()
+                if isinstance(message, Failed):
+                    raise self._hooks.raised(one.index, message)
+                assert isinstance(message, Ready)
+                facts.append(message.facts)
+            self._usage_at_start = usage_of(os.getpid())
+        except BaseException:
+            self.close(AT_ONCE)
+            raise
+        return facts
+
+    def _too_slow(self, one: _Thread, doing: str) -> Exception:
+        return WorkerTimeout(one.name, doing, f"start_timeout={self._start_timeout_s} s")
+
+    # ---- messages
+
+    def sealed(self, message: object) -> Any:
+        """The message itself."""
+        return message
+
+    def _send(self, place: _Thread, message: Message, limit: Limit | None = None) -> None:
+        place.inbox.put(message)  # never waits
+        self._hooks.ring(place.index)  # after the message: a thread that wakes looks for it once
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Waits for something that a thread says; False after the time."""
+        try:
+            self._heard.get(timeout=timeout_s)
+        except queue.Empty:
+            return bool(self._said)
+        return True
+
+    def _listen(self, timeout_s: float) -> bool:
+        if not self._wait(timeout_s):
+            return False
+        self._require_open()
+        while self._said:
+            with self.whole():
+                one, message = self._said.popleft()
+                if isinstance(message, Answer) and one.forgotten:
+                    one.forgotten -= 1
+                elif isinstance(message, Answer):
+                    one.asked_at = None
+                    self._arrived.append(Answered(one.index, message.content))
+        return True
+
+    # ---- watching
+
+    def watch(self, waited_s: float) -> None:
+        """Raises WorkerDied where a thread has ended by an exception that is no env's."""
+        self._require_open()
+        for one in self._places:
+            if one.crash is not None:
+                cause = f"{type(one.crash).__name__}: {one.crash}"
+                with self.whole():
+                    raise WorkerDied(one.name, self._hooks.doing(one.index), None, cause, is_thread=True) from one.crash
+
+    def deliver_logs(self) -> None:
+        """Does nothing: records are the process's own."""
+
+    def never_replaces(self) -> None:
+        """Does nothing: threads are never replaced."""
+
+    def processes(self) -> list[tuple[int | None, Usage]]:
+        """This process, once for each thread."""
+        return [(os.getpid(), self._usage_at_start)] * len(self._places)
+
+    # ---- closing
+
+    def close(self, limits: CloseLimits) -> list[tuple[int, Any]]:
+        """As `Pool.close`; a thread that hangs is interrupted once, then left behind and named."""
+        if not self._begins_to_close():  # in a forked child of the caller these threads do not exist
+            return []
+        # The garbage collector may run this in any thread, even in one of these.
+        started = [one for one in self._places if one.thread.ident not in (None, threading.get_ident())]
+        closing = _ClosingThreads(started, limits, self._said, self._wait, self._hooks, self._send)
+        try:
+            for one in self._places:
+                if one not in started:  # reads it once it comes to that
+                    self._send(one, Close())
+            closing.wait()
+        finally:  # also when another Ctrl-C ends the wait
+            closing.give_up()
+        self.interrupted = closing.interrupted
+        if not limits.terminates:
+            crashes = [(one.name, Failed.of(one.crash, None)) for one in self._places if one.crash is not None]
+            warn_of_cuts([*closing.cuts, *(not_closed(*crash) for crash in crashes)])
+        return sorted(closing.results.items())
 
 
-class _EndingThreads:
-    """The wait of `end_threads`. cuts: reports of what was interrupted.  cut_envs: those whose close was."""
+@dataclass(eq=False)
+class _Ending:
+    """One thread on its way to its end.
+
+    pending: how much it has to do before it is asked to close; None once it is asked.
+    interrupted: what to say once it goes on after its interrupt, and if it does not; None before.
+    at: where it was interrupted.
+    """
+
+    one: _Thread
+    progress: CloseProgress
+    pending: int | None = 0
+    interrupted: tuple[str, str] | None = None
+    at: tuple[bool, int] = (False, 0)
+
+    @property
+    def place(self) -> tuple[bool, int]:
+        return self.progress.begun, len(self.progress.left)
+
+
+class _ClosingThreads:
+    """The wait for threads that close. cuts: reports of what was interrupted, or left behind.
+
+    results: what the residents say of their closing, by place.  interrupted: parts whose close was interrupted.
+    """
 
     def __init__(
         self,
-        workers: Sequence[ThreadWorker],
+        threads: Sequence[_Thread],
         limits: CloseLimits,
-        send: Callable[[ThreadWorker], None],
-        doing: Callable[[ThreadWorker], str],
-        count_pending: Callable[[ThreadWorker], int],
+        said: deque[tuple[_Thread, Message]],
+        wait: Callable[[float], bool],
+        hooks: Hooks,
+        send: Callable[..., None],
     ) -> None:
+        # Threads in the caller's own process always have time to close, even after an error or with a timeout of 0.
+        longer = replace(
+            limits,
+            part_s=max(limits.part_s, _INTERRUPT_S),
+            call_s=max(limits.call_s, _GRACE_S + _INTERRUPT_S),
+            busy_s=max(limits.busy_s, _GRACE_S),
+        )
+        self._said, self._wait, self._hooks, self._send = said, wait, hooks, send
+        self._pending: Callable[[int], int] = (lambda _: 0) if limits.terminates else hooks.pending
         began = time.monotonic()
-        self._owed = list(workers)
-        self._progress = {worker: CloseProgress(worker.name, worker.envs, limits, began) for worker in workers}
-        self._seen: dict[ThreadWorker, int | None] = dict.fromkeys(workers)
-        self._notice = CloseNotice(limits, began)
-        self._send, self._doing, self._count_pending = send, doing, count_pending
-        self._unasked = list(workers)
-        self._pending = {worker: count_pending(worker) for worker in workers}
+        self._endings = [
+            _Ending(one, CloseProgress(one.name, one.plan.envs, longer, began, one.plan.parts)) for one in threads
+        ]
+        self._notice = CloseNotice(longer, began)
+        self.interrupted: set[int] = set()
         self.cuts: list[str] = []
-        self.cut_envs: set[int] = set()
-
-    def ask(self, workers: Sequence[ThreadWorker]) -> None:
-        """Sends `Close` to those of `workers` that it was not sent to yet."""
-        for worker in workers:
-            if worker in self._unasked:
-                self._unasked.remove(worker)
-                self._send(worker)
+        self.results: dict[int, Any] = {}
 
     def wait(self) -> None:
-        """Returns once all threads have ended, but for those that no interrupt reaches."""
-        while owed := [worker for worker in self._owed if worker.thread.is_alive()]:
-            # A thread reads a message before it begins the next step.
-            self.ask([worker for worker in owed if not self._pending[worker]])
-            for worker in owed:
-                if not worker.closes and (pending := self._count_pending(worker)) != self._pending[worker]:
-                    self._pending[worker] = pending
-                    self._progress[worker].goes_on()
-                if worker.closes and worker.closing != self._seen[worker]:
-                    self._seen[worker] = worker.closing
-                    self._progress[worker].begins(worker.closing)
+        """Waits until all have ended, or were left behind."""
+        while self._endings:
+            self._ask()
+            settled = all(one.pending is None and one.progress.left for one in self._endings)
+            self._wait(SLICE_S if settled else _BUSY_SLICE_S)
+            self._listen()
             now = time.monotonic()
-            if late := [worker for worker in owed if now >= self._progress[worker].until]:
-                self._cut(late)
-                continue
-            self._notice.check(now, [self._progress[worker] for worker in owed], lambda place: self._doing(owed[place]))
-            time.sleep(0.002)  # not a join: a Ctrl-C in that makes Python 3.11 take the thread for ended
+            for ending in list(self._endings):
+                if ending.interrupted is not None and (not ending.one.thread.is_alive() or ending.place != ending.at):
+                    self.cuts.append(ending.interrupted[0])
+                    ending.interrupted = "", ""
+                if not ending.one.thread.is_alive():
+                    self._endings.remove(ending)
+                elif now >= ending.progress.until:
+                    self._is_late(ending)
+            progress = [one.progress for one in self._endings]
+            self._notice.check(progress, lambda i: self._hooks.doing(self._endings[i].one.index))
+        self._listen()
 
-    def _cut(self, late: Sequence[ThreadWorker]) -> None:
-        """Interrupts threads. One that was in a step closes its envs then, the others their next env."""
-        at = {worker: (worker.closes, worker.closing) for worker in late}
-        before = [(self._doing(worker), worker.stack()) for worker in late]
-
-        def hangs(worker: ThreadWorker) -> bool:
-            return worker.thread.is_alive() and (worker.closes, worker.closing) == at[worker]
-
-        self.ask(late)
-        _interrupt(late, hangs)
-        for worker, (doing, stack) in zip(late, before, strict=True):
-            progress = self._progress[worker]
-            if hangs(worker):
-                self._owed.remove(worker)
-                verb = "left behind, in a native call that does not return,"
-                self.cuts.append(progress.cut(verb, doing, stack))
-            else:
-                self.cuts.append(progress.cut("interrupted", doing, stack))
-                if progress.begun:
-                    self.cut_envs.add(progress.left[0])
-
-
-def _interrupt(workers: Sequence[ThreadWorker], hangs: Callable[[ThreadWorker], bool]) -> None:
-    """Interrupts the threads that hang, again and again until none does, for `_INTERRUPT_S` at most."""
-    deadline = time.monotonic() + _INTERRUPT_S
-    interrupted = False
-    # Repeated because the thread's next env may hang, too. A thread that still runs Python code when the interpreter
-    # ends would crash the process.
-    try:
-        while (hanging := [worker for worker in workers if hangs(worker)]) and time.monotonic() < deadline:
-            interrupted = True
-            for worker in hanging:
-                worker.interrupt_if(hangs)
-            hanging[0].thread.join(0.02)
-    finally:
-        if interrupted:
+    def give_up(self) -> None:
+        """Interrupts the threads that still run, unless they were."""
+        endings, self._endings = self._endings, []
+        for ending in endings:
+            if ending.pending is not None:
+                self._send(ending.one, Close())
+            if ending.interrupted is None:
+                _raise_exit_in(ending.one.thread.ident)
+        deadline = time.monotonic() + _INTERRUPT_S
+        for ending in endings:
+            ending.one.thread.join(max(0.0, deadline - time.monotonic()))
+        if endings:
             _forget_exits()
+
+    def _ask(self) -> None:
+        """Asks those to close that have done what they were asked for before."""
+        for ending in self._endings:
+            if ending.pending is None:
+                continue
+            if (pending := self._pending(ending.one.index)) != ending.pending:
+                ending.progress.goes_on()
+            ending.pending = pending or None
+            if not pending:
+                self._send(ending.one, Close())
+
+    def _listen(self) -> None:
+        endings = {one.one.index: one for one in self._endings}
+        while self._said:
+            one, message = self._said.popleft()
+            progress = endings[one.index].progress if one.index in endings else None
+            match message:
+                case Closing(i) if progress is not None:
+                    progress.begins(i)
+                case Closed(content):
+                    self.results[one.index] = content
+                    if progress is not None:
+                        progress.ends()
+
+    def _is_late(self, ending: _Ending) -> None:
+        """Interrupts a thread that hangs; leaves it behind where it was interrupted before."""
+        one, progress = ending.one, ending.progress
+        doing, stack = self._hooks.doing(one.index), one.stack()
+        left = progress.cut("left behind, in a call that does not return,", doing, stack)
+        if ending.interrupted is not None:
+            self.cuts.append(ending.interrupted[1] or left)
+            self._endings.remove(ending)
+            return
+        ending.interrupted, ending.at = (progress.cut("interrupted", doing, stack), left), ending.place
+        if progress.begun and progress.left:
+            self.interrupted.add(progress.left[0])
+        if ending.pending is not None:
+            ending.pending = None
+            self._send(one, Close())
+        progress.grant(_INTERRUPT_S)
+        _raise_exit_in(one.thread.ident)
+        _forget_exits()
 
 
 def _raise_exit_in(ident: int | None) -> None:
+    """Raises SystemExit in a thread: that interrupts Python code, not a native call."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(SystemExit))
-
-
-def _let_exit_come_up() -> None:
-    """Gives an exception that was set for this thread the chance to be raised: at the latest after a call."""
-    time.sleep(0)
 
 
 def _forget_exits() -> None:
@@ -267,6 +353,6 @@ def _forget_exits() -> None:
     def notice() -> None:
         with contextlib.suppress(SystemExit):
             _raise_exit_in(threading.get_ident())
-            _let_exit_come_up()
+            time.sleep(0)  # gives it the chance to be raised: at the latest after a call
 
     _thread.start_new_thread(notice, ())

@@ -27,7 +27,7 @@ from muster.pool.inherit_in_worker import after_fork
 from muster.pool.killing import kill_with_all
 from muster.pool.launcher import python_command
 from muster.pool.launcher_client import worker_environment
-from muster.pool.worker import flush_streams
+from muster.pool.worker_process import flush_streams
 from muster.recipes.recipe import Recipe, pack
 from muster.workers.worker_init import SetUp
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from muster.interop.agreed_spaces import (
 from muster.interop.starting import in_this_process, processes, recipes_of, with_lazies
 from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
-from muster.pool.close_limits import AT_ONCE, FOR_EVER, for_ever_after
+from muster.pool.closing import AT_ONCE, FOR_EVER, in_all
 from muster.pool.environment import WorkerEnv
 from muster.spaces.tree import Array
 from muster.vector import checks
@@ -320,7 +321,26 @@ class AsyncVectorEnv(_DropIn):
         """
         if self._pending() != "default" and not self.closed:
             logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending()}` to complete.")
-        self.close_within(AT_ONCE if terminate else for_ever_after(checks.timeout_of(timeout)))
+        limit_s = checks.timeout_of(timeout)
+        limits = FOR_EVER
+        if terminate:
+            limits = AT_ONCE
+        elif limit_s is not None and not self._pending_ends_within(limit_s):
+            limits = in_all(0.0, f"timeout={limit_s:g}")
+        self.close_within(limits)
+
+    def _pending_ends_within(self, limit_s: float) -> bool:
+        """Whether the pending call, if there is one, ends in time; drops what comes of it."""
+        ends = time.monotonic() + limit_s
+        while self.calling or self.num_pending:
+            left_s = max(0.0, ends - time.monotonic())
+            try:
+                super().call_wait(left_s) if self.calling else super().recv(None, left_s)
+            except WaitTimeout:
+                return False
+            except Exception:  # what an env has raised in a step that is given up
+                continue
+        return True
 
     # ---- inside
 

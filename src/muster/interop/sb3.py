@@ -19,7 +19,7 @@ from muster.arguments import explains_keywords, with_ints
 from muster.backends.base import Backend
 from muster.errors import ConfigError, WrongType
 from muster.extras import imports_for
-from muster.hosts.requests import EnvCall
+from muster.hosts.requests import EnvCall, ResetArguments
 from muster.interop.env_calls import (
     CallMethod,
     GetAttribute,
@@ -32,9 +32,8 @@ from muster.interop.env_calls import (
 from muster.interop.starting import FromArguments, in_this_process, processes, recipes_of, require_copies
 from muster.introspection import callable_name
 from muster.pickling import UserCall
-from muster.pool.close_limits import FOR_EVER
+from muster.pool.closing import FOR_EVER
 from muster.pool.environment import WorkerEnv
-from muster.pool.messages import ResetArguments
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns, InfoReader, Infos

@@ -16,9 +16,10 @@ from muster.errors import ConfigError, WrongType
 from muster.introspection import callable_name
 from muster.lazy_values import Lazy
 from muster.pickling import UserCall
-from muster.pool.close_limits import CloseLimits
+from muster.pool.closing import CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.environment import WorkerEnv
+from muster.pool.pool import Processes
 from muster.pool.resources import usable_cores
 from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.recipes.sources import EnvFunction
@@ -97,17 +98,9 @@ def processes(
         workers = count_processes(
             recipes, asked, cores, method, _START_TIMEOUT_S, packs=False, worker_env=worker_env, init=init
         )
-    options = ProcessOptions(
-        context=method,
-        num_workers=workers,
-        start_timeout_s=_START_TIMEOUT_S,
-        threads_per_worker=num_threads,
-        memory_check=memory_check,
-        worker_env=worker_env,
-        init=init,
-        close_limits=close_limits,
-        nouns=Nouns(step_timeout=""),
-    )
+    how = Processes(method, _START_TIMEOUT_S, num_threads, worker_env, init)
+    nouns = Nouns(step_timeout="")
+    options = ProcessOptions(how, workers, close_limits=close_limits, memory_check=memory_check, nouns=nouns)
     return ProcessBackend(recipes, options)
 
 

@@ -1,60 +1,222 @@
-"""The end of worker processes: all are asked to close their envs, then waited for together."""
+"""The end of a pool: how long it waits for residents that close, what it says meanwhile, and what it has cut off."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import select
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from muster.hosts.failures import Failure
-from muster.pool.close_limits import LEAST_S, CloseLimits, CloseNotice, CloseProgress
-from muster.pool.messages import Answer, Attached, Closed, ClosingEnv, EnvsBuilt, Unpacking, expect
-from muster.pool.place import WorkerHandle, python_stacks
+from muster.arguments import seconds
+from muster.errors import CannotTravel, WorkerName
+from muster.introspection import caller_stacklevel
+from muster.pool.messages import Answer, Closed, Closing, Failed, Progress, Ready, Unpacking, expect
+from muster.pool.notices import say
+from muster.pool.place import Place
+from muster.pool.worker_process import python_stacks
 from muster.transport.channel import ChannelClosed
 
+CLOSE_S = 60.0
+# How long a worker that is in a step, a reset or a call may take before it begins to close.
+BUSY_S = 5.0
+# The same after a Ctrl-C, which has given up that step already, and for a worker that still starts.
+HURRIED_S = 1.0
+# The least that `timeout` means: workers begin to close, so that what is cut off can be named.
+LEAST_S = 0.1
+NOTICE_S = 5.0
+ABANDONED_S = 5.0
 _SLICE_S, _BUSY_SLICE_S = 0.05, 0.002
-# Replies that may come before: a wait for them may have been interrupted, or a replacement is still starting.
-_BEFORE_CLOSED = (Unpacking, EnvsBuilt, Attached)
 
 
-class ClosingWorkers:
-    """Asks workers to close their envs, and waits for each as long as `limits` allow.
+@dataclass(frozen=True)
+class CloseLimits:
+    """How long a close waits, in seconds; infinity is for ever.
 
-    send: sends a worker the message `Close`; raises TimeoutError where the worker cannot take it yet, ChannelClosed.
+    part_s: for the close of each part of a resident, such as an env.  call_s: for all of them together.
+    busy_s: for a worker that is in a step, a reset or a call, before it begins to close.
+    words: the limit as users know it, for messages; empty where there is none.
+    """
+
+    part_s: float = CLOSE_S
+    call_s: float = math.inf
+    busy_s: float = field(default_factory=lambda: BUSY_S)
+    words: str = f"close_timeout={CLOSE_S:g}"
+
+    @property
+    def terminates(self) -> bool:
+        """Whether nothing is closed, and nothing is said about that."""
+        return self.call_s == 0.0
+
+    def of_call(self, timeout_s: float | None, *, terminate: bool) -> CloseLimits:
+        """These limits, or those that the arguments of one call of ``close()`` set in their place."""
+        if terminate:
+            return AT_ONCE
+        return self if timeout_s is None else in_all(timeout_s, f"timeout={timeout_s:g}", self.busy_s)
+
+    def hurried(self, is_hurried: bool = True) -> CloseLimits:
+        """These limits where, if `is_hurried`, nobody needs what the workers are busy with."""
+        return replace(self, busy_s=min(self.busy_s, HURRIED_S)) if is_hurried else self
+
+
+AT_ONCE = CloseLimits(0.0, 0.0, 0.0)
+FOR_EVER = CloseLimits(math.inf, math.inf, math.inf, "")
+
+
+def in_all(timeout_s: float, words: str, busy_s: float = math.inf) -> CloseLimits:
+    """The limits where all has to be done within a time. words: that limit, as users know it."""
+    limit_s = max(timeout_s, LEAST_S)
+    return CloseLimits(math.inf, limit_s, min(busy_s, limit_s), words)
+
+
+def limits_of(close_timeout: Any, num_envs: int = 1) -> CloseLimits:
+    """The limits for the option `close_timeout`. num_envs: envs that are closed as one. Raises ConfigError."""
+    if close_timeout is None:
+        return CloseLimits(math.inf, words="")
+    limit_s = seconds("close_timeout", close_timeout)
+    return CloseLimits(limit_s * num_envs, words=f"close_timeout={limit_s:g}" + " for each env" * (num_envs > 1))
+
+
+def abandoned() -> CloseLimits:
+    """The limits where nobody has called ``close()``: on garbage collection and at the interpreter's exit.
+
+    There a Ctrl-C that has ended the program hurries the close, too.
+    """
+    why = f"the {ABANDONED_S:g} s that garbage collection and Python's exit wait (call close(), which waits longer)"
+    return in_all(ABANDONED_S, why).hurried(getattr(sys, "last_type", None) is KeyboardInterrupt)
+
+
+class CloseProgress:
+    """One worker's way from the request to close to its end.
+
+    name: the worker's.  parts: its envs, by the indices that users know; empty where it has none.  num_closes: the
+    number of closes that it reports: one for each env, or one for all of a collector's.
+    begun: whether it closes them.  left: those that it has not closed.  until: time.monotonic() of the moment until
+    which it is waited for.
+    """
+
+    def __init__(
+        self, name: WorkerName, parts: Sequence[int], limits: CloseLimits, began: float, num_closes: int
+    ) -> None:
+        self.name = name
+        self.has_envs = bool(parts)
+        self.left = self._parts = list(parts or range(num_closes))
+        self.begun = False
+        self._limits = limits
+        self._one_each = num_closes == len(self._parts)
+        self._latest = began + limits.call_s
+        self._wait(began, limits.busy_s)
+
+    def goes_on(self) -> None:
+        """Notes that the worker has finished a part of what it was busy with."""
+        self._wait(time.monotonic(), self._limits.busy_s)
+
+    def begins(self, i: int) -> None:
+        """Notes that the worker closes its i-th part now."""
+        self.begun, self.left = True, self._parts[i:]
+        self._wait(time.monotonic(), self._limits.part_s)
+
+    def ends(self) -> None:
+        """Notes that all is closed; the worker has the time of one more part to end."""
+        self.begins(len(self._parts))
+
+    def grant(self, limit_s: float) -> None:
+        """Has the worker waited for so long from now on, whatever the limits say."""
+        self.until = time.monotonic() + limit_s
+
+    def _wait(self, now: float, limit_s: float) -> None:
+        self.until = min(now + limit_s, self._latest)
+
+    def cut(self, verb: str, doing: str, stack: str) -> str:
+        """The sentences that report that the worker did not end in time. verb: what was done to it, such as "killed".
+
+        doing: what it was busy with, in words, where it has not begun.
+        """
+        within = f"within {self._limits.words}"
+        if not self.begun:
+            what = f"before it closed {self._named(self.left)}: it was {doing}."
+        elif not self.left:
+            closed = "its envs were" if self.has_envs else "its resident was"
+            what = f"since it did not end {within}, though {closed} closed."
+        else:
+            closing, waiting = (self.left[:1], self.left[1:]) if self._one_each and self.has_envs else (self.left, [])
+            others = f"; {self._named(waiting)} had not begun" if waiting else ""
+            what = (
+                f"in close() of {self._named(closing)}, which did not end {within}{others}. What was not written yet "
+                "is lost."
+            )
+        return f"{self.name} was {verb} {what}\nIts Python stack:\n{stack}"
+
+    def _named(self, parts: Sequence[int]) -> str:
+        return name_envs(parts) if self.has_envs else "its resident"
+
+
+class CloseNotice:
+    """Says once, after `after_s`, what a close waits for, unless it ends by then anyway: then `after_s` is infinite."""
+
+    def __init__(self, limits: CloseLimits, began: float) -> None:
+        self._words = limits.words
+        self.after_s = math.inf if limits.call_s <= NOTICE_S else NOTICE_S
+        self._due = began + self.after_s
+
+    def check(self, waited_for: Sequence[CloseProgress], doing: Callable[[int], str]) -> None:
+        """Says it if it is time. doing: what the worker at this place of `waited_for` is busy with, in words."""
+        if time.monotonic() < self._due:
+            return
+        self._due = math.inf
+        if parts := list(_still(waited_for, doing)):
+            waits = f"as long as {self._words} allows" if self._words else "for as long as that takes"
+            say(f"close(): {'; '.join(parts)}. Waiting {waits}; Ctrl-C ends the wait")
+
+
+def _still(waited_for: Sequence[CloseProgress], doing: Callable[[int], str]) -> Iterator[str]:
+    if closing := sorted(env for one in waited_for if one.begun and one.has_envs for env in one.left):
+        yield f"{name_envs(closing)} {'is' if len(closing) == 1 else 'are'} still closing after {NOTICE_S:g} s"
+    for i, one in enumerate(waited_for):
+        if not one.begun:
+            yield f"{one.name} is still {doing(i)}"
+        elif not one.has_envs:
+            yield f"{one.name} is still closing after {NOTICE_S:g} s"
+
+
+class ClosingPlaces:
+    """Asks the residents of places to close, and waits for each as long as `limits` allow.
+
+    ask: sends a place the message `Close`; raises TimeoutError where the worker cannot take it yet, ChannelClosed.
     on_slice: called now and then while it waits.
-    doing: what a worker is busy with, in words.  count_pending: the number of envs that it has to step or reset first.
-    calls: the indices of the workers that owe the answer to a call.
-    failures: what ``env.close()`` raised.  cuts: reports of the workers that were killed.
+    doing: what a worker is busy with, in words.  pending: how much of that it has to do first.
+    said: what the residents have said of their closing, by place.  cuts: reports of the workers that were killed.
     """
 
     def __init__(
         self,
-        workers: Sequence[WorkerHandle],
+        places: Sequence[Place],
         limits: CloseLimits,
         *,
-        send: Callable[[WorkerHandle], None],
-        doing: Callable[[WorkerHandle], str],
-        count_pending: Callable[[WorkerHandle], int],
-        calls: Iterable[int],
+        ask: Callable[[Place], None],
+        doing: Callable[[Place], str],
+        pending: Callable[[int], int],
         on_slice: Callable[[], None],
     ) -> None:
         self._limits, self._on_slice = limits, on_slice
-        self._send, self._doing, self._count_pending = send, doing, count_pending
+        self._ask, self._doing, self._count_pending = ask, doing, pending
         began = time.monotonic()
-        self._owed = [worker for worker in workers if not worker.process.has_ended()]
-        self._progress = {worker.index: _progress_of(worker, limits, began) for worker in self._owed}
-        self._pending = {worker.index: count_pending(worker) for worker in self._owed}
-        self._calls = set(calls)
-        self._calls_until = began + limits.call_s
+        self._owed = [place for place in places if not place.process.has_ended()]
+        self._progress = {place.index: _progress_of(place, limits, began) for place in self._owed}
+        self._pending = {place.index: pending(place.index) for place in self._owed}
         self._unasked = list(self._owed)
         self._ended_channels: set[int] = set()
         self._notice = CloseNotice(limits, began)
-        self.failures: list[Failure] = []
+        self.said: dict[int, Any] = {}
         self.cuts: list[str] = []
 
     def ask(self) -> None:
         """Sends `Close`, once, to each worker that has done what it was asked for before."""
-        self._unasked = [worker for worker in self._unasked if not self._is_asked(worker)]
+        self._unasked = [place for place in self._unasked if not self._is_asked(place)]
 
     def wait(self) -> None:
         """Waits until all have ended; kills those that are late. Ctrl-C ends the wait, and kills none."""
@@ -62,18 +224,17 @@ class ClosingWorkers:
             self.ask()
             self._listen()
             self._on_slice()
-            now = time.monotonic()
-            self._kill_late(now)
-            progress = [self._progress[worker.index] for worker in self._owed]
-            self._notice.check(now, progress, lambda place: self._doing(self._owed[place]))
-        self.failures.sort(key=lambda failure: failure.env_index)
+            self._kill_late(time.monotonic())
+            progress = [self._progress[place.index] for place in self._owed]
+            self._notice.check(progress, lambda i: self._doing(self._owed[i]))
 
-    def _is_asked(self, worker: WorkerHandle) -> bool:
-        # A worker reads a message before it begins the next step. One that starts has no steps to end.
-        if self._pending[worker.index] and worker.starting_until is None:
+    def _is_asked(self, place: Place) -> bool:
+        # A worker reads a message before it begins the next step, so it ends its steps first; one that starts reads
+        # none, and nothing rings it, before its resident is built.
+        if place.starts or self._pending[place.index]:
             return False
         try:
-            self._send(worker)
+            self._ask(place)
         except TimeoutError:
             return False
         except ChannelClosed:  # its process ends
@@ -83,75 +244,94 @@ class ClosingWorkers:
     def _listen(self) -> None:
         """Takes what the workers report, for a short time."""
         poller, by_fd = select.poll(), {}
-        for worker in self._owed:
-            ends = [worker.process.fileno()]
-            if worker.index not in self._ended_channels:
-                ends.append(worker.channel.fileno())
+        for place in self._owed:
+            ends = [place.process.fileno()]
+            if place.index not in self._ended_channels:
+                ends.append(place.channel.fileno())
             for fd in ends:
-                by_fd[fd] = worker
+                by_fd[fd] = place
                 poller.register(fd, select.POLLIN)
-        soonest = min(self._progress[worker.index].until for worker in self._owed)
+        soonest = min(self._progress[place.index].until for place in self._owed)
         slice_s = min(_BUSY_SLICE_S if self._unasked else _SLICE_S, max(0.0, soonest - time.monotonic()))
         ready = {by_fd[fd].index: by_fd[fd] for fd, _ in poller.poll(slice_s * 1000)}
-        for worker in ready.values():
-            self._take_messages(worker)
-            if worker.process.has_ended():
-                self._owed.remove(worker)
+        for place in ready.values():
+            self._take_messages(place)
+            if place.process.has_ended():
+                self._owed.remove(place)
 
-    def _take_messages(self, worker: WorkerHandle) -> None:
-        progress = self._progress[worker.index]
+    def _take_messages(self, place: Place) -> None:
+        progress = self._progress[place.index]
         try:
-            while worker.index not in self._ended_channels:
-                match message := worker.channel.recv(0.0):
-                    case ClosingEnv(i):
+            while place.index not in self._ended_channels:
+                match place.heard():
+                    case Closing(i):
                         progress.begins(i)
-                    case Closed(failures):
-                        self.failures += failures
+                    case Closed(content):
+                        self.said[place.index] = content
                         progress.ends()
-                    case Answer():
-                        self._calls.discard(worker.index)
-                    case Failure():  # a replacement that could not build its envs waits to be killed
-                        worker.process.kill()
-                    case _ if not isinstance(message, _BEFORE_CLOSED):
-                        expect(Closed, message)
+                    case Ready():  # one that had been starting
+                        place.starting_until = None
+                    case Failed() as failed:  # it waits to be killed
+                        if not place.starts:
+                            self.cuts.append(not_closed(place.name, failed))
+                        place.process.kill()
+                    case Unpacking() | Progress() | Answer():  # the wait for these was interrupted
+                        pass
+                    case unknown:
+                        expect(Closed, unknown)
         except TimeoutError:
             pass
+        except CannotTravel as error:
+            self.cuts.append(str(error))
         except ChannelClosed:
-            self._ended_channels.add(worker.index)
+            self._ended_channels.add(place.index)
 
     def _kill_late(self, now: float) -> None:
-        for worker in self._owed:
-            if not self._progress[worker.index].begun:
-                self._note_steps(worker)
-        late = [worker for worker in self._owed if now >= self._progress[worker.index].until]
-        if now >= self._calls_until and any(map(self._owes_answer, self._owed)):
-            late = list(self._owed)
-        # Of a worker that still builds its envs, nothing is lost.
-        told = [one for one in late if one.starting_until is None or self._progress[one.index].begun]
-        doing = [self._doing(worker) for worker in told]
-        stacks = python_stacks([worker.process for worker in told])
-        for worker in late:
-            self._owed.remove(worker)
-            self._take_messages(worker)  # asking for stacks takes time, in which a worker may have gone on
-        for worker, words, stack in zip(told, doing, stacks, strict=True):
-            progress = self._progress[worker.index]
+        for place in self._owed:
+            if not self._progress[place.index].begun:
+                self._note_steps(place)
+        late = [place for place in self._owed if now >= self._progress[place.index].until]
+        # Of a worker that still builds its resident, nothing is lost.
+        told = [one for one in late if not one.starts]
+        doing = [self._doing(place) for place in told]
+        stacks = python_stacks([place.process for place in told])
+        for place in late:
+            self._owed.remove(place)
+            self._take_messages(place)  # asking for stacks takes time, in which a worker may have gone on
+        for place, words, stack in zip(told, doing, stacks, strict=True):
+            progress = self._progress[place.index]
             # Where hardly any time was given, a process that only has to end is not worth a word.
-            if not worker.process.has_ended() and (progress.left or self._limits.in_all_s > LEAST_S):
+            if not place.process.has_ended() and (progress.left or self._limits.call_s > LEAST_S):
                 self.cuts.append(progress.cut("killed", words, stack))
-        for worker in late:
-            worker.process.kill()
+        for place in late:
+            place.process.kill()
 
-    def _owes_answer(self, worker: WorkerHandle) -> bool:
-        index = worker.index
-        return not self._progress[index].begun and (self._pending[index] > 0 or index in self._calls)
-
-    def _note_steps(self, worker: WorkerHandle) -> None:
-        if (pending := self._count_pending(worker)) != self._pending[worker.index]:
-            self._pending[worker.index] = pending
-            self._progress[worker.index].goes_on()
+    def _note_steps(self, place: Place) -> None:
+        if (pending := self._count_pending(place.index)) != self._pending[place.index]:
+            self._pending[place.index] = pending
+            self._progress[place.index].goes_on()
 
 
-def _progress_of(worker: WorkerHandle, limits: CloseLimits, began: float) -> CloseProgress:
-    envs = worker.nouns.envs[worker.index] if worker.nouns.envs else worker.envs
-    limits = limits if worker.starting_until is None else limits.hurried()
-    return CloseProgress(worker.name, envs, limits, began, len(worker.envs))
+def _progress_of(place: Place, limits: CloseLimits, began: float) -> CloseProgress:
+    return CloseProgress(place.name, place.name.envs, limits.hurried(place.starts), began, place.parts)
+
+
+def not_closed(name: WorkerName, failed: Failed) -> str:
+    """The sentences that report that a resident has raised before it was closed. name: of its worker."""
+    happened = f"{name} ended before its resident was closed: that raised {failed.type_name}: {failed.message}"
+    return f"{happened}\nThe worker's traceback:\n{failed.traceback.rstrip()}"
+
+
+def warn_of_cuts(cuts: Sequence[str]) -> None:
+    """Gives one RuntimeWarning about all workers that were cut off, if any."""
+    if cuts:
+        warnings.warn("\n".join(cuts), RuntimeWarning, stacklevel=caller_stacklevel())
+
+
+def name_envs(envs: Sequence[int]) -> str:
+    """Words such as ``env 3`` and ``envs 0 to 3, 7``. envs: in order."""
+    runs = []
+    for _, run in itertools.groupby(enumerate(envs), lambda one: one[1] - one[0]):
+        first, *rest = [env for _, env in run]
+        runs.append(f"{first} to {rest[-1]}" if len(rest) > 1 else ", ".join(map(str, (first, *rest))))
+    return f"env{'s' if len(envs) > 1 else ''} {', '.join(runs)}"

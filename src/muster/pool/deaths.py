@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import dataclass
 
-from muster._core import EXIT_FDS_CLOSED, Doing, ticks
+from muster._core import EXIT_FDS_CLOSED
 from muster.errors import WorkerName
 from muster.pool.resources import CGROUP, read_text
-from muster.transport.slab import Slab
-
-_STARTED = time.monotonic_ns(), ticks()
-
-
-def seconds_since(moment: int) -> float:
-    """Seconds since a moment of the core's clock."""
-    now_ns, now = time.monotonic_ns(), ticks()
-    per_second = (now - _STARTED[1]) / max(1, now_ns - _STARTED[0]) * 1e9
-    return (now - moment) / max(1.0, per_second)
 
 
 @dataclass(frozen=True)
@@ -28,6 +17,8 @@ class Nouns:
     envs: for each worker the envs to name, where the indices that users know are not those of the pool.
     step_timeout: the argument that limits a step's time; empty where the user's call has none.
     first_worker: the index of the first worker.  is_env: each worker steps one env and is named in its place.
+    starting: what the start of all does, in words.  building: what one does that starts.  rebuilding: a sentence about
+    one that still rebuilds what was sent to it.  dying: by worker, a sentence about its death.
     """
 
     worker: str = "worker"
@@ -38,6 +29,15 @@ class Nouns:
     envs: tuple[range, ...] = ()
     first_worker: int = 0
     is_env: bool = False
+    starting: str = "starting worker processes"
+    building: str = "building its envs"
+    rebuilding: str = ""
+    dying: tuple[str, ...] = ()
+
+    @property
+    def patience(self) -> str:
+        """The sentence about a wait that is long."""
+        return f" Set {self.step_timeout}= to end waits for envs that hang." if self.step_timeout else ""
 
     def name(self, host: int, envs: range = range(0)) -> WorkerName:
         """The name of worker `host`. envs: those that it steps; empty where the name leaves them out."""
@@ -50,19 +50,6 @@ class Nouns:
     def env(self, host: int, env: int) -> str:
         """The words ``env 5``; empty where the worker's name stands for its env."""
         return "" if self.is_env else f"env {self.envs[host][env] if self.envs else env}"
-
-    def doing(self, slab: Slab | None, host: int, busy: list[int]) -> str:
-        """Words such as ``in step of env 5 for 3.2 s``. busy: the envs for which the worker owes an answer."""
-        if slab is None:
-            return "building its envs"
-        state = slab.host(host)
-        if state["doing"] != Doing.NOTHING:
-            words = {Doing.STEPPING: self.in_step, Doing.RESETTING: "in reset", Doing.TALKING: "answering a call"}
-            of_env = "" if self.is_env else f" of env {state['env_index']}"
-            return f"{words[state['doing']]}{of_env} for {seconds_since(state['since']):.3g} s"
-        if busy:
-            return f"about to {self.step}" + ("" if self.is_env else f" envs {', '.join(map(str, busy))}")
-        return "waiting for the caller"
 
 
 NOUNS = Nouns()

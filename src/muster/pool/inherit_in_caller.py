@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from muster.pickling.shared_pickling import tracker_fd
-from muster.pool.launcher_client import close_own, own
 from muster.pool.messages import Inherited
+from muster.pool.worker_process import close_own, own
 
 
 def with_tracker(fds: Sequence[int]) -> tuple[Inherited, list[int]]:

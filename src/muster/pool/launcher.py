@@ -29,10 +29,11 @@ from typing import Any, NoReturn
 from muster._core import set_death_signal, set_process_name
 from muster.pool.environment import become
 from muster.pool.killing import kill_group, kill_left, kill_with_all
+from muster.pool.notices import say
 
-# The names of the fds that a worker receives, in the order in which they are sent.
-WORKER_FDS = ("channel", "slab", "mail", "logs", "tail", "stderr_read", "stderr_write", "stdout", "stderr", "caller")
 HEADER = struct.Struct("<Q")
+# The most fds that a worker can receive with the request to start it, the pipe for its exit status among them.
+MOST_FDS = 64
 
 
 class Launcher:
@@ -57,7 +58,7 @@ class Launcher:
     def _serve(self) -> bool:
         """Serves one request; False if there will be no more."""
         with contextlib.suppress(ConnectionError):  # the caller ended meanwhile
-            header, fds, _, _ = socket.recv_fds(self._control, HEADER.size, len(WORKER_FDS) + 1)
+            header, fds, _, _ = socket.recv_fds(self._control, HEADER.size, MOST_FDS)
             if len(header) < HEADER.size:
                 return False
             (length,) = HEADER.unpack(header)
@@ -70,7 +71,7 @@ class Launcher:
             request = pickle.loads(body)
             *worker_fds, status = fds
             os.set_inheritable(status, False)
-            pid = self._start(request, dict(zip(WORKER_FDS, worker_fds, strict=True)), status)
+            pid = self._start(request, dict(zip(request["fds"], worker_fds, strict=True)), status)
             pidfd = os.pidfd_open(pid)
             self._workers[pidfd] = (pid, status)
             self._poller.register(pidfd, select.POLLIN)
@@ -184,27 +185,38 @@ def spawned(fds: dict[str, int], name: str) -> NoReturn:
     main(fds)
 
 
-def preload() -> None:
-    """Imports the modules that every worker needs, once for all forks.
-
-    And Gymnasium's envs that need no other library: imported here they take 2 ms, once, but 3 ms in each worker, which
-    has to copy every page of memory that it writes to.
-    """
-    for name in ("muster.pool.worker", "gymnasium.envs.classic_control", "gymnasium.envs.toy_text"):
-        importlib.import_module(name)
+def preload(names: Sequence[str]) -> str:
+    """Imports modules that workers need, once for all forks; returns why they must not stay, in words, or ""."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            return f"{name} cannot be imported there ({type(error).__name__}: {error})"
+        if (threads := len(os.listdir("/proc/self/task"))) > 1:
+            return f"the import of {name} starts threads ({threads - 1}), which a fork would lose"
     gc.collect()
     gc.freeze()
+    return ""
 
 
-def main(control_fd: int, caller_pidfd: int, preloads: bool) -> NoReturn:
-    """Runs the launcher process, from its command line."""
+def main(control_fd: int, caller_pidfd: int, preloads: Sequence[str], without: str = "") -> NoReturn:
+    """Runs the launcher process, from its command line.
+
+    preloads: modules that it imports before it forks.  without: why it has begun again with fewer of them, to be said.
+    """
     set_process_name("muster-launcher")
+    if without:
+        say(without)
     # The caller's stdout and stderr may be closed in this process: Python marks files that it opens as not inheritable.
     # The fds that come by the socket must not take their places.
     fill_standard_fds()
     leave_terminal()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored signal is inherited from the caller
-    if preloads:
-        preload()
+    if reason := preload(preloads):
+        own = [name for name in preloads if name.partition(".")[0] == "muster"]
+        kept = own if len(own) < len(preloads) else []
+        said = f"workers start without preloaded modules, each of them imports its own: {reason}"
+        arguments = python_command(sys.path, f"{__name__}:main", control_fd, caller_pidfd, kept, said)
+        os.execv(arguments[0], arguments)
     Launcher(socket.socket(fileno=control_fd), caller_pidfd).run()

@@ -1,4 +1,4 @@
-"""The messages between the caller and a worker, which is a process or a thread. `MessageLoop` answers them.
+"""The messages between the owner's end of a pool and the workers in its places.
 
 Nobody compares or changes a message. ``frozen=True`` and ``eq`` would make every import of Muster 2.6 ms slower, in the
 caller and again in the launcher: `dataclass` compiles each method that it generates.
@@ -7,45 +7,18 @@ caller and again in the launcher: `dataclass` compiles each method that it gener
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from muster.errors import UnknownMessage
-from muster.hosts.env_facts import EnvFacts
-from muster.hosts.failures import Failure
-from muster.hosts.requests import HostOptions
-from muster.pickling import not_rebuilt
+from muster.introspection import type_name
 from muster.transport.big_arrays import Place
-from muster.transport.slab import Slab, SlabPlan
 from muster.worker_info import WorkerInfo
 from muster.workers.worker_init import SetUp
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class Packed:
-    """A user's value on its way to another process, pickled apart from its message and once for all workers.
-
-    Unpickling gives the value itself. Where the value cannot be rebuilt it gives a CannotTravel, so that the worker can
-    still read the message and answer it.
-    """
-
-    data: bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.data,)
-
-
-def _rebuilt(data: bytes) -> Any:
-    try:
-        return pickle.loads(data)
-    except Exception as error:
-        send = "Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
-        refusal = not_rebuilt("what was sent to the worker", error, send)
-        refusal.__cause__ = error
-        return refusal
 
 
 class Message:
@@ -62,7 +35,7 @@ class Message:
 class Inherited(Message):
     """A worker's part of what its caller passes on, as multiprocessing does to processes that it spawns.
 
-    num_fds: fds that its recipes need, which come with the order.  has_tracker: one more fd comes, the resource
+    num_fds: fds that its plan needs, which come with the order.  has_tracker: one more fd comes, the resource
     tracker's.  authkey: by which the caller's processes know each other, for the proxies of a manager.
     """
 
@@ -73,94 +46,41 @@ class Inherited(Message):
 
 @dataclass(eq=False)
 class StartOrder(Message):
-    """The first message to a worker process."""
+    """The first message to a worker process. resident: ``"module:Class"``."""
 
-    recipes: bytes  # pickled; empty under fork
-    set_up: SetUp | None  # None under fork
+    resident: str
     info: WorkerInfo
-    first_env: int
     threads: int
-    reports_building: bool  # whether the worker sends BuildProgress after each of its first two envs
-    awaits_build: bool = False  # whether the worker imports what its recipes need, but builds only after `Build`
-    replaces: bool = False  # whether the worker is a replacement: the facts of its envs are known
+    plan: bytes = b""  # pickled; empty under fork, where the worker has inherited it
+    set_up: SetUp | None = None  # None under fork
     inherited: Inherited | None = None  # None under fork
-    big_arrays: tuple[Place, ...] = ()  # places of the recipes' big parts in the mail's file
+    big_arrays: tuple[Place, ...] = ()  # places of the plan's big parts
+    is_judged: bool = False  # whether the owner wants to know what building costs
+    awaits_build: bool = False  # whether the worker imports what its plan needs, but builds only after `Build`
 
 
 @dataclass(eq=False)
 class Build(Message):
-    """Lets a worker that awaits this message build its envs."""
+    """Lets a worker that awaits this message build its resident."""
 
 
 @dataclass(eq=False)
-class Attach(Message):
-    """Makes a host ready to step into the slab. slab: a worker process receives the plan of it."""
+class Post(Message):
+    """A message for the resident, which nobody answers. content: pickled for another process."""
 
-    slab: Slab | SlabPlan
-    options: HostOptions
-
-
-@dataclass(eq=False)
-class ResetArguments(Message):
-    """The arguments of a reset. passes_options: whether the keyword `options` is passed to ``env.reset`` at all."""
-
-    seeds: Sequence[int | None]
-    options: Any
-    passes_options: bool = True
+    content: Any
 
 
 @dataclass(eq=False)
-class Reset(Message):
-    """Resets some envs. There is no reply: each env's record in the slab shows when the reset is done."""
+class Question(Message):
+    """A message for the resident, which it answers. content: pickled for another process."""
 
-    env_ids: Sequence[int]
-    arguments: ResetArguments
-
-
-@dataclass(eq=False)
-class Restart(Message):
-    """Makes a failed env answer again.
-
-    rebuilds: the env is built again first; in a new worker it is new already.
-    resets_now: the answer is a reset; else the env answers without one and the caller fills in the row.
-    seed: for the env's first reset.  options: for the reset that is the answer.
-    attributes: to be set on the env that is built again, by name.
-    """
-
-    env: int
-    seed: int | None
-    options: Any
-    resets_now: bool
-    rebuilds: bool
-    attributes: Mapping[str, Any]
-
-
-@dataclass(eq=False)
-class SetAgain(Message):
-    """Sets attributes of the envs of a new worker, by env and name. There is no reply, see `EnvHost.set_again`."""
-
-    attributes: Mapping[int, Mapping[str, Any]]
-
-
-@dataclass(eq=False)
-class Call(Message):
-    """Calls a method, or reads an attribute, of every env. arguments: those of `EnvHost.call`."""
-
-    number: int
-    arguments: Any
-
-
-@dataclass(eq=False)
-class SetAttr(Message):
-    """Sets an attribute of every env. arguments: those of `EnvHost.set_attr`."""
-
-    number: int
-    arguments: Any
+    content: Any
 
 
 @dataclass(eq=False)
 class Close(Message):
-    """Closes the envs and ends the worker."""
+    """Has the resident close, and ends the worker."""
 
 
 # ---- from a worker
@@ -168,55 +88,70 @@ class Close(Message):
 
 @dataclass(eq=False)
 class Unpacking(Message):
-    """Reports that a worker begins to rebuild its recipes or, with `done`, has rebuilt them."""
+    """Reports that a worker begins to rebuild its plan or, with `done`, has rebuilt it."""
 
     done: bool
 
 
 @dataclass(eq=False)
-class BuildProgress(Message):
-    """The memory of a worker process that has built one env, or two: before the first env, and after each."""
+class Progress(Message):
+    """Reports that the resident has done a part of what it was asked for, or of its own building."""
 
-    memory_bytes: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        """Envs built so far."""
-        return len(self.memory_bytes) - 1
+    content: Any = None
 
 
 @dataclass(eq=False)
-class EnvsBuilt(Message):
-    """Reports that all envs are built; a Failure comes instead where one failed. facts: empty for a replacement."""
+class Ready(Message):
+    """Reports that the resident is built. facts: what it says of itself."""
 
-    facts: Sequence[EnvFacts]
+    facts: Any
 
 
 @dataclass(eq=False)
-class Attached(Message):
-    """Reports that the host is ready to step."""
+class Failed(Message):
+    """An exception that ended a worker's start, or a resident's work.
+
+    exception: pickled, or itself in the same process; None where it cannot be rebuilt.
+    about: the sentence about an exception that does not come from the resident, but from what was set up before it.
+    """
+
+    type_name: str
+    message: str
+    traceback: str
+    exception: BaseException | bytes | None
+    about: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, dumps: Callable[[object], bytes] | None, about: str = "") -> Failed:
+        """The report of `error`. dumps: pickles for the owner; None where that is in this process."""
+        trace = "".join(traceback.format_exception(error))
+        sent = error if dumps is None else portable(error, dumps)
+        return cls(type_name(error), message_of(error), trace, sent, about)
+
+    def original(self) -> BaseException | None:
+        """The exception itself; None where it cannot be rebuilt."""
+        return rebuilt(self.exception) if isinstance(self.exception, bytes) else self.exception
 
 
 @dataclass(eq=False)
 class Answer(Message):
-    """The results of the `Call` or `SetAttr` with this number, for each env; earlier numbers are dropped."""
+    """The resident's answer to the oldest question that it has not answered yet."""
 
-    number: int
-    results: list[Any]
+    content: Any
 
 
 @dataclass(eq=False)
-class ClosingEnv(Message):
-    """Reports that the host closes its i-th env now."""
+class Closing(Message):
+    """Reports that the resident closes its i-th part now."""
 
     i: int
 
 
 @dataclass(eq=False)
 class Closed(Message):
-    """The errors that closing the envs raised."""
+    """Reports that the resident is closed. content: what it says about that."""
 
-    failures: list[Failure]
+    content: Any
 
 
 def expect(kind: type[T], message: object) -> T:
@@ -224,3 +159,32 @@ def expect(kind: type[T], message: object) -> T:
     if not isinstance(message, kind):
         raise UnknownMessage(f"expected {kind.__name__}, got {message!r:.200}")
     return message
+
+
+# ---- exceptions on their way to another process
+
+
+def portable(error: BaseException, dumps: Callable[[object], bytes]) -> bytes | None:
+    """The pickled error; None where it would not arrive as the same type, often because of its own constructor."""
+    try:
+        data = dumps(error)
+        return data if type(pickle.loads(data)) is type(error) else None
+    except Exception:
+        return None
+
+
+def rebuilt(data: bytes) -> BaseException | None:
+    """The exception that `portable` has pickled; None where it cannot be rebuilt here."""
+    try:
+        error = pickle.loads(data)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def message_of(error: BaseException) -> str:
+    """The text ``str(error)``, or a replacement where that raises."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<no message: its __str__ raised {type(broken).__name__}>"

@@ -1,79 +1,140 @@
-"""The caller's handle of one worker process, and how that process is started."""
+"""One place of a pool as its owner sees it: the worker process that is in it, what that owes, and how it is started."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from muster.errors import WorkerDied, WorkerName, WorkerTimeout
-from muster.pickling import UserCall
-from muster.pickling.main_module import Init
+from muster.errors import CannotTravel, WorkerDied, WorkerError, WorkerName, WorkerTimeout
+from muster.introspection import type_name
 from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
-from muster.pool.launcher_client import WorkerProcess, close_own, disown, fork_worker, own, stream_fd
-from muster.pool.usage import Usage
-from muster.pool.worker import STACK_SIGNAL, main
-from muster.recipes.recipe import Recipe
-from muster.transport.channel import Channel
-from muster.transport.slab import memfd
+from muster.pool.messages import message_of
+from muster.pool.usage import Usage, usage_of
+from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stack, stream_fd
+from muster.transport.big_arrays import memfd
+from muster.transport.channel import Channel, ChannelClosed
+from muster.worker_info import WorkerInfo
 
 # A worker's pid and pidfd, and the pipe that its exit code will come by; None where it is a child of this process.
 Started = tuple[int, int, int | None]
 
-_STACK_S = 0.5
+WINDOW_S = 60.0
 
 
 @dataclass
-class WorkerHandle:
-    """The caller's view of one worker: its process, its channel, and its state while it starts or is watched."""
+class Plan:
+    """What one place holds.
+
+    content: what its resident is built from; sent as a pickle, and under fork inherited as it is.
+    info: what the worker sees of itself; the pool adds the seed.
+    envs: those that messages name.  parts: the number of those that the resident closes one after the other.
+    big, fds: the memory of big arrays, and the file descriptors, that belong to the content's pickle.
+    """
+
+    content: Any
+    info: WorkerInfo
+    envs: range = range(0)
+    parts: int = 1
+    big: list[pickle.PickleBuffer] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Limit:
+    """A limit of time, in seconds and in words."""
+
+    s: float
+    words: str
+
+
+@dataclass
+class Place:
+    """The worker in one place, the channel to it, and what it owes.
+
+    parts: see `Plan`.  starting_until: the deadline of a worker that is still starting; None once it is ready.
+    replaces: why it was started, where another was here before.  outbox: messages that wait until it is ready.
+    facts, failed: what it has said at its start.
+    """
 
     index: int
-    envs: range
+    name: WorkerName
+    parts: int
     process: WorkerProcess
     channel: Channel
-    seen: tuple[int, ...] = ()  # the worker's state after its last change; `seen_at` is the time of that
-    seen_at: float = 0.0
-    # A replacement starts while the caller continues: its deadline, the reason for it, and the messages that wait.
-    starting_until: float | None = None
-    replaces: str = ""
-    outbox: list[bytes] = field(default_factory=list)
-    hint: str = ""  # explains the worker's stack, while the worker rebuilds what was sent to it
     nouns: Nouns = NOUNS
-    ready_at: float = 0.0  # the time at which a replacement had started
+    replaces: str = ""
+    starting_until: float | None = None
+    outbox: deque[bytes] = field(default_factory=deque)
+    is_unpacking: bool = False
     launched_at: float = field(default_factory=time.monotonic)
-    apart: str = ""  # the sentence of `advise_apart`
-    usage_at_start: Usage = field(default_factory=Usage)  # of its process, once it was ready to step
+    ready_at: float = 0.0
+    usage_at_start: Usage = field(default_factory=Usage)
+    facts: Any = None
+    failed: Any = None
+    asked_at: float | None = None  # of the question that it owes an answer to
+    limit: Limit | None = None  # of that answer
+    forgotten: int = 0  # answers that will come and are to be dropped
+
+    @property
+    def starts(self) -> bool:
+        """Whether its worker is not ready yet."""
+        return self.starting_until is not None
 
     @property
     def building(self) -> str:
         """The activity, in words, of a worker that is still starting."""
-        return f"building its envs for {time.monotonic() - self.launched_at:.3g} s"
+        return f"{self.nouns.building} for {time.monotonic() - self.launched_at:.3g} s"
 
-    @property
-    def name(self) -> WorkerName:
-        return self.nouns.name(self.index, self.envs)
+    def is_ready(self, facts: Any) -> None:
+        """Notes that its resident is built."""
+        self.facts, self.starting_until, self.ready_at = facts, None, time.monotonic()
+        self.usage_at_start = usage_of(self.process.pid)
+
+    def heard(self) -> object:
+        """The next message that has come as a whole. Raises TimeoutError, ChannelClosed, CannotTravel."""
+        try:
+            return self.channel.recv(0.0)
+        except (TimeoutError, ChannelClosed):
+            raise
+        except Exception as error:
+            what = f"{type_name(error)}: {message_of(error)}"
+            raise CannotTravel(f"{self.name} has sent what cannot be rebuilt in its owner: {what}") from error
+
+    def owes_since(self) -> float:
+        """Seconds for which nothing has come of the answer that it owes; 0 where it owes none."""
+        if self.asked_at is None:
+            return 0.0
+        return time.monotonic() - max(self.asked_at, self.ready_at, self.channel.heard_at)
 
     def died(self, doing: str) -> WorkerDied:
         """The error that reports the worker's death. doing: its last activity, in words."""
         self.process.wait(1.0)
         exit_code = self.process.exit_code
-        hint = "" if is_from_outside(exit_code) else self.apart
-        return WorkerDied(self.name, doing, exit_code, likely_cause(exit_code), self.process.tail(), hint=hint)
+        dying = self.nouns.dying[self.index] if self.nouns.dying and not is_from_outside(exit_code) else ""
+        return WorkerDied(self.name, doing, exit_code, likely_cause(exit_code), self.process.tail(), hint=dying)
 
     def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
         """The error that reports that the worker hangs, with its Python stack. Does not kill the worker."""
-        return WorkerTimeout(self.name, doing, limit, elapsed_s, python_stack(self.process), self.hint)
+        return WorkerTimeout(self.name, doing, limit, elapsed_s, python_stack(self.process), self._rebuilding)
 
     def slow_to_start(self, limit_s: float) -> str:
         """The warning, with the Python stack, that the worker is still starting. limit_s: the time that it has."""
         return (
-            f"{self.name} has been {self.building}, and may go on until start_timeout={limit_s}.{self.hint}\n"
+            f"{self.name} has been {self.building}, and may go on until start_timeout={limit_s}.{self._rebuilding}\n"
             f"Its Python stack:\n{python_stack(self.process)}"
         )
+
+    @property
+    def _rebuilding(self) -> str:
+        return self.nouns.rebuilding if self.is_unpacking else ""
 
     def retire(self) -> None:
         """Kills the worker, and closes the fds that this process holds for it."""
@@ -85,29 +146,10 @@ class WorkerHandle:
         self.process.release()
 
 
-def unpacks_hint(call: UserCall) -> str:
-    """The explanation of a stack of a worker that still rebuilds what was sent to it."""
-    return (
-        f"\nIt has not come further than to rebuild {call.sent()} that were sent to it; the first line of the stack is "
-        "in the object that hangs.\nBuild that in the worker instead:\n"
-        f"    {call.lazily()}"
-    )
-
-
-def launch_worker(
-    host: int,
-    envs: range,
-    shared_fds: Mapping[str, int],
-    start: Callable[[Mapping[str, int]], Started],
-    *,
-    watch: Callable[[], None],
-    shares_main: bool,
-    nouns: Nouns,
-) -> WorkerHandle:
-    """Starts a worker by `start`, which receives the fds of `launcher.WORKER_FDS`.
-
-    watch, shares_main: see `Channel`, `mail.dumps`.
-    """
+def launch(
+    index: int, shared_fds: Mapping[str, int], start: Callable[[Mapping[str, int]], Started]
+) -> tuple[WorkerProcess, socket.socket]:
+    """Starts a worker by `start`, which receives its fds by name; returns its process, and our end of the channel."""
     with contextlib.ExitStack() as theirs_only, contextlib.ExitStack() as ours_on_failure:
         ours, theirs = socket.socketpair()
         own(ours.fileno())
@@ -116,7 +158,7 @@ def launch_worker(
         stderr_read, stderr_write = os.pipe()
         ours_on_failure.callback(os.close, stderr_read)
         theirs_only.callback(os.close, stderr_write)
-        tail = memfd(f"tail-{host}")
+        tail = memfd(f"tail-{index}")
         ours_on_failure.callback(os.close, tail)
         caller = os.pidfd_open(os.getpid())
         theirs_only.callback(os.close, caller)
@@ -133,52 +175,26 @@ def launch_worker(
             }
         )
         ours_on_failure.pop_all()
-    process = WorkerProcess(pid, pidfd, status, tail, stderr_read)
-    return WorkerHandle(host, envs, process, Channel(ours, watch, shares_main=shares_main), nouns=nouns)
+    return WorkerProcess(pid, pidfd, status, tail, stderr_read), ours
 
 
-def fork_worker_for(
-    recipes: Sequence[Recipe], init: Init | None, name: str, changes: Mapping[str, str | None], fds: Mapping[str, int]
-) -> Started:
-    """Forks the caller into a worker, which inherits `recipes` and `init`. name, changes: see `fork_worker`."""
-    with contextlib.ExitStack() as theirs:
-        copies = {}
-        for key, fd in fds.items():
-            copies[key] = os.dup(fd)
-            theirs.callback(os.close, copies[key])
-        pid, pidfd = fork_worker(lambda fds: main(fds, recipes, init), name, changes, copies)
-    return pid, pidfd, None
+class Budget:
+    """How often the worker in each place may fail within `WINDOW_S`: more often, and replacing it does not help."""
 
+    def __init__(self, max_restarts: int, nouns: Nouns) -> None:
+        self._max_restarts, self._nouns = max_restarts, nouns
+        self._recent: dict[int, deque[float]] = {}
 
-def python_stack(process: WorkerProcess) -> str:
-    """The Python stack of a worker that hangs, as faulthandler reports it."""
-    return python_stacks([process])[0]
-
-
-def python_stacks(processes: Sequence[WorkerProcess]) -> list[str]:
-    """The Python stacks of workers that hang, in the time that one takes."""
-    if not processes:
-        return []
-    before = [process.tail_size() for process in processes]
-    for process in processes:
-        process.send_signal(STACK_SIGNAL)
-    deadline = time.monotonic() + _STACK_S
-    while time.monotonic() < deadline and any(map(_is_owing, processes, before)):
-        time.sleep(0.01)
-    time.sleep(0.05)  # the report is written line by line
-    none = "(none: the process does not react to signals; it may be stopped or in the kernel)"
-    return [none if _is_silent(*one) else one[0].tail() or none for one in zip(processes, before, strict=True)]
-
-
-def _is_owing(process: WorkerProcess, tail_size: int) -> bool:
-    return _is_silent(process, tail_size) and not process.has_ended()
-
-
-def _is_silent(process: WorkerProcess, tail_size: int) -> bool:
-    return process.tail_size() == tail_size
-
-
-def name_workers(workers: Sequence[WorkerHandle]) -> str:
-    """The beginning of a sentence: ``worker 1 has`` or ``workers 0, 2 have``."""
-    names = ", ".join(str(worker.index) for worker in workers)
-    return f"worker {names} has" if len(workers) == 1 else f"workers {names} have"
+    def spend(self, index: int, reason: str) -> None:
+        """Counts a failure in a place. Raises WorkerError where that was one too many."""
+        now = time.monotonic()
+        recent = self._recent.setdefault(index, deque())
+        recent.append(now)
+        while now - recent[0] > WINDOW_S:
+            recent.popleft()
+        if len(recent) > self._max_restarts:
+            raise WorkerError(
+                self._nouns.name(index),
+                f"failed {len(recent)} times within {WINDOW_S:.0f} s (max_restarts={self._max_restarts}), so "
+                f"restarting does not help; {self._nouns.pool} closed. The last failure: {reason}",
+            )

@@ -1,4 +1,12 @@
-"""The worker processes of one vector env: their start, their replacement and their end."""
+"""A pool of worker processes that knows no env: places, each of which holds one resident.
+
+    owner    post, ask ──▶ [ channel ] ──▶ Resident.take, Resident.answer     one worker, one resident
+             take     ◀── [ channel ] ◀── the answer, or what has become of the worker
+             files    ◀─────────────────▶ files       whatever else they share is the owner's
+
+The owner hands in where the resident's class is, a plan for each place, files, the nouns of its errors, and hooks. The
+pool starts the workers, addresses them, watches them, replaces and closes them.
+"""
 
 from __future__ import annotations
 
@@ -6,331 +14,479 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import pickle
+import math
+import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
-from muster.hosts.env_facts import EnvFacts
-from muster.hosts.failures import Failure, to_exception
-from muster.hosts.requests import HostOptions
-from muster.pool.close_limits import CloseLimits
+from muster.errors import CannotTravel, UnknownMessage, WorkerError
+from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Changes, WorkerEnv, changes_of
 from muster.pool.inherit_in_caller import Inheritance
-from muster.pool.launcher_client import LauncherClient, LauncherLost, close_own, own, readable, standard_fds
+from muster.pool.launcher_client import LauncherClient, LauncherLost, fork_worker, standard_fds
 from muster.pool.logs import LogInbox
-from muster.pool.memory_plan import MemoryPlan
-from muster.pool.messages import Attach, Attached, Build, BuildProgress, EnvsBuilt, StartOrder, Unpacking, expect
-from muster.pool.place import Started, WorkerHandle, fork_worker_for, launch_worker, unpacks_hint
-from muster.pool.resources import usable_cores
-from muster.pool.start_notice import StartNotice, starting
-from muster.pool.usage import usage_of
-from muster.recipes.known_envs import advise_apart
-from muster.recipes.recipe import Recipe, check_forkable, pack
-from muster.transport.big_arrays import BigArrays
-from muster.transport.channel import ChannelClosed
-from muster.transport.slab import SlabPlan, memfd
-from muster.worker_info import WorkerInfo
+from muster.pool.messages import (
+    Answer,
+    Build,
+    Close,
+    Failed,
+    Message,
+    Post,
+    Progress,
+    Ready,
+    StartOrder,
+    Unpacking,
+)
+from muster.pool.place import Limit, Place, Plan, Started, launch
+from muster.pool.start_notice import StartNotice
+from muster.pool.usage import Usage
+from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
+from muster.pool.worker import main
+from muster.pool.worker_process import close_own, own, readable
+from muster.transport.big_arrays import BigArrays, memfd
+from muster.transport.channel import Channel, ChannelClosed
+from muster.transport.mail import dumps
 from muster.workers.caller_script import refuse_while_script_runs
 from muster.workers.worker_init import NO_INIT, ChosenInit, SetUp
 
-T = TypeVar("T")
-SLICE_S = 0.05
 PATIENT_S = 60.0  # a longer wait gives a warning
-_BUILDING, _MAPPING = "building its envs", "mapping the slab"
+# What all workers import, and what the launcher imports for them.
+PRELOADS = ("muster.pool.worker",)
 
 
 @dataclass(frozen=True)
-class ProcessOptions:
-    """Options of starting and watching worker processes. context: "fork", "forkserver" or "spawn"."""
+class Processes:
+    """How the processes of a pool start. context: "fork", "forkserver" or "spawn".
+
+    start_timeout_s: for a worker until its resident is built.  threads: of each process's numeric libraries.
+    worker_env: changes to the environment of the workers.  init: what each worker does before it unpacks its plan.
+    preloads: modules that a launcher imports before it forks workers.
+    """
 
     context: str
-    num_workers: int
     start_timeout_s: float
-    step_timeout_s: float | None = None
-    threads_per_worker: int = 1
-    caller_steps: bool = False
-    one_env_per_process: bool = False  # an env that has raised is built again in a new process
-    memory_check: str = "error"  # one of memory_plan.MEMORY_CHECKS
-    nouns: Nouns = NOUNS
-    worker_env: WorkerEnv | None = None  # changes to the environment of the workers
-    init: ChosenInit = NO_INIT  # what each worker does before its first env
-    close_limits: CloseLimits = field(default_factory=CloseLimits)
+    threads: int = 1
+    worker_env: WorkerEnv | None = None
+    init: ChosenInit = NO_INIT
+    preloads: tuple[str, ...] = ()
 
 
-class Workers:
-    """The worker processes; worker i steps the envs from ``first_envs[i]`` to ``first_envs[i + 1] - 1``.
+@dataclass
+class _Starting:
+    """What only the start needs, and that of replacements."""
 
-    watch(host): called every 50 ms while a message to worker `host` has to wait; it may raise to end the wait.
+    orders: list[StartOrder] = field(default_factory=list)
+    changes: Sequence[Changes] = ()
+    launcher: LauncherClient | None = None
+    inheritance: Inheritance | None = None
+    big_arrays: BigArrays | None = None
+
+
+class Pool(BasePool[Place]):
+    """Workers in processes.
+
+    resident: ``"module:Class"`` of a `Resident`.  plans: one for each place.
+    files: fds by name, which all workers get; they stay the owner's.
     """
 
     def __init__(
         self,
-        recipes: Sequence[Recipe],
-        first_envs: Sequence[int],
-        options: ProcessOptions,
-        watch: Callable[[int], None],
+        resident: str,
+        plans: Sequence[Plan],
+        processes: Processes,
+        hooks: Hooks,
+        *,
+        files: Mapping[str, int] | None = None,
+        nouns: Nouns = NOUNS,
     ) -> None:
-        self._recipes = recipes
-        self._call = recipes[0].call
-        self._first_envs = first_envs
-        self._options = options
-        self._watch = watch
-        self._changes = changes_of(options.worker_env, options.num_workers)
-        self._launcher: LauncherClient | None = None
-        self._big_arrays: BigArrays | None = None
-        self._inheritance: Inheritance | None = None
-        self.handles: list[WorkerHandle] = []
-        self.fds: dict[str, int] = {}  # "slab", "mail" and "logs"
-        self.log_inbox: LogInbox | None = None
+        super().__init__(hooks, nouns)
+        self._resident, self._options = resident, processes
+        self.plans = plans
+        self._files = dict(files or {})
+        self._own_files: dict[str, int] = {}
+        self._log_inbox: LogInbox | None = None
+        self._starting = _Starting()
+        self._started = False
+        self._judged: list[Any] = []
         self._warned = False
+        self._sending_at = math.inf
 
     # ---- starting
 
-    def start(self) -> None:
-        """Starts all workers; `send_orders` continues. Raises CannotTravel before anything is started."""
-        refuse_while_script_runs()
-        options = self._options
-        doing = starting(options.nouns, len(self._recipes), options.num_workers, caller_steps=options.caller_steps)
-        self._notice = StartNotice(doing)
-        if options.context == "fork":
-            check_forkable(self._recipes, options.init.function)
-            set_up = None
-        else:
-            set_up = SetUp.of_this_process(options.init)
-        hosts = range(options.num_workers)
-        big: list[list[pickle.PickleBuffer]] = [[] for _ in hosts]
-        fds: list[list[int]] = [[] for _ in hosts]
-        orders = [self._order(host, set_up, big[host], fds[host]) for host in hosts]
-        self._deadline = time.monotonic() + options.start_timeout_s
-        with standard_fds():
-            self._inheritance = None if options.context == "fork" else Inheritance(fds)
-            for name in ("slab", "mail", "logs"):
-                self.fds[name] = memfd(name)
-                own(self.fds[name])
-        self.log_inbox = LogInbox(self.fds["logs"])
-        self._big_arrays = BigArrays(self.fds["mail"], big)
-        placed = zip(orders, self._big_arrays.places, strict=True)
-        self._orders = [dataclasses.replace(order, big_arrays=places) for order, places in placed]
-        if options.context != "fork" and self._orders:
-            with standard_fds():
-                self._launcher = LauncherClient.acquire(options.context, options.threads_per_worker)
-        for host in hosts:
-            self._notice.check()
-            self.handles.append(self._launch(host))
+    def start(
+        self, judge: Callable[[Any], bool] | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> list[Any]:
+        """Starts all workers; returns what their residents say of themselves. An error leaves nothing behind.
 
-    def send_orders(self) -> None:
-        """Lets the workers build their envs. All import at once; only the first builds before `_await_first_envs`."""
-        for worker, order in zip(self.handles, self._orders, strict=True):
-            self._send(worker, *self._with_inheritance(order), _BUILDING)
-        if self._orders and self._orders[0].reports_building:
-            self._await_first_envs(self.handles[0])
-        for worker, order in zip(self.handles, self._orders, strict=True):
-            if order.awaits_build:
-                self._send(worker, Build(), (), _BUILDING)
-
-    def _with_inheritance(self, order: StartOrder) -> tuple[StartOrder, list[int]]:
-        """The order with what the worker inherits, and the fds to send with it."""
-        if self._inheritance is None:
-            return order, []
-        inherited, fds = self._inheritance.of(order.info.worker_index)
-        return dataclasses.replace(order, inherited=inherited), fds
-
-    def facts(self) -> list[EnvFacts]:
-        """The facts of all envs. Raises what building raised, for the first env that failed."""
-        return [one for built in self._answers(EnvsBuilt, self.handles, _BUILDING) for one in built.facts]
-
-    def attach(self, plan: SlabPlan, options: HostOptions) -> None:
-        """Makes all workers ready to step into the slab."""
-        self._attach = Attach(plan, options)
-        self._deadline = time.monotonic() + self._options.start_timeout_s
-        for worker in self.handles:
-            self._send(worker, self._attach, (), _MAPPING)
-        self._answers(Attached, self.handles, _MAPPING)
-        for worker in self.handles:
-            worker.usage_at_start = usage_of(worker.process.pid)
-
-    def _await_first_envs(self, worker: WorkerHandle) -> None:
-        """Waits until the envs that the first worker has built show that all will fit into memory, see `MemoryPlan`."""
-        count, options = len(self._recipes), self._options
-        one_each = options.num_workers + options.caller_steps == count and not options.one_env_per_process
-        fewer = min(usable_cores(), count) if one_each else None
-        plan = MemoryPlan(count, options.num_workers, options.memory_check, fewer)
-        for env in worker.envs[:2]:
-            (built,) = self._answers(BuildProgress, [worker], f"building env {env}")
-            if plan.fits(built):
-                break
-        else:
-            plan.require(built)
-
-    def _answers(self, kind: type[T], workers: Sequence[WorkerHandle], doing: str) -> list[T]:
-        """One answer of each of `workers`, in their order; skips BuildProgress unless that is the kind.
-
-        Raises WorkerDied as soon as any worker has died, WorkerTimeout, and what building raised, for the first env
-        that failed.
+        judge: called with each report of the first worker while that builds its resident; the others begin to build
+        once it returns True. It may raise.  meanwhile: called while the workers build.
+        Raises what building raised, for the first worker that failed, WorkerDied, WorkerTimeout.
         """
-        answers: dict[int, object] = {}
-        while owed := [worker for worker in workers if worker.index not in answers]:
-            left_s = max(0.0, self._deadline - time.monotonic())
-            ready = readable([worker.channel for worker in owed], min(SLICE_S, left_s))
-            for worker in (one for one in owed if one.channel in ready):
-                try:
-                    answer = self._recv(worker)
-                except TimeoutError:  # only a part of the message has come
-                    continue
-                if kind is BuildProgress or not isinstance(answer, BuildProgress):
-                    answers[worker.index] = answer
-            self._notice.check()
-            self.deliver_logs()
-            if ready:
-                continue
-            for worker in self.handles:
-                if worker.process.has_ended():
-                    raise worker.died(worker.building)
-            if left_s == 0.0:
-                raise self._too_slow(owed[0], doing)
-            self._warn_once(owed[0])
-        in_order = [answers[worker.index] for worker in workers]
-        for answer in in_order:
-            if isinstance(answer, Failure):
-                raise to_exception(answer)
-        return [expect(kind, answer) for answer in in_order]
-
-    def _warn_once(self, worker: WorkerHandle) -> None:
-        if not self._warned and time.monotonic() - worker.launched_at > PATIENT_S:
-            self._warned = True
-            warnings.warn(worker.slow_to_start(self._options.start_timeout_s), RuntimeWarning, stacklevel=7)
-
-    def _recv(self, worker: WorkerHandle) -> object:
-        """The next message of `worker`; notes Unpacking. Raises WorkerDied; TimeoutError if none is there."""
         try:
-            while isinstance(message := worker.channel.recv(0.0), Unpacking):
-                worker.hint = "" if message.done else unpacks_hint(self._call)
-            return message
-        except ChannelClosed:
-            raise worker.died(worker.building) from None
+            self._launch_all(is_judged=judge is not None)
+            if judge is not None:
+                self._await(lambda place: any(map(judge, self._reports())) or not place.starts, 1)
+                self._raise_failed(self._places[:1])
+                for place in self._places[1:]:
+                    self._send_at_start(place, Build())
+            if meanwhile is not None:
+                meanwhile()
+            self._await(lambda place: not place.starts, len(self._places))
+            self._raise_failed(self._places)
+            self._started = True
+        except BaseException:
+            self.close(AT_ONCE)
+            raise
+        return [place.facts for place in self._places]
 
-    def _send(self, worker: WorkerHandle, message: object, fds: Sequence[int], doing: str) -> None:
-        with contextlib.suppress(ChannelClosed):  # the worker has died; the wait for its answer will report that
-            try:
-                worker.channel.send(message, max(0.0, self._deadline - time.monotonic()), fds)
-            except TimeoutError:
-                raise self._too_slow(worker, doing) from None
+    def _launch_all(self, *, is_judged: bool) -> None:
+        refuse_while_script_runs()
+        options, starting = self._options, self._starting
+        self._notice = StartNotice(self._nouns.starting)
+        forks = options.context == "fork"
+        starting.changes = changes_of(options.worker_env, len(self.plans))
+        set_up = None if forks else SetUp.of_this_process(options.init)
+        pickles = [b"" if forks else dumps(plan.content) for plan in self.plans]
+        deadline = time.monotonic() + options.start_timeout_s
+        with standard_fds():
+            starting.inheritance = None if forks else Inheritance([plan.fds for plan in self.plans])
+            for name in ("arrays", "logs"):
+                self._own_files[name] = memfd(name)
+                own(self._own_files[name])
+        self._log_inbox = LogInbox(self._own_files["logs"])
+        self.log_flag = self._log_inbox.flag
+        starting.big_arrays = BigArrays(self._own_files["arrays"], [plan.big for plan in self.plans])
+        for index, (plan, data) in enumerate(zip(self.plans, pickles, strict=True)):
+            seed = int(np.random.SeedSequence().generate_state(1)[0])
+            order = StartOrder(
+                self._resident,
+                dataclasses.replace(plan.info, seed=seed),
+                options.threads,
+                plan=data,
+                set_up=set_up,
+                big_arrays=starting.big_arrays.places[index],
+                is_judged=is_judged and index == 0,
+                awaits_build=is_judged and index > 0,
+            )
+            starting.orders.append(order)
+        if not forks and self.plans:
+            self._acquire_launcher()
+        for index, plan in enumerate(self.plans):
+            self._notice.check()
+            place = self._launch(index, plan.content)
+            place.starting_until = deadline
+            self._places.append(place)
+        for place in self._places:
+            self._send_at_start(place, *self._with_inheritance(place.index))
 
-    def _too_slow(self, worker: WorkerHandle, doing: str) -> Exception:
-        limit_s = self._options.start_timeout_s
-        return worker.timed_out(doing, f"start_timeout={limit_s}, {doing}", limit_s)
+    def _acquire_launcher(self) -> None:
+        options = self._options
+        with standard_fds():
+            preloads = (*PRELOADS, *options.preloads)
+            self._starting.launcher = LauncherClient.acquire(options.context, options.threads, preloads)
 
-    def _order(self, host: int, set_up: SetUp | None, big: list[pickle.PickleBuffer], fds: list[int]) -> StartOrder:
-        """The order for the worker `host`. big, fds: receive what of its recipes travels apart, see `pack`."""
-        first, last = self._first_envs[host : host + 2]
-        info = WorkerInfo(
-            env_index=None,
-            worker_index=host,
-            num_envs=len(self._recipes),
-            num_workers=self._options.num_workers,
-            seed=int(np.random.SeedSequence().generate_state(1)[0]),
-        )
-        recipes = self._recipes[first:last]
-        context, init = self._options.context, self._options.init.function
-        data = b"" if context == "fork" else pack(recipes, start_method=context, big=big, fds=fds, init=init)
-        reports_building = host == 0 and len(self._recipes) > 1
-        threads = self._options.threads_per_worker
-        return StartOrder(data, set_up, info, first, threads, reports_building, awaits_build=host > 0)
-
-    def _launch(self, host: int) -> WorkerHandle:
-        envs = range(*self._first_envs[host : host + 2])
-        forks, settings = self._launcher is None, (self._options.nouns.process_name(host), self._changes[host])
+    def _launch(self, index: int, content: Any) -> Place:
+        plan, forks = self.plans[index], self._starting.launcher is None
+        settings = self._nouns.process_name(index), self._starting.changes[index]
         start: Callable[[Mapping[str, int]], Started] = functools.partial(self._start_by_launcher, *settings)
         if forks:
-            inherited = self._recipes[envs.start : envs.stop], self._options.init.function
-            start = functools.partial(fork_worker_for, *inherited, *settings)
-        watch = functools.partial(self._watch, host)
+            start = functools.partial(_fork, (content, self._options.init.function), *settings)
         try:
             with standard_fds():
-                nouns = self._options.nouns
-                worker = launch_worker(host, envs, self.fds, start, watch=watch, shares_main=forks, nouns=nouns)
-            worker.apart = advise_apart(self._recipes[envs.start : envs.stop])
-            return worker
+                process, channel = launch(index, {**self._files, **self._own_files}, start)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 error.add_note(
-                    f"worker {host} of {self._options.num_workers} could not start: each needs 5 file descriptors in "
-                    f"this process; allow it more (`ulimit -n`), or ask for fewer workers"
+                    f"worker {index} of {len(self.plans)} could not start: each needs 5 file descriptors in "
+                    "this process; allow it more (`ulimit -n`), or ask for fewer workers"
                 )
             raise
+        watched = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
+        return Place(index, self._nouns.name(index, plan.envs), plan.parts, process, watched, self._nouns)
 
     def _start_by_launcher(self, name: str, changes: Changes, fds: Mapping[str, int]) -> Started:
-        assert self._launcher is not None
+        launcher = self._starting.launcher
+        assert launcher is not None
         try:
-            return self._launcher.start(name, changes, fds)
+            return launcher.start(name, changes, fds)
         except LauncherLost:
-            self._launcher.release()
-            self._launcher = LauncherClient.acquire(self._options.context, self._options.threads_per_worker)
-            return self._launcher.start(name, changes, fds)
+            launcher.release()
+            self._acquire_launcher()
+            return self._starting.launcher.start(name, changes, fds)  # type: ignore[union-attr]  # just acquired
+
+    def _with_inheritance(self, index: int, content: bytes | None = None) -> tuple[StartOrder, list[int]]:
+        """The order for a place, and the fds to send with it. content: another than that of the place's plan."""
+        order = self._starting.orders[index]
+        if content is not None:
+            order = dataclasses.replace(order, plan=content, is_judged=False, awaits_build=False)
+        if self._starting.inheritance is None:
+            return order, []
+        inherited, fds = self._starting.inheritance.of(index)
+        return dataclasses.replace(order, inherited=inherited), fds
+
+    def _send_at_start(self, place: Place, message: Message, fds: Sequence[int] = ()) -> None:
+        assert place.starting_until is not None
+        with contextlib.suppress(ChannelClosed):  # the worker has died; the wait for its answer will report that
+            try:
+                place.channel.send(message, max(0.0, place.starting_until - time.monotonic()), fds)
+            except TimeoutError:
+                raise self._too_slow(place) from None
+
+    def _await(self, is_done: Callable[[Place], bool], count: int) -> None:
+        """Waits until the first `count` places are done with a part of their start, or have failed."""
+        while owed := [place for place in self._places[:count] if place.failed is None and not is_done(place)]:
+            left_s = max(0.0, (owed[0].starting_until or math.inf) - time.monotonic())
+            heard = self._listen(min(SLICE_S, left_s))
+            self._notice.check()
+            self.deliver_logs()
+            if heard:
+                continue
+            if left_s == 0.0:
+                raise self._too_slow(owed[0])
+            if not self._warned and time.monotonic() - owed[0].launched_at > PATIENT_S:
+                self._warned = True
+                slow = owed[0].slow_to_start(self._options.start_timeout_s)
+                warnings.warn(slow, RuntimeWarning, stacklevel=7)
+
+    def _reports(self) -> Iterator[Any]:
+        while self._judged:
+            yield self._judged.pop(0)
+
+    def _raise_failed(self, places: Sequence[Place]) -> None:
+        for place in places:
+            if place.failed is not None:
+                raise self._hooks.raised(place.index, place.failed)
+
+    def _too_slow(self, place: Place) -> Exception:
+        limit_s = self._options.start_timeout_s
+        building = self._nouns.building
+        return place.timed_out(building, f"start_timeout={limit_s}, {building}", limit_s)
+
+    # ---- messages
+
+    def sealed(self, message: object) -> bytes:
+        return dumps(message, shares_main=self._options.context == "fork")
+
+    def _send(self, place: Place, message: Message, limit: Limit | None) -> None:
+        if place.starts:
+            place.outbox.append(dumps(message))
+        else:
+            self._send_bytes(place, dumps(message), limit)
+
+    def _send_bytes(self, place: Place, data: bytes, limit: Limit | None) -> None:
+        self._hooks.ring(place.index)  # before the bytes: a worker that is awake looks for them
+        self._sending_at = time.monotonic()
+        try:
+            place.channel.send_bytes(data, None if limit is None else limit.s)
+        except ChannelClosed:
+            if self._places[place.index] is place:
+                self._lose(place, place.died(self._doing(place)))
+        except TimeoutError:
+            assert limit is not None
+            # `_doing` is evaluated first: the signal that asks for the worker's stack may change what it does.
+            self._lose(place, place.timed_out(self._doing(place), limit.words, limit.s))
+        finally:
+            self._sending_at = math.inf
+
+    # ---- listening
+
+    def _listen(self, timeout_s: float) -> bool:
+        places = list(self._places)
+        channels = {place.channel.fileno(): place for place in places}
+        processes = {place.process.fileno(): place for place in places}
+        ready = readable([*channels, *processes], timeout_s)
+        self._require_open()
+        ended = {processes[fd].index for fd in ready if fd in processes}
+        heard = {place.index: place for fd in ready if (place := channels.get(fd) or processes[fd])}
+        for index, place in heard.items():
+            if self._places[index] is place:
+                with self.whole():
+                    self._hear(place, has_ended=index in ended)
+        return bool(heard)
+
+    def _hear(self, place: Place, *, has_ended: bool) -> None:
+        """Takes the messages of one worker. has_ended: it had before this began, so that none is still on its way."""
+        try:
+            while self._places[place.index] is place:
+                self._hear_one(place, place.heard())
+        except CannotTravel as error:  # so that nobody knows what it has said
+            self._lose(place, error)
+        except ChannelClosed:
+            has_ended = True
+        except TimeoutError:
+            pass
+        if has_ended and self._places[place.index] is place:
+            self._lose(place, place.died(self._doing(place)))
+
+    def _hear_one(self, place: Place, message: object) -> None:
+        match message:
+            case Unpacking(done):
+                place.is_unpacking = not done
+            case Progress(content):
+                if place.starts:
+                    self._judged.append(content)
+            case Ready(facts):
+                place.is_ready(facts)
+                while place.outbox and self._places[place.index] is place:
+                    self._send_bytes(place, place.outbox.popleft(), place.limit)
+            case Answer() if place.forgotten:
+                place.forgotten -= 1
+            case Answer(content):
+                place.asked_at = None
+                self._arrived.append(Answered(place.index, content))
+            case Failed() if not self._started:
+                place.failed = message
+            case Failed():
+                self._lose(place, self._hooks.raised(place.index, message))
+            case _:
+                raise UnknownMessage(f"{place.name} has sent what no worker sends here: {message!r:.200}")
+
+    # ---- watching
+
+    def watch(self, waited_s: float) -> None:
+        self._require_open()
+        self._listen(0.0)
+        now = time.monotonic()
+        for place in list(self._places):
+            if place.starting_until is not None:
+                if now >= place.starting_until:
+                    with self.whole():
+                        self._lose(place, self._too_slow(place))
+            elif place.limit is not None and (elapsed_s := place.owes_since()) > place.limit.s:
+                self.lose(place.index, place.limit.words, elapsed_s)
+        self.deliver_logs()
+        self._warn_once(waited_s)
+
+    def lose(self, place: int, limit: str, elapsed_s: float) -> None:
+        """Ends a worker that hangs, for its owner. limit: the limit in words.  elapsed_s: its time so far."""
+        hanging = self._open_place(place)
+        with self.whole():
+            # `_doing` is evaluated first: the signal that asks for the worker's stack may change what it does.
+            self._lose(hanging, hanging.timed_out(self._doing(hanging), limit, elapsed_s))
+
+    def deliver_logs(self) -> None:
+        if self._log_inbox is not None:
+            self._log_inbox.deliver()
+
+    def _watch_sending(self, index: int) -> None:
+        """Looks at the workers while a message to one waits because that has not read the one before.
+
+        Takes meanwhile what that one sends: it may not read before. Raises ChannelClosed where it has ended.
+        """
+        place = self._places[index]
+        if not place.process.has_ended():
+            self._hear(place, has_ended=False)
+        if self._places[index] is not place or place.process.has_ended():
+            raise ChannelClosed
+        self.deliver_logs()
+        self._warn_once(time.monotonic() - self._sending_at)
+
+    def _warn_once(self, waited_s: float) -> None:
+        if waited_s > PATIENT_S and not self._warned:
+            self._warned = True
+            doing = "; ".join(f"{self._nouns.worker} {one.index}: {self._doing(one)}" for one in self._places)
+            warnings.warn(
+                f"waiting for {PATIENT_S:.0f} s ({doing}).{self._nouns.patience}", RuntimeWarning, stacklevel=4
+            )
+
+    def _doing(self, place: Place) -> str:
+        return place.building if place.starts else self._hooks.doing(place.index)
+
+    def processes(self) -> list[tuple[int | None, Usage]]:
+        places = list(self._places)
+        return [(None if one.process.has_ended() else one.process.pid, one.usage_at_start) for one in places]
+
+    def ready_at(self, place: int) -> float | None:
+        """time.monotonic() of the moment at which the worker in a place was ready; None while it starts."""
+        one = self._places[place]
+        return None if one.starts else one.ready_at
 
     # ---- replacing
 
-    def replace(self, host: int, reason: str) -> None:
-        """Starts a process in the place of one that has been retired; `continue_start` continues."""
-        worker = self.handles[host] = self._launch(host)
-        worker.replaces = reason
-        worker.starting_until = time.monotonic() + self._options.start_timeout_s
-        order = dataclasses.replace(self._orders[host], reports_building=False, awaits_build=False, replaces=True)
-        with contextlib.suppress(ChannelClosed, TimeoutError):  # `continue_start` will report that
-            order, fds = self._with_inheritance(order)
-            worker.channel.send(order, self._options.start_timeout_s, fds)
+    def replace(self, place: int, reason: str, successor: Successor, gently: CloseLimits) -> None:
+        """Has another worker take a place, once the old resident has closed within `gently`. Does not wait for it."""
+        old = self._open_place(place)
+        with self.whole():
+            closing = self._closing([old], gently, lambda _: 0)  # its answer is this replacement
+            closing.ask()
+            closing.wait()
+            old.retire()
+            self._replace(old, reason, successor, WorkerError(old.name, f"was replaced: {reason}"))
+        warn_of_cuts(closing.cuts)  # last: a warning may be an exception
 
-    def continue_start(self, worker: WorkerHandle) -> bool:
-        """Answers the messages of a replacement that starts; True once it is ready to step.
+    def _lose(self, place: Place, error: BaseException) -> None:
+        """Replaces a worker that cannot be used any more; where the owner has no successor, raises `error`.
 
-        Raises WorkerDied, WorkerTimeout, and what building its envs raised.
+        Only called within `whole`, which then closes the pool.
         """
-        assert worker.starting_until is not None
+        self._require_open()
+        if not self._started or not isinstance(error, Exception):
+            raise error
+        before = f" (while {self._nouns.worker} {place.index} was replaced, after: {place.replaces})"
+        reason = f"{error}{before if place.starts else ''}"
+        # Killed before the owner is told: a worker that only hung could still write to what they share.
+        place.retire()
+        successor = self._hooks.on_lost(place.index, reason)
+        if successor is None:
+            raise error
+        self._replace(place, place.replaces if place.starts else reason, successor, error)
+
+    def _replace(self, old: Place, reason: str, successor: Successor, error: Exception) -> None:
+        """Starts a successor. reason: why, also if that is lost, too.  error: for the answer that is owed, if any."""
+        index = old.index
+        if old.asked_at is not None:
+            self._arrived.append(Lost(index, error))
+        place = self._places[index] = self._launch(index, successor.content)
+        if self.closed:  # by another thread, which did not know of this worker
+            place.retire()
+            self._require_open()
+        place.replaces = reason
+        place.starting_until = time.monotonic() + self._options.start_timeout_s
+        place.outbox.extend(dumps(Post(self.sealed(message))) for message in successor.messages)
+        content = b"" if self._options.context == "fork" else dumps(successor.content)
+        self._send_at_start(place, *self._with_inheritance(index, content))
+
+    def never_replaces(self) -> None:
+        if self._starting.inheritance is not None:
+            self._starting.inheritance.close()
+        if self._starting.big_arrays is not None:
+            self._starting.big_arrays.drop_pickles()
+
+    # ---- closing
+
+    def close(self, limits: CloseLimits, meanwhile: Callable[[], bool] | None = None) -> list[tuple[int, Any]]:
+        """As `BasePool.close`. meanwhile: called once all are asked to close; False ends the wait."""
+        if not self._begins_to_close():
+            return []
         try:
-            while not isinstance(answer := self._recv(worker), Attached):
-                if isinstance(answer, Failure):
-                    raise to_exception(answer)
-                expect(EnvsBuilt, answer)
-                worker.channel.send(self._attach, max(0.0, worker.starting_until - time.monotonic()))
-        except ChannelClosed:
-            raise worker.died(worker.building) from None
-        except TimeoutError:
-            if worker.process.has_ended():
-                raise worker.died(worker.building) from None
-            if time.monotonic() >= worker.starting_until:
-                raise self._too_slow(worker, _BUILDING) from None
-            return False
-        worker.starting_until, worker.ready_at = None, time.monotonic()
-        worker.usage_at_start = usage_of(worker.process.pid)
-        return True
+            closing = self._closing([] if limits.terminates else self._places, limits, self._hooks.pending)
+            closing.ask()
+            if meanwhile is None or meanwhile():
+                closing.wait()
+        finally:  # also when Ctrl-C ends the wait
+            self._end()
+        warn_of_cuts(closing.cuts)
+        return sorted(closing.said.items())
 
-    def deliver_logs(self) -> None:
-        """Hands the log records that have arrived to the caller's loggers."""
-        if self.log_inbox is not None:
-            self.log_inbox.deliver()
+    def _closing(self, places: Sequence[Place], limits: CloseLimits, pending: Callable[[int], int]) -> ClosingPlaces:
+        message = dumps(Close())
 
-    # ---- ending
+        def ask(place: Place) -> None:
+            self._hooks.ring(place.index)
+            place.channel.send_bytes(message, 0.0)
 
-    def never_replace(self) -> None:
-        """Releases what only replacements of workers would need: copies of users' fds, and big pickles."""
-        self._drop_inheritance()
-        if self._big_arrays is not None:
-            self._big_arrays.drop_pickles()
+        return ClosingPlaces(places, limits, ask=ask, doing=self._doing, pending=pending, on_slice=self.deliver_logs)
 
-    def _drop_inheritance(self) -> None:
-        if self._inheritance is not None:
-            self._inheritance.close()
-
-    def end(self) -> None:
+    def _end(self) -> None:
         """Kills the workers that still run, and releases their fds, the launcher and the big arrays."""
-        kills = [worker.process.kill for worker in self.handles]
-        retires = [worker.retire for worker in self.handles]
+        kills = [place.process.kill for place in self._places]
+        retires = [place.retire for place in self._places]
         interrupt: KeyboardInterrupt | None = None
         for step in (*kills, *retires, self._let_go):
             for _ in range(2):
@@ -343,14 +499,26 @@ class Workers:
             raise interrupt
 
     def _let_go(self) -> None:
-        launcher, self._launcher = self._launcher, None
-        if launcher is not None:
-            launcher.release()
-        self._drop_inheritance()
-        if self._big_arrays is not None:
-            self._big_arrays.close()
-        if self.log_inbox is not None:
-            self.log_inbox.deliver(at_the_end=True)
-        self.log_inbox = None
-        fds, self.fds = self.fds, {}
+        starting, self._starting = self._starting, _Starting()
+        if starting.launcher is not None:
+            starting.launcher.release()
+        if starting.inheritance is not None:
+            starting.inheritance.close()
+        if starting.big_arrays is not None:
+            starting.big_arrays.close()
+        if self._log_inbox is not None:
+            self._log_inbox.deliver(at_the_end=True)
+        self._log_inbox = None
+        fds, self._own_files = self._own_files, {}
         close_own(*fds.values())
+
+
+def _fork(inherited: tuple[Any, Any], name: str, changes: Changes, fds: Mapping[str, int]) -> Started:
+    """Forks the caller into a worker, which inherits its plan and `worker_init`. name, changes: see `fork_worker`."""
+    with contextlib.ExitStack() as theirs:
+        copies = {}
+        for key, fd in fds.items():
+            copies[key] = os.dup(fd)
+            theirs.callback(os.close, copies[key])
+        pid, pidfd = fork_worker(lambda fds: main(fds, inherited), name, changes, copies)
+    return pid, pidfd, None

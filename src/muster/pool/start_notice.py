@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from muster.pool.deaths import Nouns
 from muster.pool.notices import say
 
 _QUICK_S = 1.0
@@ -39,16 +38,6 @@ def starts_unsaid() -> Iterator[None]:
         yield
     finally:
         _UNSAID.reset(token)
-
-
-def starting(nouns: Nouns, num_envs: int, num_workers: int, *, caller_steps: bool) -> str:
-    """Words such as ``starting 8 envs in 8 processes``."""
-    if nouns.envs:
-        num_envs = sum(map(len, nouns.envs))
-    kind = "" if nouns.worker == Nouns().worker else f"{nouns.worker} "
-    envs = f"{num_envs} env{'' if num_envs == 1 else 's'}"
-    processes = f"{num_workers} {kind}process{'' if num_workers == 1 else 'es'}"
-    return f"starting {envs} in {processes}{' and in this one' if caller_steps else ''}"
 
 
 def _has_terminal() -> bool:

@@ -1,63 +1,138 @@
-"""The worker process: builds its envs, then steps them until the caller closes it."""
+"""The worker process in a place of a pool: builds its resident, then passes on the owner's messages to it."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import faulthandler
 import fcntl
 import functools
+import gc
+import importlib
 import os
+import pickle
+import random
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
+
 from muster._core import EXIT_FDS_CLOSED, MARK, kill_started, start_watchdog
-from muster.envs.light_melting_pot import import_without_bots
-from muster.envs.quiet_atari import print_no_banner
-from muster.errors import CannotTravel
-from muster.hosts.env_host import EnvHost, freeze_heap, seed_globals
-from muster.hosts.env_resident import MessageLoop
-from muster.hosts.failures import Failure
-from muster.introspection import type_name
+from muster.errors import UnknownMessage
 from muster.pickling.main_module import ABOUT_INIT, Init, MainModule, run_once
 from muster.pool.inherit_in_worker import after_fork, finish_queues, take_over
 from muster.pool.killing import kill_group
 from muster.pool.log_forwarding import LogForwarding
-from muster.pool.messages import Answer, Build, BuildProgress, EnvsBuilt, Message, StartOrder, Unpacking, expect
-from muster.recipes.recipe import Recipe, unpack
+from muster.pool.messages import (
+    Answer,
+    Build,
+    Close,
+    Closed,
+    Closing,
+    Failed,
+    Message,
+    Post,
+    Progress,
+    Question,
+    Ready,
+    StartOrder,
+    Unpacking,
+    expect,
+)
+from muster.pool.worker_process import STACK_SIGNAL, flush_streams
 from muster.transport.big_arrays import map_big_arrays
 from muster.transport.channel import Channel, ChannelClosed
-from muster.transport.mail import SharedMail, dumps
-from muster.transport.slab import Slab
-from muster.worker_info import worker_info_context
-
-# Makes faulthandler write the Python stack, even while native code holds the GIL. Not SIGUSR1: envs may use that.
-STACK_SIGNAL = signal.SIGRTMIN + 7
+from muster.transport.mail import dumps
+from muster.worker_info import WorkerInfo, worker_info_context
+from muster.workers.worker_init import about_script
 
 
-def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None, init: Init | None = None) -> NoReturn:
-    """Runs a worker on the fds of `launcher.WORKER_FDS`, then ends the process.
+class Here:
+    """The place of a pool, as the resident in it sees it.
 
-    recipes, init: inherited under fork, else None.
+    info: of this worker.  files: the owner's files, fds by name; empty in a thread.
+    dumps: pickles for the owner; None where the owner is in this process.
+    forked: whether the worker is a fork of its owner.
+    big_arrays, fds: what travels with the plan, while `Resident.unpack` runs.
+    is_judged: whether the owner wants to hear of the resident's parts by `report`, while it is built.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        files: Mapping[str, int],
+        dumps: Callable[[object], bytes] | None,
+        send: Callable[[Message], None],
+        *,
+        forked: bool = False,
+        is_judged: bool = False,
+    ) -> None:
+        self.info, self.files, self.dumps = info, files, dumps
+        self.forked, self.is_judged = forked, is_judged
+        self.big_arrays: Sequence[memoryview] = ()
+        self.fds: Sequence[int] = ()
+        self._send = send
+
+    def report(self, content: Any = None) -> None:
+        """Tells the owner that a part is done: of the resident's building, or of what it was asked for."""
+        self._send(Progress(content))
+
+
+class Resident:
+    """What a place of a pool holds: built there from a plan, asked by the owner, closed at the end.
+
+    An exception of `answer`, `take` or `between` costs the resident its place.
+    """
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Prepares this process, before the caller's script or anything of the plan is there."""
+
+    @classmethod
+    def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> Any:
+        """The plan, from its pickle. initialise: calls `worker_init`, where that travels with the plan."""
+        return pickle.loads(data)
+
+    def __init__(self, plan: Any, here: Here) -> None:
+        """Builds it."""
+
+    def facts(self) -> Any:
+        """What the owner has to know of it, once it is built."""
+
+    def answer(self, question: Any) -> Any:
+        """The answer to a question."""
+        raise UnknownMessage(f"{type(self).__name__} answers no question, got {question!r:.200}")
+
+    def take(self, message: Any) -> None:
+        """Takes a message that nobody answers."""
+        raise UnknownMessage(f"{type(self).__name__} takes no message, got {message!r:.200}")
+
+    def between(self) -> None:
+        """Works until a message has come; called between two messages. Most wait in the pool, and do nothing here."""
+
+    def close(self, closes: Callable[[int], None]) -> Any:
+        """Closes it; returns what the owner has to know of that. closes: called with each part before it is closed."""
+
+
+def main(fds: Mapping[str, int], inherited: tuple[Any, Init | None] | None = None) -> NoReturn:
+    """Runs a worker on the fds that its owner has sent, then ends the process.
+
+    inherited: its plan and `worker_init`, under fork; else they are sent.
     """
     os.environ[f"{MARK}{os.getpid()}"] = ""  # marks all processes that this one starts, see `kill_started`
     start_watchdog(fds["caller"], stderr_pipe=fds["stderr_read"], stderr_to=fds["stderr"], tail=fds["tail"])
     _take_over(fds)
-    import_without_bots()
-    print_no_banner()
-    forked = recipes is not None
-    if forked:
+    if inherited is not None:
         after_fork()
     else:
         MainModule.install()
-    channel = Channel(socket.socket(fileno=fds["channel"]), shares_main=forked)
+    channel = Channel(socket.socket(fileno=fds["channel"]), shares_main=inherited is not None)
     exit_code, caller_gone = 0, False
     try:
-        Worker(channel, fds, forked=forked).run(recipes, init)
+        Worker(channel, fds, inherited).run()
         finish_queues()
     except (ChannelClosed, OSError) as error:
         cause = error.__cause__ if isinstance(error, ChannelClosed) else error
@@ -71,15 +146,8 @@ def main(fds: Mapping[str, int], recipes: Sequence[Recipe] | None = None, init: 
     # The caller has closed the worker, or is gone. The watchdog does the same, but may not have noticed yet.
     kill_started(root=os.getpid(), session=os.getsid(0))
     if caller_gone:
-        kill_group(os.getpid())  # together with what threads of the env start now: nobody may be left to reap those
-    os._exit(exit_code)  # an env's threads must not keep the process alive
-
-
-def flush_streams() -> None:
-    """Flushes stdout and stderr, which may be None, closed, or an object that the user has put in their place."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            stream.flush()
+        kill_group(os.getpid())  # together with what its threads start now: nobody may be left to reap those
+    os._exit(exit_code)  # threads of the resident must not keep the process alive
 
 
 def _take_over(fds: Mapping[str, int]) -> None:
@@ -98,113 +166,146 @@ def _take_over(fds: Mapping[str, int]) -> None:
     faulthandler.register(STACK_SIGNAL, file=fds["tail"], all_threads=True)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # The caller handles Ctrl-C. A handler that does nothing: processes of the env would inherit an ignored signal.
+    # The caller handles Ctrl-C. A handler that does nothing: processes of the resident would inherit an ignored signal.
     signal.signal(signal.SIGINT, lambda *_: None)
 
 
 class Worker:
-    """Builds the envs, then answers the caller's messages; between them the core steps."""
+    """Builds the resident, then answers the owner's messages."""
 
-    def __init__(self, channel: Channel, fds: Mapping[str, int], *, forked: bool) -> None:
+    def __init__(
+        self, channel: Channel, fds: Mapping[str, int], inherited: tuple[Any, Init | None] | None = None
+    ) -> None:
         self._channel = channel
         self._fds = fds
-        self._dumps = functools.partial(dumps, shares_main=forked)
-        self._forked = forked
-        self._env_host: EnvHost
+        self._inherited = inherited
+        self._dumps = functools.partial(dumps, shares_main=inherited is not None)
+        self._about = ""  # what an exception is about that is not the resident's
 
-    def run(self, recipes: Sequence[Recipe] | None, init: Init | None) -> None:
-        if self._forked:
+    def run(self) -> None:
+        """Runs until the owner closes it. Raises ChannelClosed."""
+        forked = self._inherited is not None
+        if forked:
             freeze_heap(collects=False)
         order = expect(StartOrder, self._channel.recv())
         with worker_info_context(order.info):
-            self._env_host = EnvHost((), order.info, order.first_env, dumps=self._dumps)
-            if self._forked:
+            if forked:
                 limit_threads(order.threads)  # a fork has none of the threads that torch's pool would wait for
-            failure = self._set_up(order, recipes, init) or self._build(order)
-            self._channel.send(failure or EnvsBuilt(() if order.replaces else self._env_host.facts()))
-            while failure:  # until the caller kills this worker: one that ends itself would be reported as dead
-                self._channel.recv()
-            limit_threads(order.threads)
-            freeze_heap(collects=not self._forked)
-            mail = SharedMail(self._fds["mail"], shares_main=self._forked)
-            loop = MessageLoop(self._env_host, mail, self._reply, lambda plan: Slab(plan, self._fds["slab"]))
-            loop.run(self._channel.recv)
+            try:
+                resident = self._built(order)
+                self._channel.send(Ready(resident.facts()))
+                limit_threads(order.threads)
+                freeze_heap(collects=not forked)
+                serve(resident, self._channel.recv, self._reply, pickle.loads)
+            except ChannelClosed:
+                raise
+            except BaseException as error:
+                self._channel.send(Failed.of(error, self._dumps, self._about or about_script(error, begins=True)))
+                while True:  # until the owner kills this worker: one that ends itself would be reported as dead
+                    self._channel.recv()
 
-    def _set_up(self, order: StartOrder, recipes: Sequence[Recipe] | None, init: Init | None) -> Failure | None:
-        """Does all that comes before the first env; returns the failure of what fails."""
+    def _built(self, order: StartOrder) -> Resident:
         assert order.info.seed is not None
+        module, _, name = order.resident.partition(":")
+        kind: type[Resident] = getattr(importlib.import_module(module), name)
+        kind.prepare()
         levels = None if order.set_up is None else order.set_up.logging
         self._logs = LogForwarding(self._fds["logs"], order.info.worker_index, levels)
-        self._about = ""  # what an exception is about that is no env's
-        try:
-            if order.set_up is not None:
-                self._about = order.set_up.init.words
-                order.set_up.apply()
-                self._about = ""
-                self._logs.restore(drops_handlers=order.set_up.init.script is not None)
-            seed_globals(order.info.seed)
-            if recipes is None:
-                recipes = self._unpacked(order)
-            elif init is not None:
+        if order.set_up is not None:
+            self._about = order.set_up.init.words
+            order.set_up.apply()
+            self._about = ""
+            self._logs.restore(drops_handlers=order.set_up.init.script is not None)
+        seed_globals(order.info.seed)
+        here = Here(
+            *(order.info, self._fds, self._dumps, self._channel.send),
+            forked=self._inherited is not None,
+            is_judged=order.is_judged,
+        )
+        if self._inherited is None:
+            plan = self._unpacked(order, here, kind)
+        else:
+            plan, init = self._inherited
+            if init is not None:
                 self._initialise(init)
-            self._env_host.recipes = list(recipes)
-        except BaseException as error:
-            failure = self._env_host.failure(0, error)
-            return dataclasses.replace(failure, hint=self._about or failure.hint)
-        return None
+        if order.awaits_build:
+            expect(Build, self._channel.recv())
+        return kind(plan, here)
 
-    def _unpacked(self, order: StartOrder) -> list[Recipe]:
-        """The recipes, rebuilt after `worker_init` was called, if that came with them."""
+    def _unpacked(self, order: StartOrder, here: Here, kind: type[Resident]) -> Any:
+        """The plan, rebuilt after `worker_init` was called, if that came with it."""
         assert order.inherited is not None
         assert order.set_up is not None
-
-        def initialise(init: Init) -> None:
-            self._channel.send(Unpacking(done=True))
-            self._initialise(init)
-            self._channel.send(Unpacking(done=False))
-
         self._channel.send(Unpacking(done=False))
-        own_fds = take_over(order.inherited, self._channel.take_fds())
-        big_arrays = map_big_arrays(self._fds["mail"], order.big_arrays)
-        recipes = unpack(order.recipes, big_arrays, own_fds, initialise)
-        for fd in own_fds:  # the objects have copies
+        here.fds = take_over(order.inherited, self._channel.take_fds())
+        here.big_arrays = map_big_arrays(self._fds["arrays"], order.big_arrays)
+        plan = kind.unpack(order.plan, here, self._initialise)
+        for fd in here.fds:  # the objects have copies
             os.close(fd)
+        here.fds, here.big_arrays = (), ()
         self._channel.send(Unpacking(done=True))
         order.set_up.complete()
-        return recipes
+        return plan
 
     def _initialise(self, init: Init) -> None:
+        """Calls `worker_init`, which is no part of the plan that is being rebuilt."""
+        self._channel.send(Unpacking(done=True))
         self._about = ABOUT_INIT
         run_once(init)
         self._about = ""
         self._logs.restore()
+        self._channel.send(Unpacking(done=False))
 
-    def _build(self, order: StartOrder) -> Failure | None:
-        if order.awaits_build:
-            expect(Build, self._channel.recv())
-        if not order.reports_building:
-            return self._env_host.build()
-        return self._env_host.build(lambda memory_bytes: self._channel.send(BuildProgress(memory_bytes)))
+    def _reply(self, message: Message) -> None:
+        # A part has closed this process's fds: the others are still closed.
+        with contextlib.suppress(*([ChannelClosed] if isinstance(message, Closing) else [])):
+            self._channel.send(message)
 
-    def _reply(self, reply: Message) -> None:
-        """Sends a reply. Results are pickled one by one, so that one that cannot travel does not cost the others."""
-        if isinstance(reply, Answer):
-            reply = Answer(reply.number, [self._packed(i, result) for i, result in enumerate(reply.results)])
-        self._channel.send(reply)
 
-    def _packed(self, i: int, result: Any) -> bytes:
-        try:
-            return self._dumps(result)
-        except Exception as error:
-            refusal = CannotTravel(
-                f"a {type_name(result)} cannot be sent from the worker: {error}. Ask for something smaller, such as an "
-                f"attribute of it, or use {self._env_host.recipes[0].call.in_process}"
-            )
-            return self._dumps(self._env_host.failure(i, refusal))
+def serve(
+    resident: Resident,
+    receive: Callable[[], object],
+    reply: Callable[[Message], None],
+    opened: Callable[[Any], Any] = lambda content: content,
+) -> None:
+    """Passes on messages until the resident is closed: the loop of a worker, which is a process or a thread.
+
+    receive: waits for the next message.  reply: sends one to the owner.  opened: what is in a message for the resident.
+    """
+    while True:
+        resident.between()
+        match message := receive():
+            case Post(content):
+                resident.take(opened(content))
+            case Question(content):
+                reply(Answer(resident.answer(opened(content))))
+            case Close():
+                return reply(Closed(resident.close(lambda i: reply(Closing(i)))))
+            case _:  # the two ends do not agree on the protocol: whatever came next would be wrong
+                raise UnknownMessage(f"a worker knows no such message: {message!r:.200}")
+
+
+def seed_globals(seed: int | Sequence[int]) -> None:
+    """Seeds the generators that code shares by mistake: `random`, `numpy.random`, and torch where it is loaded."""
+    words = np.random.SeedSequence(seed).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))  # noqa: NPY002  # the legacy generator is the one that is shared
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(int(words[2]))
+
+
+def freeze_heap(*, collects: bool) -> None:
+    """Excludes all objects that exist now from garbage collections.
+
+    collects: collect before. Not in a fork of the caller: a collection would copy every page of the caller's heap.
+    """
+    if collects:
+        gc.collect()
+    gc.freeze()
 
 
 def limit_threads(count: int) -> None:
-    """Limits the threads of torch, where the env has loaded it, to `count`, or to the user's own OMP_NUM_THREADS.
+    """Limits the threads of torch, where it is loaded, to `count`, or to the user's own OMP_NUM_THREADS.
 
     OpenMP and BLAS read the environment themselves.
     """

@@ -40,7 +40,7 @@ class Recipe:
     ``kwargs`` are arguments of that call.
     may_reuse: whether the factory may return an env that is in use already, as some other libraries' vector envs allow.
     call: the user's call that the recipe comes from, in words.
-    permits: see `muster.hosts.permits`; None where any number of envs may execute at once.
+    permits: held while an env executes; None where any number of envs may do so at once.
     """
 
     env_index: int

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Protocol
 from gymnasium import Space
 
 from muster.backends.process import ProcessOptions
-from muster.pool.close_limits import limits_of
+from muster.pool.closing import limits_of
 from muster.pool.deaths import Nouns
 from muster.pool.environment import Changes
+from muster.pool.pool import Processes
 from muster.rollout.fields import Array
 from muster.rollout.storage import Storage
 from muster.workers.worker_init import WorkerInit, choose_init
@@ -50,16 +51,16 @@ class CollectorOptions:
 
     def for_backend(self, nouns: Nouns) -> ProcessOptions:
         """These options for the backend that runs the collectors."""
+        processes = Processes(
+            "forkserver" if self.context == "auto" else self.context,
+            self.start_timeout,
+            self.threads_per_worker,
+            self.worker_env,
+            choose_init(self.worker_init, starts_fresh=self.context != "fork"),
+        )
+        limits = limits_of(self.close_timeout, max(map(len, nouns.envs)))
         return ProcessOptions(
-            context="forkserver" if self.context == "auto" else self.context,
-            num_workers=self.num_workers,
-            start_timeout_s=self.start_timeout,
-            step_timeout_s=self.step_timeout,
-            threads_per_worker=self.threads_per_worker,
-            nouns=nouns,
-            worker_env=self.worker_env,
-            init=choose_init(self.worker_init, starts_fresh=self.context != "fork"),
-            close_limits=limits_of(self.close_timeout, max(map(len, nouns.envs))),
+            processes, self.num_workers, step_timeout_s=self.step_timeout, close_limits=limits, nouns=nouns
         )
 
 

@@ -21,7 +21,7 @@ from muster.envs.adapt import adapted_recipes, with_torchrl
 from muster.errors import ConfigError
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
-from muster.pool.close_limits import CLOSE_S, limits_of
+from muster.pool.closing import CLOSE_S, limits_of
 from muster.pool.environment import changes_of
 from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource

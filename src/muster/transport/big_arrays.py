@@ -1,9 +1,7 @@
-"""The big parts of recipes, written once into memory that all workers map, instead of a copy for each.
+"""The big parts of what workers are built from, written once into a file in memory, instead of a copy for each.
 
 Arrays are used where they lie. Pickles that are big themselves, by bytes and dicts in them, are only read from there.
-
-They lie in the mail's sparse memfd, behind all boxes. A worker maps them privately: all workers read the same memory,
-and a page that a worker writes to becomes its own.
+A worker maps the file privately: all workers read the same memory, and a page that a worker writes to becomes its own.
 """
 
 from __future__ import annotations
@@ -18,15 +16,12 @@ import numpy.typing as npt
 
 from muster._core import give_back, map_fd
 
-# Address space is free in a sparse file: no number of boxes reaches this far.
-_START = 1 << 60
-
 Place = tuple[int, int, bool]
 """Offset in the file, size in bytes, and whether the buffer is read-only."""
 
 
 class BigArrays:
-    """The caller's end: stores the buffers of all workers in the mail's file, and maps them.
+    """The caller's end: stores the buffers of all workers in a file, and maps them.
 
     buffers: for each worker the buffers that it gets; a buffer that several workers get is stored once. Those over
         bytes are pickles.
@@ -37,7 +32,7 @@ class BigArrays:
         # The keys are addresses and lengths: the buffers of one array may be different objects.
         known: dict[tuple[int, int, bool], Place] = {}
         pickles: list[Place] = []
-        end = _START
+        end = 0
         sources: list[tuple[int, memoryview]] = []
         self.places: list[tuple[Place, ...]] = []
         for own in buffers:
@@ -58,15 +53,15 @@ class BigArrays:
         self._memory: npt.NDArray[np.uint8] | None = None
         if sources:
             os.ftruncate(fd, end)
-            self._memory = map_fd(fd=fd, size=end - _START, offset=_START)
+            self._memory = map_fd(fd=fd, size=end)
             for offset, raw in sources:
-                self._memory[offset - _START :][: raw.nbytes] = np.frombuffer(raw, np.uint8)
+                self._memory[offset:][: raw.nbytes] = np.frombuffer(raw, np.uint8)
 
     def drop_pickles(self) -> None:
         """Gives back the memory of pickles, which all workers have read: none will be started in another's place."""
         if self._memory is not None:
             for offset, size, _ in self._pickles:
-                give_back(self._memory[offset - _START :][:size])
+                give_back(self._memory[offset:][:size])
         self._pickles = []
 
     def close(self) -> None:
@@ -83,6 +78,11 @@ def map_big_arrays(fd: int, places: Sequence[Place]) -> list[memoryview]:
     memory = map_fd(fd=fd, size=end - start, offset=start, is_private=True).data
     views = [(memory[offset - start : offset - start + size], readonly) for offset, size, readonly in places]
     return [view.toreadonly() if readonly else view for view, readonly in views]
+
+
+def memfd(name: str) -> int:
+    """A file in memory that vanishes with the last process that has it open."""
+    return os.memfd_create(f"muster-{name}", os.MFD_CLOEXEC)
 
 
 def _next_page(offset: int) -> int:

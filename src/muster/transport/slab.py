@@ -173,11 +173,6 @@ def split_evenly(num_envs: int, num_parts: int) -> tuple[int, ...]:
     return tuple(firsts)
 
 
-def memfd(name: str) -> int:
-    """A file in memory that vanishes with the last process that has it open."""
-    return os.memfd_create(f"muster-{name}", os.MFD_CLOEXEC)
-
-
 def contiguous(ids: Sequence[int] | npt.NDArray[np.int64]) -> slice | None:
     """The slice that selects exactly `ids`; None where they are not consecutive."""
     first, last = int(ids[0]), int(ids[-1])

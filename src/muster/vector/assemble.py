@@ -17,7 +17,7 @@ from muster.backends.recovery import Recovery
 from muster.backends.serial import SerialBackend
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.requests import HostOptions, WaitBudget
-from muster.pool.close_limits import AT_ONCE
+from muster.pool.closing import AT_ONCE
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.resources import usable_cores
 from muster.recipes.recipe import Recipe
@@ -120,7 +120,7 @@ def assemble(
     recovery: Recovery | None = None
     if options.max_restarts is not None:
         recovery = Recovery(backend, options.autoreset_mode, options.max_restarts, columns)
-    backend.replaces(None if recovery is None else recovery.worker_died)
+    backend.replaces_lost(None if recovery is None else recovery.worker_died)
     return Assembled(
         backend=backend,
         facts=facts[0],

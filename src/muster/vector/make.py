@@ -16,10 +16,11 @@ from muster.backends.thread import ThreadBackend
 from muster.envs.adapt import adapted_recipes
 from muster.errors import ConfigError
 from muster.pickling import UserCall
-from muster.pool.close_limits import CLOSE_S, limits_of
+from muster.pool.closing import CLOSE_S, limits_of
 from muster.pool.deaths import NOUNS
 from muster.pool.environment import WorkerEnv, refuse_without_processes
 from muster.pool.memory_plan import MEMORY_CHECKS
+from muster.pool.pool import Processes
 from muster.pool.resources import usable_cores
 from muster.recipes.known_envs import is_known
 from muster.vector.assemble import STRICT, AssemblyOptions, vector_env_of, wait_budgets
@@ -161,17 +162,13 @@ def make_vec(
             )
             workers = processes - caller_steps
         options = ProcessOptions(
-            context=context,
-            num_workers=workers,
-            caller_steps=caller_steps,
-            start_timeout_s=start_timeout,
+            Processes(context, start_timeout, threads_per_worker, worker_env, init),
+            workers,
             step_timeout_s=step_timeout,
-            threads_per_worker=threads_per_worker,
+            close_limits=close_limits,
+            caller_steps=caller_steps,
             one_env_per_process=one_env_per_process,
             memory_check=memory_check,
-            worker_env=worker_env,
-            init=init,
-            close_limits=close_limits,
         )
         chosen = ProcessBackend(recipes, options)
     caller_wait_budget, worker_wait_budget = wait_budgets(cores, chosen.num_workers + 1, caller_steps=caller_steps)

@@ -22,9 +22,8 @@ from muster.backends.recovery import Recovery
 from muster.errors import CannotTravel, ClosedError, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
-from muster.hosts.requests import EnvCall
-from muster.pool.close_limits import CloseLimits
-from muster.pool.messages import ResetArguments
+from muster.hosts.requests import EnvCall, ResetArguments
+from muster.pool.closing import CloseLimits
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, spread

@@ -20,10 +20,10 @@ from muster._core import map_fd
 from muster.errors import NotPendingError, SpecMismatch, WaitTimeout
 from muster.interop.torchrl.collector_worker import FLAG_BYTES, Command, Told
 from muster.interop.torchrl.hosting import PoolOptions, pickled, started
-from muster.pool.close_limits import CloseLimits
+from muster.pool.closing import in_all
 from muster.recipes.recipe import Recipe
 from muster.rollout.processes.shared_weights import SharedWeights
-from muster.transport.slab import memfd
+from muster.transport.big_arrays import memfd
 
 
 class Files:
@@ -50,7 +50,7 @@ class CollectorPool:
         self._context = context
         self._files = files
         options = PoolOptions(memory_check="warn", name="num_workers")
-        self._backend, self.vector_env = started(recipes, options, context=context, num_threads=num_threads)
+        _, self.vector_env = started(recipes, options, context=context, num_threads=num_threads)
         self._doing: dict[int, Command] = {}  # by worker that has not answered
         self._pausing: set[int] = set()
         self._ready: deque[tuple[int, Told | None, Any]] = deque()  # by worker what it has told, None for a pause
@@ -212,9 +212,8 @@ class CollectorPool:
     def close(self, timeout: float) -> None:
         """Closes the envs and ends the processes, after at most this many seconds."""
         self._files.flags[:] = 1
-        self._backend.close_limits = CloseLimits(timeout, timeout, timeout, f"timeout={timeout:g}")
         try:
-            self.vector_env.close()
+            self.vector_env.close_within(in_all(timeout, f"timeout={timeout:g}"))
         finally:
             self._files.close()
 

@@ -16,7 +16,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase  # type: ignore[imp
 from torch import Tensor
 
 from muster._core import CACHE_LINE, map_fd
-from muster.transport.slab import memfd
+from muster.transport.big_arrays import memfd
 
 
 @dataclass(frozen=True)

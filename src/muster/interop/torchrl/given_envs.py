@@ -19,7 +19,7 @@ from muster.introspection import type_name
 from muster.pickling import Culprit, find_culprits, is_plain
 from muster.recipes.existing_env import find_existing_env
 from muster.recipes.sources import factory_example
-from muster.transport.slab import memfd
+from muster.transport.big_arrays import memfd
 
 _SHOWN = 3
 

@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode
 from muster.backends.process import ProcessBackend
 from muster.interop.starting import processes
 from muster.pickling import dumps as dumps_carefully
-from muster.pool.close_limits import CloseLimits
+from muster.pool.closing import CloseLimits
 from muster.pool.environment import WorkerEnv
 from muster.recipes.recipe import Recipe
 from muster.transport.mail import dumps

@@ -22,7 +22,7 @@ from muster.interop.torchrl.hosting import PoolOptions, pickled, started
 from muster.interop.torchrl.writer import Key, Keys
 from muster.introspection import place_of
 from muster.pickling import UserCall
-from muster.pool.close_limits import CloseLimits
+from muster.pool.closing import in_all
 from muster.recipes.recipe import Recipe
 
 # The messages that are numbers, where the columns hold the rest.
@@ -173,11 +173,10 @@ class Pool:
 
     def close(self, shutdown_timeout: float) -> None:
         """Closes the envs and ends the processes, after at most this many seconds for each and once more for all."""
-        longest_s = shutdown_timeout * (self._backend.num_workers + 1)
-        limits = CloseLimits(longest_s, longest_s, longest_s, f"shutdown_timeout={shutdown_timeout:g}")
-        self._backend.close_limits = limits
         self._noted = {}
-        self.vector_env.close()
+        self.vector_env.close_within(
+            in_all(shutdown_timeout * (self._backend.num_workers + 1), f"shutdown_timeout={shutdown_timeout:g}")
+        )
         if self._columns is not None:
             self._columns.close()
 

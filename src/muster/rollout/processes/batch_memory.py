@@ -17,7 +17,7 @@ import torch
 from muster._core import CACHE_LINE, map_fd
 from muster.rollout.fields import Array, Field
 from muster.rollout.storage import Storage
-from muster.transport.slab import memfd
+from muster.transport.big_arrays import memfd
 
 Block = npt.NDArray[np.uint8]
 """The memory of one batch."""

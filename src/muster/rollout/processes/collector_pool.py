@@ -36,7 +36,8 @@ from muster.rollout.processes.replica_plans import ReplicaPlan, plans_for
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes, shapes_of
 from muster.rollout.storage import Final, Loss, Storage
 from muster.rollout.weights import module_of, named_weights, weights_to_send
-from muster.transport.slab import memfd, split_evenly
+from muster.transport.big_arrays import memfd
+from muster.transport.slab import split_evenly
 from muster.vector.assemble import process_vec
 from muster.vector.results import PROCESS_KEYS, Batch
 

@@ -1,0 +1,266 @@
+"""What the backends share whose envs are in workers: processes or threads, in a pool with the same verbs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from muster._core import Doing, ticks
+from muster.backends.base import Backend, CallerOptions, WorkerLost, make_caller
+from muster.errors import ClosedError, WaitTimeout
+from muster.hosts.env_facts import EnvFacts
+from muster.hosts.failures import Failure, HostFailed, to_exception
+from muster.hosts.requests import Attach, Call, EnvCall, HostOptions, ResetArguments, Restart, SetAttr
+from muster.pool.closing import AT_ONCE, CloseLimits
+from muster.pool.deaths import Nouns
+from muster.pool.messages import Failed
+from muster.pool.place import Limit
+from muster.pool.usage import Usage
+from muster.pool.verbs import Answered, BasePool, Lost, Successor
+from muster.recipes.recipe import Recipe
+from muster.spaces.tree import Array
+from muster.transport.slab import Slab, SlabPlan, split_evenly
+
+_STARTED = time.monotonic_ns(), ticks()
+
+
+class PooledBackend(Backend):
+    """Steps envs in the workers of a pool, whose hooks it has. Hosts 0 to W-1 are the workers."""
+
+    pool: BasePool[Any]
+
+    def __init__(
+        self, recipes: Sequence[Recipe], num_workers: int, num_hosts: int, nouns: Nouns, close_limits: CloseLimits
+    ) -> None:
+        self._recipes = recipes
+        self.nouns = nouns
+        self.user_call = recipes[0].call
+        self.num_workers = num_workers
+        self.first_envs = split_evenly(len(recipes), num_hosts)
+        self.close_limits = close_limits
+        self._hosts = range(num_workers)
+        self._owner = os.getpid()
+        self._attached = self._closed = False
+        self._calling: str | None = None
+        self._called_at = 0.0
+        self._results: dict[int, list[Any]] = {}  # of the last call, by host
+        self._worker_lost: WorkerLost | None = None
+
+    def envs_of(self, host: int) -> range:
+        """The envs of a host."""
+        return range(*self.first_envs[host : host + 2])
+
+    # ---- starting
+
+    def start(self) -> list[EnvFacts]:
+        try:
+            return self._start()
+        except BaseException:
+            self.close(AT_ONCE)
+            raise
+
+    @abstractmethod
+    def _start(self) -> list[EnvFacts]:
+        """Starts the pool; returns the facts of all envs."""
+
+    def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
+        self.slab = self._made_slab(plan)
+        self.caller = make_caller(self.slab, caller)
+        self._attach = self._attach_message(options)
+        with self._fate():
+            self._ask_all([self._attach] * self.num_workers, self._attach_limit())
+            self.pool.take()
+        self._attached = True
+
+    @abstractmethod
+    def _made_slab(self, plan: SlabPlan) -> Slab:
+        """The slab, in memory that the workers can reach."""
+
+    @abstractmethod
+    def _attach_message(self, options: HostOptions) -> Attach:
+        """The request to step into the slab."""
+
+    @abstractmethod
+    def _attach_limit(self) -> Limit:
+        """The limit of the answer to that."""
+
+    def replaces_lost(self, worker_lost: WorkerLost | None) -> None:
+        self._worker_lost = worker_lost
+        if worker_lost is None:
+            self.pool.never_replaces()
+
+    def deliver_logs(self) -> None:
+        self.pool.deliver_logs()
+
+    # ---- commands
+
+    @contextlib.contextmanager
+    def _fate(self) -> Iterator[None]:
+        """Closes the vector env where the body ends with the pool closed; a Ctrl-C alone ends neither."""
+        try:
+            yield
+        except BaseException:
+            if self.pool.closed:
+                if hasattr(self, "caller"):
+                    self.caller.closed = True
+                self.close(AT_ONCE)
+            raise
+
+    def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
+        resets = dict(self.resets_by_host(env_ids, arguments))
+        with self.whole():
+            self.caller.request_resets(env_ids)
+            for host, reset in resets.items():
+                self._post(host, reset)
+
+    def restart(self, restart: Restart) -> bool:
+        with self.whole():
+            self._post(self.caller.host_of(restart.env), restart)
+        return False
+
+    def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call([Call((name, args, kwargs))] * self.num_workers, _called(name))
+
+    def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
+        requests = [SetAttr((name, [values[env] for env in self.envs_of(host)])) for host in self._hosts]
+        self._call(requests, f"set_attr({name!r})")
+        return self.call_wait(None)
+
+    def _call(self, requests: Sequence[Call | SetAttr], calling: str) -> None:
+        self.pool.forget(self._hosts)  # the answers to a call that was interrupted
+        self._results = {}
+        self._calling, self._called_at = calling, time.monotonic()
+        with self.whole():
+            self._ask_all(requests, None)
+
+    def call_wait(self, timeout_s: float | None) -> list[Any]:
+        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        while owed := [host for host in self._hosts if host not in self._results]:
+            self._require_not_closed()
+            left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())
+            with self._fate():
+                arrived = self.pool.take(left_s, 1)
+            for one in arrived:
+                self._results[one.place] = self._results_of(one)
+            if not arrived:
+                raise WaitTimeout(
+                    f"call_wait(timeout={timeout_s}): {_named(owed)} not answered; the call stays pending"
+                )
+        self._calling = None
+        return [result for host in sorted(self._results) for result in self._results[host]]
+
+    def _results_of(self, one: Answered | Lost) -> list[Any]:
+        if isinstance(one, Answered):
+            return [self._opened(one.place, i, result) for i, result in enumerate(one.content)]
+        first, error = self.first_envs[one.place], one.error
+        return [Failure(first, one.place, None, type(error).__name__, str(error), "", error)]
+
+    def _opened(self, host: int, i: int, result: Any) -> Any:
+        """The result of a host's i-th env, as it has come."""
+        return result
+
+    def _post(self, host: int, request: object) -> None:
+        self.pool.post(host, self.pool.sealed(request), self._limit(host))
+
+    def _ask_all(self, requests: Sequence[object], limit: Limit | None) -> None:
+        """Asks every worker. limit: None for that of the envs' steps."""
+        sealed: dict[int, Any] = {}  # by identity: most requests are the same for all
+        for host, request in enumerate(requests):
+            if id(request) not in sealed:
+                sealed[id(request)] = self.pool.sealed(request)
+            self.pool.ask(host, sealed[id(request)], limit or self._limit(host))
+
+    def _limit(self, host: int) -> Limit | None:
+        """How long a worker may take for a message; it may have to reset each of its envs before it reads it."""
+        return None
+
+    # ---- watching
+
+    def watch(self, waited_s: float) -> None:
+        self._require_not_closed()
+        with self._fate():
+            self.pool.watch(waited_s)
+
+    def _require_not_closed(self) -> None:
+        if self.pool.closed:
+            raise ClosedError("this vector env was closed by another thread while this one waited for it")
+
+    def process_ids(self) -> list[int | None]:
+        return [pid for pid, _ in self.pool.processes()]
+
+    def usage_at_start(self, host: int) -> Usage:
+        return self.pool.processes()[host][1]
+
+    # ---- what the pool asks
+
+    def on_lost(self, place: int, reason: str) -> Successor | None:
+        """None: a lost worker is an error."""
+        return None
+
+    def raised(self, place: int, failed: Failed) -> BaseException:
+        """The error for what a worker reports: of an env, or of its first env where that was not built yet."""
+        original = failed.original()
+        if isinstance(original, HostFailed):
+            return to_exception(original.failure)
+        fields = failed.type_name, failed.message, failed.traceback, failed.exception
+        failure = Failure(
+            self.first_envs[place], place, None, *fields, worker_noun=self.nouns.worker, hint=failed.about
+        )
+        return to_exception(failure)
+
+    def doing(self, place: int) -> str:
+        """What a worker is doing, in words."""
+        if self._owes_result(place):
+            return f"answering {self._calling} for {time.monotonic() - self._called_at:.3g} s"
+        if not self._attached:
+            return "mapping the slab"
+        return doing_in(self.slab, place, self._busy(place), self.nouns)
+
+    def pending(self, place: int) -> int:
+        """The number of envs that a worker has to step or reset first."""
+        return len(self._busy(place)) if self._attached else 0
+
+    def ring(self, place: int) -> None:
+        """Wakes a worker that may be asleep in the core."""
+        if self._attached:
+            self.caller.announce_message(place)
+
+    def _busy(self, host: int) -> list[int]:
+        return [env for env in self.envs_of(host) if self.caller.is_pending(env) and not self.caller.finished(env)]
+
+    def _owes_result(self, host: int) -> bool:
+        return self._calling is not None and host not in self._results and self.caller.calling
+
+
+def doing_in(slab: Slab, host: int, busy: Sequence[int], nouns: Nouns) -> str:
+    """Words such as ``in step of env 5 for 3.2 s``. busy: the envs for which the worker owes an answer."""
+    state = slab.host(host)
+    if state["doing"] != Doing.NOTHING:
+        words = {Doing.STEPPING: nouns.in_step, Doing.RESETTING: "in reset", Doing.TALKING: "answering a call"}
+        of_env = "" if nouns.is_env else f" of env {state['env_index']}"
+        return f"{words[state['doing']]}{of_env} for {seconds_since(state['since']):.3g} s"
+    if busy:
+        return f"about to {nouns.step}" + ("" if nouns.is_env else f" envs {', '.join(map(str, busy))}")
+    return "waiting for the caller"
+
+
+def seconds_since(moment: int) -> float:
+    """Seconds since a moment of the core's clock."""
+    now_ns, now = time.monotonic_ns(), ticks()
+    per_second = (now - _STARTED[1]) / max(1, now_ns - _STARTED[0]) * 1e9
+    return (now - moment) / max(1.0, per_second)
+
+
+def _called(name: str | EnvCall) -> str:
+    return f"call({name!r})" if isinstance(name, str) else "call()"
+
+
+def _named(hosts: Sequence[int]) -> str:
+    """The beginning of a sentence: ``worker 1 has`` or ``workers 0, 2 have``."""
+    names = ", ".join(map(str, hosts))
+    return f"worker {names} has" if len(hosts) == 1 else f"workers {names} have"

@@ -1,0 +1,209 @@
+"""The verbs that pools of processes and of threads share, and what they ask of their owner."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from muster.errors import ClosedError, UsageError, WorkerName
+from muster.pool.closing import AT_ONCE, CloseLimits
+from muster.pool.deaths import Nouns
+from muster.pool.messages import Failed, Message, Post, Question
+from muster.pool.place import Limit
+from muster.pool.usage import Usage
+
+SLICE_S = 0.05
+
+
+class Successor(NamedTuple):
+    """What takes a lost worker's place. content: as of `Plan`.  messages: posts for it, once it is ready."""
+
+    content: Any
+    messages: Sequence[object] = ()
+
+
+class Answered(NamedTuple):
+    """An answer to a question."""
+
+    place: int
+    content: Any
+
+
+class Lost(NamedTuple):
+    """The end of a worker that owed an answer, and whose place another one takes."""
+
+    place: int
+    error: Exception
+
+
+class Hooks(Protocol):
+    """What the pool asks its owner. Belongs to a part of the owner that nobody's finalizer hangs on."""
+
+    def on_lost(self, place: int, reason: str) -> Successor | None:
+        """The successor of a worker that is gone; None where that is an error, which closes the pool. May raise."""
+
+    def raised(self, place: int, failed: Failed) -> BaseException:
+        """The exception for what a worker reports."""
+
+    def doing(self, place: int) -> str:
+        """What a worker that is ready is doing, in words."""
+
+    def pending(self, place: int) -> int:
+        """How much a worker has to do before it can read a message."""
+
+    def ring(self, place: int) -> None:
+        """Wakes a worker, before a message is sent to it, where it waits for anything else than messages."""
+
+
+class Owing(Protocol):
+    """What a place owes. asked_at: of the question that it has not answered.  forgotten: see `Place`."""
+
+    name: WorkerName
+    asked_at: float | None
+    limit: Limit | None
+    forgotten: int
+
+
+P = TypeVar("P", bound=Owing)
+
+
+class BasePool(ABC, Generic[P]):
+    """The verbs that pools of processes and of threads share; they differ in how a message comes to a place and back.
+
+    closed: whether it is closed, by `close` or by an error.
+    log_flag: ``log_flag[0]`` is not 0 while there are log records to deliver.
+    """
+
+    def __init__(self, hooks: Hooks, nouns: Nouns) -> None:
+        self._hooks, self._nouns = hooks, nouns
+        self._owner = os.getpid()
+        self._places: list[P] = []
+        self._arrived: list[Answered | Lost] = []
+        self.closed = False
+        self._closer: int | None = None  # the thread that has closed it
+        self.log_flag = memoryview(bytes(1))
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Closes the pool where the body ends halfway, for example by Ctrl-C: half of the residents would know."""
+        try:
+            yield
+        except UsageError:  # raised before anything was done
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception) and self._closer not in (None, threading.get_ident()):
+                raise self._is_closed() from error  # whatever another thread's close() looks like from here
+            self.close(AT_ONCE)
+            raise
+
+    def post(self, place: int, message: Any, limit: Limit | None = None) -> None:
+        """Sends a sealed message, which nobody answers; keeps it for a worker that is being replaced.
+
+        Waits only while the pipe is full. limit: of that wait; then the worker is lost.
+        """
+        with self.whole():
+            self._send(self._open_place(place), Post(message), limit)
+
+    def ask(self, place: int, message: Any, limit: Limit | None = None) -> None:
+        """Sends a sealed message as `post` does; one answer is owed. limit: of the answer, anew with each report."""
+        to = self._open_place(place)
+        if to.asked_at is not None:
+            raise UsageError(f"{to.name} still owes an answer; take it, or forget it, before it is asked again")
+        with self.whole():
+            to.asked_at, to.limit = time.monotonic(), limit
+            self._send(to, Question(message), limit)
+
+    def take(
+        self, timeout_s: float | None = None, at_least: int | None = None, places: Collection[int] | None = None
+    ) -> list[Answered | Lost]:
+        """Waits for answers; returns those that have arrived, in that order, fewer than `at_least` at the timeout.
+
+        at_least: None for all that are owed.  places: whose answers; None for all. The only wait for answers: a timeout
+        or a Ctrl-C loses none. Raises ClosedError, and what closed the pool.
+        """
+        began = time.monotonic()
+        deadline = math.inf if timeout_s is None else began + timeout_s
+        while True:
+            self._require_open()
+            among = range(len(self._places)) if places is None else places
+            arrived = [one for one in self._arrived if one.place in among]
+            owed = sum(self._open_place(index).asked_at is not None for index in among)
+            left_s = max(0.0, deadline - time.monotonic())
+            missing = owed if at_least is None else min(owed, at_least - len(arrived))
+            if missing <= 0 or (left_s == 0.0 and not self._listen(0.0)):
+                self._arrived = [one for one in self._arrived if one.place not in among]
+                return arrived
+            if not self._listen(min(SLICE_S, left_s)):
+                self.watch(time.monotonic() - began)
+
+    def forget(self, places: Collection[int]) -> None:
+        """Drops the answers that these places owe, or that have arrived from them; they may be asked again."""
+        for place in [self._open_place(index) for index in places]:
+            place.forgotten += place.asked_at is not None
+            place.asked_at = None
+        self._arrived = [one for one in self._arrived if one.place not in places]
+
+    def _open_place(self, index: int) -> P:
+        self._require_open()
+        if not 0 <= index < len(self._places):
+            raise UsageError(f"the pool has no place {index}; it has {len(self._places)}, from 0 on")
+        return self._places[index]
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise self._is_closed()
+
+    def _is_closed(self) -> ClosedError:
+        return ClosedError(f"{self._nouns.pool} closed, by another thread or after an error")
+
+    def _begins_to_close(self) -> bool:
+        """Whether this call closes the pool: the first one, in the process that has made it."""
+        if self.closed or self._owner != os.getpid():
+            return False
+        self.closed, self._closer = True, threading.get_ident()
+        return True
+
+    @abstractmethod
+    def sealed(self, message: object) -> Any:
+        """A message as `post` and `ask` take it, made once for several places. Raises what pickling raises."""
+
+    @abstractmethod
+    def watch(self, waited_s: float) -> None:
+        """Looks once for deaths, replacements that are ready, limits and log records, for whoever waits elsewhere.
+
+        waited_s: for how long. Raises ClosedError, and what closed the pool.
+        """
+
+    @abstractmethod
+    def deliver_logs(self) -> None:
+        """Hands the log records that have arrived to the caller's loggers."""
+
+    @abstractmethod
+    def processes(self) -> list[tuple[int | None, Usage]]:
+        """The pid of each worker, None where it has ended, and what it held once its resident was built."""
+
+    @abstractmethod
+    def never_replaces(self) -> None:
+        """Releases what only replacements of workers would need: copies of users' fds, and big pickles."""
+
+    @abstractmethod
+    def close(self, limits: CloseLimits) -> list[tuple[int, Any]]:
+        """Closes residents and workers within `limits`; returns what the residents say of that, by place.
+
+        Gives a RuntimeWarning about workers that were cut off. Only the first call does anything, from any thread, and
+        none does in a forked child: it has copies of all this, and must not touch the workers.
+        """
+
+    @abstractmethod
+    def _send(self, place: P, message: Message, limit: Limit | None) -> None:
+        """Sends a message, or keeps it for a worker that is being replaced."""
+
+    @abstractmethod
+    def _listen(self, timeout_s: float) -> bool:
+        """Takes what workers have sent, and notices who has ended; returns whether there was anything."""

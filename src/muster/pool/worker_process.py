@@ -1,0 +1,211 @@
+"""One worker process as its owner sees it: its end, its last words, its stack, and the fds that are held for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from muster._core import kill_started
+from muster.pool.killing import kill_left, kill_with_all
+
+# Makes faulthandler write the Python stack, even while native code holds the GIL. Not SIGUSR1: envs may use that.
+STACK_SIGNAL = signal.SIGRTMIN + 7
+_STACK_S = 0.5
+_TAIL_LINES = 20
+# A pipe holds no more.
+_REST_BYTES = 1 << 16
+
+# The caller's fds for its workers. A forked worker inherits them, and closes all but its own.
+_own_fds: set[int] = set()
+
+
+def own(*fds: int | None) -> None:
+    """Notes fds that only the caller may keep open."""
+    _own_fds.update(fd for fd in fds if fd is not None)
+
+
+def disown(fd: int) -> None:
+    """Forgets an fd that is about to be closed."""
+    _own_fds.discard(fd)
+
+
+def close_own(*fds: int | None) -> None:
+    """Closes fds noted by `own`."""
+    for fd in fds:
+        if fd in _own_fds:
+            _own_fds.discard(fd)
+            os.close(fd)
+
+
+def close_all_own(spared: Iterable[int]) -> None:
+    """Closes, in a fork of the caller, all fds noted by `own` except `spared`; the fork owns none of these."""
+    for fd in _own_fds - set(spared):
+        os.close(fd)
+    _own_fds.clear()
+
+
+def stream_fd(stream: Any, fallback: int) -> int:
+    """The fd of a stream, which may be None or closed."""
+    try:
+        return int(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return fallback
+
+
+class WorkerProcess:
+    """The caller's handle of one worker's process. `fileno` becomes readable when the process has ended."""
+
+    def __init__(self, pid: int, pidfd: int, status_fd: int | None, tail_fd: int, stderr_fd: int) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        self._status_fd = status_fd  # None for a child of this process, whose status `waitpid` returns
+        self._tail_fd = tail_fd
+        self._stderr_fd = stderr_fd
+        self._session = os.getsid(0)  # also the worker's; noted now since the caller may leave its session later
+        self.exit_code: int | None = None  # negative for a signal; None where somebody else has reaped the process
+        self._ended = False
+        self._released = False
+        self._rest = b""
+        own(pidfd, status_fd, tail_fd, stderr_fd)
+
+    def fileno(self) -> int:
+        return self._pidfd if self._status_fd is None else self._status_fd
+
+    def has_ended(self) -> bool:
+        """Whether the worker has ended; reaps it, and kills what it left running."""
+        if not self._ended and readable([self.fileno()], 0.0):
+            self.exit_code = self._reap()
+            self._ended = True
+        return self._ended
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until the worker has ended, for `timeout_s` at most; returns whether it has."""
+        readable([self.fileno()], timeout_s)
+        return self.has_ended()
+
+    def kill(self) -> None:
+        """Kills the worker with SIGKILL, and all that it has started."""
+        if not self.has_ended():
+            kill_with_all(self.pid, self._session, self.send_signal)
+
+    def send_signal(self, number: int) -> None:
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def tail(self) -> str:
+        """The last lines that the worker wrote to stderr, and its crash report."""
+        self._pass_on_rest()
+        size = os.fstat(self._tail_fd).st_size
+        kept = os.pread(self._tail_fd, 1 << 14, max(0, size - (1 << 14)))
+        return "\n".join(_significant_lines((kept + self._rest).decode(errors="replace").splitlines()))
+
+    def tail_size(self) -> int:
+        return os.fstat(self._tail_fd).st_size
+
+    def release(self) -> None:
+        """Closes the fds that the caller holds for the worker, whose process must have ended."""
+        if not self._released:
+            self._pass_on_rest()
+            close_own(self._pidfd, self._status_fd, self._tail_fd, self._stderr_fd)
+            self._released = True
+
+    def _pass_on_rest(self) -> None:
+        """Writes to stderr what the worker wrote there last, and did not live to pass on; never waits for a reader."""
+        os.set_blocking(self._stderr_fd, False)
+        stderr = stream_fd(sys.__stderr__, 2)
+        poller = select.poll()
+        poller.register(stderr, select.POLLOUT)
+        with contextlib.suppress(OSError):
+            for _ in range(_REST_BYTES // select.PIPE_BUF):
+                said = os.read(self._stderr_fd, select.PIPE_BUF)
+                if not said:
+                    break
+                self._rest += said
+                if poller.poll(0) == [(stderr, select.POLLOUT)]:  # so much can be written at once
+                    os.write(stderr, said)
+
+    def _reap(self) -> int | None:
+        if self._status_fd is not None:
+            text = os.read(self._status_fd, 16)
+            if not text:  # the launcher has died, and the worker with it, but not what the worker had started
+                self.send_signal(signal.SIGKILL)
+                self._kill_orphans()
+                return None
+            return int(text)
+        try:
+            kill_left(self.pid, self._pidfd, self._session)
+            _, raw = os.waitpid(self.pid, 0)
+        except ChildProcessError:  # the caller ignores SIGCHLD, or has waited for all its children
+            self._kill_orphans()
+            return None
+        return os.waitstatus_to_exitcode(raw)
+
+    def _kill_orphans(self) -> None:
+        """Kills what the worker has left running, where not this code but somebody else reaps the worker."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, 0)
+            is_reaped = False
+        except ProcessLookupError:
+            is_reaped = True
+        kill_started(root=self.pid, session=self._session, is_reaped=is_reaped)
+
+
+def _significant_lines(lines: list[str]) -> list[str]:
+    """The last lines; where they are a stack, the first lines of that: they hold the most recent calls."""
+    stacks = [at for at, line in enumerate(lines) if line.startswith("Current thread")]
+    if not stacks:
+        return lines[-_TAIL_LINES:]
+    first = max(0, stacks[-1] - 5)
+    end = first + _TAIL_LINES
+    return lines[first:end] + lines[max(end, len(lines) - 5) :]
+
+
+def readable(fds: Iterable[int], timeout_s: float) -> list[int]:
+    """The `fds` that, within the time, have something to read, or were closed at the other end."""
+    poller = select.poll()
+    for fd in fds:
+        if fd >= 0:
+            poller.register(fd, select.POLLIN)
+    return [fd for fd, _ in poller.poll(timeout_s * 1000)]
+
+
+def flush_streams() -> None:
+    """Flushes stdout and stderr, which may be None, closed, or an object that the user has put in their place."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+
+
+def python_stack(process: WorkerProcess) -> str:
+    """The Python stack of a worker that hangs, as faulthandler reports it."""
+    return python_stacks([process])[0]
+
+
+def python_stacks(processes: Sequence[WorkerProcess]) -> list[str]:
+    """The Python stacks of workers that hang, in the time that one takes."""
+    if not processes:
+        return []
+    before = [process.tail_size() for process in processes]
+    for process in processes:
+        process.send_signal(STACK_SIGNAL)
+    deadline = time.monotonic() + _STACK_S
+    while time.monotonic() < deadline and any(map(_is_owing, processes, before)):
+        time.sleep(0.01)
+    time.sleep(0.05)  # the report is written line by line
+    none = "(none: the process does not react to signals; it may be stopped or in the kernel)"
+    return [none if _is_silent(*one) else one[0].tail() or none for one in zip(processes, before, strict=True)]
+
+
+def _is_owing(process: WorkerProcess, tail_size: int) -> bool:
+    return _is_silent(process, tail_size) and not process.has_ended()
+
+
+def _is_silent(process: WorkerProcess, tail_size: int) -> bool:
+    return process.tail_size() == tail_size

@@ -1,0 +1,149 @@
+"""The contract of pools, for all pools that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import Mock
+
+import pool_residents as residents
+import pytest
+from pool_contract import PoolContract, ProcessPoolContract, StartContract
+from pool_residents import Echo, Hooks, name_of, plan_for
+
+from muster.errors import UnknownMessage, WorkerDied
+from muster.hosts.threads import ThreadPool
+from muster.pool.closing import AT_ONCE
+from muster.pool.launcher_client import LauncherClient
+from muster.pool.messages import (
+    Answer,
+    Build,
+    Close,
+    Closed,
+    Closing,
+    Failed,
+    Inherited,
+    Message,
+    Post,
+    Progress,
+    Question,
+    Ready,
+    StartOrder,
+    Unpacking,
+)
+from muster.pool.place import Plan
+from muster.pool.pool import PRELOADS, Pool, Processes
+from muster.pool.worker import Resident, serve
+
+MINE = ("pool_residents",)
+
+
+class Processed:
+    """Makes pools of processes."""
+
+    context: ClassVar[str]
+
+    def make_pool(
+        self,
+        resident: type[Resident],
+        plans: Sequence[Plan],
+        hooks: Hooks,
+        *,
+        start_timeout_s: float = 60.0,
+        **options: Any,
+    ) -> Pool:
+        processes = Processes(self.context, start_timeout_s, preloads=MINE)
+        return Pool(name_of(resident), plans, processes, hooks, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _launcher() -> Iterator[None]:
+    """Holds the launcher of all these pools, which would be started for each."""
+    launcher = LauncherClient.acquire("forkserver", 1, (*PRELOADS, *MINE))
+    pool = TestForkserver().make_pool(Echo, [plan_for(0)], Hooks())
+    pool.start()  # then its process has its name
+    pool.close(AT_ONCE)
+    yield
+    launcher.release()
+
+
+class TestThreads(PoolContract):
+    cut_verb = "interrupted"
+    ends_a_worker = staticmethod(residents.fail)
+
+    def make_pool(
+        self, resident: type[Resident], plans: Sequence[Plan], hooks: Hooks, *, start_timeout_s: float = 60.0
+    ) -> ThreadPool:
+        return ThreadPool(resident, plans, start_timeout_s, hooks)
+
+    def ended_by(self, type_name: str, message: str) -> Any:
+        return pytest.raises(
+            WorkerDied, match=f"^worker 1, a thread, ended by {type_name}: {message}\\. It was at work"
+        )
+
+
+class TestFork(Processed, ProcessPoolContract):
+    context = "fork"
+
+
+class TestForkserver(Processed, ProcessPoolContract):
+    context = "forkserver"
+
+
+class TestSpawn(Processed, StartContract):
+    context = "spawn"
+    patience_s = 10.0
+
+
+@pytest.mark.slow
+class TestSpawnInFull(Processed, ProcessPoolContract):
+    context = "spawn"
+    patience_s = 10.0
+
+
+# ---- what processes under the launcher have imported already
+
+PRELOADED = {
+    "missing": ("", "missing cannot be imported there (ModuleNotFoundError: No module named 'missing')"),
+    "raises": ("raise ValueError('no')", "raises cannot be imported there (ValueError: no)"),
+    "starts_a_thread": (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "the import of starts_a_thread starts threads (1), which a fork would lose",
+    ),
+}
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("name", PRELOADED)
+def test_a_module_that_cannot_be_preloaded_is_named_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, reason = PRELOADED[name]
+    if code:
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    processes = Processes("forkserver", 60.0, preloads=(name,))
+    pools = [Pool(name_of(Echo), [plan_for(i, i) for i in range(2)], processes, Hooks()) for _ in range(2)]
+    assert [pool.start() for pool in pools] == [[0, 1]] * 2
+    for pool in pools:
+        pool.close(AT_ONCE)
+    said = capfd.readouterr().err
+    assert said.count(f"workers start without preloaded modules, each of them imports its own: {reason}") == 1
+
+
+# ---- messages between the two ends
+
+
+@pytest.mark.parametrize("message", ["close", ("close", 1), None, Build(), Answer([])], ids=repr)
+def test_no_word_and_no_other_class_is_taken_for_a_message(message: object) -> None:
+    resident = Echo(None, Mock())
+    with pytest.raises(UnknownMessage, match="a worker knows no such message"):
+        serve(resident, lambda: message, Mock())
+
+
+def test_every_message_is_known_at_the_end_it_is_for() -> None:
+    to_a_worker, served = {StartOrder, Build}, {Post, Question, Close}
+    to_the_owner = {Unpacking, Progress, Ready, Failed, Answer, Closing, Closed}
+    of_this_module = {one for one in Message.__subclasses__() if one.__module__ == Message.__module__}
+    assert of_this_module == to_a_worker | served | to_the_owner | {Inherited}
