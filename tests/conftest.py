@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import programs
+from muster.backends.process import ENV_PRELOADS
 from muster.pool.launcher_client import LauncherClient
 from processes import adopts_orphans, descendants, named_fd
 
@@ -86,7 +87,7 @@ def _launcher() -> None:
     if _held is None or not _held.is_usable():
         if _held is not None:
             _held.release()
-        _held = LauncherClient.acquire("forkserver", 1)
+        _held = LauncherClient.acquire("forkserver", 1, ENV_PRELOADS)
 
 
 _held: LauncherClient | None = None

@@ -64,7 +64,7 @@ CONTEXTS = ("auto", "fork", "forkserver", "spawn")
 _INTERRUPT_GRACE_S = 0.5
 # Gymnasium's envs that need no other library: imported by the launcher they take 2 ms, once, but 3 ms in each worker,
 # which has to copy every page of memory that it writes to.
-_PRELOADS = ("muster.hosts.env_resident", "gymnasium.envs.classic_control", "gymnasium.envs.toy_text")
+ENV_PRELOADS = ("muster.hosts.env_resident", "gymnasium.envs.classic_control", "gymnasium.envs.toy_text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class ProcessBackend(PooledBackend):
                 self._files[name] = memfd(name)
                 own(self._files[name])
         self._mail = SharedMail(self._files["mail"], shares_main=self._context == "fork")
-        processes = dataclasses.replace(processes, preloads=(*_PRELOADS, *processes.preloads))
+        processes = dataclasses.replace(processes, preloads=(*ENV_PRELOADS, *processes.preloads))
         self.pool = Pool(
             "muster.hosts.env_resident:EnvResident", plans, processes, self, files=self._files, nouns=self._nouns()
         )

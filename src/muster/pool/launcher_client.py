@@ -61,7 +61,8 @@ class LauncherClient:
         preloads: modules that it imports before it forks; no worker is forked from it by "spawn", so none is for that.
         """
         limits = tuple(worker_environment(threads)[name] for name in _THREAD_VARIABLES)
-        key = _Key(os.getpid(), method, threads, limits, tuple(preloads) if method == "forkserver" else ())
+        imports = ("muster.pool.worker", *preloads) if method == "forkserver" else ()
+        key = _Key(os.getpid(), method, threads, limits, imports)
         with cls._lock:
             client = cls._running.get(key)
             if client is not None:

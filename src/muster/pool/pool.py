@@ -56,8 +56,6 @@ from muster.workers.caller_script import refuse_while_script_runs
 from muster.workers.worker_init import NO_INIT, ChosenInit, SetUp
 
 PATIENT_S = 60.0  # a longer wait gives a warning
-# What all workers import, and what the launcher imports for them.
-PRELOADS = ("muster.pool.worker",)
 
 
 @dataclass(frozen=True)
@@ -188,8 +186,7 @@ class Pool(BasePool[Place]):
     def _acquire_launcher(self) -> None:
         options = self._options
         with standard_fds():
-            preloads = (*PRELOADS, *options.preloads)
-            self._starting.launcher = LauncherClient.acquire(options.context, options.threads, preloads)
+            self._starting.launcher = LauncherClient.acquire(options.context, options.threads, options.preloads)
 
     def _launch(self, index: int, content: Any) -> Place:
         plan, forks = self.plans[index], self._starting.launcher is None

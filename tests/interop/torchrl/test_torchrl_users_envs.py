@@ -44,7 +44,7 @@ from torchrl.testing.mocking_classes import HeterogeneousCountingEnv, MultiKeyCo
 
 from muster.errors import NotEnoughMemory  # noqa: E402
 from muster.interop.torchrl import ParallelEnv, PettingZooEnv  # noqa: E402
-from muster.workers import memory_plan  # noqa: E402
+from muster.pool import memory_plan  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
