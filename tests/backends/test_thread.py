@@ -322,7 +322,7 @@ def test_a_call_can_be_waited_for_again():
     event = threading.Event()
     with muster.make_vec(Meeting, 2, backend="thread", num_workers=2) as envs:
         envs.call_async("slow", event)
-        with pytest.raises(WaitTimeout, match="worker 0 has not answered"):
+        with pytest.raises(WaitTimeout, match="workers 0, 1 have not answered"):
             envs.call_wait(timeout=0.05)
         event.set()
         assert envs.call_wait() == (True, True)

@@ -662,6 +662,18 @@ class ProcessPoolContract(StartContract, PoolContract):
             pool.watch(0.0)
         assert answer(pool, 0, "new") == "new"
 
+    def test_a_close_in_another_thread_comes_before_a_successor(self, make: MakePool) -> None:
+        def at(hook: str) -> None:
+            if hook == "on_lost":
+                thread = threading.Thread(target=pool.close, args=[AT_ONCE])
+                thread.start()
+                thread.join()
+
+        pool = make(None, hooks=Hooks(Successor(None), at=at))
+        kill(pool, 0)
+        with pytest.raises(ClosedError):
+            wait_for_the_end(pool)
+
     @pytest.mark.parametrize(
         ("build", "error"),
         [(residents.die, "worker 0 died"), (residents.fail, "place 0: ValueError: no")],

@@ -32,6 +32,7 @@ from muster.worker_info import worker_info_context
 # interrupt. Together under 2 s: after Ctrl-C nobody waits longer.
 _GRACE_S = 1.0
 _INTERRUPT_S = 0.5
+_AGAIN_S = 0.1  # for what an interrupted thread does next
 _BUSY_SLICE_S = 0.002
 
 
@@ -103,6 +104,7 @@ class ThreadPool(BasePool[_Thread]):
         self._said: deque[tuple[_Thread, Message]] = deque()
         self._heard: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._places = [_Thread(i, plan, resident, self._said, self._heard) for i, plan in enumerate(plans)]
+        self._interrupts = False
         self.interrupted: set[int] = set()
 
     def start(self) -> list[Any]:
@@ -212,19 +214,15 @@ class _Ending:
     """One thread on its way to its end.
 
     pending: how much it has to do before it is asked to close; None once it is asked.
-    interrupted: what to say once it goes on after its interrupt, and if it does not; None before.
-    at: where it was interrupted.
+    interrupted_at: where it was when it was interrupted; None before, and once it has gone on.
+    report: what to say of its first interrupt.
     """
 
     one: _Thread
     progress: CloseProgress
     pending: int | None = 0
-    interrupted: tuple[str, str] | None = None
-    at: tuple[bool, int] = (False, 0)
-
-    @property
-    def place(self) -> tuple[bool, int]:
-        return self.progress.begun, len(self.progress.left)
+    interrupted_at: tuple[int, ...] | None = None
+    report: str = ""
 
 
 class _ClosingThreads:
@@ -256,6 +254,7 @@ class _ClosingThreads:
             _Ending(one, CloseProgress(one.name, one.plan.envs, longer, began, one.plan.parts)) for one in threads
         ]
         self._notice = CloseNotice(longer, began)
+        self._interrupts = False
         self.interrupted: set[int] = set()
         self.cuts: list[str] = []
         self.results: dict[int, Any] = {}
@@ -269,15 +268,19 @@ class _ClosingThreads:
             self._listen()
             now = time.monotonic()
             for ending in list(self._endings):
-                if ending.interrupted is not None and (not ending.one.thread.is_alive() or ending.place != ending.at):
-                    self.cuts.append(ending.interrupted[0])
-                    ending.interrupted = "", ""
-                if not ending.one.thread.is_alive():
+                alive = ending.one.thread.is_alive()
+                if ending.interrupted_at is not None and not (
+                    alive and ending.interrupted_at == self._place_of(ending)
+                ):
+                    self._goes_on(ending)
+                if not alive:
                     self._endings.remove(ending)
                 elif now >= ending.progress.until:
                     self._is_late(ending)
-            progress = [one.progress for one in self._endings]
-            self._notice.check(progress, lambda i: self._hooks.doing(self._endings[i].one.index))
+            waited_for = [one for one in self._endings if one.interrupted_at is None]
+            self._notice.check(
+                [one.progress for one in waited_for], lambda i: self._hooks.doing(waited_for[i].one.index)
+            )
         self._listen()
 
     def give_up(self) -> None:
@@ -286,13 +289,25 @@ class _ClosingThreads:
         for ending in endings:
             if ending.pending is not None:
                 self._send(ending.one, Close())
-            if ending.interrupted is None:
+            if ending.interrupted_at is None:
+                self._interrupts = True
                 _raise_exit_in(ending.one.thread.ident)
         deadline = time.monotonic() + _INTERRUPT_S
         for ending in endings:
             ending.one.thread.join(max(0.0, deadline - time.monotonic()))
-        if endings:
+        if self._interrupts:
             _forget_exits()
+
+    def _place_of(self, ending: _Ending) -> tuple[int, ...]:
+        return ending.progress.begun, len(ending.progress.left), self._hooks.pending(ending.one.index)
+
+    def _goes_on(self, ending: _Ending) -> None:
+        """Notes that a thread has left the place where it was interrupted; what it does next may hang, too."""
+        ending.interrupted_at = None
+        if ending.report not in self.cuts:
+            self.cuts.append(ending.report)
+        if not ending.progress.begun:
+            ending.progress.grant(_AGAIN_S)
 
     def _ask(self) -> None:
         """Asks those to close that have done what they were asked for before."""
@@ -319,23 +334,23 @@ class _ClosingThreads:
                         progress.ends()
 
     def _is_late(self, ending: _Ending) -> None:
-        """Interrupts a thread that hangs; leaves it behind where it was interrupted before."""
+        """Interrupts a thread that hangs; leaves it behind where that has not helped."""
         one, progress = ending.one, ending.progress
         doing, stack = self._hooks.doing(one.index), one.stack()
-        left = progress.cut("left behind, in a call that does not return,", doing, stack)
-        if ending.interrupted is not None:
-            self.cuts.append(ending.interrupted[1] or left)
+        if ending.interrupted_at is not None:
+            self.cuts.append(progress.cut("left behind, in a native call that does not return,", doing, stack))
             self._endings.remove(ending)
             return
-        ending.interrupted, ending.at = (progress.cut("interrupted", doing, stack), left), ending.place
+        ending.interrupted_at = self._place_of(ending)
+        ending.report = ending.report or progress.cut("interrupted", doing, stack)
         if progress.begun and progress.left:
             self.interrupted.add(progress.left[0])
         if ending.pending is not None:
             ending.pending = None
             self._send(one, Close())
         progress.grant(_INTERRUPT_S)
+        self._interrupts = True
         _raise_exit_in(one.thread.ident)
-        _forget_exits()
 
 
 def _raise_exit_in(ident: int | None) -> None:

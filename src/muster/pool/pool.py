@@ -435,10 +435,11 @@ class Pool(BasePool[Place]):
         self._replace(place, place.replaces if place.starts else reason, successor, error)
 
     def _replace(self, old: Place, reason: str, successor: Successor, error: Exception) -> None:
-        """Starts a successor. reason: why, also if that is lost, too.  error: for the answer that is owed, if any."""
+        """Starts a successor. reason: why, also where that is lost as well.  error: for an answer that is owed."""
         index = old.index
         if old.asked_at is not None:
             self._arrived.append(Lost(index, error))
+        self._require_open()
         place = self._places[index] = self._launch(index, successor.content)
         if self.closed:  # by another thread, which did not know of this worker
             place.retire()
@@ -484,16 +485,16 @@ class Pool(BasePool[Place]):
         """Kills the workers that still run, and releases their fds, the launcher and the big arrays."""
         kills = [place.process.kill for place in self._places]
         retires = [place.retire for place in self._places]
-        interrupt: KeyboardInterrupt | None = None
+        raised: BaseException | None = None
         for step in (*kills, *retires, self._let_go):
             for _ in range(2):
                 try:
                     step()
                     break
-                except KeyboardInterrupt as error:  # raised once all is done
-                    interrupt = error
-        if interrupt is not None:
-            raise interrupt
+                except BaseException as error:  # most often Ctrl-C; raised once all is done
+                    raised = error
+        if raised is not None:
+            raise raised
 
     def _let_go(self) -> None:
         starting, self._starting = self._starting, _Starting()

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -71,6 +72,8 @@ class WorkerProcess:
         self.exit_code: int | None = None  # negative for a signal; None where somebody else has reaped the process
         self._ended = False
         self._released = False
+        # One thread may close a pool while another looks at its workers. Reentrant: so may a signal handler.
+        self._reaping = threading.RLock()
         self._rest = b""
         own(pidfd, status_fd, tail_fd, stderr_fd)
 
@@ -79,9 +82,10 @@ class WorkerProcess:
 
     def has_ended(self) -> bool:
         """Whether the worker has ended; reaps it, and kills what it left running."""
-        if not self._ended and readable([self.fileno()], 0.0):
-            self.exit_code = self._reap()
-            self._ended = True
+        with self._reaping:
+            if not self._ended and readable([self.fileno()], 0.0):
+                self.exit_code = self._reap()
+                self._ended = True
         return self._ended
 
     def wait(self, timeout_s: float) -> bool:
@@ -111,18 +115,19 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Closes the fds that the caller holds for the worker, whose process must have ended."""
-        if not self._released:
-            self._pass_on_rest()
-            close_own(self._pidfd, self._status_fd, self._tail_fd, self._stderr_fd)
-            self._released = True
+        with self._reaping:
+            if not self._released:
+                self._pass_on_rest()
+                close_own(self._pidfd, self._status_fd, self._tail_fd, self._stderr_fd)
+                self._released = True
 
     def _pass_on_rest(self) -> None:
         """Writes to stderr what the worker wrote there last, and did not live to pass on; never waits for a reader."""
-        os.set_blocking(self._stderr_fd, False)
         stderr = stream_fd(sys.__stderr__, 2)
         poller = select.poll()
         poller.register(stderr, select.POLLOUT)
         with contextlib.suppress(OSError):
+            os.set_blocking(self._stderr_fd, False)
             for _ in range(_REST_BYTES // select.PIPE_BUF):
                 said = os.read(self._stderr_fd, select.PIPE_BUF)
                 if not said:
