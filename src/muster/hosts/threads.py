@@ -277,10 +277,7 @@ class _ClosingThreads:
                     self._endings.remove(ending)
                 elif now >= ending.progress.until:
                     self._is_late(ending)
-            waited_for = [one for one in self._endings if one.interrupted_at is None]
-            self._notice.check(
-                [one.progress for one in waited_for], lambda i: self._hooks.doing(waited_for[i].one.index)
-            )
+            self._say_what_closes([one for one in self._endings if one.interrupted_at is None])
         self._listen()
 
     def give_up(self) -> None:
@@ -297,6 +294,10 @@ class _ClosingThreads:
             ending.one.thread.join(max(0.0, deadline - time.monotonic()))
         if self._interrupts:
             _forget_exits()
+
+    def _say_what_closes(self, waited_for: Sequence[_Ending]) -> None:
+        progress = [one.progress for one in waited_for]
+        self._notice.check(progress, lambda i: self._hooks.doing(waited_for[i].one.index))
 
     def _place_of(self, ending: _Ending) -> tuple[int, ...]:
         return ending.progress.begun, len(ending.progress.left), self._hooks.pending(ending.one.index)

@@ -374,11 +374,13 @@ class Pool(BasePool[Place]):
     def _watch_sending(self, index: int) -> None:
         """Looks at the workers while a message to one waits because that has not read the one before.
 
-        Takes meanwhile what that one sends: it may not read before. Raises ChannelClosed where it has ended.
+        Takes meanwhile what that one sends: it may not read before. Raises ChannelClosed where it has ended, and what
+        the end of another closes the pool with.
         """
         place = self._places[index]
-        if not place.process.has_ended():
-            self._hear(place, has_ended=False)
+        for one in list(self._places):
+            if (ended := one.process.has_ended()) or one is place:
+                self._hear(one, has_ended=ended and one is not place)
         if self._places[index] is not place or place.process.has_ended():
             raise ChannelClosed
         self.deliver_logs()
