@@ -34,7 +34,6 @@ ORDER = (
     "hosts",
     "envs",
     "pool",
-    "workers",
     "recipes",
     "transport",
     "pickling",

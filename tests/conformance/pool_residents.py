@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 from muster.pool.closing import CloseLimits
 from muster.pool.messages import Build, Failed
 from muster.pool.place import Plan
-from muster.pool.pool import Pool, Processes
+from muster.pool.pool import Pool
+from muster.pool.set_up import Processes
 from muster.pool.verbs import Successor
 from muster.pool.worker import Here, Resident
 from muster.worker_info import WorkerInfo

@@ -33,7 +33,8 @@ from muster.pool.messages import (
     Unpacking,
 )
 from muster.pool.place import Plan
-from muster.pool.pool import PRELOADS, Pool, Processes
+from muster.pool.pool import Pool
+from muster.pool.set_up import Processes
 from muster.pool.worker import Resident, serve
 
 MINE = ("pool_residents",)
@@ -60,7 +61,7 @@ class Processed:
 @pytest.fixture(scope="module", autouse=True)
 def _launcher() -> Iterator[None]:
     """Holds the launcher of all these pools, which would be started for each."""
-    launcher = LauncherClient.acquire("forkserver", 1, (*PRELOADS, *MINE))
+    launcher = LauncherClient.acquire("forkserver", 1, ("muster.pool.worker", *MINE))
     pool = TestForkserver().make_pool(Echo, [plan_for(0)], Hooks())
     pool.start()  # then its process has its name
     pool.close(AT_ONCE)

@@ -19,7 +19,7 @@ from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv  # noqa: E402
 from muster.interop.gymnasium import make_vec as gymnasiums_make_vec  # noqa: E402
 from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, make_vec_env  # noqa: E402
 from muster.interop.torchrl import ParallelEnv  # noqa: E402
-from muster.workers.worker_init import NO_INIT, choose_init_of_drop_in  # noqa: E402
+from muster.pool.set_up import NO_INIT, choose_init_of_drop_in  # noqa: E402
 
 LIBRARY = """
 import gymnasium, numpy

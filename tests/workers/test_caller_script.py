@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.workers.caller_script import Outline, Script
+from muster.pool.script import Outline, Script
 
 Read = Callable[[str], Outline]
 

@@ -44,8 +44,9 @@ from muster.pool.launcher_client import standard_fds
 from muster.pool.memory_plan import MemoryPlan
 from muster.pool.messages import message_of
 from muster.pool.place import Limit, Plan
-from muster.pool.pool import Pool, Processes
+from muster.pool.pool import Pool
 from muster.pool.resources import usable_cores
+from muster.pool.set_up import Processes
 from muster.pool.usage import Usage, usage_of
 from muster.pool.verbs import Successor
 from muster.pool.worker_process import close_own, own

@@ -20,6 +20,7 @@ from muster.introspection import type_name
 from muster.pickling import copied_if_plain, find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
 from muster.pool.messages import message_of, portable
+from muster.pool.set_up import about_script
 from muster.pool.usage import own_memory_bytes
 from muster.pool.worker import seed_globals
 from muster.recipes.known_envs import advise_apart
@@ -29,7 +30,6 @@ from muster.transport.infos import info_object_names
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab
 from muster.worker_info import WorkerInfo, worker_info_context
-from muster.workers.worker_init import about_script
 
 _RELEASE_TIMEOUT_S = 2.0
 

@@ -27,9 +27,9 @@ from muster.pool.inherit_in_worker import after_fork
 from muster.pool.killing import kill_with_all
 from muster.pool.launcher import python_command
 from muster.pool.launcher_client import worker_environment
+from muster.pool.set_up import SetUp
 from muster.pool.worker_process import flush_streams
 from muster.recipes.recipe import Recipe, pack
-from muster.workers.worker_init import SetUp
 
 STARTING = "starting Python"
 """The stage in which no code of the trial has run yet."""

@@ -36,6 +36,7 @@ from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
 from muster.pool.closing import AT_ONCE, FOR_EVER, in_all
 from muster.pool.environment import WorkerEnv
+from muster.pool.set_up import WorkerInit
 from muster.spaces.tree import Array
 from muster.vector import checks
 from muster.vector.action_writers import LenientWriter
@@ -45,7 +46,6 @@ from muster.vector.packing import Asked
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
 from muster.vector.results import Batch, StepResult
 from muster.vector.vector_env import VectorEnv
-from muster.workers.worker_init import WorkerInit
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "make_vec"]
 

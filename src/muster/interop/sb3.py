@@ -34,6 +34,7 @@ from muster.introspection import callable_name
 from muster.pickling import UserCall
 from muster.pool.closing import FOR_EVER
 from muster.pool.environment import WorkerEnv
+from muster.pool.set_up import WorkerInit
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns, InfoReader, Infos
@@ -45,7 +46,6 @@ from muster.vector.packing import Asked
 from muster.vector.raisers import originals_raised
 from muster.vector.results import StepResult
 from muster.vector.vector_env import VectorEnv
-from muster.workers.worker_init import WorkerInit
 
 with imports_for("muster.interop.sb3 needs", "muster-rl[sb3]", "stable_baselines3"):
     from stable_baselines3.common.monitor import Monitor

@@ -19,15 +19,14 @@ from muster.pickling import UserCall
 from muster.pool.closing import CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.environment import WorkerEnv
-from muster.pool.pool import Processes
 from muster.pool.resources import usable_cores
+from muster.pool.set_up import Processes, WorkerInit, choose_init, choose_init_of_drop_in
 from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.recipes.sources import EnvFunction
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import Asked, check_workers, count_processes
 from muster.vector.vector_env import VectorEnv
 from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
-from muster.workers.worker_init import WorkerInit, choose_init, choose_init_of_drop_in
 
 _RELEASE_TIMEOUT_S = 2.0
 _START_TIMEOUT_S = 300.0

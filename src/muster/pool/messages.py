@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from muster.errors import UnknownMessage
 from muster.introspection import type_name
+from muster.pool.set_up import SetUp
 from muster.transport.big_arrays import Place
 from muster.worker_info import WorkerInfo
-from muster.workers.worker_init import SetUp
 
 T = TypeVar("T")
 

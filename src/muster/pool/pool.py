@@ -27,7 +27,7 @@ import numpy as np
 from muster.errors import CannotTravel, UnknownMessage, WorkerError
 from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
-from muster.pool.environment import Changes, WorkerEnv, changes_of
+from muster.pool.environment import Changes, changes_of
 from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.launcher_client import LauncherClient, LauncherLost, fork_worker, standard_fds
 from muster.pool.logs import LogInbox
@@ -44,6 +44,8 @@ from muster.pool.messages import (
     Unpacking,
 )
 from muster.pool.place import Limit, Place, Plan, Started, launch
+from muster.pool.script import refuse_while_script_runs
+from muster.pool.set_up import Processes, SetUp
 from muster.pool.start_notice import StartNotice
 from muster.pool.usage import Usage
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
@@ -52,27 +54,8 @@ from muster.pool.worker_process import close_own, own, readable
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed
 from muster.transport.mail import dumps
-from muster.workers.caller_script import refuse_while_script_runs
-from muster.workers.worker_init import NO_INIT, ChosenInit, SetUp
 
 PATIENT_S = 60.0  # a longer wait gives a warning
-
-
-@dataclass(frozen=True)
-class Processes:
-    """How the processes of a pool start. context: "fork", "forkserver" or "spawn".
-
-    start_timeout_s: for a worker until its resident is built.  threads: of each process's numeric libraries.
-    worker_env: changes to the environment of the workers.  init: what each worker does before it unpacks its plan.
-    preloads: modules that a launcher imports before it forks workers.
-    """
-
-    context: str
-    start_timeout_s: float
-    threads: int = 1
-    worker_env: WorkerEnv | None = None
-    init: ChosenInit = NO_INIT
-    preloads: tuple[str, ...] = ()
 
 
 @dataclass

@@ -42,12 +42,12 @@ from muster.pool.messages import (
     Unpacking,
     expect,
 )
+from muster.pool.set_up import about_script
 from muster.pool.worker_process import STACK_SIGNAL, flush_streams
 from muster.transport.big_arrays import map_big_arrays
 from muster.transport.channel import Channel, ChannelClosed
 from muster.transport.mail import dumps
 from muster.worker_info import WorkerInfo, worker_info_context
-from muster.workers.worker_init import about_script
 
 
 class Here:

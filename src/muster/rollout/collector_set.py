@@ -12,10 +12,9 @@ from muster.backends.process import ProcessOptions
 from muster.pool.closing import limits_of
 from muster.pool.deaths import Nouns
 from muster.pool.environment import Changes
-from muster.pool.pool import Processes
+from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.rollout.fields import Array
 from muster.rollout.storage import Storage
-from muster.workers.worker_init import WorkerInit, choose_init
 
 
 class Filled(NamedTuple):

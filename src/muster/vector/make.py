@@ -20,15 +20,14 @@ from muster.pool.closing import CLOSE_S, limits_of
 from muster.pool.deaths import NOUNS
 from muster.pool.environment import WorkerEnv, refuse_without_processes
 from muster.pool.memory_plan import MEMORY_CHECKS
-from muster.pool.pool import Processes
 from muster.pool.resources import usable_cores
+from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.recipes.known_envs import is_known
 from muster.vector.assemble import STRICT, AssemblyOptions, vector_env_of, wait_budgets
 from muster.vector.batched_spaces import alike_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import AUTO, Asked, at_most, check_workers, count_processes, one_each
 from muster.vector.vector_env import VectorEnv
-from muster.workers.worker_init import WorkerInit, choose_init
 
 BACKENDS = ("serial", "thread", "process")
 

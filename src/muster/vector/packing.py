@@ -13,10 +13,10 @@ from muster.hosts.trial import PackedRecipes, TrialConditions
 from muster.pool.environment import WorkerEnv, first_changes
 from muster.pool.memory_plan import MAY_SHARE
 from muster.pool.notices import say_once
+from muster.pool.set_up import ChosenInit, SetUp
 from muster.recipes.recipe import Recipe, check_forkable, shared_by
 from muster.recipes.recipe_kinds import kinds_of
 from muster.vector.side_by_side import try_side_by_side
-from muster.workers.worker_init import ChosenInit, SetUp
 
 Asked = int | Literal["auto"] | None
 AUTO = "auto"

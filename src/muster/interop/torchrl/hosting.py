@@ -13,13 +13,13 @@ from muster.interop.starting import processes
 from muster.pickling import dumps as dumps_carefully
 from muster.pool.closing import CloseLimits
 from muster.pool.environment import WorkerEnv
+from muster.pool.set_up import WorkerInit
 from muster.recipes.recipe import Recipe
 from muster.transport.mail import dumps
 from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
 from muster.vector.packing import Asked
 from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
-from muster.workers.worker_init import WorkerInit
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from muster.errors import ConfigError, EnvError
 from muster.introspection import callable_name, caller_stacklevel
 from muster.lazy_values import Lazy
 from muster.pickling.main_module import MAIN_NAMES, Init
+from muster.pool.environment import WorkerEnv
 from muster.pool.log_forwarding import LogLevels
-from muster.workers.caller_script import Script
-from muster.workers.caller_settings import CallerSettings
+from muster.pool.script import Script
+from muster.pool.settings import CallerSettings
 
 WorkerInit = Callable[[], Any] | Literal["script"] | None
 
@@ -53,6 +54,23 @@ class ChosenInit:
 
 
 NO_INIT = ChosenInit()
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How the processes of a pool start. context: "fork", "forkserver" or "spawn".
+
+    start_timeout_s: for a worker until its resident is built.  threads: of each process's numeric libraries.
+    worker_env: changes to the environment of the workers.  init: what each worker does before it unpacks its plan.
+    preloads: modules that a launcher imports before it forks workers.
+    """
+
+    context: str
+    start_timeout_s: float
+    threads: int = 1
+    worker_env: WorkerEnv | None = None
+    init: ChosenInit = NO_INIT
+    preloads: tuple[str, ...] = ()
 
 
 def choose_init(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:
