@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import muster
-from muster.pool.usage import Usage, descendants, private_bytes, usage_of
+from muster.pool.resources import Usage, descendants, private_bytes, usage_of
 from processes import kill_worker
 from sample_envs import Counter
 from slow import slow

@@ -11,7 +11,7 @@ import pytest
 
 import muster
 from muster.errors import NotEnoughMemory
-from muster.pool import memory_plan, resources
+from muster.pool import resources
 from slow import slow
 
 ENV_BYTES = 30_000_000
@@ -44,7 +44,7 @@ def left(monkeypatch):
     """Pretends that this many bytes are left."""
 
     def pretend(count: int) -> None:
-        monkeypatch.setattr(memory_plan, "memory_left", lambda: (count, "of a limit made up by the test"))
+        monkeypatch.setattr(resources, "memory_left", lambda: (count, "of a limit made up by the test"))
 
     return pretend
 
@@ -98,7 +98,7 @@ def test_a_warning_where_that_is_asked_for(tmp_path, left):
 @pytest.mark.parametrize(("left_mb", "helps"), [(1000, True), (900, False)])
 def test_fewer_processes_are_advised_where_they_would_fit(left, left_mb, helps):
     left(left_mb * 1_000_000)
-    plan = memory_plan.MemoryPlan(20, 20, "error", 2)
+    plan = resources.MemoryPlan(20, 20, "error", 2)
     with pytest.raises(NotEnoughMemory) as raised:  # 19 more processes of 10 MB, 19 more envs of 50 MB
         plan.require((10_000_000, 60_000_000))
     assert ("may share processes." in str(raised.value)) is helps

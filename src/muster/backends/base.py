@@ -34,7 +34,7 @@ from muster.pool.closing import (
     warn_of_cuts,
 )
 from muster.pool.deaths import NOUNS, Nouns
-from muster.pool.usage import Usage
+from muster.pool.resources import Usage
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab, SlabPlan

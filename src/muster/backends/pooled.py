@@ -20,7 +20,7 @@ from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed
 from muster.pool.place import Limit
-from muster.pool.usage import Usage
+from muster.pool.resources import Usage
 from muster.pool.verbs import Answered, BasePool, Lost, Successor
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array

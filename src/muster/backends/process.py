@@ -41,13 +41,11 @@ from muster.pickling import is_plain, named_arguments
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.launcher_client import standard_fds
-from muster.pool.memory_plan import MemoryPlan
 from muster.pool.messages import message_of
 from muster.pool.place import Limit, Plan
 from muster.pool.pool import Pool
-from muster.pool.resources import usable_cores
+from muster.pool.resources import MemoryPlan, Usage, usable_cores, usage_of
 from muster.pool.set_up import Processes
-from muster.pool.usage import Usage, usage_of
 from muster.pool.verbs import Successor
 from muster.pool.worker_process import close_own, own
 from muster.recipes.known_envs import advise_apart

@@ -14,7 +14,7 @@ from muster.hosts.requests import EnvCall, HostOptions, ResetArguments, Restart
 from muster.pickling.main_module import Init
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
-from muster.pool.usage import Usage, usage_of
+from muster.pool.resources import Usage, usage_of
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail

@@ -22,8 +22,7 @@ from muster.doctor.findings import about_early_end
 from muster.envs.player import RandomPlayer
 from muster.hosts.trial import PackedRecipes, TrialOutcome, run_guarded
 from muster.hosts.trial_process import Reporter
-from muster.pool.resources import memory_left, read_text
-from muster.pool.usage import descendants, own_memory_bytes, private_bytes
+from muster.pool.resources import descendants, memory_left, own_memory_bytes, private_bytes, read_text
 from muster.pool.worker import freeze_heap
 from muster.recipes.recipe import Recipe
 from muster.vector.side_by_side import built

@@ -21,7 +21,7 @@ from muster.errors import RecipeError
 from muster.hosts.trial_process import Reporter
 from muster.introspection import find_in
 from muster.pickling import find_culprits
-from muster.pool.usage import own_memory_bytes
+from muster.pool.resources import own_memory_bytes
 from muster.recipes.named import parse_name
 from muster.recipes.recipe import Recipe
 from muster.vector.make import make_vec

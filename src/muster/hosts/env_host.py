@@ -20,8 +20,8 @@ from muster.introspection import type_name
 from muster.pickling import copied_if_plain, find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
 from muster.pool.messages import message_of, portable
+from muster.pool.resources import own_memory_bytes
 from muster.pool.set_up import about_script
-from muster.pool.usage import own_memory_bytes
 from muster.pool.worker import seed_globals
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import BuiltEnv, Recipe

@@ -23,7 +23,7 @@ from muster.pool.closing import AT_ONCE, CloseLimits, CloseNotice, CloseProgress
 from muster.pool.deaths import NOUNS
 from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Ready
 from muster.pool.place import Limit, Plan
-from muster.pool.usage import Usage, usage_of
+from muster.pool.resources import Usage, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
 from muster.pool.worker import Here, Resident, serve
 from muster.worker_info import worker_info_context

@@ -16,8 +16,11 @@ from typing import Any
 from muster.errors import CannotTravel, WorkerDied, WorkerError, WorkerName, WorkerTimeout
 from muster.introspection import type_name
 from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
+from muster.pool.environment import Changes
+from muster.pool.launcher_client import fork_worker
 from muster.pool.messages import message_of
-from muster.pool.usage import Usage, usage_of
+from muster.pool.resources import Usage, usage_of
+from muster.pool.worker import main
 from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stack, stream_fd
 from muster.transport.big_arrays import memfd
 from muster.transport.channel import Channel, ChannelClosed
@@ -176,6 +179,17 @@ def launch(
         )
         ours_on_failure.pop_all()
     return WorkerProcess(pid, pidfd, status, tail, stderr_read), ours
+
+
+def fork(inherited: tuple[Any, Any], name: str, changes: Changes, fds: Mapping[str, int]) -> Started:
+    """Forks the caller into a worker, which inherits its plan and `worker_init`. name, changes: see `fork_worker`."""
+    with contextlib.ExitStack() as theirs:
+        copies = {}
+        for key, fd in fds.items():
+            copies[key] = os.dup(fd)
+            theirs.callback(os.close, copies[key])
+        pid, pidfd = fork_worker(lambda fds: main(fds, inherited), name, changes, copies)
+    return pid, pidfd, None
 
 
 class Budget:

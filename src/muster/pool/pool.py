@@ -15,7 +15,6 @@ import dataclasses
 import errno
 import functools
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cut
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Changes, changes_of
 from muster.pool.inherit_in_caller import Inheritance
-from muster.pool.launcher_client import LauncherClient, LauncherLost, fork_worker, standard_fds
+from muster.pool.launcher_client import LauncherClient, LauncherLost, standard_fds
 from muster.pool.logs import LogInbox
 from muster.pool.messages import (
     Answer,
@@ -43,13 +42,12 @@ from muster.pool.messages import (
     StartOrder,
     Unpacking,
 )
-from muster.pool.place import Limit, Place, Plan, Started, launch
+from muster.pool.notices import StartNotice
+from muster.pool.place import Limit, Place, Plan, Started, fork, launch
+from muster.pool.resources import Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
-from muster.pool.start_notice import StartNotice
-from muster.pool.usage import Usage
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
-from muster.pool.worker import main
 from muster.pool.worker_process import close_own, own, readable
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed
@@ -176,7 +174,7 @@ class Pool(BasePool[Place]):
         settings = self._nouns.process_name(index), self._starting.changes[index]
         start: Callable[[Mapping[str, int]], Started] = functools.partial(self._start_by_launcher, *settings)
         if forks:
-            start = functools.partial(_fork, (content, self._options.init.function), *settings)
+            start = functools.partial(fork, (content, self._options.init.function), *settings)
         try:
             with standard_fds():
                 process, channel = launch(index, {**self._files, **self._own_files}, start)
@@ -494,14 +492,3 @@ class Pool(BasePool[Place]):
         self._log_inbox = None
         fds, self._own_files = self._own_files, {}
         close_own(*fds.values())
-
-
-def _fork(inherited: tuple[Any, Any], name: str, changes: Changes, fds: Mapping[str, int]) -> Started:
-    """Forks the caller into a worker, which inherits its plan and `worker_init`. name, changes: see `fork_worker`."""
-    with contextlib.ExitStack() as theirs:
-        copies = {}
-        for key, fd in fds.items():
-            copies[key] = os.dup(fd)
-            theirs.callback(os.close, copies[key])
-        pid, pidfd = fork_worker(lambda fds: main(fds, inherited), name, changes, copies)
-    return pid, pidfd, None

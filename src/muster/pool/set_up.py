@@ -15,7 +15,7 @@ from muster.introspection import callable_name, caller_stacklevel
 from muster.lazy_values import Lazy
 from muster.pickling.main_module import MAIN_NAMES, Init
 from muster.pool.environment import WorkerEnv
-from muster.pool.log_forwarding import LogLevels
+from muster.pool.logs import LogLevels
 from muster.pool.script import Script
 from muster.pool.settings import CallerSettings
 

@@ -16,7 +16,7 @@ from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed, Message, Post, Question
 from muster.pool.place import Limit
-from muster.pool.usage import Usage
+from muster.pool.resources import Usage
 
 SLICE_S = 0.05
 

@@ -25,7 +25,7 @@ from muster.errors import UnknownMessage
 from muster.pickling.main_module import ABOUT_INIT, Init, MainModule, run_once
 from muster.pool.inherit_in_worker import after_fork, finish_queues, take_over
 from muster.pool.killing import kill_group
-from muster.pool.log_forwarding import LogForwarding
+from muster.pool.logs import LogForwarding
 from muster.pool.messages import (
     Answer,
     Build,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from muster.envs.adapt import adapted_recipes
 from muster.errors import UsageError
 from muster.extras import require
+from muster.pool.notices import starts_unsaid
 from muster.pool.resources import usable_cores
-from muster.pool.start_notice import starts_unsaid
 from muster.recipes.known_envs import is_known
 from muster.recipes.named import callable_named, env_named
 from muster.training.plan import TrainingPlan

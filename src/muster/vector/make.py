@@ -19,8 +19,7 @@ from muster.pickling import UserCall
 from muster.pool.closing import CLOSE_S, limits_of
 from muster.pool.deaths import NOUNS
 from muster.pool.environment import WorkerEnv, refuse_without_processes
-from muster.pool.memory_plan import MEMORY_CHECKS
-from muster.pool.resources import usable_cores
+from muster.pool.resources import MEMORY_CHECKS, usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.recipes.known_envs import is_known
 from muster.vector.assemble import STRICT, AssemblyOptions, vector_env_of, wait_budgets

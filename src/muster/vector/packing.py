@@ -11,8 +11,8 @@ from muster.arguments import whole
 from muster.errors import CannotTravel, ConfigError
 from muster.hosts.trial import PackedRecipes, TrialConditions
 from muster.pool.environment import WorkerEnv, first_changes
-from muster.pool.memory_plan import MAY_SHARE
 from muster.pool.notices import say_once
+from muster.pool.resources import MAY_SHARE
 from muster.pool.set_up import ChosenInit, SetUp
 from muster.recipes.recipe import Recipe, check_forkable, shared_by
 from muster.recipes.recipe_kinds import kinds_of

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from muster.backends.base import Backend
-from muster.pool.usage import private_bytes, usage_of
+from muster.pool.resources import private_bytes, usage_of
 from muster.transport.infos import Infos
 
 Bools = npt.NDArray[np.bool_]

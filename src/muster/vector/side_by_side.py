@@ -11,7 +11,7 @@ from muster.envs.player import Player
 from muster.hosts.env_facts import check_one_per_process
 from muster.hosts.trial import PackedRecipes, TrialConditions, TrialOutcome, run_guarded
 from muster.hosts.trial_process import Reporter
-from muster.pool.usage import own_memory_bytes
+from muster.pool.resources import own_memory_bytes
 from muster.pool.worker import seed_globals
 from muster.recipes.recipe import Recipe
 from muster.worker_info import WorkerInfo, worker_info_context

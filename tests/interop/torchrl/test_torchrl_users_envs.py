@@ -44,7 +44,7 @@ from torchrl.testing.mocking_classes import HeterogeneousCountingEnv, MultiKeyCo
 
 from muster.errors import NotEnoughMemory  # noqa: E402
 from muster.interop.torchrl import ParallelEnv, PettingZooEnv  # noqa: E402
-from muster.pool import memory_plan  # noqa: E402
+from muster.pool import resources  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
@@ -397,7 +397,7 @@ def test_each_env_is_built_once_and_in_its_worker(form: str, tmp_path: Path):
 
 
 def test_envs_that_will_not_fit_into_memory_are_refused_before_they_are_built(tmp_path: Path, monkeypatch: Any):
-    monkeypatch.setattr(memory_plan, "memory_left", lambda: (100_000_000, "of a limit made up by the test"))
+    monkeypatch.setattr(resources, "memory_left", lambda: (100_000_000, "of a limit made up by the test"))
     with pytest.raises(NotEnoughMemory, match=r"20 envs in 20 processes will not fit.*About \d envs would fit"):
         ParallelEnv(20, partial(Big, tmp_path), mp_start_method="fork")
     assert len(list(tmp_path.iterdir())) == 1

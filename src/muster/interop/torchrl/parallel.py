@@ -28,7 +28,7 @@ from muster.interop.torchrl.hosting import PoolOptions
 from muster.interop.torchrl.remote import Channel, Pool, WorkerProcess
 from muster.pickling import UserCall
 from muster.pool.environment import WorkerEnv
-from muster.pool.memory_plan import MEMORY_CHECKS
+from muster.pool.resources import MEMORY_CHECKS
 from muster.pool.set_up import WorkerInit
 from muster.recipes.recipe import Recipe
 from muster.vector.packing import Asked
