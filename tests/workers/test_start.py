@@ -52,7 +52,7 @@ def test_too_few_file_descriptors_leave_nothing_and_tell_what_to_do(context: str
     try:
         with pytest.raises(OSError, match="Too many open files") as caught:
             muster.make_vec("CartPole-v1", 40, num_workers=40, context=context)
-        assert "fewer workers (num_workers=" in caught.value.__notes__[0]
+        assert "ask for fewer workers" in caught.value.__notes__[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
