@@ -326,7 +326,7 @@ def test_collectors_do_what_make_vec_does(run: RunScript) -> None:
         "EnvError env 0 (worker 0, while it was built): KeyError: 'arm'",
         "EnvError env 0 (collector 0, while it was built): KeyError: 'arm'",
     ]
-    about = f'{LINE}, {LACKS}make_vec_options={{"worker_init": "script"}}: '
+    about = f'{LINE}, {LACKS}worker_init="script": '
     assert all(line.startswith(about) for line in said[1:4:2])
     assert said[4:] == ["[[5.0, 0.0, 0.0]]"] * 2 + ["[[6.0, 7.0, 8.0]]"] * 3
 
