@@ -44,7 +44,9 @@ def _shared_bytes():
     return sum(files.values())
 
 
-@pytest.mark.parametrize("blob", [os.urandom(8 * MEGABYTE), {i: os.urandom(MEGABYTE) for i in range(8)}], ids=["bytes", "dict"])
+@pytest.mark.parametrize(
+    "blob", [os.urandom(8 * MEGABYTE), {i: os.urandom(MEGABYTE) for i in range(8)}], ids=["bytes", "dict"]
+)
 def test_arguments_without_arrays_are_given_back_once_they_were_read(blob):
     before = _shared_bytes()
     with muster.make_vec(Reader, 3, env_kwargs={"blob": blob}, context="forkserver") as envs:
