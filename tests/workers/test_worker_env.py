@@ -166,14 +166,14 @@ def _sb3(env: Any, worker_env: Any) -> Any:
 
 def _sb3_make(env: Any, worker_env: Any) -> Any:
     sb3 = pytest.importorskip("muster.interop.sb3", exc_type=ImportError)
-    options = {"num_workers": 2, "worker_env": worker_env, "start_method": "fork"}
+    options = {"num_workers": 2, "worker_env": worker_env}
     envs = sb3.make_vec_env(env, 2, vec_env_cls=sb3.SubprocVecEnv, vec_env_kwargs=options)
     return envs, envs.reset()
 
 
 def _torchrl(env: Any, worker_env: Any) -> Any:
     torchrl = pytest.importorskip("muster.interop.torchrl", exc_type=ImportError)
-    envs = torchrl.ParallelEnv(2, env, num_processes=2, worker_env=worker_env, mp_start_method="fork")
+    envs = torchrl.ParallelEnv(2, env, num_processes=2, worker_env=worker_env)
     return envs, envs.reset()["observation"].numpy()
 
 
@@ -193,7 +193,7 @@ def test_collectors_take_variables_too(num_collectors: int | None, probe: Any) -
         collector: Any = muster.Collector(probe, None, make_vec_options={**options, "num_workers": 2}, **settings)
     else:
         collector = muster.MultiCollector(
-            probe, None, make_vec_options=options, num_collectors=num_collectors, context="fork", **settings
+            probe, None, make_vec_options=options, num_collectors=num_collectors, **settings
         )
     batch = next(iter(collector))
     collector.shutdown()
