@@ -228,7 +228,7 @@ def test_an_info_that_cannot_travel_leaves_the_other_envs_rows() -> None:
 
 def test_a_launcher_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_client, "_ANSWER_S", 2.0)
-    client = launcher_client.LauncherClient.acquire("forkserver", threads=1)
+    client = launcher_client.LauncherClient.acquire("forkserver", 1, ENV_PRELOADS)
     try:
         os.kill(client._process.pid, signal.SIGSTOP)
         with muster.make_vec([Counter] * 2, num_workers=2) as envs:
