@@ -35,8 +35,9 @@ pytest.register_assert_rewrite(
 
 _PATIENCE_S = 5.0
 
-# A shell that runs this in the background has it ignore them, and it would have every process that it starts.
-for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+# A shell that runs this in the background, or nohup, has it ignore these, and so every process that it starts.
+_HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGQUIT: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+for _number, _handler in _HANDLERS.items():
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 

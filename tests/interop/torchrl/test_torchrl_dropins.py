@@ -167,14 +167,14 @@ def test_parallel_env_takes_torchrls_factories_and_its_encoding():
 
 
 def test_parallel_env_gives_each_env_a_process_of_its_own():
-    envs = ParallelEnv(3, Alone, mp_start_method="fork")
+    envs = ParallelEnv(3, Alone)
     assert len(set(envs.vector_env.call("where"))) == 3
     envs.close()
 
 
 def test_two_that_cannot_share_a_process_say_how_each_gets_its_own():
     with pytest.raises(OSError, match="the simulator is loaded already") as raised:
-        ParallelEnv(2, Alone, num_processes=1, mp_start_method="fork")
+        ParallelEnv(2, Alone, num_processes=1)
     assert "ParallelEnv without num_processes" in raised.value.__notes__[-1]
 
 
