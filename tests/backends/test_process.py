@@ -17,6 +17,7 @@ import pytest
 
 import muster
 import programs
+from muster.backends.process import ENV_PRELOADS
 from muster.errors import CannotTravel
 from muster.pool import launcher_client
 from sample_envs import Counter, Reporting
