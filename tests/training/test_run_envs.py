@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from muster.algorithms import PPOConfig
-from muster.pool import start_notice
+from muster.pool import notices
 from muster.training import run_envs
 from muster.training.plan import TrainingPlan
 from muster.training.run_envs import expected_workers, open_run_envs, start_run_envs
@@ -71,8 +71,8 @@ def test_what_is_quick_is_not_said(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_it_is_not_said_twice(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(start_notice, "_has_terminal", lambda: True)
-    monkeypatch.setattr(start_notice, "_QUICK_S", 0.0)
+    monkeypatch.setattr(notices, "_has_terminal", lambda: True)
+    monkeypatch.setattr(notices, "_QUICK_S", 0.0)
     open_run_envs(plan_of(), 1).close()
     assert "starting 1 env in 1 process" in capfd.readouterr().err
     start_run_envs(plan_of(), Console(file=io.StringIO()), 1).close()

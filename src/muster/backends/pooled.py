@@ -45,7 +45,7 @@ class PooledBackend(Backend):
         self.close_limits = close_limits
         self._hosts = range(num_workers)
         self._owner = os.getpid()
-        self._attached = self._closed = False
+        self._attached = self._closed = self._has_caller = False
         self._calling: str | None = None
         self._called_at = 0.0
         self._results: dict[int, list[Any]] = {}  # of the last call, by host
@@ -71,6 +71,7 @@ class PooledBackend(Backend):
     def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
         self.slab = self._made_slab(plan)
         self.caller = make_caller(self.slab, caller)
+        self._has_caller = True
         self._attach = self._attach_message(options)
         with self._fate():
             self._ask_all([self._attach] * self.num_workers, self._attach_limit())
@@ -106,10 +107,14 @@ class PooledBackend(Backend):
             yield
         except BaseException:
             if self.pool.closed:
-                if hasattr(self, "caller"):
-                    self.caller.closed = True
+                self._end_steps()
                 self.close(AT_ONCE)
             raise
+
+    def _end_steps(self) -> None:
+        """Has every later call of the vector env refused."""
+        if self._has_caller:
+            self.caller.closed = True
 
     def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
         resets = dict(self.resets_by_host(env_ids, arguments))

@@ -106,6 +106,7 @@ class ProcessBackend(PooledBackend):
         super().__init__(recipes, options.num_workers, num_hosts, options.nouns, options.close_limits)
         self._options = options
         self._context = options.processes.context
+        self._has_pool = False
         self._local: EnvHost | None = None
         self._mail: SharedMail | None = None
         self._local_mail = LocalMail()
@@ -128,6 +129,7 @@ class ProcessBackend(PooledBackend):
         self.pool = Pool(
             "muster.hosts.env_resident:EnvResident", plans, processes, self, files=self._files, nouns=self._nouns()
         )
+        self._has_pool = True
         local: list[EnvFacts] = []
         found = self.pool.start(self._judge(), lambda: local.extend(self._build_local()))
         self.log_flag = self.pool.log_flag
@@ -349,7 +351,7 @@ class ProcessBackend(PooledBackend):
             return not any(isinstance(one.exception, KeyboardInterrupt) for one in failures)
 
         try:
-            if hasattr(self, "pool"):
+            if self._has_pool:
                 at_once = limits if self._attached else AT_ONCE
                 for _, said in self.pool.close(at_once, close_local):
                     failures += said

@@ -72,8 +72,7 @@ class ThreadBackend(PooledBackend):
         if self._closed or self._owner != os.getpid():
             return []
         self._closed = True
-        if hasattr(self, "caller"):
-            self.caller.closed = True
+        self._end_steps()
         failures = [one for _, said in self.pool.close(limits) for one in said]
         return sorted((one for one in failures if not self._is_cut(one)), key=lambda failure: failure.env_index)
 
