@@ -306,7 +306,7 @@ def test_while_workers_are_looked_after_it_closes_nothing(monkeypatch: pytest.Mo
 
     with muster.make_vec(InterruptsItsCaller, 2, num_workers=2, env_kwargs={"caller": 0}) as envs:
         envs.reset()
-        monkeypatch.setattr("muster.pool.pool.readable", interrupted)
+        monkeypatch.setattr("muster.pool.worker_process.Poller.ready", interrupted)
         with pytest.raises(KeyboardInterrupt):
             for _ in range(1000):
                 envs.send(ACTIONS[:2])

@@ -149,7 +149,7 @@ class PooledBackend(Backend):
             self._require_not_closed()
             left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())
             with self._fate():
-                arrived = self.pool.take(left_s, 1)
+                arrived = self.pool.take(left_s)
             self.deliver_logs()
             for one in arrived:
                 self._results[one.place] = self._results_of(one)

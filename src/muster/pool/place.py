@@ -58,7 +58,7 @@ class Limit:
     words: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Place:
     """The worker in one place, the channel to it, and what it owes.
 

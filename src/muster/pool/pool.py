@@ -48,7 +48,7 @@ from muster.pool.resources import Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
-from muster.pool.worker_process import close_own, own, readable
+from muster.pool.worker_process import Poller, close_own, own
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed
 from muster.transport.mail import dumps
@@ -92,6 +92,8 @@ class Pool(BasePool[Place]):
         self._log_inbox: LogInbox | None = None
         self._starting = _Starting()
         self._started = False
+        self._polled: list[Place] = []
+        self._poller = Poller()
         self._judged: list[Any] = []
         self._warned = False
         self._sending_at = math.inf
@@ -275,17 +277,21 @@ class Pool(BasePool[Place]):
     # ---- listening
 
     def _listen(self, timeout_s: float) -> bool:
-        places = list(self._places)
-        channels = {place.channel.fileno(): place for place in places}
-        processes = {place.process.fileno(): place for place in places}
-        ready = readable([*channels, *processes], timeout_s)
+        if self._polled != self._places:
+            self._polled, self._poller = list(self._places), Poller()
+            for place in self._polled:
+                self._poller.add(place.channel.fileno(), place)
+                self._poller.add(place.process.fileno(), place)
+        ready = self._poller.ready(timeout_s)
         self._require_open()
-        ended = {processes[fd].index for fd in ready if fd in processes}
-        heard = {place.index: place for fd in ready if (place := channels.get(fd) or processes[fd])}
-        for index, place in heard.items():
+        heard: dict[int, tuple[Place, bool]] = {}
+        for fd, place in ready:
+            _, ended = heard.get(place.index, (place, False))
+            heard[place.index] = place, ended or fd == place.process.fileno()
+        for index, (place, has_ended) in heard.items():
             if self._places[index] is place:
                 with self.whole():
-                    self._hear(place, has_ended=index in ended)
+                    self._hear(place, has_ended=has_ended)
         return bool(heard)
 
     def _hear(self, place: Place, *, has_ended: bool) -> None:

@@ -172,6 +172,23 @@ def _significant_lines(lines: list[str]) -> list[str]:
     return lines[first:end] + lines[max(end, len(lines) - 5) :]
 
 
+class Poller:
+    """Waits for fds that have something to read, or were closed at the other end, each with what it belongs to."""
+
+    def __init__(self) -> None:
+        self._poll, self._owners = select.poll(), dict[int, Any]()
+
+    def add(self, fd: int, owner: Any) -> None:
+        """Adds an fd. owner: what it belongs to."""
+        if fd >= 0:
+            self._poll.register(fd, select.POLLIN)
+            self._owners[fd] = owner
+
+    def ready(self, timeout_s: float) -> list[tuple[int, Any]]:
+        """The fds that are ready within the time, with their owners."""
+        return [(fd, self._owners[fd]) for fd, _ in self._poll.poll(timeout_s * 1000)]
+
+
 def readable(fds: Iterable[int], timeout_s: float) -> list[int]:
     """The `fds` that, within the time, have something to read, or were closed at the other end."""
     poller = select.poll()
