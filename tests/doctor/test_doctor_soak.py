@@ -137,10 +137,10 @@ def test_a_soak_that_is_too_short_says_so() -> None:
 
 
 def test_whatever_is_left_behind_in_each_episode_is_counted() -> None:
-    soak, findings = soaked(Leaky, 4.0, traits="handle and thread and process", length=50)
+    soak, findings = soaked(Leaky, 4.0, traits="handle and thread and process", length=150)
     warned = warnings_of(findings)
     for kind, example in (("file handles", "/dev/null"), ("threads", ""), ("child processes", "sleep")):
-        (text,) = [text for text in warned if re.match(rf"leaks {kind}, 0\.02\d* a step, 1 an episode: from ", text)]
+        (text,) = [text for text in warned if re.match(rf"leaks {kind}, 0\.00\d* a step, 1 an episode: from ", text)]
         assert f" after {soak.episodes:,} episodes and {soak.steps:,} steps" in text
         assert example in text
     handles = quantity(soak, "file handles")
