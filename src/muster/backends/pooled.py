@@ -129,7 +129,7 @@ class PooledBackend(Backend):
         return False
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call([Call((name, args, kwargs))] * self.num_workers, _called(name))
+        self._call([Call((name, args, kwargs))] * self.num_workers, called(name))
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
         requests = [SetAttr((name, [values[env] for env in self.envs_of(host)])) for host in self._hosts]
@@ -262,7 +262,8 @@ def seconds_since(moment: int) -> float:
     return (now - moment) / max(1.0, per_second)
 
 
-def _called(name: str | EnvCall) -> str:
+def called(name: str | EnvCall) -> str:
+    """A call in words: ``call('render')``."""
     return f"call({name!r})" if isinstance(name, str) else "call()"
 
 

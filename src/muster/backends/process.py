@@ -17,7 +17,7 @@ from muster.backends.base import (
     close_here,
     raise_local_interrupt,
 )
-from muster.backends.pooled import PooledBackend, seconds_since
+from muster.backends.pooled import PooledBackend, called, seconds_since
 from muster.envs.quiet_atari import no_banner_meanwhile
 from muster.errors import CannotTravel, UsageError
 from muster.hosts.env_facts import EnvFacts
@@ -156,7 +156,7 @@ class ProcessBackend(PooledBackend):
         kind = "" if nouns.worker == NOUNS.worker else f"{nouns.worker} "
         count = self.num_workers
         here = " and in this one" if self._options.caller_steps else ""
-        dying = [advise_apart(self._recipes[first:last]) for first, last in map(self._ends_of, self._hosts)]
+        dying = [advise_apart(self._recipes[envs.start : envs.stop]) for envs in map(self.envs_of, self._hosts)]
         return dataclasses.replace(
             nouns,
             starting=(
@@ -169,9 +169,6 @@ class ProcessBackend(PooledBackend):
             ),
             dying=tuple(dying),
         )
-
-    def _ends_of(self, host: int) -> tuple[int, int]:
-        return self.first_envs[host], self.first_envs[host + 1]
 
     def _judge(self) -> Any:
         count, options = len(self._recipes), self._options
@@ -245,7 +242,7 @@ class ProcessBackend(PooledBackend):
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parts = name.sent_parts() if hasattr(name, "sent_parts") else {"the function": name}
         request = Call(self._packed((name, args, kwargs), parts | named_arguments(args, kwargs)))
-        self._call([request] * self.num_workers, f"call({name!r})" if isinstance(name, str) else "call()")
+        self._call([request] * self.num_workers, called(name))
         if self._local is not None:
             self._results[self.num_workers] = self._local.call(name, args, kwargs)
 
@@ -316,7 +313,8 @@ class ProcessBackend(PooledBackend):
             state = self.slab.host(host)
             # A worker that has been stopped (SIGSTOP) between two steps shows NOTHING as its state, although it owes an
             # answer. Then the time counts for which its state and records have not changed.
-            records = self.slab.records[slice(*self._ends_of(host))]
+            envs = self.envs_of(host)
+            records = self.slab.records[envs.start : envs.stop]
             seen = (state["since"], records["requested"].sum(), records["finished"].sum())
             if self._seen.get(host, (None, 0.0))[0] != seen:
                 self._seen[host] = seen, time.monotonic()

@@ -129,11 +129,13 @@ class BasePool(ABC, Generic[P]):
         """
         began = time.monotonic()
         deadline = math.inf if timeout_s is None else began + timeout_s
+        among = range(len(self._places)) if places is None else places
+        for index in among:
+            self._open_place(index)  # raises where there is none
         while True:
             self._require_open()
-            among = range(len(self._places)) if places is None else places
             arrived = [one for one in self._arrived if one.place in among]
-            owed = sum(self._open_place(index).asked_at is not None for index in among)
+            owed = sum(self._places[index].asked_at is not None for index in among)
             left_s = max(0.0, deadline - time.monotonic())
             missing = owed if at_least is None else min(owed, at_least - len(arrived))
             if missing <= 0 or (left_s == 0.0 and not self._listen(0.0)):
