@@ -361,7 +361,8 @@ class ReplicaPool:
             stop_flag(block)[0] = 0
         with self._translating():
             orders = {k: Collect(offset, self._frames[k], k in self._afresh) for k, (offset, _) in blocks.items()}
-            self._send({k: order for k, order in orders.items() if k not in self._fates.reasons}, "collecting")
+            asked = {k: order for k, order in orders.items() if k not in self._fates.reasons}
+            self._send(asked, "collecting", "about to collect")
         self._afresh.difference_update(blocks)
         self._filling |= {k: block for k, (_, block) in blocks.items()}
 
@@ -403,12 +404,13 @@ class ReplicaPool:
 
     # ---- the pool
 
-    def _send(self, questions: Mapping[int, object], words: str) -> None:
+    def _send(self, questions: Mapping[int, object], words: str, at_first: str = "about to answer a call") -> None:
+        """Asks replicas. words, at_first: what they do then, and what they do until they can have read it."""
         sealed: dict[int, bytes] = {}  # by identity: most questions are the same for all
         for k, question in questions.items():
             if id(question) not in sealed:
                 sealed[id(question)] = self._pool.sealed(question)
-            self._fates.asked[k] = "about to collect", None
+            self._fates.asked[k] = at_first, None
             self._pool.ask(k, sealed[id(question)], self._limit)
             self._fates.asked[k] = words, time.monotonic()
 
