@@ -24,12 +24,12 @@ import muster
 from muster.doctor import Diagnosis, Finding, Measurements, trials
 from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnosing import _source as source_of
-from muster.doctor.diagnosing import try_contexts
+from muster.doctor.diagnosing import _Subject, try_contexts, try_lines
 from muster.doctor.diagnosis import recommended_rows
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
-from muster.doctor.lines import try_lines
 from muster.envs import resolve_foreign_id
-from muster.hosts.trial import STARTING, PackedRecipes, Problem, TrialOutcome, run_guarded
+from muster.hosts.trial import STARTING, Problem, TrialOutcome, Trials, pack_for_trials
+from muster.pool.launcher_client import LauncherClient
 from muster.pool.resources import memory_left, usable_cores
 from muster.recipes.recipe import make_recipes
 from muster.vector.side_by_side import SideBySide, try_side_by_side
@@ -52,7 +52,14 @@ def text_of(diagnosis: Diagnosis, topic: str, severity: str) -> str:
 
 
 def living() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True) if is_alive(child.pid)}
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if is_alive(child.pid) and child.name() != "muster-launcher"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _launchers():
+    with LauncherClient.kept():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +135,7 @@ def test_a_line_that_hangs_is_cut_off_and_the_others_are_not_run():
 
 
 def test_what_takes_long_to_build_is_run_on_the_first_line_alone(monkeypatch):
-    monkeypatch.setattr("muster.doctor.lines._LONG_BUILD_S", 0.0)
+    monkeypatch.setattr("muster.doctor.diagnosing._LONG_BUILD_S", 0.0)
     diagnosis = diagnose(make_patient, num_envs=2)
     first, *others = diagnosis.tried
     assert first.steps_per_s > 0
@@ -154,7 +161,8 @@ def test_a_shared_object_that_hangs_in_a_fork_is_cut_off():
 
     recipe = make_recipes(hanging, 1, {"lock": threading.Lock()})[0]
     verdict = Verdict("make_env", {}, 2, travels=False, tried={"fork": None})
-    tried, _ = try_lines(candidates(verdict, Measurements()), recipe, None, 1.0, 0.1)
+    subject = _Subject(recipe, Trials([recipe], 1.0), "", "")
+    tried, _ = try_lines(candidates(verdict, Measurements()), subject, None, 0.1)
     assert [one.problem for one in tried] == ["building many of it, it hung for 1 s"] * 3
 
 
@@ -173,19 +181,22 @@ def test_an_env_that_dies_is_a_finding_and_the_line_restarts_it():
     assert 'on_failure="restart"' in diagnosis.recommendation.line
 
 
-def try_out(trial, trait: str, timeout_s: float = 20.0, hash_seed: int | None = None, **options) -> TrialOutcome:
-    packed = PackedRecipes.of(make_recipes(make_patient, 1, {"trait": trait}), "spawn")
-    return run_guarded(trial, packed, stage_timeout_s=timeout_s, options=options, hash_seed=hash_seed)
+def trials_of(env, num_envs: int = 1, timeout_s: float = 20.0, **kwargs) -> Trials:
+    recipes = make_recipes(env, num_envs, kwargs, resolve_foreign_id=resolve_foreign_id)
+    return Trials(pack_for_trials(recipes, "spawn"), timeout_s)
+
+
+def try_out(trial, trait: str, timeout_s: float = 20.0, **options) -> TrialOutcome:
+    return trials_of(make_patient, timeout_s=timeout_s, trait=trait).run(trial, **options)
 
 
 def side_by_side(trait: str) -> SideBySide:
-    recipes = make_recipes(make_patient, 2, {"trait": trait})
-    return try_side_by_side(PackedRecipes.of(recipes, "spawn"), 20.0)
+    return try_side_by_side(trials_of(make_patient, 2, trait=trait))
 
 
 def behave(trait: str, timeout_s: float = 20.0) -> list[Finding]:
     """What the trials of a single env find."""
-    first = try_out(trials.behaviour, trait, timeout_s, hash_seed=1)
+    first = try_out(trials.behaviour, trait, timeout_s)
     if "rows" not in first.results:
         return about_behaviour(first)
     again = try_out(trials.replay, trait, timeout_s, hash_seed=2, rows=first.results["rows"])
@@ -221,9 +232,7 @@ def test_what_does_not_repeat_itself_is_found(trait, words):
 
 
 def test_traits_are_found():
-    findings = about_behaviour(
-        try_out(trials.behaviour, "reuses its buffer, changes its action, costly infos", hash_seed=1)
-    )
+    findings = about_behaviour(try_out(trials.behaviour, "reuses its buffer, changes its action, costly infos"))
     for topic, severity, words in (
         ("buffers", "note", "same array"),
         ("actions", "warns", "changes the action"),
@@ -354,13 +363,11 @@ def test_what_is_slow_does_not_hang():
 
 def test_multi_agent_envs_are_played_and_run():
     pytest.importorskip("mpe2")
-    recipes = make_recipes("pettingzoo/mpe2/simple_v3", 1, resolve_foreign_id=resolve_foreign_id)
-    packed = PackedRecipes.of(recipes, "spawn")
-    played = run_guarded(trials.behaviour, packed, stage_timeout_s=20.0, options={})
+    team = trials_of("pettingzoo/mpe2/simple_v3")
+    played = team.run(trials.behaviour)
     assert (played.stage, played.results["api"]) == (None, "PettingZoo parallel")
     assert played.results["digest"] == played.results["digest_again"] != played.results["digest_other"]
-    options = {"num_envs": 2, "options": {"backend": "serial"}, "seconds": 0.05}
-    run = run_guarded(trials.stepping_many, packed, stage_timeout_s=20.0, options=options)
+    run = team.run(trials.stepping_many, num_envs=2, options={"backend": "serial"}, seconds=0.05)
     assert run.stage is None
     assert run.results["steps_per_s"] > 0
 
@@ -434,8 +441,7 @@ def test_nothing_that_an_env_has_started_is_left(file):
 
 
 def test_what_an_env_has_started_does_not_keep_the_doctor_waiting(file):
-    packed = PackedRecipes.of(make_recipes(functools.partial(Shelling, file)), "spawn")
-    outcome = run_guarded(trials.behaviour, packed, stage_timeout_s=20.0, options={})
+    outcome = trials_of(functools.partial(Shelling, file)).run(trials.behaviour)
     assert (outcome.stage, outcome.how) == (None, "")
     assert not left_of(file)
 
@@ -470,7 +476,7 @@ def test_where_sigchld_is_ignored_nobody_knows_how_a_trial_ended():
 
 @pytest.mark.parametrize(("only_one", "severity"), [(False, "good"), (True, "warns")])
 def test_an_env_that_holds_an_address_meets_itself_in_no_trial(only_one, severity):
-    recipes = make_recipes(Listening, 2, {"address": f"muster-test-{os.getpid()}-", "only_one": only_one})
-    finding = about_pair(try_side_by_side(PackedRecipes.of(recipes, "spawn"), 20.0), None)
+    pair = trials_of(Listening, 2, address=f"muster-test-{os.getpid()}-", only_one=only_one)
+    finding = about_pair(try_side_by_side(pair), None)
     assert finding.severity == severity
     assert ("only one may live in a process" in finding.text) == only_one

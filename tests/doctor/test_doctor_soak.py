@@ -19,7 +19,7 @@ from muster.doctor import Finding, Soak, SoakedQuantity
 from muster.doctor.soak import judge_soak, run_soak
 from muster.envs import resolve_foreign_id
 from muster.errors import ConfigError
-from muster.hosts.trial import PackedRecipes, TrialOutcome
+from muster.hosts.trial import TrialOutcome, Trials, pack_for_trials
 from muster.recipes.recipe import make_recipes
 
 HERE = Path(__file__).parent
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 def soaked(env: Any, soak_s: float, **kwargs: Any) -> tuple[Soak, list[Finding]]:
     recipes = make_recipes(env, 1, kwargs, (), resolve_foreign_id=resolve_foreign_id)
-    soak, findings = run_soak(PackedRecipes.of(recipes, "spawn"), soak_s, timeout_s=60.0)
+    soak, findings = run_soak(Trials(pack_for_trials(recipes, "spawn"), 60.0), soak_s)
     assert soak is not None, findings
     return soak, findings
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_sent_is_soaked_in_a_fork() -> None:
         with lock:
             return Leaky("handle")
 
-    _, findings = run_soak(make_recipes(locked, 1, {}, ()), 4.0, timeout_s=60.0)
+    _, findings = run_soak(Trials(make_recipes(locked, 1, {}, ()), 60.0), 4.0)
     assert [text.partition(",")[0] for text in warnings_of(findings)] == ["leaks file handles"]
 
 

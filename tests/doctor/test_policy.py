@@ -13,7 +13,7 @@ from torch import nn
 
 import muster
 import programs
-from muster.doctor.policy import judge_policy
+from muster.doctor.policy_calls import judge_policy
 
 POLICIES = """
 import threading

@@ -11,8 +11,6 @@ from muster.vector.side_by_side import SideBySide
 
 # An env that ends its trial early in one of these stages cannot be stepped; one that gets past them can.
 FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
-# The topic of the finding that an env uses objects of the calling process.
-SHARING = "sharing"
 _MANY_THREADS = 2
 _LONG_STEP_S = 100e-6
 _MUCH = 10_000
@@ -106,7 +104,7 @@ def about_sharing(shared: str) -> Finding:
         "reset and a step: what these have put there is there now. To have all tried, diagnose a factory that makes "
         "such objects itself"
     )
-    return Finding("warns", SHARING, text)
+    return Finding("warns", "sharing", text)
 
 
 def about_start_methods(tried: Mapping[str, Problem | None], known: bool) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Calls of a policy on an env's own observations, as a collector calls it, but without the env. Needs PyTorch."""
+"""What the doctor does with a policy: asks whether it can be copied, and calls it as a collector does. Needs PyTorch."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from gymnasium import spaces
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from muster.doctor.diagnosis import Finding, PolicyVerdict, size
 from muster.errors import SpecMismatch, WrongType
-from muster.hosts.trial_process import Reporter
+from muster.hosts.trial import Reporter
 from muster.introspection import type_name
 from muster.rollout.collector import Collector
 from muster.rollout.env_side import EnvSide
 from muster.rollout.fields import Array, describe
 from muster.rollout.multi_agent_side import MultiAgentEnvs
 from muster.rollout.policies import PlainActor, TensorDictActor, is_tensordict_policy
+from muster.rollout.processes.policy_travel import obstacle_to
 from muster.rollout.single_agent_side import SingleAgentEnvs
 from muster.rollout.storage import Storage
 from muster.rollout.weights import load_weights, module_of, named_weights, place, weights_for
 from muster.worker_info import WorkerInfo, worker_info_context
 
 _ROWS = 8
-# The files of a folder in which the doctor and the trials of a policy hand over what does not go into a line of JSON.
-FACTORY, OBSERVED, WEIGHTS = "factory", "observed", "weights"
+# The files of a folder in which the doctor and the trials of a policy hand over what is more than a result.
+FACTORY, OBSERVED, WEIGHTS, OUTPUTS = "factory", "observed", "weights", "outputs"
+BUILDS = 2
 
 Layout = dict[str, list[Any]]
 """By a parameter's or buffer's name, in quotes, its shape and its dtype's name."""
@@ -60,6 +63,25 @@ class ObservedEnvs:
         return SingleAgentEnvs(envs) if self.groups is None else MultiAgentEnvs(envs)
 
 
+def judge_policy(policy: Any) -> tuple[Finding, PolicyVerdict]:
+    """The decision of `MultiCollector` about `policy`, made before any process starts, as a finding and a verdict."""
+    weights = named_weights(policy)
+    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    obstacle = obstacle_to(policy)
+    if obstacle is None:
+        text = f"it can be copied to collector processes, once; {len(weights)} weights ({size(weight_bytes)}) follow"
+        return Finding("good", "policy", text), PolicyVerdict(True, weight_bytes)
+    remedy = "\n".join(f"# {way}" for way in obstacle.ways_out())
+    verdict = PolicyVerdict(
+        False, weight_bytes, obstacle.path, obstacle.type_name, obstacle.reason, obstacle.ways_out()
+    )
+    if obstacle.marked:
+        text = f"it stays in the calling process, as it asks: {obstacle}. There it acts for the envs of all workers"
+        return Finding("note", "policy", text), verdict
+    text = f"it cannot be copied to collector processes, because of {obstacle}. MultiCollector lets it act here for all"
+    return Finding("warns", "policy", text, remedy), verdict
+
+
 def observe(envs: Any, folder: Path) -> None:
     """Steps a vector env of one env by random actions; writes what it observes, as if of N envs, to ``folder``."""
     storage = Collector(envs, None, frames_per_batch=_ROWS, seed=0, compact=True).collect_storage()
@@ -75,14 +97,14 @@ def observe(envs: Any, folder: Path) -> None:
     (folder / OBSERVED).write_bytes(cloudpickle.dumps(observed))
 
 
-def build_and_call(reporter: Reporter, folder: Path, name: str, builds: int) -> None:
-    """Builds a policy ``builds`` times by the factory in ``folder``, and calls each on the observations in there.
+def build_and_call(reporter: Reporter, folder: Path) -> None:
+    """Builds a policy `BUILDS` times by the factory in ``folder``, and calls each on the observations in there.
 
     All get the weights that lie in ``folder``; without any, those of the first, which are written there. Reports
     ``build_s`` of the first, and by number the layouts; writes outputs to ``folder``, as `outputs_in` reads them.
     """
     factory: Callable[[], Any] = pickle.loads((folder / FACTORY).read_bytes())
-    for number in range(builds):
+    for number in range(BUILDS):
         reporter.stage("building the policy" + " again" * (number > 0))
         started = time.perf_counter()
         with worker_info_context(WorkerInfo(None, 0, 1, 1, seed=0)):
@@ -101,12 +123,12 @@ def build_and_call(reporter: Reporter, folder: Path, name: str, builds: int) -> 
             if own := named_weights(policy):
                 with contextlib.suppress(SpecMismatch):  # its layout says how it differs
                     load_weights(policy, weights_for(policy, torch.load(folder / WEIGHTS, weights_only=True), own))
-            torch.save(_outputs_of(policy, folder), folder / f"{name} {number}")
+            torch.save(_outputs_of(policy, folder), folder / f"{OUTPUTS} {number}")
 
 
-def outputs_in(folder: Path, name: str) -> dict[str, Tensor]:
+def outputs_in(folder: Path, number: int) -> dict[str, Tensor]:
     """What a policy gave by key; {} if it was not called."""
-    file = folder / name
+    file = folder / f"{OUTPUTS} {number}"
     outputs: dict[str, Tensor] = torch.load(file, weights_only=True) if file.exists() else {}
     return outputs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from muster.doctor.diagnosis import Finding, Severity, seconds
 from muster.doctor.policy_calls import (
+    BUILDS,
     FACTORY,
     OBSERVED,
     Layout,
@@ -23,11 +24,9 @@ from muster.doctor.policy_calls import (
     write_weights,
 )
 from muster.doctor.trials import building, observing
-from muster.envs import resolve_foreign_id
-from muster.errors import CannotTravel, RecipeError, UsageError
-from muster.hosts.trial import STARTING, PackedRecipes, TrialOutcome, run_guarded
+from muster.errors import CannotTravel, UsageError
+from muster.hosts.trial import STARTING, TrialOutcome, Trials
 from muster.pickling import find_shared
-from muster.recipes.recipe import make_recipes
 from muster.rollout.processes.policy_travel import pack_factory
 from muster.rollout.weights import require_shapes
 
@@ -35,7 +34,6 @@ _TOPIC = "policy_factory"
 _LONG_BUILD_S = 5.0
 _SHOWN = 4
 _TOLERANCE = 1e-6
-_BUILDS = 2
 
 
 class _Built(NamedTuple):
@@ -46,27 +44,12 @@ class _Built(NamedTuple):
     outputs: dict[str, Tensor]
 
 
-def packed_recipe(
-    env: Any, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]]
-) -> PackedRecipes | None:
-    """The recipe of one env for another process; None where there is none, or where it cannot travel."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the env's own diagnosis tells of them
-        try:
-            recipes = make_recipes(env, 1, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
-            return PackedRecipes.of(recipes, "spawn")
-        except (RecipeError, CannotTravel):
-            return None
-
-
-def judge_factory(
-    factory: Callable[[], Any], policy: Any, recipe: PackedRecipes | None, timeout_s: float
-) -> list[Finding]:
+def judge_factory(factory: Callable[[], Any], policy: Any, env: Trials | None, timeout_s: float) -> list[Finding]:
     """Findings about two policies that ``factory`` builds in another process.
 
     They are compared with each other, or with ``policy`` where that is not None: by names, shapes and dtypes of their
     weights, and by their outputs on the env's observations with equal weights, from one seed of torch. ``policy`` is
-    called here.  recipe: packed; None where no env can be built: outputs are not compared then.
+    called here.  env: trials of one; None where none can be stepped: outputs are not compared then.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -87,11 +70,10 @@ def judge_factory(
                 return [Finding("warns", _TOPIC, f"nothing was compared: {error}")]
             write_weights(policy, folder)
         uncalled = "no env could be played for that, see above"
-        if recipe is not None:
-            outcome = run_guarded(observing, recipe, stage_timeout_s=timeout_s, options={"folder": name})
+        if env is not None:
+            outcome = env.run(observing, folder=name)
             uncalled = "" if (folder / OBSERVED).exists() else f"{outcome.stage}, it {outcome.how}"
-        options = {"folder": name, "name": "outputs", "builds": _BUILDS}
-        outcome = run_guarded(building, None, stage_timeout_s=timeout_s, options=options)
+        outcome = Trials(None, timeout_s).run(building, folder=name)
         return list(_findings(policy, outcome, folder, uncalled))
 
 
@@ -102,9 +84,9 @@ def _findings(policy: Any, outcome: TrialOutcome, folder: Path, uncalled: str) -
         subject = "a trial" if outcome.stage == STARTING else "it"
         severity: Severity = "blocks" if outcome.stage.startswith("building") else "warns"
         yield Finding(severity, _TOPIC, f"{outcome.stage}, {subject} {outcome.how}", outcome.detail or None)
-    names = ("the first one", "the second one") if policy is None else ("what it builds",) * _BUILDS
+    names = ("the first one", "the second one") if policy is None else ("what it builds",) * BUILDS
     built = [
-        _Built(name, outcome.results[f"layout {number}"], outputs_in(folder, f"outputs {number}"))
+        _Built(name, outcome.results[f"layout {number}"], outputs_in(folder, number))
         for number, name in enumerate(names)
         if f"layout {number}" in outcome.results
     ]

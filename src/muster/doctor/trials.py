@@ -1,4 +1,4 @@
-"""The doctor's trials, each of which `run_guarded` runs in a process of its own."""
+"""The doctor's trials, each of which `Trials` runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muster.doctor.api_checkers import check_api, name_api
 from muster.doctor.measure import warmed_up
 from muster.envs.player import Player
 from muster.errors import RecipeError
-from muster.hosts.trial_process import Reporter
+from muster.hosts.trial import Reporter
 from muster.introspection import find_in
 from muster.pickling import find_culprits
 from muster.pool.resources import own_memory_bytes
@@ -59,7 +59,7 @@ def judging(reporter: Reporter, target: str) -> None:
     reporter.stage("building it")
     policy = found() if inspect.isroutine(found) or inspect.isclass(found) else found
     reporter.stage("importing PyTorch")
-    from muster.doctor.policy import judge_policy
+    from muster.doctor.policy_calls import judge_policy
 
     reporter.stage("seeing whether it can be copied")
     finding, verdict = judge_policy(policy)
@@ -79,12 +79,12 @@ def observing(recipe: Recipe, reporter: Reporter, folder: str) -> None:
         reporter.stage("closing the env of the policy")
 
 
-def building(reporter: Reporter, folder: str, name: str, builds: int) -> None:
-    """Builds a policy some times by the factory in `folder`, calls it, and reports what it is like."""
+def building(reporter: Reporter, folder: str) -> None:
+    """Builds a policy twice by the factory in `folder`, calls both, and reports what they are like."""
     reporter.stage("importing PyTorch")
     from muster.doctor.policy_calls import build_and_call
 
-    build_and_call(reporter, Path(folder), name, builds)
+    build_and_call(reporter, Path(folder))
 
 
 def behaviour(recipe: Recipe, reporter: Reporter) -> None:
