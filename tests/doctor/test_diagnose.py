@@ -465,10 +465,10 @@ def test_a_doctor_that_is_killed_leaves_nothing(file):
         time.sleep(0.02)
 
 
-def test_where_sigchld_is_ignored_nobody_knows_how_a_trial_ended():
+def test_where_sigchld_is_ignored_nobody_knows_how_a_fork_ended():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        outcome = try_out(trials.behaviour, "segfault")
+        outcome = Trials(make_recipes(make_patient, 1, {"trait": "segfault"}), 20.0).run(trials.behaviour)
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert outcome.how == "ended the process, nobody knows how, since SIGCHLD is ignored here"

@@ -218,7 +218,7 @@ def test_the_command_prints_the_table_and_the_verdict() -> None:
     assert "! soak leaks file handles, 0.05" in said
     assert " a step, 1 an episode: from " in said
     assert "Soaked for 3" in said
-    assert "+1 grows threads 2 2 2 2 steady child processes" in said
+    assert "+1 grows threads 3 3 3 3 steady child processes" in said
 
 
 @pytest.mark.slow

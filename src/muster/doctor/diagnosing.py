@@ -163,8 +163,8 @@ def _diagnose_env(
         try:
             pair = make_recipes(env, 2, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
         except RecipeError as error:
-            advice = unbuildable(env, _source(env, target), env_kwargs)
-            return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), advice), None
+            line = unbuildable(env, _source(env, target), env_kwargs)
+            return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), line), None
     if is_env(env):
         findings.append(_about_instance(env))
     subject = _Subject.of(pair[0], timeout, findings)

@@ -1,4 +1,4 @@
-"""What the doctor does with a policy: asks whether it can be copied, and calls it as a collector does. Needs PyTorch."""
+"""Whether a policy can be copied, and what it does with an env's own observations. Needs PyTorch."""
 
 from __future__ import annotations
 
