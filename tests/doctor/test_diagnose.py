@@ -22,9 +22,9 @@ from patients import Patient, Sharing, Shelling, Starting, make_existing, make_p
 
 import muster
 from muster.doctor import Diagnosis, Finding, Measurements, trials
-from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
+from muster.doctor.advice import Candidate, Verdict, candidates, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnosing import _source as source_of
-from muster.doctor.diagnosing import _Subject, try_contexts, try_lines
+from muster.doctor.diagnosing import _Subject, pick, try_contexts, try_lines
 from muster.doctor.diagnosis import recommended_rows
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
 from muster.envs import resolve_foreign_id
@@ -113,16 +113,25 @@ def test_the_lines_that_suit_are_run_and_the_fastest_is_recommended(healthy):
     assert all(f"{one.steps_per_s:,.0f}  {one.line.removeprefix('envs = ')}" in str(healthy) for one in healthy.tried)
 
 
+def subject_of(trait: str, timeout_s: float = 20.0) -> _Subject:
+    findings: list[Finding] = []
+    return _Subject.of(make_recipes(make_patient, 1, {"trait": trait})[0], timeout_s, findings)
+
+
+def lines_for(num_envs: int) -> list[Candidate]:
+    verdict = Verdict("make_patient", {}, num_envs, travels=True, tried={"forkserver": None}, packs=True)
+    return candidates(verdict, Measurements())
+
+
 def test_a_line_that_fails_is_told_in_one_line_and_the_others_are_run():
-    diagnosis = diagnose(make_patient, env_kwargs={"trait": "three in a process"}, num_envs=4)
-    *run, last = diagnosis.tried
-    assert all(one.steps_per_s > 0 for one in run[:1])
-    assert last.line.startswith('envs = muster.make_vec(make_patient, num_envs=4, backend="serial"')
-    assert last.steps_per_s is None
-    assert "building many of it, it raised EnvError" in last.problem
-    assert "licence in use" in last.problem
-    assert "\n" not in last.problem
-    assert not diagnosis.blocks
+    in_processes, *_, in_one = lines_for(4)
+    (failed, run), _ = try_lines([in_one, in_processes], subject_of("three in a process"), None, 0.1)
+    assert failed.line.startswith('envs = muster.make_vec(make_patient, num_envs=4, backend="serial"')
+    assert failed.steps_per_s is None
+    assert "building many of it, it raised EnvError" in failed.problem
+    assert "licence in use" in failed.problem
+    assert "\n" not in failed.problem
+    assert run.steps_per_s > 0
 
 
 def test_a_line_that_hangs_is_cut_off_and_the_others_are_not_run():
@@ -134,16 +143,12 @@ def test_a_line_that_hangs_is_cut_off_and_the_others_are_not_run():
     assert diagnosis.recommendation.steps_per_s is None
 
 
-def test_what_takes_long_to_build_is_run_on_the_first_line_alone(monkeypatch):
-    monkeypatch.setattr("muster.doctor.diagnosing._LONG_BUILD_S", 0.0)
-    diagnosis = diagnose(make_patient, num_envs=2)
-    first, *others = diagnosis.tried
-    assert first.steps_per_s > 0
-    assert others
-    for one in others:
-        assert one.problem.startswith("not run: one env takes ")
-        assert one.problem in str(diagnosis)
-    assert diagnosis.recommendation.line == first.line
+def test_what_takes_long_to_build_is_run_on_the_first_line_alone():
+    others, first = (lines := lines_for(2))[:-1], lines[-1]
+    (run, *left), _ = try_lines([first, *others], subject_of(""), 6.0, 0.1)
+    assert run.steps_per_s > 0
+    assert [one.problem for one in left] == ["not run: one env takes 6 s to build"] * len(others)
+    assert pick([first, *others], [run, *left]).line == run.line
 
 
 def test_envs_that_share_an_object_are_run_on_threads_too():
@@ -435,9 +440,8 @@ def file(tmp_path):
 
 
 def test_nothing_that_an_env_has_started_is_left(file):
-    for _ in range(3):
-        diagnose(functools.partial(Starting, file))
-        assert not left_of(file)
+    diagnose(functools.partial(Starting, file))
+    assert not left_of(file)
 
 
 def test_what_an_env_has_started_does_not_keep_the_doctor_waiting(file):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,24 @@ from leaky import Leaky, LeakyTeam
 from patients import make_patient
 
 import muster
-from muster.doctor import Finding, Soak, SoakedQuantity
+import programs
+from muster.doctor import Diagnosis, Finding, Measurements, Soak, SoakedQuantity
+from muster.doctor.diagnosing import _soak as soak_if_it_works
+from muster.doctor.diagnosing import _Subject
 from muster.doctor.soak import judge_soak, run_soak
 from muster.envs import resolve_foreign_id
 from muster.errors import ConfigError
 from muster.hosts.trial import TrialOutcome, Trials, pack_for_trials
+from muster.pool.launcher_client import LauncherClient
 from muster.recipes.recipe import make_recipes
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _launchers() -> Iterator[None]:
+    with LauncherClient.kept():
+        yield
 
 
 def soaked(env: Any, soak_s: float, **kwargs: Any) -> tuple[Soak, list[Finding]]:
@@ -201,17 +210,15 @@ def test_a_time_that_is_none_is_refused(soak_s: Any) -> None:
 
 
 def test_an_env_that_cannot_be_stepped_is_not_soaked() -> None:
-    diagnosis = muster.diagnose(make_patient, env_kwargs={"trait": "raise"}, soak_s=60.0, seconds=0.1)
-    assert diagnosis.soak is None
-    assert [one.text for one in diagnosis.findings if one.topic == "soak"] == [
-        "not soaked: it cannot be stepped, see above"
-    ]
+    subject = _Subject.of(make_recipes(make_patient, 1)[0], 60.0, [])
+    soak, (finding,) = soak_if_it_works(Diagnosis("x", (), Measurements(), None), subject, 60.0)
+    assert soak is None
+    assert finding.text == "not soaked: it cannot be stepped, see above"
 
 
 def test_the_command_prints_the_table_and_the_verdict() -> None:
-    command = [sys.executable, "-c", "import muster.cli; muster.cli.main()", "doctor", "leaky:LeakyTeam"]
-    options = ["--soak", "3", "--seconds", "0.1", "--num-envs", "1"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=110, cwd=HERE)
+    command = ["-c", "import muster.cli; muster.cli.main()", "doctor", "leaky:LeakyTeam"]
+    done = programs.run(*command, "--soak", "3", "--seconds", "0.1", "--num-envs", "1", cwd=HERE)
     assert done.returncode == 0, done.stderr
     assert "then soaking it for 3 s" in done.stderr
     said = " ".join(done.stdout.split())
