@@ -28,7 +28,7 @@ from muster.doctor.diagnosing import _Subject, pick, try_contexts, try_lines
 from muster.doctor.diagnosis import recommended_rows
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
 from muster.envs import resolve_foreign_id
-from muster.hosts.trial import STARTING, Problem, TrialOutcome, Trials, pack_for_trials
+from muster.hosts.trial import STARTING, TrialOutcome, Trials, pack_for_trials
 from muster.pool.launcher_client import LauncherClient
 from muster.pool.resources import memory_left, usable_cores
 from muster.recipes.recipe import make_recipes
@@ -378,8 +378,7 @@ def test_multi_agent_envs_are_played_and_run():
 
 
 def test_start_methods_that_fail_alike_are_told_once():
-    texts = {"forkserver": "died after 0.2 s\nin env.py", "spawn": "died after 0.31 s\nin env.py", "fork": "odd"}
-    tried = {name: Problem(text) for name, text in texts.items()}
+    tried = {"forkserver": "died after 0.2 s\nin env.py", "spawn": "died after 0.31 s\nin env.py", "fork": "odd"}
     texts = [one.text for one in about_start_methods(tried, known=False)]
     assert texts == ["forkserver, spawn do not work: died after 0.2 s\nin env.py", "fork does not work: odd"]
     assert about_start_methods(tried, known=True)[0].text == "forkserver, spawn do not work: died after 0.2 s"

@@ -23,7 +23,6 @@ from command import muster as run_muster
 from muster.doctor import machine
 from muster.doctor.diagnosis import Finding
 from muster.doctor.machine import Fact, MachineReport, examine
-from muster.hosts.trial import Problem
 from muster.pool import resources
 from test_layers import OPTIONAL
 
@@ -99,7 +98,7 @@ def test_programs_read_the_report_as_json_and_no_optional_package_is_imported(tm
     assert cores["text"].endswith("1 of them by this process's affinity" if count > 1 else "")
     assert cores["meaning"] == 'make_vec starts 1 worker; backend="serial" does without it'
     loaded = {name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1])}
-    assert loaded & OPTIONAL == {"psutil"}
+    assert loaded & OPTIONAL == {"psutil", "rich"}
 
 
 @pytest.mark.parametrize(
@@ -275,7 +274,7 @@ def test_a_kernel_that_refuses_what_workers_need_sets_the_exit_status(monkeypatc
 
 
 def test_a_default_start_method_that_fails_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = {"forkserver": Problem("WorkerDied: it died"), "spawn": None, "fork": None}
+    tried = {"forkserver": "WorkerDied: it died", "spawn": None, "fork": None}
     monkeypatch.setattr(machine, "try_contexts", lambda *args, **options: tried)
     report = examine()
     works, fails = [fact for fact in report.facts if fact.topic == "start methods"]

@@ -16,7 +16,6 @@ from gymnasium.envs.registration import EnvSpec
 from muster.doctor.diagnosis import Measurements, Recommendation
 from muster.doctor.measure import code_of_options
 from muster.envs.adapt import is_torchrl
-from muster.hosts.trial import Problem
 from muster.pickling import is_plain
 from muster.pool.resources import memory_left, usable_cores
 from muster.recipes.existing_env import find_existing_env, is_env
@@ -45,7 +44,7 @@ class Verdict:
     env_kwargs: Mapping[str, Any]
     num_envs: int | None
     travels: bool
-    tried: Mapping[str, Problem | None]
+    tried: Mapping[str, str | None]
     alone: bool = False
     packs: bool = False
     fragile: bool = False

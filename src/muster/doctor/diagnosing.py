@@ -26,6 +26,7 @@ from muster.doctor.findings import (
     about_sharing,
     about_start_methods,
     about_untried,
+    first_line,
 )
 from muster.doctor.soak import run_soak
 from muster.doctor.trials import STEPPING_MANY, make_envs, stepping_many
@@ -33,7 +34,7 @@ from muster.envs import resolve_foreign_id
 from muster.envs.adapt import from_torchrl, with_torchrl
 from muster.errors import CannotTravel, RecipeError, WrongType
 from muster.extras import require
-from muster.hosts.trial import Problem, TrialOutcome, Trials, pack_for_trials
+from muster.hosts.trial import TrialOutcome, Trials, pack_for_trials
 from muster.introspection import callable_name, type_name
 from muster.pickling import find_culprits, fork_hazards
 from muster.pool.launcher_client import LauncherClient
@@ -237,7 +238,7 @@ def try_lines(
         outcome = many.run(stepping_many, num_envs=one.advice.num_envs, options=dict(one.options), seconds=run_s)
         outcomes.append(outcome)
         steps_per_s = outcome.results.get("steps_per_s")
-        tried.append(TriedLine(one.advice.line, steps_per_s, None if steps_per_s else outcome.problem.headline))
+        tried.append(TriedLine(one.advice.line, steps_per_s, None if steps_per_s else first_line(outcome.problem)))
         if build_s is None and "start_s" in outcome.results:
             build_s = outcome.results["start_s"] * max(1, one.advice.num_workers) / one.advice.num_envs
         if subject.travels and outcome.stage == STEPPING_MANY:
@@ -313,12 +314,12 @@ def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
 
 def try_contexts(
     recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome, *, once: bool = False
-) -> dict[str, Problem | None]:
+) -> dict[str, str | None]:
     """The problem that ended a worker, by start method; None where it stepped. Methods that would hang are left out.
 
     once: no method is tried after the first one that starts a worker.
     """
-    tried: dict[str, Problem | None] = {}
+    tried: dict[str, str | None] = {}
     if behaviour.hung and behaviour.stage in _BEFORE_STEPS:
         return tried
     for context in CONTEXTS:
@@ -328,17 +329,17 @@ def try_contexts(
     return tried
 
 
-def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) -> Problem | None:
+def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) -> str | None:
     """The problem that ended a worker started for real; None if it stepped.
 
     A recipe that does not travel can still be inherited, though forked workers must not use every object in it.
     """
     if not travels:
         if context != "fork":
-            return Problem("the recipe cannot be sent to its workers, see above")
+            return "the recipe cannot be sent to its workers, see above"
         if hazards := fork_hazards(recipe.parts()):
             found = f"{hazards[0].path}: {hazards[0].reason}"
-            return Problem(f"workers would inherit what they must not use: {found}")
+            return f"workers would inherit what they must not use: {found}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -347,7 +348,7 @@ def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) 
                 envs.reset(seed=0)
                 envs.step(envs.action_space.sample())
         except Exception as error:  # a KeyboardInterrupt or SystemExit that the env raises arrives as an EnvError
-            return Problem(f"{type(error).__name__}: {error}")
+            return f"{type(error).__name__}: {error}"
     return None
 
 

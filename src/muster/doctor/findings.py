@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from muster.doctor.diagnosis import Finding, Severity, seconds, size
-from muster.hosts.trial import STARTING, Problem, TrialOutcome
+from muster.hosts.trial import STARTING, TrialOutcome
 from muster.vector.side_by_side import SideBySide
 
 # An env that ends its trial early in one of these stages cannot be stepped; one that gets past them can.
@@ -107,23 +107,28 @@ def about_sharing(shared: str) -> Finding:
     return Finding("warns", "sharing", text)
 
 
-def about_start_methods(tried: Mapping[str, Problem | None], known: bool) -> list[Finding]:
+def about_start_methods(tried: Mapping[str, str | None], known: bool) -> list[Finding]:
     """Findings about start methods. tried: each one's problem, or None.  known: another finding explains it."""
     works = [name for name, problem in tried.items() if problem is None]
     found = []
     if works:
         found.append(Finding("good", "start methods", f"{', '.join(works)} tried, and work"))
     # Most often all fail with the same words, and only figures (pids, times) differ.
-    alike: dict[str, tuple[Problem, list[str]]] = {}
+    alike: dict[str, tuple[str, list[str]]] = {}
     for name, problem in tried.items():
         if problem is not None:
-            alike.setdefault(re.sub(r"[\d.]+", "", problem.headline), (problem, []))[1].append(name)
+            alike.setdefault(re.sub(r"[\d.]+", "", first_line(problem)), (problem, []))[1].append(name)
     severity: Severity = "note" if works else "blocks"
     for problem, names in alike.values():
         subject = f"{', '.join(names)} {'do' if len(names) > 1 else 'does'} not work"
-        shown = problem.headline if known else problem.text
+        shown = first_line(problem) if known else problem
         found.append(Finding(severity, "start methods", f"{subject}: {shown}"))
     return found
+
+
+def first_line(problem: str) -> str:
+    """The first line of a problem, where its details are of no use."""
+    return problem.split("\n", 1)[0]
 
 
 def _about_api(api: str, refused: Sequence[str] | None, warned: Sequence[str]) -> list[Finding]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +12,14 @@ from torch import Tensor
 from muster.doctor.diagnosis import Finding, Severity, seconds
 from muster.doctor.policy_calls import (
     BUILDS,
-    FACTORY,
-    OBSERVED,
     Layout,
+    build_and_call,
     dtype_of,
     layout_of,
-    outputs_in,
+    observe,
     outputs_of_original,
-    write_weights,
+    weights_of,
 )
-from muster.doctor.trials import building, observing
 from muster.errors import CannotTravel, UsageError
 from muster.hosts.trial import STARTING, TrialOutcome, Trials
 from muster.pickling import find_shared
@@ -60,25 +56,23 @@ def judge_factory(factory: Callable[[], Any], policy: Any, env: Trials | None, t
         if shared := find_shared({"policy_factory": factory}, by_fork=False):
             text = f"not tried: the policies would use what it shares with this process: {shared}"
             return [Finding("warns", _TOPIC, text)]
-    with tempfile.TemporaryDirectory(prefix="muster-policy-") as name:
-        folder = Path(name)
-        (folder / FACTORY).write_bytes(packed)
-        if policy is not None:
-            try:
-                require_shapes(policy)
-            except UsageError as error:
-                return [Finding("warns", _TOPIC, f"nothing was compared: {error}")]
-            write_weights(policy, folder)
-        uncalled = "no env could be played for that, see above"
-        if env is not None:
-            outcome = env.run(observing, folder=name)
-            uncalled = "" if (folder / OBSERVED).exists() else f"{outcome.stage}, it {outcome.how}"
-        outcome = Trials(None, timeout_s).run(building, folder=name)
-        return list(_findings(policy, outcome, folder, uncalled))
+    weights = None
+    if policy is not None:
+        try:
+            require_shapes(policy)
+        except UsageError as error:
+            return [Finding("warns", _TOPIC, f"nothing was compared: {error}")]
+        weights = weights_of(policy)
+    observed, uncalled = None, "no env could be played for that, see above"
+    if env is not None:
+        outcome = env.run(observe)
+        observed, uncalled = outcome.results.get("observed"), f"{outcome.stage}, it {outcome.how}"
+    outcome = Trials(None, timeout_s).run(build_and_call, factory=packed, observed=observed, weights=weights)
+    return list(_findings(policy, outcome, observed, uncalled))
 
 
-def _findings(policy: Any, outcome: TrialOutcome, folder: Path, uncalled: str) -> Iterator[Finding]:
-    """uncalled: why the policies could not be called, in words; "" if they were."""
+def _findings(policy: Any, outcome: TrialOutcome, observed: bytes | None, uncalled: str) -> Iterator[Finding]:
+    """observed: what policies were called with.  uncalled: why they could not be called, in words, without that."""
     if outcome.stage is not None:
         # In the stage that starts Python none of its code has run.
         subject = "a trial" if outcome.stage == STARTING else "it"
@@ -86,15 +80,16 @@ def _findings(policy: Any, outcome: TrialOutcome, folder: Path, uncalled: str) -
         yield Finding(severity, _TOPIC, f"{outcome.stage}, {subject} {outcome.how}", outcome.detail or None)
     names = ("the first one", "the second one") if policy is None else ("what it builds",) * BUILDS
     built = [
-        _Built(name, outcome.results[f"layout {number}"], outputs_in(folder, number))
+        _Built(name, outcome.results[f"layout {number}"], outcome.results.get(f"outputs {number}", {}))
         for number, name in enumerate(names)
         if f"layout {number}" in outcome.results
     ]
     if policy is not None and built:
         outputs = {}
         try:
-            outputs = outputs_of_original(policy, folder) if not uncalled else {}
+            outputs = {} if observed is None else outputs_of_original(policy, observed)
         except Exception as error:
+            observed = None
             uncalled = f"policy, called on the env's observations, raised {type(error).__name__}: {error}"
         built.insert(0, _Built("policy", layout_of(policy), outputs))
     if len(built) > 1:
@@ -109,7 +104,7 @@ def _findings(policy: Any, outcome: TrialOutcome, folder: Path, uncalled: str) -
             equal = f"{len(reference.layout)} weights with equal names and shapes"
             outputs_too = ", outputs equal to 1e-6 with equal weights" if reference.outputs else ""
             yield Finding("good", _TOPIC, f"it builds {which}: {equal}{outputs_too}")
-    if uncalled:
+    if observed is None:
         yield Finding("note", _TOPIC, f"outputs were not compared: {uncalled}")
     build_s = outcome.results.get("build_s", 0.0)
     if build_s > _LONG_BUILD_S:

@@ -54,9 +54,8 @@ def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict 
         raise RecipeError(mistake)
     if outcome.stage is not None:
         return _about_early_end("policy", outcome), None
-    verdict = outcome.results["verdict"]
-    ways_out = tuple(verdict.pop("ways_out"))
-    return Finding(**outcome.results["finding"]), PolicyVerdict(**verdict, ways_out=ways_out)
+    judged: tuple[Finding, PolicyVerdict] = outcome.results["judged"]
+    return judged
 
 
 def policy_factory_of(target: str) -> Callable[[], Any]:

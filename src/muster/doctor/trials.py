@@ -8,8 +8,6 @@ import pickle
 import statistics
 import time
 import types
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,29 +60,7 @@ def judging(reporter: Reporter, target: str) -> None:
     from muster.doctor.policy_calls import judge_policy
 
     reporter.stage("seeing whether it can be copied")
-    finding, verdict = judge_policy(policy)
-    reporter.result("finding", asdict(finding))
-    reporter.result("verdict", asdict(verdict))
-
-
-def observing(recipe: Recipe, reporter: Reporter, folder: str) -> None:
-    """Writes observations of one env to `folder`, for the policies of `building`."""
-    reporter.stage("importing PyTorch")
-    from muster.doctor.policy_calls import observe
-
-    reporter.stage("building the env for the policy")
-    with make_envs(recipe, 1, backend="serial", autoreset_mode="same_step", state=True) as envs:
-        reporter.stage("stepping the env for the policy")
-        observe(envs, Path(folder))
-        reporter.stage("closing the env of the policy")
-
-
-def building(reporter: Reporter, folder: str) -> None:
-    """Builds a policy twice by the factory in `folder`, calls both, and reports what they are like."""
-    reporter.stage("importing PyTorch")
-    from muster.doctor.policy_calls import build_and_call
-
-    build_and_call(reporter, Path(folder))
+    reporter.result("judged", judge_policy(policy))
 
 
 def behaviour(recipe: Recipe, reporter: Reporter) -> None:

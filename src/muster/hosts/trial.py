@@ -40,18 +40,6 @@ _ALIVE_EVERY_S = 0.2
 _OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, importlib.__file__, "<frozen importlib")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A failure in words: of a worker that was started, or of a trial."""
-
-    text: str
-
-    @property
-    def headline(self) -> str:
-        """The first line of the text."""
-        return self.text.split("\n", 1)[0]
-
-
 class Raised(NamedTuple):
     """The exception that has ended a trial, in words. detail: its traceback, from the env's own code on."""
 
@@ -78,9 +66,9 @@ class TrialOutcome:
     detail: str = ""
 
     @property
-    def problem(self) -> Problem:
-        """The early end."""
-        return Problem(f"{self.stage}, it {self.how}")
+    def problem(self) -> str:
+        """The early end, in words."""
+        return f"{self.stage}, it {self.how}"
 
     def take(self, report: Any) -> None:
         """Takes what the trial's `Reporter` has sent."""

@@ -41,7 +41,7 @@ class SideBySide:
         if self.unknown is not None:
             return None
         if "digests" not in self.together.results:
-            return f"only one may live in a process: {self.together.problem.text}"
+            return f"only one may live in a process: {self.together.problem}"
         if [one.results["digest"] for one in self.alone] != self.together.results["digests"]:
             changes = "a trajectory changes"
         elif self.changed_info is not None:
@@ -57,9 +57,7 @@ class SideBySide:
         both = self.together
         if failed is None and "digests" not in both.results and both.stage not in (BUILDING_SECOND, STEPPING_BOTH):
             failed = both
-        return (
-            None if failed is None else f"whether several may live in one process is not known: {failed.problem.text}"
-        )
+        return None if failed is None else f"whether several may live in one process is not known: {failed.problem}"
 
 
 def try_side_by_side(pair: Trials, rows: int = ROWS) -> SideBySide:
