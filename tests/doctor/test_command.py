@@ -14,7 +14,8 @@ from command import muster
 from muster.doctor import Diagnosis, Finding, Measurements
 from muster.doctor.show import show
 from muster.doctor.targets import about_import
-from muster.pool.launcher_client import LauncherClient
+
+pytestmark = pytest.mark.usefixtures("kept_launchers")
 
 MODULE = """
 import os
@@ -37,12 +38,6 @@ kept = gym.make("CartPole-v1")
 def gives_what_exists():
     return kept.unwrapped
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _launchers():
-    with LauncherClient.kept():
-        yield
 
 
 @pytest.fixture

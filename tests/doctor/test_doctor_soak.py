@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,11 @@ from muster.doctor.soak import judge_soak, run_soak
 from muster.envs import resolve_foreign_id
 from muster.errors import ConfigError
 from muster.hosts.trial import TrialOutcome, Trials, pack_for_trials
-from muster.pool.launcher_client import LauncherClient
 from muster.recipes.recipe import make_recipes
 
+pytestmark = pytest.mark.usefixtures("kept_launchers")
+
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _launchers() -> Iterator[None]:
-    with LauncherClient.kept():
-        yield
 
 
 def soaked(env: Any, soak_s: float, **kwargs: Any) -> tuple[Soak, list[Finding]]:

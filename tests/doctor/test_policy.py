@@ -16,7 +16,8 @@ import programs
 from command import muster as run_muster
 from muster.doctor.policy_calls import judge_policy
 from muster.doctor.targets import judge_target
-from muster.pool.launcher_client import LauncherClient
+
+pytestmark = pytest.mark.usefixtures("kept_launchers")
 
 POLICIES = """
 import threading
@@ -100,12 +101,6 @@ def test_diagnose_reports_it_beside_the_env_and_does_not_call_the_policy():
     assert diagnosis.blocks  # the env does
     assert "policy: it can be copied" in str(diagnosis)
     assert muster.diagnose(make_existing).policy is None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _launchers():
-    with LauncherClient.kept():
-        yield
 
 
 @pytest.fixture

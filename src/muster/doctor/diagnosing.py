@@ -6,7 +6,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
@@ -195,7 +195,7 @@ def _diagnose_env(
         verdict.alone = verdict.alone or side_by_side.disturbed is not None
         verdict.packs = not verdict.alone and side_by_side.unknown is None
         together = side_by_side.together
-    measured = _measured(behaviour, together)
+    measured = _measured(behaviour.results, together.results)
     lines = candidates(verdict, measured)
     ran, outcomes = try_lines(lines, subject, measured.build_s, seconds) if is_run else ([], [])
     if outcomes and outcomes[0].results.get("episodes"):
@@ -352,19 +352,11 @@ def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) 
     return None
 
 
-def _measured(behaviour: TrialOutcome, pair: TrialOutcome) -> Measurements:
-    first_bytes = behaviour.results.get("env_bytes")
-    env_bytes = pair.results.get("env_bytes", first_bytes)
-    base_bytes = behaviour.results.get("worker_bytes")
-    libraries = None if first_bytes is None else max(0, first_bytes - env_bytes)
-    return Measurements(
-        build_s=behaviour.results.get("build_s"),
-        step_median_s=behaviour.results.get("step_median_s"),
-        step_p99_s=behaviour.results.get("step_p99_s"),
-        reset_median_s=behaviour.results.get("reset_median_s"),
-        reset_p99_s=behaviour.results.get("reset_p99_s"),
-        obs_bytes=behaviour.results.get("obs_bytes"),
-        env_bytes=env_bytes,
-        worker_bytes=None if base_bytes is None or libraries is None else base_bytes + libraries,
-        threads_started=behaviour.results.get("threads"),
-    )
+def _measured(alone: Mapping[str, Any], together: Mapping[str, Any]) -> Measurements:
+    """The figures among the results of two trials: of one env, and of two in one process."""
+    known = {field.name: alone.get(field.name) for field in fields(Measurements)}
+    if known["env_bytes"] is not None and (of_second := together.get("env_bytes")) is not None:
+        # What the first one took more is of the libraries that each worker loads.
+        known["worker_bytes"] += max(0, known["env_bytes"] - of_second)
+        known["env_bytes"] = of_second
+    return Measurements(**known)

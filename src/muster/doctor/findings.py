@@ -48,8 +48,8 @@ def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
         found.append(Finding("warns", "actions", "its step changes the action array it is given"))
     if results.get("costly_infos"):
         found.append(_about_infos(results["costly_infos"]))
-    if results.get("threads", 0) >= _MANY_THREADS:
-        text = f"it starts {results['threads']} threads; with a worker per core they take each other's time"
+    if results.get("threads_started", 0) >= _MANY_THREADS:
+        text = f"it starts {results['threads_started']} threads; with a worker per core they take each other's time"
         found.append(Finding("warns", "threads", text))
     return found
 

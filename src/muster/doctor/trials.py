@@ -83,7 +83,7 @@ def behaviour(recipe: Recipe, reporter: Reporter) -> None:
         rows = player.rows
         reporter.result("rows", rows)
         reporter.result("env_bytes", max(0, own_memory_bytes() - before))
-        reporter.result("threads", max(0, _threads() - threads))
+        reporter.result("threads_started", max(0, _threads() - threads))
         reporter.result("reuses_buffers", player.reuses_buffers)
         reporter.result("changes_action", player.changes_action)
         reporter.result("costly_infos", _costly(player.infos))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import signal
 import time
 import traceback
 import warnings
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from muster._core import EXIT_FDS_CLOSED
 from muster.envs.light_melting_pot import import_without_bots
-from muster.errors import WorkerDied, WorkerTimeout
+from muster.errors import WorkerDied, WorkerTimeout, how_ended
 from muster.pickling.main_module import Init
 from muster.pool.closing import AT_ONCE
 from muster.pool.environment import WorkerEnv
@@ -235,16 +234,10 @@ class Trials:
 
 
 def _how_ended(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "ended the process, nobody knows how, since SIGCHLD is ignored here"
     if exit_code == EXIT_FDS_CLOSED:
         return "closed file descriptors that it had not opened (os.closerange and the like)"
-    if exit_code >= 0:
-        return f"ended the process (exit code {exit_code})"
-    try:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_code}"
+    how = how_ended(exit_code)
+    return f"was {how}" if exit_code is not None and exit_code < 0 else f"ended the process ({how})"
 
 
 def _own_traceback(error: BaseException) -> str:

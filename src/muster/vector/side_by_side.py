@@ -60,13 +60,9 @@ class SideBySide:
         return None if failed is None else f"whether several may live in one process is not known: {failed.problem}"
 
 
+@LauncherClient.kept()
 def try_side_by_side(pair: Trials, rows: int = ROWS) -> SideBySide:
     """Plays two envs for `rows` rows, each alone and then both in turns. pair: trials of their recipes."""
-    with LauncherClient.kept():
-        return _tried(pair, rows)
-
-
-def _tried(pair: Trials, rows: int) -> SideBySide:
     # One after the other: what two processes cannot have at once, such as a port or the only licence, may still be had
     # by one, and by the same env in all of its trials.
     alone: list[TrialOutcome] = []
