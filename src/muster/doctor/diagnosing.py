@@ -28,8 +28,9 @@ from muster.doctor.findings import (
     about_untried,
     first_line,
 )
+from muster.doctor.measure import make_envs
 from muster.doctor.soak import run_soak
-from muster.doctor.trials import STEPPING_MANY, make_envs, stepping_many
+from muster.doctor.trials import STEPPING_MANY, stepping_many
 from muster.envs import resolve_foreign_id
 from muster.envs.adapt import from_torchrl, with_torchrl
 from muster.errors import CannotTravel, RecipeError, WrongType
@@ -196,20 +197,32 @@ def _diagnose_env(
         verdict.packs = not verdict.alone and side_by_side.unknown is None
         together = side_by_side.together
     measured = _measured(behaviour.results, together.results)
+    return _advised(target, findings, verdict, measured, subject, seconds if is_run else None), subject
+
+
+def _advised(
+    target: str,
+    findings: list[Finding],
+    verdict: Verdict,
+    measured: Measurements,
+    subject: _Subject,
+    run_s: float | None,
+) -> Diagnosis:
+    """The diagnosis, with the line that is recommended. run_s: how long each is run; None where none is."""
     lines = candidates(verdict, measured)
-    ran, outcomes = try_lines(lines, subject, measured.build_s, seconds) if is_run else ([], [])
+    ran, outcomes = ([], []) if run_s is None else try_lines(lines, subject, measured.build_s, run_s)
     if outcomes and outcomes[0].results.get("episodes"):
         results = outcomes[0].results
         measured = replace(measured, episode_rows=results["env_steps"] / results["episodes"])
     advice = pick(lines, ran)
-    if travels and outcomes and outcomes[-1].stage == STEPPING_MANY:
+    if subject.travels and outcomes and outcomes[-1].stage == STEPPING_MANY:
         ended = outcomes[-1]
         if ended.hung:
             ended.detail = ""  # this stack is the doctor's own, not the env's
         findings += about_early_end(ended, "blocks")
         verdict.fragile = True
         advice = pick(candidates(verdict, measured), ())
-    return Diagnosis(target, tuple(findings), measured, advice, tried=tuple(ran)), subject
+    return Diagnosis(target, tuple(findings), measured, advice, tried=tuple(ran))
 
 
 def try_lines(

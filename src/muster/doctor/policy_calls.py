@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from muster.doctor.diagnosis import Finding, PolicyVerdict, size
-from muster.doctor.trials import make_envs
+from muster.doctor.measure import make_envs
 from muster.errors import SpecMismatch, WrongType
 from muster.hosts.trial import Reporter
 from muster.introspection import type_name

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from muster.doctor.api_checkers import check_api, name_api
-from muster.doctor.measure import warmed_up
+from muster.doctor.measure import make_envs, warmed_up
 from muster.envs.player import Player
 from muster.errors import RecipeError
 from muster.hosts.trial import Reporter
@@ -22,10 +22,7 @@ from muster.pickling import find_culprits
 from muster.pool.resources import own_memory_bytes
 from muster.recipes.named import parse_name
 from muster.recipes.recipe import Recipe
-from muster.vector.make import make_vec
-from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.side_by_side import built
-from muster.vector.vector_env import VectorEnv
 
 _ROWS = 60
 _ENOUGH_S = 5.0
@@ -121,11 +118,6 @@ def stepping_many(recipe: Recipe, reporter: Reporter, num_envs: int, options: di
         reporter.result("env_steps", stats["env_steps"])
         reporter.result("steps_per_s", steps_per_s)
         reporter.stage("closing many of it")
-
-
-def make_envs(recipe: Recipe, num_envs: int, **options: Any) -> VectorEnv | MultiAgentVectorEnv:
-    """A vector env of `num_envs` envs of the recipe. options: those of `make_vec`."""
-    return make_vec(recipe.factory, num_envs, env_kwargs=dict(recipe.kwargs), wrappers=recipe.wrappers, **options)
 
 
 def _threads() -> int:
