@@ -19,10 +19,11 @@ from muster.pickling.main_module import Init
 from muster.pool.closing import AT_ONCE
 from muster.pool.environment import WorkerEnv
 from muster.pool.messages import Failed
+from muster.pool.notices import starts_unsaid
 from muster.pool.place import Limit, Plan
 from muster.pool.pool import Pool
 from muster.pool.set_up import NO_INIT, ChosenInit, Processes
-from muster.pool.verbs import Answered
+from muster.pool.verbs import Answered, Hooks
 from muster.pool.worker import Here, Resident
 from muster.recipes.recipe import Recipe, pack, unpack
 from muster.worker_info import WorkerInfo
@@ -145,23 +146,9 @@ class TrialFailed(Exception):
     """Raised for what a trial's process reports before the trial begins."""
 
 
-class _Owner:
-    """The hooks of a trial's pool: no other process takes the place of one that is lost."""
-
-    def on_lost(self, place: int, reason: str) -> None:
-        return None
-
+class _Owner(Hooks):
     def raised(self, place: int, failed: Failed) -> BaseException:
         return TrialFailed(f"raised {failed.type_name}: {failed.message}", failed.traceback)
-
-    def doing(self, place: int) -> str:
-        return "in a trial"
-
-    def pending(self, place: int) -> int:
-        return 0
-
-    def ring(self, place: int) -> None:
-        pass
 
 
 def pack_for_trials(recipes: Sequence[Recipe], start_method: str, init: Init | None = None) -> bytes:
@@ -209,7 +196,7 @@ class Trials:
             reported=outcome.take,
         )
         try:
-            with warnings.catch_warnings():
+            with starts_unsaid(), warnings.catch_warnings():
                 # The new process has these filters, too. Of a fork Python warns since locks that other threads hold
                 # stay held there: a trial that needs one of these locks hangs, and is ended.
                 warnings.simplefilter("ignore")
