@@ -88,11 +88,13 @@ class LauncherClient:
     @contextlib.contextmanager
     def kept(cls) -> Iterator[None]:
         """Keeps the launchers that the last user releases meanwhile, for the next one."""
-        cls._keepers += 1
+        with cls._lock:
+            cls._keepers += 1
         try:
             yield
         finally:
-            cls._keepers -= 1
+            with cls._lock:
+                cls._keepers -= 1
             for client in [one for key, one in cls._running.items() if key.pid == os.getpid()]:
                 client._end_unused()
 
