@@ -132,9 +132,10 @@ class LauncherClient:
 
     def _end_unused(self) -> None:
         with self._lock:
-            if self._users or (self._keepers and self.is_usable()):
+            is_current = self._running.get(self._key) is self
+            if self._users or (self._keepers and is_current and self.is_usable()):
                 return
-            if self._running.get(self._key) is self:
+            if is_current:
                 del self._running[self._key]
         disown(self._control.fileno())
         # Shut down before it is closed: a forked child of the caller may hold the socket open.
