@@ -29,6 +29,7 @@ EXCEPTED: dict[str, tuple[set[str], str]] = {
     "interop/torchrl/libs.py": ({"RuntimeError"}, "TorchRL's, in its words"),
     "transport/channel.py": ({"ChannelClosed", "TimeoutError"}, "a channel's: backends and workers explain them"),
     "hosts/env_resident.py": ({"HostFailed"}, "stays between the two ends of a pool: the backend raises its failure"),
+    "hosts/trial.py": ({"TrialFailed"}, "stays in the file: the trial's outcome says how it ended"),
     "pool/pool.py": ({"ChannelClosed"}, "stays in the file: the worker is lost"),
     "pool/launcher_client.py": ({"LauncherLost"}, "stays in the folder: another launcher is started"),
     "training/run_folder.py": ({"OSError"}, "the system's, with the file that it lacks"),

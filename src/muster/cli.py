@@ -183,7 +183,7 @@ def bench(words: Sequence[str]) -> int:
     from rich.console import Console
 
     from muster.doctor.measure import measure
-    from muster.doctor.speeds import show_speeds
+    from muster.doctor.show import show_speeds
     from muster.doctor.targets import prints_to_stderr
     from muster.recipes.named import callable_named, env_named
 

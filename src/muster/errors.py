@@ -160,7 +160,7 @@ class WorkerDied(WorkerError):
         if self.is_thread:
             return f"{self.worker}, a thread, ended by {self.cause}. It was {self.doing}. The vector env is closed."
         stderr = f"\nThe last lines of its stderr:\n{self.last_words}" if self.last_words else ""
-        happened = f"died: {_how_ended(self.exit_code)}. It was {self.doing}."
+        happened = f"died: {how_ended(self.exit_code)}. It was {self.doing}."
         hint = f"\n{self.hint}" if self.hint else ""
         return f"{self.worker} {happened}\nLikely cause: {self.cause}{hint}{stderr}"
 
@@ -276,7 +276,8 @@ class WrongIndex(MusterError, IndexError):
     """No element has this index."""
 
 
-def _how_ended(exit_code: int | None) -> str:
+def how_ended(exit_code: int | None) -> str:
+    """The exit code of a process, in words."""
     if exit_code is None:
         return "its exit code is unknown, the launcher process was lost or the caller has reaped it"
     if exit_code >= 0:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -287,3 +288,29 @@ def pause(seconds: float, _: Echo) -> None:
 
 def pid(_: Echo) -> int:
     return os.getpid()
+
+
+def report_halves(resident: Echo) -> str:
+    """Reports two parts before it answers."""
+    for part in ("first", "second"):
+        resident.here.report(part)
+    return "both"
+
+
+def hash_of_a_word(_: Echo) -> int:
+    return hash("word")
+
+
+def be_noisy(_: Echo) -> None:
+    os.write(1, b"printed")
+    os.write(2, b"natively")
+    logging.getLogger("resident").error("logged")
+
+
+def start_nameless(_: Echo) -> int:
+    """Starts a process with a group of its own and an empty environment; returns its pid."""
+    return subprocess.Popen(["/bin/sleep", "1000"], env={}, process_group=0).pid
+
+
+def parent_pid(_: Echo) -> int:
+    return os.getppid()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any, ClassVar
 from unittest.mock import Mock
 
@@ -36,6 +37,7 @@ from muster.pool.place import Plan
 from muster.pool.pool import Pool
 from muster.pool.set_up import Processes
 from muster.pool.worker import Resident, serve
+from processes import is_alive
 
 MINE = ("pool_residents",)
 
@@ -131,6 +133,61 @@ def test_a_module_that_cannot_be_preloaded_is_named_once(
         pool.close(AT_ONCE)
     said = capfd.readouterr().err
     assert said.count(f"workers start without preloaded modules, each of them imports its own: {reason}") == 1
+
+
+# ---- launchers, and workers that are apart
+
+
+def asked(processes: Processes, question: Any, **options: Any) -> Any:
+    """The answer of one new worker."""
+    pool = Pool(name_of(Echo), [plan_for(0)], processes, Hooks(), **options)
+    pool.start()
+    try:
+        pool.ask(0, pool.sealed(question))
+        [answered] = pool.take()
+        return answered.content
+    finally:
+        pool.close(AT_ONCE)
+
+
+def test_what_a_resident_reports_comes_to_the_owner_before_its_answer() -> None:
+    reports: list[Any] = []
+    processes = Processes("forkserver", 60.0, preloads=MINE)
+    assert asked(processes, residents.report_halves, reported=reports.append) == "both"
+    assert reports == ["first", "second"]
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_launcher_that_is_kept_starts_the_next_pools_workers_and_ends_with_the_block() -> None:
+    processes = Processes("forkserver", 60.0, threads=3, preloads=MINE)
+    with LauncherClient.kept():
+        parents = {asked(processes, residents.parent_pid) for _ in range(2)}
+        # Of pools that start at once, some may get a launcher of their own.
+        threads = [Thread(target=asked, args=(processes, residents.parent_pid)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(parents) == 1
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_a_hash_seed_is_that_of_all_workers(context: str) -> None:
+    seeded = [Processes(context, 60.0, preloads=MINE, hash_seed=seed) for seed in (5, 5, 6)]
+    one, same, other = (asked(processes, residents.hash_of_a_word) for processes in seeded)
+    assert one == same != other
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("context", ["forkserver", "fork", "spawn"])
+def test_nobody_gets_what_a_worker_that_is_apart_prints_and_logs_and_its_session_ends_with_it(
+    context: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    processes = Processes(context, 60.0, preloads=MINE, are_apart=True)
+    asked(processes, residents.be_noisy)
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+    assert not is_alive(asked(processes, residents.start_nameless))
 
 
 # ---- messages between the two ends

@@ -22,19 +22,20 @@ from patients import Patient, Sharing, Shelling, Starting, make_existing, make_p
 
 import muster
 from muster.doctor import Diagnosis, Finding, Measurements, trials
-from muster.doctor.advice import Verdict, candidates, name_of_spec, spec_of, unbuildable
+from muster.doctor.advice import Candidate, Verdict, candidates, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnosing import _source as source_of
-from muster.doctor.diagnosing import try_contexts
+from muster.doctor.diagnosing import _Subject, pick, try_contexts, try_lines
 from muster.doctor.diagnosis import recommended_rows
 from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
-from muster.doctor.lines import try_lines
 from muster.envs import resolve_foreign_id
-from muster.hosts.trial import STARTING, PackedRecipes, Problem, TrialOutcome, run_guarded
+from muster.hosts.trial import STARTING, TrialOutcome, Trials, pack_for_trials
 from muster.pool.resources import memory_left, usable_cores
 from muster.recipes.recipe import make_recipes
 from muster.vector.side_by_side import SideBySide, try_side_by_side
 from one_instance import Listening
 from processes import is_alive, is_exiting, left_of, wait_for, wait_for_end
+
+pytestmark = pytest.mark.usefixtures("kept_launchers")
 
 
 def diagnose(env, **kwargs) -> Diagnosis:
@@ -52,7 +53,8 @@ def text_of(diagnosis: Diagnosis, topic: str, severity: str) -> str:
 
 
 def living() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True) if is_alive(child.pid)}
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if is_alive(child.pid) and child.name() != "muster-launcher"}
 
 
 @pytest.fixture(autouse=True)
@@ -106,16 +108,25 @@ def test_the_lines_that_suit_are_run_and_the_fastest_is_recommended(healthy):
     assert all(f"{one.steps_per_s:,.0f}  {one.line.removeprefix('envs = ')}" in str(healthy) for one in healthy.tried)
 
 
+def subject_of(trait: str, timeout_s: float = 20.0) -> _Subject:
+    findings: list[Finding] = []
+    return _Subject.of(make_recipes(make_patient, 1, {"trait": trait})[0], timeout_s, findings)
+
+
+def lines_for(num_envs: int) -> list[Candidate]:
+    verdict = Verdict("make_patient", {}, num_envs, travels=True, tried={"forkserver": None}, packs=True)
+    return candidates(verdict, Measurements())
+
+
 def test_a_line_that_fails_is_told_in_one_line_and_the_others_are_run():
-    diagnosis = diagnose(make_patient, env_kwargs={"trait": "three in a process"}, num_envs=4)
-    *run, last = diagnosis.tried
-    assert all(one.steps_per_s > 0 for one in run[:1])
-    assert last.line.startswith('envs = muster.make_vec(make_patient, num_envs=4, backend="serial"')
-    assert last.steps_per_s is None
-    assert "building many of it, it raised EnvError" in last.problem
-    assert "licence in use" in last.problem
-    assert "\n" not in last.problem
-    assert not diagnosis.blocks
+    in_processes, *_, in_one = lines_for(4)
+    (failed, run), _ = try_lines([in_one, in_processes], subject_of("three in a process"), None, 0.1)
+    assert failed.line.startswith('envs = muster.make_vec(make_patient, num_envs=4, backend="serial"')
+    assert failed.steps_per_s is None
+    assert "building many of it, it raised EnvError" in failed.problem
+    assert "licence in use" in failed.problem
+    assert "\n" not in failed.problem
+    assert run.steps_per_s > 0
 
 
 def test_a_line_that_hangs_is_cut_off_and_the_others_are_not_run():
@@ -127,16 +138,12 @@ def test_a_line_that_hangs_is_cut_off_and_the_others_are_not_run():
     assert diagnosis.recommendation.steps_per_s is None
 
 
-def test_what_takes_long_to_build_is_run_on_the_first_line_alone(monkeypatch):
-    monkeypatch.setattr("muster.doctor.lines._LONG_BUILD_S", 0.0)
-    diagnosis = diagnose(make_patient, num_envs=2)
-    first, *others = diagnosis.tried
-    assert first.steps_per_s > 0
-    assert others
-    for one in others:
-        assert one.problem.startswith("not run: one env takes ")
-        assert one.problem in str(diagnosis)
-    assert diagnosis.recommendation.line == first.line
+def test_what_takes_long_to_build_is_run_on_the_first_line_alone():
+    others, first = (lines := lines_for(2))[:-1], lines[-1]
+    (run, *left), _ = try_lines([first, *others], subject_of(""), 6.0, 0.1)
+    assert run.steps_per_s > 0
+    assert [one.problem for one in left] == ["not run: one env takes 6 s to build"] * len(others)
+    assert pick([first, *others], [run, *left]).line == run.line
 
 
 def test_envs_that_share_an_object_are_run_on_threads_too():
@@ -154,7 +161,8 @@ def test_a_shared_object_that_hangs_in_a_fork_is_cut_off():
 
     recipe = make_recipes(hanging, 1, {"lock": threading.Lock()})[0]
     verdict = Verdict("make_env", {}, 2, travels=False, tried={"fork": None})
-    tried, _ = try_lines(candidates(verdict, Measurements()), recipe, None, 1.0, 0.1)
+    subject = _Subject(recipe, Trials([recipe], 1.0), "", "")
+    tried, _ = try_lines(candidates(verdict, Measurements()), subject, None, 0.1)
     assert [one.problem for one in tried] == ["building many of it, it hung for 1 s"] * 3
 
 
@@ -173,19 +181,22 @@ def test_an_env_that_dies_is_a_finding_and_the_line_restarts_it():
     assert 'on_failure="restart"' in diagnosis.recommendation.line
 
 
-def try_out(trial, trait: str, timeout_s: float = 20.0, hash_seed: int | None = None, **options) -> TrialOutcome:
-    packed = PackedRecipes.of(make_recipes(make_patient, 1, {"trait": trait}), "spawn")
-    return run_guarded(trial, packed, stage_timeout_s=timeout_s, options=options, hash_seed=hash_seed)
+def trials_of(env, num_envs: int = 1, timeout_s: float = 20.0, **kwargs) -> Trials:
+    recipes = make_recipes(env, num_envs, kwargs, resolve_foreign_id=resolve_foreign_id)
+    return Trials(pack_for_trials(recipes, "spawn"), timeout_s)
+
+
+def try_out(trial, trait: str, timeout_s: float = 20.0, **options) -> TrialOutcome:
+    return trials_of(make_patient, timeout_s=timeout_s, trait=trait).run(trial, **options)
 
 
 def side_by_side(trait: str) -> SideBySide:
-    recipes = make_recipes(make_patient, 2, {"trait": trait})
-    return try_side_by_side(PackedRecipes.of(recipes, "spawn"), 20.0)
+    return try_side_by_side(trials_of(make_patient, 2, trait=trait))
 
 
 def behave(trait: str, timeout_s: float = 20.0) -> list[Finding]:
     """What the trials of a single env find."""
-    first = try_out(trials.behaviour, trait, timeout_s, hash_seed=1)
+    first = try_out(trials.behaviour, trait, timeout_s)
     if "rows" not in first.results:
         return about_behaviour(first)
     again = try_out(trials.replay, trait, timeout_s, hash_seed=2, rows=first.results["rows"])
@@ -221,9 +232,7 @@ def test_what_does_not_repeat_itself_is_found(trait, words):
 
 
 def test_traits_are_found():
-    findings = about_behaviour(
-        try_out(trials.behaviour, "reuses its buffer, changes its action, costly infos", hash_seed=1)
-    )
+    findings = about_behaviour(try_out(trials.behaviour, "reuses its buffer, changes its action, costly infos"))
     for topic, severity, words in (
         ("buffers", "note", "same array"),
         ("actions", "warns", "changes the action"),
@@ -354,20 +363,17 @@ def test_what_is_slow_does_not_hang():
 
 def test_multi_agent_envs_are_played_and_run():
     pytest.importorskip("mpe2")
-    recipes = make_recipes("pettingzoo/mpe2/simple_v3", 1, resolve_foreign_id=resolve_foreign_id)
-    packed = PackedRecipes.of(recipes, "spawn")
-    played = run_guarded(trials.behaviour, packed, stage_timeout_s=20.0, options={})
+    team = trials_of("pettingzoo/mpe2/simple_v3")
+    played = team.run(trials.behaviour)
     assert (played.stage, played.results["api"]) == (None, "PettingZoo parallel")
     assert played.results["digest"] == played.results["digest_again"] != played.results["digest_other"]
-    options = {"num_envs": 2, "options": {"backend": "serial"}, "seconds": 0.05}
-    run = run_guarded(trials.stepping_many, packed, stage_timeout_s=20.0, options=options)
+    run = team.run(trials.stepping_many, num_envs=2, options={"backend": "serial"}, seconds=0.05)
     assert run.stage is None
     assert run.results["steps_per_s"] > 0
 
 
 def test_start_methods_that_fail_alike_are_told_once():
-    texts = {"forkserver": "died after 0.2 s\nin env.py", "spawn": "died after 0.31 s\nin env.py", "fork": "odd"}
-    tried = {name: Problem(text) for name, text in texts.items()}
+    tried = {"forkserver": "died after 0.2 s\nin env.py", "spawn": "died after 0.31 s\nin env.py", "fork": "odd"}
     texts = [one.text for one in about_start_methods(tried, known=False)]
     assert texts == ["forkserver, spawn do not work: died after 0.2 s\nin env.py", "fork does not work: odd"]
     assert about_start_methods(tried, known=True)[0].text == "forkserver, spawn do not work: died after 0.2 s"
@@ -428,14 +434,12 @@ def file(tmp_path):
 
 
 def test_nothing_that_an_env_has_started_is_left(file):
-    for _ in range(3):
-        diagnose(functools.partial(Starting, file))
-        assert not left_of(file)
+    diagnose(functools.partial(Starting, file))
+    assert not left_of(file)
 
 
 def test_what_an_env_has_started_does_not_keep_the_doctor_waiting(file):
-    packed = PackedRecipes.of(make_recipes(functools.partial(Shelling, file)), "spawn")
-    outcome = run_guarded(trials.behaviour, packed, stage_timeout_s=20.0, options={})
+    outcome = trials_of(functools.partial(Shelling, file)).run(trials.behaviour)
     assert (outcome.stage, outcome.how) == (None, "")
     assert not left_of(file)
 
@@ -459,18 +463,18 @@ def test_a_doctor_that_is_killed_leaves_nothing(file):
         time.sleep(0.02)
 
 
-def test_where_sigchld_is_ignored_nobody_knows_how_a_trial_ended():
+def test_where_sigchld_is_ignored_nobody_knows_how_a_fork_has_ended():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        outcome = try_out(trials.behaviour, "segfault")
+        outcome = Trials(make_recipes(make_patient, 1, {"trait": "segfault"}), 20.0).run(trials.behaviour)
     finally:
         signal.signal(signal.SIGCHLD, before)
-    assert outcome.how == "ended the process, nobody knows how, since SIGCHLD is ignored here"
+    assert outcome.how.startswith("ended the process (its exit code is unknown, ")
 
 
 @pytest.mark.parametrize(("only_one", "severity"), [(False, "good"), (True, "warns")])
 def test_an_env_that_holds_an_address_meets_itself_in_no_trial(only_one, severity):
-    recipes = make_recipes(Listening, 2, {"address": f"muster-test-{os.getpid()}-", "only_one": only_one})
-    finding = about_pair(try_side_by_side(PackedRecipes.of(recipes, "spawn"), 20.0), None)
+    pair = trials_of(Listening, 2, address=f"muster-test-{os.getpid()}-", only_one=only_one)
+    finding = about_pair(try_side_by_side(pair), None)
     assert finding.severity == severity
     assert ("only one may live in a process" in finding.text) == only_one

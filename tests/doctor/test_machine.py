@@ -23,7 +23,6 @@ from command import muster as run_muster
 from muster.doctor import machine
 from muster.doctor.diagnosis import Finding
 from muster.doctor.machine import Fact, MachineReport, examine
-from muster.hosts.trial import Problem
 from muster.pool import resources
 from test_layers import OPTIONAL
 
@@ -76,17 +75,30 @@ def test_a_machine_in_order_is_told_on_one_screen(tmp_path: Path) -> None:
     assert "forkserver, spawn, fork tried, and work" in done.stdout
 
 
-def test_programs_read_the_report_as_json(tmp_path: Path) -> None:
-    told = json.loads(run(RUN_MUSTER, "doctor", "--json", cwd=tmp_path).stdout)
+ON_ONE_CORE = """
+import json, os, sys
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+try:
+    from muster.cli import main
+    main()
+finally:
+    print(json.dumps([*sys.modules]), file=sys.stderr)
+"""
+
+
+def test_programs_read_the_report_as_json_and_no_optional_package_is_imported(tmp_path: Path) -> None:
+    done = run(ON_ONE_CORE, "doctor", "--json", cwd=tmp_path)
+    told = json.loads(done.stdout)
     assert told["blocks"] is False
     assert told["version"] == muster.__version__
     assert all(fact["text"] and fact["meaning"] for fact in told["facts"])
-
-
-def test_no_optional_package_is_imported(tmp_path: Path) -> None:
-    code = "import json, sys; from muster.doctor.machine import examine; examine(); print(json.dumps([*sys.modules]))"
-    loaded = {name.partition(".")[0] for name in json.loads(run(code, cwd=tmp_path).stdout)}
-    assert loaded & OPTIONAL == {"psutil"}
+    [cores] = [fact for fact in told["facts"] if fact["topic"] == "cores"]
+    count = os.cpu_count()
+    assert cores["text"].startswith(f"{count} logical CPU")
+    assert cores["text"].endswith("1 of them by this process's affinity" if count > 1 else "")
+    assert cores["meaning"] == 'make_vec starts 1 worker; backend="serial" does without it'
+    loaded = {name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1])}
+    assert loaded & OPTIONAL == {"psutil", "rich"}
 
 
 @pytest.mark.parametrize(
@@ -101,16 +113,6 @@ def test_options_that_need_a_target_say_so(arguments: list[str], words: str) -> 
     done = run_muster("doctor", *arguments)
     assert done.exit_code == 2
     assert words in " ".join(done.stderr.replace("│", " ").split())
-
-
-def test_affinity_limits_the_cores(tmp_path: Path) -> None:
-    code = f"import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); {RUN_MUSTER}"
-    facts = json.loads(run(code, "doctor", "--json", cwd=tmp_path).stdout)["facts"]
-    [cores] = [fact for fact in facts if fact["topic"] == "cores"]
-    count = os.cpu_count()
-    assert cores["text"].startswith(f"{count} logical CPU")
-    assert cores["text"].endswith("1 of them by this process's affinity" if count > 1 else "")
-    assert cores["meaning"] == 'make_vec starts 1 worker; backend="serial" does without it'
 
 
 def test_a_cgroup_limits_cores_memory_and_threads(only: Only, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +274,7 @@ def test_a_kernel_that_refuses_what_workers_need_sets_the_exit_status(monkeypatc
 
 
 def test_a_default_start_method_that_fails_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = {"forkserver": Problem("WorkerDied: it died"), "spawn": None, "fork": None}
+    tried = {"forkserver": "WorkerDied: it died", "spawn": None, "fork": None}
     monkeypatch.setattr(machine, "try_contexts", lambda *args, **options: tried)
     report = examine()
     works, fails = [fact for fact in report.facts if fact.topic == "start methods"]

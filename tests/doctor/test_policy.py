@@ -13,7 +13,11 @@ from torch import nn
 
 import muster
 import programs
-from muster.doctor.policy import judge_policy
+from command import muster as run_muster
+from muster.doctor.policy_calls import judge_policy
+from muster.doctor.targets import judge_target
+
+pytestmark = pytest.mark.usefixtures("kept_launchers")
 
 POLICIES = """
 import threading
@@ -127,29 +131,36 @@ def test_the_command_tells_it_to_programs_and_a_policy_that_stays_blocks_nothing
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        pytest.param("my_game:broken", "building it, it raised ValueError: no weights found", marks=pytest.mark.slow),
-        ("my_game:crashes", "building it, it was killed by SIGSEGV"),
-        pytest.param("my_game:exits", "building it, it ended the process (exit code 0)", marks=pytest.mark.slow),
-        pytest.param("my_game:hangs", "building it, it hung for 30 s", marks=pytest.mark.slow),
-        ("odd_game:make_policy", "importing the module odd_game, it ended the process (exit code 7)"),
+        ("my_game.py:broken", "building it, it raised ValueError: no weights found"),
+        ("my_game.py:crashes", "building it, it was killed by SIGSEGV"),
+        ("my_game.py:hangs", "building it, it hung for 3 s"),
+        ("odd_game.py:make_policy", "importing the module odd_game, it ended the process (exit code 7)"),
     ],
 )
-def test_a_policy_that_ends_its_process_does_not_end_the_doctor(doctor, tmp_path, policy, words):
+def test_a_policy_that_cannot_be_built_is_a_finding(tmp_path, policy, words):
+    (tmp_path / "my_game.py").write_text(MODULE)
     (tmp_path / "odd_game.py").write_text("import os; os._exit(7)")
-    done = doctor("my_game:gives_what_exists", "--policy", policy, "--json", "--timeout", "30")
+    finding, verdict = judge_target(f"{tmp_path}/{policy}", 3.0)
+    assert verdict is None
+    assert (finding.severity, finding.topic, finding.text) == ("blocks", "policy", words)
+
+
+def test_a_policy_that_ends_its_process_does_not_end_the_doctor(doctor):
+    done = doctor("my_game:gives_what_exists", "--policy", "my_game:exits", "--json")
     assert done.returncode == 1, done.stderr
     told = json.loads(done.stdout)
     assert told["policy"] is None
     assert {one["topic"]: one["severity"] for one in told["findings"]} == {"recipe": "blocks", "policy": "blocks"}
-    assert words in told["findings"][-1]["text"]
+    assert told["findings"][-1]["text"] == "building it, it ended the process (exit code 0)"
 
 
 @pytest.mark.parametrize(
     ("policy", "words"),
-    [("my_game:absent", "It has: broken, crashes"), ("absent", "--policy must be module:make_policy")],
+    [("/my_game.py:absent", "It has: broken, crashes"), ("absent", "--policy must be module:make_policy")],
 )
-def test_mistakes_in_a_policy_s_name_are_told_without_a_traceback(doctor, policy, words):
-    done = doctor("my_game:gives_what_exists", "--policy", policy)
-    assert done.returncode == 2
+def test_mistakes_in_a_policy_s_name_are_told_without_a_traceback(tmp_path, policy, words):
+    (tmp_path / "my_game.py").write_text(MODULE)
+    done = run_muster("doctor", "CartPole-v1", "--policy", policy.replace("/", f"{tmp_path}/"))
+    assert done.exit_code == 2
     assert words in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr

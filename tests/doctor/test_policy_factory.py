@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ from torch import Tensor, nn
 
 import muster
 from muster.doctor.diagnosis import Finding
-from muster.doctor.policy_factory import judge_factory, packed_recipe
+from muster.doctor.policy_factory import judge_factory
+from muster.envs import resolve_foreign_id
 from muster.errors import WrongType
-from muster.hosts.trial import PackedRecipes, TrialOutcome
+from muster.hosts.trial import Reporter, TrialOutcome
 from muster.nn import MultiAgentMLP
-from muster.recipes.recipe import unpack
+from muster.recipes.recipe import Recipe, make_recipes
 
 CARTPOLE = "CartPole-v1"
 
@@ -59,37 +59,32 @@ class Floating(Net):
         return super().forward(obs)["logits"]
 
 
-class Recording:
-    """A trial's outcome, as if it had come through a pipe."""
+class TrialsHere:
+    """Runs trials in this process: most of these tests ask what is found, not where."""
 
-    def __init__(self) -> None:
-        self.outcome = TrialOutcome()
+    def __init__(self, recipes: Sequence[Recipe] | None, timeout_s: float) -> None:
+        self.recipes = recipes or ()
 
-    def stage(self, name: str | None) -> None:
-        self.outcome.stage = name
-
-    def result(self, name: str, value: Any) -> None:
-        self.outcome.results[name] = json.loads(json.dumps(value))
-
-
-def run_here(
-    trial: Callable[..., None], recipes: PackedRecipes | None, *, stage_timeout_s: float, options: dict[str, Any]
-) -> TrialOutcome:
-    """Runs a trial in this process: most of these tests ask what is found, not where."""
-    reporter = Recording()
-    try:
-        trial(*(unpack(recipes.data) if recipes else ()), reporter, **options)
-        reporter.stage(None)
-    except Exception as error:
-        reporter.outcome.how = f"raised {type(error).__name__}: {error}"
-    return reporter.outcome
+    def run(self, trial: Callable[..., None], **options: Any) -> TrialOutcome:
+        outcome = TrialOutcome()
+        try:
+            trial(*self.recipes, Reporter(outcome.take), **options)
+            outcome.stage = None
+        except Exception as error:
+            outcome.how = f"raised {type(error).__name__}: {error}"
+        return outcome
 
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Finding]]:
     """Findings about a factory: ``judge(factory, policy, env)``."""
-    monkeypatch.setattr("muster.doctor.policy_factory.run_guarded", run_here)
-    return lambda factory, policy=None, env=CARTPOLE: judge_factory(factory, policy, packed_recipe(env, {}, ()), 20.0)
+    monkeypatch.setattr("muster.doctor.policy_factory.Trials", TrialsHere)
+
+    def judged(factory: Any, policy: Any = None, env: Any = CARTPOLE) -> list[Finding]:
+        recipes = make_recipes(env, 1, resolve_foreign_id=resolve_foreign_id)
+        return judge_factory(factory, policy, TrialsHere(recipes, 20.0), 20.0)  # type: ignore[arg-type]
+
+    return judged
 
 
 def only(findings: list[Finding], severity: str) -> str:

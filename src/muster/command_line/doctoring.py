@@ -10,9 +10,11 @@ from muster.doctor.diagnosing import diagnose
 from muster.doctor.diagnosis import Diagnosis, Measurements
 from muster.doctor.targets import about_import, import_code, judge_target, policy_factory_of
 from muster.extras import require
+from muster.pool.launcher_client import LauncherClient
 from muster.recipes.named import callable_named, env_named
 
 
+@LauncherClient.kept()
 def diagnose_for(options: DoctorOptions) -> Diagnosis:
     """The diagnosis of the env and the policy. A module that cannot be imported is a finding.
 

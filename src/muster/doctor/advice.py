@@ -16,7 +16,6 @@ from gymnasium.envs.registration import EnvSpec
 from muster.doctor.diagnosis import Measurements, Recommendation
 from muster.doctor.measure import code_of_options
 from muster.envs.adapt import is_torchrl
-from muster.hosts.trial import Problem
 from muster.pickling import is_plain
 from muster.pool.resources import memory_left, usable_cores
 from muster.recipes.existing_env import find_existing_env, is_env
@@ -45,7 +44,7 @@ class Verdict:
     env_kwargs: Mapping[str, Any]
     num_envs: int | None
     travels: bool
-    tried: Mapping[str, Problem | None]
+    tried: Mapping[str, str | None]
     alone: bool = False
     packs: bool = False
     fragile: bool = False
@@ -126,16 +125,7 @@ def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recomme
         call = constructor_of(existing) if existing is not None else "MyEnv(...)"
         line = f"envs = muster.make_vec(make_env, num_envs={cores})"
         factory = f"def make_env():\n    return {call}\n"
-    return Recommendation(
-        line=line,
-        factory=factory,
-        backend="process",
-        context="forkserver",
-        num_envs=cores,
-        num_workers=cores,
-        steps_per_s=None,
-        memory_bytes=None,
-    )
+    return Recommendation(line, factory, "process", "forkserver", num_envs=cores, num_workers=cores)
 
 
 def spec_of(existing: Any) -> EnvSpec | None:
@@ -205,16 +195,9 @@ def _candidate(
     if measured.env_bytes is not None and measured.worker_bytes is not None:
         processes = num_workers if backend == "process" else 0
         memory = processes * measured.worker_bytes + num_envs * measured.env_bytes
+    factory, caller_steps = _IMPORT if verdict.of_torchrl else None, "caller_steps" in options
     advice = Recommendation(
-        line=line,
-        factory=_IMPORT if verdict.of_torchrl else None,
-        backend=backend,
-        context=context,
-        num_envs=num_envs,
-        num_workers=num_workers,
-        steps_per_s=None,
-        memory_bytes=memory,
-        caller_steps="caller_steps" in options,
+        line, factory, backend, context, num_envs, num_workers, memory_bytes=memory, caller_steps=caller_steps
     )
     return Candidate(advice, options)
 

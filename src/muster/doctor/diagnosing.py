@@ -6,7 +6,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
@@ -14,11 +14,11 @@ from gymnasium.envs.registration import EnvSpec
 from muster.arguments import explains_keywords, whole
 from muster.arguments import seconds as number_of_seconds
 from muster.doctor import trials
-from muster.doctor.advice import Verdict, candidates, name_in_code, name_of_spec, spec_of, unbuildable
-from muster.doctor.diagnosis import Diagnosis, Finding, Measurements, Soak
+from muster.doctor.advice import Candidate, Verdict, candidates, name_in_code, name_of_spec, spec_of, unbuildable
+from muster.doctor.diagnosis import Diagnosis, Finding, Measurements, Recommendation, Soak, TriedLine
+from muster.doctor.diagnosis import seconds as in_words
 from muster.doctor.findings import (
     FATAL,
-    SHARING,
     about_behaviour,
     about_early_end,
     about_pair,
@@ -26,17 +26,19 @@ from muster.doctor.findings import (
     about_sharing,
     about_start_methods,
     about_untried,
+    first_line,
 )
-from muster.doctor.lines import is_fatal, pick, try_lines
+from muster.doctor.measure import make_envs
 from muster.doctor.soak import run_soak
-from muster.doctor.trials import make_envs
+from muster.doctor.trials import STEPPING_MANY, stepping_many
 from muster.envs import resolve_foreign_id
 from muster.envs.adapt import from_torchrl, with_torchrl
 from muster.errors import CannotTravel, RecipeError, WrongType
 from muster.extras import require
-from muster.hosts.trial import PackedRecipes, Problem, TrialOutcome, run_guarded
+from muster.hosts.trial import TrialOutcome, Trials, pack_for_trials
 from muster.introspection import callable_name, type_name
 from muster.pickling import find_culprits, fork_hazards
+from muster.pool.launcher_client import LauncherClient
 from muster.recipes.existing_env import is_env
 from muster.recipes.recipe import Recipe, make_recipes, shared_by
 from muster.vector.side_by_side import try_side_by_side
@@ -46,6 +48,8 @@ CONTEXTS = ("forkserver", "spawn", "fork")
 _BEFORE_STEPS = ("unpacking the recipe", "building it", "resetting it")
 _ON_THE_WAY = (*_BEFORE_STEPS, "stepping it", "closing it")
 _SHOWN_CULPRITS = 3
+_LONG_BUILD_S = 5.0
+_REPLAY_HASH_SEED = 2
 
 
 @explains_keywords()
@@ -95,24 +99,55 @@ def diagnose(
         soak_s = number_of_seconds("soak_s", soak_s)
     if callable(env) and not isinstance(env, EnvSpec) and not is_env(env):
         wrappers = with_torchrl(wrappers)
-    diagnosis = _diagnose_env(env, num_envs, env_kwargs or {}, wrappers, timeout, seconds, name or _name(env))
-    if soak_s is not None:
-        soak, verdicts = _soak(diagnosis, env, env_kwargs or {}, wrappers, soak_s, timeout)
-        diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *verdicts), soak=soak)
-    if policy is not None:
-        from muster.doctor.policy import judge_policy
+    with LauncherClient.kept():
+        diagnosis, subject = _diagnose_env(
+            env, num_envs, env_kwargs or {}, wrappers, timeout, seconds, name or _name(env)
+        )
+        if soak_s is not None:
+            soak, verdicts = _soak(diagnosis, subject, soak_s)
+            diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *verdicts), soak=soak)
+        if policy is not None:
+            from muster.doctor.policy_calls import judge_policy
 
-        finding, verdict = judge_policy(policy)
-        diagnosis = replace(diagnosis, findings=(*diagnosis.findings, finding), policy=verdict)
-    if policy_factory is not None:
-        from muster.doctor.policy_factory import judge_factory, packed_recipe
+            finding, policy_verdict = judge_policy(policy)
+            diagnosis = replace(diagnosis, findings=(*diagnosis.findings, finding), policy=policy_verdict)
+        if policy_factory is not None:
+            from muster.doctor.policy_factory import judge_factory
 
-        # An env that could not be stepped would end another trial in the same way, or hang in it.
-        can_step = diagnosis.measured.step_median_s is not None
-        recipe = packed_recipe(env, env_kwargs or {}, wrappers) if can_step else None
-        findings = judge_factory(policy_factory, policy, recipe, timeout)
-        diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *findings))
+            # An env that could not be stepped would end another trial in the same way, or hang in it.
+            can_step = diagnosis.measured.step_median_s is not None
+            findings = judge_factory(policy_factory, policy, subject.trials if subject and can_step else None, timeout)
+            diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *findings))
     return diagnosis
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """The env that is diagnosed.
+
+    trials: of one of it; in forks, where its recipe cannot be sent.  shared: what it shares with this process, in
+    words.  hazard: the path of what a fork of this process must not inherit. Both are empty where there is none.
+    """
+
+    recipe: Recipe
+    trials: Trials
+    shared: str
+    hazard: str
+
+    @property
+    def travels(self) -> bool:
+        """Whether its recipe can be sent."""
+        return isinstance(self.trials.recipes, bytes)
+
+    @classmethod
+    def of(cls, recipe: Recipe, timeout_s: float, findings: list[Finding]) -> _Subject:
+        """Packs the recipe. findings: receives what is found."""
+        packed = _pack(recipe, findings)
+        hazards = fork_hazards(recipe.parts()) if packed is None else []
+        # What must not be inherited is not tried at all.
+        shared = "" if hazards else shared_by([recipe], by_fork=packed is None)
+        env_trials = Trials([recipe] if packed is None else packed, timeout_s)
+        return cls(recipe, env_trials, shared, hazards[0].path if hazards else "")
 
 
 def _diagnose_env(
@@ -123,103 +158,126 @@ def _diagnose_env(
     timeout: float,
     seconds: float,
     target: str,
-) -> Diagnosis:
+) -> tuple[Diagnosis, _Subject | None]:
     findings: list[Finding] = []
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         try:
             pair = make_recipes(env, 2, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
         except RecipeError as error:
-            advice = unbuildable(env, _source(env, target), env_kwargs)
-            return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), advice)
-    recipe = pair[0]
+            line = unbuildable(env, _source(env, target), env_kwargs)
+            return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), line), None
     if is_env(env):
         findings.append(_about_instance(env))
-    packed = _pack(recipe, findings)
-    # What must not be inherited is not tried at all.
-    shared = "" if packed is None and fork_hazards(recipe.parts()) else shared_by([recipe], by_fork=packed is None)
-
-    def run(trial: Callable[..., None], hash_seed: int, **options: Any) -> TrialOutcome:
-        return run_guarded(trial, packed, stage_timeout_s=timeout, options=options, hash_seed=hash_seed)
-
-    behaviour = run(trials.behaviour, hash_seed=1) if packed is not None and not shared else TrialOutcome()
-    tried = try_contexts(recipe, timeout, packed is not None, behaviour, once=bool(shared))
+    subject = _Subject.of(pair[0], timeout, findings)
+    env_trials, travels, shared = subject.trials, subject.travels, subject.shared
+    behaviour = env_trials.run(trials.behaviour) if travels and not shared else TrialOutcome()
+    tried = try_contexts(subject.recipe, timeout, travels, behaviour, once=bool(shared))
     if shared:
         findings.append(about_sharing(shared))
     findings += about_behaviour(behaviour)
     findings += about_start_methods(tried, known=behaviour.stage in FATAL)
     around = [name_in_code(one) for one in wrappers if one is not from_torchrl]
-    verdict = Verdict(_source(env, target), env_kwargs, num_envs, packed is not None, tried, wrappers=around)
-    if packed is None or shared:
-        return _run_lines(target, findings, verdict, Measurements(), recipe, timeout, seconds, shared)
+    verdict = Verdict(_source(env, target), env_kwargs, num_envs, travels, tried, wrappers=around)
     verdict.fragile = behaviour.stage in ("resetting it", "stepping it")
     verdict.alone = bool(behaviour.results.get("one_per_process"))
     verdict.of_torchrl = behaviour.results.get("api") == "TorchRL"
+    together, is_run = TrialOutcome(), not travels or bool(shared)
     if behaviour.hung and behaviour.stage in _ON_THE_WAY:
         findings.append(about_untried(behaviour))
     elif "rows" in behaviour.results:
-        rows = behaviour.results["rows"]
-        replayed = run(trials.replay, hash_seed=2, rows=rows)
-        side_by_side = try_side_by_side(PackedRecipes.of(pair, "spawn"), timeout, rows)
+        rows, is_run = behaviour.results["rows"], True
+        replayed = env_trials.run(trials.replay, hash_seed=_REPLAY_HASH_SEED, rows=rows)
+        side_by_side = try_side_by_side(Trials(pack_for_trials(pair, "spawn"), timeout), rows)
         findings += [
             *about_replay(behaviour, replayed),
             about_pair(side_by_side, behaviour.results.get("step_median_s")),
         ]
         verdict.alone = verdict.alone or side_by_side.disturbed is not None
         verdict.packs = not verdict.alone and side_by_side.unknown is None
-        measured = _measured(behaviour, side_by_side.together)
-        return _run_lines(target, findings, verdict, measured, packed, timeout, seconds)
-    measured = _measured(behaviour, TrialOutcome())
-    return Diagnosis(target, tuple(findings), measured, pick(candidates(verdict, measured), ()))
+        together = side_by_side.together
+    measured = _measured(behaviour.results, together.results)
+    return _advised(target, findings, verdict, measured, subject, seconds if is_run else None), subject
 
 
-def _run_lines(
+def _advised(
     target: str,
     findings: list[Finding],
     verdict: Verdict,
     measured: Measurements,
-    recipe: PackedRecipes | Recipe,
-    timeout_s: float,
-    run_s: float,
-    shared: str = "",
+    subject: _Subject,
+    run_s: float | None,
 ) -> Diagnosis:
-    """Runs the lines that could be recommended, and returns the diagnosis. recipe, shared: as for `try_lines`."""
+    """The diagnosis, with the line that is recommended. run_s: how long each is run; None where none is."""
     lines = candidates(verdict, measured)
-    tried, outcomes = try_lines(lines, recipe, measured.build_s, timeout_s, run_s, shared)
+    ran, outcomes = ([], []) if run_s is None else try_lines(lines, subject, measured.build_s, run_s)
     if outcomes and outcomes[0].results.get("episodes"):
         results = outcomes[0].results
         measured = replace(measured, episode_rows=results["env_steps"] / results["episodes"])
-    if isinstance(recipe, PackedRecipes) and outcomes and is_fatal(outcomes[-1]):
+    advice = pick(lines, ran)
+    if subject.travels and outcomes and outcomes[-1].stage == STEPPING_MANY:
         ended = outcomes[-1]
         if ended.hung:
             ended.detail = ""  # this stack is the doctor's own, not the env's
         findings += about_early_end(ended, "blocks")
         verdict.fragile = True
-        return Diagnosis(target, tuple(findings), measured, pick(candidates(verdict, measured), ()), tried=tuple(tried))
-    return Diagnosis(target, tuple(findings), measured, pick(lines, tried), tried=tuple(tried))
+        advice = pick(candidates(verdict, measured), ())
+    return Diagnosis(target, tuple(findings), measured, advice, tried=tuple(ran))
 
 
-def _soak(
-    diagnosis: Diagnosis,
-    env: Any,
-    env_kwargs: Mapping[str, Any],
-    wrappers: Sequence[Callable[[Any], Any]],
-    soak_s: float,
-    timeout_s: float,
-) -> tuple[Soak | None, list[Finding]]:
+def try_lines(
+    lines: Sequence[Candidate], subject: _Subject, build_s: float | None, run_s: float
+) -> tuple[list[TriedLine], list[TrialOutcome]]:
+    """The lines, each with its env steps a second or its problem, and the outcomes of the trials that were run.
+
+    The first line alone is run where building one env takes long, and where its envs die or hang as they are stepped;
+    not so where the trial runs in a fork, which may be the cause.
+    build_s: seconds to build one env, if known.  run_s: how long each line is run, after its start.
+    """
+    why = ""
+    if subject.hazard:
+        why = f"not run: its process would inherit {subject.hazard}, see above"
+    elif subject.shared:
+        why = "not run: its envs would use what they share with this process, see above"
+    if why:
+        return [TriedLine(one.advice.line, problem=why) for one in lines], []
+    many = replace(subject.trials, stage_timeout_s=max(subject.trials.stage_timeout_s, 2 * run_s))
+    tried: list[TriedLine] = []
+    outcomes: list[TrialOutcome] = []
+    for one in lines:
+        if outcomes and build_s is not None and build_s > _LONG_BUILD_S:
+            tried.append(TriedLine(one.advice.line, problem=f"not run: one env takes {in_words(build_s)} to build"))
+            continue
+        outcome = many.run(stepping_many, num_envs=one.advice.num_envs, options=dict(one.options), seconds=run_s)
+        outcomes.append(outcome)
+        steps_per_s = outcome.results.get("steps_per_s")
+        tried.append(TriedLine(one.advice.line, steps_per_s, None if steps_per_s else first_line(outcome.problem)))
+        if build_s is None and "start_s" in outcome.results:
+            build_s = outcome.results["start_s"] * max(1, one.advice.num_workers) / one.advice.num_envs
+        if subject.travels and outcome.stage == STEPPING_MANY:
+            break
+    return tried, outcomes
+
+
+def pick(lines: Sequence[Candidate], tried: Sequence[TriedLine]) -> Recommendation | None:
+    """The fastest of the lines; the first where none was run to its end, None where there are none."""
+    if not lines:
+        return None
+    speeds = [one.steps_per_s or 0.0 for one in tried] or [0.0]
+    best = max(speeds)
+    return replace(lines[speeds.index(best)].advice, steps_per_s=best or None)
+
+
+def _soak(diagnosis: Diagnosis, subject: _Subject | None, soak_s: float) -> tuple[Soak | None, list[Finding]]:
     """Soaks an env that the `diagnosis` has found to work; returns the soak and its verdicts."""
-    if any(one.topic == SHARING for one in diagnosis.findings):
-        return None, [Finding("note", "soak", "not soaked: that would use what it shares with this process, see above")]
-    if diagnosis.measured.step_median_s is None and not any(one.steps_per_s for one in diagnosis.tried):
-        return None, [Finding("note", "soak", "not soaked: it cannot be stepped, see above")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        recipe = make_recipes(env, 1, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)[0]
-    packed = _pack(recipe, [])
-    if packed is None and (hazards := fork_hazards(recipe.parts())):
-        text = f"not soaked: its process would inherit {hazards[0].path}, see above"
-        return None, [Finding("note", "soak", text)]
-    return run_soak([recipe] if packed is None else packed, soak_s, timeout_s)
+    measured, tried = diagnosis.measured, diagnosis.tried
+    if subject is not None and subject.shared:
+        why = "that would use what it shares with this process"
+    elif subject is None or (measured.step_median_s is None and not any(one.steps_per_s for one in tried)):
+        why = "it cannot be stepped"
+    else:
+        return run_soak(subject.trials, soak_s)
+    return None, [Finding("note", "soak", f"not soaked: {why}, see above")]
 
 
 def _name(env: Any) -> str:
@@ -252,12 +310,12 @@ def _about_instance(env: Any) -> Finding:
     return Finding("note", "recipe", text)
 
 
-def _pack(recipe: Recipe, findings: list[Finding]) -> PackedRecipes | None:
+def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
     """The recipe for another process, None if it cannot travel."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            packed = PackedRecipes.of([recipe], "spawn")
+            packed = pack_for_trials([recipe], "spawn")
         except CannotTravel as error:
             findings.append(Finding("blocks", "travel", str(error)))
             return None
@@ -269,12 +327,12 @@ def _pack(recipe: Recipe, findings: list[Finding]) -> PackedRecipes | None:
 
 def try_contexts(
     recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome, *, once: bool = False
-) -> dict[str, Problem | None]:
+) -> dict[str, str | None]:
     """The problem that ended a worker, by start method; None where it stepped. Methods that would hang are left out.
 
     once: no method is tried after the first one that starts a worker.
     """
-    tried: dict[str, Problem | None] = {}
+    tried: dict[str, str | None] = {}
     if behaviour.hung and behaviour.stage in _BEFORE_STEPS:
         return tried
     for context in CONTEXTS:
@@ -284,17 +342,17 @@ def try_contexts(
     return tried
 
 
-def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) -> Problem | None:
+def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) -> str | None:
     """The problem that ended a worker started for real; None if it stepped.
 
     A recipe that does not travel can still be inherited, though forked workers must not use every object in it.
     """
     if not travels:
         if context != "fork":
-            return Problem("the recipe cannot be sent to its workers, see above")
+            return "the recipe cannot be sent to its workers, see above"
         if hazards := fork_hazards(recipe.parts()):
             found = f"{hazards[0].path}: {hazards[0].reason}"
-            return Problem(f"workers would inherit what they must not use: {found}")
+            return f"workers would inherit what they must not use: {found}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -303,23 +361,15 @@ def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) 
                 envs.reset(seed=0)
                 envs.step(envs.action_space.sample())
         except Exception as error:  # a KeyboardInterrupt or SystemExit that the env raises arrives as an EnvError
-            return Problem(f"{type(error).__name__}: {error}")
+            return f"{type(error).__name__}: {error}"
     return None
 
 
-def _measured(behaviour: TrialOutcome, pair: TrialOutcome) -> Measurements:
-    first_bytes = behaviour.results.get("env_bytes")
-    env_bytes = pair.results.get("env_bytes", first_bytes)
-    base_bytes = behaviour.results.get("worker_bytes")
-    libraries = None if first_bytes is None else max(0, first_bytes - env_bytes)
-    return Measurements(
-        build_s=behaviour.results.get("build_s"),
-        step_median_s=behaviour.results.get("step_median_s"),
-        step_p99_s=behaviour.results.get("step_p99_s"),
-        reset_median_s=behaviour.results.get("reset_median_s"),
-        reset_p99_s=behaviour.results.get("reset_p99_s"),
-        obs_bytes=behaviour.results.get("obs_bytes"),
-        env_bytes=env_bytes,
-        worker_bytes=None if base_bytes is None or libraries is None else base_bytes + libraries,
-        threads_started=behaviour.results.get("threads"),
-    )
+def _measured(alone: Mapping[str, Any], together: Mapping[str, Any]) -> Measurements:
+    """The figures among the results of two trials: of one env, and of two in one process."""
+    known = {field.name: alone.get(field.name) for field in fields(Measurements)}
+    if known["env_bytes"] is not None and (of_second := together.get("env_bytes")) is not None:
+        # What the first one took more is of the libraries that each worker loads.
+        known["worker_bytes"] += max(0, known["env_bytes"] - of_second)
+        known["env_bytes"] = of_second
+    return Measurements(**known)

@@ -62,8 +62,8 @@ class Recommendation:
     context: str | None
     num_envs: int
     num_workers: int
-    steps_per_s: float | None
-    memory_bytes: int | None
+    steps_per_s: float | None = None
+    memory_bytes: int | None = None
     caller_steps: bool = False
 
 

@@ -6,13 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from muster.doctor.diagnosis import Finding, Severity, seconds, size
-from muster.hosts.trial import STARTING, Problem, TrialOutcome
+from muster.hosts.trial import STARTING, TrialOutcome
 from muster.vector.side_by_side import SideBySide
 
 # An env that ends its trial early in one of these stages cannot be stepped; one that gets past them can.
 FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
-# The topic of the finding that an env uses objects of the calling process.
-SHARING = "sharing"
 _MANY_THREADS = 2
 _LONG_STEP_S = 100e-6
 _MUCH = 10_000
@@ -50,8 +48,8 @@ def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
         found.append(Finding("warns", "actions", "its step changes the action array it is given"))
     if results.get("costly_infos"):
         found.append(_about_infos(results["costly_infos"]))
-    if results.get("threads", 0) >= _MANY_THREADS:
-        text = f"it starts {results['threads']} threads; with a worker per core they take each other's time"
+    if results.get("threads_started", 0) >= _MANY_THREADS:
+        text = f"it starts {results['threads_started']} threads; with a worker per core they take each other's time"
         found.append(Finding("warns", "threads", text))
     return found
 
@@ -106,26 +104,31 @@ def about_sharing(shared: str) -> Finding:
         "reset and a step: what these have put there is there now. To have all tried, diagnose a factory that makes "
         "such objects itself"
     )
-    return Finding("warns", SHARING, text)
+    return Finding("warns", "sharing", text)
 
 
-def about_start_methods(tried: Mapping[str, Problem | None], known: bool) -> list[Finding]:
+def about_start_methods(tried: Mapping[str, str | None], known: bool) -> list[Finding]:
     """Findings about start methods. tried: each one's problem, or None.  known: another finding explains it."""
     works = [name for name, problem in tried.items() if problem is None]
     found = []
     if works:
         found.append(Finding("good", "start methods", f"{', '.join(works)} tried, and work"))
     # Most often all fail with the same words, and only figures (pids, times) differ.
-    alike: dict[str, tuple[Problem, list[str]]] = {}
+    alike: dict[str, tuple[str, list[str]]] = {}
     for name, problem in tried.items():
         if problem is not None:
-            alike.setdefault(re.sub(r"[\d.]+", "", problem.headline), (problem, []))[1].append(name)
+            alike.setdefault(re.sub(r"[\d.]+", "", first_line(problem)), (problem, []))[1].append(name)
     severity: Severity = "note" if works else "blocks"
     for problem, names in alike.values():
         subject = f"{', '.join(names)} {'do' if len(names) > 1 else 'does'} not work"
-        shown = problem.headline if known else problem.text
+        shown = first_line(problem) if known else problem
         found.append(Finding(severity, "start methods", f"{subject}: {shown}"))
     return found
+
+
+def first_line(problem: str) -> str:
+    """The first line of a problem, where its details are of no use."""
+    return problem.split("\n", 1)[0]
 
 
 def _about_api(api: str, refused: Sequence[str] | None, warned: Sequence[str]) -> list[Finding]:

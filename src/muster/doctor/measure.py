@@ -15,7 +15,10 @@ from typing import Any
 
 import gymnasium as gym
 
+from muster.recipes.recipe import Recipe
 from muster.vector.make import make_vec
+from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.vector_env import VectorEnv
 
 _WARM_UP_S = 0.1
 _NUM_ACTIONS = 64
@@ -130,6 +133,11 @@ def _steps_per_s(envs: Any, actions: Sequence[Any], seconds: float) -> float:
         steps += 1
         now = time.perf_counter()
     return steps * int(envs.num_envs) / (now - start)
+
+
+def make_envs(recipe: Recipe, num_envs: int, **options: Any) -> VectorEnv | MultiAgentVectorEnv:
+    """A vector env of `num_envs` envs of the recipe. options: those of `make_vec`."""
+    return make_vec(recipe.factory, num_envs, env_kwargs=dict(recipe.kwargs), wrappers=recipe.wrappers, **options)
 
 
 def _close(envs: Any) -> None:

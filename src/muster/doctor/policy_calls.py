@@ -1,4 +1,4 @@
-"""Calls of a policy on an env's own observations, as a collector calls it, but without the env. Needs PyTorch."""
+"""Whether a policy can be copied, and what it does with an env's own observations. Needs PyTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -17,23 +16,27 @@ from gymnasium import spaces
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from muster.doctor.diagnosis import Finding, PolicyVerdict, size
+from muster.doctor.measure import make_envs
 from muster.errors import SpecMismatch, WrongType
-from muster.hosts.trial_process import Reporter
+from muster.hosts.trial import Reporter
 from muster.introspection import type_name
+from muster.recipes.recipe import Recipe
 from muster.rollout.collector import Collector
 from muster.rollout.env_side import EnvSide
 from muster.rollout.fields import Array, describe
 from muster.rollout.multi_agent_side import MultiAgentEnvs
 from muster.rollout.policies import PlainActor, TensorDictActor, is_tensordict_policy
+from muster.rollout.processes.policy_travel import obstacle_to
 from muster.rollout.single_agent_side import SingleAgentEnvs
 from muster.rollout.storage import Storage
 from muster.rollout.weights import load_weights, module_of, named_weights, place, weights_for
 from muster.worker_info import WorkerInfo, worker_info_context
 
 _ROWS = 8
-# The files of a folder in which the doctor and the trials of a policy hand over what does not go into a line of JSON.
-FACTORY, OBSERVED, WEIGHTS = "factory", "observed", "weights"
+BUILDS = 2
 
+Weights = dict[str, Tensor]
 Layout = dict[str, list[Any]]
 """By a parameter's or buffer's name, in quotes, its shape and its dtype's name."""
 
@@ -60,88 +63,102 @@ class ObservedEnvs:
         return SingleAgentEnvs(envs) if self.groups is None else MultiAgentEnvs(envs)
 
 
-def observe(envs: Any, folder: Path) -> None:
-    """Steps a vector env of one env by random actions; writes what it observes, as if of N envs, to ``folder``."""
-    storage = Collector(envs, None, frames_per_batch=_ROWS, seed=0, compact=True).collect_storage()
-    observed = ObservedEnvs(
-        [np.array(rows[:_ROWS, 0]) for rows in storage.observations],
-        _ROWS,
-        {"autoreset_mode": envs.metadata["autoreset_mode"]},
-        envs.single_observation_space,
-        envs.single_action_space,
-        *(getattr(envs, name, None) for name in ("groups", "mask_shapes", "state_space")),
+def judge_policy(policy: Any) -> tuple[Finding, PolicyVerdict]:
+    """The decision of `MultiCollector` about `policy`, made before any process starts, as a finding and a verdict."""
+    weights = named_weights(policy)
+    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    obstacle = obstacle_to(policy)
+    if obstacle is None:
+        text = f"it can be copied to collector processes, once; {len(weights)} weights ({size(weight_bytes)}) follow"
+        return Finding("good", "policy", text), PolicyVerdict(True, weight_bytes)
+    remedy = "\n".join(f"# {way}" for way in obstacle.ways_out())
+    verdict = PolicyVerdict(
+        False, weight_bytes, obstacle.path, obstacle.type_name, obstacle.reason, obstacle.ways_out()
     )
-    # A script's own classes of spaces have come by value, and go on in the same way.
-    (folder / OBSERVED).write_bytes(cloudpickle.dumps(observed))
+    if obstacle.marked:
+        text = f"it stays in the calling process, as it asks: {obstacle}. There it acts for the envs of all workers"
+        return Finding("note", "policy", text), verdict
+    text = f"it cannot be copied to collector processes, because of {obstacle}. MultiCollector lets it act here for all"
+    return Finding("warns", "policy", text, remedy), verdict
 
 
-def build_and_call(reporter: Reporter, folder: Path, name: str, builds: int) -> None:
-    """Builds a policy ``builds`` times by the factory in ``folder``, and calls each on the observations in there.
+def observe(recipe: Recipe, reporter: Reporter) -> None:
+    """The trial that steps one env by random actions, and reports what it observes, pickled, as if of N envs."""
+    reporter.stage("building the env for the policy")
+    with make_envs(recipe, 1, backend="serial", autoreset_mode="same_step", state=True) as envs:
+        reporter.stage("stepping the env for the policy")
+        storage = Collector(envs, None, frames_per_batch=_ROWS, seed=0, compact=True).collect_storage()
+        observed = ObservedEnvs(
+            [np.array(rows[:_ROWS, 0]) for rows in storage.observations],
+            _ROWS,
+            {"autoreset_mode": envs.metadata["autoreset_mode"]},
+            envs.single_observation_space,
+            envs.single_action_space,
+            *(getattr(envs, name, None) for name in ("groups", "mask_shapes", "state_space")),
+        )
+        # A script's own classes of spaces have come by value, and go on in the same way.
+        reporter.result("observed", cloudpickle.dumps(observed))
+        reporter.stage("closing the env of the policy")
 
-    All get the weights that lie in ``folder``; without any, those of the first, which are written there. Reports
-    ``build_s`` of the first, and by number the layouts; writes outputs to ``folder``, as `outputs_in` reads them.
+
+def build_and_call(reporter: Reporter, factory: bytes, observed: bytes | None, weights: Weights | None) -> None:
+    """The trial that builds a policy `BUILDS` times, and calls each on what `observe` has reported, if that is known.
+
+    All get the weights; without any, those of the first. Reports ``build_s`` of the first, and by number the layouts
+    and the outputs.
     """
-    factory: Callable[[], Any] = pickle.loads((folder / FACTORY).read_bytes())
-    for number in range(builds):
+    build: Callable[[], Any] = pickle.loads(factory)
+    for number in range(BUILDS):
         reporter.stage("building the policy" + " again" * (number > 0))
         started = time.perf_counter()
         with worker_info_context(WorkerInfo(None, 0, 1, 1, seed=0)):
-            policy = factory()
+            policy = build()
         if number == 0:
             reporter.result("build_s", time.perf_counter() - started)
         if not callable(policy):
             raise WrongType(f"policy_factory returned an object of type {type_name(policy)}, which cannot be called")
         reporter.result(f"layout {number}", layout_of(policy))
-        if (folder / OBSERVED).exists():
+        if observed is not None:
             reporter.stage("calling the policy on the env's observations")
-            _outputs_of(policy, folder)  # gives lazy modules their shapes
+            _outputs_of(policy, observed)  # gives lazy modules their shapes
             reporter.result(f"layout {number}", layout_of(policy))
-            if not (folder / WEIGHTS).exists():
-                write_weights(policy, folder)
+            weights = weights or weights_of(policy)
             if own := named_weights(policy):
                 with contextlib.suppress(SpecMismatch):  # its layout says how it differs
-                    load_weights(policy, weights_for(policy, torch.load(folder / WEIGHTS, weights_only=True), own))
-            torch.save(_outputs_of(policy, folder), folder / f"{name} {number}")
+                    load_weights(policy, weights_for(policy, weights, own))
+            reporter.result(f"outputs {number}", _outputs_of(policy, observed))
 
 
-def outputs_in(folder: Path, name: str) -> dict[str, Tensor]:
-    """What a policy gave by key; {} if it was not called."""
-    file = folder / name
-    outputs: dict[str, Tensor] = torch.load(file, weights_only=True) if file.exists() else {}
-    return outputs
+def weights_of(policy: Any) -> Weights:
+    """Copies of the policy's weights, on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in named_weights(policy).items()}
 
 
-def write_weights(policy: Any, folder: Path) -> None:
-    """Writes the weights that all policies of the trials shall have, where there are any."""
-    if own := named_weights(policy):
-        torch.save({name: tensor.detach().cpu() for name, tensor in own.items()}, folder / WEIGHTS)
-
-
-def outputs_of_original(policy: Any, folder: Path) -> dict[str, Tensor]:
-    """The outputs of a policy in use on the observations in ``folder``. Its buffers are left as they were."""
+def outputs_of_original(policy: Any, observed: bytes) -> dict[str, Tensor]:
+    """The outputs of a policy in use on what `observe` has reported. Its buffers are left as they were."""
     module = module_of(policy)
     buffers = [] if module is None else [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
-        return _outputs_of(policy, folder)
+        return _outputs_of(policy, observed)
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
 
 
-def _outputs_of(policy: Any, folder: Path) -> dict[str, Tensor]:
+def _outputs_of(policy: Any, observed: bytes) -> dict[str, Tensor]:
     """The policy's outputs ``[N, ...]`` by key, on the CPU, from one seed. torch's generators are left as they were."""
-    observed: ObservedEnvs = pickle.loads((folder / OBSERVED).read_bytes())
-    side = observed.side()
-    storage = Storage(1, observed.num_envs, side.observation_fields, side.reward_fields, compact=True)
-    for array, rows in zip(storage.observations, observed.rows, strict=True):
+    envs: ObservedEnvs = pickle.loads(observed)
+    side = envs.side()
+    storage = Storage(1, envs.num_envs, side.observation_fields, side.reward_fields, compact=True)
+    for array, rows in zip(storage.observations, envs.rows, strict=True):
         array[0] = rows
     kind = TensorDictActor if is_tensordict_policy(policy) else PlainActor
     device = place(policy, None)
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda), torch.no_grad():
         torch.manual_seed(0)
-        actor = kind(policy, side, slice(0, observed.num_envs), device, {})
+        actor = kind(policy, side, slice(0, envs.num_envs), device, {})
         actor.begin(storage)
         actor.act(0)
     return {describe(key): rows[0] for key, rows in storage.outputs.items()}

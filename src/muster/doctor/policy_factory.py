@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,21 +11,18 @@ from torch import Tensor
 
 from muster.doctor.diagnosis import Finding, Severity, seconds
 from muster.doctor.policy_calls import (
-    FACTORY,
-    OBSERVED,
+    BUILDS,
     Layout,
+    build_and_call,
     dtype_of,
     layout_of,
-    outputs_in,
+    observe,
     outputs_of_original,
-    write_weights,
+    weights_of,
 )
-from muster.doctor.trials import building, observing
-from muster.envs import resolve_foreign_id
-from muster.errors import CannotTravel, RecipeError, UsageError
-from muster.hosts.trial import STARTING, PackedRecipes, TrialOutcome, run_guarded
+from muster.errors import CannotTravel, UsageError
+from muster.hosts.trial import STARTING, TrialOutcome, Trials
 from muster.pickling import find_shared
-from muster.recipes.recipe import make_recipes
 from muster.rollout.processes.policy_travel import pack_factory
 from muster.rollout.weights import require_shapes
 
@@ -35,7 +30,6 @@ _TOPIC = "policy_factory"
 _LONG_BUILD_S = 5.0
 _SHOWN = 4
 _TOLERANCE = 1e-6
-_BUILDS = 2
 
 
 class _Built(NamedTuple):
@@ -46,27 +40,12 @@ class _Built(NamedTuple):
     outputs: dict[str, Tensor]
 
 
-def packed_recipe(
-    env: Any, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]]
-) -> PackedRecipes | None:
-    """The recipe of one env for another process; None where there is none, or where it cannot travel."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the env's own diagnosis tells of them
-        try:
-            recipes = make_recipes(env, 1, env_kwargs, wrappers, resolve_foreign_id=resolve_foreign_id)
-            return PackedRecipes.of(recipes, "spawn")
-        except (RecipeError, CannotTravel):
-            return None
-
-
-def judge_factory(
-    factory: Callable[[], Any], policy: Any, recipe: PackedRecipes | None, timeout_s: float
-) -> list[Finding]:
+def judge_factory(factory: Callable[[], Any], policy: Any, env: Trials | None, timeout_s: float) -> list[Finding]:
     """Findings about two policies that ``factory`` builds in another process.
 
     They are compared with each other, or with ``policy`` where that is not None: by names, shapes and dtypes of their
     weights, and by their outputs on the env's observations with equal weights, from one seed of torch. ``policy`` is
-    called here.  recipe: packed; None where no env can be built: outputs are not compared then.
+    called here.  env: trials of one; None where none can be stepped: outputs are not compared then.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -77,42 +56,40 @@ def judge_factory(
         if shared := find_shared({"policy_factory": factory}, by_fork=False):
             text = f"not tried: the policies would use what it shares with this process: {shared}"
             return [Finding("warns", _TOPIC, text)]
-    with tempfile.TemporaryDirectory(prefix="muster-policy-") as name:
-        folder = Path(name)
-        (folder / FACTORY).write_bytes(packed)
-        if policy is not None:
-            try:
-                require_shapes(policy)
-            except UsageError as error:
-                return [Finding("warns", _TOPIC, f"nothing was compared: {error}")]
-            write_weights(policy, folder)
-        uncalled = "no env could be played for that, see above"
-        if recipe is not None:
-            outcome = run_guarded(observing, recipe, stage_timeout_s=timeout_s, options={"folder": name})
-            uncalled = "" if (folder / OBSERVED).exists() else f"{outcome.stage}, it {outcome.how}"
-        options = {"folder": name, "name": "outputs", "builds": _BUILDS}
-        outcome = run_guarded(building, None, stage_timeout_s=timeout_s, options=options)
-        return list(_findings(policy, outcome, folder, uncalled))
+    weights = None
+    if policy is not None:
+        try:
+            require_shapes(policy)
+        except UsageError as error:
+            return [Finding("warns", _TOPIC, f"nothing was compared: {error}")]
+        weights = weights_of(policy)
+    observed, uncalled = None, "no env could be played for that, see above"
+    if env is not None:
+        outcome = env.run(observe)
+        observed, uncalled = outcome.results.get("observed"), f"{outcome.stage}, it {outcome.how}"
+    outcome = Trials(None, timeout_s).run(build_and_call, factory=packed, observed=observed, weights=weights)
+    return list(_findings(policy, outcome, observed, uncalled))
 
 
-def _findings(policy: Any, outcome: TrialOutcome, folder: Path, uncalled: str) -> Iterator[Finding]:
-    """uncalled: why the policies could not be called, in words; "" if they were."""
+def _findings(policy: Any, outcome: TrialOutcome, observed: bytes | None, uncalled: str) -> Iterator[Finding]:
+    """observed: what policies were called with.  uncalled: why they could not be called, in words, without that."""
     if outcome.stage is not None:
         # In the stage that starts Python none of its code has run.
         subject = "a trial" if outcome.stage == STARTING else "it"
         severity: Severity = "blocks" if outcome.stage.startswith("building") else "warns"
         yield Finding(severity, _TOPIC, f"{outcome.stage}, {subject} {outcome.how}", outcome.detail or None)
-    names = ("the first one", "the second one") if policy is None else ("what it builds",) * _BUILDS
+    names = ("the first one", "the second one") if policy is None else ("what it builds",) * BUILDS
     built = [
-        _Built(name, outcome.results[f"layout {number}"], outputs_in(folder, f"outputs {number}"))
+        _Built(name, outcome.results[f"layout {number}"], outcome.results.get(f"outputs {number}", {}))
         for number, name in enumerate(names)
         if f"layout {number}" in outcome.results
     ]
     if policy is not None and built:
         outputs = {}
         try:
-            outputs = outputs_of_original(policy, folder) if not uncalled else {}
+            outputs = {} if observed is None else outputs_of_original(policy, observed)
         except Exception as error:
+            observed = None
             uncalled = f"policy, called on the env's observations, raised {type(error).__name__}: {error}"
         built.insert(0, _Built("policy", layout_of(policy), outputs))
     if len(built) > 1:
@@ -127,7 +104,7 @@ def _findings(policy: Any, outcome: TrialOutcome, folder: Path, uncalled: str) -
             equal = f"{len(reference.layout)} weights with equal names and shapes"
             outputs_too = ", outputs equal to 1e-6 with equal weights" if reference.outputs else ""
             yield Finding("good", _TOPIC, f"it builds {which}: {equal}{outputs_too}")
-    if uncalled:
+    if observed is None:
         yield Finding("note", _TOPIC, f"outputs were not compared: {uncalled}")
     build_s = outcome.results.get("build_s", 0.0)
     if build_s > _LONG_BUILD_S:

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from muster.doctor.diagnosis import Finding, Soak, SoakedQuantity, Trend, amount, seconds
 from muster.doctor.findings import about_early_end
 from muster.envs.player import RandomPlayer
-from muster.hosts.trial import PackedRecipes, TrialOutcome, run_guarded
-from muster.hosts.trial_process import Reporter
+from muster.hosts.trial import Reporter, TrialOutcome, Trials
 from muster.pool.resources import descendants, memory_left, own_memory_bytes, private_bytes, read_text
 from muster.pool.worker import freeze_heap
 from muster.recipes.recipe import Recipe
@@ -181,16 +180,10 @@ def _median(durations_s: Sequence[float]) -> float | None:
 # ---- the verdicts
 
 
-def run_soak(
-    recipe: PackedRecipes | Sequence[Recipe], soak_s: float, timeout_s: float
-) -> tuple[Soak | None, list[Finding]]:
-    """Steps and resets an env for `soak_s` seconds in a guarded process; returns what grew, and the verdicts.
-
-    recipe: as for `run_guarded`.  timeout_s: limit for each step and reset.
-    """
+def run_soak(env: Trials, soak_s: float) -> tuple[Soak | None, list[Finding]]:
+    """Steps and resets an env for `soak_s` seconds in one trial; returns what grew, and the verdicts."""
     most_bytes = min(_MOST_BYTES, int(_PART_OF_MEMORY * memory_left()[0]))
-    options = {"seconds": soak_s, "most_bytes": most_bytes}
-    return judge_soak(run_guarded(soaking, recipe, stage_timeout_s=timeout_s, options=options), soak_s)
+    return judge_soak(env.run(soaking, seconds=soak_s, most_bytes=most_bytes), soak_s)
 
 
 def judge_soak(outcome: TrialOutcome, soak_s: float) -> tuple[Soak | None, list[Finding]]:

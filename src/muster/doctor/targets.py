@@ -13,7 +13,7 @@ from muster.doctor.advice import name_in_code
 from muster.doctor.diagnosis import Finding, PolicyVerdict
 from muster.doctor.trials import importing, judging
 from muster.errors import RecipeError
-from muster.hosts.trial import STARTING, TrialOutcome, run_guarded
+from muster.hosts.trial import STARTING, TrialOutcome, Trials
 from muster.recipes.named import callable_named, parse_name
 
 
@@ -37,7 +37,7 @@ def about_import(target: str, timeout_s: float) -> Finding | None:
     """
     if parse_name(target) is None:
         return None
-    outcome = run_guarded(importing, None, stage_timeout_s=timeout_s, options={"target": target})
+    outcome = Trials(None, timeout_s).run(importing, target=target)
     return None if outcome.stage is None else _about_early_end("import", outcome)
 
 
@@ -49,14 +49,13 @@ def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict 
     """
     if parse_name(target) is None:
         raise RecipeError(f"--policy must be module:make_policy, a function that builds the policy, got {target!r}")
-    outcome = run_guarded(judging, None, stage_timeout_s=timeout_s, options={"target": target})
+    outcome = Trials(None, timeout_s).run(judging, target=target)
     if mistake := outcome.results.get("mistake"):
         raise RecipeError(mistake)
     if outcome.stage is not None:
         return _about_early_end("policy", outcome), None
-    verdict = outcome.results["verdict"]
-    ways_out = tuple(verdict.pop("ways_out"))
-    return Finding(**outcome.results["finding"]), PolicyVerdict(**verdict, ways_out=ways_out)
+    judged: tuple[Finding, PolicyVerdict] = outcome.results["judged"]
+    return judged
 
 
 def policy_factory_of(target: str) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""The doctor's trials, each of which `run_guarded` runs in a process of its own."""
+"""The doctor's trials, each of which `Trials` runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ import pickle
 import statistics
 import time
 import types
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from muster.doctor.api_checkers import check_api, name_api
-from muster.doctor.measure import warmed_up
+from muster.doctor.measure import make_envs, warmed_up
 from muster.envs.player import Player
 from muster.errors import RecipeError
-from muster.hosts.trial_process import Reporter
+from muster.hosts.trial import Reporter
 from muster.introspection import find_in
 from muster.pickling import find_culprits
 from muster.pool.resources import own_memory_bytes
 from muster.recipes.named import parse_name
 from muster.recipes.recipe import Recipe
-from muster.vector.make import make_vec
-from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.side_by_side import built
-from muster.vector.vector_env import VectorEnv
 
 _ROWS = 60
 _ENOUGH_S = 5.0
@@ -59,32 +54,10 @@ def judging(reporter: Reporter, target: str) -> None:
     reporter.stage("building it")
     policy = found() if inspect.isroutine(found) or inspect.isclass(found) else found
     reporter.stage("importing PyTorch")
-    from muster.doctor.policy import judge_policy
+    from muster.doctor.policy_calls import judge_policy
 
     reporter.stage("seeing whether it can be copied")
-    finding, verdict = judge_policy(policy)
-    reporter.result("finding", asdict(finding))
-    reporter.result("verdict", asdict(verdict))
-
-
-def observing(recipe: Recipe, reporter: Reporter, folder: str) -> None:
-    """Writes observations of one env to `folder`, for the policies of `building`."""
-    reporter.stage("importing PyTorch")
-    from muster.doctor.policy_calls import observe
-
-    reporter.stage("building the env for the policy")
-    with make_envs(recipe, 1, backend="serial", autoreset_mode="same_step", state=True) as envs:
-        reporter.stage("stepping the env for the policy")
-        observe(envs, Path(folder))
-        reporter.stage("closing the env of the policy")
-
-
-def building(reporter: Reporter, folder: str, name: str, builds: int) -> None:
-    """Builds a policy some times by the factory in `folder`, calls it, and reports what it is like."""
-    reporter.stage("importing PyTorch")
-    from muster.doctor.policy_calls import build_and_call
-
-    build_and_call(reporter, Path(folder), name, builds)
+    reporter.result("judged", judge_policy(policy))
 
 
 def behaviour(recipe: Recipe, reporter: Reporter) -> None:
@@ -107,7 +80,7 @@ def behaviour(recipe: Recipe, reporter: Reporter) -> None:
         rows = player.rows
         reporter.result("rows", rows)
         reporter.result("env_bytes", max(0, own_memory_bytes() - before))
-        reporter.result("threads", max(0, _threads() - threads))
+        reporter.result("threads_started", max(0, _threads() - threads))
         reporter.result("reuses_buffers", player.reuses_buffers)
         reporter.result("changes_action", player.changes_action)
         reporter.result("costly_infos", _costly(player.infos))
@@ -145,11 +118,6 @@ def stepping_many(recipe: Recipe, reporter: Reporter, num_envs: int, options: di
         reporter.result("env_steps", stats["env_steps"])
         reporter.result("steps_per_s", steps_per_s)
         reporter.stage("closing many of it")
-
-
-def make_envs(recipe: Recipe, num_envs: int, **options: Any) -> VectorEnv | MultiAgentVectorEnv:
-    """A vector env of `num_envs` envs of the recipe. options: those of `make_vec`."""
-    return make_vec(recipe.factory, num_envs, env_kwargs=dict(recipe.kwargs), wrappers=recipe.wrappers, **options)
 
 
 def _threads() -> int:

@@ -1,53 +1,54 @@
-"""Runs a trial in a process of its own, which a crash, a hang or an exit in the env may end."""
+"""Trials: functions that are called in a process of their own, which a crash, a hang or an exit in the env may end."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib
 import os
-import pickle
-import select
-import signal
-import subprocess
-import sys
-import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 from muster._core import EXIT_FDS_CLOSED
-from muster.hosts.trial_process import main
+from muster.envs.light_melting_pot import import_without_bots
+from muster.errors import WorkerDied, WorkerTimeout, how_ended
 from muster.pickling.main_module import Init
-from muster.pool.environment import Changes, apply, changed
-from muster.pool.inherit_in_caller import with_tracker
-from muster.pool.inherit_in_worker import after_fork
-from muster.pool.killing import kill_with_all
-from muster.pool.launcher import python_command
-from muster.pool.launcher_client import worker_environment
-from muster.pool.set_up import SetUp
-from muster.pool.worker_process import flush_streams
-from muster.recipes.recipe import Recipe, pack
+from muster.pool.closing import AT_ONCE
+from muster.pool.environment import WorkerEnv
+from muster.pool.messages import Failed
+from muster.pool.notices import starts_unsaid
+from muster.pool.place import Limit, Plan
+from muster.pool.pool import Pool
+from muster.pool.set_up import NO_INIT, ChosenInit, Processes
+from muster.pool.verbs import Answered, Hooks
+from muster.pool.worker import Here, Resident
+from muster.recipes.recipe import Recipe, pack, unpack
+from muster.worker_info import WorkerInfo
 
 STARTING = "starting Python"
 """The stage in which no code of the trial has run yet."""
 
-_STDERR_LINES = 12
-_ABORT_S = 2.0
+# What trials import, in the launcher that forks their processes.
+_PRELOADS = ("muster.hosts.trial", "muster.vector.make")
+_HASH_SEED = 1
+# A wait of a minute would be warned of; this one is made in parts.
+_WAIT_S = 20.0
+_ALIVE_EVERY_S = 0.2
+_OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, importlib.__file__, "<frozen importlib")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A failure in words: of a worker that was started, or of a trial."""
+class Raised(NamedTuple):
+    """The exception that has ended a trial, in words. detail: its traceback, from the env's own code on."""
 
-    text: str
+    how: str
+    detail: str
 
-    @property
-    def headline(self) -> str:
-        """The first line of the text."""
-        return self.text.split("\n", 1)[0]
+    @classmethod
+    def of(cls, error: BaseException) -> Raised:
+        return cls(f"raised {type(error).__name__}: {error}", _own_traceback(error))
 
 
 @dataclass
@@ -65,213 +66,173 @@ class TrialOutcome:
     detail: str = ""
 
     @property
-    def problem(self) -> Problem:
-        """The early end."""
-        return Problem(f"{self.stage}, it {self.how}")
+    def problem(self) -> str:
+        """The early end, in words."""
+        return f"{self.stage}, it {self.how}"
+
+    def take(self, report: Any) -> None:
+        """Takes what the trial's `Reporter` has sent."""
+        match report:
+            case "stage", name:
+                self.stage = name
+            case "result", name, value:
+                self.results[name] = value
+            case "append", name, value:
+                self.results.setdefault(name, []).append(value)
 
 
-@dataclass(frozen=True)
-class TrialConditions:
-    """What a trial's process has of the caller's. changes: of its environment.
+class Reporter:
+    """Reports a trial's progress and results to the process that started it; each report renews the stage's time."""
 
-    set_up: what it sets up first, where the recipes are packed.  init: `worker_init`, where they are not.
+    def __init__(self, report: Callable[[Any], None]) -> None:
+        self._report = report
+        self._alive_at = 0.0
+
+    def stage(self, name: str) -> None:
+        """Reports the name of the next stage."""
+        self._report(("stage", name))
+
+    def alive(self) -> None:
+        """Reports, at most every 0.2 s, that the stage makes progress although it takes long."""
+        if time.monotonic() > self._alive_at:
+            self._alive_at = time.monotonic() + _ALIVE_EVERY_S
+            self._report(None)
+
+    def result(self, name: str, value: Any) -> None:
+        """Reports a result, of builtin types: what an env has made may not exist in the other process."""
+        self._report(("result", name, value))
+
+    def append(self, name: str, value: Any) -> None:
+        """Reports one more of the results `name`."""
+        self._report(("append", name, value))
+
+
+class Trial(Resident):
+    """Calls the function that is the trial. Its answer is None, or how the trial has raised.
+
+    plan: the recipes, or how rebuilding them has raised.
     """
-
-    changes: Changes = field(default_factory=dict)
-    set_up: SetUp | None = None
-    init: Init | None = None
-
-
-@dataclass(frozen=True)
-class PackedRecipes:
-    """Recipes for the process of a trial. They share nothing with this process: ask `shared_by` before a trial."""
-
-    data: bytes
 
     @classmethod
-    def of(cls, recipes: Sequence[Recipe], start_method: str, init: Init | None = None) -> PackedRecipes:
-        """What `pack` packs, with its warnings and errors."""
-        return cls(pack(recipes, start_method=start_method, fds=[], init=init))  # fds are for what is shared
+    def prepare(cls) -> None:
+        import_without_bots()
 
-
-def run_guarded(
-    trial: Callable[..., None],
-    recipes: PackedRecipes | Sequence[Recipe] | None,
-    *,
-    stage_timeout_s: float,
-    options: dict[str, Any],
-    hash_seed: int | None = None,
-    conditions: TrialConditions | None = None,
-) -> TrialOutcome:
-    """Calls ``trial(*recipes, reporter, **options)`` in a new process, and returns its outcome.
-
-    trial: a function of a module, with options that JSON knows.  recipes: None where the trial takes none; recipes that
-    are not packed cannot be sent: then the trial runs in a fork of this process.  stage_timeout_s: limit for each stage
-    of the trial, and for each row that it plays.
-    """
-    conditions = conditions or TrialConditions()
-    read, write = os.pipe()
-    guard = os.pidfd_open(os.getpid())
-    name = f"{trial.__module__}:{trial.__name__}"
-    environment = changed(worker_environment(1), conditions.changes)
-    if hash_seed is not None:
-        environment["PYTHONHASHSEED"] = str(hash_seed)
-    with (
-        os.fdopen(os.memfd_create("muster-recipe"), "w+b") as packed,
-        tempfile.TemporaryFile() as stderr,
-        os.fdopen(read, "rb", 0) as reports,
-    ):
+    @classmethod
+    def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> Sequence[Recipe] | Raised:
+        packed = super().unpack(data, here, initialise)
+        if packed is None:
+            return ()
+        Reporter(here.report).stage("unpacking the recipe")
         try:
-            process: _Process
-            if recipes is None or isinstance(recipes, PackedRecipes):
-                fds: list[int] = []
-                if recipes is not None:
-                    inherited, fds = with_tracker(())
-                    pickle.dump((inherited, conditions.set_up, recipes.data), packed)
-                    packed.seek(0)
-                arguments = (name, write, guard, options, recipes is not None, fds)
-                process = subprocess.Popen(
-                    python_command(sys.path, "muster.hosts.trial_process:main", *arguments),
-                    env=environment,
-                    pass_fds=(write, guard, *fds),
-                    stdin=packed,
-                    stdout=subprocess.DEVNULL,
-                    stderr=stderr,
-                    start_new_session=True,
-                )
+            return unpack(packed, run=initialise)
+        except BaseException as error:
+            return Raised.of(error)
+
+    def __init__(self, plan: Sequence[Recipe] | Raised, here: Here) -> None:
+        self._recipes, self._reporter = plan, Reporter(here.report)
+
+    def answer(self, question: tuple[Callable[..., None], dict[str, Any]]) -> Raised | None:
+        trial, options = question
+        if isinstance(self._recipes, Raised):
+            return self._recipes
+        try:
+            trial(*self._recipes, self._reporter, **options)
+        except BaseException as error:
+            return Raised.of(error)
+        return None
+
+
+class TrialFailed(Exception):
+    """Raised for what a trial's process reports before the trial begins."""
+
+
+class _Owner(Hooks):
+    def raised(self, place: int, failed: Failed) -> BaseException:
+        return TrialFailed(f"raised {failed.type_name}: {failed.message}", failed.traceback)
+
+
+def pack_for_trials(recipes: Sequence[Recipe], start_method: str, init: Init | None = None) -> bytes:
+    """The recipes for trials, as `pack` packs them, with its warnings and errors.
+
+    They share nothing with this process: ask `shared_by` before a trial.
+    """
+    return pack(recipes, start_method=start_method, fds=[], init=init)  # fds are for what is shared
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Trials of some recipes, each in a new process, whose prints and log records nobody gets.
+
+    recipes: as `pack_for_trials` packs them, None where the trials take none. Recipes that are not packed cannot be
+    sent: then each trial runs in a fork of this process.
+    stage_timeout_s: limit for each stage of a trial, and for each row that it plays.
+    worker_env, init: as for workers.
+    """
+
+    recipes: bytes | Sequence[Recipe] | None
+    stage_timeout_s: float
+    worker_env: WorkerEnv | None = None
+    init: ChosenInit = NO_INIT
+
+    def run(self, trial: Callable[..., None], *, hash_seed: int = _HASH_SEED, **options: Any) -> TrialOutcome:
+        """Calls ``trial(*recipes, reporter, **options)`` in a new process, and returns its outcome.
+
+        trial: a function of a module.  hash_seed: of Python's ``hash``, unless the process is a fork of this one.
+        """
+        outcome = TrialOutcome(stage=STARTING)
+        pool = Pool(
+            "muster.hosts.trial:Trial",
+            [Plan(self.recipes, WorkerInfo(None, 0, 1, 1, None))],
+            Processes(
+                "forkserver" if self.recipes is None or isinstance(self.recipes, bytes) else "fork",
+                self.stage_timeout_s,
+                worker_env=self.worker_env,
+                init=self.init,
+                preloads=_PRELOADS,
+                hash_seed=hash_seed,
+                are_apart=True,
+            ),
+            _Owner(),
+            reported=outcome.take,
+        )
+        try:
+            with starts_unsaid(), warnings.catch_warnings():
+                # The new process has these filters, too. Of a fork Python warns since locks that other threads hold
+                # stay held there: a trial that needs one of these locks hangs, and is ended.
+                warnings.simplefilter("ignore")
+                pool.start()
+            pool.ask(0, pool.sealed((trial, options)), Limit(self.stage_timeout_s, "the time of a stage"))
+            while not (arrived := pool.take(_WAIT_S)):
+                pass
+            [raised] = [one.content for one in arrived if isinstance(one, Answered)]
+            if raised is None:
+                outcome.stage = None
             else:
-                own = (recipes, conditions.init)
-                process = _Fork(
-                    conditions.changes, name, write, guard, options, False, (), *own, stderr=stderr.fileno()
-                )
+                outcome.how, outcome.detail = raised
+        except WorkerTimeout as error:
+            outcome.hung, outcome.how, outcome.detail = True, f"hung for {self.stage_timeout_s:g} s", error.stack or ""
+        except WorkerDied as error:
+            outcome.how, outcome.detail = _how_ended(error.exit_code), error.last_words
+        except TrialFailed as error:
+            outcome.how, outcome.detail = error.args
         finally:
-            os.close(write)
-            os.close(guard)
-        try:
-            return _listen(process, reports, stderr, stage_timeout_s)
-        finally:
-            _end(process)
+            pool.close(AT_ONCE)
+        return outcome
 
 
-class _Fork:
-    """A trial in a fork of this process, with the part of `Popen`'s interface that is needed here."""
-
-    def __init__(self, changes: Changes, *arguments: Any, stderr: int) -> None:
-        flush_streams()
-        with warnings.catch_warnings():
-            # Python warns of other threads: locks that they hold stay held in the fork. A trial that needs one of these
-            # locks hangs, and is ended.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
-        if self.pid:
-            return
-        try:
-            os.setsid()
-            after_fork()
-            apply(changes)
-            null = os.open(os.devnull, os.O_RDWR)
-            for fd, target in enumerate((null, null, stderr)):
-                os.dup2(target, fd)
-            main(*arguments)
-        finally:
-            os._exit(1)
-
-    def wait(self) -> None:
-        with contextlib.suppress(ChildProcessError):  # where the caller ignores SIGCHLD
-            os.waitpid(self.pid, 0)
-
-
-_Process = subprocess.Popen[bytes] | _Fork
-
-
-def _listen(process: _Process, reports: IO[bytes], stderr: IO[bytes], stage_timeout_s: float) -> TrialOutcome:
-    outcome = TrialOutcome(stage=STARTING)
-    deadline = time.monotonic() + stage_timeout_s
-    buffer = b""
-    while True:
-        if not _readable(reports, deadline - time.monotonic()):
-            outcome.hung = True
-            outcome.how = f"hung for {stage_timeout_s:g} s"
-            # The fault handler answers with the Python stack, also out of a native call that holds the GIL.
-            _signal(process, signal.SIGABRT)
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                _wait(process, _ABORT_S)
-            break
-        chunk = os.read(reports.fileno(), 1 << 16)
-        if not chunk:
-            break
-        *lines, buffer = (buffer + chunk).split(b"\n")
-        for line in lines:
-            if _take(outcome, json.loads(line)):
-                deadline = time.monotonic() + stage_timeout_s
-        if outcome.stage is None:
-            break  # without waiting for the pipe to close: a process that the env forked may hold it
-    if outcome.stage is not None and not outcome.how:
-        outcome.how = _how_ended(process)
-    if outcome.stage is not None and not outcome.detail:
-        stderr.seek(0)
-        # The fault handler ends its report with a list of all extension modules.
-        said = stderr.read().decode(errors="replace").partition("\n\nExtension modules:")[0]
-        outcome.detail = "\n".join(said.splitlines()[-_STDERR_LINES:])
-    return outcome
-
-
-def _take(outcome: TrialOutcome, message: list[Any]) -> bool:
-    """Records one message of the trial; returns whether it shows that the trial makes progress."""
-    kind, *rest = message
-    if kind == "result":
-        outcome.results[rest[0]] = rest[1]
-    elif kind == "append":
-        outcome.results.setdefault(rest[0], []).append(rest[1])
-    elif kind == "raised":
-        outcome.how, outcome.detail = rest
-    elif kind == "stage":
-        outcome.stage = rest[0]
-    return kind in ("stage", "alive", "append")
-
-
-def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:
-    poller = select.poll()
-    poller.register(file, select.POLLIN)
-    return bool(poller.poll(max(0.0, timeout_s) * 1000))
-
-
-def _wait(process: _Process, timeout_s: float) -> os.waitid_result | None:
-    """The way `process` has ended; None if it still runs. It is not reaped: a zombie keeps its process id.
-
-    Raises ProcessLookupError or ChildProcessError where the caller ignores SIGCHLD: no exit status is kept then.
-    """
-    pidfd = os.pidfd_open(process.pid)
-    try:
-        _readable(pidfd, timeout_s)
-        return os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    finally:
-        os.close(pidfd)
-
-
-def _end(process: _Process) -> None:
-    """Kills `process` and everything in its session, and reaps it."""
-    kill_with_all(process.pid, process.pid, partial(_signal, process))
-    process.wait()
-
-
-def _signal(process: _Process, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, number)  # Popen's own `send_signal` would reap it
-
-
-def _how_ended(process: _Process) -> str:
-    try:
-        ended = _wait(process, _ABORT_S)
-    except (ProcessLookupError, ChildProcessError):
-        return "ended the process, nobody knows how, since SIGCHLD is ignored here"
-    if ended is None:
-        return "closed the pipe for its results and went on"
-    if ended.si_code != os.CLD_EXITED:
-        try:
-            return f"was killed by {signal.Signals(ended.si_status).name}"
-        except ValueError:
-            return f"was killed by signal {ended.si_status}"
-    if ended.si_status == EXIT_FDS_CLOSED:
+def _how_ended(exit_code: int | None) -> str:
+    if exit_code == EXIT_FDS_CLOSED:
         return "closed file descriptors that it had not opened (os.closerange and the like)"
-    return f"ended the process (exit code {ended.si_status})"
+    how = how_ended(exit_code)
+    return f"was {how}" if exit_code is not None and exit_code < 0 else f"ended the process ({how})"
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback from the first frame of the env's own code on; "" where no frame is of that code."""
+    described = traceback.TracebackException.from_exception(error)
+    frames = [not frame.filename.startswith(_OUR_CODE) for frame in described.stack]
+    if True not in frames:
+        return ""
+    del described.stack[: frames.index(True)]
+    lines = "".join(described.format()).splitlines()
+    return "\n".join(line for line in lines if line.strip(" ^~"))

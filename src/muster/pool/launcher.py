@@ -89,7 +89,8 @@ class Launcher:
                 cwd=request["cwd"],
                 pass_fds=list(fds.values()),
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # not a session: see docs/adr/0001-launcher.md
+                process_group=None if request["is_apart"] else 0,
+                start_new_session=request["is_apart"],
             )
             process.returncode = 0  # set, so that Popen does not wait for the process: `_reap` does
             return process.pid
@@ -102,7 +103,7 @@ class Launcher:
         try:
             set_death_signal(signal.SIGKILL)  # this signal also reaches a stopped process
             set_process_name(request["name"])
-            os.setpgid(0, 0)
+            lead(is_apart=request["is_apart"])
             for fd in (self._control.detach(), self._caller_pidfd, status, *self._workers):
                 os.close(fd)
             for _, pipe in self._workers.values():
@@ -122,7 +123,7 @@ class Launcher:
     def _reap(self, pidfd: int) -> None:
         pid, status = self._workers.pop(pidfd)
         self._poller.unregister(pidfd)
-        kill_left(pid, pidfd, os.getsid(0))
+        kill_left(pid, pidfd, os.getsid(pid))
         _, raw = os.waitpid(pid, 0)
         with contextlib.suppress(BrokenPipeError):
             os.write(status, str(os.waitstatus_to_exitcode(raw)).encode())
@@ -131,7 +132,7 @@ class Launcher:
 
     def _end(self) -> NoReturn:
         for pid, _ in self._workers.values():
-            kill_with_all(pid, os.getsid(0), partial(os.kill, pid))
+            kill_with_all(pid, os.getsid(pid), partial(os.kill, pid))
             kill_group(pid)
         os._exit(0)
 
@@ -154,6 +155,14 @@ def python_command(path: Sequence[str], entry: str, *arguments: Any) -> list[str
         f"from {module} import {function}; {function}(*arguments)"
     )
     return [sys.executable, *flags, "-P", "-c", code, *map(json.dumps, (path, *arguments))]
+
+
+def lead(*, is_apart: bool) -> None:
+    """Gives this process a group; a session only where it is apart, see docs/adr/0001-launcher.md."""
+    if is_apart:
+        os.setsid()
+    else:
+        os.setpgid(0, 0)
 
 
 def leave_terminal() -> None:

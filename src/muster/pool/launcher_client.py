@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple, NoReturn
 from muster._core import set_death_signal, set_process_name
 from muster.errors import NoFilesLeft
 from muster.pool.environment import apply, changed
-from muster.pool.launcher import HEADER, fill_standard_fds, leave_terminal, python_command
+from muster.pool.launcher import HEADER, fill_standard_fds, lead, leave_terminal, python_command
 from muster.pool.worker_process import close_all_own, disown, flush_streams, own, readable
 
 # Environment variables that native libraries read when they are loaded.
@@ -41,6 +41,13 @@ class _Key(NamedTuple):
     threads: int
     limits: tuple[str, ...]
     preloads: tuple[str, ...]
+    hash_seed: int | None
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment of the launcher, and of workers without changes."""
+        seed = {} if self.hash_seed is None else {"PYTHONHASHSEED": str(self.hash_seed)}
+        return worker_environment(self.threads) | seed
 
 
 class LauncherLost(Exception):
@@ -51,28 +58,45 @@ class LauncherClient:
     """The caller's end of a launcher process, which all vector envs of a caller share and the last of them ends."""
 
     _running: ClassVar[dict[_Key, LauncherClient]] = {}
+    _keepers = 0
     # Reentrant: garbage collection may close a dropped vector env, and so call `release`, in the middle of `acquire`.
     _lock = threading.RLock()
 
     @classmethod
-    def acquire(cls, method: str, threads: int, preloads: Sequence[str]) -> LauncherClient:
-        """The running launcher for this process, start method, thread limits and preloaded modules, or a new one.
+    def acquire(
+        cls, method: str, threads: int, preloads: Sequence[str], hash_seed: int | None = None
+    ) -> LauncherClient:
+        """The running launcher for this process, start method, thread limits, modules and hash seed, or a new one.
 
         preloads: modules that it imports before it forks; no worker is forked from it by "spawn", so none is for that.
         """
         limits = tuple(worker_environment(threads)[name] for name in _THREAD_VARIABLES)
         imports = ("muster.pool.worker", *preloads) if method == "forkserver" else ()
-        key = _Key(os.getpid(), method, threads, limits, imports)
+        key = _Key(os.getpid(), method, threads, limits, imports, hash_seed)
         with cls._lock:
             client = cls._running.get(key)
             if client is not None:
                 client._users += 1  # before it is asked: meanwhile garbage collection may release the last other user
                 if client.is_usable():
                     return client
-                client._users -= 1
+                client.release()
             client = cls._running[key] = cls(key)
             client._users = 1
             return client
+
+    @classmethod
+    @contextlib.contextmanager
+    def kept(cls) -> Iterator[None]:
+        """Keeps the launchers that the last user releases meanwhile, for the next one."""
+        with cls._lock:
+            cls._keepers += 1
+        try:
+            yield
+        finally:
+            with cls._lock:
+                cls._keepers -= 1
+            for client in [one for key, one in cls._running.items() if key.pid == os.getpid()]:
+                client._end_unused()
 
     def __init__(self, key: _Key) -> None:
         self._key = key
@@ -88,7 +112,7 @@ class LauncherClient:
             fds = (theirs.fileno(), caller)
             self._process = subprocess.Popen(
                 python_command(sys.path, "muster.pool.launcher:main", *fds, key.preloads),
-                env=worker_environment(key.threads),
+                env=key.environ,
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 process_group=0,
@@ -104,9 +128,14 @@ class LauncherClient:
         """Counts one user less; the last one ends the launcher."""
         with self._lock:
             self._users -= 1
-            if self._users:
+        self._end_unused()
+
+    def _end_unused(self) -> None:
+        with self._lock:
+            is_current = self._running.get(self._key) is self
+            if self._users or (self._keepers and is_current and self.is_usable()):
                 return
-            if self._running.get(self._key) is self:
+            if is_current:
                 del self._running[self._key]
         disown(self._control.fileno())
         # Shut down before it is closed: a forked child of the caller may hold the socket open.
@@ -119,10 +148,12 @@ class LauncherClient:
             self._process.kill()
             self._process.wait()
 
-    def start(self, name: str, changes: Mapping[str, str | None], fds: Mapping[str, int]) -> tuple[int, int, int]:
+    def start(
+        self, name: str, changes: Mapping[str, str | None], is_apart: bool, fds: Mapping[str, int]
+    ) -> tuple[int, int, int]:
         """Starts a worker on `fds`; returns its pid, its pidfd and the pipe that its exit code will come by.
 
-        name: of its process.  changes: of its environment.
+        name: of its process.  changes: of its environment.  is_apart: whether it leads a session.
         """
         request = {
             "method": self._key.method,
@@ -130,7 +161,8 @@ class LauncherClient:
             "fds": list(fds),
             "path": sys.path,
             "cwd": _working_directory(),
-            "environ": changed(worker_environment(self._key.threads), changes),
+            "environ": changed(self._key.environ, changes),
+            "is_apart": is_apart,
         }
         body = pickle.dumps(request)
         with contextlib.ExitStack() as ours_on_failure:
@@ -188,11 +220,15 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 
 def fork_worker(
-    run: Callable[[Mapping[str, int]], NoReturn], name: str, changes: Mapping[str, str | None], fds: Mapping[str, int]
+    run: Callable[[Mapping[str, int]], NoReturn],
+    name: str,
+    changes: Mapping[str, str | None],
+    is_apart: bool,
+    fds: Mapping[str, int],
 ) -> tuple[int, int]:
     """Forks the caller; the child calls `run(fds)`, which never returns. Returns the child's pid and pidfd.
 
-    name: of the child's process.  changes: of its environment.
+    name: of the child's process.  changes: of its environment.  is_apart: whether it leads a session.
     """
     flush_streams()
     pid = os.fork()
@@ -204,7 +240,7 @@ def fork_worker(
             os.waitpid(pid, 0)
             raise
     try:
-        os.setpgid(0, 0)
+        lead(is_apart=is_apart)
         set_process_name(name)
         apply(changes)
         leave_terminal()

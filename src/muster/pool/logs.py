@@ -37,9 +37,13 @@ Place = tuple[str, str]
 
 
 class LogInbox:
-    """The caller's end. flag: ``flag[0]`` is not 0 while there may be records. fd: stays the caller's."""
+    """The caller's end. flag: ``flag[0]`` is not 0 while there may be records. fd: stays the caller's.
 
-    def __init__(self, fd: int) -> None:
+    delivers: whether the caller's loggers get the records at all.
+    """
+
+    def __init__(self, fd: int, *, delivers: bool = True) -> None:
+        self._delivers = delivers
         os.ftruncate(fd, _START)
         self._fd = fd
         self.flag = map_flag(fd)
@@ -47,7 +51,7 @@ class LogInbox:
 
     def deliver(self, *, at_the_end: bool = False) -> None:
         """Hands the records that have arrived to the caller's loggers. at_the_end: looks for them without the flag."""
-        if not (self.flag[0] or at_the_end):
+        if not self._delivers or not (self.flag[0] or at_the_end):
             return
         data, lost = self._taken()
         for fields, ran in _records_in(data):

@@ -150,9 +150,12 @@ class Place:
 
 
 def launch(
-    index: int, shared_fds: Mapping[str, int], start: Callable[[Mapping[str, int]], Started]
+    index: int, shared_fds: Mapping[str, int], start: Callable[[Mapping[str, int]], Started], *, is_apart: bool
 ) -> tuple[WorkerProcess, socket.socket]:
-    """Starts a worker by `start`, which receives its fds by name; returns its process, and our end of the channel."""
+    """Starts a worker by `start`, which receives its fds by name; returns its process, and our end of the channel.
+
+    is_apart: whether it leads a session, and what it prints goes nowhere.
+    """
     with contextlib.ExitStack() as theirs_only, contextlib.ExitStack() as ours_on_failure:
         ours, theirs = socket.socketpair()
         own(ours.fileno())
@@ -165,6 +168,10 @@ def launch(
         ours_on_failure.callback(os.close, tail)
         caller = os.pidfd_open(os.getpid())
         theirs_only.callback(os.close, caller)
+        stdout, stderr = stream_fd(sys.__stdout__, 1), stream_fd(sys.__stderr__, 2)
+        if is_apart:
+            stdout = stderr = os.open(os.devnull, os.O_WRONLY)
+            theirs_only.callback(os.close, stdout)
         pid, pidfd, status = start(
             {
                 **shared_fds,
@@ -172,23 +179,23 @@ def launch(
                 "tail": tail,
                 "stderr_read": stderr_read,
                 "stderr_write": stderr_write,
-                "stdout": stream_fd(sys.__stdout__, 1),
-                "stderr": stream_fd(sys.__stderr__, 2),
+                "stdout": stdout,
+                "stderr": stderr,
                 "caller": caller,
             }
         )
         ours_on_failure.pop_all()
-    return WorkerProcess(pid, pidfd, status, tail, stderr_read), ours
+    return WorkerProcess(pid, pidfd, status, tail, stderr_read, is_apart=is_apart), ours
 
 
-def fork(inherited: tuple[Any, Any], name: str, changes: Changes, fds: Mapping[str, int]) -> Started:
-    """Forks the caller into a worker, which inherits its plan and `worker_init`. name, changes: see `fork_worker`."""
+def fork(inherited: tuple[Any, Any], name: str, changes: Changes, is_apart: bool, fds: Mapping[str, int]) -> Started:
+    """Forks the caller into a worker, which inherits its plan and `worker_init`. The others: see `fork_worker`."""
     with contextlib.ExitStack() as theirs:
         copies = {}
         for key, fd in fds.items():
             copies[key] = os.dup(fd)
             theirs.callback(os.close, copies[key])
-        pid, pidfd = fork_worker(lambda fds: main(fds, inherited), name, changes, copies)
+        pid, pidfd = fork_worker(lambda fds: main(fds, inherited), name, changes, is_apart, copies)
     return pid, pidfd, None
 
 

@@ -17,7 +17,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,7 @@ class Pool(BasePool[Place]):
     """Workers in processes.
 
     resident: ``"module:Class"`` of a `Resident`.  plans: one for each place.
-    files: fds by name, which all workers get; they stay the owner's.
+    files: fds by name, which all workers get; they stay the owner's.  reported: called with what residents report.
     """
 
     def __init__(
@@ -83,9 +83,10 @@ class Pool(BasePool[Place]):
         *,
         files: Mapping[str, int] | None = None,
         nouns: Nouns = NOUNS,
+        reported: Callable[[Any], object] = lambda content: None,
     ) -> None:
         super().__init__(hooks, nouns)
-        self._resident, self._options = resident, processes
+        self._resident, self._options, self._reported = resident, processes, reported
         self.plans = plans
         self._files = dict(files or {})
         self._own_files: dict[str, int] = {}
@@ -112,7 +113,8 @@ class Pool(BasePool[Place]):
         try:
             self._launch_all(is_judged=judge is not None)
             if judge is not None:
-                self._await(lambda place: any(map(judge, self._reports())) or not place.starts, 1)
+                judged = self._judged
+                self._await(lambda place: any(judge(judged.pop(0)) for _ in judged[:]) or not place.starts, 1)
                 self._raise_failed(self._places[:1])
                 for place in self._places[1:]:
                     self._send_at_start(place, Build())
@@ -140,7 +142,7 @@ class Pool(BasePool[Place]):
             for name in ("arrays", "logs"):
                 self._own_files[name] = memfd(name)
                 own(self._own_files[name])
-        self._log_inbox = LogInbox(self._own_files["logs"])
+        self._log_inbox = LogInbox(self._own_files["logs"], delivers=not options.are_apart)
         self.log_flag = self._log_inbox.flag
         starting.big_arrays = BigArrays(self._own_files["arrays"], [plan.big for plan in self.plans])
         for index, (plan, data) in enumerate(zip(self.plans, pickles, strict=True)):
@@ -169,17 +171,18 @@ class Pool(BasePool[Place]):
     def _acquire_launcher(self) -> None:
         options = self._options
         with standard_fds():
-            self._starting.launcher = LauncherClient.acquire(options.context, options.threads, options.preloads)
+            key = options.context, options.threads, options.preloads, options.hash_seed
+            self._starting.launcher = LauncherClient.acquire(*key)
 
     def _launch(self, index: int, content: Any) -> Place:
         plan, forks = self.plans[index], self._starting.launcher is None
-        settings = self._nouns.process_name(index), self._starting.changes[index]
+        settings = self._nouns.process_name(index), self._starting.changes[index], self._options.are_apart
         start: Callable[[Mapping[str, int]], Started] = functools.partial(self._start_by_launcher, *settings)
         if forks:
             start = functools.partial(fork, (content, self._options.init.function), *settings)
         try:
             with standard_fds():
-                process, channel = launch(index, {**self._files, **self._own_files}, start)
+                process, channel = launch(index, {**self._files, **self._own_files}, start, is_apart=settings[-1])
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 error.add_note(
@@ -190,15 +193,15 @@ class Pool(BasePool[Place]):
         watched = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
         return Place(index, self._nouns.name(index, plan.envs), plan.parts, process, watched, self._nouns)
 
-    def _start_by_launcher(self, name: str, changes: Changes, fds: Mapping[str, int]) -> Started:
+    def _start_by_launcher(self, *worker: Any) -> Started:
         launcher = self._starting.launcher
         assert launcher is not None
         try:
-            return launcher.start(name, changes, fds)
+            return launcher.start(*worker)
         except LauncherLost:
             launcher.release()
             self._acquire_launcher()
-            return self._starting.launcher.start(name, changes, fds)  # type: ignore[union-attr]  # just acquired
+            return self._starting.launcher.start(*worker)  # type: ignore[union-attr]  # just acquired
 
     def _with_inheritance(self, index: int, content: bytes | None = None) -> tuple[StartOrder, list[int]]:
         """The order for a place, and the fds to send with it. content: another than that of the place's plan."""
@@ -233,10 +236,6 @@ class Pool(BasePool[Place]):
                 self._warned = True
                 slow = owed[0].slow_to_start(self._options.start_timeout_s)
                 warnings.warn(slow, RuntimeWarning, stacklevel=7)
-
-    def _reports(self) -> Iterator[Any]:
-        while self._judged:
-            yield self._judged.pop(0)
 
     def _raise_failed(self, places: Sequence[Place]) -> None:
         for place in places:
@@ -313,6 +312,7 @@ class Pool(BasePool[Place]):
             case Unpacking(done):
                 place.is_unpacking = not done
             case Progress(content):
+                self._reported(content)
                 if place.starts:
                     self._judged.append(content)
             case Ready(facts):

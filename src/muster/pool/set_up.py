@@ -62,7 +62,8 @@ class Processes:
 
     start_timeout_s: for a worker until its resident is built.  threads: of each process's numeric libraries.
     worker_env: changes to the environment of the workers.  init: what each worker does before it unpacks its plan.
-    preloads: modules that a launcher imports before it forks workers.
+    preloads: modules that a launcher imports before it forks workers.  hash_seed: PYTHONHASHSEED, not under fork.
+    are_apart: whether each worker leads a session, which ends with it, and nobody gets what the workers print and log.
     """
 
     context: str
@@ -71,6 +72,8 @@ class Processes:
     worker_env: WorkerEnv | None = None
     init: ChosenInit = NO_INIT
     preloads: tuple[str, ...] = ()
+    hash_seed: int | None = None
+    are_apart: bool = False
 
 
 def choose_init(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:

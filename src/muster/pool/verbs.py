@@ -43,22 +43,29 @@ class Lost(NamedTuple):
 
 
 class Hooks(Protocol):
-    """What the pool asks its owner. Belongs to a part of the owner that nobody's finalizer hangs on."""
+    """What the pool asks its owner. Belongs to a part of the owner that nobody's finalizer hangs on.
+
+    An owner that says what is `raised`, and no more, has workers that only read messages and that nothing replaces.
+    """
 
     def on_lost(self, place: int, reason: str) -> Successor | None:
         """The successor of a worker that is gone; None where that is an error, which closes the pool. May raise."""
+        return None
 
     def raised(self, place: int, failed: Failed) -> BaseException:
         """The exception for what a worker reports."""
 
     def doing(self, place: int) -> str:
         """What a worker that is ready is doing, in words."""
+        return "at work"
 
     def pending(self, place: int) -> int:
         """How much a worker has to do before it can read a message."""
+        return 0
 
     def ring(self, place: int) -> None:
         """Wakes a worker, before a message is sent to it, where it waits for anything else than messages."""
+        return
 
 
 class Owing(Protocol):

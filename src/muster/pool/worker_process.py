@@ -62,13 +62,17 @@ def stream_fd(stream: Any, fallback: int) -> int:
 class WorkerProcess:
     """The caller's handle of one worker's process. `fileno` becomes readable when the process has ended."""
 
-    def __init__(self, pid: int, pidfd: int, status_fd: int | None, tail_fd: int, stderr_fd: int) -> None:
+    def __init__(
+        self, pid: int, pidfd: int, status_fd: int | None, tail_fd: int, stderr_fd: int, *, is_apart: bool = False
+    ) -> None:
         self.pid = pid
+        self._is_apart = is_apart
         self._pidfd = pidfd
         self._status_fd = status_fd  # None for a child of this process, whose status `waitpid` returns
         self._tail_fd = tail_fd
         self._stderr_fd = stderr_fd
-        self._session = os.getsid(0)  # also the worker's; noted now since the caller may leave its session later
+        # The worker's; noted now since the caller may leave its session later.
+        self._session = pid if is_apart else os.getsid(0)
         self.exit_code: int | None = None  # negative for a signal; None where somebody else has reaped the process
         self._ended = False
         self._released = False
@@ -133,7 +137,8 @@ class WorkerProcess:
                 if not said:
                     break
                 self._rest += said
-                if poller.poll(0) == [(stderr, select.POLLOUT)]:  # so much can be written at once
+                has_room = poller.poll(0) == [(stderr, select.POLLOUT)]  # so much can be written at once
+                if has_room and not self._is_apart:
                     os.write(stderr, said)
 
     def _reap(self) -> int | None:

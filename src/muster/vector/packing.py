@@ -9,11 +9,11 @@ from typing import Literal
 
 from muster.arguments import whole
 from muster.errors import CannotTravel, ConfigError
-from muster.hosts.trial import PackedRecipes, TrialConditions
-from muster.pool.environment import WorkerEnv, first_changes
+from muster.hosts.trial import Trials, pack_for_trials
+from muster.pool.environment import Changes, WorkerEnv, first_changes
 from muster.pool.notices import say_once
 from muster.pool.resources import MAY_SHARE
-from muster.pool.set_up import ChosenInit, SetUp
+from muster.pool.set_up import ChosenInit
 from muster.recipes.recipe import Recipe, check_forkable, shared_by
 from muster.recipes.recipe_kinds import kinds_of
 from muster.vector.side_by_side import try_side_by_side
@@ -73,8 +73,7 @@ def count_processes(
     if count == 1:
         return 1
     if asked == AUTO:
-        conditions = TrialConditions(first_changes(worker_env), SetUp.of_this_process(init), init.function)
-        why = _why_apart(recipes, context, timeout_s, conditions)
+        why = _why_apart(recipes, context, timeout_s, first_changes(worker_env), init)
         processes, reason = (fewest, "two of it side by side are what each is alone") if why is None else (count, why)
         names = list(dict.fromkeys(recipe.name for recipe in recipes))
         shown = ", ".join(names[:_MOST_KINDS]) + ", ..." * (len(names) > _MOST_KINDS)
@@ -88,7 +87,9 @@ def count_processes(
     return count
 
 
-def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float, conditions: TrialConditions) -> str | None:
+def _why_apart(
+    recipes: Sequence[Recipe], context: str, timeout_s: float, changes: Changes, init: ChosenInit
+) -> str | None:
     """The reason why each env needs a process of its own; None where two of each kind, and of any two, may share one.
 
     Envs of one kind differ in numbers and strings alone, see `kinds_of`. No trial is made with objects that the caller
@@ -99,26 +100,28 @@ def _why_apart(recipes: Sequence[Recipe], context: str, timeout_s: float, condit
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come once more, when workers start
         if by_fork:
-            check_forkable(recipes, conditions.init)
-        if shared := shared_by(recipes, conditions.init, by_fork=by_fork):
+            check_forkable(recipes, init.function)
+        if shared := shared_by(recipes, init.function, by_fork=by_fork):
             return f"the envs share {shared} with this process: not tried"
     kinds = kinds_of(recipes, _MOST_KINDS)
     if kinds is None:
         return f"they are of more than {_MOST_KINDS} kinds, too many to try each beside each"
     pairs = [kind[:2] for kind in kinds if len(kind) > 1]
     pairs += [[one[0], other[0]] for one, other in combinations(kinds, 2)]
-    reasons = (_why_two_apart(pair, context, timeout_s, conditions) for pair in pairs)
+    reasons = (_why_two_apart(pair, context, timeout_s, changes, init) for pair in pairs)
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _why_two_apart(pair: Sequence[Recipe], context: str, timeout_s: float, conditions: TrialConditions) -> str | None:
+def _why_two_apart(
+    pair: Sequence[Recipe], context: str, timeout_s: float, changes: Changes, init: ChosenInit
+) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come once more, when workers start
-            packed: PackedRecipes | Sequence[Recipe] = PackedRecipes.of(pair, context, conditions.init)
+            packed: bytes | Sequence[Recipe] = pack_for_trials(pair, context, init.function)
     except CannotTravel as error:
         if context != "fork":
             return f"they cannot be tried: {error.headline}"
         packed = pair
-    tried = try_side_by_side(packed, timeout_s, conditions=conditions)
+    tried = try_side_by_side(Trials(packed, timeout_s, changes, init))
     return tried.unknown or tried.disturbed

@@ -9,8 +9,8 @@ from typing import Any
 
 from muster.envs.player import Player
 from muster.hosts.env_facts import check_one_per_process
-from muster.hosts.trial import PackedRecipes, TrialConditions, TrialOutcome, run_guarded
-from muster.hosts.trial_process import Reporter
+from muster.hosts.trial import Reporter, TrialOutcome, Trials
+from muster.pool.launcher_client import LauncherClient
 from muster.pool.resources import own_memory_bytes
 from muster.pool.worker import seed_globals
 from muster.recipes.recipe import Recipe
@@ -18,7 +18,6 @@ from muster.worker_info import WorkerInfo, worker_info_context
 
 ROWS = 64
 BUILDING_SECOND, STEPPING_BOTH = "building a second one in the same process", "stepping two of it in one process"
-_HASH_SEED = 1
 # Of an env alone, before an info counts as one that repeats: two short times may be equal by chance.
 _RUNS_ALONE = 3
 
@@ -42,7 +41,7 @@ class SideBySide:
         if self.unknown is not None:
             return None
         if "digests" not in self.together.results:
-            return f"only one may live in a process: {self.together.problem.text}"
+            return f"only one may live in a process: {self.together.problem}"
         if [one.results["digest"] for one in self.alone] != self.together.results["digests"]:
             changes = "a trajectory changes"
         elif self.changed_info is not None:
@@ -58,40 +57,23 @@ class SideBySide:
         both = self.together
         if failed is None and "digests" not in both.results and both.stage not in (BUILDING_SECOND, STEPPING_BOTH):
             failed = both
-        return (
-            None if failed is None else f"whether several may live in one process is not known: {failed.problem.text}"
-        )
+        return None if failed is None else f"whether several may live in one process is not known: {failed.problem}"
 
 
-def try_side_by_side(
-    pair: PackedRecipes | Sequence[Recipe],
-    stage_timeout_s: float,
-    rows: int = ROWS,
-    conditions: TrialConditions | None = None,
-) -> SideBySide:
-    """Plays two envs for `rows` rows, each alone and then both in turns. pair, conditions: as for `run_guarded`."""
-
-    def run(trial: Any, **options: Any) -> TrialOutcome:
-        return run_guarded(
-            trial,
-            pair,
-            stage_timeout_s=stage_timeout_s,
-            options={"rows": rows, **options},
-            hash_seed=_HASH_SEED,
-            conditions=conditions,
-        )
-
+@LauncherClient.kept()
+def try_side_by_side(pair: Trials, rows: int = ROWS) -> SideBySide:
+    """Plays two envs for `rows` rows, each alone and then both in turns. pair: trials of their recipes."""
     # One after the other: what two processes cannot have at once, such as a port or the only licence, may still be had
     # by one, and by the same env in all of its trials.
     alone: list[TrialOutcome] = []
     for which in (0, 1):
-        alone.append(run(play_alone, which=which))
+        alone.append(pair.run(play_alone, rows=rows, which=which))
         if "digest" not in alone[-1].results:
             return SideBySide(tuple(alone), TrialOutcome())
-    tried = SideBySide(tuple(alone), run(play_together))
+    tried = SideBySide(tuple(alone), pair.run(play_together, rows=rows))
     if tried.unknown is not None or tried.disturbed is not None:
         return tried
-    return _with_infos(tried, lambda which: run(play_alone, which=which))
+    return _with_infos(tried, lambda which: pair.run(play_alone, rows=rows, which=which))
 
 
 def _with_infos(tried: SideBySide, play_again: Callable[[int], TrialOutcome]) -> SideBySide:
