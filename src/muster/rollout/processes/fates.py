@@ -12,11 +12,11 @@ from muster.hosts.requests import SetAttr
 from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed
 from muster.pool.place import Budget, Plan
-from muster.pool.verbs import Successor
+from muster.pool.verbs import Hooks, Successor
 from muster.rollout.processes.replica import COUNTS, Begin
 
 
-class Fates:
+class Fates(Hooks):
     """What the pool asks its owner, see `Hooks`; the pool's finalizer does not hang on it.
 
     restarts: whether others come. asked: what replicas are busy with, in words, and since when.
@@ -77,10 +77,3 @@ class Fates:
     def doing(self, place: int) -> str:
         words, since = self.asked.get(place, ("waiting for the caller", None))
         return words if since is None else f"{words} for {time.monotonic() - since:.3g} s"
-
-    def pending(self, place: int) -> int:
-        """0: a replica reads the next message once it has answered."""
-        return 0
-
-    def ring(self, place: int) -> None:
-        """Does nothing: replicas wait in the pool."""
