@@ -196,7 +196,7 @@ class Worker:
                 self._channel.send(Ready(resident.facts()))
                 limit_threads(order.threads)
                 freeze_heap(collects=not forked)
-                serve(resident, self._channel.recv, self._reply, pickle.loads)
+                serve(resident, self._channel.recv, self._reply, lambda _: self._channel.recv())
             except ChannelClosed:
                 raise
             except BaseException as error:
@@ -270,7 +270,7 @@ def serve(
 ) -> None:
     """Passes on messages until the resident is closed: the loop of a worker, which is a process or a thread.
 
-    receive: waits for the next message.  reply: sends one to the owner.  opened: what is in a message for the resident.
+    receive: waits for the next message.  reply: sends one to the owner.  opened: what a message has for the resident.
     """
     while True:
         resident.between()
