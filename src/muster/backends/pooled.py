@@ -86,9 +86,9 @@ class PooledBackend(Backend):
     def _attach_message(self, options: HostOptions) -> Attach:
         """The request to step into the slab."""
 
-    @abstractmethod
-    def _attach_limit(self) -> Limit:
+    def _attach_limit(self) -> Limit | None:
         """The limit of the answer to that."""
+        return None
 
     def replaces_lost(self, worker_lost: WorkerLost | None) -> None:
         self._worker_lost = worker_lost

@@ -143,10 +143,14 @@ class Place:
         """Kills the worker, and closes the fds that this process holds for it."""
         self.process.kill()
         self.process.wait(5.0)
+        self.hang_up()
+        self.process.release()
+
+    def hang_up(self) -> None:
+        """Closes this end of the channel."""
         if (fd := self.channel.fileno()) >= 0:
             disown(fd)
             self.channel.close()
-        self.process.release()
 
 
 def launch(
