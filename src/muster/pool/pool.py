@@ -55,7 +55,7 @@ from muster.transport.channel import Channel, ChannelClosed, frame
 from muster.transport.mail import dumps
 
 PATIENT_S = 60.0  # a longer wait gives a warning
-# Before the content, which is sealed once for several places.
+# Each stands before its content, which was sealed once for several places.
 _HEADS = {kind: frame(dumps(kind())) for kind in (Post, Question)}
 
 
@@ -253,7 +253,7 @@ class Pool(BasePool[Place]):
     # ---- messages
 
     def sealed(self, message: object) -> bytes:
-        return frame(dumps(message, shares_main=self._options.context == "fork"))
+        return dumps(message, shares_main=self._options.context == "fork")
 
     def _send(self, place: Place, kind: type[Post | Question], content: bytes, limit: Limit | None) -> None:
         if place.starts:
@@ -261,7 +261,7 @@ class Pool(BasePool[Place]):
             return
         self._hooks.ring(place.index)  # before the bytes: a worker that is awake looks for them
         try:
-            place.channel.send_frames(_HEADS[kind] + content, None if limit is None else limit.s)
+            place.channel.send_frames(_HEADS[kind] + frame(content), None if limit is None else limit.s)
         except ChannelClosed:
             if self._places[place.index] is place:
                 self._lose(place, place.died(self._doing(place)))
