@@ -104,7 +104,6 @@ class ThreadPool(BasePool[_Thread]):
         self._said: deque[tuple[_Thread, Message]] = deque()
         self._heard: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._places = [_Thread(i, plan, resident, self._said, self._heard) for i, plan in enumerate(plans)]
-        self._interrupts = False
         self.interrupted: set[int] = set()
 
     def start(self) -> list[Any]:
