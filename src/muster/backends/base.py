@@ -130,12 +130,11 @@ class Backend(ABC):
         """Checks the workers during a wait. Raises WorkerDied or WorkerTimeout where waiting longer is useless."""
 
     @abstractmethod
-    def process_ids(self) -> list[int | None]:
-        """The id of the process that runs each host; None where that process has ended."""
+    def processes(self) -> list[tuple[int | None, Usage]]:
+        """The process that runs each host: its id, None where it has ended, and what it held once it was ready to step.
 
-    @abstractmethod
-    def usage_at_start(self, host: int) -> Usage:
-        """What the process of `host` held once it was ready to step its envs; all None while it is being replaced."""
+        All of that is None while it is being replaced.
+        """
 
     @abstractmethod
     def close(self, limits: CloseLimits) -> list[Failure]:

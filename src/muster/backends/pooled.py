@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -44,8 +43,7 @@ class PooledBackend(Backend):
         self.first_envs = split_evenly(len(recipes), num_hosts)
         self.close_limits = close_limits
         self._hosts = range(num_workers)
-        self._owner = os.getpid()
-        self._attached = self._closed = self._has_caller = False
+        self._attached = self._has_caller = False
         self._calling: str | None = None
         self._called_at = 0.0
         self._results: dict[int, list[Any]] = {}  # of the last call, by host
@@ -196,11 +194,8 @@ class PooledBackend(Backend):
         if self.pool.closed:
             raise ClosedError("this vector env was closed by another thread while this one waited for it")
 
-    def process_ids(self) -> list[int | None]:
-        return [pid for pid, _ in self.pool.processes()]
-
-    def usage_at_start(self, host: int) -> Usage:
-        return self.pool.processes()[host][1]
+    def processes(self) -> list[tuple[int | None, Usage]]:
+        return self.pool.processes()
 
     # ---- what the pool asks
 

@@ -18,7 +18,7 @@ from muster.backends.base import (
 )
 from muster.backends.pooled import PooledBackend, called, seconds_since
 from muster.envs.quiet_atari import no_banner_meanwhile
-from muster.errors import CannotTravel, UsageError
+from muster.errors import CannotTravel
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, to_exception
@@ -125,7 +125,8 @@ class ProcessBackend(PooledBackend):
         super().__init__(recipes, options.num_workers, num_hosts, options.nouns, options.close_limits)
         self._options = options
         self._context = options.processes.context
-        self._has_pool = False
+        self._owner = os.getpid()
+        self._has_pool = self._closed = False
         self._local: EnvHost | None = None
         self._mail: SharedMail | None = None
         self._local_mail = LocalMail()
@@ -258,14 +259,10 @@ class ProcessBackend(PooledBackend):
             own_values = [values[env] for env in envs]
             parts = {f"values[{env}]": value for env, value in zip(envs, own_values, strict=True)}
             requests.append(SetAttr(self._packed((name, own_values), parts)))
-        try:
-            self._call(requests, f"set_attr({name!r})")
-            if self._local is not None:
-                self._results[self.num_workers] = self._local.set_attr(name, values[self._local.first_env :])
-            return self.call_wait(None)
-        except UsageError:  # raised before anything was sent
-            self._calling = None
-            raise
+        self._call(requests, f"set_attr({name!r})")
+        if self._local is not None:
+            self._results[self.num_workers] = self._local.set_attr(name, values[self._local.first_env :])
+        return self.call_wait(None)
 
     def kept(self, value: Any) -> Packed:
         # It has just been sent: what cannot be pickled has been reported.
@@ -289,11 +286,9 @@ class ProcessBackend(PooledBackend):
     def _packed(self, value: Any, parts: dict[str, Any]) -> Packed:
         return packed(value, parts, self.user_call, forked=self._context == "fork")
 
-    def process_ids(self) -> list[int | None]:
-        return super().process_ids() + ([os.getpid()] if self._local is not None else [])
-
-    def usage_at_start(self, host: int) -> Usage:
-        return self._own_usage_at_start if host == self.num_workers else super().usage_at_start(host)
+    def processes(self) -> list[tuple[int | None, Usage]]:
+        here = [(os.getpid(), self._own_usage_at_start)] if self._local is not None else []
+        return [*super().processes(), *here]
 
     # ---- watching and replacing
 

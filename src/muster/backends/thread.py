@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from muster.backends.pooled import PooledBackend
@@ -65,9 +64,6 @@ class ThreadBackend(PooledBackend):
         return self._mail
 
     def close(self, limits: CloseLimits) -> list[Failure]:
-        if self._closed or self._owner != os.getpid():
-            return []
-        self._closed = True
         self._end_steps()
         failures = [one for _, said in self.pool.close(limits) for one in said]
         return sorted((one for one in failures if not self._is_cut(one)), key=lambda failure: failure.env_index)
