@@ -280,11 +280,13 @@ class Pool(BasePool[Place]):
                 self._poller.add(place.process.fileno(), (place, True))
         ready = self._poller.ready(timeout_s)
         self._require_open()
+        if not ready:  # a Ctrl-C in the wait closes nothing
+            return False
         with self.whole():
             for place, has_ended in ready:
                 if self._places[place.index] is place:
                     self._hear(place, has_ended=has_ended)
-        return bool(ready)
+        return True
 
     def _hear(self, place: Place, *, has_ended: bool) -> None:
         """Takes the messages of one worker. has_ended: it had before this began, so that none is still on its way."""
