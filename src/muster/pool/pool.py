@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from muster.errors import CannotTravel, UnknownMessage, WorkerError
+from muster.introspection import caller_stacklevel
 from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Changes, changes_of
@@ -234,7 +235,7 @@ class Pool(BasePool[Place]):
             if not self._warned and time.monotonic() - owed[0].launched_at > PATIENT_S:
                 self._warned = True
                 slow = owed[0].slow_to_start(self._options.start_timeout_s)
-                warnings.warn(slow, RuntimeWarning, stacklevel=7)
+                warnings.warn(slow, RuntimeWarning, stacklevel=caller_stacklevel())
 
     def _reports(self) -> Iterator[Any]:
         while self._judged:
@@ -261,7 +262,7 @@ class Pool(BasePool[Place]):
             return
         self._hooks.ring(place.index)  # before the bytes: a worker that is awake looks for them
         try:
-            place.channel.send_frames(_HEADS[kind] + frame(content), None if limit is None else limit.s)
+            place.channel.send_frames(frame(content, _HEADS[kind]), None if limit is None else limit.s)
         except ChannelClosed:
             if self._places[place.index] is place:
                 self._lose(place, place.died(self._doing(place)))
@@ -373,9 +374,8 @@ class Pool(BasePool[Place]):
         if waited_s > PATIENT_S and not self._warned:
             self._warned = True
             doing = "; ".join(f"{self._nouns.worker} {one.index}: {self._doing(one)}" for one in self._places)
-            warnings.warn(
-                f"waiting for {PATIENT_S:.0f} s ({doing}).{self._nouns.patience}", RuntimeWarning, stacklevel=4
-            )
+            words = f"waiting for {PATIENT_S:.0f} s ({doing}).{self._nouns.patience}"
+            warnings.warn(words, RuntimeWarning, stacklevel=caller_stacklevel())
 
     def _doing(self, place: Place) -> str:
         return place.building if place.starts else self._hooks.doing(place.index)

@@ -31,9 +31,9 @@ class ChannelClosed(Exception):
     """The other end is gone."""
 
 
-def frame(pickled: bytes) -> bytes:
-    """A pickled message behind its length."""
-    return _LENGTH.pack(len(pickled)) + pickled
+def frame(pickled: bytes, head: bytes = b"") -> bytes:
+    """A pickled message behind its length. head: what goes before, framed already."""
+    return b"".join((head, _LENGTH.pack(len(pickled)), pickled))
 
 
 class Channel:
