@@ -6,15 +6,17 @@ import contextlib
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from muster._core import Doing, ticks
 from muster.backends.base import Backend, CallerOptions, WorkerLost, make_caller
 from muster.errors import ClosedError, WaitTimeout
 from muster.hosts.env_facts import EnvFacts
+from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, HostFailed, to_exception
 from muster.hosts.requests import Attach, Call, EnvCall, HostOptions, ResetArguments, Restart, SetAttr
+from muster.pickling import named_arguments
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed
@@ -127,14 +129,24 @@ class PooledBackend(Backend):
         return False
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call([Call((name, args, kwargs))] * self.num_workers, called(name))
+        parts = name.sent_parts() if hasattr(name, "sent_parts") else {"the function": name}
+        request = Call(self._packed((name, args, kwargs), parts | named_arguments(args, kwargs)))
+        self._call([request] * self.num_workers, called(name), lambda host: host.call(name, args, kwargs))
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        requests = [SetAttr((name, [values[env] for env in self.envs_of(host)])) for host in self._hosts]
-        self._call(requests, f"set_attr({name!r})")
+        requests = []
+        for host in self._hosts:
+            parts = {f"values[{env}]": values[env] for env in self.envs_of(host)}
+            requests.append(SetAttr(self._packed((name, list(parts.values())), parts)))
+        self._call(requests, f"set_attr({name!r})", lambda host: host.set_attr(name, values[host.first_env :]))
         return self.call_wait(None)
 
-    def _call(self, requests: Sequence[Call | SetAttr], calling: str) -> None:
+    def _packed(self, value: Any, parts: dict[str, Any]) -> Any:
+        """A user's value on its way to a worker. parts: names of its parts, for errors. Raises CannotTravel."""
+        return value
+
+    def _call(self, requests: Sequence[Call | SetAttr], calling: str, here: Callable[[EnvHost], list[Any]]) -> None:
+        """Asks every worker. here: does the same for envs that this thread steps, where there are some."""
         self.pool.forget(self._hosts)  # the answers to a call that was interrupted
         self._results = {}
         self._calling, self._called_at = calling, time.monotonic()
