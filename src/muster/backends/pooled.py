@@ -147,7 +147,8 @@ class PooledBackend(Backend):
 
     def _call(self, requests: Sequence[Call | SetAttr], calling: str, here: Callable[[EnvHost], list[Any]]) -> None:
         """Asks every worker. here: does the same for envs that this thread steps, where there are some."""
-        self.pool.forget(self._hosts)  # the answers to a call that was interrupted
+        if self._calling is not None:  # a call that was interrupted
+            self.pool.forget(self._hosts)
         self._results = {}
         self._calling, self._called_at = calling, time.monotonic()
         with self.whole():

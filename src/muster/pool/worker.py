@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import faulthandler
 import fcntl
@@ -257,9 +256,11 @@ class Worker:
         self._channel.send(Unpacking(done=False))
 
     def _reply(self, message: Message) -> None:
-        # A part has closed this process's fds: the others are still closed.
-        with contextlib.suppress(*([ChannelClosed] if isinstance(message, Closing) else [])):
+        try:
             self._channel.send(message)
+        except ChannelClosed:
+            if not isinstance(message, Closing):  # a part has closed this process's fds: the others are still closed
+                raise
 
 
 def serve(

@@ -118,7 +118,12 @@ class Channel:
 
     def _fill(self) -> int:
         """Reads what is there of the next message; returns where that ends, 0 until it is whole."""
-        while (end := self._end()) > (known := len(self._received)):
+        while True:
+            known, end = len(self._received), _LENGTH.size
+            if known >= end:
+                end += _LENGTH.unpack_from(self._received)[0]
+                if known >= end:
+                    return end
             size = min(max(end - known, _LEAST_BYTES), _CHUNK_BYTES)
             try:
                 part, ancillary, _, _ = self._socket.recvmsg(size, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
@@ -132,12 +137,6 @@ class Channel:
             for _, _, rights in ancillary:
                 self._received_fds += array("i", rights)
             self.heard_at = time.monotonic()
-        return end
-
-    def _end(self) -> int:
-        """Where the next message ends in what is received of it, as far as its length is known."""
-        length = _LENGTH.unpack_from(self._received)[0] if len(self._received) >= _LENGTH.size else 0
-        return int(_LENGTH.size + length)
 
     def _poll(self, event: int, timeout_s: float | None) -> bool:
         """Whether `event` occurs within `timeout_s`. Raises what `watch` raises."""
