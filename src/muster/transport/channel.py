@@ -121,7 +121,7 @@ class Channel:
         while True:
             known, end = len(self._received), _LENGTH.size
             if known >= end:
-                end += _LENGTH.unpack_from(self._received)[0]
+                end += int(_LENGTH.unpack_from(self._received)[0])
                 if known >= end:
                     return end
             size = min(max(end - known, _LEAST_BYTES), _CHUNK_BYTES)
