@@ -330,7 +330,7 @@ class HangsWhenRebuilt:
 @pytest.mark.slow
 def test_what_hangs_when_it_is_rebuilt_in_the_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("muster.pool.pool.PATIENT_S", 5.0)  # a minute
-    told = r"values of env_kwargs(.|\n)*lazy(.|\n)*in __setstate__\n.*in unpack"
+    told = r"values of env_kwargs(.|\n)*lazy(.|\n)*in __setstate__\n.*in _loaded\n.*in unpack"
     with (
         pytest.warns(
             RuntimeWarning, match=r"worker 0 \(env 0\) has been building(.|\n)*=10.0.\n(.|\n)*" + told

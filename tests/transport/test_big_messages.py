@@ -173,7 +173,7 @@ def ends() -> Any:
 
 
 def test_a_message_that_comes_in_parts(ends: tuple[socket.socket, socket.socket]) -> None:
-    channel, writer = Channel(ends[0]), ends[1]
+    channel, writer = Channel(ends[0], lambda _: None), ends[1]
     other, sink = socket.socketpair()
     with other, sink:
         Channel(other).send({"answer": 42})
@@ -193,8 +193,8 @@ def test_a_message_that_comes_in_parts(ends: tuple[socket.socket, socket.socket]
 
 
 def test_sending_ends_when_nobody_reads_any_more(ends: tuple[socket.socket, socket.socket]) -> None:
-    looked = []
-    channel = Channel(ends[0], lambda: looked.append(1))
+    looked: list[float] = []
+    channel = Channel(ends[0], looked.append)
     with pytest.raises(TimeoutError):
         channel.send(BIG, 0.3)
     assert looked

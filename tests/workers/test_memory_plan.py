@@ -100,7 +100,7 @@ def test_fewer_processes_are_advised_where_they_would_fit(left, left_mb, helps):
     left(left_mb * 1_000_000)
     plan = resources.MemoryPlan(20, 20, "error", 2)
     with pytest.raises(NotEnoughMemory) as raised:  # 19 more processes of 10 MB, 19 more envs of 50 MB
-        plan.require((10_000_000, 60_000_000))
+        plan.accepts((10_000_000, 60_000_000))
     assert ("may share processes." in str(raised.value)) is helps
 
 

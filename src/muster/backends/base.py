@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from muster._core import Caller, Status
-from muster.errors import UsageError, WorkerName
+from muster.errors import UsageError
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure
@@ -130,12 +130,11 @@ class Backend(ABC):
         """Checks the workers during a wait. Raises WorkerDied or WorkerTimeout where waiting longer is useless."""
 
     @abstractmethod
-    def process_ids(self) -> list[int | None]:
-        """The id of the process that runs each host; None where that process has ended."""
+    def processes(self) -> list[tuple[int | None, Usage]]:
+        """The process that runs each host: its id, None where it has ended, and what it held once it was ready to step.
 
-    @abstractmethod
-    def usage_at_start(self, host: int) -> Usage:
-        """What the process of `host` held once it was ready to step its envs; all None while it is being replaced."""
+        All of that is None while it is being replaced.
+        """
 
     @abstractmethod
     def close(self, limits: CloseLimits) -> list[Failure]:
@@ -243,53 +242,32 @@ def close_here(env_host: EnvHost, limits: CloseLimits) -> list[Failure]:
 
     A Ctrl-C ends the close of one env and leaves those after it unclosed; a RuntimeWarning names them.
     """
-    envs = range(env_host.first_env, env_host.first_env + len(env_host.envs))
-    notice = NoticeBeside(NOUNS.name(env_host.info.worker_index, envs), envs, limits)
+    envs, began = range(env_host.first_env, env_host.first_env + len(env_host.envs)), time.monotonic()
+    progress = CloseProgress(NOUNS.name(env_host.info.worker_index, envs), envs, FOR_EVER, began, len(envs))
+    notice = CloseNotice(dataclasses.replace(FOR_EVER, call_s=limits.call_s), began)
+    # Not by `threading`, whose locks the code may hold that garbage collection stops.
+    ended = _thread.allocate_lock()
+    ended.acquire()
+
+    def say_what_closes() -> None:
+        if not ended.acquire(timeout=notice.after_s):
+            notice.check([progress], lambda _: "about to close its envs")
+
     try:
-        notice.start()
+        if notice.after_s < math.inf:
+            with contextlib.suppress(RuntimeError):  # no thread is left, or the interpreter ends
+                _thread.start_new_thread(say_what_closes, ())
     finally:  # also when a Ctrl-C comes now
         try:
-            failures = env_host.close(notice.progress.begins)
+            failures = env_host.close(progress.begins)
         finally:
-            notice.stop()
+            ended.release()
     if not limits.terminates and any(isinstance(one.exception, KeyboardInterrupt) for one in failures):
-        notice.warn_of_interrupt()
-    return failures
-
-
-class NoticeBeside:
-    """Says what `CloseNotice` says, while this thread is busy with closing envs, which nobody can cut off here."""
-
-    def __init__(self, name: WorkerName, envs: Sequence[int], limits: CloseLimits) -> None:
-        now = time.monotonic()
-        self.progress = CloseProgress(name, envs, FOR_EVER, now, len(envs))
-        self._notice = CloseNotice(dataclasses.replace(FOR_EVER, call_s=limits.call_s), now)
-        self._ended = _thread.allocate_lock()
-        self._ended.acquire()
-
-    def start(self) -> None:
-        """Starts a thread for it, if there may be something to say.
-
-        Not by `threading`, whose locks the code may hold that garbage collection stops.
-        """
-        if self._notice.after_s < math.inf:
-            with contextlib.suppress(RuntimeError):  # no thread is left, or the interpreter ends
-                _thread.start_new_thread(self._wait, ())
-
-    def stop(self) -> None:
-        """Ends that thread."""
-        self._ended.release()
-
-    def warn_of_interrupt(self) -> None:
-        """Gives a RuntimeWarning about the envs that a Ctrl-C has left unclosed."""
-        interrupted, *unclosed = self.progress.left
+        interrupted, *unclosed = progress.left
         others = f"; {name_envs(unclosed)} had not begun" if unclosed else ""
         with contextlib.suppress(RuntimeWarning):  # made an error by a filter, it would hide the Ctrl-C
             warn_of_cuts([f"Ctrl-C ended close() of {name_envs([interrupted])}{others}. What was not written is lost."])
-
-    def _wait(self) -> None:
-        if not self._ended.acquire(timeout=self._notice.after_s):
-            self._notice.check([self.progress], lambda _: "about to close its envs")
+    return failures
 
 
 def raise_local_interrupt(backend: Backend, host: int) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from muster._core import Doing, ticks
 from muster.backends.base import Backend, CallerOptions, WorkerLost, make_caller
 from muster.errors import ClosedError, WaitTimeout
 from muster.hosts.env_facts import EnvFacts
+from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, HostFailed, to_exception
 from muster.hosts.requests import Attach, Call, EnvCall, HostOptions, ResetArguments, Restart, SetAttr
+from muster.pickling import named_arguments
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed
@@ -44,8 +45,7 @@ class PooledBackend(Backend):
         self.first_envs = split_evenly(len(recipes), num_hosts)
         self.close_limits = close_limits
         self._hosts = range(num_workers)
-        self._owner = os.getpid()
-        self._attached = self._closed = self._has_caller = False
+        self._attached = self._has_caller = False
         self._calling: str | None = None
         self._called_at = 0.0
         self._results: dict[int, list[Any]] = {}  # of the last call, by host
@@ -86,9 +86,9 @@ class PooledBackend(Backend):
     def _attach_message(self, options: HostOptions) -> Attach:
         """The request to step into the slab."""
 
-    @abstractmethod
-    def _attach_limit(self) -> Limit:
+    def _attach_limit(self) -> Limit | None:
         """The limit of the answer to that."""
+        return None
 
     def replaces_lost(self, worker_lost: WorkerLost | None) -> None:
         self._worker_lost = worker_lost
@@ -129,15 +129,26 @@ class PooledBackend(Backend):
         return False
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call([Call((name, args, kwargs))] * self.num_workers, called(name))
+        parts = name.sent_parts() if hasattr(name, "sent_parts") else {"the function": name}
+        request = Call(self._packed((name, args, kwargs), parts | named_arguments(args, kwargs)))
+        self._call([request] * self.num_workers, called(name), lambda host: host.call(name, args, kwargs))
 
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        requests = [SetAttr((name, [values[env] for env in self.envs_of(host)])) for host in self._hosts]
-        self._call(requests, f"set_attr({name!r})")
+        requests = []
+        for host in self._hosts:
+            parts = {f"values[{env}]": values[env] for env in self.envs_of(host)}
+            requests.append(SetAttr(self._packed((name, list(parts.values())), parts)))
+        self._call(requests, f"set_attr({name!r})", lambda host: host.set_attr(name, values[host.first_env :]))
         return self.call_wait(None)
 
-    def _call(self, requests: Sequence[Call | SetAttr], calling: str) -> None:
-        self.pool.forget(self._hosts)  # the answers to a call that was interrupted
+    def _packed(self, value: Any, parts: dict[str, Any]) -> Any:
+        """A user's value on its way to a worker. parts: names of its parts, for errors. Raises CannotTravel."""
+        return value
+
+    def _call(self, requests: Sequence[Call | SetAttr], calling: str, here: Callable[[EnvHost], list[Any]]) -> None:
+        """Asks every worker. here: does the same for envs that this thread steps, where there are some."""
+        if self._calling is not None:  # a call that was interrupted
+            self.pool.forget(self._hosts)
         self._results = {}
         self._calling, self._called_at = calling, time.monotonic()
         with self.whole():
@@ -196,11 +207,8 @@ class PooledBackend(Backend):
         if self.pool.closed:
             raise ClosedError("this vector env was closed by another thread while this one waited for it")
 
-    def process_ids(self) -> list[int | None]:
-        return [pid for pid, _ in self.pool.processes()]
-
-    def usage_at_start(self, host: int) -> Usage:
-        return self.pool.processes()[host][1]
+    def processes(self) -> list[tuple[int | None, Usage]]:
+        return self.pool.processes()
 
     # ---- what the pool asks
 

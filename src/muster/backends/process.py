@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from muster.arguments import one_of, seconds, whole
@@ -16,16 +16,15 @@ from muster.backends.base import (
     close_here,
     raise_local_interrupt,
 )
-from muster.backends.pooled import PooledBackend, called, seconds_since
+from muster.backends.pooled import PooledBackend, seconds_since
 from muster.envs.quiet_atari import no_banner_meanwhile
-from muster.errors import CannotTravel, UsageError
+from muster.errors import CannotTravel
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, to_exception
 from muster.hosts.requests import (
     Attach,
     Call,
-    EnvCall,
     EnvPlan,
     HostOptions,
     Packed,
@@ -37,7 +36,7 @@ from muster.hosts.requests import (
     packed,
 )
 from muster.introspection import type_name
-from muster.pickling import UserCall, named_arguments
+from muster.pickling import UserCall
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.launcher_client import standard_fds
@@ -125,7 +124,8 @@ class ProcessBackend(PooledBackend):
         super().__init__(recipes, options.num_workers, num_hosts, options.nouns, options.close_limits)
         self._options = options
         self._context = options.processes.context
-        self._has_pool = False
+        self._owner = os.getpid()
+        self._has_pool = self._closed = False
         self._local: EnvHost | None = None
         self._mail: SharedMail | None = None
         self._local_mail = LocalMail()
@@ -244,28 +244,10 @@ class ProcessBackend(PooledBackend):
             self._post(host, dataclasses.replace(restart, options=options, rebuilds=rebuilds))
         return replaces
 
-    def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        parts = name.sent_parts() if hasattr(name, "sent_parts") else {"the function": name}
-        request = Call(self._packed((name, args, kwargs), parts | named_arguments(args, kwargs)))
-        self._call([request] * self.num_workers, called(name))
+    def _call(self, requests: Sequence[Call | SetAttr], calling: str, here: Callable[[EnvHost], list[Any]]) -> None:
+        super()._call(requests, calling, here)
         if self._local is not None:
-            self._results[self.num_workers] = self._local.call(name, args, kwargs)
-
-    def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        requests = []
-        for host in self._hosts:
-            envs = self.envs_of(host)
-            own_values = [values[env] for env in envs]
-            parts = {f"values[{env}]": value for env, value in zip(envs, own_values, strict=True)}
-            requests.append(SetAttr(self._packed((name, own_values), parts)))
-        try:
-            self._call(requests, f"set_attr({name!r})")
-            if self._local is not None:
-                self._results[self.num_workers] = self._local.set_attr(name, values[self._local.first_env :])
-            return self.call_wait(None)
-        except UsageError:  # raised before anything was sent
-            self._calling = None
-            raise
+            self._results[self.num_workers] = here(self._local)
 
     def kept(self, value: Any) -> Packed:
         # It has just been sent: what cannot be pickled has been reported.
@@ -289,11 +271,9 @@ class ProcessBackend(PooledBackend):
     def _packed(self, value: Any, parts: dict[str, Any]) -> Packed:
         return packed(value, parts, self.user_call, forked=self._context == "fork")
 
-    def process_ids(self) -> list[int | None]:
-        return super().process_ids() + ([os.getpid()] if self._local is not None else [])
-
-    def usage_at_start(self, host: int) -> Usage:
-        return self._own_usage_at_start if host == self.num_workers else super().usage_at_start(host)
+    def processes(self) -> list[tuple[int | None, Usage]]:
+        here = [(os.getpid(), self._own_usage_at_start)] if self._local is not None else []
+        return [*super().processes(), *here]
 
     # ---- watching and replacing
 

@@ -84,11 +84,8 @@ class SerialBackend(Backend):
     def watch(self, waited_s: float) -> None:
         """Does nothing: there are no workers that could die."""
 
-    def process_ids(self) -> list[int | None]:
-        return [os.getpid()]
-
-    def usage_at_start(self, host: int) -> Usage:
-        return self._usage_at_start
+    def processes(self) -> list[tuple[int | None, Usage]]:
+        return [(os.getpid(), self._usage_at_start)]
 
     def close(self, limits: CloseLimits) -> list[Failure]:
         return close_here(self._env_host, limits if self._is_callers else AT_ONCE)

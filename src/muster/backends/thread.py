@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from muster.backends.pooled import PooledBackend
@@ -15,7 +14,7 @@ from muster.hosts.threads import ThreadPool
 from muster.pickling.main_module import Init
 from muster.pool.closing import CloseLimits
 from muster.pool.deaths import NOUNS
-from muster.pool.place import Limit, Plan
+from muster.pool.place import Plan
 from muster.recipes.recipe import Recipe
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Slab, SlabPlan
@@ -40,7 +39,6 @@ class ThreadBackend(PooledBackend):
     ) -> None:
         super().__init__(recipes, num_workers, num_workers, NOUNS, close_limits)
         self._init = init
-        self._start_timeout_s = start_timeout_s
         self._mail = LocalMail()
         self.pool = ThreadPool(EnvResident, [self._plan(i) for i in self._hosts], start_timeout_s, self)
 
@@ -62,16 +60,10 @@ class ThreadBackend(PooledBackend):
     def _attach_message(self, options: HostOptions) -> Attach:
         return Attach(self.slab, options, self._mail)
 
-    def _attach_limit(self) -> Limit:
-        return Limit(self._start_timeout_s, f"start_timeout={self._start_timeout_s} s")
-
     def mail_of(self, host: int) -> Mail:
         return self._mail
 
     def close(self, limits: CloseLimits) -> list[Failure]:
-        if self._closed or self._owner != os.getpid():
-            return []
-        self._closed = True
         self._end_steps()
         failures = [one for _, said in self.pool.close(limits) for one in said]
         return sorted((one for one in failures if not self._is_cut(one)), key=lambda failure: failure.env_index)

@@ -21,7 +21,7 @@ import numpy as np
 from muster.errors import WorkerDied, WorkerTimeout
 from muster.pool.closing import AT_ONCE, CloseLimits, CloseNotice, CloseProgress, not_closed, warn_of_cuts
 from muster.pool.deaths import NOUNS
-from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Ready
+from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Post, Question, Ready
 from muster.pool.place import Limit, Plan
 from muster.pool.resources import Usage, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
@@ -104,7 +104,6 @@ class ThreadPool(BasePool[_Thread]):
         self._said: deque[tuple[_Thread, Message]] = deque()
         self._heard: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._places = [_Thread(i, plan, resident, self._said, self._heard) for i, plan in enumerate(plans)]
-        self._interrupts = False
         self.interrupted: set[int] = set()
 
     def start(self) -> list[Any]:
@@ -139,7 +138,10 @@ class ThreadPool(BasePool[_Thread]):
         """The message itself."""
         return message
 
-    def _send(self, place: _Thread, message: Message, limit: Limit | None = None) -> None:
+    def _send(self, place: _Thread, kind: type[Post | Question], content: Any, limit: Limit | None) -> None:
+        self._put(place, kind(content))
+
+    def _put(self, place: _Thread, message: Message) -> None:
         place.inbox.put(message)  # never waits
         self._hooks.ring(place.index)  # after the message: a thread that wakes looks for it once
 
@@ -194,11 +196,11 @@ class ThreadPool(BasePool[_Thread]):
             return []
         # The garbage collector may run this in any thread, even in one of these.
         started = [one for one in self._places if one.thread.ident not in (None, threading.get_ident())]
-        closing = _ClosingThreads(started, limits, self._said, self._wait, self._hooks, self._send)
+        closing = _ClosingThreads(started, limits, self._said, self._wait, self._hooks, self._put)
         try:
             for one in self._places:
                 if one not in started:  # reads it once it comes to that
-                    self._send(one, Close())
+                    self._put(one, Close())
             closing.wait()
         finally:  # also when another Ctrl-C ends the wait
             closing.give_up()

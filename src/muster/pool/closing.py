@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import select
 import sys
 import time
 import warnings
@@ -18,7 +17,7 @@ from muster.introspection import caller_stacklevel
 from muster.pool.messages import Answer, Closed, Closing, Failed, Progress, Ready, Unpacking, expect
 from muster.pool.notices import say
 from muster.pool.place import Place
-from muster.pool.worker_process import python_stacks
+from muster.pool.worker_process import python_stacks, readable
 from muster.transport.channel import ChannelClosed
 
 CLOSE_S = 60.0
@@ -209,7 +208,6 @@ class ClosingPlaces:
         self._progress = {place.index: _progress_of(place, limits, began) for place in self._owed}
         self._pending = {place.index: pending(place.index) for place in self._owed}
         self._unasked = list(self._owed)
-        self._ended_channels: set[int] = set()
         self._notice = CloseNotice(limits, began)
         self.said: dict[int, Any] = {}
         self.cuts: list[str] = []
@@ -243,18 +241,10 @@ class ClosingPlaces:
 
     def _listen(self) -> None:
         """Takes what the workers report, for a short time."""
-        poller, by_fd = select.poll(), {}
-        for place in self._owed:
-            ends = [place.process.fileno()]
-            if place.index not in self._ended_channels:
-                ends.append(place.channel.fileno())
-            for fd in ends:
-                by_fd[fd] = place
-                poller.register(fd, select.POLLIN)
+        by_fd = {fd: place for place in self._owed for fd in (place.process.fileno(), place.channel.fileno())}
         soonest = min(self._progress[place.index].until for place in self._owed)
         slice_s = min(_BUSY_SLICE_S if self._unasked else _SLICE_S, max(0.0, soonest - time.monotonic()))
-        ready = {by_fd[fd].index: by_fd[fd] for fd, _ in poller.poll(slice_s * 1000)}
-        for place in ready.values():
+        for place in dict.fromkeys(by_fd[fd] for fd in readable(by_fd, slice_s)):
             self._take_messages(place)
             if place.process.has_ended():
                 self._owed.remove(place)
@@ -262,7 +252,7 @@ class ClosingPlaces:
     def _take_messages(self, place: Place) -> None:
         progress = self._progress[place.index]
         try:
-            while place.index not in self._ended_channels:
+            while True:
                 match place.heard():
                     case Closing(i):
                         progress.begins(i)
@@ -284,7 +274,7 @@ class ClosingPlaces:
         except CannotTravel as error:
             self.cuts.append(str(error))
         except ChannelClosed:
-            self._ended_channels.add(place.index)
+            place.hang_up()
 
     def _kill_late(self, now: float) -> None:
         for place in self._owed:

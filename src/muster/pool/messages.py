@@ -66,16 +66,16 @@ class Build(Message):
 
 @dataclass(eq=False)
 class Post(Message):
-    """A message for the resident, which nobody answers. content: pickled for another process."""
+    """A message for the resident, which nobody answers. content: see `Question`."""
 
-    content: Any
+    content: Any = None
 
 
 @dataclass(eq=False)
 class Question(Message):
-    """A message for the resident, which it answers. content: pickled for another process."""
+    """A message for the resident, which it answers. content: for another process the next message has it."""
 
-    content: Any
+    content: Any = None
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from muster.introspection import type_name
 from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
 from muster.pool.environment import Changes
 from muster.pool.launcher_client import fork_worker
-from muster.pool.messages import message_of
+from muster.pool.messages import Post, Question, message_of
 from muster.pool.resources import Usage, usage_of
 from muster.pool.worker import main
 from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stack, stream_fd
@@ -75,7 +75,7 @@ class Place:
     nouns: Nouns = NOUNS
     replaces: str = ""
     starting_until: float | None = None
-    outbox: deque[bytes] = field(default_factory=deque)
+    outbox: deque[tuple[type[Post | Question], bytes]] = field(default_factory=deque)
     is_unpacking: bool = False
     launched_at: float = field(default_factory=time.monotonic)
     ready_at: float = 0.0
@@ -143,10 +143,14 @@ class Place:
         """Kills the worker, and closes the fds that this process holds for it."""
         self.process.kill()
         self.process.wait(5.0)
+        self.hang_up()
+        self.process.release()
+
+    def hang_up(self) -> None:
+        """Closes this end of the channel."""
         if (fd := self.channel.fileno()) >= 0:
             disown(fd)
             self.channel.close()
-        self.process.release()
 
 
 def launch(

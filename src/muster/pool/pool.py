@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from muster.errors import CannotTravel, UnknownMessage, WorkerError
+from muster.introspection import caller_stacklevel
 from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Changes, changes_of
@@ -38,6 +39,7 @@ from muster.pool.messages import (
     Message,
     Post,
     Progress,
+    Question,
     Ready,
     StartOrder,
     Unpacking,
@@ -50,10 +52,12 @@ from muster.pool.set_up import Processes, SetUp
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
 from muster.pool.worker_process import Poller, close_own, own
 from muster.transport.big_arrays import BigArrays, memfd
-from muster.transport.channel import Channel, ChannelClosed
+from muster.transport.channel import Channel, ChannelClosed, frame
 from muster.transport.mail import dumps
 
 PATIENT_S = 60.0  # a longer wait gives a warning
+# Each stands before its content, which was sealed once for several places.
+_HEADS = {kind: frame(dumps(kind())) for kind in (Post, Question)}
 
 
 @dataclass
@@ -97,7 +101,6 @@ class Pool(BasePool[Place]):
         self._poller = Poller()
         self._judged: list[Any] = []
         self._warned = False
-        self._sending_at = math.inf
 
     # ---- starting
 
@@ -235,7 +238,7 @@ class Pool(BasePool[Place]):
             if not self._warned and time.monotonic() - owed[0].launched_at > PATIENT_S:
                 self._warned = True
                 slow = owed[0].slow_to_start(self._options.start_timeout_s)
-                warnings.warn(slow, RuntimeWarning, stacklevel=7)
+                warnings.warn(slow, RuntimeWarning, stacklevel=caller_stacklevel())
 
     def _raise_failed(self, places: Sequence[Place]) -> None:
         for place in places:
@@ -252,17 +255,13 @@ class Pool(BasePool[Place]):
     def sealed(self, message: object) -> bytes:
         return dumps(message, shares_main=self._options.context == "fork")
 
-    def _send(self, place: Place, message: Message, limit: Limit | None) -> None:
+    def _send(self, place: Place, kind: type[Post | Question], content: bytes, limit: Limit | None) -> None:
         if place.starts:
-            place.outbox.append(dumps(message))
-        else:
-            self._send_bytes(place, dumps(message), limit)
-
-    def _send_bytes(self, place: Place, data: bytes, limit: Limit | None) -> None:
+            place.outbox.append((kind, content))
+            return
         self._hooks.ring(place.index)  # before the bytes: a worker that is awake looks for them
-        self._sending_at = time.monotonic()
         try:
-            place.channel.send_bytes(data, None if limit is None else limit.s)
+            place.channel.send_frames(frame(content, _HEADS[kind]), None if limit is None else limit.s)
         except ChannelClosed:
             if self._places[place.index] is place:
                 self._lose(place, place.died(self._doing(place)))
@@ -270,8 +269,6 @@ class Pool(BasePool[Place]):
             assert limit is not None
             # `_doing` is evaluated first: the signal that asks for the worker's stack may change what it does.
             self._lose(place, place.timed_out(self._doing(place), limit.words, limit.s))
-        finally:
-            self._sending_at = math.inf
 
     # ---- listening
 
@@ -279,25 +276,25 @@ class Pool(BasePool[Place]):
         if self._polled != self._places:
             self._polled, self._poller = list(self._places), Poller()
             for place in self._polled:
-                self._poller.add(place.channel.fileno(), place)
-                self._poller.add(place.process.fileno(), place)
+                self._poller.add(place.channel.fileno(), (place, False))
+                self._poller.add(place.process.fileno(), (place, True))
         ready = self._poller.ready(timeout_s)
         self._require_open()
-        heard: dict[int, tuple[Place, bool]] = {}
-        for fd, place in ready:
-            _, ended = heard.get(place.index, (place, False))
-            heard[place.index] = place, ended or fd == place.process.fileno()
-        for index, (place, has_ended) in heard.items():
-            if self._places[index] is place:
-                with self.whole():
+        if not ready:  # a Ctrl-C in the wait closes nothing
+            return False
+        with self.whole():
+            for place, has_ended in ready:
+                if self._places[place.index] is place:
                     self._hear(place, has_ended=has_ended)
-        return bool(heard)
+        return True
 
     def _hear(self, place: Place, *, has_ended: bool) -> None:
         """Takes the messages of one worker. has_ended: it had before this began, so that none is still on its way."""
         try:
             while self._places[place.index] is place:
                 self._hear_one(place, place.heard())
+                if not (has_ended or place.channel.holds_more):  # a poll tells of what comes later
+                    return
         except CannotTravel as error:  # so that nobody knows what it has said
             self._lose(place, error)
         except ChannelClosed:
@@ -309,6 +306,11 @@ class Pool(BasePool[Place]):
 
     def _hear_one(self, place: Place, message: object) -> None:
         match message:
+            case Answer() if place.forgotten:
+                place.forgotten -= 1
+            case Answer(content):
+                place.asked_at = None
+                self._arrived.append(Answered(place.index, content))
             case Unpacking(done):
                 place.is_unpacking = not done
             case Progress(content):
@@ -318,12 +320,7 @@ class Pool(BasePool[Place]):
             case Ready(facts):
                 place.is_ready(facts)
                 while place.outbox and self._places[place.index] is place:
-                    self._send_bytes(place, place.outbox.popleft(), place.limit)
-            case Answer() if place.forgotten:
-                place.forgotten -= 1
-            case Answer(content):
-                place.asked_at = None
-                self._arrived.append(Answered(place.index, content))
+                    self._send(place, *place.outbox.popleft(), place.limit)
             case Failed() if not self._started:
                 place.failed = message
             case Failed():
@@ -358,7 +355,7 @@ class Pool(BasePool[Place]):
         if self._log_inbox is not None:
             self._log_inbox.deliver()
 
-    def _watch_sending(self, index: int) -> None:
+    def _watch_sending(self, index: int, waited_s: float) -> None:
         """Looks at the workers while a message to one waits because that has not read the one before.
 
         Takes meanwhile what that one sends: it may not read before. Raises ChannelClosed where it has ended, and what
@@ -371,15 +368,14 @@ class Pool(BasePool[Place]):
         if self._places[index] is not place or place.process.has_ended():
             raise ChannelClosed
         self.deliver_logs()
-        self._warn_once(time.monotonic() - self._sending_at)
+        self._warn_once(waited_s)
 
     def _warn_once(self, waited_s: float) -> None:
         if waited_s > PATIENT_S and not self._warned:
             self._warned = True
             doing = "; ".join(f"{self._nouns.worker} {one.index}: {self._doing(one)}" for one in self._places)
-            warnings.warn(
-                f"waiting for {PATIENT_S:.0f} s ({doing}).{self._nouns.patience}", RuntimeWarning, stacklevel=4
-            )
+            words = f"waiting for {PATIENT_S:.0f} s ({doing}).{self._nouns.patience}"
+            warnings.warn(words, RuntimeWarning, stacklevel=caller_stacklevel())
 
     def _doing(self, place: Place) -> str:
         return place.building if place.starts else self._hooks.doing(place.index)
@@ -435,7 +431,7 @@ class Pool(BasePool[Place]):
             self._require_open()
         place.replaces = reason
         place.starting_until = time.monotonic() + self._options.start_timeout_s
-        place.outbox.extend(dumps(Post(self.sealed(message))) for message in successor.messages)
+        place.outbox.extend((Post, self.sealed(message)) for message in successor.messages)
         content = b"" if self._options.context == "fork" else dumps(successor.content)
         self._send_at_start(place, *self._with_inheritance(index, content))
 
@@ -462,11 +458,11 @@ class Pool(BasePool[Place]):
         return sorted(closing.said.items())
 
     def _closing(self, places: Sequence[Place], limits: CloseLimits, pending: Callable[[int], int]) -> ClosingPlaces:
-        message = dumps(Close())
+        message = frame(dumps(Close()))
 
         def ask(place: Place) -> None:
             self._hooks.ring(place.index)
-            place.channel.send_bytes(message, 0.0)
+            place.channel.send_frames(message, 0.0)
 
         return ClosingPlaces(places, limits, ask=ask, doing=self._doing, pending=pending, on_slice=self.deliver_logs)
 

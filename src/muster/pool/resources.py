@@ -224,20 +224,10 @@ class MemoryPlan:
         is too strict, since libraries are counted: if there is a second one, that decides. Raises NotEnoughMemory, or
         warns, if the envs do not fit.
         """
-        if not self.fits(built):
-            if len(built) <= min(2, self._num_envs // self._num_workers):
-                return False
-            self.require(built)
-        return True
-
-    def fits(self, built: Sequence[int]) -> bool:
-        """Whether all envs certainly fit. After one env this may be too strict, since libraries are counted."""
-        return self._check == "off" or self._needed(self._num_envs, built) <= memory_left()[0]
-
-    def require(self, built: Sequence[int]) -> None:
-        """Raises NotEnoughMemory, or warns, if the envs do not fit."""
-        if self.fits(built):
-            return
+        if self._check == "off" or self._needed(self._num_envs, built) <= memory_left()[0]:
+            return True
+        if len(built) <= min(2, self._num_envs // self._num_workers):
+            return False
         left_bytes, limit = memory_left()
         worker_bytes, env_bytes = _costs(built)
         needed, count = self._needed(self._num_envs, built), len(built) - 1
@@ -255,6 +245,7 @@ class MemoryPlan:
         if self._check == "error":
             raise NotEnoughMemory(f'{message} To try all the same: memory_check="warn".')
         warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
+        return True
 
     def _needed(self, num_envs: int, built: Sequence[int], num_workers: int | None = None) -> int:
         """Bytes for `num_envs` envs and their workers, without those that are built already.

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from muster.errors import ClosedError, UsageError, WorkerName
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
-from muster.pool.messages import Failed, Message, Post, Question
+from muster.pool.messages import Failed, Post, Question
 from muster.pool.place import Limit
 from muster.pool.resources import Usage
 
@@ -101,13 +101,16 @@ class BasePool(ABC, Generic[P]):
         """Closes the pool where the body ends halfway, for example by Ctrl-C: half of the residents would know."""
         try:
             yield
-        except UsageError:  # raised before anything was done
-            raise
         except BaseException as error:
-            if isinstance(error, Exception) and self._closer not in (None, threading.get_ident()):
-                raise self._is_closed() from error  # whatever another thread's close() looks like from here
-            self.close(AT_ONCE)
+            self._ends_halfway(error)
             raise
+
+    def _ends_halfway(self, error: BaseException) -> None:
+        if isinstance(error, UsageError):  # raised before anything was done
+            return
+        if isinstance(error, Exception) and self._closer not in (None, threading.get_ident()):
+            raise self._is_closed() from error  # whatever another thread's close() looks like from here
+        self.close(AT_ONCE)
 
     def post(self, place: int, message: Any, limit: Limit | None = None) -> None:
         """Sends a sealed message, which nobody answers; keeps it for a worker that is being replaced.
@@ -115,16 +118,19 @@ class BasePool(ABC, Generic[P]):
         Waits only while the pipe is full. limit: of that wait; then the worker is lost.
         """
         with self.whole():
-            self._send(self._open_place(place), Post(message), limit)
+            self._send(self._open_place(place), Post, message, limit)
 
     def ask(self, place: int, message: Any, limit: Limit | None = None) -> None:
         """Sends a sealed message as `post` does; one answer is owed. limit: of the answer, anew with each report."""
         to = self._open_place(place)
         if to.asked_at is not None:
             raise UsageError(f"{to.name} still owes an answer; take it, or forget it, before it is asked again")
-        with self.whole():
+        try:  # not by `whole`, which costs as much as the rest
             to.asked_at, to.limit = time.monotonic(), limit
-            self._send(to, Question(message), limit)
+            self._send(to, Question, message, limit)
+        except BaseException as error:
+            self._ends_halfway(error)
+            raise
 
     def take(
         self, timeout_s: float | None = None, at_least: int | None = None, places: Collection[int] | None = None
@@ -137,15 +143,16 @@ class BasePool(ABC, Generic[P]):
         began = time.monotonic()
         deadline = math.inf if timeout_s is None else began + timeout_s
         among = range(len(self._places)) if places is None else places
-        for index in among:
+        for index in places or ():
             self._open_place(index)  # raises where there is none
         while True:
             self._require_open()
-            arrived = [one for one in self._arrived if one.place in among]
-            owed = sum(self._places[index].asked_at is not None for index in among)
             left_s = max(0.0, deadline - time.monotonic())
-            missing = owed if at_least is None else min(owed, at_least - len(arrived))
-            if missing <= 0 or (left_s == 0.0 and not self._listen(0.0)):
+            is_done = not any(self._places[index].asked_at is not None for index in among) or (
+                at_least is not None and sum(one.place in among for one in self._arrived) >= at_least
+            )
+            if is_done or (left_s == 0.0 and not self._listen(0.0)):
+                arrived = [one for one in self._arrived if one.place in among]
                 self._arrived = [one for one in self._arrived if one.place not in among]
                 return arrived
             if not self._listen(min(SLICE_S, left_s)):
@@ -210,8 +217,8 @@ class BasePool(ABC, Generic[P]):
         """
 
     @abstractmethod
-    def _send(self, place: P, message: Message, limit: Limit | None) -> None:
-        """Sends a message, or keeps it for a worker that is being replaced."""
+    def _send(self, place: P, kind: type[Post | Question], content: Any, limit: Limit | None) -> None:
+        """Sends a sealed message, or keeps it for a worker that is being replaced."""
 
     @abstractmethod
     def _listen(self, timeout_s: float) -> bool:

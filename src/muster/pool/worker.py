@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import faulthandler
 import fcntl
@@ -196,7 +195,7 @@ class Worker:
                 self._channel.send(Ready(resident.facts()))
                 limit_threads(order.threads)
                 freeze_heap(collects=not forked)
-                serve(resident, self._channel.recv, self._reply, pickle.loads)
+                serve(resident, self._channel.recv, self._reply, lambda _: self._channel.recv())
             except ChannelClosed:
                 raise
             except BaseException as error:
@@ -257,9 +256,11 @@ class Worker:
         self._channel.send(Unpacking(done=False))
 
     def _reply(self, message: Message) -> None:
-        # A part has closed this process's fds: the others are still closed.
-        with contextlib.suppress(*([ChannelClosed] if isinstance(message, Closing) else [])):
+        try:
             self._channel.send(message)
+        except ChannelClosed:
+            if not isinstance(message, Closing):  # a part has closed this process's fds: the others are still closed
+                raise
 
 
 def serve(
@@ -270,7 +271,7 @@ def serve(
 ) -> None:
     """Passes on messages until the resident is closed: the loop of a worker, which is a process or a thread.
 
-    receive: waits for the next message.  reply: sends one to the owner.  opened: what is in a message for the resident.
+    receive: waits for the next message.  reply: sends one to the owner.  opened: what a message has for the resident.
     """
     while True:
         resident.between()

@@ -189,9 +189,9 @@ class Poller:
             self._poll.register(fd, select.POLLIN)
             self._owners[fd] = owner
 
-    def ready(self, timeout_s: float) -> list[tuple[int, Any]]:
-        """The fds that are ready within the time, with their owners."""
-        return [(fd, self._owners[fd]) for fd, _ in self._poll.poll(timeout_s * 1000)]
+    def ready(self, timeout_s: float) -> list[Any]:
+        """The owners of the fds that are ready within the time, in the order in which they were added."""
+        return [self._owners[fd] for fd, _ in self._poll.poll(timeout_s * 1000)]
 
 
 def readable(fds: Iterable[int], timeout_s: float) -> list[int]:

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import math
 import pickle
 import select
 import socket
@@ -19,7 +20,8 @@ from muster.transport.mail import dumps
 
 _LENGTH = struct.Struct("<Q")
 _SLICE_S = 0.05
-_CHUNK_BYTES = 1 << 20
+# Read at once: at least, so that one call reads a whole message most often, and at most.
+_LEAST_BYTES, _CHUNK_BYTES = 1 << 13, 1 << 20
 # Fds for one call of sendmsg; the kernel takes at most 253.
 _FDS_AT_ONCE = 250
 _ANCILLARY_BYTES = socket.CMSG_LEN(_FDS_AT_ONCE * array("i").itemsize)
@@ -29,23 +31,29 @@ class ChannelClosed(Exception):
     """The other end is gone."""
 
 
+def frame(pickled: bytes, head: bytes = b"") -> bytes:
+    """A pickled message behind its length. head: what goes before, framed already."""
+    return b"".join((head, _LENGTH.pack(len(pickled)), pickled))
+
+
 class Channel:
     """One end of the channel between the caller and a worker.
 
-    watch: called every 50 ms while a call of this end has to wait; it may raise to end the wait.
+    watch: called every 50 ms while a call of this end has to wait, with the seconds so far; it may raise to end the
+        wait. Without it this end waits in the kernel, and no timeout ends that.
     shares_main: see `mail.dumps`.
     """
 
     def __init__(
-        self, end: socket.socket, watch: Callable[[], None] | None = None, *, shares_main: bool = False
+        self, end: socket.socket, watch: Callable[[float], None] | None = None, *, shares_main: bool = False
     ) -> None:
         self._socket = end
         self._watch = watch
         self._shares_main = shares_main
-        self._received = bytearray()  # of a message that has not arrived as a whole
+        self._received = bytearray()  # what nobody has taken yet: whole messages, and a part of one
         self._received_fds: list[int] = []
         self.heard_at = 0.0  # time.monotonic() of the last bytes received
-        end.setblocking(False)
+        end.setblocking(watch is None)
 
     def fileno(self) -> int:
         """The fd to poll: readable when there is a message, or a part of one."""
@@ -56,15 +64,15 @@ class Channel:
 
         Raises ChannelClosed, TimeoutError, and whatever `watch` raises.
         """
-        self.send_bytes(dumps(message, shares_main=self._shares_main), timeout_s, fds)
+        self.send_frames(frame(dumps(message, shares_main=self._shares_main)), timeout_s, fds)
 
-    def send_bytes(self, data: bytes, timeout_s: float | None = None, fds: Sequence[int] = ()) -> None:
-        """Sends a message that is pickled already. Raises what `send` raises.
+    def send_frames(self, frames: bytes, timeout_s: float | None = None, fds: Sequence[int] = ()) -> None:
+        """Sends messages, each as `frame` returns it. Raises what `send` raises.
 
         TimeoutError is raised once the other end has taken nothing for `timeout_s`: then half a message is on its way,
         and the channel cannot be used any more.
         """
-        view = memoryview(_LENGTH.pack(len(data)) + data)
+        view = memoryview(frames)
         while view:
             try:
                 if fds:  # not socket.send_fds, which drops its flags before Python 3.14
@@ -86,13 +94,19 @@ class Channel:
         TimeoutError is raised if the message has not arrived as a whole within `timeout_s`; the part that has arrived
         is kept for the next call.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._fill():
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._poll(select.POLLIN, left_s):
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not (end := self._fill()):
+            left_s = max(0.0, deadline - time.monotonic())
+            if left_s == 0.0 or not self._poll(select.POLLIN, left_s):
                 raise TimeoutError
-        message, self._received = self._received, bytearray()
-        return pickle.loads(memoryview(message)[_LENGTH.size :])
+        received = self._received
+        self._received = received[end:]
+        return pickle.loads(memoryview(received)[_LENGTH.size : end])
+
+    @property
+    def holds_more(self) -> bool:
+        """Whether bytes have been read that belong to no message that was taken."""
+        return bool(self._received)
 
     def take_fds(self) -> list[int]:
         """The fds that came with the messages so far, and were not taken yet; they belong to the taker."""
@@ -102,15 +116,19 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    def _fill(self) -> bool:
-        """Reads the part of the next message that is there; True once the message is whole."""
-        while missing := self._missing():
+    def _fill(self) -> int:
+        """Reads what is there of the next message; returns where that ends, 0 until it is whole."""
+        while True:
+            known, end = len(self._received), _LENGTH.size
+            if known >= end:
+                end += int(_LENGTH.unpack_from(self._received)[0])
+                if known >= end:
+                    return end
+            size = min(max(end - known, _LEAST_BYTES), _CHUNK_BYTES)
             try:
-                part, ancillary, _, _ = self._socket.recvmsg(
-                    min(missing, _CHUNK_BYTES), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-                )
+                part, ancillary, _, _ = self._socket.recvmsg(size, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
-                return False
+                return 0
             except OSError as error:
                 raise ChannelClosed from error
             if not part:
@@ -119,27 +137,18 @@ class Channel:
             for _, _, rights in ancillary:
                 self._received_fds += array("i", rights)
             self.heard_at = time.monotonic()
-        return True
-
-    def _missing(self) -> int:
-        """Bytes of the next message that have not arrived, as far as its length is known."""
-        known = len(self._received)
-        if known < _LENGTH.size:
-            return _LENGTH.size - known
-        (length,) = _LENGTH.unpack_from(self._received)
-        return int(_LENGTH.size + length - known)
 
     def _poll(self, event: int, timeout_s: float | None) -> bool:
         """Whether `event` occurs within `timeout_s`. Raises what `watch` raises."""
         poller = select.poll()
         poller.register(self._socket, event)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = began + (math.inf if timeout_s is None else timeout_s)
         while True:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            slices = [one for one in (left_s, None if self._watch is None else _SLICE_S) if one is not None]
-            if poller.poll(min(slices) * 1000 if slices else None):
+            left_s = max(0.0, deadline - time.monotonic())
+            if poller.poll(min(left_s, _SLICE_S) * 1000):
                 return True
             if left_s == 0.0:
                 return False
-            if self._watch is not None:
-                self._watch()
+            assert self._watch is not None
+            self._watch(time.monotonic() - began)

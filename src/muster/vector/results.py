@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from muster.backends.base import Backend
-from muster.pool.resources import figures
+from muster.pool.resources import Usage, figures
 from muster.transport.infos import Infos
 
 Bools = npt.NDArray[np.bool_]
@@ -52,10 +52,10 @@ class AgentBatch(NamedTuple):
 
 def stats_of(backend: Backend) -> dict[str, Any]:
     """The dict that `VectorEnv.stats` describes. Reads a few files of /proc for each worker."""
-    pids = backend.process_ids()
-    hosts = [_host_stats(backend, host, pid) for host, pid in enumerate(pids)]
+    found = backend.processes()
+    hosts = [_host_stats(backend, host, *process) for host, process in enumerate(found)]
     env_steps, _, restarts = counts_of(backend)
-    processes = len({pid for pid in pids if pid is not None})
+    processes = len({pid for pid, _ in found if pid is not None})
     return {"env_steps": env_steps, "restarts": restarts, "processes": processes, "workers": hosts}
 
 
@@ -66,7 +66,7 @@ def counts_of(backend: Backend) -> tuple[int, int, int]:
     return sum(host["env_steps"] for host in hosts), sum(host["resets"] for host in hosts), restarts
 
 
-def _host_stats(backend: Backend, host: int, pid: int | None) -> dict[str, Any]:
+def _host_stats(backend: Backend, host: int, pid: int | None, start: Usage) -> dict[str, Any]:
     """The shares of the host's time, which add up to 1, its counts, and the figures of its process."""
     state = backend.slab.host(host)
     spent = [state["ticks_in_env"], state["ticks_waiting"], state["ticks_copying"]]
@@ -75,5 +75,5 @@ def _host_stats(backend: Backend, host: int, pid: int | None) -> dict[str, Any]:
         **dict(zip(("stepping", "waiting", "copying"), shares, strict=True)),
         "env_steps": state["env_steps"],
         "resets": state["resets"],
-        **figures(pid, backend.usage_at_start(host)),
+        **figures(pid, start),
     }
