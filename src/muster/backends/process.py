@@ -19,10 +19,10 @@ from muster.backends.base import (
 )
 from muster.backends.pooled import PooledBackend, called, seconds_since
 from muster.envs.quiet_atari import no_banner_meanwhile
-from muster.errors import CannotTravel, UsageError
+from muster.errors import UsageError
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
-from muster.hosts.failures import Failure, to_exception
+from muster.hosts.failures import Failure, not_rebuilt_here, to_exception
 from muster.hosts.requests import (
     Attach,
     Call,
@@ -41,7 +41,6 @@ from muster.pickling import is_plain, named_arguments
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.launcher_client import standard_fds
-from muster.pool.messages import message_of
 from muster.pool.place import Limit, Plan
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, Usage, usable_cores, usage_of
@@ -151,7 +150,7 @@ class ProcessBackend(PooledBackend):
 
     def _nouns(self) -> Nouns:
         """The nouns of the pool, with the hints of its errors."""
-        nouns, call = self.nouns, self.user_call
+        nouns = self.nouns
         num_envs = sum(map(len, nouns.envs)) if nouns.envs else len(self._recipes)
         kind = "" if nouns.worker == NOUNS.worker else f"{nouns.worker} "
         count = self.num_workers
@@ -162,11 +161,7 @@ class ProcessBackend(PooledBackend):
             starting=(
                 f"starting {num_envs} env{'s' * (num_envs > 1)} in {count} {kind}process{'es' * (count > 1)}{here}"
             ),
-            rebuilding=(
-                f"\nIt has not come further than to rebuild {call.sent()} that were sent to it; the first line of the "
-                f"stack is in the object that hangs.\nBuild that in the worker instead:\n"
-                f"    {call.lazily()}"
-            ),
+            rebuilding=self.user_call.hanging(),
             dying=tuple(dying),
         )
 
@@ -270,8 +265,7 @@ class ProcessBackend(PooledBackend):
         try:
             return pickle.loads(result)
         except Exception as error:
-            what = f"the result could be pickled in the worker, but not rebuilt in the caller: {message_of(error)}"
-            refusal = CannotTravel(f"{what}. Ask for something plainer, such as an attribute of it")
+            refusal = not_rebuilt_here(error)
             return Failure(self.first_envs[host] + i, host, None, type_name(refusal), str(refusal), "", refusal)
 
     def _limit(self, host: int) -> Limit | None:

@@ -11,9 +11,8 @@ from muster.envs.quiet_atari import print_no_banner
 from muster.errors import CannotTravel
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
-from muster.hosts.failures import Failure, HostFailed
+from muster.hosts.failures import Failure, HostFailed, not_sent_there
 from muster.hosts.requests import Attach, Call, EnvPlan, Reset, Restart, SetAgain, SetAttr
-from muster.introspection import type_name
 from muster.pickling.main_module import Init
 from muster.pool.worker import Here, Resident
 from muster.recipes.recipe import unpack
@@ -101,8 +100,4 @@ class EnvResident(Resident):
         try:
             return self._here.dumps(result)
         except Exception as error:
-            refusal = CannotTravel(
-                f"a {type_name(result)} cannot be sent from the worker: {error}. Ask for something smaller, such as an "
-                f"attribute of it, or use {self.host.recipes[0].call.in_process}"
-            )
-            return self._here.dumps(self.host.failure(i, refusal))
+            return self._here.dumps(self.host.failure(i, not_sent_there(result, error, self.host.recipes[0].call)))
