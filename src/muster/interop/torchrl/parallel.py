@@ -24,8 +24,7 @@ from muster.interop.starting import recipes_of
 from muster.interop.torchrl.columns import Columns, has_stacks
 from muster.interop.torchrl.env_worker import Command, hosted
 from muster.interop.torchrl.given_envs import explained, given, sharing
-from muster.interop.torchrl.hosting import PoolOptions
-from muster.interop.torchrl.remote import Channel, Pool, WorkerProcess
+from muster.interop.torchrl.remote import Channel, Pool, PoolOptions, WorkerProcess
 from muster.pickling import UserCall
 from muster.pool.environment import WorkerEnv
 from muster.pool.resources import MEMORY_CHECKS
