@@ -12,10 +12,11 @@ from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ship
 from torch import Tensor
 from torchrl.envs import EnvBase
 
+from muster.errors import SpecMismatch
 from muster.interop.torchrl.columns import has_stacks
 from muster.interop.torchrl.leaves import leaves_of
 from muster.interop.torchrl.own_verbs import has_own_verbs
-from muster.interop.torchrl.writer import Writer
+from muster.interop.torchrl.writer import Writer, path_of
 
 
 class BareEnv:
@@ -34,11 +35,6 @@ class BareEnv:
                 self._moves.append((column, source))
 
     @property
-    def stepped(self) -> Any:
-        """The env."""
-        return self._env
-
-    @property
     def applies(self) -> bool:
         """Whether TorchRL's steps are still the env's: its users may have compiled them."""
         return self._env.__dict__.get("_compiled_step_and_maybe_reset") is None and not self._env.run_type_checks
@@ -47,8 +43,10 @@ class BareEnv:
         """Steps the env; returns whether a done flag is set. Raises SpecMismatch."""
         given = self._root.copy()
         arrived = self._env._step(given)
+        if not isinstance(arrived, TensorDictBase):
+            raise SpecMismatch(f"the step returned a {type(arrived).__name__}, expected a TensorDict")
         if not self._write.write_if_whole(arrived):
-            self._write(self._env._step_proc_data(arrived))
+            self._write(self._completed(arrived))
         for path, value in leaves_of(given).items():
             column = self._columns.get(path)
             if column is not None and column is not value:  # the env has written into its input
@@ -56,6 +54,16 @@ class BareEnv:
         for column, source in self._moves:
             column.copy_(source)
         return any(flag.any() for flag in self._flags)
+
+    def _completed(self, arrived: TensorDictBase) -> TensorDictBase:
+        """What TorchRL makes of a step's result: rewards and flags of the right shape, and flags that are missing."""
+        try:
+            completed: TensorDictBase = self._env._step_proc_data(arrived)
+        except Exception as error:
+            if (misfit := self._write.misfit(arrived, [path_of(key) for key in self._env.done_keys])) is not None:
+                raise misfit from error
+            raise
+        return completed
 
 
 def bare_env(env: EnvBase, root: TensorDictBase, arrived: TensorDictBase, write: Writer) -> BareEnv | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
@@ -58,6 +58,21 @@ class Writer:
         columns = {name: column for name, column, _ in leaves}
         name = next(name for name in entries if name in columns and not _fits(entries[name], columns[name]))
         return laid_out_otherwise(self._what, (*path, name), entries[name], brief(columns[name]))
+
+    def misfit(self, values: TensorDictBase, made: Collection[tuple[str, ...]]) -> SpecMismatch | None:
+        """The error for the first leaf that nothing can make fit: one that is missing, or of another size.
+
+        made: those that are made where they are missing.
+        """
+        for path, leaves in self._groups.items():
+            entries = _entries(values, path)
+            for name, column, required in leaves:
+                value, whole = entries.get(name), (*path, name)
+                if value is None and required and whole not in made:
+                    return missing_in(values, self._what, whole, brief(column))
+                if isinstance(value, Tensor) and value.numel() != column.numel():
+                    return laid_out_otherwise(self._what, whole, value, brief(column))
+        return None
 
     def write_if_whole(self, values: TensorDictBase) -> bool:
         """Writes all leaves if each is there and laid out as its column; returns whether it has."""
