@@ -155,8 +155,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         """Adds to an exception where it was raised, and how to find out whether the env keeps to its specs."""
         if not isinstance(error, MusterError):
             error.add_note(
-                f"Raised in {verb} of env {self._index} (worker {self._worker}). If the env may return what its specs do "
-                "not promise: check_env_specs(env) of torchrl.envs.utils shows all that differs"
+                f"Raised in {verb} of env {self._index} (worker {self._worker}). If the env may return what its specs "
+                "do not promise: check_env_specs(env) of torchrl.envs.utils shows all that differs"
             )
 
     def _step(self, keys: Keys | None, objects: TensorDictBase | None = None) -> TensorDictBase:

@@ -15,9 +15,6 @@ from torchrl.envs.libs.gym import _gym_to_torchrl_spec_transform
 from muster.errors import UsageError
 from muster.spaces.tree import Space
 
-# The private name of TorchRL's that is used here: imported, above.
-PRIVATE_NAMES = ("_gym_to_torchrl_spec_transform",)
-
 _ENDS = ("done", "terminated", "truncated")
 
 
