@@ -10,7 +10,7 @@ import os
 import pickle
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ from muster.pool.messages import Failed
 from muster.pool.place import Plan
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, usable_cores
+from muster.pool.verbs import Answered
 from muster.recipes.recipe import Recipe, check_forkable, pack
 from muster.rollout.processes.shared_weights import SharedWeights
 from muster.transport.big_arrays import memfd
@@ -63,16 +64,13 @@ class _Work:
 
     def __init__(self) -> None:
         self.asked: dict[int, tuple[Collect | Ask, float]] = {}
-        self.num_batches: dict[int, int] = defaultdict(int)
-        self.has_started = False
 
     def on_lost(self, place: int, reason: str) -> None:
         """None: a lost worker is an error."""
 
     def raised(self, place: int, failed: Failed) -> BaseException:
-        step = self.num_batches[place] if self.has_started else None
         fields = failed.type_name, failed.message, failed.traceback, failed.exception
-        return original_error([Failure(place, place, step, *fields, hint=failed.about)], 0)
+        return original_error([Failure(place, place, None, *fields, hint=failed.about)], 0)
 
     def doing(self, place: int) -> str:
         if place not in self.asked:
@@ -107,7 +105,6 @@ class CollectorPool:
         self._pool = _pool_of(recipes, files, self._work, context, num_threads)
         self._finalizer = weakref.finalize(self, _close_abandoned, self._pool, files)
         facts = self._pool.start(_judge(self.num_workers))
-        self._work.has_started = True
         self._pool.never_replaces()
         self._uses_buffers = [one.uses_buffers for one in facts]
         self.loop_reason: str = next((one.loop_reason for one in facts if one.loop_reason), "")
@@ -182,7 +179,7 @@ class CollectorPool:
         if collected.put == Put.BUFFER:
             return worker, number
         is_here = collected.put == Put.HERE
-        batch = collected.content if is_here else self._trees[worker]
+        batch: Any = collected.content if is_here else self._trees[worker]
         if not self._uses_buffers[worker]:
             return (batch if is_here else batch.clone(), worker), number
         if not is_here and worker in self._handed:
@@ -228,8 +225,9 @@ class CollectorPool:
         if self._pool.closed:
             raise ClosedError("this collector was shut down; make another one")
         self._interrupted = False
-        self._work.asked[worker] = question, time.monotonic()
+        self._pool.forget([worker])  # what it may owe, if a Ctrl-C came in between
         self._pool.ask(worker, data)
+        self._work.asked[worker] = question, time.monotonic()
 
     def _receive(self, timeout: float | None) -> None:
         """Waits for an answer. Raises what a worker has raised that collected, WaitTimeout, WorkerDied."""
@@ -241,18 +239,18 @@ class CollectorPool:
                 self._work.asked.clear()
             raise
         self._pool.deliver_logs()
-        if not arrived:
+        if not arrived and timeout is None:  # nobody owes an answer: a Ctrl-C came just after it had arrived
+            self._work.asked.clear()
+        elif not arrived:
             raise WaitTimeout(
                 f"no collector has answered within {timeout} s; they go on, so the same call may be made again"
             )
-        # In the order in which they began: none is overtaken by another's later batch.
-        began = {worker: at for worker, (_, at) in self._work.asked.items()}
-        failures = [
-            self._accept(one.place, _opened(one.place, one.content))
-            for one in sorted(arrived, key=lambda one: began[one.place])
-        ]
-        if any(failures):
-            raise original_error([one for one in failures if one is not None], 0)
+        answers = {one.place: _opened(one) for one in arrived if isinstance(one, Answered)}
+        # In the order in which they were asked: none is overtaken by another's later batch.
+        order = [worker for worker in self._work.asked if worker in answers]
+        failures = [failure for worker in order if (failure := self._accept(worker, answers[worker])) is not None]
+        if failures:
+            raise original_error(failures, 0)
 
     def _accept(self, worker: int, answer: Any) -> Failure | None:
         """Takes in a worker's answer; returns the failure of one that has collected."""
@@ -270,7 +268,6 @@ class CollectorPool:
                 self._ready.append((worker, None))
             self._pausing.discard(worker)
         else:
-            self._work.num_batches[worker] += 1
             if answer.put == Put.NEW:
                 self._trees[worker] = answer.content.mapped()
                 self._handed.discard(worker)
@@ -330,11 +327,11 @@ def _judge(count: int) -> Callable[[Any], bool] | None:
     return MemoryPlan(count, count, "warn", min(usable_cores(), count)).accepts
 
 
-def _opened(worker: int, data: bytes) -> Any:
+def _opened(answered: Answered) -> Any:
     try:
-        return pickle.loads(data)
+        return pickle.loads(answered.content)
     except Exception as error:
-        return Failure.of(not_rebuilt_here(error), worker, worker, None, None)
+        return Failure.of(not_rebuilt_here(error), answered.place, answered.place, None, None)
 
 
 def _close_abandoned(pool: Pool, files: Files) -> None:

@@ -26,10 +26,9 @@ from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 from muster.arguments import with_ints
 from muster.envs.pettingzoo import is_pettingzoo
 from muster.errors import MusterError, RecipeError
-from muster.interop.torchrl.bare_env import BareEnv, bare_env
-from muster.interop.torchrl.bare_gym import BareGym, bare_gym
 from muster.interop.torchrl.columns import EnvRows
-from muster.interop.torchrl.writer import Key, Keys, Writer, name_of, path_of
+from muster.interop.torchrl.leaves import Key, Keys, Writer, name_of, path_of
+from muster.interop.torchrl.short_steps import BareEnv, BareGym, bare_env, bare_gym
 from muster.introspection import type_name
 from muster.worker_info import get_worker_info
 

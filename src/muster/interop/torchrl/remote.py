@@ -20,7 +20,7 @@ from muster.errors import ConfigError
 from muster.interop.starting import processes, sealed
 from muster.interop.torchrl.columns import Columns, EnvRows
 from muster.interop.torchrl.env_worker import NO_KEYS, Command, schema_of
-from muster.interop.torchrl.writer import Key, Keys
+from muster.interop.torchrl.leaves import Key, Keys
 from muster.introspection import place_of
 from muster.pickling import UserCall
 from muster.pool.closing import CloseLimits, in_all

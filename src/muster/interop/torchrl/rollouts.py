@@ -18,9 +18,8 @@ from torchrl.envs.utils import set_exploration_type
 
 from muster.errors import SpecMismatch
 from muster.interop.torchrl.columns import has_stacks
-from muster.interop.torchrl.leaves import Leaves, Nesting, Path, leaves_of
+from muster.interop.torchrl.leaves import Leaves, Nesting, Path, leaves_of, name_of, path_of
 from muster.interop.torchrl.roads import Road, env_state, road_of
-from muster.interop.torchrl.writer import name_of, path_of
 from muster.rollout.plain_modules import PlainModules
 
 _TRAJ_IDS = ("collector", "traj_ids")
