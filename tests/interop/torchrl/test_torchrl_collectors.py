@@ -51,6 +51,12 @@ def forked():
     torch.set_num_threads(threads)
 
 
+class Slow(CountingEnv):
+    def _step(self, tensordict):
+        threading.Event().wait(0.02)
+        return super()._step(tensordict)
+
+
 class Greedy(nn.Module):
     def __init__(self):
         super().__init__()
@@ -297,6 +303,38 @@ def test_free_runs_pause_go_on_and_take_messages(name):
         collector.shutdown()
 
 
+def test_a_forked_child_that_drops_a_collector_leaves_its_free_run_alone():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(50_000), batch_size=4)
+    collector = ours.MultiSyncCollector([counting], frames_per_batch=16, total_frames=-1, replay_buffer=buffer)
+    collector.start()
+    try:
+        if (child := os.fork()) == 0:
+            del collector
+            gc.collect()
+            os._exit(0)
+        os.waitpid(child, 0)
+        count = buffer.write_count
+        for _ in range(1000):
+            time.sleep(0.01)
+            if buffer.write_count > count + 64:
+                break
+        assert buffer.write_count > count + 64
+    finally:
+        collector.shutdown()
+
+
+def test_a_collector_goes_on_after_a_ctrl_c():
+    collector = ours.MultiSyncCollector([counting, Slow], frames_per_batch=40, total_frames=-1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for _ in collector:
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        collector.set_seed(1)
+        assert next(iter(collector)).numel() == 40
+    finally:
+        collector.shutdown()
+
+
 class Counts:
     def __init__(self):
         self.calls = 0
@@ -455,12 +493,6 @@ def test_envs_that_exist_travel_to_fresh_processes():
     collector = ours.MultiSyncCollector([SerialEnv(2, CountingEnv)], frames_per_batch=16, total_frames=16)
     assert [tuple(batch.shape) for batch in collector] == [(1, 2, 8)]
     collector.shutdown()
-
-
-class Slow(CountingEnv):
-    def _step(self, tensordict):
-        threading.Event().wait(0.02)
-        return super()._step(tensordict)
 
 
 def test_the_slow_are_cut_off_once_enough_are_done():
