@@ -106,10 +106,6 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         """Gives a set of keys a number, by which commands name it from now on."""
         self._key_sets[number:] = [keys]
 
-    def limit_threads(self, count: int) -> None:
-        """Limits torch to `count` threads."""
-        torch.set_num_threads(count)
-
     # ---- commands
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
