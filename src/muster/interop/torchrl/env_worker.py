@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.common import EnvMetaData
 from torchrl.envs.libs.gym import GymWrapper
@@ -111,9 +111,12 @@ class HostedEnv(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         command, number = action.tolist()
         keys = self._key_sets[number]
+        bare = self._bare if command != Command.RESET and keys is None else None
+        if bare is not None and not bare.applies:
+            bare = None
         try:
-            if command != Command.RESET and keys is None and self._bare is not None and self._bare.applies:
-                if self._bare.step() and command == Command.STEP_AND_RESET:
+            if bare is not None:
+                if bare.step() and command == Command.STEP_AND_RESET:
                     self._write_root(self.env.maybe_reset(self._root.clone()))
             elif command == Command.STEP_AND_RESET:
                 self._step_and_reset(keys)
@@ -122,7 +125,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
             else:
                 self._reset(keys, {})
         except Exception as error:
-            self._advise(error, "reset" if command == Command.RESET else "step")
+            if bare is None or isinstance(self.env, TransformedEnv):  # else TorchRL's code has no part in it
+                self._advise(error, "reset" if command == Command.RESET else "step")
             raise
         return _NOTHING, 0.0, False, False, _NO_INFO
 
