@@ -106,11 +106,7 @@ def with_hints(nouns: Nouns, call: UserCall, num_envs: int, num_workers: int, he
             f"starting {num_envs} env{'s' * (num_envs > 1)} in {num_workers} {kind}process{'es' * (num_workers > 1)}"
             f"{here}"
         ),
-        rebuilding=(
-            f"\nIt has not come further than to rebuild {call.sent()} that were sent to it; the first line of the "
-            f"stack is in the object that hangs.\nBuild that in the worker instead:\n"
-            f"    {call.lazily()}"
-        ),
+        rebuilding=call.hanging(),
     )
 
 

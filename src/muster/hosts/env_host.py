@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +18,7 @@ from muster.hosts.requests import EnvCall, HostOptions, ResetArguments, Restart
 from muster.introspection import type_name
 from muster.pickling import copied_if_plain, find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
-from muster.pool.messages import message_of, portable
+from muster.pool.messages import message_of
 from muster.pool.resources import own_memory_bytes
 from muster.pool.set_up import about_script
 from muster.pool.worker import seed_globals
@@ -340,15 +339,13 @@ class EnvHost:
         step = None if self._slab is None else int(self._slab.records["episode_length"][self.first_env + i])
         advice = "" if isinstance(error, MusterError) else self._hint(i)
         hints = advice, about_script(error, begins=not step)
-        return Failure(
+        return Failure.of(
+            error,
             # The index that users know: a collector's first env is not always env 0.
-            env_index=self.recipes[i].env_index if self.recipes else self.first_env + i,
-            worker_index=self.info.worker_index,
-            step=step,
-            type_name=type_name(error),
-            message=message_of(error),
-            worker_traceback="".join(traceback.format_exception(error)),
-            exception=error if self.dumps is None else portable(error, self.dumps),
+            self.recipes[i].env_index if self.recipes else self.first_env + i,
+            self.info.worker_index,
+            step,
+            self.dumps,
             note=reset_note(self.envs[i], error) if step == 0 and self.envs else None,
             worker_noun=self.worker_noun,
             hint="\n".join(filter(None, hints)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -12,7 +12,9 @@ from typing import Any
 from muster.envs.attributes import chain
 from muster.envs.dm_env import is_dm_env
 from muster.errors import CannotTravel, ConfigError, EnvError, MusterError, UsageError, WrongType
-from muster.pool.messages import rebuilt
+from muster.introspection import type_name
+from muster.pickling import UserCall
+from muster.pool.messages import message_of, portable, rebuilt
 
 # Errors that an env may raise because it uses a vector env itself. Raised as they are, they would seem to be about the
 # vector env that steps this env.
@@ -40,6 +42,21 @@ class Failure:
     hint: str = ""
     lost_attributes: Mapping[str, str] | None = None
 
+    @classmethod
+    def of(
+        cls,
+        error: BaseException,
+        env_index: int,
+        worker_index: int,
+        step: int | None,
+        dumps: Callable[[object], bytes] | None,
+        **more: Any,
+    ) -> Failure:
+        """The report of `error`. dumps: pickles for the caller; None where that is in this process.  more: fields."""
+        trace = "".join(traceback.format_exception(error))
+        sent = error if dumps is None else portable(error, dumps)
+        return cls(env_index, worker_index, step, type_name(error), message_of(error), trace, sent, **more)
+
     def original(self) -> BaseException | None:
         """The original exception, where it can be rebuilt."""
         return rebuilt(self.exception) if isinstance(self.exception, bytes) else self.exception
@@ -59,6 +76,20 @@ class AttributesLost(MusterError):
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__(reasons)
         self.reasons = reasons
+
+
+def not_sent_there(result: Any, error: Exception, call: UserCall) -> CannotTravel:
+    """The error for the result of a call that cannot be pickled in the worker."""
+    return CannotTravel(
+        f"a {type_name(result)} cannot be sent from the worker: {error}. Ask for something smaller, such as an "
+        f"attribute of it, or use {call.in_process}"
+    )
+
+
+def not_rebuilt_here(error: Exception) -> CannotTravel:
+    """The error for the result of a call that has raised `error` in the caller, where it was unpickled."""
+    what = f"the result could be pickled in the worker, but not rebuilt in the caller: {message_of(error)}"
+    return CannotTravel(f"{what}. Ask for something plainer, such as an attribute of it")
 
 
 def to_exception(failure: Failure) -> BaseException:

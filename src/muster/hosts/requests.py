@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from muster.errors import CannotTravel
+from muster.hosts.failures import not_rebuilt_here
 from muster.pickling import UserCall, is_plain, not_rebuilt
 from muster.pickling import dumps as dumps_carefully
-from muster.pool.messages import Message, message_of
+from muster.pool.messages import Message
 from muster.recipes.recipe import Recipe
 from muster.transport.mail import Mail, dumps
 from muster.transport.slab import Slab, SlabPlan
@@ -70,8 +70,7 @@ def opened(result: bytes) -> Any:
     try:
         return pickle.loads(result)
     except Exception as error:
-        what = f"the result could be pickled in the worker, but not rebuilt in the caller: {message_of(error)}"
-        raise CannotTravel(f"{what}. Ask for something plainer, such as an attribute of it") from None
+        raise not_rebuilt_here(error) from None
 
 
 def _rebuilt(data: bytes) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 from muster._core import MARK
 from muster.extras import installed_version, is_installed, is_older
@@ -15,26 +15,74 @@ from muster.introspection import caller_stacklevel
 # The newest release that has been tried.
 TRIED = "0.14.1"
 
-
-def require_names(names: Iterable[str], *classes: type) -> None:
-    """Raises ImportError for the first of `names` that none of TorchRL's `classes` has, nor reads or sets in itself."""
-    known = set().union(*map(mentioned, classes))
-    for name in names:
-        if name not in known:
-            where = " or ".join(cls.__name__ for cls in classes)
-            raise ImportError(_gone(f"the private name {name} of TorchRL's {where}"), name="torchrl")
+# What is overridden, called or read of TorchRL's classes, besides what is imported by name.
+PRIVATE_NAMES = {
+    "torchrl.envs:EnvBase": (
+        *("_collector", "_complete_done", "_has_dynamic_specs", "_post_step_mdp_hooks", "_step"),
+        *("_step_and_maybe_reset", "_step_mdp", "_step_proc_data"),
+    ),
+    "torchrl.envs:ParallelEnv": (
+        *("_create_td", "_get_collector_next_keys_to_exclude", "_get_metadata", "_set_metadata", "_shutdown_workers"),
+        *("_start_workers", "_validate_worker_env", "_wait_for_workers"),
+    ),
+    "torchrl.envs.libs.pettingzoo:PettingZooEnv": ("_build_env",),
+    "torchrl.collectors:Collector": (
+        *("_BACKENDS", "_RESERVED_OPTIONS", "_drop_inapplicable_defaults", "_get_policy_and_device", "_ignore_rb"),
+        *("_maybe_set_truncated", "_normalize_direct_env_fn", "_normalize_env_fns", "_post_collect_hook"),
+        *("_read_compile_kwargs", "_should_use_random_frames", "_start_new_trajectories", "_traj_pool"),
+        "_wrapped_policy",
+    ),
+    "torchrl.collectors:MultiSyncCollector": (
+        *("_run_processes", "_setup_multi_weight_sync", "_shutdown_main", "_total_workers_from_env"),
+        *("_weight_sync_schemes", "_weight_update_impl"),
+    ),
+}
+# What only objects of these classes have: no import can look for it, so the extra names the releases that have it.
+OF_OBJECTS = (
+    *("_auto_register_policy_transforms", "_carrier", "_carrier_has_no_device", "_cast_to_policy_device", "_closed"),
+    *("_compact_next_keys", "_compiled_step_and_maybe_reset", "_constructor_kwargs", "_env", "_env_input_keys"),
+    *("_events", "_fallback_policy", "_final_rollout", "_info_dict_reader", "_memmap", "_mp_start_method"),
+    *("_non_tensor_keys", "_owns_workers", "_policy_output_keys", "_selected_reset_keys", "_selected_step_keys"),
+    *("_share_memory", "_shared_tensordict_parent_next", "_shared_tensordict_parent_root", "_single_task", "_storage"),
+    *("_torchrl_native_autoreset", "_use_buffers", "_worker_init_fn", "_worker_post_collect_hook"),
+    *("_worker_pre_collect_hook", "_worker_trajs_per_batch", "_workers"),
+)
 
 
 @contextmanager
 def parts_required() -> Iterator[None]:
     """Encloses the imports there. Raises ImportError, with the versions, where one of TorchRL's parts is gone."""
     try:
-        yield
+        gone = _first_gone()
+        if gone is None:
+            yield
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in ("torchrl", "tensordict") or not is_installed(package) or TRIED in str(error):
+        if package not in ("torchrl", "tensordict") or not is_installed(package):
             raise
-        raise ImportError(f"{_gone('a part of TorchRL')} ({error})", name=error.name) from error
+        raise ImportError(f"{_needs('a part of TorchRL')} ({error})", name=error.name) from error
+    if gone is not None:
+        raise ImportError(_needs(f"the private name {gone}"), name="torchrl")
+
+
+def _first_gone() -> str | None:
+    """The first of `PRIVATE_NAMES` that its class does not have, in words."""
+    for owner, names in PRIVATE_NAMES.items():
+        module, _, name = owner.partition(":")
+        cls = getattr(import_module(module), name, None)
+        for one in names:
+            if not hasattr(cls, one):
+                return f"{one} of TorchRL's {name}"
+    return None
+
+
+def _needs(what: str) -> str:
+    found = installed_version("torchrl") or "of an unknown version"
+    return (
+        f"muster.interop.torchrl needs {what}, which the installed TorchRL {found} does not have; it was tried with "
+        f"{TRIED}. Install that one with: pip install 'torchrl=={TRIED}', or a newer Muster with: "
+        "pip install --upgrade muster-rl"
+    )
 
 
 def warn_if_newer() -> None:
@@ -47,35 +95,3 @@ def warn_if_newer() -> None:
             UserWarning,
             stacklevel=caller_stacklevel(),
         )
-
-
-def mentioned(cls: type) -> set[str]:
-    """The names of the members of a class, and those of the attributes that its methods read and set."""
-    functions = [member for base in cls.__mro__ for member in vars(base).values()]
-    return set(dir(cls)).union(*(_names_in(code) for member in functions for code in _codes(member)))
-
-
-def _codes(member: object) -> Iterator[types.CodeType]:
-    """The code of a member of a class: of a function, whatever decorates it, or of a property."""
-    parts = [getattr(member, name, None) for name in ("__func__", "fget", "fset")]
-    if isinstance(member, types.FunctionType):
-        yield member.__code__
-        parts += [cell.cell_contents for cell in member.__closure__ or ()]
-    for part in parts:
-        if isinstance(part, types.FunctionType):
-            yield from _codes(part)
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    texts = {one for one in code.co_consts if isinstance(one, str)}  # of keys of ``__dict__``
-    return set(code.co_names).union(texts, *map(_names_in, inner))
-
-
-def _gone(what: str) -> str:
-    found = installed_version("torchrl") or "of an unknown version"
-    return (
-        f"muster.interop.torchrl needs {what}, which the installed TorchRL {found} does not have; it was tried with "
-        f"{TRIED}. Install that one with: pip install 'torchrl=={TRIED}', or a newer Muster with: "
-        "pip install --upgrade muster-rl"
-    )

@@ -16,6 +16,7 @@ from muster.errors import ConfigError, WrongType
 from muster.introspection import callable_name
 from muster.lazy_values import Lazy
 from muster.pickling import UserCall
+from muster.pickling import dumps as dumps_carefully
 from muster.pool.closing import CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.environment import WorkerEnv
@@ -23,6 +24,7 @@ from muster.pool.resources import usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init, choose_init_of_drop_in
 from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.recipes.sources import EnvFunction
+from muster.transport.mail import dumps
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import Asked, check_workers, count_processes
 from muster.vector.vector_env import VectorEnv
@@ -30,6 +32,8 @@ from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
 _RELEASE_TIMEOUT_S = 2.0
 _START_TIMEOUT_S = 300.0
+# Of drop-ins, whose originals have no limit for a step.
+NOUNS = Nouns(step_timeout="")
 
 
 def recipes_of(
@@ -72,6 +76,7 @@ def processes(
     num_threads: int = 1,
     memory_check: str = "warn",
     original_forks: bool = False,
+    preloads: tuple[str, ...] = (),
 ) -> ProcessBackend:
     """The backend that steps each env in a process of its own, as the originals do; fewer processes only on request.
 
@@ -83,24 +88,53 @@ def processes(
     close_limits: how long the original waits for envs that close.
     num_threads: threads of each process's numeric libraries.
     memory_check: as for `muster.make_vec`; the originals start whatever is asked for.
+    preloads: modules that all workers need, imported once where `worker_env` changes nothing for them.
     Raises ValueError for an unknown context, ConfigError.
     """
     if context is not None:
         get_context(context)  # raises ValueError for an unknown name
-    method = context or "forkserver"
     asked = check_workers(name, num_workers)
-    init = choose_init_of_drop_in(worker_init, starts_fresh=method != "fork", original_forks=original_forks)
+    how = ways_of(context, num_threads, worker_env, worker_init, original_forks=original_forks, preloads=preloads)
     if isinstance(asked, int):
         workers = min(asked, len(recipes))
     else:
-        cores = usable_cores()
         workers = count_processes(
-            recipes, asked, cores, method, _START_TIMEOUT_S, packs=False, worker_env=worker_env, init=init
+            recipes,
+            asked,
+            usable_cores(),
+            how.context,
+            how.start_timeout_s,
+            packs=False,
+            worker_env=worker_env,
+            init=how.init,
         )
-    how = Processes(method, _START_TIMEOUT_S, num_threads, worker_env, init)
-    nouns = Nouns(step_timeout="")
-    options = ProcessOptions(how, workers, close_limits=close_limits, memory_check=memory_check, nouns=nouns)
+    options = ProcessOptions(how, workers, close_limits=close_limits, memory_check=memory_check, nouns=NOUNS)
     return ProcessBackend(recipes, options)
+
+
+def ways_of(
+    context: str | None,
+    num_threads: int,
+    worker_env: WorkerEnv | None = None,
+    worker_init: WorkerInit = None,
+    *,
+    original_forks: bool = False,
+    preloads: tuple[str, ...] = (),
+) -> Processes:
+    """How the processes of a drop-in start; the arguments are those of `processes`."""
+    method = context or "forkserver"
+    init = choose_init_of_drop_in(worker_init, starts_fresh=method != "fork", original_forks=original_forks)
+    # What is imported early has read the launcher's variables, not those that workers are given.
+    preloads = preloads if worker_env is None else ()
+    return Processes(method, _START_TIMEOUT_S, num_threads, worker_env, init, preloads)
+
+
+def sealed(message: Any, what: str, content: Any, *, context: str | None) -> bytes:
+    """A message for one worker, pickled. what, content: the part that errors name where it cannot travel."""
+    try:
+        return dumps(message, shares_main=context == "fork")
+    except Exception:
+        return dumps_carefully(message, {what: content}, start_method=context or "forkserver")
 
 
 def in_this_process(recipes: Sequence[Recipe], worker_init: WorkerInit) -> SerialBackend:

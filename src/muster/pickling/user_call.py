@@ -43,6 +43,13 @@ class UserCall:
         place, value = self.argument("name", "muster.lazy(MyClass)")
         return f"{place} = {value}   # before {self.name}"
 
+    def hanging(self) -> str:
+        """The sentence about a worker that hangs before it has rebuilt what it receives."""
+        return (
+            f"\nIt has not come further than to rebuild {self.sent()} that were sent to it; the first line of the "
+            f"stack is in the object that hangs.\nBuild that in the worker instead:\n    {self.lazily()}"
+        )
+
 
 MAKE_VEC = UserCall(
     name="muster.make_vec",

@@ -214,8 +214,6 @@ def main(control_fd: int, caller_pidfd: int, preloads: Sequence[str], without: s
     preloads: modules that it imports before it forks.  without: why it has begun again with fewer of them, to be said.
     """
     set_process_name("muster-launcher")
-    if without:
-        say(without)
     # The caller's stdout and stderr may be closed in this process: Python marks files that it opens as not inheritable.
     # The fds that come by the socket must not take their places.
     fill_standard_fds()
@@ -225,7 +223,9 @@ def main(control_fd: int, caller_pidfd: int, preloads: Sequence[str], without: s
     if reason := preload(preloads):
         own = [name for name in preloads if name.partition(".")[0] == "muster"]
         kept = own if len(own) < len(preloads) else []
-        said = f"workers start without preloaded modules, each of them imports its own: {reason}"
+        said = without or f"workers start without preloaded modules, each of them imports its own: {reason}"
         arguments = python_command(sys.path, f"{__name__}:main", control_fd, caller_pidfd, kept, said)
         os.execv(arguments[0], arguments)
+    if without:
+        say(without)
     Launcher(socket.socket(fileno=control_fd), caller_pidfd).run()

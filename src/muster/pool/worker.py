@@ -22,7 +22,7 @@ import numpy as np
 from muster._core import EXIT_FDS_CLOSED, MARK, kill_started, start_watchdog
 from muster.errors import UnknownMessage
 from muster.pickling.main_module import ABOUT_INIT, Init, MainModule, run_once
-from muster.pool.inherit_in_worker import after_fork, finish_queues, take_over
+from muster.pool.inherit_in_worker import after_fork, finish_queues, start_method_left, take_over
 from muster.pool.killing import kill_group
 from muster.pool.logs import LogForwarding
 from muster.pool.messages import (
@@ -204,10 +204,26 @@ class Worker:
                     self._channel.recv()
 
     def _built(self, order: StartOrder) -> Resident:
-        assert order.info.seed is not None
         module, _, name = order.resident.partition(":")
         kind: type[Resident] = getattr(importlib.import_module(module), name)
         kind.prepare()
+        here = Here(
+            *(order.info, self._fds, self._dumps, self._channel.send),
+            forked=self._inherited is not None,
+            is_judged=order.is_judged,
+        )
+        if self._inherited is None:
+            with start_method_left():
+                plan = self._set_up(order, here, kind)
+        else:
+            plan = self._set_up(order, here, kind)
+        if order.awaits_build:
+            expect(Build, self._channel.recv())
+        return kind(plan, here)
+
+    def _set_up(self, order: StartOrder, here: Here, kind: type[Resident]) -> Any:
+        """Sets this process up as its owner is; returns the plan."""
+        assert order.info.seed is not None
         levels = None if order.set_up is None else order.set_up.logging
         self._logs = LogForwarding(self._fds["logs"], order.info.worker_index, levels)
         if order.set_up is not None:
@@ -216,20 +232,12 @@ class Worker:
             self._about = ""
             self._logs.restore(drops_handlers=order.set_up.init.script is not None)
         seed_globals(order.info.seed)
-        here = Here(
-            *(order.info, self._fds, self._dumps, self._channel.send),
-            forked=self._inherited is not None,
-            is_judged=order.is_judged,
-        )
         if self._inherited is None:
-            plan = self._unpacked(order, here, kind)
-        else:
-            plan, init = self._inherited
-            if init is not None:
-                self._initialise(init)
-        if order.awaits_build:
-            expect(Build, self._channel.recv())
-        return kind(plan, here)
+            return self._unpacked(order, here, kind)
+        plan, init = self._inherited
+        if init is not None:
+            self._initialise(init)
+        return plan
 
     def _unpacked(self, order: StartOrder, here: Here, kind: type[Resident]) -> Any:
         """The plan, rebuilt after `worker_init` was called, if that came with it."""

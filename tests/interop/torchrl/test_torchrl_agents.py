@@ -19,7 +19,7 @@ from torchrl.objectives import ClipPPOLoss  # noqa: E402
 from torchrl.objectives.value import GAE  # noqa: E402
 
 from muster.interop.torchrl import ParallelEnv, as_torchrl  # noqa: E402
-from muster.interop.torchrl.specs import Codec  # noqa: E402
+from muster.interop.torchrl.layouts import Codec  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning:torchrl"

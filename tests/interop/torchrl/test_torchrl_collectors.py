@@ -1,4 +1,3 @@
-import ast
 import gc
 import inspect
 import multiprocessing
@@ -21,7 +20,7 @@ import torchrl.collectors as theirs  # noqa: E402
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase  # noqa: E402
 from tensordict.nn import TensorDictModule  # noqa: E402
 from torch import nn  # noqa: E402
-from torchrl.collectors import _multi_base, _single  # noqa: E402
+from torchrl.collectors import _multi_base  # noqa: E402
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer  # noqa: E402
 from torchrl.envs import EnvCreator, SerialEnv, StepCounter, Transform, TransformedEnv  # noqa: E402
 from torchrl.envs.libs.gym import GymEnv  # noqa: E402
@@ -35,7 +34,7 @@ from torchrl.testing.mocking_classes import (  # noqa: E402
 from torchrl.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme  # noqa: E402
 
 from muster.errors import CannotTravel, ClosedError, ConfigError, SpecMismatch, UsageError, WorkerDied  # noqa: E402
-from muster.interop.torchrl import collectors, multi_collectors  # noqa: E402
+from muster.interop.torchrl import multi_collectors  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 KINDS = ("MultiSyncCollector", "MultiAsyncCollector")
@@ -50,6 +49,12 @@ def forked():
     yield
     multiprocessing.set_start_method(before, force=True)
     torch.set_num_threads(threads)
+
+
+class Slow(CountingEnv):
+    def _step(self, tensordict):
+        threading.Event().wait(0.02)
+        return super()._step(tensordict)
 
 
 class Greedy(nn.Module):
@@ -298,6 +303,38 @@ def test_free_runs_pause_go_on_and_take_messages(name):
         collector.shutdown()
 
 
+def test_a_forked_child_that_drops_a_collector_leaves_its_free_run_alone():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(50_000), batch_size=4)
+    collector = ours.MultiSyncCollector([counting], frames_per_batch=16, total_frames=-1, replay_buffer=buffer)
+    collector.start()
+    try:
+        if (child := os.fork()) == 0:
+            del collector
+            gc.collect()
+            os._exit(0)
+        os.waitpid(child, 0)
+        count = buffer.write_count
+        for _ in range(1000):
+            time.sleep(0.01)
+            if buffer.write_count > count + 64:
+                break
+        assert buffer.write_count > count + 64
+    finally:
+        collector.shutdown()
+
+
+def test_a_collector_goes_on_after_a_ctrl_c():
+    collector = ours.MultiSyncCollector([counting, Slow], frames_per_batch=40, total_frames=-1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for _ in collector:
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        collector.set_seed(1)
+        assert next(iter(collector)).numel() == 40
+    finally:
+        collector.shutdown()
+
+
 class Counts:
     def __init__(self):
         self.calls = 0
@@ -458,12 +495,6 @@ def test_envs_that_exist_travel_to_fresh_processes():
     collector.shutdown()
 
 
-class Slow(CountingEnv):
-    def _step(self, tensordict):
-        threading.Event().wait(0.02)
-        return super()._step(tensordict)
-
-
 def test_the_slow_are_cut_off_once_enough_are_done():
     collector = ours.MultiSyncCollector(
         [CountingEnv, Slow], frames_per_batch=200, total_frames=200, cat_results="stack", preemptive_threshold=0.5
@@ -575,26 +606,6 @@ def test_arguments_are_torchrls(name):
 
 
 # ---- guards
-
-
-def test_private_names_of_torchrls_exist():
-    modules = (_single, _multi_base, theirs._base, theirs._runner, theirs.utils)
-    sources = "".join(map(inspect.getsource, modules))
-    assert [name for name in collectors.PRIVATE_NAMES if name not in sources] == []
-
-
-def test_no_other_private_name_of_torchrls_is_touched():
-    folder = Path(collectors.__file__).parent
-    members = set()
-    for kind in (theirs.Collector, theirs.MultiSyncCollector, theirs.MultiAsyncCollector, type(theirs.Collector)):
-        members |= {name for base in kind.__mro__ for name in vars(base)}
-    for file in ("collectors.py", "collector_channels.py", "collector_worker.py", "multi_collectors.py"):
-        nodes = list(ast.walk(ast.parse((folder / file).read_text())))
-        named = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        named |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-        named |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-        touched = {name for name in named & members if name.startswith("_") and not name.startswith("__")}
-        assert touched <= set(collectors.PRIVATE_NAMES)
 
 
 def test_every_method_of_torchrls_multi_collectors_that_speaks_to_workers_is_known():

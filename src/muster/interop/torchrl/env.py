@@ -21,8 +21,7 @@ with imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl"
     from torchrl._utils import seed_generator
     from torchrl.envs import EnvBase
 
-    from muster.interop.torchrl.layouts import AgentGroups, SingleAgent, TensorDictShape
-    from muster.interop.torchrl.specs import chosen, ends
+    from muster.interop.torchrl.layouts import AgentGroups, SingleAgent, TensorDictShape, chosen, ends
 
 __all__ = ["MusterEnv", "as_torchrl"]
 

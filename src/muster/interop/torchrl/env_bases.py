@@ -19,7 +19,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from muster.envs.attributes import get_through, set_through
 from muster.errors import RecipeError, SpecMismatch
-from muster.interop.torchrl.writer import path_of
+from muster.interop.torchrl.leaves import path_of
 from muster.introspection import type_name
 from muster.spaces import stacking
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.common import EnvMetaData
 from torchrl.envs.libs.gym import GymWrapper
@@ -25,12 +25,10 @@ from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
 from muster.arguments import with_ints
 from muster.envs.pettingzoo import is_pettingzoo
-from muster.errors import RecipeError
-from muster.interop.torchrl.bare_env import BareEnv, bare_env
-from muster.interop.torchrl.bare_gym import BareGym, bare_gym
+from muster.errors import MusterError, RecipeError
 from muster.interop.torchrl.columns import EnvRows
-from muster.interop.torchrl.lies import lie_behind
-from muster.interop.torchrl.writer import Key, Keys, Writer, name_of, path_of
+from muster.interop.torchrl.leaves import Key, Keys, Writer, name_of, path_of
+from muster.interop.torchrl.short_steps import BareEnv, BareGym, bare_env, bare_gym
 from muster.introspection import type_name
 from muster.worker_info import get_worker_info
 
@@ -66,6 +64,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         self.env = env
         info = get_worker_info()
         self._index = info.env_index if info is not None and info.env_index is not None else 0
+        self._worker = 0 if info is None else info.worker_index
         self._key_sets: list[Keys | None] = [None]
         self._bare: BareGym | BareEnv | None = None
 
@@ -107,18 +106,17 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         """Gives a set of keys a number, by which commands name it from now on."""
         self._key_sets[number:] = [keys]
 
-    def limit_threads(self, count: int) -> None:
-        """Limits torch to `count` threads."""
-        torch.set_num_threads(count)
-
     # ---- commands
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         command, number = action.tolist()
         keys = self._key_sets[number]
+        bare = self._bare if command != Command.RESET and keys is None else None
+        if bare is not None and not bare.applies:
+            bare = None
         try:
-            if command != Command.RESET and keys is None and self._bare is not None and self._bare.applies:
-                if self._bare.step() and command == Command.STEP_AND_RESET:
+            if bare is not None:
+                if bare.step() and command == Command.STEP_AND_RESET:
                     self._write_root(self.env.maybe_reset(self._root.clone()))
             elif command == Command.STEP_AND_RESET:
                 self._step_and_reset(keys)
@@ -127,8 +125,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
             else:
                 self._reset(keys, {})
         except Exception as error:
-            if (lie := lie_behind(error)) is not None:
-                raise lie from error
+            if bare is None or isinstance(self.env, TransformedEnv):  # else TorchRL's code has no part in it
+                self._advise(error, "reset" if command == Command.RESET else "step")
             raise
         return _NOTHING, 0.0, False, False, _NO_INFO
 
@@ -145,12 +143,20 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         try:
             return self._ask(name, *data) if handler is None else handler(self, data)
         except Exception as error:
-            if (lie := lie_behind(error)) is not None:
-                raise lie from error
+            if name in _STEPS:
+                self._advise(error, _STEPS[name])
             raise
 
     def close(self) -> None:
         self.env.close(raise_if_closed=False)
+
+    def _advise(self, error: Exception, verb: str) -> None:
+        """Adds to an exception where it was raised, and how to find out whether the env keeps to its specs."""
+        if not isinstance(error, MusterError):
+            error.add_note(
+                f"Raised in {verb} of env {self._index} (worker {self._worker}). If the env may return what its specs "
+                "do not promise: check_env_specs(env) of torchrl.envs.utils shows all that differs"
+            )
 
     def _step(self, keys: Keys | None, objects: TensorDictBase | None = None) -> TensorDictBase:
         data = self.env.step(self._input(keys, objects))
@@ -235,6 +241,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         return "_".join(names) + "_done", None if names == ("to",) else value
 
 
+# The messages that step or reset.
+_STEPS = {"step": "step", "step_and_maybe_reset": "step", "reset": "reset"}
 _HANDLERS = {
     "step": HostedEnv._handle_step,
     "step_and_maybe_reset": HostedEnv._handle_step_and_reset,

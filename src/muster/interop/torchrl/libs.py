@@ -13,16 +13,11 @@ from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
 from muster.envs.light_melting_pot import import_without_bots
 from muster.envs.pettingzoo import import_env
-from muster.interop.private_names import require_names
 
 __all__ = ["MeltingpotEnv", "MeltingpotWrapper", "PettingZooEnv"]
 
 # TorchRL imports Melting Pot when an env is built: from now on without the bots, where TensorFlow is not installed.
 import_without_bots()
-
-# What of TorchRL's private names is used here: overridden, and called.
-PRIVATE_NAMES = ("_build_env",)
-require_names(PRIVATE_NAMES, TorchRLsEnv)
 
 # Where tasks are looked for, in this order. The MPE of PettingZoo 1.26 and newer is a package of its own.
 _FAMILIES = {

@@ -22,7 +22,7 @@ from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightS
 from muster.arguments import as_whole
 from muster.errors import CannotTravel, ConfigError, UsageError
 from muster.interop.torchrl.collector_channels import CollectorPool, Files, Pipe, Queue, WorkerProcess
-from muster.interop.torchrl.collector_worker import Shared, hosted_collector, share_storage
+from muster.interop.torchrl.collector_worker import Shared, built_collector, share_storage
 from muster.interop.torchrl.collectors import IN_PROCESSES, require_cuda
 from muster.interop.torchrl.given_envs import sharing
 from muster.pickling import UserCall
@@ -103,8 +103,9 @@ class _InWorkers:
                 "a LazyMemmapStorage or a TensorStorage"
             )
         files = Files(self.num_workers)
-        recipes = self._recipes(files, context)
-        self._pool = pool = CollectorPool(recipes, files, context=context, num_threads=self.num_sub_threads)
+        self._pool = pool = CollectorPool(
+            self._recipes(context), files, context=context, num_threads=self.num_sub_threads
+        )
         # Beside a factory the policy only says where weights come from: it has to be sent.
         self._seen = {} if any(self.policy_factory) else _copied(self._own_weights())
         self._follow(0)
@@ -113,7 +114,7 @@ class _InWorkers:
         self.queue_out = Queue(pool)
         self.closed = False
 
-    def _recipes(self: Any, files: Files, context: str) -> list[Recipe]:
+    def _recipes(self: Any, context: str) -> list[Recipe]:
         policy = None if any(self.policy_factory) else self.policy
         is_sent = policy is not None and context != "fork"
         compiled = self.compiled_policy_kwargs if self.compiled_policy else False
@@ -124,7 +125,6 @@ class _InWorkers:
             "num_threads": self.num_sub_threads or 1,
             "policy": None if is_sent else policy,
             "packed_policy": _packed(policy) if is_sent else None,
-            "flags_path": files.paths[0],
             "shared": Shared(replay_buffer=self.replay_buffer, traj_pool=self._traj_pool, interruptor=self.interruptor),
             "trajs_per_batch": self._worker_trajs_per_batch,
             "postproc": None if self.replay_buffer is None else self.postproc,
@@ -145,12 +145,11 @@ class _InWorkers:
                 "create_env_fn": sharing(self.create_env_fn[worker]),
                 "create_env_kwargs": dict(self.create_env_kwargs[worker]),
                 "policy_factory": self.policy_factory[worker],
-                "weights_path": files.paths[1 + worker],
                 "frames_per_batch": self.frames_per_batch_worker(worker_idx=worker),
                 **{name: getattr(self, name)[worker] for name in _DEVICES},
                 "worker_idx": worker,
             }
-            recipe = Recipe(worker, "of create_env_fn", hosted_collector, {**own, **for_all}, (), ("create_env_fn", ""))
+            recipe = Recipe(worker, "of create_env_fn", built_collector, {**own, **for_all}, (), ("create_env_fn", ""))
             recipes.append(replace(recipe, call=MULTI_COLLECTOR))
         return recipes
 

@@ -15,17 +15,14 @@ from tensordict import (  # type: ignore[import-untyped]  # it ships no py.typed
 )
 from torchrl.envs import EnvBase, SerialEnv
 from torchrl.envs import ParallelEnv as TheirParallelEnv
-from torchrl.envs.libs.gym import GymWrapper
 
 from muster.arguments import one_of, seconds
 from muster.errors import CannotTravel, ClosedError, ConfigError
-from muster.interop.private_names import require_names
 from muster.interop.starting import recipes_of
 from muster.interop.torchrl.columns import Columns, has_stacks
 from muster.interop.torchrl.env_worker import Command, hosted
 from muster.interop.torchrl.given_envs import explained, given, sharing
-from muster.interop.torchrl.hosting import PoolOptions
-from muster.interop.torchrl.remote import Channel, Pool, WorkerProcess
+from muster.interop.torchrl.remote import Channel, Pool, PoolOptions, WorkerProcess
 from muster.pickling import UserCall
 from muster.pool.environment import WorkerEnv
 from muster.pool.resources import MEMORY_CHECKS
@@ -41,18 +38,6 @@ PARALLEL_ENV = UserCall(
     in_process="torchrl.envs.SerialEnv(num_workers, create_env_fn)",
     one_each="ParallelEnv without num_processes",
 )
-
-# The private names of TorchRL's that this folder's `ParallelEnv` overrides, calls, reads or sets.
-PRIVATE_NAMES = (
-    *("_create_td", "_get_metadata", "_shutdown_workers", "_start_workers", "_step", "_wait_for_workers"),
-    *("_complete_done", "_compiled_step_and_maybe_reset", "_step_and_maybe_reset", "_step_mdp", "_step_proc_data"),
-    *("_get_collector_next_keys_to_exclude", "_set_metadata", "_validate_worker_env"),
-    *("_collector", "_constructor_kwargs", "_env", "_env_input_keys", "_memmap", "_mp_start_method"),
-    *("_non_tensor_keys", "_owns_workers"),
-    *("_selected_reset_keys", "_selected_step_keys", "_share_memory", "_single_task", "_use_buffers"),
-    *("_events", "_shared_tensordict_parent_next", "_shared_tensordict_parent_root", "_workers"),
-)
-require_names(PRIVATE_NAMES, TheirParallelEnv, GymWrapper)
 
 # Attributes that end with a pool.
 _OF_POOL = (

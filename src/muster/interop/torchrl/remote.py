@@ -13,20 +13,39 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from gymnasium.vector import AutoresetMode
 from torchrl.envs.common import EnvMetaData
 
 from muster.errors import ConfigError
+from muster.interop.starting import processes, sealed
 from muster.interop.torchrl.columns import Columns, EnvRows
 from muster.interop.torchrl.env_worker import NO_KEYS, Command, schema_of
-from muster.interop.torchrl.hosting import PoolOptions, pickled, started
-from muster.interop.torchrl.writer import Key, Keys
+from muster.interop.torchrl.leaves import Key, Keys
 from muster.introspection import place_of
 from muster.pickling import UserCall
-from muster.pool.closing import in_all
+from muster.pool.closing import CloseLimits, in_all
+from muster.pool.environment import WorkerEnv
+from muster.pool.set_up import WorkerInit
 from muster.recipes.recipe import Recipe
+from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
+from muster.vector.packing import Asked
+from muster.vector.raisers import originals_raised
+from muster.vector.vector_env import VectorEnv
 
+# Imported once, before workers are forked from what has imported them.
+PRELOADS = ("torch", "tensordict", "torchrl.envs")
 # The messages that are numbers, where the columns hold the rest.
 _COMMANDS = {"step": Command.STEP, "step_and_maybe_reset": Command.STEP_AND_RESET, "reset": Command.RESET}
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """The options of Muster's own that a `ParallelEnv` takes."""
+
+    num_processes: Asked = None
+    worker_env: WorkerEnv | None = None
+    worker_init: WorkerInit = None
+    memory_check: str = "error"
 
 
 class Pool:
@@ -44,7 +63,23 @@ class Pool:
         self._answers: dict[int, list[Any]] = {env: [] for env in range(self.num_envs)}
         self._columns: Columns | None = None
         self._has_objects = False
-        self._backend, self.vector_env = started(recipes, options, context=context, num_threads=num_threads)
+        with originals_raised():
+            self._backend = processes(
+                recipes,
+                context=context,
+                num_workers=options.num_processes,
+                name="num_processes",
+                worker_env=options.worker_env,
+                worker_init=options.worker_init,
+                close_limits=CloseLimits(),
+                num_threads=num_threads,
+                memory_check=options.memory_check,
+                preloads=PRELOADS,
+            )
+            assembly = drop_in_options(self._backend, AutoresetMode.DISABLED)
+            envs = vector_env_of(self._backend, LENIENT, assembly)
+        assert isinstance(envs, VectorEnv)
+        self.vector_env = envs
         self._actions = np.zeros((self.num_envs, 2), np.int64)
         self._of_all = {one: np.full((self.num_envs, 2), (one, NO_KEYS), np.int64) for one in Command}
 
@@ -167,7 +202,7 @@ class Pool:
 
     def _pickled(self, env: int, message: tuple[Any, Any]) -> bytes:
         name = message[0] if isinstance(message[0], str) else ".".join(message[0])
-        return pickled(message, f"what {name} sends to env {env}", message[1], context=self._context)
+        return sealed(message, f"what {name} sends to env {env}", message[1], context=self._context)
 
     # ---- closing
 

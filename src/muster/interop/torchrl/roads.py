@@ -15,10 +15,8 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import InitTracker, RewardSum, StepCounter, Transform
 
-from muster.interop.torchrl.bare_gym import BareGym, bare_gym
-from muster.interop.torchrl.leaves import Leaves, Nesting, Path, leaves_of
-from muster.interop.torchrl.own_verbs import has_own_verbs, is_plainly_wrapped, parts_of
-from muster.interop.torchrl.writer import path_of
+from muster.interop.torchrl.leaves import Leaves, Nesting, Path, leaves_of, path_of
+from muster.interop.torchrl.short_steps import BareGym, bare_gym, has_own_verbs, is_plainly_wrapped, parts_of
 
 _ACTION = ("action",)
 _REWARD = ("reward",)

@@ -18,27 +18,9 @@ from torchrl.envs.utils import set_exploration_type
 
 from muster.errors import SpecMismatch
 from muster.interop.torchrl.columns import has_stacks
-from muster.interop.torchrl.leaves import Leaves, Nesting, Path, leaves_of
+from muster.interop.torchrl.leaves import Leaves, Nesting, Path, leaves_of, name_of, path_of
 from muster.interop.torchrl.roads import Road, env_state, road_of
-from muster.interop.torchrl.writer import name_of, path_of
 from muster.rollout.plain_modules import PlainModules
-
-# The private names of TorchRL's that the loop and its roads call, read or set.
-PRIVATE_NAMES = (
-    *(
-        "_carrier",
-        "_carrier_has_no_device",
-        "_cast_to_policy_device",
-        "_compact_next_keys",
-        "_final_rollout",
-        "_ignore_rb",
-        "_maybe_set_truncated",
-        "_policy_output_keys",
-    ),
-    *("_should_use_random_frames", "_start_new_trajectories", "_traj_pool", "_use_buffers", "_wrapped_policy"),
-    *("_compiled_step_and_maybe_reset", "_env", "_has_dynamic_specs", "_info_dict_reader", "_post_step_mdp_hooks"),
-    *("_step", "_step_and_maybe_reset", "_step_mdp", "_step_proc_data", "_torchrl_native_autoreset"),
-)
 
 _TRAJ_IDS = ("collector", "traj_ids")
 

@@ -13,7 +13,8 @@ import torch
 
 from muster._core import map_fd
 from muster.errors import CannotTravel, EnvError
-from muster.hosts.env_resident import not_sent, prepare_for_envs
+from muster.hosts.env_resident import prepare_for_envs
+from muster.hosts.failures import not_sent_there
 from muster.hosts.requests import Call, SetAttr
 from muster.pickling.main_module import Init
 from muster.pool.messages import Failed, Message
@@ -241,7 +242,7 @@ class Replica(Resident):
         try:
             return self._here.dumps(results)
         except Exception as error:
-            raise not_sent(results[0], error, self._plan.recipes[0].call) from error  # type: ignore[union-attr]
+            raise not_sent_there(results[0], error, self._plan.recipes[0].call) from error  # type: ignore[union-attr]
 
     def _collect(self, order: Collect) -> Collected:
         """Fills the block at the order's offset."""
