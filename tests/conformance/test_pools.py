@@ -61,7 +61,7 @@ class Processed:
 @pytest.fixture(scope="module", autouse=True)
 def _launcher() -> Iterator[None]:
     """Holds the launcher of all these pools, which would be started for each."""
-    launcher = LauncherClient.acquire("forkserver", 1, ("muster.pool.worker", *MINE))
+    launcher = LauncherClient.acquire("forkserver", 1, MINE)
     pool = TestForkserver().make_pool(Echo, [plan_for(0)], Hooks())
     pool.start()  # then its process has its name
     pool.close(AT_ONCE)
