@@ -30,6 +30,9 @@ help: ## Show this list
 demo: $(VENV)/.core ## Train CartPole-v1 to a mean return of 475, in about a minute
 	$(BIN)/muster train CartPole-v1 $(ARGS)
 
+# Where a shell forbids Python to keep bytecode, all modules under test would be compiled in each process.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/.core ## Run the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)
 

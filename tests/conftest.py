@@ -42,6 +42,16 @@ for _number, _handler in _HANDLERS.items():
         signal.signal(_number, _handler)
 
 
+gc.disable()  # until all modules are there: their objects stay, and each collection would look at them
+
+
+def pytest_collection_finish() -> None:
+    """Has collections look only at what tests make, and not at the modules."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
 @dataclass
 class Holdings:
     """The things that this process holds and has started, each kind as a set of names."""
