@@ -225,7 +225,7 @@ class PooledBackend(Backend):
             return f"answering {self._calling} for {time.monotonic() - self._called_at:.3g} s"
         if not self._attached:
             return "mapping the slab"
-        return doing_in(self.slab, place, self._busy(place), self.nouns)
+        return doing_in(self.slab, place, self._busy(place))
 
     def pending(self, place: int) -> int:
         """The number of envs that a worker has to step or reset first."""
@@ -243,15 +243,14 @@ class PooledBackend(Backend):
         return self._calling is not None and host not in self._results and self.caller.calling
 
 
-def doing_in(slab: Slab, host: int, busy: Sequence[int], nouns: Nouns) -> str:
+def doing_in(slab: Slab, host: int, busy: Sequence[int]) -> str:
     """Words such as ``in step of env 5 for 3.2 s``. busy: the envs for which the worker owes an answer."""
     state = slab.host(host)
     if state["doing"] != Doing.NOTHING:
-        words = {Doing.STEPPING: nouns.in_step, Doing.RESETTING: "in reset", Doing.TALKING: "answering a call"}
-        of_env = "" if nouns.is_env else f" of env {state['env_index']}"
-        return f"{words[state['doing']]}{of_env} for {seconds_since(state['since']):.3g} s"
+        words = {Doing.STEPPING: "in step", Doing.RESETTING: "in reset", Doing.TALKING: "answering a call"}
+        return f"{words[state['doing']]} of env {state['env_index']} for {seconds_since(state['since']):.3g} s"
     if busy:
-        return f"about to {nouns.step}" + ("" if nouns.is_env else f" envs {', '.join(map(str, busy))}")
+        return f"about to step envs {', '.join(map(str, busy))}"
     return "waiting for the caller"
 
 

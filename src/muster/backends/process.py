@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,14 +33,14 @@ from muster.hosts.requests import (
     Restart,
     SetAgain,
     SetAttr,
+    opened,
+    packed,
 )
 from muster.introspection import type_name
-from muster.pickling import dumps as dumps_carefully
-from muster.pickling import is_plain, named_arguments
+from muster.pickling import UserCall, named_arguments
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.launcher_client import standard_fds
-from muster.pool.messages import message_of
 from muster.pool.place import Limit, Plan
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, Usage, usable_cores, usage_of
@@ -96,6 +95,26 @@ def check_pool(
     whole(f"threads_per_{nouns.worker}", threads, 1)
 
 
+def with_hints(nouns: Nouns, call: UserCall, num_envs: int, num_workers: int, here: str = "") -> Nouns:
+    """The nouns of a pool whose workers build envs, with the words about their start.
+
+    here: those about this process, where it builds envs, too.
+    """
+    kind = "" if nouns.worker == NOUNS.worker else f"{nouns.worker} "
+    return dataclasses.replace(
+        nouns,
+        starting=(
+            f"starting {num_envs} env{'s' * (num_envs > 1)} in {num_workers} {kind}process{'es' * (num_workers > 1)}"
+            f"{here}"
+        ),
+        rebuilding=(
+            f"\nIt has not come further than to rebuild {call.sent()} that were sent to it; the first line of the "
+            f"stack is in the object that hangs.\nBuild that in the worker instead:\n"
+            f"    {call.lazily()}"
+        ),
+    )
+
+
 class ProcessBackend(PooledBackend):
     """Steps envs in worker processes. Hosts 0 to W-1 are the workers; with `caller_steps` host W is the caller."""
 
@@ -145,30 +164,16 @@ class ProcessBackend(PooledBackend):
         plan = Plan(EnvPlan(recipes, envs.start), info, envs, len(envs))
         if self._context != "fork":
             init = self._options.processes.init.function
-            packed = pack(recipes, start_method=self._context, big=plan.big, fds=plan.fds, init=init)
-            plan.content = EnvPlan(packed, envs.start)
+            sent = pack(recipes, start_method=self._context, big=plan.big, fds=plan.fds, init=init)
+            plan.content = EnvPlan(sent, envs.start)
         return plan
 
     def _nouns(self) -> Nouns:
         """The nouns of the pool, with the hints of its errors."""
-        nouns, call = self.nouns, self.user_call
-        num_envs = sum(map(len, nouns.envs)) if nouns.envs else len(self._recipes)
-        kind = "" if nouns.worker == NOUNS.worker else f"{nouns.worker} "
-        count = self.num_workers
         here = " and in this one" if self._options.caller_steps else ""
         dying = [advise_apart(self._recipes[envs.start : envs.stop]) for envs in map(self.envs_of, self._hosts)]
-        return dataclasses.replace(
-            nouns,
-            starting=(
-                f"starting {num_envs} env{'s' * (num_envs > 1)} in {count} {kind}process{'es' * (count > 1)}{here}"
-            ),
-            rebuilding=(
-                f"\nIt has not come further than to rebuild {call.sent()} that were sent to it; the first line of the "
-                f"stack is in the object that hangs.\nBuild that in the worker instead:\n"
-                f"    {call.lazily()}"
-            ),
-            dying=tuple(dying),
-        )
+        nouns = with_hints(self.nouns, self.user_call, len(self._recipes), self.num_workers, here)
+        return dataclasses.replace(nouns, dying=tuple(dying))
 
     def _judge(self) -> Any:
         count, options = len(self._recipes), self._options
@@ -216,8 +221,8 @@ class ProcessBackend(PooledBackend):
 
     def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
         # First of all: if the options cannot travel, the vector env stays as it was.
-        packed = self._packed_options(arguments.options)
-        resets = dict(self.resets_by_host(env_ids, dataclasses.replace(arguments, options=packed)))
+        options = self._packed_options(arguments.options)
+        resets = dict(self.resets_by_host(env_ids, dataclasses.replace(arguments, options=options)))
         local = resets.pop(self.num_workers, None)
         with self.whole():
             self.caller.request_resets(env_ids)
@@ -231,12 +236,12 @@ class ProcessBackend(PooledBackend):
         replaces = restart.rebuilds and self._one_per_process
         with self.whole():
             if replaces:
-                reason = f"{self.nouns.env(host, restart.env) or 'it'} raised"
+                reason = f"{self.nouns.env(host, restart.env)} raised"
                 successor = self._successor(host, {restart.env: restart.attributes})
                 self.pool.replace(host, reason, successor, self.close_limits)
-            packed = self._packed_options(restart.options)
+            options = self._packed_options(restart.options)
             rebuilds = restart.rebuilds and not replaces
-            self._post(host, dataclasses.replace(restart, options=packed, rebuilds=rebuilds))
+            self._post(host, dataclasses.replace(restart, options=options, rebuilds=rebuilds))
         return replaces
 
     def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -268,11 +273,9 @@ class ProcessBackend(PooledBackend):
 
     def _opened(self, host: int, i: int, result: Any) -> Any:
         try:
-            return pickle.loads(result)
-        except Exception as error:
-            what = f"the result could be pickled in the worker, but not rebuilt in the caller: {message_of(error)}"
-            refusal = CannotTravel(f"{what}. Ask for something plainer, such as an attribute of it")
-            return Failure(self.first_envs[host] + i, host, None, type_name(refusal), str(refusal), "", refusal)
+            return opened(result)
+        except CannotTravel as error:
+            return Failure(self.first_envs[host] + i, host, None, type_name(error), str(error), "", error)
 
     def _limit(self, host: int) -> Limit | None:
         limit_s = self._options.step_timeout_s
@@ -284,11 +287,7 @@ class ProcessBackend(PooledBackend):
         return self._packed(options, {"options": options})
 
     def _packed(self, value: Any, parts: dict[str, Any]) -> Packed:
-        """Packs a user's value. parts: see `dumps_carefully`. Raises CannotTravel, in under 5 s."""
-        if is_plain(value):
-            return Packed(dumps(value))
-        packed = dumps_carefully(value, parts, start_method=None, call=self.user_call)
-        return Packed(dumps(value, shares_main=True) if self._context == "fork" else packed)
+        return packed(value, parts, self.user_call, forked=self._context == "fork")
 
     def process_ids(self) -> list[int | None]:
         return super().process_ids() + ([os.getpid()] if self._local is not None else [])

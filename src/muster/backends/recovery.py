@@ -134,8 +134,7 @@ class Recovery:
                 interrupt = failure.exception
             elif lost is None:
                 host = self._caller.host_of(env)
-                named = self._backend.nouns.env(host, env)
-                self._count(host, f"{named}: {reason}" if named else reason)
+                self._count(host, f"{self._backend.nouns.env(host, env)}: {reason}")
         was_reset = self._records["command"][env] == Command.RESET
         self._caller.restore(env)
         if not died and lost is None:

@@ -14,6 +14,7 @@ from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, HostFailed
 from muster.hosts.requests import Attach, Call, EnvPlan, Reset, Restart, SetAgain, SetAttr
 from muster.introspection import type_name
+from muster.pickling import UserCall
 from muster.pickling.main_module import Init
 from muster.pool.worker import Here, Resident
 from muster.recipes.recipe import unpack
@@ -26,8 +27,7 @@ class EnvResident(Resident):
 
     @classmethod
     def prepare(cls) -> None:
-        import_without_bots()
-        print_no_banner()
+        prepare_for_envs()
 
     @classmethod
     def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> EnvPlan:
@@ -101,8 +101,18 @@ class EnvResident(Resident):
         try:
             return self._here.dumps(result)
         except Exception as error:
-            refusal = CannotTravel(
-                f"a {type_name(result)} cannot be sent from the worker: {error}. Ask for something smaller, such as an "
-                f"attribute of it, or use {self.host.recipes[0].call.in_process}"
-            )
-            return self._here.dumps(self.host.failure(i, refusal))
+            return self._here.dumps(self.host.failure(i, not_sent(result, error, self.host.recipes[0].call)))
+
+
+def prepare_for_envs() -> None:
+    """Prepares a worker process for envs, see `Resident.prepare`."""
+    import_without_bots()
+    print_no_banner()
+
+
+def not_sent(result: object, error: Exception, call: UserCall) -> CannotTravel:
+    """The refusal to send what a call of an env has returned. error: what pickling raised."""
+    return CannotTravel(
+        f"a {type_name(result)} cannot be sent from the worker: {error}. Ask for something smaller, such as an "
+        f"attribute of it, or use {call.in_process}"
+    )

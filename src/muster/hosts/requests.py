@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from muster.pickling import not_rebuilt
-from muster.pool.messages import Message
+from muster.errors import CannotTravel
+from muster.pickling import UserCall, is_plain, not_rebuilt
+from muster.pickling import dumps as dumps_carefully
+from muster.pool.messages import Message, message_of
 from muster.recipes.recipe import Recipe
-from muster.transport.mail import Mail
+from muster.transport.mail import Mail, dumps
 from muster.transport.slab import Slab, SlabPlan
 
 # A function that `EnvHost.call` takes in place of a method's name: called with each env, its index and the arguments.
@@ -50,6 +52,26 @@ class Packed:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self.data,)
+
+
+def packed(value: Any, parts: dict[str, Any], call: UserCall, *, forked: bool) -> Packed:
+    """Packs a user's value. parts: see `dumps_carefully`.  forked: whether it goes to forks of this process.
+
+    Raises CannotTravel, in under 5 s.
+    """
+    if is_plain(value):
+        return Packed(dumps(value))
+    data = dumps_carefully(value, parts, start_method=None, call=call)
+    return Packed(dumps(value, shares_main=True) if forked else data)
+
+
+def opened(result: bytes) -> Any:
+    """The result of a call of an env, as it has come from a worker. Raises CannotTravel."""
+    try:
+        return pickle.loads(result)
+    except Exception as error:
+        what = f"the result could be pickled in the worker, but not rebuilt in the caller: {message_of(error)}"
+        raise CannotTravel(f"{what}. Ask for something plainer, such as an attribute of it") from None
 
 
 def _rebuilt(data: bytes) -> Any:

@@ -16,19 +16,16 @@ class Nouns:
 
     envs: for each worker the envs to name, where the indices that users know are not those of the pool.
     step_timeout: the argument that limits a step's time; empty where the user's call has none.
-    first_worker: the index of the first worker.  is_env: each worker steps one env and is named in its place.
+    first_worker: the index of the first worker.
     starting: what the start of all does, in words.  building: what one does that starts.  rebuilding: a sentence about
     one that still rebuilds what was sent to it.  dying: by worker, a sentence about its death.
     """
 
     worker: str = "worker"
-    step: str = "step"
-    in_step: str = "in step"
     step_timeout: str = "step_timeout"
     pool: str = "the vector env is"
     envs: tuple[range, ...] = ()
     first_worker: int = 0
-    is_env: bool = False
     starting: str = "starting worker processes"
     building: str = "building its envs"
     rebuilding: str = ""
@@ -48,8 +45,8 @@ class Nouns:
         return f"muster-{self.worker[0]}{self.first_worker + host}"
 
     def env(self, host: int, env: int) -> str:
-        """The words ``env 5``; empty where the worker's name stands for its env."""
-        return "" if self.is_env else f"env {self.envs[host][env] if self.envs else env}"
+        """The words ``env 5``."""
+        return f"env {self.envs[host][env] if self.envs else env}"
 
 
 NOUNS = Nouns()

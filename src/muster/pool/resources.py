@@ -138,6 +138,25 @@ def anonymous_bytes(pid: int) -> int | None:
     return sum(held) if held else None
 
 
+def figures(pid: int | None, start: Usage) -> dict[str, int | None]:
+    """What process `pid` holds, and what of that has come since `start`. Reads a few files of /proc."""
+    now = usage_of(pid)
+    return {
+        "pid": pid,
+        "memory_bytes": private_bytes(pid),
+        "memory_growth_bytes": _growth(start.anonymous_bytes, now.anonymous_bytes),
+        "handles": now.handles,
+        "fds": now.handles,
+        "handles_growth": _growth(start.handles, now.handles),
+        "children": now.children,
+        "children_growth": _growth(start.children, now.children),
+    }
+
+
+def _growth(before: int | None, now: int | None) -> int | None:
+    return None if before is None or now is None else now - before
+
+
 def descendants(pid: int) -> list[int] | None:
     """The ids of the processes that `pid` has started, and of those that these have; None if the kernel does not tell.
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gymnasium import Space
 
-from muster.backends.process import ProcessOptions
-from muster.pool.closing import limits_of
+from muster.pool.closing import CloseLimits, limits_of
 from muster.pool.deaths import Nouns
 from muster.pool.environment import Changes
 from muster.pool.set_up import Processes, WorkerInit, choose_init
@@ -48,24 +47,25 @@ class CollectorOptions:
         """The number of restarts that a collector may need; None where a failure is raised."""
         return self.max_restarts if self.on_failure == "restart" else None
 
-    def for_backend(self, nouns: Nouns) -> ProcessOptions:
-        """These options for the backend that runs the collectors."""
-        processes = Processes(
+    def processes(self, preloads: tuple[str, ...]) -> Processes:
+        """How the collectors' processes start. preloads: of the launcher, whose imports `worker_env` cannot reach."""
+        return Processes(
             "forkserver" if self.context == "auto" else self.context,
             self.start_timeout,
             self.threads_per_worker,
             self.worker_env,
             choose_init(self.worker_init, starts_fresh=self.context != "fork"),
+            () if any(self.worker_env) else preloads,
         )
-        limits = limits_of(self.close_timeout, max(map(len, nouns.envs)))
-        return ProcessOptions(
-            processes, self.num_workers, step_timeout_s=self.step_timeout, close_limits=limits, nouns=nouns
-        )
+
+    def close_limits(self, nouns: Nouns) -> CloseLimits:
+        """How long each collector has to close its envs."""
+        return limits_of(self.close_timeout, max(map(len, nouns.envs)))
 
 
 def collector_nouns(envs: Sequence[range], **others: Any) -> Nouns:
     """The nouns that errors use for parts of a `MultiCollector`. envs: of each collector that errors may name."""
-    return Nouns("collector", "collect", "collecting", "collect_timeout", "the collectors are", tuple(envs), **others)
+    return Nouns("collector", "collect_timeout", "the collectors are", tuple(envs), **others)
 
 
 class CollectorSet(Protocol):

@@ -27,8 +27,8 @@ from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import CollectorOptions, CollectorSet, Filled, collector_nouns
-from muster.rollout.processes.collector_pool import CollectorPool
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
+from muster.rollout.processes.replica_pool import ReplicaPool
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes
 
@@ -149,7 +149,7 @@ class MultiCollector(BatchSource):
         require_shapes(self.policy)
         obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
         if obstacle is None:
-            return CollectorPool(
+            return ReplicaPool(
                 recipes,
                 self.policy,
                 policy_factory,

@@ -12,7 +12,6 @@ from gymnasium.vector import AutoresetMode
 
 from muster._core import Autoreset
 from muster.backends.base import Backend, CallerOptions
-from muster.backends.process import ProcessBackend, ProcessOptions
 from muster.backends.recovery import Recovery
 from muster.backends.serial import SerialBackend
 from muster.hosts.env_facts import EnvFacts
@@ -161,13 +160,6 @@ def serial_vec(
     max_restarts = None if facts[0].metadata.get("one_per_process") else max_restarts
     options = drop_in_options(backend, AutoresetMode.SAME_STEP, copy=False, max_restarts=max_restarts)
     return vector_env_of(backend, STRICT, options, facts)
-
-
-def process_vec(recipes: Sequence[Recipe], options: ProcessOptions, max_restarts: int | None) -> VectorEnv:
-    """A vector env whose processes step Muster's own envs, which have one agent; it returns copies."""
-    backend = ProcessBackend(recipes, options)
-    assembly = drop_in_options(backend, AutoresetMode.SAME_STEP, max_restarts=max_restarts)
-    return VectorEnv(assemble(backend, STRICT, assembly))
 
 
 def wait_budgets(cores: int, processes: int, *, caller_steps: bool = False) -> tuple[WaitBudget, WaitBudget]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from muster.backends.base import Backend
-from muster.pool.resources import private_bytes, usage_of
+from muster.pool.resources import figures
 from muster.transport.infos import Infos
 
 Bools = npt.NDArray[np.bool_]
@@ -19,11 +19,6 @@ Rows = tuple[npt.NDArray[np.int64], Any, Any, Bools, Bools, Infos, int]
 ByGroup = dict[str, Any]
 Rewards = dict[str, npt.NDArray[np.float32]]
 AgentsStepResult = tuple[ByGroup, Rewards, Bools, Bools, Infos]
-# The figures of a worker's process.
-PROCESS_KEYS = (
-    *("pid", "memory_bytes", "memory_growth_bytes", "handles", "fds", "handles_growth"),
-    *("children", "children_growth"),
-)
 
 
 class Batch(NamedTuple):
@@ -73,21 +68,12 @@ def counts_of(backend: Backend) -> tuple[int, int, int]:
 
 def _host_stats(backend: Backend, host: int, pid: int | None) -> dict[str, Any]:
     """The shares of the host's time, which add up to 1, its counts, and the figures of its process."""
-    state, now, start = backend.slab.host(host), usage_of(pid), backend.usage_at_start(host)
+    state = backend.slab.host(host)
     spent = [state["ticks_in_env"], state["ticks_waiting"], state["ticks_copying"]]
     shares = [ticks / max(1, sum(spent)) for ticks in spent]
-    figures = (
-        *(pid, private_bytes(pid), _growth(start.anonymous_bytes, now.anonymous_bytes)),
-        *(now.handles, now.handles, _growth(start.handles, now.handles)),
-        *(now.children, _growth(start.children, now.children)),
-    )
     return {
         **dict(zip(("stepping", "waiting", "copying"), shares, strict=True)),
         "env_steps": state["env_steps"],
         "resets": state["resets"],
-        **dict(zip(PROCESS_KEYS, figures, strict=True)),
+        **figures(pid, backend.usage_at_start(host)),
     }
-
-
-def _growth(before: int | None, now: int | None) -> int | None:
-    return None if before is None or now is None else now - before

@@ -1,180 +1,271 @@
-"""One collector of a `MultiCollector`, in its process: its share of the envs, a replica of the policy, shared memory.
-
-To the engine it is an env whose step collects a batch. So whatever the engine does for envs holds for collectors, too:
-start methods, first-ready waits, deaths that are noticed and explained, timeouts, restarts, no orphans.
-"""
+"""One collector of a `MultiCollector`, in its process: its share of the envs and a replica of the policy."""
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
-from collections.abc import Callable, Mapping
-from functools import cached_property
-from io import FileIO
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import gymnasium
-import numpy as np
 import torch
-from gymnasium import spaces
-from torch import Tensor
 
 from muster._core import map_fd
-from muster.errors import EnvError, WorkerError
-from muster.recipes.recipe import unpack
+from muster.errors import CannotTravel, EnvError
+from muster.hosts.env_resident import not_sent, prepare_for_envs
+from muster.hosts.requests import Call, SetAttr
+from muster.pickling.main_module import Init
+from muster.pool.messages import Failed, Message
+from muster.pool.resources import own_memory_bytes
+from muster.pool.worker import Here, Resident
+from muster.recipes.recipe import Recipe, unpack
 from muster.rollout.beside_weights import apply_changes
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import collector_nouns
-from muster.rollout.fields import Array
+from muster.rollout.fields import Field
 from muster.rollout.processes.batch_memory import BatchLayout, stop_flag
-from muster.rollout.processes.replica_plans import ReplicaFacts, ReplicaPlan
-from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes, shapes_of
-from muster.rollout.storage import Storage
+from muster.rollout.processes.shared_weights import SharedWeights, shapes_of
+from muster.rollout.storage import Final, Loss
 from muster.rollout.weights import named_weights
 from muster.vector.assemble import serial_vec
-from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
 # The counts of a replica's envs, since the replica was built.
 COUNTS = ("env_steps", "resets", "restarts")
 
 
-class Replica(gymnasium.Env[Array, Array]):
-    """A collector as an env: ``step([offset, frames, afresh])`` collects a batch into the block of memory at `offset`.
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """The plan of one replica.
 
-    The observation is [version of the weights, *COUNTS].
-    frames: number that this collector has collected before, in this or earlier processes.  afresh: 1 to begin new
-    episodes.
-    An env that raises is replaced here, so that the others keep their episodes. Once `max_restarts` is used up, the
-    step puts the error into ``infos["exhausted"]``; if it raised the error, only this replica would be replaced.
+    recipes: those of its envs, packed unless its process inherits them.  first_env: index of its first env among all.
+    policy: packed; None for random actions.  policy_is_factory: `policy` is a factory, to be called for the policy.
+    part: the replica's own part of a batch's envs.  batch_envs: number of envs in a batch.
+    max_restarts: of envs that raise, see `serial_vec`.
+    options: for `Collector`.
     """
 
-    observation_space = spaces.Box(0, 2**62, (1 + len(COUNTS),), np.int64)
-    action_space = spaces.Box(0, 2**62, (3,), np.int64)
+    recipes: bytes | Sequence[Recipe]
+    first_env: int
+    policy: bytes | None
+    policy_is_factory: bool
+    part: tuple[int, int]
+    batch_envs: int
+    max_restarts: int | None
+    options: Mapping[str, Any]
 
-    def __init__(self, plan: ReplicaPlan) -> None:
+    def layout(self, fields: ReplicaFields) -> BatchLayout:
+        """The layout of the blocks of batch memory that the replica writes into."""
+        first, last = self.part
+        T = self.options["frames_per_batch"] // (last - first)
+        return BatchLayout(
+            *(T, self.batch_envs, fields.observation, fields.reward, fields.output), bool(self.options["compact"])
+        )
+
+
+# ---- questions
+
+
+@dataclass(eq=False)
+class Begin(Message):
+    """Begins again with this seed: with a new collector, and new episodes. A message, too."""
+
+    seed: int | None
+
+
+@dataclass(eq=False)
+class AskFields(Message):
+    """Asks for the fields of the replica's rollouts, which are known once it has begun."""
+
+
+@dataclass(eq=False)
+class AskWeights(Message):
+    """Asks for the policy's weights, by name."""
+
+
+@dataclass(eq=False)
+class AskShapes(Message):
+    """Asks for the shapes and dtypes of the weights that the policy takes, by name."""
+
+
+@dataclass(eq=False)
+class AskSpaces(Message):
+    """Asks for one env's observation and action spaces."""
+
+
+@dataclass(eq=False)
+class Collect(Message):
+    """Collects a batch into the block of memory at `offset`.
+
+    frames: number that this collector has collected before, in this or earlier processes.  afresh: whether to begin new
+    episodes.
+    """
+
+    offset: int
+    frames: int
+    afresh: bool
+
+
+# ---- answers
+
+
+@dataclass(frozen=True)
+class ReplicaFields:
+    """The fields of a replica's rollouts."""
+
+    observation: tuple[Field, ...]
+    reward: tuple[Field, ...]
+    output: tuple[Field, ...]
+
+
+@dataclass(eq=False)
+class Collected(Message):
+    """A batch that lies in its block. version: of the weights that acted.
+
+    counts: see `COUNTS`.  waiting: the share of the replica's time that it has waited for the caller.
+    """
+
+    version: int
+    counts: tuple[int, int, int]
+    waiting: float
+    finals: list[Final]
+    losses: list[Loss]
+
+
+@dataclass(eq=False)
+class Raised(Message):
+    """The exception that a question has ended with. is_final: restarting the replica's envs did not help."""
+
+    failed: Failed
+    is_final: bool
+
+
+class Replica(Resident):
+    """A collector in its process.
+
+    An env that raises is replaced here, so that the others keep their episodes. All else that raises is an answer: the
+    caller may replace the replica.
+    """
+
+    @classmethod
+    def prepare(cls) -> None:
+        prepare_for_envs()
+
+    @classmethod
+    def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> ReplicaPlan:
+        plan: ReplicaPlan = super().unpack(data, here, initialise)
+        assert isinstance(plan.recipes, bytes)
+        return dataclasses.replace(plan, recipes=unpack(plan.recipes, here.big_arrays, here.fds, initialise))
+
+    def __init__(self, plan: ReplicaPlan, here: Here) -> None:
         # A forked process has none of the threads that torch's pool expects, and would wait for them forever. The
         # worker sets the number that the user asked for once everything is built.
         torch.set_num_threads(1)
-        self._plan = plan
-        recipes = unpack(plan.recipes, fds=plan.fds.fds) if isinstance(plan.recipes, bytes) else plan.recipes
-        info = get_worker_info()
-        seed = info.seed if info else None
-        self._info = WorkerInfo(None, plan.index, plan.num_envs, plan.num_collectors, seed)
-        envs = range(plan.first_env, plan.first_env + len(recipes))
-        nouns = collector_nouns([envs], first_worker=plan.index)
-        self._envs = serial_vec(recipes, self._info, max_restarts=plan.max_restarts, nouns=nouns)
-        # Where a replica cannot replace its env, which must be alone in its process, the engine replaces both.
-        self.metadata = {**self.metadata, "one_per_process": bool(self._envs.metadata.get("one_per_process"))}
+        assert not isinstance(plan.recipes, bytes)
+        self._plan, self._here = plan, here
+        before_bytes = own_memory_bytes() if here.is_judged else 0
+        envs = range(plan.first_env, plan.first_env + len(plan.recipes))
+        nouns = collector_nouns([envs], first_worker=here.info.worker_index)
+        self._envs = serial_vec(plan.recipes, here.info, max_restarts=plan.max_restarts, nouns=nouns)
         try:
-            with worker_info_context(self._info):
-                self.policy = _unpacked_policy(plan)
-            self._batch_memory = _opened(plan.batch_memory_path)
-            self._weights_file = _opened(plan.weights_path)
+            policy: Any = None if plan.policy is None else pickle.loads(plan.policy)
+            self._policy = policy() if plan.policy_is_factory else policy
         except BaseException:
             self._envs.close()
             raise
         self._weights: SharedWeights | None = None
         self._version = 0
         self._collector: Collector | None = None
+        self._layout: BatchLayout | None = None
+        self._built_at = self._idle_since = time.monotonic()
+        self._waiting_s = 0.0
+        if here.is_judged:
+            here.report((before_bytes, own_memory_bytes()))
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """Starts again with this seed: a new collector, and new episodes."""
-        super().reset(seed=seed)
-        self._collector = Collector(self._envs, self.policy, seed=seed, **self._plan.options)
-        return self._report(), {}
+    def answer(self, question: Any) -> Any:
+        self._waiting_s += time.monotonic() - self._idle_since
+        try:
+            return self._answer(question)
+        except BaseException as error:
+            if isinstance(error, EnvError):
+                error.batch = None  # the rows of the other envs are dropped, too
+            return Raised(Failed.of(error, self._here.dumps), self._envs.closed)
+        finally:
+            self._idle_since = time.monotonic()
 
-    def facts(self) -> ReplicaFacts:
-        """The fields of the replica's rollouts, known after the first reset."""
+    def take(self, message: Any) -> None:
+        match message:
+            case Begin() | SetAttr():
+                self._answer(message)
+            case _:
+                super().take(message)
+
+    def close(self, closes: Callable[[int], None]) -> None:
+        closes(0)
+        self._envs.close()
+
+    def _answer(self, question: Any) -> Any:
+        match question:
+            case Collect():
+                return self._collect(question)
+            case Begin(seed):
+                self._collector = Collector(self._envs, self._policy, seed=seed, **self._plan.options)
+                return None
+            case AskFields():
+                return self._fields()
+            case AskWeights():
+                return {name: tensor.detach().cpu() for name, tensor in named_weights(self._policy).items()}
+            case AskShapes():
+                return shapes_of(named_weights(self._policy))
+            case AskSpaces():
+                return self._envs.single_observation_space, self._envs.single_action_space
+            case Call(CannotTravel() as refusal) | SetAttr(CannotTravel() as refusal):
+                raise refusal
+            case Call((name, args, kwargs)):
+                return self._call(name, args, kwargs)
+            case SetAttr((name, values)):
+                return self._envs.set_attr(name, values)
+        return super().answer(question)
+
+    def _fields(self) -> ReplicaFields:
         collector = self._started()
-        outputs = tuple(self._guarded(collector.output_fields))
-        return ReplicaFacts(*collector.fields, outputs)
+        return ReplicaFields(*collector.fields, tuple(collector.output_fields()))
 
-    def weights(self) -> dict[str, Tensor]:
-        """The policy's weights by name."""
-        return {name: tensor.detach().cpu() for name, tensor in named_weights(self.policy).items()}
-
-    def weight_shapes(self) -> WeightShapes:
-        """Shapes and dtypes of the weights that the policy takes, by name."""
-        return shapes_of(named_weights(self.policy))
-
-    def call_envs(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """`VectorEnv.call` on its envs; a function is called with their indices among all."""
+    def _call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+        """Calls envs as `VectorEnv.call` does; a function is called with their indices among all."""
         if callable(name):
             function = name
             name = lambda env, i, *args, **kwargs: function(env, self._plan.first_env + i, *args, **kwargs)  # noqa: E731
-        return tuple(self._guarded(lambda: self._envs.call(name, *args, **kwargs)))
-
-    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
-        """`VectorEnv.set_attr` on its envs. value: one for each of them."""
-        self._guarded(lambda: self._envs.set_attr(name, value))
-        return True
-
-    def spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-        """One env's observation and action spaces."""
-        return self._envs.single_observation_space, self._envs.single_action_space
-
-    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        offset, frames, afresh = map(int, action)
-        collector = self._started()
-        if afresh:
-            collector.reset()
-        collector.frames = frames
-        infos: dict[str, Any] = {}
+        results = tuple(self._envs.call(name, *args, **kwargs))
+        assert self._here.dumps is not None
         try:
-            storage = self._collect(collector, self._layout, offset)
-            for name, entries in (("finals", storage.finals), ("losses", storage.losses)):
-                if entries:
-                    infos[name] = [tuple(one) for one in entries]
-        except WorkerError as error:
-            if not self._envs.closed:  # else restarting did not help
-                raise
-            infos["exhausted"] = error
-        return self._report(), 0.0, False, False, infos
+            return self._here.dumps(results)
+        except Exception as error:
+            raise not_sent(results[0], error, self._plan.recipes[0].call) from error  # type: ignore[union-attr]
 
-    def close(self) -> None:
-        self._batch_memory.close()
-        self._weights_file.close()
-        self._envs.close()
-
-    def _collect(self, collector: Collector, layout: BatchLayout, offset: int) -> Storage:
-        """Fills the block at `offset`."""
-        if self._weights is None:
-            self._weights = SharedWeights(named_weights(self.policy), self._weights_file.fileno())
-        self._version, beside = self._weights.read_into(named_weights(self.policy), self._version)
-        if beside:
-            apply_changes(self.policy, beside)
-        block = map_fd(fd=self._batch_memory.fileno(), size=layout.block_bytes, offset=offset)
-        storage = layout.storage(block, slice(*self._plan.part))
+    def _collect(self, order: Collect) -> Collected:
+        """Fills the block at the order's offset."""
+        collector = self._started()
+        if self._layout is None:
+            self._layout = self._plan.layout(self._fields())
+        if order.afresh:
+            collector.reset()
+        collector.frames = order.frames
+        self._take_weights()
+        block = map_fd(fd=self._here.files["batches"], size=self._layout.block_bytes, offset=order.offset)
+        storage = self._layout.storage(block, slice(*self._plan.part))
         storage.clear_flags()
-        self._guarded(lambda: collector.fill(storage, stop_flag(block)))
-        return storage
+        collector.fill(storage, stop_flag(block))
+        waiting = self._waiting_s / (time.monotonic() - self._built_at)
+        return Collected(self._version, self._envs.counts(), waiting, storage.finals, storage.losses)
 
-    def _report(self) -> Array:
-        return np.array([self._version, *self._envs.counts()], np.int64)
+    def _take_weights(self) -> None:
+        if self._weights is None:
+            self._weights = SharedWeights(named_weights(self._policy), self._here.files["weights"])
+        self._version, beside = self._weights.read_into(named_weights(self._policy), self._version)
+        if beside:
+            apply_changes(self._policy, beside)
 
     def _started(self) -> Collector:
         assert self._collector is not None
         return self._collector
-
-    @cached_property
-    def _layout(self) -> BatchLayout:
-        return self._plan.layout(self.facts())
-
-    def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Calls `work`, in which `get_worker_info` returns the info of this collector."""
-        try:
-            with worker_info_context(self._info):
-                return work()
-        except EnvError as error:
-            error.batch = None  # the rows of the other envs are dropped, too
-            raise
-
-
-def _unpacked_policy(plan: ReplicaPlan) -> Any:
-    if plan.policy is None:
-        return None
-    policy = pickle.loads(plan.policy)
-    return policy() if plan.policy_is_factory else policy
-
-
-def _opened(path: str) -> FileIO:
-    return open(path, "r+b", buffering=0)

@@ -1,0 +1,86 @@
+"""What becomes of the replicas in a pool: who comes after one, what they are doing, and the errors they end with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from muster.errors import CollectorError, MusterError
+from muster.hosts.requests import SetAttr
+from muster.pool.deaths import Nouns
+from muster.pool.messages import Failed
+from muster.pool.place import Budget, Plan
+from muster.pool.verbs import Successor
+from muster.rollout.processes.replica import COUNTS, Begin
+
+
+class Fates:
+    """What the pool asks its owner, see `Hooks`; the pool's finalizer does not hang on it.
+
+    restarts: whether others come. asked: what replicas are busy with, in words, and since when.
+    reasons: by collector, why the one before was lost, until a batch says so.
+    seeds: for the next replicas.  attributes: by collector, what `set_attr` has set last.
+    counts: int64 ``[collectors, COUNTS]``, of the current processes.
+    """
+
+    def __init__(self, plans: Sequence[Plan], nouns: Nouns, max_restarts: int | None) -> None:
+        self._plans, self._nouns = plans, nouns
+        self.restarts = max_restarts is not None
+        self._budget = Budget(max_restarts or 0, nouns)
+        self.asked: dict[int, tuple[str, float | None]] = {}
+        self.reasons: dict[int, str] = {}
+        self.seeds: list[int | None] = [None] * len(plans)
+        self.attributes: list[dict[str, SetAttr]] = [{} for _ in plans]
+        self.counts, self._counts_before = np.zeros((2, len(plans), len(COUNTS)), np.int64)
+        self._replaced = [0] * len(plans)
+
+    def keep_attributes(self, name: str, requests: Mapping[int, SetAttr]) -> list[dict[str, SetAttr]]:
+        """Keeps what is to be set again in replicas; returns what was kept before."""
+        before = [dict(one) for one in self.attributes]
+        for k, request in requests.items():
+            self.attributes[k].pop(name, None)  # set last, so to be set again last: setters may touch others
+            self.attributes[k][name] = request
+        return before
+
+    def successor(self, place: int, reason: str) -> Successor:
+        """Counts a replica as gone; returns who comes next. Raises WorkerError where that was one too many."""
+        self._budget.spend(place, reason)
+        self._counts_before[place] += self.counts[place]
+        self._counts_before[place, COUNTS.index("restarts")] += len(self._plans[place].envs)
+        self.counts[place] = 0
+        self.reasons[place] = reason
+        self._replaced[place] += 1
+        seed = self.seeds[place]
+        if seed is not None:
+            sequence = np.random.SeedSequence(seed, spawn_key=(self._replaced[place],))
+            seed = int(sequence.generate_state(1)[0])
+        return Successor(self._plans[place].content, [*self.attributes[place].values(), Begin(seed)])
+
+    def counts_of_all(self) -> list[int]:
+        """The counts of all processes so far."""
+        total: list[int] = (self._counts_before + self.counts).sum(axis=0).tolist()
+        return total
+
+    def on_lost(self, place: int, reason: str) -> Successor | None:
+        return self.successor(place, reason) if self.restarts else None
+
+    def raised(self, place: int, failed: Failed) -> BaseException:
+        error = failed.original()
+        if not isinstance(error, MusterError):
+            about = f"\n{failed.about}" if failed.about else ""
+            error = CollectorError(self._nouns.name(place), f"{failed.type_name}: {failed.message}{about}")
+        error.add_note(f"In the collector's process:\n{failed.traceback.rstrip()}")
+        return error
+
+    def doing(self, place: int) -> str:
+        words, since = self.asked.get(place, ("waiting for the caller", None))
+        return words if since is None else f"{words} for {time.monotonic() - since:.3g} s"
+
+    def pending(self, place: int) -> int:
+        """0: a replica reads the next message once it has answered."""
+        return 0
+
+    def ring(self, place: int) -> None:
+        """Does nothing: replicas wait in the pool."""
