@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -49,10 +50,15 @@ gc.disable()  # until all modules are there: their objects stay, and each collec
 
 
 def pytest_collection_finish() -> None:
-    """Has collections look only at what tests make, and not at the modules."""
+    """Has collections look only at what tests make, and not at the modules; and PyTorch use one thread.
+
+    Where other tests run meanwhile, its threads wait for each other at each small product of matrices.
+    """
     gc.enable()
     gc.collect()
     gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @dataclass
