@@ -100,7 +100,7 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 # What workers import, from light to heavy, and what has a test's module need more than the first layer.
 _LAYERS = (
-    (*ENV_PRELOADS, "pool_residents"),
+    (*ENV_PRELOADS, "muster.hosts.trial", "muster.vector.make", "pool_residents"),
     (*programs.TORCH, "muster.rollout.processes.replica"),
     ("torchrl.envs", "torchrl.collectors", "stable_baselines3"),
 )
@@ -130,17 +130,17 @@ def _acquire_and_hold(method: str, threads: int, preloads: Sequence[str], *more:
     layers = [layer for name in preloads for layer, names in enumerate(_LAYERS) if name in names]
     if method == "forkserver" and os.getpid() == _HERE and preloads and len(layers) == len(preloads):
         preloads = tuple(itertools.chain(*_LAYERS[: 1 + max(_needed, *layers)]))
-        held = _held.get(preloads)
+        held = _held.get((threads, preloads, *more))
         if held is None or not held.is_usable():
             if held is not None:
                 held.release()
-            _held[preloads] = _acquire(method, threads, preloads, *more)
+            _held[threads, preloads, *more] = _acquire(method, threads, preloads, *more)
     return _acquire(method, threads, preloads, *more)
 
 
 _HERE = os.getpid()
 _needed = 0
-_held: dict[tuple[str, ...], LauncherClient] = {}
+_held: dict[tuple[Any, ...], LauncherClient] = {}
 _acquire = LauncherClient.acquire
 LauncherClient.acquire = _acquire_and_hold  # type: ignore[method-assign,assignment]
 
