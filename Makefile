@@ -8,7 +8,7 @@ CORE := CMakeLists.txt $(wildcard src/muster/_core/*)
 SANITIZED := tests/conformance/test_backends.py tests/backends/test_recovery.py tests/vector/test_lending.py \
   tests/envs/test_wrappers.py
 
-# One test on each core; most of a test's time is the start of its workers.
+# Some tests wait for processes: tests/conftest.py makes three processes for two cores.
 IN_PARALLEL := --numprocesses logical --dist worksteal
 
 # The tests that run without PyTorch, and name no env or message that only new releases of other packages have.

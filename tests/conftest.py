@@ -89,6 +89,12 @@ class Holdings:
         return {kind: names for kind, names in more.items() if names}
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """The number of processes for ``--numprocesses logical``: more than cores, since many tests wait for processes."""
+    return len(os.sched_getaffinity(0)) * 3 // 2
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
     """Kills the programs that a test leaves running, most of all a test that has failed."""
@@ -100,7 +106,15 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 # What workers import, from light to heavy, and what has a test's module need more than the first layer.
 _LAYERS = (
-    (*ENV_PRELOADS, "muster.hosts.trial", "muster.vector.make", "pool_residents"),
+    (
+        *ENV_PRELOADS,
+        "muster.hosts.trial",
+        "muster.vector.make",
+        "pytest",
+        "numpy.testing",
+        "sample_envs",
+        "pool_residents",
+    ),
     (*programs.TORCH, "muster.rollout.processes.replica"),
     ("torchrl.envs", "torchrl.collectors", "stable_baselines3"),
 )
@@ -120,6 +134,13 @@ def _layer(request: pytest.FixtureRequest) -> None:
     )
 
 
+@pytest.fixture
+def launchers_of_users(_layer: None) -> None:
+    """Launchers import what front ends name, and no more."""
+    global _needed
+    _needed = _AS_NAMED
+
+
 def _acquire_and_hold(method: str, threads: int, preloads: Sequence[str], *more: Any) -> LauncherClient:
     """A launcher, which is held through all later tests, as by a vector env that stays open.
 
@@ -128,7 +149,8 @@ def _acquire_and_hold(method: str, threads: int, preloads: Sequence[str], *more:
     or other preloads: their launchers are their own.
     """
     layers = [layer for name in preloads for layer, names in enumerate(_LAYERS) if name in names]
-    if method == "forkserver" and os.getpid() == _HERE and preloads and len(layers) == len(preloads):
+    known = layers and len(layers) == len(preloads)
+    if method == "forkserver" and os.getpid() == _HERE and known and _needed != _AS_NAMED:
         preloads = tuple(itertools.chain(*_LAYERS[: 1 + max(_needed, *layers)]))
         held = _held.get((threads, preloads, *more))
         if held is None or not held.is_usable():
@@ -138,7 +160,7 @@ def _acquire_and_hold(method: str, threads: int, preloads: Sequence[str], *more:
     return _acquire(method, threads, preloads, *more)
 
 
-_HERE = os.getpid()
+_HERE, _AS_NAMED = os.getpid(), -1
 _needed = 0
 _held: dict[tuple[Any, ...], LauncherClient] = {}
 _acquire = LauncherClient.acquire
