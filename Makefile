@@ -8,7 +8,7 @@ CORE := CMakeLists.txt $(wildcard src/muster/_core/*)
 SANITIZED := tests/conformance/test_backends.py tests/backends/test_recovery.py tests/vector/test_lending.py \
   tests/envs/test_wrappers.py
 
-# One test on each core; most of a test's time is the start of its workers.
+# Some tests wait for processes: tests/conftest.py makes three processes for two cores.
 IN_PARALLEL := --numprocesses logical --dist worksteal
 
 # The tests that run without PyTorch, and name no env or message that only new releases of other packages have.
@@ -29,6 +29,9 @@ help: ## Show this list
 
 demo: $(VENV)/.core ## Train CartPole-v1 to a mean return of 475, in about a minute
 	$(BIN)/muster train CartPole-v1 $(ARGS)
+
+# Where a shell forbids Python to keep bytecode, all modules under test would be compiled in each process.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/.core ## Run the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -42,6 +46,21 @@ for _number, _handler in _HANDLERS.items():
         signal.signal(_number, _handler)
 
 
+gc.disable()  # until all modules are there: their objects stay, and each collection would look at them
+
+
+def pytest_collection_finish() -> None:
+    """Has collections look only at what tests make, and not at the modules; and PyTorch use one thread.
+
+    Where other tests run meanwhile, its threads wait for each other at each small product of matrices.
+    """
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 @dataclass
 class Holdings:
     """The things that this process holds and has started, each kind as a set of names."""
@@ -59,14 +78,21 @@ class Holdings:
             # Python's named semaphores may belong to tests that run at the same time, and be mapped by no process.
             shared_memory = {name for name in shared_memory if not name.startswith("sem.mp-")}
         servers = programs.servers()
-        stay = {*servers, *([] if _held is None else [_held._process.pid])}  # for the tests that follow
+        held = {client._process.pid: named_fd(client._control.fileno()) for client in _held.values()}
+        stay = servers | held  # for the tests that follow
         processes = {name for name, pid in descendants(os.getpid()).items() if pid not in stay}
-        return cls(processes, threads, _open_fds() - set(servers.values()), shared_memory)
+        return cls(processes, threads, _open_fds() - set(stay.values()), shared_memory)
 
     def beyond(self, before: Holdings) -> dict[str, set[str]]:
         """The things that exist now and did not exist before, by kind."""
         more = {field.name: getattr(self, field.name) - getattr(before, field.name) for field in fields(self)}
         return {kind: names for kind, names in more.items() if names}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """The number of processes for ``--numprocesses logical``: more than cores, since many tests wait for processes."""
+    return len(os.sched_getaffinity(0)) * 3 // 2
 
 
 @pytest.hookimpl(wrapper=True)
@@ -78,20 +104,67 @@ def pytest_runtest_teardown() -> Iterator[None]:
         programs.end_all()
 
 
+# What workers import, from light to heavy, and what has a test's module need more than the first layer.
+_LAYERS = (
+    (
+        *ENV_PRELOADS,
+        "muster.hosts.trial",
+        "muster.vector.make",
+        "pytest",
+        "numpy.testing",
+        "sample_envs",
+        "pool_residents",
+    ),
+    (*programs.TORCH, "muster.rollout.processes.replica"),
+    ("torchrl.envs", "torchrl.collectors", "stable_baselines3"),
+)
+_OF_LAYER = {"torch.": 1, "tensordict.": 1, "muster.rollout.": 1, "muster.nn.": 1, "muster.algorithms.": 1}
+_OF_LAYER |= {"torchrl.": 2, "stable_baselines3.": 2, "muster.interop.torchrl.": 2, "muster.interop.sb3.": 2}
+
+
 @pytest.fixture(autouse=True)
-def _launcher() -> None:
-    """Keeps one launcher through all tests, as a vector env that stays open does: a new one takes 0.4 s of imports.
+def _layer(request: pytest.FixtureRequest) -> None:
+    """Finds what the test's module imports: so do workers whose envs are from that module."""
+    global _needed
+    values = vars(request.module).values()
+    found = {value.__name__ for value in values if isinstance(value, ModuleType)}
+    found |= {value.__module__ for value in values if isinstance(value, type | FunctionType)}
+    _needed = max(
+        (layer for root, layer in _OF_LAYER.items() for name in found if f"{name}.".startswith(root)), default=0
+    )
 
-    Tests of its start and end use "spawn", or programs: their launchers are their own.
+
+@pytest.fixture
+def launchers_of_users(_layer: None) -> None:
+    """Launchers import what front ends name, and no more."""
+    global _needed
+    _needed = _AS_NAMED
+
+
+def _acquire_and_hold(method: str, threads: int, preloads: Sequence[str], *more: Any) -> LauncherClient:
+    """A launcher, which is held through all later tests, as by a vector env that stays open.
+
+    A new one takes 0.4 s of imports, and 3 s with PyTorch, as each worker does whose env is from a module that imports
+    PyTorch. So there is one with all imports of each layer. Tests of a launcher's start and end use "spawn", programs,
+    or other preloads: their launchers are their own.
     """
-    global _held
-    if _held is None or not _held.is_usable():
-        if _held is not None:
-            _held.release()
-        _held = LauncherClient.acquire("forkserver", 1, ENV_PRELOADS)
+    layers = [layer for name in preloads for layer, names in enumerate(_LAYERS) if name in names]
+    known = layers and len(layers) == len(preloads)
+    if method == "forkserver" and os.getpid() == _HERE and known and _needed != _AS_NAMED:
+        preloads = tuple(itertools.chain(*_LAYERS[: 1 + max(_needed, *layers)]))
+        held = _held.get((threads, preloads, *more))
+        if held is None or not held.is_usable():
+            if held is not None:
+                held.release()
+            _held[threads, preloads, *more] = _acquire(method, threads, preloads, *more)
+    return _acquire(method, threads, preloads, *more)
 
 
-_held: LauncherClient | None = None
+_HERE, _AS_NAMED = os.getpid(), -1
+_needed = 0
+_held: dict[tuple[Any, ...], LauncherClient] = {}
+_acquire = LauncherClient.acquire
+LauncherClient.acquire = _acquire_and_hold  # type: ignore[method-assign,assignment]
 
 
 @pytest.fixture

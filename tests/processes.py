@@ -9,6 +9,7 @@ import functools
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,24 +76,37 @@ def adopts_orphans() -> bool:
 
 def descendants(pid: int) -> dict[str, int]:
     """Living processes below `pid`: their names as ``name pid``, for messages, and their pids."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:
-            continue
-        state, parent = rest.split()[:2]
-        if state != "Z":  # a zombie holds nothing, and its exit code may still be read
-            children.setdefault(int(parent), []).append((int(entry.name), name))
+    children = _listed_children if Path(f"/proc/self/task/{os.getpid()}/children").exists() else _all_children()
     found: dict[str, int] = {}
     queue = [pid]
     while queue:
-        for child, name in children.get(queue.pop(), []):
-            found[f"{name} {child}"] = child
-            queue.append(child)
+        for child in children(queue.pop()):
+            try:
+                name, _, rest = Path(f"/proc/{child}/stat").read_text().partition("(")[2].rpartition(")")
+            except OSError:
+                continue
+            if rest.split()[0] != "Z":  # a zombie holds nothing, and its exit code may still be read
+                found[f"{name} {child}"] = child
+                queue.append(child)
     return found
+
+
+def _listed_children(pid: int) -> list[int]:
+    """The children of a process as the kernel lists them, by thread. Not every kernel does."""
+    listed: list[int] = []
+    with contextlib.suppress(OSError):  # the process, or one of its threads, has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            listed += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return listed
+
+
+def _all_children() -> Callable[[int], list[int]]:
+    """Gives the children of each process, from a look at all processes."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            children.setdefault(parent_of(int(entry)), []).append(int(entry))
+    return lambda pid: children.get(pid, [])
 
 
 def named_fd(fd: int | str) -> str:

@@ -36,10 +36,11 @@ def test_example(example: str, printed: list[str], tmp_path: Path) -> None:
     ("example", "options", "printed"),
     [
         ("mpe2_groups.py", [], r"adversary: adversary_0, adversary_1, adversary_2; observations \(8, 3, 16\)"),
-        (
+        pytest.param(
             "melting_pot.py",
             ["--num-steps", "20"],
             r"6 envs reset in .* groups \{'player': \['player_0', (.*\n)*\d+ MB for each env",
+            marks=pytest.mark.slow,
         ),
     ],
 )

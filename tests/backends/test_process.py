@@ -80,6 +80,7 @@ def test_a_caller_without_main_guard_runs_once(tmp_path: Path, context: str, how
     assert out == "run as __main__\ndone\n"
 
 
+@pytest.mark.usefixtures("launchers_of_users")
 @pytest.mark.parametrize("context", ["fork", "forkserver", *slow("spawn")])
 def test_workers_start_clean(context: str) -> None:
     with muster.make_vec([Reporting] * 2, num_workers=2, context=context) as envs:

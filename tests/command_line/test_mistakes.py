@@ -22,7 +22,7 @@ FULL = "stdout cannot be written to: No space left on device; send it elsewhere,
     [
         ("{ sleep 0.2; muster --version; } | true", 1, ""),
         ("muster --version >/dev/full", 1, f"muster: error: {FULL}\n"),
-        ("muster eval --help >&-", 0, ""),
+        ("muster doctor --help >&-", 0, ""),
         ("muster plott 2>&-", 2, ""),
         ("muster plott 2>/dev/full", 2, ""),
     ],

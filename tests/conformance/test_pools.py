@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
@@ -16,7 +16,6 @@ from pool_residents import Echo, Hooks, name_of, plan_for
 from muster.errors import UnknownMessage, WorkerDied
 from muster.hosts.threads import ThreadPool
 from muster.pool.closing import AT_ONCE
-from muster.pool.launcher_client import LauncherClient
 from muster.pool.messages import (
     Answer,
     Build,
@@ -58,17 +57,6 @@ class Processed:
     ) -> Pool:
         processes = Processes(self.context, start_timeout_s, preloads=MINE)
         return Pool(name_of(resident), plans, processes, hooks, **options)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _launcher() -> Iterator[None]:
-    """Holds the launcher of all these pools, which would be started for each."""
-    launcher = LauncherClient.acquire("forkserver", 1, ("muster.pool.worker", *MINE))
-    pool = TestForkserver().make_pool(Echo, [plan_for(0)], Hooks())
-    pool.start()  # then its process has its name
-    pool.close(AT_ONCE)
-    yield
-    launcher.release()
 
 
 class TestThreads(PoolContract):

@@ -45,6 +45,7 @@ from torchrl.testing.mocking_classes import HeterogeneousCountingEnv, MultiKeyCo
 from muster.errors import NotEnoughMemory  # noqa: E402
 from muster.interop.torchrl import ParallelEnv, PettingZooEnv  # noqa: E402
 from muster.pool import resources  # noqa: E402
+from slow import slow  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
@@ -343,7 +344,11 @@ def pickles_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EnvBase, "pickles", pickles, raising=False)
 
 
-@pytest.mark.parametrize("name", [name for name in FACTORIES if name != "masks of agents"])
+PICKLED_FAST = ("masks", "nested done flags", "envs that differ")  # a transform around, tensors, tensors of each env
+PICKLED_TOO = [name for name in FACTORIES if name not in (*PICKLED_FAST, "masks of agents")]
+
+
+@pytest.mark.parametrize("name", [*PICKLED_FAST, *slow(*PICKLED_TOO)])
 @pytest.mark.usefixtures("pickles_counted")
 def test_nothing_is_pickled_on_a_step_of_tensors_here_nor_in_workers(name: str):
     envs = ParallelEnv(3, FACTORIES[name], mp_start_method="fork", worker_init=count_pickles)
@@ -366,7 +371,7 @@ def test_nothing_is_pickled_on_a_step_of_tensors_here_nor_in_workers(name: str):
     before = counted()
     count_pickles()
     PICKLED.clear()
-    steps(100)
+    steps(30)
     assert not PICKLED
     assert [after - count for after, count in zip(counted(), before, strict=True)] == asked
     env.close()
