@@ -16,6 +16,7 @@ from pool_residents import Echo, Hooks, name_of, plan_for
 from muster.errors import UnknownMessage, WorkerDied
 from muster.hosts.threads import ThreadPool
 from muster.pool.closing import AT_ONCE
+from muster.pool.launcher_client import LauncherClient
 from muster.pool.messages import (
     Answer,
     Build,
