@@ -152,11 +152,12 @@ def _acquire_and_hold(method: str, threads: int, preloads: Sequence[str], *more:
     known = layers and len(layers) == len(preloads)
     if method == "forkserver" and os.getpid() == _HERE and known and _needed != _AS_NAMED:
         preloads = tuple(itertools.chain(*_LAYERS[: 1 + max(_needed, *layers)]))
-        held = _held.get((threads, preloads, *more))
-        if held is None or not held.is_usable():
-            if held is not None:
-                held.release()
-            _held[threads, preloads, *more] = _acquire(method, threads, preloads, *more)
+        with LauncherClient._lock:  # two threads may start workers
+            held = _held.get((threads, preloads, *more))
+            if held is None or not held.is_usable():
+                if held is not None:
+                    held.release()
+                _held[threads, preloads, *more] = _acquire(method, threads, preloads, *more)
     return _acquire(method, threads, preloads, *more)
 
 
