@@ -27,7 +27,7 @@ import pytest
 from pool_residents import Doing, Echo, Hooks, Notes, Reported, Reports, Waits, plan_for
 
 from muster.errors import CannotTravel, ClosedError, UnknownMessage, UsageError, WorkerDied, WorkerTimeout
-from muster.pool.closing import AT_ONCE, CloseLimits, abandoned
+from muster.pool.closing import AT_ONCE, CloseLimits, close_abandoned
 from muster.pool.deaths import Nouns
 from muster.pool.place import Limit, Plan
 from muster.pool.verbs import Answered, Successor
@@ -118,7 +118,7 @@ class Owner:
     def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.itself = self  # only a collection finds it
-        weakref.finalize(self, pool.close, abandoned())
+        weakref.finalize(self, close_abandoned, pool.close)
 
 
 def interrupts_at(name: str) -> Callable[[str], None]:

@@ -177,7 +177,7 @@ def test_a_policy_that_keeps_failing_is_an_error_in_the_end():
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
-        with pytest.raises(WorkerError, match=r"collector 0 \(env 0\) failed 3 times.*: ZeroDivisionError: no action"):
+        with pytest.raises(WorkerError, match=r"collector \d \(env \d\) failed 3 times.*: ZeroDivisionError: no "):
             for _ in range(4):
                 assert not collector.rollout()["collector", "mask"].any()
     assert len(told) == 4

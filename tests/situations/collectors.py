@@ -278,7 +278,7 @@ def _() -> None:
 
 
 def fails_later(obs: Any) -> Any:
-    if (obs[:, 2] == 2).any():
+    if (obs[:, 2] == 2).any() and muster.get_worker_info().worker_index == 0:
         raise ZeroDivisionError("no action is good enough")
     return zeros(obs)
 

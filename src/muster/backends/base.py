@@ -29,7 +29,6 @@ from muster.pool.closing import (
     CloseLimits,
     CloseNotice,
     CloseProgress,
-    abandoned,
     name_envs,
     warn_of_cuts,
 )
@@ -230,11 +229,6 @@ def attach_local_host(backend: Backend, env_host: EnvHost, host: int, mail: Mail
     """Lets the calling process step the envs of `env_host` itself."""
     env_host.attach(backend.slab, host, mail, options)
     backend.caller.set_local(env_host.stepper)
-
-
-def close_abandoned(backend: Backend) -> None:
-    """Closes the backend of a vector env that nobody has closed."""
-    backend.close(abandoned())
 
 
 def close_here(env_host: EnvHost, limits: CloseLimits) -> list[Failure]:

@@ -186,11 +186,8 @@ class PooledBackend(Backend):
 
     def _ask_all(self, requests: Sequence[object], limit: Limit | None) -> None:
         """Asks every worker. limit: None for that of the envs' steps."""
-        sealed: dict[int, Any] = {}  # by identity: most requests are the same for all
-        for host, request in enumerate(requests):
-            if id(request) not in sealed:
-                sealed[id(request)] = self.pool.sealed(request)
-            self.pool.ask(host, sealed[id(request)], limit or self._limit(host))
+        for host, sealed in self.pool.sealed_by_place(dict(enumerate(requests))):
+            self.pool.ask(host, sealed, limit or self._limit(host))
 
     def _limit(self, host: int) -> Limit | None:
         """How long a worker may take for a message; it may have to reset each of its envs before it reads it."""

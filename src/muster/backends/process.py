@@ -22,6 +22,7 @@ from muster.errors import CannotTravel
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, to_exception
+from muster.hosts.recipe_plans import plans_of
 from muster.hosts.requests import (
     Attach,
     Call,
@@ -40,14 +41,14 @@ from muster.pickling import UserCall
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.launcher_client import standard_fds
-from muster.pool.place import Limit, Plan
+from muster.pool.place import Limit
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, Usage, usable_cores, usage_of
 from muster.pool.set_up import Processes
 from muster.pool.verbs import Successor
 from muster.pool.worker_process import close_own, own
 from muster.recipes.known_envs import advise_apart
-from muster.recipes.recipe import Recipe, check_forkable, pack
+from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.big_arrays import memfd
 from muster.transport.mail import LocalMail, Mail, SharedMail, dumps
@@ -132,9 +133,14 @@ class ProcessBackend(PooledBackend):
 
     def _start(self) -> list[EnvFacts]:
         options, processes = self._options, self._options.processes
-        plans = [self._plan(host) for host in self._hosts]
-        if self._context == "fork":
-            check_forkable(self._recipes, processes.init.function)
+        plans = plans_of(
+            self._recipes,
+            self.first_envs[: self.num_workers + 1],
+            processes,
+            lambda recipes, envs: EnvPlan(recipes, envs.start),
+        )
+        for plan in plans:
+            plan.parts = len(plan.envs)
         with standard_fds():
             for name in ("slab", "mail"):
                 self._files[name] = memfd(name)
@@ -152,17 +158,6 @@ class ProcessBackend(PooledBackend):
         declared = any(one.metadata.get("one_per_process") for one in facts)
         self._one_per_process = declared or options.one_env_per_process
         return facts
-
-    def _plan(self, host: int) -> Plan:
-        envs = self.envs_of(host)
-        recipes = self._recipes[envs.start : envs.stop]
-        info = WorkerInfo(None, host, len(self._recipes), self.num_workers, seed=None)
-        plan = Plan(EnvPlan(recipes, envs.start), info, envs, len(envs))
-        if self._context != "fork":
-            init = self._options.processes.init.function
-            sent = pack(recipes, start_method=self._context, big=plan.big, fds=plan.fds, init=init)
-            plan.content = EnvPlan(sent, envs.start)
-        return plan
 
     def _nouns(self) -> Nouns:
         """The nouns of the pool, with the hints of its errors."""

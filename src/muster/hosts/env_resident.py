@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from muster.envs.light_melting_pot import import_without_bots
-from muster.envs.quiet_atari import print_no_banner
 from muster.errors import CannotTravel
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, HostFailed, not_sent_there
+from muster.hosts.recipe_plans import RecipeResident
 from muster.hosts.requests import Attach, Call, EnvPlan, Reset, Restart, SetAgain, SetAttr
-from muster.pickling.main_module import Init
-from muster.pool.worker import Here, Resident
-from muster.recipes.recipe import unpack
+from muster.pool.worker import Here
 from muster.transport.mail import SharedMail
 from muster.transport.slab import Slab, SlabPlan
 
 
-class EnvResident(Resident):
+class EnvResident(RecipeResident):
     """The envs of one worker, which is a process or a thread."""
-
-    @classmethod
-    def prepare(cls) -> None:
-        prepare_for_envs()
-
-    @classmethod
-    def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> EnvPlan:
-        plan: EnvPlan = super().unpack(data, here, initialise)
-        assert isinstance(plan.recipes, bytes)
-        return dataclasses.replace(plan, recipes=unpack(plan.recipes, here.big_arrays, here.fds, initialise))
 
     def __init__(self, plan: EnvPlan, here: Here) -> None:
         assert not isinstance(plan.recipes, bytes)
@@ -100,9 +86,3 @@ class EnvResident(Resident):
             return self._here.dumps(result)
         except Exception as error:
             return self._here.dumps(self.host.failure(i, not_sent_there(result, error, self.host.recipes[0].call)))
-
-
-def prepare_for_envs() -> None:
-    """Prepares a worker process for envs, see `Resident.prepare`."""
-    import_without_bots()
-    print_no_banner()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from muster.hosts.failures import not_rebuilt_here
+from muster.hosts.recipe_plans import Recipes
 from muster.pickling import UserCall, is_plain, not_rebuilt
 from muster.pickling import dumps as dumps_carefully
 from muster.pool.messages import Message
@@ -96,12 +97,12 @@ class Attach(Message):
 class EnvPlan(Message):
     """What a host is built from.
 
-    recipes: those of its envs; packed, unless it inherits them or is in this process.  first_env: index of the first.
+    recipes: those of its envs.  first_env: index of the first.
     together: the recipes of all hosts in this process; None where there is no other.
     attach: given to a host that takes another's place: it is ready once it can step.
     """
 
-    recipes: Sequence[Recipe] | bytes
+    recipes: Recipes
     first_env: int
     together: Sequence[Recipe] | None = None
     attach: Attach | None = None

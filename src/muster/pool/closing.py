@@ -80,13 +80,13 @@ def limits_of(close_timeout: Any, num_envs: int = 1) -> CloseLimits:
     return CloseLimits(limit_s * num_envs, words=f"close_timeout={limit_s:g}" + " for each env" * (num_envs > 1))
 
 
-def abandoned() -> CloseLimits:
-    """The limits where nobody has called ``close()``: on garbage collection and at the interpreter's exit.
+def close_abandoned(close: Callable[..., object], *meanwhile: Any) -> None:
+    """Closes what nobody has closed: on garbage collection and at the interpreter's exit.
 
     There a Ctrl-C that has ended the program hurries the close, too.
     """
     why = f"the {ABANDONED_S:g} s that garbage collection and Python's exit wait (call close(), which waits longer)"
-    return in_all(ABANDONED_S, why).hurried(getattr(sys, "last_type", None) is KeyboardInterrupt)
+    close(in_all(ABANDONED_S, why).hurried(getattr(sys, "last_type", None) is KeyboardInterrupt), *meanwhile)
 
 
 class CloseProgress:

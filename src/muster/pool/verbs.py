@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from muster.errors import ClosedError, UsageError, WorkerName
@@ -188,6 +188,14 @@ class BasePool(ABC, Generic[P]):
     @abstractmethod
     def sealed(self, message: object) -> Any:
         """A message as `post` and `ask` take it, made once for several places. Raises what pickling raises."""
+
+    def sealed_by_place(self, messages: Mapping[int, object]) -> Iterator[tuple[int, Any]]:
+        """Yields places with their sealed messages; one that is the same object for several is sealed once."""
+        sealed: dict[int, Any] = {}
+        for place, message in messages.items():
+            if id(message) not in sealed:
+                sealed[id(message)] = self.sealed(message)
+            yield place, sealed[id(message)]
 
     @abstractmethod
     def watch(self, waited_s: float) -> None:

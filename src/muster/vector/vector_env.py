@@ -17,13 +17,13 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
 from muster._core import SLICE_NS, Status, Unusual
-from muster.backends.base import Backend, close_abandoned
+from muster.backends.base import Backend
 from muster.backends.recovery import Recovery
 from muster.errors import CannotTravel, ClosedError, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
 from muster.hosts.requests import EnvCall, ResetArguments
-from muster.pool.closing import CloseLimits
+from muster.pool.closing import CloseLimits, close_abandoned
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, spread
@@ -85,7 +85,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._recovery = assembled.recovery
         self._all = np.arange(self.num_envs)
         self._watch_at = 0.0
-        self._finalizer = weakref.finalize(self, close_abandoned, assembled.backend)
+        self._finalizer = weakref.finalize(self, close_abandoned, assembled.backend.close)
 
     # ---- reset
 

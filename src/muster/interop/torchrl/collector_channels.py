@@ -20,19 +20,18 @@ from torch import Tensor
 from muster._core import map_fd
 from muster.errors import ClosedError, NotPendingError, SpecMismatch, WaitTimeout
 from muster.hosts.failures import Failure, not_rebuilt_here
+from muster.hosts.recipe_plans import Recipes, plans_of
 from muster.interop.starting import NOUNS, sealed, ways_of
 from muster.interop.torchrl.collector_worker import FLAG_BYTES, Ask, Collect, Collected, CollectorPlan, Put, Way
-from muster.pool.closing import abandoned, in_all
+from muster.pool.closing import close_abandoned, in_all
 from muster.pool.messages import Failed
-from muster.pool.place import Plan
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, usable_cores
 from muster.pool.verbs import Answered, Hooks
-from muster.recipes.recipe import Recipe, check_forkable, pack
+from muster.recipes.recipe import Recipe
 from muster.rollout.processes.shared_weights import SharedWeights
 from muster.transport.big_arrays import memfd
 from muster.vector.raisers import original_error
-from muster.worker_info import WorkerInfo
 
 # Imported once, before workers are forked from what has imported them.
 PRELOADS = ("torch", "tensordict", "torchrl.collectors", "torchrl.envs")
@@ -94,7 +93,7 @@ class CollectorPool:
         self._batches, self._updates = [0] * self.num_workers, [0] * self.num_workers
         self._answers: dict[int, Any] = {}
         self._pool = _pool_of(recipes, files, self._work, context, num_threads)
-        self._finalizer = weakref.finalize(self, _close_abandoned, self._pool, files)
+        self._finalizer = weakref.finalize(self, close_abandoned, self._pool.close, files.end_free_runs)
         facts = self._pool.start(_judge(self.num_workers))
         self._pool.never_replaces()
         self._uses_buffers = [one.uses_buffers for one in facts]
@@ -297,16 +296,14 @@ class CollectorPool:
 
 def _pool_of(recipes: Sequence[Recipe], files: Files, work: _Work, context: str, num_threads: int) -> Pool:
     ways = ways_of(context, num_threads, preloads=PRELOADS)
-    init, count, call = ways.init.function, len(recipes), recipes[0].call
-    if context == "fork":
-        check_forkable(recipes, init)
-    plans = []
-    for k, recipe in enumerate(recipes):
-        plan = Plan(None, WorkerInfo(k, k, count, count, seed=None), range(k, k + 1))
-        is_sent = context != "fork"
-        packed = pack([recipe], start_method=context, big=plan.big, fds=plan.fds, init=init) if is_sent else recipe
-        plan.content = CollectorPlan(packed, files.paths[1 + k], files.paths[0])
-        plans.append(plan)
+    count, call = len(recipes), recipes[0].call
+
+    def content(own: Recipes, envs: range) -> CollectorPlan:
+        return CollectorPlan(own, files.paths[1 + envs.start], files.paths[0])
+
+    plans = plans_of(recipes, range(count + 1), ways, content)
+    for plan in plans:  # TorchRL's code knows one env in each
+        plan.info = replace(plan.info, env_index=plan.info.worker_index)
     starting = f"starting {count} env{'s' * (count > 1)} in {count} process{'es' * (count > 1)}"
     nouns = replace(NOUNS, pool="the collector is", starting=starting, rebuilding=call.hanging())
     return Pool("muster.interop.torchrl.collector_worker:CollectorResident", plans, ways, work, nouns=nouns)
@@ -323,11 +320,6 @@ def _opened(answered: Answered) -> Any:
         return pickle.loads(answered.content)
     except Exception as error:
         return Failure.of(not_rebuilt_here(error), answered.place, answered.place, None, None)
-
-
-def _close_abandoned(pool: Pool, files: Files) -> None:
-    pool.close(abandoned(), files.end_free_runs)
-    files.close()
 
 
 class Pipe:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -30,17 +30,15 @@ from torchrl.collectors.utils import (
 from muster._core import map_fd
 from muster.arguments import with_ints
 from muster.errors import UnknownMessage
-from muster.hosts.env_resident import prepare_for_envs
 from muster.hosts.failures import Failure, not_sent_there
+from muster.hosts.recipe_plans import RecipeResident, Recipes
 from muster.interop.torchrl.collectors import Collector
 from muster.interop.torchrl.columns import Columns, EnvRows, has_stacks, visit
 from muster.interop.torchrl.env_worker import without_locks
 from muster.introspection import type_name
-from muster.pickling.main_module import Init
 from muster.pool.resources import own_memory_bytes
 from muster.pool.set_up import about_script
-from muster.pool.worker import Here, Resident
-from muster.recipes.recipe import Recipe, unpack
+from muster.pool.worker import Here
 from muster.rollout.processes.shared_weights import SharedWeights
 from muster.rollout.weights import named_weights
 
@@ -92,12 +90,12 @@ class Collected:
 
 @dataclass(frozen=True)
 class CollectorPlan:
-    """What a worker is built from. recipe: of the collector, pickled but under fork.
+    """What a worker is built from. recipes: the collector's.
 
     weights_path, flags_path: files of the caller.
     """
 
-    recipe: Recipe | bytes
+    recipes: Recipes
     weights_path: str
     flags_path: str
 
@@ -181,26 +179,16 @@ def _with_derived_keys(policy: Any) -> Any:
     return policy
 
 
-class CollectorResident(Resident):
+class CollectorResident(RecipeResident):
     """A collector of TorchRL's in a place of a pool. An exception of its env or policy is an answer: a `Failure`."""
 
-    @classmethod
-    def prepare(cls) -> None:
-        prepare_for_envs()
-
-    @classmethod
-    def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> CollectorPlan:
-        plan: CollectorPlan = super().unpack(data, here, initialise)
-        assert isinstance(plan.recipe, bytes)
-        [recipe] = unpack(plan.recipe, here.big_arrays, here.fds, initialise)
-        return replace(plan, recipe=recipe)
-
     def __init__(self, plan: CollectorPlan, here: Here) -> None:
-        assert isinstance(plan.recipe, Recipe)
+        assert not isinstance(plan.recipes, bytes)
         assert here.dumps is not None
-        self._dumps, self._index, self._call = here.dumps, here.info.worker_index, plan.recipe.call
+        [recipe] = plan.recipes
+        self._dumps, self._index, self._call = here.dumps, here.info.worker_index, recipe.call
         before_bytes = own_memory_bytes() if here.is_judged else 0
-        self._built = plan.recipe.build()
+        self._built = recipe.build()
         if here.is_judged:
             here.report((before_bytes, own_memory_bytes()))
         self._inner = inner = self._built.env

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +12,12 @@ import torch
 
 from muster._core import map_fd
 from muster.errors import CannotTravel, EnvError
-from muster.hosts.env_resident import prepare_for_envs
 from muster.hosts.failures import not_sent_there
+from muster.hosts.recipe_plans import RecipeResident, Recipes
 from muster.hosts.requests import Call, SetAttr
-from muster.pickling.main_module import Init
 from muster.pool.messages import Failed, Message
 from muster.pool.resources import own_memory_bytes
-from muster.pool.worker import Here, Resident
-from muster.recipes.recipe import Recipe, unpack
+from muster.pool.worker import Here
 from muster.rollout.beside_weights import apply_changes
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import collector_nouns
@@ -39,14 +36,14 @@ COUNTS = ("env_steps", "resets", "restarts")
 class ReplicaPlan:
     """The plan of one replica.
 
-    recipes: those of its envs, packed unless its process inherits them.  first_env: index of its first env among all.
+    recipes: those of its envs.  first_env: index of its first env among all.
     policy: packed; None for random actions.  policy_is_factory: `policy` is a factory, to be called for the policy.
     part: the replica's own part of a batch's envs.  batch_envs: number of envs in a batch.
     max_restarts: of envs that raise, see `serial_vec`.
     options: for `Collector`.
     """
 
-    recipes: bytes | Sequence[Recipe]
+    recipes: Recipes
     first_env: int
     policy: bytes | None
     policy_is_factory: bool
@@ -141,22 +138,12 @@ class Raised(Message):
     is_final: bool
 
 
-class Replica(Resident):
+class Replica(RecipeResident):
     """A collector in its process.
 
     An env that raises is replaced here, so that the others keep their episodes. All else that raises is an answer: the
     caller may replace the replica.
     """
-
-    @classmethod
-    def prepare(cls) -> None:
-        prepare_for_envs()
-
-    @classmethod
-    def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> ReplicaPlan:
-        plan: ReplicaPlan = super().unpack(data, here, initialise)
-        assert isinstance(plan.recipes, bytes)
-        return dataclasses.replace(plan, recipes=unpack(plan.recipes, here.big_arrays, here.fds, initialise))
 
     def __init__(self, plan: ReplicaPlan, here: Here) -> None:
         # A forked process has none of the threads that torch's pool expects, and would wait for them forever. The

@@ -19,16 +19,17 @@ from torch import Tensor
 
 from muster.backends.process import ENV_PRELOADS, with_hints
 from muster.errors import ClosedError, SpecMismatch
+from muster.hosts.recipe_plans import Recipes, plans_of
 from muster.hosts.requests import Call, Packed, SetAttr, opened, packed
 from muster.introspection import caller_stacklevel
 from muster.pickling import named_arguments
-from muster.pool.closing import abandoned
+from muster.pool.closing import close_abandoned
 from muster.pool.launcher_client import standard_fds
 from muster.pool.place import Limit, Plan
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, figures, usable_cores
 from muster.pool.verbs import Answered, Lost
-from muster.recipes.recipe import Recipe, check_forkable, pack
+from muster.recipes.recipe import Recipe
 from muster.rollout.beside_weights import BesideWeights
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
 from muster.rollout.processes.batch_memory import BatchMemory, Block, stop_flag
@@ -51,7 +52,6 @@ from muster.rollout.storage import Final, Loss, Storage
 from muster.rollout.weights import module_of, named_weights, weights_to_send
 from muster.transport.big_arrays import memfd
 from muster.transport.slab import split_evenly
-from muster.worker_info import WorkerInfo
 
 # The first word of the spawn keys for replicas' seeds; Collector uses smaller ones.
 _REPLICAS = 3
@@ -107,7 +107,7 @@ class ReplicaPool:
             files=files,
             nouns=self._nouns,
         )
-        weakref.finalize(self, _close_abandoned, self._pool)
+        weakref.finalize(self, close_abandoned, self._pool.close)
         step_timeout = options.step_timeout
         self._limit = None if step_timeout is None else Limit(step_timeout, f"{nouns.step_timeout}={step_timeout}")
         try:
@@ -124,38 +124,30 @@ class ReplicaPool:
         options: CollectorOptions,
     ) -> list[Plan]:
         """One plan for each collector. Raises CannotTravel, and what `check_forkable` raises."""
-        processes = self._processes
-        forks, init = processes.context == "fork", processes.init.function
         if policy_factory is not None:
-            policy: bytes | None = pack_factory(policy_factory, processes.context)
+            policy: bytes | None = pack_factory(policy_factory, self._processes.context)
         else:
             policy = None if self._policy is None else pack_policy(self._policy)
-        if forks:
-            check_forkable(recipes, init)
-        count, num_envs = len(self._collectors), len(recipes)
-        plans = []
-        for k, (first, last) in enumerate(itertools.pairwise(self._firsts)):
-            batch_envs = num_envs if self._sync else last - first
-            own = recipes[first:last]
-            plan = Plan(None, WorkerInfo(None, k, num_envs, count, seed=None), range(first, last))
+
+        def content(own: Recipes, envs: range) -> ReplicaPlan:
+            batch_envs = len(recipes) if self._sync else len(envs)
             T = -(-collector_options["frames_per_batch"] // batch_envs)
-            plan.content = ReplicaPlan(
-                # A forked process has the recipes already, whatever they hold.
-                own if forks else pack(own, start_method=processes.context, big=plan.big, fds=plan.fds, init=init),
-                first,
+            return ReplicaPlan(
+                own,
+                envs.start,
                 policy,
                 policy_is_factory=policy_factory is not None,
-                part=(first, last) if self._sync else (0, last - first),
+                part=(envs.start, envs.stop) if self._sync else (0, len(envs)),
                 batch_envs=batch_envs,
                 max_restarts=options.restarts,
                 options={
                     **collector_options,
-                    "frames_per_batch": T * (last - first),
-                    "init_random_frames": -(-collector_options["init_random_frames"] // count),
+                    "frames_per_batch": T * len(envs),
+                    "init_random_frames": -(-collector_options["init_random_frames"] // len(self._collectors)),
                 },
             )
-            plans.append(plan)
-        return plans
+
+        return plans_of(recipes, self._firsts, self._processes, content)
 
     # ---- starting
 
@@ -228,9 +220,10 @@ class ReplicaPool:
             seeds = [int(word) for word in sequence.generate_state(count)]
         self._frames = [frames // count] * count
         self._fates.seeds = seeds
-        for k, answer in self._ask({k: Begin(seed) for k, seed in enumerate(seeds)}, "in reset").items():
-            if isinstance(answer, Raised):
-                self._replace_or_raise(k, answer)
+        with self._translating():
+            for k, answer in self._ask({k: Begin(seed) for k, seed in enumerate(seeds)}, "in reset").items():
+                if isinstance(answer, Raised):
+                    self._replace_or_raise(k, answer)
         self._fates.reasons.clear()
 
     def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -406,12 +399,9 @@ class ReplicaPool:
 
     def _send(self, questions: Mapping[int, object], words: str, at_first: str = "about to answer a call") -> None:
         """Asks replicas. words, at_first: what they do then, and what they do until they can have read it."""
-        sealed: dict[int, bytes] = {}  # by identity: most questions are the same for all
-        for k, question in questions.items():
-            if id(question) not in sealed:
-                sealed[id(question)] = self._pool.sealed(question)
+        for k, sealed in self._pool.sealed_by_place(questions):
             self._fates.asked[k] = at_first, None
-            self._pool.ask(k, sealed[id(question)], self._limit)
+            self._pool.ask(k, sealed, self._limit)
             self._fates.asked[k] = words, time.monotonic()
 
     def _take(self, at_least: int | None) -> list[Answered | Lost]:
@@ -443,11 +433,6 @@ class ReplicaPool:
             yield
         except ClosedError:
             raise ClosedError("the collector processes have ended; make another MultiCollector") from None
-
-
-def _close_abandoned(pool: Pool) -> None:
-    """Closes the pool of a collector that nobody has closed."""
-    pool.close(abandoned())
 
 
 def _require_same(collector: int, expected: WeightShapes, built: WeightShapes) -> None:
