@@ -161,6 +161,12 @@ def _acquire_and_hold(method: str, threads: int, preloads: Sequence[str], *more:
     return _acquire(method, threads, preloads, *more)
 
 
+def pytest_sessionfinish() -> None:
+    """Lets go of the launchers that were held."""
+    while _held:
+        _held.popitem()[1].release()
+
+
 _HERE, _AS_NAMED = os.getpid(), -1
 _needed = 0
 _held: dict[tuple[Any, ...], LauncherClient] = {}
