@@ -32,8 +32,8 @@ _LATER = {
     "load_policy": "training.run_policy",
     "rebuild_with": "rollout.processes.policy_travel",
 }
-_SUBMODULES = ("algorithms", "interop", "nn")
-_NEED_TORCH = {"Collector", "MultiCollector", "algorithms", "load_policy", "nn", "rebuild_with"}
+_SUBMODULES = ("algorithms", "interop", "nn", "rollout")
+_NEED_TORCH = {"Collector", "MultiCollector", "algorithms", "load_policy", "nn", "rebuild_with", "rollout"}
 
 __all__ = [
     "Collector",

@@ -23,8 +23,8 @@ Who owns which bytes, in the slab and in the mail. Nobody reads what the other s
    has collected are dropped with their mail (``Recovery::lose_host``), the rows of the last answer are put back from
    copies, and the layouts are forgotten. The replacement starts the layouts' box anew, before its first row.
 6. Big arrays (`big_arrays.py`) are written before the workers start, and never again. A collector's block of batch
-   memory is its replica's from the request to the answer of the env that the replica is, but for the flag that ends a
-   batch early. A learner's weights have a lock. Messages are the kernel's.
+   memory is its replica's from the question to the answer, but for the flag that ends a batch early. A learner's
+   weights have a lock. Messages are the kernel's.
 
 Steps in the caller's own process (serial, thread, ``caller_steps``) follow the same rules; objects in infos are copies
 there, too. tests/transport/handover.cpp runs rules 1, 3, 4 and 5 under ThreadSanitizer.
