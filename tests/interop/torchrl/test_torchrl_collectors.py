@@ -582,6 +582,17 @@ def test_backends_are_processes_of_this_machine():
         ours.Collector(counting, num_collectors=True, frames_per_batch=16)
 
 
+def test_torchrls_other_names_collect_as_they_do():
+    frames = {"frames_per_batch": 16, "total_frames": 32}
+    alone = ours.AsyncCollector(counting, None, **frames)
+    both = [ours.MultiCollector([counting] * 2, None, sync=sync, **frames) for sync in (True, False)]
+    assert isinstance(alone, theirs.AsyncCollector)
+    assert [type(one).__name__ for one in both] == [*KINDS]
+    for collector in (alone, *both):
+        assert [batch.numel() for batch in collector] == [16, 16]
+        collector.shutdown()
+
+
 @pytest.mark.parametrize(
     "options",
     [

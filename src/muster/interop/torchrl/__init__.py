@@ -17,8 +17,10 @@ with (
     from muster.interop.torchrl.env import MusterEnv, as_torchrl
     from muster.interop.torchrl.libs import MeltingpotEnv, MeltingpotWrapper, PettingZooEnv
     from muster.interop.torchrl.multi_collectors import (
+        AsyncCollector,
         MultiAsyncCollector,
         MultiaSyncDataCollector,
+        MultiCollector,
         MultiSyncCollector,
         MultiSyncDataCollector,
     )
@@ -27,10 +29,12 @@ with (
 warn_if_newer()
 
 __all__ = [
+    "AsyncCollector",
     "Collector",
     "MeltingpotEnv",
     "MeltingpotWrapper",
     "MultiAsyncCollector",
+    "MultiCollector",
     "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrl.collectors import AsyncCollector as TheirAsyncCollector
 from torchrl.collectors import MultiAsyncCollector as TheirMultiAsyncCollector
+from torchrl.collectors import MultiCollector as TheirMultiCollector
 from torchrl.collectors import MultiSyncCollector as TheirMultiSyncCollector
 from torchrl.collectors.utils import _TrajectoryPool
 from torchrl.data import ListStorage
@@ -245,6 +247,19 @@ class MultiSyncCollector(_InWorkers, TheirMultiSyncCollector):  # type: ignore[m
 
 class MultiAsyncCollector(_InWorkers, TheirMultiAsyncCollector):  # type: ignore[misc]  # TorchRL has no types here
     """TorchRL's `MultiAsyncCollector` on Muster's processes; see `MultiSyncCollector`."""
+
+
+class AsyncCollector(_InWorkers, TheirAsyncCollector):  # type: ignore[misc]  # TorchRL has no types here
+    """TorchRL's `AsyncCollector` on one of Muster's processes; see `MultiSyncCollector`."""
+
+
+class _BySync(type(TheirMultiCollector)):  # type: ignore[misc]  # TorchRL has no types here
+    def __call__(cls, *args: Any, sync: bool, **options: Any) -> Any:
+        return IN_PROCESSES[bool(sync)](*args, **options)
+
+
+class MultiCollector(TheirMultiCollector, metaclass=_BySync):  # type: ignore[misc]  # TorchRL has no types here
+    """A `MultiSyncCollector` where it is called with ``sync=True``, a `MultiAsyncCollector` with ``sync=False``."""
 
 
 IN_PROCESSES.update({True: MultiSyncCollector, False: MultiAsyncCollector})
