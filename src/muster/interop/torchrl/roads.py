@@ -15,8 +15,9 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import InitTracker, RewardSum, StepCounter, Transform
 
-from muster.interop.torchrl.leaves import Leaves, Nesting, Path, leaves_of, path_of
+from muster.interop.torchrl.leaves import Leaves, Nesting, Path
 from muster.interop.torchrl.short_steps import BareGym, bare_gym, has_own_verbs, is_plainly_wrapped, parts_of
+from muster.rollout.plain_modules import as_key, leaves_of
 
 _ACTION = ("action",)
 _REWARD = ("reward",)
@@ -45,7 +46,7 @@ class WholeRoad:
     def __init__(self, env: EnvBase, nesting: Nesting) -> None:
         self._env, self._nesting = env, nesting
         self._shares = nesting.device == env.device  # else the collector hands a copy to the env
-        self._done_keys = [path_of(key) for key in env.done_keys]
+        self._done_keys = [as_key(key) for key in env.done_keys]
 
     def step(self, root: Leaves) -> Stepped:
         given = self._nesting.tensordict(root, self._env.device)
@@ -62,10 +63,10 @@ class StepRoad:
     def __init__(self, env: EnvBase, nesting: Nesting) -> None:
         self._env, self._nesting = env, nesting
         self._shares = nesting.device == env.device
-        self._done_keys = [path_of(key) for key in env.done_keys]
-        shapes = {path_of(key): spec.shape for key, spec in env.full_done_spec.items(True, True)}
+        self._done_keys = [as_key(key) for key in env.done_keys]
+        shapes = {as_key(key): spec.shape for key, spec in env.full_done_spec.items(True, True)}
         self._shapes = list(
-            (shapes | {path_of(key): env.full_reward_spec[key].shape for key in env.reward_keys}).items()
+            (shapes | {as_key(key): env.full_reward_spec[key].shape for key in env.reward_keys}).items()
         )
         self._left = env._step_mdp.exclude_from_root
         self._moved = list(_paths(env._step_mdp.keys_from_next))
