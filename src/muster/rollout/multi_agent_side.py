@@ -37,8 +37,8 @@ class MultiAgentEnvs(EnvSide):
             {g: FieldTree(stacked_space(spaces_of[g], (A,)), (g, name)) for g, A in self._sizes.items()}
             for spaces_of, name in ((seen, "observation"), (acts, "action"))
         )
-        self._shared = FieldTree(seen["shared"], ("shared",)) if "shared" in seen else None
-        self._state = FieldTree(envs.state_space, ("state",)) if envs.state_space is not None else None
+        about_all = {"shared": seen.get("shared"), "state": envs.state_space}
+        self._about_all = {name: FieldTree(one, (name,)) for name, one in about_all.items() if one is not None}
         self._masked = {group: (self._sizes[group], *shape) for group, shape in envs.mask_shapes.items()}
         self.observation_fields = self._fields_of_observations()
         self.reward_fields = [
@@ -65,11 +65,8 @@ class MultiAgentEnvs(EnvSide):
         """Observations ``[N, A, ...]`` by group, ``"shared"`` and ``"state"``; masks and flags need TensorDict keys."""
         left = iter(rows)
         inputs: dict[str, Any] = {}
-        for group, tree in self._observation_trees.items():
-            inputs[group] = tree.join([next(left) for _ in tree.fields])
-        for name, part in (("shared", self._shared), ("state", self._state)):
-            if part is not None:
-                inputs[name] = part.join([next(left) for _ in part.fields])
+        for name, tree in (self._observation_trees | self._about_all).items():
+            inputs[name] = tree.join([next(left) for _ in tree.fields])
         return inputs
 
     def output_keys(self, outputs: Any) -> dict[Key, Any]:
@@ -101,9 +98,7 @@ class MultiAgentEnvs(EnvSide):
             done[ids] |= cut
 
     def _fields_of_observations(self) -> list[Field]:
-        fields = [field for tree in self._observation_trees.values() for field in tree.fields]
-        for part in (self._shared, self._state):
-            fields += part.fields if part is not None else []
+        fields = [field for tree in (self._observation_trees | self._about_all).values() for field in tree.fields]
         for group, A in self._sizes.items():
             fields += [Field((group, "alive"), (A,), _BOOL), Field((group, "acting"), (A,), _BOOL)]
             if group in self._masked:
@@ -113,10 +108,8 @@ class MultiAgentEnvs(EnvSide):
     def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]:
         count = len(next(iter(infos["alive"].values())))
         leaves = [leaf for group, tree in self._observation_trees.items() for leaf in tree.split(obs[group])]
-        if self._shared is not None:
-            leaves += self._shared.split(obs["shared"])
-        if self._state is not None:
-            leaves += self._state.split(infos["state"])
+        for name, tree in self._about_all.items():
+            leaves += tree.split(infos[name] if name == "state" else obs[name])
         masks = infos.get("action_mask", {})
         for group in self._sizes:
             leaves += [infos["alive"][group], infos["acting"][group]]

@@ -166,19 +166,17 @@ class PolicyActor:
             for field, row in zip(self._envs.observation_fields, inputs, strict=True)
             if row.dtype is torch.float64
         ]
-        if doubles and self._computes([row.float() if row.dtype is torch.float64 else row for row in inputs]):
-            raise SpecMismatch(
-                f"the envs observe float64, in {', '.join(doubles)}, and the policy computes with another dtype. Pass "
-                "observation_dtype=torch.float32 to the collector, which converts them, or make the policy float64: "
-                f"policy.double(). It raised {type(error).__name__}: {error}"
-            ) from error
-
-    def _computes(self, inputs: Sequence[Tensor]) -> bool:
+        if not doubles:
+            return
         try:
-            self._compute(inputs)
-        except Exception:
-            return False
-        return True
+            self._compute([row.float() if row.dtype is torch.float64 else row for row in inputs])
+        except Exception:  # then the dtype was not the cause, or not the only one
+            return
+        raise SpecMismatch(
+            f"the envs observe float64, in {', '.join(doubles)}, and the policy computes with another dtype. Pass "
+            "observation_dtype=torch.float32 to the collector, which converts them, or make the policy float64: "
+            f"policy.double(). It raised {type(error).__name__}: {error}"
+        ) from error
 
     def _lay_out(self, outputs: dict[Key, Tensor]) -> None:
         """Allocates memory for the policy's outputs, as the first step shows them."""
