@@ -7,7 +7,7 @@ the storage and writes straight into it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -28,19 +28,6 @@ IS_INIT = ("is_init",)
 _MULTI_AGENT_NETS = (("muster", "MultiAgentNet"), ("torchrl", "MultiAgentNetBase"))
 
 
-class Actor(Protocol):
-    """Acts for the envs of one part of a vector env."""
-
-    def begin(self, storage: Storage) -> None:
-        """Works on `storage` from now on."""
-
-    def act(self, t: int) -> list[Array]:
-        """The actions of step t, one array ``[n, ...]`` for each action field. All outputs are in the storage."""
-
-    def forget(self, done: Array) -> None:
-        """Resets the recurrent state of the envs `done` (bool ``[n]``), where new episodes begin."""
-
-
 class RandomActor:
     """Draws actions from the action space, a whole rollout's at once."""
 
@@ -49,6 +36,7 @@ class RandomActor:
         self._rng = rng
 
     def begin(self, storage: Storage) -> None:
+        """Works on `storage` from now on."""
         self._storage = storage
         self._rows: list[Array] = []
         for field, space in zip(self._envs.action_fields, self._envs.action_spaces, strict=True):
@@ -60,6 +48,7 @@ class RandomActor:
             self._rows.append(drawn)
 
     def act(self, t: int) -> list[Array]:
+        """The actions of step t, one array ``[N, ...]`` for each action field; they are in the storage, too."""
         for i, masked_by in enumerate(self._envs.masks):
             if masked_by is not None:
                 actions = self._rows[i][t]
@@ -109,12 +98,14 @@ class PolicyActor:
         """Prepares what one kind of policy needs in addition."""
 
     def begin(self, storage: Storage) -> None:
+        """Works on `storage` from now on."""
         self._storage = storage
         self._inputs = [array[:, self._part] for array in storage.observations]
         self._outputs: list[tuple[Key, Tensor, torch.Size, torch.dtype]] = []  # rows, and the shape and dtype of one
         self._actions: list[Array] = []
 
     def act(self, t: int) -> list[Array]:
+        """The actions of step t, one array ``[n, ...]`` for each action field. All outputs are in the storage."""
         # Copies, since these are dense: policies may call `view` on them.
         inputs = [torch.from_numpy(rows[t].copy()) for rows in self._inputs]
         if not self._on_cpu:
@@ -138,6 +129,7 @@ class PolicyActor:
         return [np.ascontiguousarray(action[t]) for action in self._actions]
 
     def forget(self, done: Array) -> None:
+        """Resets the recurrent state of the envs `done` (bool ``[n]``), where new episodes begin."""
         if not self._initial:
             return
         rows = torch.from_numpy(done).to(self._device)
@@ -199,6 +191,10 @@ class PolicyActor:
         for key in action_keys:
             numpy_dtype(key, self._storage.outputs[key])
         self._actions = [self._storage.outputs[key][:, self._part].numpy() for key in action_keys]
+
+
+Actor = RandomActor | PolicyActor
+"""Acts for the envs of one part of a vector env."""
 
 
 class TensorDictActor(PolicyActor):

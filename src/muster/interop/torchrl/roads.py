@@ -7,7 +7,7 @@ verbs by their ``_step`` alone, then all others by their own verbs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,13 +33,6 @@ class Stepped(NamedTuple):
     ended: bool
 
 
-class Road(Protocol):
-    """Steps an env and resets it where it is done."""
-
-    def step(self, root: Leaves) -> Stepped:
-        """root: what a policy acted on, and its outputs. Raises SpecMismatch, and what the env raises."""
-
-
 class WholeRoad:
     """For every env: its own `step_and_maybe_reset`."""
 
@@ -49,6 +42,10 @@ class WholeRoad:
         self._done_keys = [as_key(key) for key in env.done_keys]
 
     def step(self, root: Leaves) -> Stepped:
+        """Steps the env, and resets it where it is done. root: what a policy acted on, and its outputs.
+
+        Raises SpecMismatch, and what the env raises.
+        """
         given = self._nesting.tensordict(root, self._env.device)
         stepped, following = self._env.step_and_maybe_reset(given)
         arrived = leaves_of(stepped.get("next"))
@@ -57,13 +54,11 @@ class WholeRoad:
         return Stepped(root, arrived, leaves_of(following), _any_set(arrived, self._done_keys))
 
 
-class StepRoad:
+class StepRoad(WholeRoad):
     """For envs with TorchRL's own verbs: their `_step`, and what TorchRL does around it."""
 
     def __init__(self, env: EnvBase, nesting: Nesting) -> None:
-        self._env, self._nesting = env, nesting
-        self._shares = nesting.device == env.device
-        self._done_keys = [as_key(key) for key in env.done_keys]
+        super().__init__(env, nesting)
         shapes = {as_key(key): spec.shape for key, spec in env.full_done_spec.items(True, True)}
         self._shapes = list(
             (shapes | {as_key(key): env.full_reward_spec[key].shape for key in env.reward_keys}).items()
@@ -159,6 +154,9 @@ class GymRoad:
 
     def _tensor(self, obs: Any) -> Tensor:
         return torch.from_numpy(np.array(obs, dtype=self._bare.dtype))
+
+
+Road = WholeRoad | GymRoad
 
 
 def road_of(env: EnvBase, nesting: Nesting) -> Road:
