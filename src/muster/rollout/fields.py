@@ -53,6 +53,7 @@ class FieldTree:
         self.spaces = [leaf for _, _, leaf in leaves]
         self._paths = [path for _, path, _ in leaves]
         self._space = space
+        self._is_leaf = self._paths == [()]
         if at_root:
             for field in self.fields:
                 if field.key[0] in _TAKEN:
@@ -62,11 +63,11 @@ class FieldTree:
 
     def split(self, value: Any) -> list[Any]:
         """The leaves of a value, batched or single."""
-        return [reduce(getitem, path, value) for path in self._paths]
+        return [value] if self._is_leaf else [reduce(getitem, path, value) for path in self._paths]
 
     def join(self, leaves: Sequence[Any]) -> Any:
         """The value that has these leaves: dicts and tuples as the space has them."""
-        return _joined(self._space, iter(leaves))
+        return leaves[0] if self._is_leaf else _joined(self._space, iter(leaves))
 
 
 def _leaves(

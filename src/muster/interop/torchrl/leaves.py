@@ -111,11 +111,13 @@ class Writer:
 
     def write_if_whole(self, values: TensorDictBase) -> bool:
         """Writes all leaves if each is there and laid out as its column; returns whether it has."""
-        found = [(column, value) for _, column, _, value in self._pairs(values)]
-        is_whole = all(value is not None and _fits(value, column) for column, value in found)
-        if is_whole:
-            _write(found)
-        return is_whole
+        found = []
+        for _, column, _, value in self._pairs(values):
+            if value is None or not _fits(value, column):
+                return False
+            found.append((column, value))
+        _write(found)
+        return True
 
     def _pairs(self, values: TensorDictBase) -> Iterator[tuple[Path, Tensor, bool, Any]]:
         """Each column: its path, itself, whether it is required, and the leaf of `values` for it, or None."""
