@@ -54,7 +54,7 @@ class Stepping:
             return self._rows
         self._envs.drop_pending()
         self._owed = [0] * len(self.parts)
-        self._rows = self._envs.reset(seeds if self._seeded else None)
+        rows = self._envs.reset(seeds if self._seeded else None)
         self._seeded = False
         self._begins[:] = True
         self._resets[:] = False
@@ -62,7 +62,8 @@ class Stepping:
         self._frames[:] = 0
         for part, actor in zip(self.parts, actors, strict=False):
             actor.forget(self._begins[part] if len(actors) > 1 else self._begins)
-        return self._rows
+        self._rows = rows
+        return rows
 
     def fill(
         self, storage: Storage, actors: Sequence[Actor], seeds: Sequence[int] | None, stop: Array | None = None

@@ -94,7 +94,7 @@ class Writer:
             elif required:
                 raise missing_in(values, self._what, path, brief(column))
         if odd:  # of the leaf that the env has set first: others may have been made of it
-            raise next(odd[path] for path in map(as_key, values.keys(True, True)) if path in odd)
+            raise next(odd[path] for path in map(as_key, values.keys(True)) if path in odd)
         _write(found)
 
     def misfit(self, values: TensorDictBase, made: Collection[Path]) -> SpecMismatch | None:
