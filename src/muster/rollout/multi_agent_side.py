@@ -55,9 +55,9 @@ class MultiAgentEnvs(EnvSide):
             ]
         self.action_fields = [field for tree in self._action_trees.values() for field in tree.fields]
         self.action_spaces = [space for tree in self._action_trees.values() for space in tree.spaces]
-        places = {field.key: i for i, field in enumerate(self.observation_fields)}
+        self._places = {field.key: i for i, field in enumerate(self.observation_fields)}
         self.masks = [
-            places.get((field.key[0], "action_mask")) if isinstance(acts[field.key[0]], spaces.Discrete) else None
+            self._places.get((field.key[0], "action_mask")) if isinstance(acts[field.key[0]], spaces.Discrete) else None
             for field in self.action_fields
         ]
 
@@ -88,11 +88,10 @@ class MultiAgentEnvs(EnvSide):
         return [leaf[row] for leaf in self._observations(infos["final_obs"], infos["final_info"])]
 
     def mark_cut(self, before: Sequence[Array], after: Sequence[Array], rewards: Sequence[Array], ids: Array) -> None:
-        places = {field.key: i for i, field in enumerate(self.observation_fields)}
         for k, group in enumerate(self._sizes):
             _, _, truncated, done = rewards[k * (1 + len(_ENDS)) :][: 1 + len(_ENDS)]
             # This row is the last observation of agents that the step before has ended.
-            alive = places[group, "alive"]
+            alive = self._places[group, "alive"]
             cut = before[alive][ids] & after[alive][ids] & ~done[ids]
             truncated[ids] |= cut
             done[ids] |= cut

@@ -41,10 +41,7 @@ class RandomActor:
         self._rows: list[Array] = []
         for field, space in zip(self._envs.action_fields, self._envs.action_spaces, strict=True):
             drawn = _draw(space, (storage.T, storage.N), self._rng).astype(field.dtype, copy=False)
-            recorded = storage.outputs.get(field.key)
-            if recorded is None:
-                recorded = storage.add_output(field.key, torch.from_numpy(drawn[0]))
-            recorded.copy_(torch.from_numpy(drawn))
+            storage.add_output(field.key, torch.from_numpy(drawn[0])).copy_(torch.from_numpy(drawn))
             self._rows.append(drawn)
 
     def act(self, t: int) -> list[Array]:
@@ -183,10 +180,7 @@ class PolicyActor:
                 raise SpecMismatch(
                     f"the policy gave {describe(key)}: {got}; expected a tensor of {self._count} rows, one for each env"
                 )
-            whole = self._storage.outputs.get(key)
-            if whole is None:
-                whole = self._storage.add_output(key, value)
-            rows = whole[:, self._part]
+            rows = self._storage.add_output(key, value)[:, self._part]
             self._outputs.append((key, rows, rows.shape[1:], rows.dtype))
         for key in action_keys:
             numpy_dtype(key, self._storage.outputs[key])
