@@ -18,7 +18,6 @@ NAMED_BY_PYTHON = ("__init__.py", "__main__.py")
 
 # Functions that are longer, and why.
 LONG_FUNCTIONS = {
-    "interop/torchrl/parallel.py:__init__": "its arguments are those of TorchRL's class, which takes them one by one",
     "vector/make.py:make_vec": "its arguments, which users know from the peers, are checked one by one",
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_differing_spaces, batch_space
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, create_shared_memory
 
 from muster.errors import ConfigError
 from muster.hosts.env_facts import EnvFacts
@@ -18,15 +18,6 @@ ObservationMode = str | tuple[spaces.Space[Any], spaces.Space[Any]]
 # must have the same shape and dtype, and in action spaces.
 Complaints = tuple[str, str, str]
 
-_SPACES = (
-    spaces.Box,
-    spaces.Discrete,
-    spaces.MultiDiscrete,
-    spaces.MultiBinary,
-    spaces.Text,
-    spaces.Graph,
-    spaces.Sequence,
-)
 SYNC_COMPLAINTS: Complaints = (
     "SyncVectorEnv(..., observation_mode='same') however the sub-environments observation spaces are not "
     "equivalent. If this is intentional, use `observation_mode='different'` instead.",
@@ -95,4 +86,5 @@ def _is_custom(space: spaces.Space[Any]) -> bool:
         return any(_is_custom(child) for child in space.values())
     if isinstance(space, (spaces.Tuple, spaces.OneOf)):
         return any(_is_custom(child) for child in space.spaces)
-    return not isinstance(space, _SPACES)
+    # Gymnasium's function for spaces that it does not know is the one for any object.
+    return create_shared_memory.dispatch(type(space)) is create_shared_memory.dispatch(object)

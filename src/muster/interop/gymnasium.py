@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -23,7 +25,6 @@ from muster.backends.base import Backend
 from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout, WrongType
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
-from muster.hosts.requests import EnvCall
 from muster.interop.agreed_spaces import (
     ASYNC_COMPLAINTS,
     SYNC_COMPLAINTS,
@@ -58,13 +59,10 @@ ASYNC_VECTOR_ENV = UserCall(
     one_each="AsyncVectorEnv(env_fns) without num_workers",
 )
 SYNC_VECTOR_ENV = replace(
-    ASYNC_VECTOR_ENV,
-    in_process="",
-    context="",
-    name="SyncVectorEnv",
-    one_each="AsyncVectorEnv(env_fns)",
+    ASYNC_VECTOR_ENV, name="SyncVectorEnv", context="", in_process="", one_each="AsyncVectorEnv(env_fns)"
 )
 
+_WORKER = 4  # the place of `worker` among the arguments of AsyncVectorEnv that follow `env_fns`
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 Seeds = int | Sequence[int | None] | None
 Agree = Callable[[Sequence[EnvFacts]], BatchedSpaces]  # see `spaces` of `Parts`
@@ -189,29 +187,15 @@ class AsyncVectorEnv(_DropIn):
     own class: with one, the call returns an instance of that class.
     """
 
-    def __new__(
-        cls,
-        env_fns: EnvFns,
-        shared_memory: bool = True,
-        copy: bool = True,
-        context: str | None = None,
-        daemon: bool = True,
-        worker: Callable[..., None] | None = None,
-        *args: Any,
-        num_workers: Asked = None,
-        worker_env: WorkerEnv | None = None,
-        worker_init: WorkerInit = None,
-        **kwargs: Any,
-    ) -> Any:
+    def __new__(cls, env_fns: EnvFns, *args: Any, **kwargs: Any) -> Any:
         """A new instance of this class; of Gymnasium's own class where `worker` is set."""
-        if worker is None:
+        if kwargs.get("worker", args[_WORKER] if len(args) > _WORKER else None) is None:
             return super().__new__(cls)
-        options = {"num_workers": num_workers, "worker_env": worker_env, "worker_init": worker_init}
-        for name, option in options.items():
-            if option is not None:
+        for name in ("num_workers", "worker_env", "worker_init"):
+            if kwargs.pop(name, None) is not None:
                 raise WrongType(f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no {name}")
         env_fns = with_lazies(recipes_of(env_fns, ASYNC_VECTOR_ENV, may_reuse=True))
-        return GymnasiumsAsyncVectorEnv(env_fns, shared_memory, copy, context, daemon, worker, *args, **kwargs)
+        return GymnasiumsAsyncVectorEnv(env_fns, *args, **kwargs)
 
     def __init__(
         self,
@@ -239,79 +223,54 @@ class AsyncVectorEnv(_DropIn):
             _check_concurrency(max_concurrency)
             permits = multiprocessing.get_context(context or "forkserver").BoundedSemaphore(max_concurrency)
         self.max_concurrency = max_concurrency
-        self._kind = "default"
+        self._doing = "step"  # what envs that owe an answer were asked for last
         agree = partial(shareable_spaces if shared_memory else agreed_spaces, observation_mode, ASYNC_COMPLAINTS)
-        start = partial(self._start, copy=copy, agree=agree, raiser=_raise_last)
         with originals_raised():
-            recipes = [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)]
-            start(
-                processes(
-                    recipes,
-                    context=context,
-                    num_workers=num_workers,
-                    name="num_workers",
-                    worker_env=worker_env,
-                    worker_init=worker_init,
-                    close_limits=FOR_EVER,
-                    original_forks=context is None,
-                )
+            backend = processes(
+                [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)],
+                context=context,
+                num_workers=num_workers,
+                worker_env=worker_env,
+                worker_init=worker_init,
+                close_limits=FOR_EVER,
+                original_forks=context is None,
             )
+            self._start(backend, copy, agree, _raise_last)
 
     # ---- the calls, each refused while another is pending
 
-    def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
-        """Starts `reset`; `reset_wait` takes the result."""
-        self._require_default("reset_async")
-        super().reset_async(seed, options)
-        self._kind = "reset"
-
     def reset_wait(self, timeout: float | None = None, **private: Any) -> tuple[Any, dict[str, Any]]:
         """The result of `reset_async`. Raises multiprocessing.TimeoutError; the reset then stays pending."""
-        self._require_pending("reset")
-        try:
+        with self._waiting("reset", timeout):
             return super().reset_wait(timeout, **private)
-        except WaitTimeout as error:
-            raise _timed_out("reset", timeout) from error
 
     def step(self, actions: Any, **private: Any) -> StepResult:
         """Steps every env. Raises an env's own exception; where several envs raise, that of the last env."""
         try:
             return super().step(actions, **private)
         except PendingError:
-            self._require_default("step_async")
+            self.require_idle("step")
             raise
-
-    def step_async(self, actions: Any) -> None:
-        """Sends the actions; `step_wait` takes the results."""
-        self._require_default("step_async")
-        super().step_async(actions)
-        self._kind = "step"
 
     def step_wait(self, timeout: float | None = None, **private: Any) -> StepResult:
         """The result of `step_async`. Raises multiprocessing.TimeoutError; the step then stays pending."""
-        self._require_pending("step")
-        try:
+        with self._waiting("step", timeout):
             return super().step_wait(timeout, **private)
-        except WaitTimeout as error:
-            raise _timed_out("step", timeout) from error
-
-    def call_async(self, name: str | EnvCall, /, *args: Any, **kwargs: Any) -> None:
-        """Starts `call`; `call_wait` takes the results."""
-        self._require_default("call_async")
-        super().call_async(name, *args, **kwargs)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`. Raises multiprocessing.TimeoutError; the call then stays pending."""
-        self._require_pending("call")
-        try:
+        with self._waiting("call", timeout):
             return super().call_wait(timeout)
-        except WaitTimeout as error:
-            raise _timed_out("call", timeout) from error
 
-    def set_attr(self, name: str, values: Any) -> None:
-        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
-        self._require_default("set_attr")
-        super().set_attr(name, values)
+    def require_idle(self, doing: str) -> None:
+        """Raises Gymnasium's AlreadyPendingCallError while a call is pending; each call that begins asks."""
+        self.require_open()
+        if (pending := self._pending()) != "default":
+            method = doing if doing == "set_attr" else f"{doing}_async"
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.", pending
+            )
+        self._doing = doing
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes envs and workers, once a pending call has ended; ``env.close()`` may take as long as it likes.
@@ -347,19 +306,22 @@ class AsyncVectorEnv(_DropIn):
     def _pending(self) -> str:
         if self.calling:
             return "call"
-        return self._kind if self.num_pending else "default"
+        return self._doing if self.num_pending else "default"
 
-    def _require_default(self, doing: str) -> None:
-        self.require_open()
-        if (pending := self._pending()) != "default":
-            raise AlreadyPendingCallError(
-                f"Calling `{doing}` while waiting for a pending call to `{pending}` to complete.", pending
-            )
-
-    def _require_pending(self, kind: str) -> None:
+    @contextmanager
+    def _waiting(self, kind: str, timeout: float | None) -> Iterator[None]:
+        """Raises Gymnasium's exceptions where no call of this kind is pending, and where it takes longer."""
         self.require_open()
         if self._pending() != kind:
             raise NoAsyncCallError(f"Calling `{kind}_wait` without any prior call to `{kind}_async`.", kind)
+        try:
+            yield
+        except WaitTimeout as error:
+            raise TimedOut(f"The call to `{kind}_wait` has timed out after {timeout} second(s).") from error
+
+
+# The one that help() and IPython show.
+AsyncVectorEnv.__new__.__signature__ = inspect.signature(AsyncVectorEnv.__init__)  # type: ignore[attr-defined]  # read by inspect
 
 
 def make_vec(
@@ -396,10 +358,6 @@ def _raise_last(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
 
 def _raise_closed(name: str) -> NoReturn:
     raise ClosedError(f"Trying to operate on `{name}`, after a call to `close()`.")
-
-
-def _timed_out(kind: str, timeout: float | None) -> TimedOut:
-    return TimedOut(f"The call to `{kind}_wait` has timed out after {timeout} second(s).")
 
 
 def _check_concurrency(count: Any) -> None:

@@ -63,11 +63,7 @@ SUBPROC_VEC_ENV = UserCall(
     one_each="SubprocVecEnv(env_fns) without num_workers",
 )
 DUMMY_VEC_ENV = replace(
-    SUBPROC_VEC_ENV,
-    in_process="",
-    context="",
-    name="DummyVecEnv",
-    one_each="SubprocVecEnv(env_fns)",
+    SUBPROC_VEC_ENV, name="DummyVecEnv", context="", in_process="", one_each="SubprocVecEnv(env_fns)"
 )
 MAKE_VEC_ENV = replace(
     SUBPROC_VEC_ENV,
@@ -77,12 +73,7 @@ MAKE_VEC_ENV = replace(
     context='vec_env_kwargs={{"start_method": "{method}"}}',
     one_each="vec_env_cls=SubprocVecEnv without num_workers in vec_env_kwargs",
 )
-MAKE_DUMMY_VEC_ENV = replace(
-    MAKE_VEC_ENV,
-    in_process="",
-    context="",
-    one_each="vec_env_cls=SubprocVecEnv",
-)
+MAKE_DUMMY_VEC_ENV = replace(MAKE_VEC_ENV, context="", in_process="", one_each="vec_env_cls=SubprocVecEnv")
 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 Indices = None | int | Iterable[int]
@@ -285,7 +276,6 @@ class SubprocVecEnv(MusterVecEnv):
                 recipes,
                 context=start_method,
                 num_workers=num_workers,
-                name="num_workers",
                 worker_env=worker_env,
                 worker_init=worker_init,
                 close_limits=FOR_EVER,

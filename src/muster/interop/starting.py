@@ -69,10 +69,10 @@ def processes(
     *,
     context: str | None,
     num_workers: Asked,
-    name: str,
     worker_env: WorkerEnv | None,
     worker_init: WorkerInit,
     close_limits: CloseLimits,
+    name: str = "num_workers",
     num_threads: int = 1,
     memory_check: str = "warn",
     original_forks: bool = False,
@@ -82,9 +82,9 @@ def processes(
 
     context: as for `multiprocessing`; None never forks the caller.
     num_workers: None for one process per env; a number packs the envs, "auto" where a trial shows that it may.
-    name: the argument's name.  worker_env, worker_init: as for `muster.make_vec`; without `worker_init` workers run the
-    script's top level where that may set up something, since the originals' workers have it: by running the script,
-    unless original_forks.
+    name: that argument's name in the drop-in.
+    worker_env, worker_init: as for `muster.make_vec`; without `worker_init` workers run the script's top level where
+    that may set up something, since the originals' workers have it: by running the script, unless original_forks.
     close_limits: how long the original waits for envs that close.
     num_threads: threads of each process's numeric libraries.
     memory_check: as for `muster.make_vec`; the originals start whatever is asked for.
@@ -163,14 +163,12 @@ class FromArguments(EnvFunction):
 
 def with_lazies(recipes: list[Recipe]) -> tuple[Callable[[], Any], ...]:
     """The functions of `recipes`, for a vector env that is not Muster's."""
-    return tuple(_without_arguments(recipe, len(recipes)) for recipe in recipes)
-
-
-def _without_arguments(recipe: Recipe, count: int) -> Callable[[], Any]:
-    if not recipe.kwargs and type(recipe.factory) is not functools.partial:
-        return recipe.factory
-    parts = (recipe.factory, recipe.kwargs, recipe.name, recipe.labels, recipe.call)
-    return FromArguments(*parts, recipe.env_index, count)
+    return tuple(
+        FromArguments(one.factory, one.kwargs, one.name, one.labels, one.call, one.env_index, len(recipes))
+        if one.kwargs or type(one.factory) is functools.partial
+        else one.factory
+        for one in recipes
+    )
 
 
 def _build_for_others(recipe: Recipe, num_envs: int) -> Any:

@@ -24,12 +24,7 @@ _ASYNC = UserCall(
     in_process='vectorization_mode="sync"',
     one_each="make_vec without num_workers in vector_kwargs",
 )
-_SYNC = replace(
-    _ASYNC,
-    in_process="",
-    context="",
-    one_each='vectorization_mode="async"',
-)
+_SYNC = replace(_ASYNC, context="", in_process="", one_each='vectorization_mode="async"')
 _BY_WORD = {mode.value: mode for mode in (VectorizeMode.SYNC, VectorizeMode.ASYNC)}
 
 

@@ -1,12 +1,10 @@
-"""The verbs that `MultiCollector` calls on its collectors, wherever they run, and the storages that they return."""
+"""The options of a `MultiCollector`'s processes, the words for them, and the storages that collectors return."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-
-from gymnasium import Space
+from typing import Any, NamedTuple
 
 from muster.pool.closing import CloseLimits, limits_of
 from muster.pool.deaths import Nouns
@@ -66,52 +64,3 @@ class CollectorOptions:
 def collector_nouns(envs: Sequence[range], **others: Any) -> Nouns:
     """The nouns that errors use for parts of a `MultiCollector`. envs: of each collector that errors may name."""
     return Nouns("collector", "collect_timeout", "the collectors are", tuple(envs), **others)
-
-
-class CollectorSet(Protocol):
-    """Collectors that share all envs, with a policy that each of them has, or that acts for all.
-
-    A set is made for batches of all envs, or for batches of the one collector that is ready first. Where the policy is
-    a module, the caller has it too: updates go into that module, and states hold its weights.
-    """
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that collectors take for their next batch; 1 for those they started with."""
-
-    def update_weights(self, weights: Any) -> None:
-        """Updates weights, see `MultiCollector.update_policy_weights_`. Another thread may be collecting."""
-
-    def collect(self) -> Filled:
-        """Waits for the next batch. After an error the caller calls `give_up` first."""
-
-    def give_up(self) -> None:
-        """Drops what is under way: the next batches begin new episodes in all envs."""
-
-    def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Between batches `VectorEnv.call` on all envs, in the order of their indices among all."""
-
-    def set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Between batches `VectorEnv.set_attr` with a value for each env."""
-
-    def spaces(self) -> tuple[Space[Any], Space[Any]]:
-        """One env's observation and action spaces."""
-
-    def reset(self, round_number: int, frames: int) -> None:
-        """Begins new episodes in all envs, and drops what is under way.
-
-        round_number: a new one for each reset, so that seeds may differ.
-        frames: number that all collectors together have collected before.
-        """
-
-    def stats(self) -> dict[str, Any]:
-        """Counts and shares of time, see `MultiCollector.stats`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The policy's weights, and all else that collectors need to go on."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned; the caller calls `reset` next."""
-
-    def close(self) -> None:
-        """Ends processes and closes envs."""

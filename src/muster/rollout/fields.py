@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +53,7 @@ class FieldTree:
         self.spaces = [leaf for _, _, leaf in leaves]
         self._paths = [path for _, path, _ in leaves]
         self._space = space
-        self.is_leaf = self._paths == [()]
+        self._is_leaf = self._paths == [()]
         if at_root:
             for field in self.fields:
                 if field.key[0] in _TAKEN:
@@ -61,19 +63,11 @@ class FieldTree:
 
     def split(self, value: Any) -> list[Any]:
         """The leaves of a value, batched or single."""
-        if self.is_leaf:
-            return [value]
-        parts = []
-        for path in self._paths:
-            part = value
-            for step in path:
-                part = part[step]
-            parts.append(part)
-        return parts
+        return [value] if self._is_leaf else [reduce(getitem, path, value) for path in self._paths]
 
     def join(self, leaves: Sequence[Any]) -> Any:
         """The value that has these leaves: dicts and tuples as the space has them."""
-        return leaves[0] if self.is_leaf else _joined(self._space, iter(leaves))
+        return leaves[0] if self._is_leaf else _joined(self._space, iter(leaves))
 
 
 def _leaves(

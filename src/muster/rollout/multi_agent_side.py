@@ -37,8 +37,8 @@ class MultiAgentEnvs(EnvSide):
             {g: FieldTree(stacked_space(spaces_of[g], (A,)), (g, name)) for g, A in self._sizes.items()}
             for spaces_of, name in ((seen, "observation"), (acts, "action"))
         )
-        self._shared = FieldTree(seen["shared"], ("shared",)) if "shared" in seen else None
-        self._state = FieldTree(envs.state_space, ("state",)) if envs.state_space is not None else None
+        about_all = {"shared": seen.get("shared"), "state": envs.state_space}
+        self._about_all = {name: FieldTree(one, (name,)) for name, one in about_all.items() if one is not None}
         self._masked = {group: (self._sizes[group], *shape) for group, shape in envs.mask_shapes.items()}
         self.observation_fields = self._fields_of_observations()
         self.reward_fields = [
@@ -55,9 +55,9 @@ class MultiAgentEnvs(EnvSide):
             ]
         self.action_fields = [field for tree in self._action_trees.values() for field in tree.fields]
         self.action_spaces = [space for tree in self._action_trees.values() for space in tree.spaces]
-        places = {field.key: i for i, field in enumerate(self.observation_fields)}
+        self._places = {field.key: i for i, field in enumerate(self.observation_fields)}
         self.masks = [
-            places.get((field.key[0], "action_mask")) if isinstance(acts[field.key[0]], spaces.Discrete) else None
+            self._places.get((field.key[0], "action_mask")) if isinstance(acts[field.key[0]], spaces.Discrete) else None
             for field in self.action_fields
         ]
 
@@ -65,11 +65,8 @@ class MultiAgentEnvs(EnvSide):
         """Observations ``[N, A, ...]`` by group, ``"shared"`` and ``"state"``; masks and flags need TensorDict keys."""
         left = iter(rows)
         inputs: dict[str, Any] = {}
-        for group, tree in self._observation_trees.items():
-            inputs[group] = tree.join([next(left) for _ in tree.fields])
-        for name, part in (("shared", self._shared), ("state", self._state)):
-            if part is not None:
-                inputs[name] = part.join([next(left) for _ in part.fields])
+        for name, tree in (self._observation_trees | self._about_all).items():
+            inputs[name] = tree.join([next(left) for _ in tree.fields])
         return inputs
 
     def output_keys(self, outputs: Any) -> dict[Key, Any]:
@@ -91,19 +88,16 @@ class MultiAgentEnvs(EnvSide):
         return [leaf[row] for leaf in self._observations(infos["final_obs"], infos["final_info"])]
 
     def mark_cut(self, before: Sequence[Array], after: Sequence[Array], rewards: Sequence[Array], ids: Array) -> None:
-        places = {field.key: i for i, field in enumerate(self.observation_fields)}
         for k, group in enumerate(self._sizes):
             _, _, truncated, done = rewards[k * (1 + len(_ENDS)) :][: 1 + len(_ENDS)]
             # This row is the last observation of agents that the step before has ended.
-            alive = places[group, "alive"]
+            alive = self._places[group, "alive"]
             cut = before[alive][ids] & after[alive][ids] & ~done[ids]
             truncated[ids] |= cut
             done[ids] |= cut
 
     def _fields_of_observations(self) -> list[Field]:
-        fields = [field for tree in self._observation_trees.values() for field in tree.fields]
-        for part in (self._shared, self._state):
-            fields += part.fields if part is not None else []
+        fields = [field for tree in (self._observation_trees | self._about_all).values() for field in tree.fields]
         for group, A in self._sizes.items():
             fields += [Field((group, "alive"), (A,), _BOOL), Field((group, "acting"), (A,), _BOOL)]
             if group in self._masked:
@@ -113,10 +107,8 @@ class MultiAgentEnvs(EnvSide):
     def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]:
         count = len(next(iter(infos["alive"].values())))
         leaves = [leaf for group, tree in self._observation_trees.items() for leaf in tree.split(obs[group])]
-        if self._shared is not None:
-            leaves += self._shared.split(obs["shared"])
-        if self._state is not None:
-            leaves += self._state.split(infos["state"])
+        for name, tree in self._about_all.items():
+            leaves += tree.split(infos[name] if name == "state" else obs[name])
         masks = infos.get("action_mask", {})
         for group in self._sizes:
             leaves += [infos["alive"][group], infos["acting"][group]]

@@ -26,7 +26,7 @@ from muster.pool.environment import changes_of
 from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
-from muster.rollout.collector_set import CollectorOptions, CollectorSet, Filled, collector_nouns
+from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.processes.replica_pool import ReplicaPool
 from muster.rollout.single_agent_side import COLLECTOR
@@ -324,45 +324,69 @@ def _explained(obstacle: Obstacle, threshold: float) -> str:
 
 
 class StayingCollector:
-    """A `Collector` with the verbs of a `CollectorSet`. Its own seeds go on from reset to reset."""
+    """A `Collector` that acts for all envs. Its own seeds go on from reset to reset."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
 
     @property
     def version(self) -> int:
+        """Version of the weights that collectors take for their next batch; 1 for those they started with."""
         return self._collector.policy_version
 
     def update_weights(self, weights: Any) -> None:
+        """Updates weights, see `MultiCollector.update_policy_weights_`. Another thread may be collecting."""
         self._collector.update_policy_weights_(weights)
 
     def collect(self) -> Filled:
+        """Waits for the next batch. After an error the caller calls `give_up` first."""
         storage = self._collector.collect_storage()
         return Filled(storage, 0, np.full(storage.N, self._collector.acting_version))
 
     def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Between batches `VectorEnv.call` on all envs, in the order of their indices among all."""
         return tuple(self._collector.envs.call(name, *args, **kwargs))
 
     def set_attr(self, name: str, values: Sequence[Any]) -> None:
+        """Between batches `VectorEnv.set_attr` with a value for each env."""
         self._collector.envs.set_attr(name, values)
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
+        """One env's observation and action spaces."""
         return self._collector.envs.single_observation_space, self._collector.envs.single_action_space
 
     def give_up(self) -> None:
+        """Drops what is under way: the next batches begin new episodes in all envs."""
         self._collector.reset()
 
     def reset(self, round_number: int, frames: int) -> None:
+        """Begins new episodes in all envs, and drops what is under way.
+
+        round_number: a new one for each reset, so that seeds may differ.
+        frames: number that all collectors together have collected before.
+        """
         self._collector.reset()
 
     def stats(self) -> dict[str, Any]:
+        """Counts and shares of time, see `MultiCollector.stats`."""
         return dict(self._collector.stats()["envs"])
 
     def state_dict(self) -> dict[str, Any]:
+        """The policy's weights, and all else that collectors need to go on."""
         return {"staying": self._collector.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned; the caller calls `reset` next."""
         self._collector.load_state_dict(state["staying"])
 
     def close(self) -> None:
+        """Ends processes and closes envs."""
         self._collector.shutdown()
+
+
+CollectorSet = ReplicaPool | StayingCollector
+"""Collectors that share all envs, with a policy that each of them has, or that acts for all.
+
+A set is made for batches of all envs, or for batches of the one collector that is ready first. Where the policy is a
+module, the caller has it too: updates go into that module, and states hold its weights.
+"""

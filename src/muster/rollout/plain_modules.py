@@ -44,6 +44,17 @@ def as_key(key: Any) -> Key:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
+def leaves_of(tree: TensorDictBase, key: Key = ()) -> dict[Key, Any]:
+    """The leaves of `tree` by key; `key`: its own. Objects are leaves, too."""
+    found: dict[Key, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, TensorDictBase):
+            found |= leaves_of(value, (*key, name))
+        else:
+            found[(*key, name)] = value
+    return found
+
+
 class PlainModules:
     """The modules of `policy`, in the order of their calls; `able` is False where any of them needs a TensorDict.
 
@@ -94,10 +105,11 @@ class PlainModules:
             elif not isinstance(outputs, tuple):
                 outputs = (outputs,)
             for key, output in zip(out_keys, outputs, strict=True):
-                if isinstance(output, Tensor):
-                    values[key] = output
+                made = output if isinstance(output, Tensor) else TensorDict.from_any(output)
+                if isinstance(made, TensorDictBase):
+                    values |= leaves_of(made, key)
                 else:
-                    values.update(_leaves(key, TensorDict.from_any(output)))
+                    values[key] = made
         return True
 
     def _draw(self, module: Any, in_keys: list[Key], values: dict[Key, Tensor]) -> None:
@@ -106,7 +118,7 @@ class PlainModules:
         simple = module._generator is None and not isinstance(dist, CompositeDistribution)
         if not simple or any(hasattr(dist, name) for name in _TOGETHER):
             given = TensorDict({key: values[key] for key in in_keys}, batch_size=self._batch_size)
-            _add_leaves((), module(given), values)
+            values |= leaves_of(module(given))
             return
         drawn = module._dist_sample(dist, interaction_type=interaction_type())
         outputs = drawn if isinstance(drawn, tuple) else (drawn,)
@@ -182,17 +194,3 @@ def _picked(outputs: Any, out_keys: list[Key]) -> tuple[Any, ...]:
     if not all(key in outputs for key in out_keys):
         return (outputs,)
     return tuple(outputs[key] for key in out_keys)
-
-
-def _add_leaves(key: Key, tree: TensorDictBase, values: dict[Key, Any]) -> None:
-    for name, value in tree.items():
-        if isinstance(value, TensorDictBase):
-            _add_leaves((*key, name), value, values)
-        else:
-            values[(*key, name)] = value
-
-
-def _leaves(key: Key, value: Any) -> dict[Key, Any]:
-    if not isinstance(value, TensorDictBase):
-        return {key: value}
-    return {(*key, *as_key(inner)): value.get(inner) for inner in value.keys(include_nested=True, leaves_only=True)}

@@ -7,7 +7,7 @@ the storage and writes straight into it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -28,19 +28,6 @@ IS_INIT = ("is_init",)
 _MULTI_AGENT_NETS = (("muster", "MultiAgentNet"), ("torchrl", "MultiAgentNetBase"))
 
 
-class Actor(Protocol):
-    """Acts for the envs of one part of a vector env."""
-
-    def begin(self, storage: Storage) -> None:
-        """Works on `storage` from now on."""
-
-    def act(self, t: int) -> list[Array]:
-        """The actions of step t, one array ``[n, ...]`` for each action field. All outputs are in the storage."""
-
-    def forget(self, done: Array) -> None:
-        """Resets the recurrent state of the envs `done` (bool ``[n]``), where new episodes begin."""
-
-
 class RandomActor:
     """Draws actions from the action space, a whole rollout's at once."""
 
@@ -49,17 +36,16 @@ class RandomActor:
         self._rng = rng
 
     def begin(self, storage: Storage) -> None:
+        """Works on `storage` from now on."""
         self._storage = storage
         self._rows: list[Array] = []
         for field, space in zip(self._envs.action_fields, self._envs.action_spaces, strict=True):
             drawn = _draw(space, (storage.T, storage.N), self._rng).astype(field.dtype, copy=False)
-            recorded = storage.outputs.get(field.key)
-            if recorded is None:
-                recorded = storage.add_output(field.key, torch.from_numpy(drawn[0]))
-            recorded.copy_(torch.from_numpy(drawn))
+            storage.add_output(field.key, torch.from_numpy(drawn[0])).copy_(torch.from_numpy(drawn))
             self._rows.append(drawn)
 
     def act(self, t: int) -> list[Array]:
+        """The actions of step t, one array ``[N, ...]`` for each action field; they are in the storage, too."""
         for i, masked_by in enumerate(self._envs.masks):
             if masked_by is not None:
                 actions = self._rows[i][t]
@@ -109,12 +95,14 @@ class PolicyActor:
         """Prepares what one kind of policy needs in addition."""
 
     def begin(self, storage: Storage) -> None:
+        """Works on `storage` from now on."""
         self._storage = storage
         self._inputs = [array[:, self._part] for array in storage.observations]
         self._outputs: list[tuple[Key, Tensor, torch.Size, torch.dtype]] = []  # rows, and the shape and dtype of one
         self._actions: list[Array] = []
 
     def act(self, t: int) -> list[Array]:
+        """The actions of step t, one array ``[n, ...]`` for each action field. All outputs are in the storage."""
         # Copies, since these are dense: policies may call `view` on them.
         inputs = [torch.from_numpy(rows[t].copy()) for rows in self._inputs]
         if not self._on_cpu:
@@ -138,6 +126,7 @@ class PolicyActor:
         return [np.ascontiguousarray(action[t]) for action in self._actions]
 
     def forget(self, done: Array) -> None:
+        """Resets the recurrent state of the envs `done` (bool ``[n]``), where new episodes begin."""
         if not self._initial:
             return
         rows = torch.from_numpy(done).to(self._device)
@@ -166,19 +155,17 @@ class PolicyActor:
             for field, row in zip(self._envs.observation_fields, inputs, strict=True)
             if row.dtype is torch.float64
         ]
-        if doubles and self._computes([row.float() if row.dtype is torch.float64 else row for row in inputs]):
-            raise SpecMismatch(
-                f"the envs observe float64, in {', '.join(doubles)}, and the policy computes with another dtype. Pass "
-                "observation_dtype=torch.float32 to the collector, which converts them, or make the policy float64: "
-                f"policy.double(). It raised {type(error).__name__}: {error}"
-            ) from error
-
-    def _computes(self, inputs: Sequence[Tensor]) -> bool:
+        if not doubles:
+            return
         try:
-            self._compute(inputs)
-        except Exception:
-            return False
-        return True
+            self._compute([row.float() if row.dtype is torch.float64 else row for row in inputs])
+        except Exception:  # then the dtype was not the cause, or not the only one
+            return
+        raise SpecMismatch(
+            f"the envs observe float64, in {', '.join(doubles)}, and the policy computes with another dtype. Pass "
+            "observation_dtype=torch.float32 to the collector, which converts them, or make the policy float64: "
+            f"policy.double(). It raised {type(error).__name__}: {error}"
+        ) from error
 
     def _lay_out(self, outputs: dict[Key, Tensor]) -> None:
         """Allocates memory for the policy's outputs, as the first step shows them."""
@@ -193,14 +180,15 @@ class PolicyActor:
                 raise SpecMismatch(
                     f"the policy gave {describe(key)}: {got}; expected a tensor of {self._count} rows, one for each env"
                 )
-            whole = self._storage.outputs.get(key)
-            if whole is None:
-                whole = self._storage.add_output(key, value)
-            rows = whole[:, self._part]
+            rows = self._storage.add_output(key, value)[:, self._part]
             self._outputs.append((key, rows, rows.shape[1:], rows.dtype))
         for key in action_keys:
             numpy_dtype(key, self._storage.outputs[key])
         self._actions = [self._storage.outputs[key][:, self._part].numpy() for key in action_keys]
+
+
+Actor = RandomActor | PolicyActor
+"""Acts for the envs of one part of a vector env."""
 
 
 class TensorDictActor(PolicyActor):

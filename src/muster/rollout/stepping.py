@@ -50,9 +50,20 @@ class Stepping:
 
     def start(self, actors: Sequence[Actor], seeds: Sequence[int] | None) -> list[Array]:
         """The observations before the next storage's first step; resets the envs where they have to start afresh."""
-        if self._rows is None:
-            self._rows = self._start(actors, seeds)
-        return self._rows
+        if self._rows is not None:
+            return self._rows
+        self._envs.drop_pending()
+        self._owed = [0] * len(self.parts)
+        rows = self._envs.reset(seeds if self._seeded else None)
+        self._seeded = False
+        self._begins[:] = True
+        self._resets[:] = False
+        self._quiet = False
+        self._frames[:] = 0
+        for part, actor in zip(self.parts, actors, strict=False):
+            actor.forget(self._begins[part] if len(actors) > 1 else self._begins)
+        self._rows = rows
+        return rows
 
     def fill(
         self, storage: Storage, actors: Sequence[Actor], seeds: Sequence[int] | None, stop: Array | None = None
@@ -74,19 +85,6 @@ class Stepping:
             self._take_turns(storage, actors)
         self._rows = [row.copy() for row in storage.observations_before(steps)]
         return steps
-
-    def _start(self, actors: Sequence[Actor], seeds: Sequence[int] | None) -> list[Array]:
-        self._envs.drop_pending()
-        self._owed = [0] * len(self.parts)
-        rows = self._envs.reset(seeds if self._seeded else None)
-        self._seeded = False
-        self._begins[:] = True
-        self._resets[:] = False
-        self._quiet = False
-        self._frames[:] = 0
-        for part, actor in zip(self.parts, actors, strict=False):
-            actor.forget(self._begins[part] if len(actors) > 1 else self._begins)
-        return rows
 
     def _step_all(self, storage: Storage, actor: Actor, stop: Array | None) -> int:
         everything = slice(0, storage.N)

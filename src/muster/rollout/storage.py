@@ -93,8 +93,12 @@ class Storage:
         self.losses: list[Loss] = []
 
     def add_output(self, key: Key, like: Tensor) -> Tensor:
-        """New memory ``[T, N, ...]`` for the policy's output under `key`; `like`: one step's output for some envs."""
-        self.outputs[key] = torch.empty((self.N, self.T, *like.shape[1:]), dtype=like.dtype).transpose(0, 1)
+        """Memory ``[T, N, ...]`` for the policy's output under `key`, new where there is none yet.
+
+        like: one step's output for some envs.
+        """
+        if key not in self.outputs:
+            self.outputs[key] = torch.empty((self.N, self.T, *like.shape[1:]), dtype=like.dtype).transpose(0, 1)
         return self.outputs[key]
 
     def observations_before(self, t: int) -> list[Array]:

@@ -153,7 +153,7 @@ def place(policy: Any, device: Device) -> torch.device:
     cannot be moved.
     """
     if device is None:
-        return _device_of(policy)
+        return next((tensor.device for tensor in _tensors(policy) if not tensor.is_meta), torch.device("cpu"))
     target = to_device(device)
     if not isinstance(policy, nn.Module):
         return target
@@ -177,13 +177,5 @@ def to_device(device: Device) -> torch.device:
         raise ConfigError(f"device {str(device)!r} cannot be used: {error}") from error
 
 
-def _device_of(policy: Any) -> torch.device:
-    if isinstance(policy, nn.Module):
-        for tensor in _tensors(policy):
-            if not tensor.is_meta:
-                return tensor.device
-    return torch.device("cpu")
-
-
-def _tensors(policy: nn.Module) -> list[Tensor]:
-    return [*policy.parameters(), *policy.buffers()]
+def _tensors(policy: Any) -> list[Tensor]:
+    return [*policy.parameters(), *policy.buffers()] if isinstance(policy, nn.Module) else []

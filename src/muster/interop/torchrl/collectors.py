@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,25 +70,22 @@ class Collector(TheirCollector, metaclass=_Dispatching):  # type: ignore[misc]  
     a faster loop than TorchRL's collects them where it can, see `loop_reason`.
     """
 
-    _loop: Loop | None = None
-
     def rollout(self) -> TensorDictBase | None:
         """The next rollout, as TorchRL's method returns it."""
-        return self._decided_loop().run()
+        return self._loop.run()
 
     @property
     def loop_reason(self) -> str:
         """Why TorchRL's own loop collects; "" where Muster's does."""
-        return self._decided_loop().reason
+        return self._loop.reason
 
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's counters, and ``fast_loop``: whether Muster's loop collects; `loop_reason` says why not."""
         return {**super().stats(), "fast_loop": not self.loop_reason}
 
-    def _decided_loop(self) -> Loop:
-        if self._loop is None:
-            self._loop = Loop(self)
-        return self._loop
+    @cached_property
+    def _loop(self) -> Loop:
+        return Loop(self)
 
     def _get_policy_and_device(self, policy: Any = None, *args: Any, **kwargs: Any) -> Any:
         with copied_as_twins(policy):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -44,25 +45,14 @@ class Columns:
     """The block of one pool, and `tree`: a copy of the tensordict of all envs, its leaves in the block."""
 
     def __init__(self, whole: TensorDictBase) -> None:
-        offsets: list[int] = []
-        end = 0
-
-        def place(leaf: Tensor) -> None:
-            nonlocal end
-            offsets.append(end)
-            end += -(-leaf.numel() * leaf.element_size() // CACHE_LINE) * CACHE_LINE
-
-        visit(whole, place)
-        self._bytes = max(end, CACHE_LINE)
+        sizes: list[int] = []
+        visit(whole, lambda leaf: sizes.append(-(-leaf.numel() * leaf.element_size() // CACHE_LINE) * CACHE_LINE))
+        self._bytes = max(sum(sizes), CACHE_LINE)
         self._fd = memfd("columns")
-        try:
-            os.ftruncate(self._fd, self._bytes)
-            self._block = torch.from_numpy(map_fd(fd=self._fd, size=self._bytes))
-        except BaseException:
-            self.close()
-            raise
-        places = iter(offsets)
-        self.tree = exchanged(whole, lambda leaf: _view(self._block, next(places), leaf).copy_(leaf))
+        os.ftruncate(self._fd, self._bytes)
+        self._block = torch.from_numpy(map_fd(fd=self._fd, size=self._bytes))
+        offsets = accumulate(sizes, initial=0)
+        self.tree = exchanged(whole, lambda leaf: _view(self._block, next(offsets), leaf).copy_(leaf))
 
     def rows(self, of_env: TensorDictBase) -> EnvRows:
         """The rows of one env. of_env: its part of `tree`."""

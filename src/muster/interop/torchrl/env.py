@@ -6,22 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode
+from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
+from torchrl._utils import seed_generator
+from torchrl.envs import EnvBase
 
 from muster.errors import ConfigError, WrongType
-from muster.extras import imports_for
 from muster.interop.starting import require_copies
+from muster.interop.torchrl.layouts import AgentGroups, SingleAgent, chosen, ends
 from muster.transport.infos import spread
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
-
-with imports_for("muster.interop.torchrl needs", "muster-rl[torchrl]", "torchrl", "torch", "tensordict"):
-    import torch
-    from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
-    from torchrl._utils import seed_generator
-    from torchrl.envs import EnvBase
-
-    from muster.interop.torchrl.layouts import AgentGroups, SingleAgent, TensorDictShape, chosen, ends
 
 __all__ = ["MusterEnv", "as_torchrl"]
 
@@ -68,7 +64,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         # Envs whose current observation is already the first of a new episode: the last step returned the final one.
         self._fresh = np.zeros(envs.num_envs, np.bool_)
         self._masked_groups: set[str] = set()
-        self._td_shape: TensorDictShape
+        self._td_shape: SingleAgent | AgentGroups
         if isinstance(envs, VectorEnv):
             self._td_shape = SingleAgent(envs, categorical=bool(categorical_action_encoding), device=self.device)
         else:

@@ -6,6 +6,8 @@ Keys are TorchRL's as far as collectors have them: observations at the root by t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import gymnasium
@@ -19,8 +21,8 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from muster.envs.attributes import get_through, set_through
 from muster.errors import RecipeError, SpecMismatch
-from muster.interop.torchrl.leaves import path_of
 from muster.introspection import type_name
+from muster.rollout.plain_modules import as_key
 from muster.spaces import stacking
 
 Path = tuple[str, ...]
@@ -103,7 +105,8 @@ class OneAgent(_Stepping, gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         nested = isinstance(self.action_space, spaces.Dict)
-        arrived = self._advance({path: _at(action, path) if nested else action for path in self._action_paths})
+        actions = {path: reduce(getitem, path, action) if nested else action for path in self._action_paths}
+        arrived = self._advance(actions)
         terminated, truncated = (bool(flag.any()) for flag in _ends(arrived))
         return self._observed(arrived), float(arrived.get(self._reward_path).sum()), terminated, truncated, {}
 
@@ -149,19 +152,15 @@ class ManyAgents(_Stepping):
         arrived = self._advance(self._joined(actions))
         acted, of_env = self.agents, _ends(arrived)
         ends: tuple[Obs, Obs] = ({}, {})
-        rewards: Obs = {}
+        paid: Obs = {}
         for group, agents in self._members.items():
-            own = _ends(arrived.get(group), len(agents))
-            flags = [(flag | whole).tolist() for flag, whole in zip(own, of_env, strict=True)]
-            paid = arrived.get(self._rewards[group]).reshape(-1).expand(len(agents)).tolist()
-            for i, agent in enumerate(agents):
-                rewards[agent] = paid[i]
-                for ended, flag in zip(ends, flags, strict=True):
-                    ended[agent] = flag[i]
+            rewards = arrived.get(self._rewards[group]).reshape(-1).expand(len(agents))
+            paid.update(zip(agents, rewards.tolist(), strict=True))
+            for ended, own, whole in zip(ends, _ends(arrived.get(group), len(agents)), of_env, strict=True):
+                ended.update(zip(agents, (own | whole).tolist(), strict=True))
         self.agents = [agent for agent in acted if not (ends[0][agent] or ends[1][agent])]
-        terminations, truncations = ({agent: ended[agent] for agent in acted} for ended in ends)
-        paid_to = {agent: rewards[agent] for agent in acted}
-        return self._observed(arrived, acted), paid_to, terminations, truncations, {agent: {} for agent in acted}
+        paid, terminations, truncations = ({agent: one[agent] for agent in acted} for one in (paid, *ends))
+        return self._observed(arrived, acted), paid, terminations, truncations, {agent: {} for agent in acted}
 
     def _spaces_of(self, group: str) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         seen, acts = (spec[0] for spec in self._specs[group])
@@ -187,7 +186,7 @@ class ManyAgents(_Stepping):
                 rows = self._specs[group][1][path].zero()
                 for i, agent in enumerate(members):
                     if agent in actions:
-                        rows[i] = torch.as_tensor(_at(actions[agent], path) if nested else actions[agent])
+                        rows[i] = torch.as_tensor(reduce(getitem, path, actions[agent]) if nested else actions[agent])
                 joined[(group, *path)] = rows
         return joined
 
@@ -257,7 +256,7 @@ def _leaf_space(spec: Any, path: Path) -> spaces.Space[Any]:
 
 
 def _paths(spec: Any) -> list[Path]:
-    return [path for path in map(path_of, spec.keys(True, True)) if path[-1] not in _OWN_KEYS]
+    return [path for path in map(as_key, spec.keys(True, True)) if path[-1] not in _OWN_KEYS]
 
 
 def _values(tree: TensorDictBase, paths: list[Path], nested: bool) -> Any:
@@ -281,12 +280,6 @@ def _row(rows: Any, i: int) -> Any:
 
 def _array(leaf: Tensor) -> Any:
     return leaf.detach().cpu().numpy()
-
-
-def _at(value: Any, path: Path) -> Any:
-    for name in path:
-        value = value[name]
-    return value
 
 
 def _ends(tree: TensorDictBase, count: int = 1) -> tuple[Tensor, Tensor]:

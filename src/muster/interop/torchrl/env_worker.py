@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -27,9 +27,11 @@ from muster.arguments import with_ints
 from muster.envs.pettingzoo import is_pettingzoo
 from muster.errors import MusterError, RecipeError
 from muster.interop.torchrl.columns import EnvRows
-from muster.interop.torchrl.leaves import Key, Keys, Writer, name_of, path_of
+from muster.interop.torchrl.leaves import Key, Keys, Writer
 from muster.interop.torchrl.short_steps import BareEnv, BareGym, bare_env, bare_gym
 from muster.introspection import type_name
+from muster.rollout.fields import describe
+from muster.rollout.plain_modules import as_key
 from muster.worker_info import get_worker_info
 
 # Shape and dtype of leaves by their paths; None for objects.
@@ -84,8 +86,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 
     def differs_from(self, schema: Schema) -> str:
         """The first difference of the env's leaves from `schema`, see `schema_of`; "" for none."""
-        own = schema_of(EnvMetaData.metadata_from_env(self.env))
-        return next((difference for difference in differences(schema, own)), "")
+        return difference(schema, schema_of(EnvMetaData.metadata_from_env(self.env)))
 
     def attach(self, rows: Mapping[int, EnvRows], reset_keys: Keys, step_keys: Keys, object_keys: Keys) -> None:
         """Maps the columns. reset_keys, step_keys: the leaves that a reset writes at the root, and a step in next."""
@@ -216,12 +217,6 @@ class HostedEnv(gymnasium.Env[Any, Any]):
             torch.manual_seed(seed)
         return "seeded", self.env.set_seed(with_ints(seed), static_seed=static_seed)
 
-    def _handle_state_dict(self, data: Any) -> Any:
-        return "state_dict", without_locks(self.env.state_dict())
-
-    def _handle_load_state_dict(self, data: Any) -> None:
-        self.env.load_state_dict(data)
-
     def _handle_snapshot(self, data: Any) -> Any:
         try:
             self.env[slice(None)] = data
@@ -243,13 +238,13 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 
 # The messages that step or reset.
 _STEPS = {"step": "step", "step_and_maybe_reset": "step", "reset": "reset"}
-_HANDLERS = {
+_HANDLERS: dict[str, Callable[[HostedEnv, Any], Any]] = {
     "step": HostedEnv._handle_step,
     "step_and_maybe_reset": HostedEnv._handle_step_and_reset,
     "reset": HostedEnv._handle_reset,
     "seed": HostedEnv._handle_seed,
-    "state_dict": HostedEnv._handle_state_dict,
-    "load_state_dict": HostedEnv._handle_load_state_dict,
+    "state_dict": lambda hosted, _: ("state_dict", without_locks(hosted.env.state_dict())),
+    "load_state_dict": lambda hosted, data: hosted.env.load_state_dict(data),
     "set_env_snapshot": HostedEnv._handle_snapshot,
 }
 
@@ -285,17 +280,16 @@ def schema_of(metadata: EnvMetaData) -> Schema:
     return schema
 
 
-def differences(expected: Schema, got: Schema) -> list[str]:
-    """The differences of one schema from another, in words."""
-    found = []
-    for key in [*expected, *(key for key in got if key not in expected)]:
+def difference(expected: Schema, got: Schema) -> str:
+    """The first difference of one schema from another, in words; "" for none."""
+    for key in {**expected, **got}:
         if key not in got:
-            found.append(f"{name_of(key)} is missing")
-        elif key not in expected:
-            found.append(f"{name_of(key)} is one more")
-        elif expected[key] != got[key]:
-            found.append(f"{name_of(key)} has shape and dtype {_words(got[key])}, expected {_words(expected[key])}")
-    return found
+            return f"{describe(key)} is missing"
+        if key not in expected:
+            return f"{describe(key)} is one more"
+        if expected[key] != got[key]:
+            return f"{describe(key)} has shape and dtype {_words(got[key])}, expected {_words(expected[key])}"
+    return ""
 
 
 def _words(entry: Any) -> str:
@@ -303,7 +297,7 @@ def _words(entry: Any) -> str:
 
 
 def _is_flag(key: Key) -> bool:
-    return path_of(key)[-1] == "_reset"
+    return as_key(key)[-1] == "_reset"
 
 
 def _tuple_of(keys: Any) -> Keys | None:

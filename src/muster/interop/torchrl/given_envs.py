@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
+from tensordict import TensorDict, TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
 from torch import Tensor
 from torchrl.envs import EnvBase, EnvCreator, TransformedEnv
 
-from muster._core import CACHE_LINE
 from muster.errors import CannotTravel, ConfigError
+from muster.interop.torchrl.columns import Columns
 from muster.introspection import type_name
 from muster.pickling import Culprit, find_culprits, is_plain
 from muster.recipes.existing_env import find_existing_env
 from muster.recipes.sources import factory_example
-from muster.transport.big_arrays import memfd
 
 _SHOWN = 3
 
@@ -71,28 +68,19 @@ class SharedCreator:
 
     def __init__(self, creator: Any) -> None:
         self._creator = creator
-        tensors = list(_tensors(creator.state_dict()))
-        self._bytes = CACHE_LINE + sum(map(_room, tensors))
-        fd = memfd("shared-state")
-        os.ftruncate(fd, self._bytes)
-        self._path = f"/proc/{os.getpid()}/fd/{fd}"
-        weakref.finalize(self, os.close, fd)
-        self._move(holds_values=False)
+        columns = Columns(TensorDict({str(i): tensor for i, tensor in enumerate(_tensors(creator.state_dict()))}))
+        self._rows = columns.rows(columns.tree)
+        weakref.finalize(self, columns.close)
+        self._move(columns.tree)
 
     def __call__(self, **kwargs: Any) -> EnvBase:
-        self._move(holds_values=True)
+        self._move(self._rows.mapped())
         return self._creator(**kwargs)
 
-    def _move(self, *, holds_values: bool) -> None:
-        """Moves the creator's tensors into the file. holds_values: whether the file holds what counts."""
-        block = torch.from_file(self._path, shared=True, size=self._bytes, dtype=torch.uint8)
-        place = 0
-        for tensor in _tensors(self._creator.state_dict()):
-            room = block[place : place + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-            if not holds_values:
-                room.copy_(tensor)
-            tensor.set_(room)  # type: ignore[call-overload]  # a tensor, as torch documents
-            place += _room(tensor)
+    def _move(self, shared: TensorDictBase) -> None:
+        """Has the creator's tensors use the memory of `shared`, whose values count."""
+        for tensor, place in zip(_tensors(self._creator.state_dict()), shared.values(), strict=True):
+            tensor.set_(place)
 
 
 # By the id of the creator, which lives as long as what is made of it.
@@ -116,7 +104,3 @@ def _tensors(state: Any) -> Iterator[Tensor]:
             yield value
         else:
             yield from _tensors(value)
-
-
-def _room(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // CACHE_LINE) * CACHE_LINE

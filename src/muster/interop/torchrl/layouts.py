@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -127,30 +127,6 @@ Bools = npt.NDArray[np.bool_]
 Tensors = dict[str, Any]
 
 
-class TensorDictShape(Protocol):
-    """Turns the results of a vector env into tensors, and tensors into actions."""
-
-    observation: Composite
-    action: Composite
-    reward: Composite
-    done: Composite
-
-    def observation_fields(self, obs: Any, infos: Mapping[str, Any]) -> Tensors:
-        """The observations as tensors by key."""
-
-    def with_finals(self, observations: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
-        """`observations` with the final ones in the rows `over`, whose episodes have ended (same_step)."""
-
-    def reward_fields(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
-        """The rewards as tensors by key; for groups also the flags of the agents that have ended."""
-
-    def actions(self, tensordict: TensorDictBase) -> Any:
-        """The actions in `tensordict`, as the vector env takes them."""
-
-    def joined(self, *parts: Tensors) -> TensorDictBase:
-        """One tensordict of batch size ``[N]``."""
-
-
 class SingleAgent:
     """The layout for one agent: ``observation`` or the keys of a Dict space, ``action`` and ``reward`` at the root."""
 
@@ -168,22 +144,27 @@ class SingleAgent:
         self.done = ends_spec(lead, device)
 
     def observation_fields(self, obs: Any, infos: Mapping[str, Any]) -> Tensors:
+        """The observations as tensors by key."""
         tensors: Tensors = self._obs.encode(obs if self._is_named else {"observation": obs})
         return tensors
 
     def with_finals(self, observations: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
+        """`observations` with the final ones in the rows `over`, whose episodes have ended (same_step)."""
         arrived: Tensors = _map(torch.clone, observations)
         for row in np.flatnonzero(over).tolist():
             _put(arrived, self.observation_fields(infos["final_obs"][row], {}), row)
         return arrived
 
-    def reward_fields(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
+    def reward_fields(self, rewards: Any, infos: Mapping[str, Any]) -> Tensors:
+        """The rewards as tensors by key; for groups also the flags of the agents that have ended."""
         return {"reward": torch.from_numpy(rewards.astype(np.float32)).unsqueeze(-1).to(self._device)}
 
     def actions(self, tensordict: TensorDictBase) -> Any:
+        """The actions in `tensordict`, as the vector env takes them."""
         return self._action.decode(tensordict.get("action"))
 
     def joined(self, *parts: Tensors) -> TensorDictBase:
+        """One tensordict of batch size ``[N]``."""
         return TensorDict({key: value for part in parts for key, value in part.items()}, self._lead, self._device)
 
 
@@ -247,10 +228,8 @@ class AgentGroups:
             part |= {name: self._tensor(infos[name][group]) for name in ("alive", "acting")}
             if group in self._masks:
                 part["action_mask"] = self._tensor(masks.get(group, np.True_), self._masks[group])
-        if "state" in self._about_all:
-            tensors["state"] = self._about_all["state"].encode(infos["state"])
-        if "shared" in self._about_all:
-            tensors["shared"] = self._about_all["shared"].encode(obs["shared"])
+        for name, codec in self._about_all.items():
+            tensors[name] = codec.encode(infos[name] if name == "state" else obs[name])
         return tensors
 
     def with_finals(self, observations: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
@@ -258,8 +237,7 @@ class AgentGroups:
         arrived: Tensors = chosen(torch.from_numpy(over).to(self._device), finals, observations)
         return arrived
 
-    def reward_fields(self, rewards: Any, infos: Mapping[str, Any] | None) -> Tensors:
-        assert infos is not None
+    def reward_fields(self, rewards: Any, infos: Mapping[str, Any]) -> Tensors:
         return {
             group: {
                 "reward": self._tensor(rewards[group]).unsqueeze(-1),

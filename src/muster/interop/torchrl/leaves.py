@@ -5,7 +5,7 @@ What a loop writes at each step takes no tensordict.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,22 +14,13 @@ from torch import Size, Tensor
 
 from muster.errors import SpecMismatch
 from muster.interop.torchrl.columns import has_stacks
+from muster.rollout.fields import describe
+from muster.rollout.plain_modules import as_key
 
 Path = tuple[str, ...]
 Key = str | Path
 Keys = tuple[Key, ...]
 Leaves = dict[Path, Any]  # tensors, as a rule
-
-
-def leaves_of(tree: TensorDictBase, path: Path = ()) -> Leaves:
-    """The leaves of `tree` by path; `path`: its own. Objects are leaves, too."""
-    found: Leaves = {}
-    for name, value in tree.items():
-        if isinstance(value, TensorDictBase):
-            found |= leaves_of(value, (*path, name))
-        else:
-            found[(*path, name)] = value
-    return found
 
 
 class Nesting:
@@ -40,15 +31,10 @@ class Nesting:
 
     def __init__(self, tree: TensorDictBase, device: torch.device | None) -> None:
         self.device = device
-        self._sizes: dict[Path, Size] = {(): tree.batch_size}  # those that hold others before these
-        self._visit(tree, ())
+        held = {as_key(key): value for key, value in tree.items(True) if isinstance(value, TensorDictBase)}
+        # Those that hold others come before these.
+        self._sizes = {(): tree.batch_size} | {path: held[path].batch_size for path in sorted(held, key=len)}
         self._kept = frozenset(self._sizes)
-
-    def _visit(self, tree: TensorDictBase, path: Path) -> None:
-        for name, value in tree.items():
-            if isinstance(value, TensorDictBase):
-                self._sizes[(*path, name)] = value.batch_size
-                self._visit(value, (*path, name))
 
     def stretched(self, dim: int, length: int) -> Nesting:
         """The same nesting with one dimension more."""
@@ -87,71 +73,65 @@ class Writer:
         self._what = what
         self._columns = columns
         self._has_stacks = has_stacks(columns)
-        needed = {path_of(key) for key in required}
+        needed = {as_key(key) for key in required}
         # The leaves by the tensordict that holds them: an entry of a plain tensordict takes less time than a path.
-        self._groups: dict[Path, list[tuple[str, Tensor, bool]]] = {}
+        self._groups: dict[Path, list[tuple[str, Path, Tensor, bool]]] = {}
         for key, leaf in () if self._has_stacks else columns.items(True, True):
-            path = path_of(key)
-            self._groups.setdefault(path[:-1], []).append((path[-1], leaf, path in needed))
+            path = as_key(key)
+            self._groups.setdefault(path[:-1], []).append((path[-1], path, leaf, path in needed))
 
     def __call__(self, values: TensorDictBase) -> None:
         """Checks all leaves, then writes them. Raises SpecMismatch for a leaf that is missing or laid out otherwise."""
         if self._has_stacks:
             self._columns.update_(values.select(*self._columns.keys(True), strict=False))
             return
-        found = []
-        for path, leaves in self._groups.items():
-            entries = _entries(values, path)
-            for name, column, required in leaves:
-                value = entries.get(name)
-                if value is None:
-                    if required:
-                        raise missing_in(values, self._what, (*path, name), brief(column))
-                    continue
-                if not _fits(value, column):
-                    raise self._first_lie(path, entries, leaves)
+        found, odd = [], {}
+        for path, column, required, value in self._pairs(values):
+            if value is not None:
                 found.append((column, value))
+                if not _fits(value, column):
+                    odd[path] = laid_out_otherwise(self._what, path, value, brief(column))
+            elif required:
+                raise missing_in(values, self._what, path, brief(column))
+        if odd:  # of the leaf that the env has set first: others may have been made of it
+            raise next(odd[path] for path in map(as_key, values.keys(True)) if path in odd)
         _write(found)
-
-    def _first_lie(self, path: Path, entries: dict[str, Any], leaves: list[tuple[str, Tensor, bool]]) -> SpecMismatch:
-        """The error for the first leaf that the env has set, which others may have been made of."""
-        columns = {name: column for name, column, _ in leaves}
-        name = next(name for name in entries if name in columns and not _fits(entries[name], columns[name]))
-        return laid_out_otherwise(self._what, (*path, name), entries[name], brief(columns[name]))
 
     def misfit(self, values: TensorDictBase, made: Collection[Path]) -> SpecMismatch | None:
         """The error for the first leaf that nothing can make fit: one that is missing, or of another size.
 
         made: those that are made where they are missing.
         """
-        for path, leaves in self._groups.items():
-            entries = _entries(values, path)
-            for name, column, required in leaves:
-                value, whole = entries.get(name), (*path, name)
-                if value is None and required and whole not in made:
-                    return missing_in(values, self._what, whole, brief(column))
-                if isinstance(value, Tensor) and value.numel() != column.numel():
-                    return laid_out_otherwise(self._what, whole, value, brief(column))
+        for path, column, required, value in self._pairs(values):
+            if value is None and required and path not in made:
+                return missing_in(values, self._what, path, brief(column))
+            if isinstance(value, Tensor) and value.numel() != column.numel():
+                return laid_out_otherwise(self._what, path, value, brief(column))
         return None
 
     def write_if_whole(self, values: TensorDictBase) -> bool:
         """Writes all leaves if each is there and laid out as its column; returns whether it has."""
         found = []
-        for path, leaves in self._groups.items():
-            entries = _entries(values, path)
-            for name, column, _ in leaves:
-                value = entries.get(name)
-                if value is None or not _fits(value, column):
-                    return False
-                found.append((column, value))
+        for _, column, _, value in self._pairs(values):
+            if value is None or not _fits(value, column):
+                return False
+            found.append((column, value))
         _write(found)
         return True
+
+    def _pairs(self, values: TensorDictBase) -> Iterator[tuple[Path, Tensor, bool, Any]]:
+        """Each column: its path, itself, whether it is required, and the leaf of `values` for it, or None."""
+        for path, leaves in self._groups.items():
+            holder = values.get(path, None) if path else values
+            entries = {} if holder is None else dict(holder.items())
+            for name, whole, column, required in leaves:
+                yield whole, column, required, entries.get(name)
 
 
 def missing_in(values: TensorDictBase, what: str, path: Path, expected: str) -> SpecMismatch:
     """The error for a leaf that `values` lack."""
     return SpecMismatch(
-        f"{what} tensordict has no {name_of(path)}, expected {expected}; it has "
+        f"{what} tensordict has no {describe(path)}, expected {expected}; it has "
         f"{sorted(map(str, values.keys(True, True)))}. Make the env's specs and its results agree"
     )
 
@@ -159,19 +139,9 @@ def missing_in(values: TensorDictBase, what: str, path: Path, expected: str) -> 
 def laid_out_otherwise(what: str, path: Path, value: Any, expected: str) -> SpecMismatch:
     """The error for a leaf of another shape or dtype."""
     return SpecMismatch(
-        f"{what} {name_of(path)} is {brief(value)}, expected {expected}, as its spec says; check_env_specs(env) of "
+        f"{what} {describe(path)} is {brief(value)}, expected {expected}, as its spec says; check_env_specs(env) of "
         "torchrl.envs.utils shows all that differs"
     )
-
-
-def path_of(key: Key) -> Path:
-    """A key as a tuple of names."""
-    return (key,) if isinstance(key, str) else tuple(key)
-
-
-def name_of(path: Path) -> str:
-    """A path as users write the key."""
-    return repr(path[0] if len(path) == 1 else path)
 
 
 def brief(value: Any) -> str:
@@ -181,11 +151,6 @@ def brief(value: Any) -> str:
 
 def _fits(value: Tensor, column: Tensor) -> bool:
     return value.shape == column.shape and value.dtype == column.dtype
-
-
-def _entries(values: TensorDictBase, path: Path) -> dict[str, Any]:
-    holder = values.get(path, None) if path else values
-    return {} if holder is None else dict(holder.items())
 
 
 def _write(found: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from muster.interop.starting import recipes_of
 from muster.interop.torchrl.columns import Columns, has_stacks
 from muster.interop.torchrl.env_worker import Command, hosted
 from muster.interop.torchrl.given_envs import explained, given, sharing
-from muster.interop.torchrl.remote import Channel, Pool, PoolOptions, WorkerProcess
+from muster.interop.torchrl.remote import Channel, Pool, WorkerProcess
 from muster.pickling import UserCall
 from muster.pool.environment import WorkerEnv
 from muster.pool.resources import MEMORY_CHECKS
@@ -71,6 +72,13 @@ class _InWorkers(type(TheirParallelEnv)):  # type: ignore[misc]  # TorchRL has n
         return super().__call__(*args, auto_wrap_envs=False, **kwargs)
 
 
+def _with_their_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """`init` with a signature that shows all of TorchRL's arguments, and then those of `_OWN`."""
+    theirs, own = (inspect.signature(one).parameters for one in (TheirParallelEnv.__init__, init))
+    init.__signature__ = inspect.Signature([*theirs.values(), *(own[name] for name in _OWN)])  # type: ignore[attr-defined]  # read by inspect
+    return init
+
+
 class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]  # TorchRL has no type information here
     """TorchRL's `ParallelEnv`, whose envs are stepped by Muster: no env in the caller, no pickle on a step of tensors.
 
@@ -100,36 +108,24 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
     _events: Any
     # Of this class, set before TorchRL's constructor runs.
     _pool: Pool | None
-    _pool_options: PoolOptions
+    _pool_options: dict[str, Any]  # of Muster's own, as `processes` takes them
     _of_list: tuple[bool, bool]
 
+    @_with_their_arguments
     def __init__(
         self,
         num_workers: int,
         create_env_fn: EnvFn | Sequence[EnvFn],
         *,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        pin_memory: bool = False,
-        share_individual_td: bool | None = None,
-        shared_memory: bool = True,
-        memmap: bool = False,
-        policy_proof: Callable[..., Any] | None = None,
-        device: torch.device | str | int | None = None,
-        allow_step_when_done: bool = False,
-        num_threads: int | None = None,
-        num_sub_threads: int = 1,
-        serial_for_single: bool = False,
-        non_blocking: bool = False,
-        mp_start_method: str | None = None,
         use_buffers: bool | None = None,
         metadata_from_workers: bool = False,
-        consolidate: bool = True,
-        daemon: bool = False,
         shutdown_timeout: float = 10.0,
         num_processes: Asked = None,
         worker_env: WorkerEnv | None = None,
         worker_init: WorkerInit = None,
         memory_check: str = "error",
+        **others: Any,
     ) -> None:
         seconds("shutdown_timeout", shutdown_timeout)
         one_of("memory_check", memory_check, MEMORY_CHECKS)
@@ -139,7 +135,12 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
                 "here the metadata come from the workers always"
             )
         self.__dict__["_pool"] = None
-        self.__dict__["_pool_options"] = PoolOptions(num_processes, worker_env, worker_init, memory_check)
+        self.__dict__["_pool_options"] = {
+            "num_workers": num_processes,
+            "worker_env": worker_env,
+            "worker_init": worker_init,
+            "memory_check": memory_check,
+        }
         self.__dict__["_of_list"] = isinstance(create_env_fn, Sequence), isinstance(create_env_kwargs, Sequence)
         if isinstance(create_env_kwargs, Mapping):  # a list: TorchRL copies the values of one dict, which travel here
             create_env_kwargs = [dict(create_env_kwargs) for _ in range(num_workers)]
@@ -148,22 +149,9 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
                 num_workers,
                 create_env_fn,
                 create_env_kwargs=create_env_kwargs,
-                pin_memory=pin_memory,
-                share_individual_td=share_individual_td,
-                shared_memory=shared_memory,
-                memmap=memmap,
-                policy_proof=policy_proof,
-                device=device,
-                allow_step_when_done=allow_step_when_done,
-                num_threads=num_threads,
-                num_sub_threads=num_sub_threads,
-                serial_for_single=serial_for_single,
-                non_blocking=non_blocking,
-                mp_start_method=mp_start_method,
                 use_buffers=use_buffers,
-                consolidate=consolidate,
-                daemon=daemon,
                 shutdown_timeout=shutdown_timeout,
+                **others,
             )
             if metadata_from_workers:
                 self.start()
@@ -204,7 +192,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
             threads = self.num_sub_threads or 1
             context = self._mp_start_method
             try:
-                self._pool = Pool(self._recipes(), self._pool_options, context=context, num_threads=threads)
+                self._pool = Pool(self._recipes(), context=context, num_threads=threads, **self._pool_options)
             except CannotTravel as error:
                 label = PARALLEL_ENV.factory + "[{}]" * self._of_list[0]
                 raise (explained(self.create_env_fn, label) or error) from error.__cause__

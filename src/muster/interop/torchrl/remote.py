@@ -24,11 +24,8 @@ from muster.interop.torchrl.leaves import Key, Keys
 from muster.introspection import place_of
 from muster.pickling import UserCall
 from muster.pool.closing import CloseLimits, in_all
-from muster.pool.environment import WorkerEnv
-from muster.pool.set_up import WorkerInit
 from muster.recipes.recipe import Recipe
 from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
-from muster.vector.packing import Asked
 from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
 
@@ -38,22 +35,10 @@ PRELOADS = ("torch", "tensordict", "torchrl.envs")
 _COMMANDS = {"step": Command.STEP, "step_and_maybe_reset": Command.STEP_AND_RESET, "reset": Command.RESET}
 
 
-@dataclass(frozen=True)
-class PoolOptions:
-    """The options of Muster's own that a `ParallelEnv` takes."""
-
-    num_processes: Asked = None
-    worker_env: WorkerEnv | None = None
-    worker_init: WorkerInit = None
-    memory_check: str = "error"
-
-
 class Pool:
-    """The worker processes of one `ParallelEnv`, which have built its envs."""
+    """The worker processes of one `ParallelEnv`, which have built its envs. options: others of `processes`."""
 
-    def __init__(
-        self, recipes: Sequence[Recipe], options: PoolOptions, *, context: str | None, num_threads: int
-    ) -> None:
+    def __init__(self, recipes: Sequence[Recipe], *, context: str | None, **options: Any) -> None:
         self.num_envs = len(recipes)
         self._call: UserCall = recipes[0].call
         self._arguments = [(recipe.labels[1], recipe.kwargs) for recipe in recipes]
@@ -67,20 +52,15 @@ class Pool:
             self._backend = processes(
                 recipes,
                 context=context,
-                num_workers=options.num_processes,
                 name="num_processes",
-                worker_env=options.worker_env,
-                worker_init=options.worker_init,
                 close_limits=CloseLimits(),
-                num_threads=num_threads,
-                memory_check=options.memory_check,
                 preloads=PRELOADS,
+                **options,
             )
             assembly = drop_in_options(self._backend, AutoresetMode.DISABLED)
             envs = vector_env_of(self._backend, LENIENT, assembly)
         assert isinstance(envs, VectorEnv)
         self.vector_env = envs
-        self._actions = np.zeros((self.num_envs, 2), np.int64)
         self._of_all = {one: np.full((self.num_envs, 2), (one, NO_KEYS), np.int64) for one in Command}
 
     @property
@@ -154,14 +134,10 @@ class Pool:
 
     def _run(self, envs: Sequence[int], actions: Sequence[tuple[int, int]]) -> None:
         """Has some envs carry out commands, and waits for them. actions: the command and key set of each."""
-        self._actions[: len(envs)] = actions
-        part = self._actions[: len(envs)]
         if len(envs) == self.num_envs:
-            if list(envs) != list(range(self.num_envs)):
-                part = part[np.argsort(envs)]
-            self.vector_env.step(part)
+            self.vector_env.step(np.array(actions, np.int64)[np.argsort(envs)])
         else:
-            self.vector_env.send(part, envs)
+            self.vector_env.send(np.array(actions, np.int64), envs)
             self.vector_env.recv()
 
     def run_all(self, command: Command) -> None:

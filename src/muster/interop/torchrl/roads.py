@@ -7,7 +7,7 @@ verbs by their ``_step`` alone, then all others by their own verbs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import InitTracker, RewardSum, StepCounter, Transform
 
-from muster.interop.torchrl.leaves import Leaves, Nesting, Path, leaves_of, path_of
+from muster.interop.torchrl.leaves import Leaves, Nesting, Path
 from muster.interop.torchrl.short_steps import BareGym, bare_gym, has_own_verbs, is_plainly_wrapped, parts_of
+from muster.rollout.plain_modules import as_key, leaves_of
 
 _ACTION = ("action",)
 _REWARD = ("reward",)
@@ -32,22 +33,19 @@ class Stepped(NamedTuple):
     ended: bool
 
 
-class Road(Protocol):
-    """Steps an env and resets it where it is done."""
-
-    def step(self, root: Leaves) -> Stepped:
-        """root: what a policy acted on, and its outputs. Raises SpecMismatch, and what the env raises."""
-
-
 class WholeRoad:
     """For every env: its own `step_and_maybe_reset`."""
 
     def __init__(self, env: EnvBase, nesting: Nesting) -> None:
         self._env, self._nesting = env, nesting
         self._shares = nesting.device == env.device  # else the collector hands a copy to the env
-        self._done_keys = [path_of(key) for key in env.done_keys]
+        self._done_keys = [as_key(key) for key in env.done_keys]
 
     def step(self, root: Leaves) -> Stepped:
+        """Steps the env, and resets it where it is done. root: what a policy acted on, and its outputs.
+
+        Raises SpecMismatch, and what the env raises.
+        """
         given = self._nesting.tensordict(root, self._env.device)
         stepped, following = self._env.step_and_maybe_reset(given)
         arrived = leaves_of(stepped.get("next"))
@@ -56,16 +54,14 @@ class WholeRoad:
         return Stepped(root, arrived, leaves_of(following), _any_set(arrived, self._done_keys))
 
 
-class StepRoad:
+class StepRoad(WholeRoad):
     """For envs with TorchRL's own verbs: their `_step`, and what TorchRL does around it."""
 
     def __init__(self, env: EnvBase, nesting: Nesting) -> None:
-        self._env, self._nesting = env, nesting
-        self._shares = nesting.device == env.device
-        self._done_keys = [path_of(key) for key in env.done_keys]
-        shapes = {path_of(key): spec.shape for key, spec in env.full_done_spec.items(True, True)}
+        super().__init__(env, nesting)
+        shapes = {as_key(key): spec.shape for key, spec in env.full_done_spec.items(True, True)}
         self._shapes = list(
-            (shapes | {path_of(key): env.full_reward_spec[key].shape for key in env.reward_keys}).items()
+            (shapes | {as_key(key): env.full_reward_spec[key].shape for key in env.reward_keys}).items()
         )
         self._left = env._step_mdp.exclude_from_root
         self._moved = list(_paths(env._step_mdp.keys_from_next))
@@ -158,6 +154,9 @@ class GymRoad:
 
     def _tensor(self, obs: Any) -> Tensor:
         return torch.from_numpy(np.array(obs, dtype=self._bare.dtype))
+
+
+Road = WholeRoad | GymRoad
 
 
 def road_of(env: EnvBase, nesting: Nesting) -> Road:

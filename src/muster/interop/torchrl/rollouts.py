@@ -18,9 +18,10 @@ from torchrl.envs.utils import set_exploration_type
 
 from muster.errors import SpecMismatch
 from muster.interop.torchrl.columns import has_stacks
-from muster.interop.torchrl.leaves import Leaves, Nesting, Path, leaves_of, name_of, path_of
+from muster.interop.torchrl.leaves import Leaves, Nesting, Path
 from muster.interop.torchrl.roads import Road, env_state, road_of
-from muster.rollout.plain_modules import PlainModules
+from muster.rollout.fields import describe
+from muster.rollout.plain_modules import PlainModules, as_key, leaves_of
 
 _TRAJ_IDS = ("collector", "traj_ids")
 
@@ -72,7 +73,7 @@ class Loop:
         self._road: Road = road_of(collector.env, self._nesting)
         self._policy = collector._wrapped_policy
         self._plain = PlainModules(self._policy, collector.env.batch_size)
-        self._done_keys = [path_of(key) for key in collector.env.done_keys]
+        self._done_keys = [as_key(key) for key in collector.env.done_keys]
 
     def _collect(self, collector: Collector, rows: _Rows) -> None:
         if not self._plain.is_like(again := PlainModules(self._policy, collector.env.batch_size)):
@@ -167,7 +168,7 @@ class _Rows:
                 raise
             what = f"has shape {list(odd.shape)}, expected {list(first.shape)} ({error})"
         raise SpecMismatch(
-            f"the rollout's {name_of(path)} {what}; check_env_specs(env) of torchrl.envs.utils shows all that differs"
+            f"the rollout's {describe(path)} {what}; check_env_specs(env) of torchrl.envs.utils shows all that differs"
         )
 
 

@@ -24,7 +24,8 @@ from torchrl.envs.transforms import Compose, Transform
 
 from muster.errors import SpecMismatch
 from muster.interop.torchrl.columns import has_stacks
-from muster.interop.torchrl.leaves import Writer, leaves_of, path_of
+from muster.interop.torchrl.leaves import Writer
+from muster.rollout.plain_modules import as_key, leaves_of
 
 _FLAGS = ("terminated", "truncated", "done")
 # What `EnvBase.step_and_maybe_reset` is made of.
@@ -119,7 +120,7 @@ class BareEnv:
         try:
             completed: TensorDictBase = self._env._step_proc_data(arrived)
         except Exception as error:
-            if (misfit := self._write.misfit(arrived, [path_of(key) for key in self._env.done_keys])) is not None:
+            if (misfit := self._write.misfit(arrived, [as_key(key) for key in self._env.done_keys])) is not None:
                 raise misfit from error
             raise
         return completed
