@@ -25,14 +25,7 @@ from torch import Tensor, nn
 from muster.algorithms.actor_critic import ActorCritic, act, as_seen, torch_threads
 from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer
 from muster.algorithms.ppo_config import PPOConfig
-from muster.algorithms.ppo_parts import (
-    EpisodeWindow,
-    Losses,
-    PPOMetrics,
-    Schedule,
-    check_envs,
-    require_finite_rows,
-)
+from muster.algorithms.ppo_parts import EpisodeWindow, Losses, PPOMetrics, Schedule, check_envs, require_finite_rows
 from muster.errors import TrainingDiverged
 from muster.rollout.collector import Collector
 from muster.rollout.returns import gae

@@ -32,10 +32,7 @@ from muster.recipes.named import callable_named, parse_name
 
 _STYLES: dict[Severity, str] = {"blocks": "bold red", "warns": "yellow", "good": "green", "note": "dim"}
 
-_TREND_STYLES: dict[Trend, str] = {
-    "grows": "yellow",
-    "steady": "dim",
-}
+_TREND_STYLES: dict[Trend, str] = {"grows": "yellow", "steady": "dim"}
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:

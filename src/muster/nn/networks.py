@@ -172,11 +172,7 @@ class MultiAgentConvNet(MultiAgentNet):
 
 
 def _options(
-    n_agents: int,
-    share_params: bool | None,
-    centralised: bool | None,
-    centralized: bool | None,
-    vmap_randomness: str,
+    n_agents: int, share_params: bool | None, centralised: bool | None, centralized: bool | None, vmap_randomness: str
 ) -> dict[str, Any]:
     """The options of a MultiAgentNet. Raises WrongType for those that are missing, ConfigError."""
     if share_params is None:
