@@ -68,14 +68,8 @@ class PPO:
         self._minibatch_rng = torch.Generator().manual_seed(_seed(minibatches))
         if policy is None:
             with torch_threads(config.torch_threads):  # orthogonal weights differ with the number of threads
-                policy = ActorCritic(
-                    space,
-                    envs.single_action_space,
-                    torch.Generator().manual_seed(_seed(weights)),
-                    hidden_sizes=config.hidden_sizes,
-                    activation=config.activation,
-                    log_std_init=config.log_std_init,
-                )
+                rng = torch.Generator().manual_seed(_seed(weights))
+                policy = ActorCritic(space, envs.single_action_space, rng, **config.network)
         self.policy = policy
         self.optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=True)
         self.observations = ObservationNormalizer(space.shape or ()) if config.normalize_observations else None

@@ -17,14 +17,15 @@ _MUCH = 10_000
 _SHOWN = 4
 
 
-def about_early_end(outcome: TrialOutcome, severity: Severity) -> list[Finding]:
-    """One finding where the trial ended early; none where it came to its end."""
+def about_early_end(
+    outcome: TrialOutcome, severity: Severity, topic: str = "life", subject: str = "the env"
+) -> list[Finding]:
+    """One finding where the trial ended early; none where it came to its end. subject: what it was the trial of."""
     if outcome.stage is None:
         return []
-    if outcome.stage == STARTING:  # no code of the env has run
-        return [Finding("warns", "life", f"{outcome.stage}, a trial {outcome.how}", outcome.detail or None)]
-    text = f"{outcome.stage}, the env {outcome.how}"
-    return [Finding(severity, "life", text, outcome.detail or None)]
+    if outcome.stage == STARTING:  # no code of the subject has run
+        subject = "a trial"
+    return [Finding(severity, topic, f"{outcome.stage}, {subject} {outcome.how}", outcome.detail or None)]
 
 
 def about_behaviour(outcome: TrialOutcome) -> list[Finding]:

@@ -37,8 +37,8 @@ _ROWS = 8
 BUILDS = 2
 
 Weights = dict[str, Tensor]
-Layout = dict[str, list[Any]]
-"""By a parameter's or buffer's name, in quotes, its shape and its dtype's name."""
+Layout = dict[str, str]
+"""By a parameter's or buffer's name, in quotes, its shape and its dtype."""
 
 
 @dataclass
@@ -166,12 +166,10 @@ def _outputs_of(policy: Any, observed: bytes) -> dict[str, Tensor]:
 
 def layout_of(policy: Any) -> Layout:
     """The shapes and dtypes of the policy's parameters and buffers; "not known yet" for the shapes of lazy ones."""
-    return {
-        repr(name): ["not known yet" if is_lazy(tensor) else list(tensor.shape), dtype_of(tensor)]
-        for name, tensor in named_weights(policy).items()
-    }
+    weights = named_weights(policy)
+    return {repr(name): described(None if is_lazy(one) else one.shape, one) for name, one in weights.items()}
 
 
-def dtype_of(tensor: Tensor) -> str:
-    """The name of the tensor's dtype, as ``float32``."""
-    return str(tensor.dtype).removeprefix("torch.")
+def described(shape: torch.Size | None, tensor: Tensor) -> str:
+    """The shape and the tensor's dtype in words, as ``[3, 4] float32``. shape: None where it is not known yet."""
+    return f"{'not known yet' if shape is None else list(shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -23,11 +23,11 @@ from muster.training.console import TrainingDisplay, format_return, format_secon
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
 from muster.training.events import charts
 from muster.training.film import film_episode
-from muster.training.picture import plot_learning_curve
+from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
-from muster.training.run_folder import RunFolder, as_word, read_checkpoint, reading
-from muster.training.run_policy import load_policy
-from muster.training.stopping import STOPS, StopSignals
+from muster.training.run_folder import RunFolder, as_word, new_folder, read_checkpoint, reading
+from muster.training.run_policy import RunPolicy
+from muster.training.stopping import StopSignals
 from muster.vector.vector_env import VectorEnv
 
 Result = TypeVar("Result")
@@ -52,7 +52,8 @@ def train(
     learning_rate: what a run that goes on starts from, None for the rate that it had reached.
     """
     ppo = PPO(envs, plan.config)
-    with evaluation_envs(plan, console) as apart, _open_folder(plan, run_dir, resume=resume) as folder:
+    path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
+    with evaluation_envs(plan, console) as apart, RunFolder(path, resume=resume) as folder:
         seconds_before = _load(ppo, folder, learning_rate) if resume else 0.0
         spaces = {"observations": envs.single_observation_space, "actions": envs.single_action_space}
         plain = {name: to_plain(space) for name, space in spaces.items()}  # so that `load_policy` needs no env
@@ -72,31 +73,20 @@ def train(
             console.print(
                 f"The run had finished, its learning rate at 0: it starts at {rate:g} again, or at --learning-rate."
             )
-        goal = envs.spec.reward_threshold if envs.spec else None
         evaluations = None
         if apart is not None and plan.run.eval_every is not None:
             evaluations = Evaluations(ppo, apart, console, every=plan.run.eval_every, episodes=plan.run.eval_episodes)
-        return _train(ppo, plan, folder, console, evaluations, goal=goal, seconds_before=seconds_before)
+        return _train(ppo, plan, folder, console, evaluations, seconds_before)
 
 
 def evaluate_run(
-    run: Path,
-    plan: TrainingPlan,
-    envs: VectorEnv,
-    console: Console,
-    *,
-    episodes: int,
-    seed: int,
-    sample: bool,
-    checkpoint: str | None = None,
-    max_steps: int | None = None,
+    policy: RunPolicy, envs: VectorEnv, console: Console, *, episodes: int, seed: int, max_steps: int | None
 ) -> signal.Signals | None:
-    """Prints returns and lengths of whole episodes that the run's policy plays; statistics stay as in the checkpoint.
+    """Prints returns and lengths of whole episodes that a run's policy plays; statistics stay as in the checkpoint.
 
-    checkpoint: as for `load_policy`.  max_steps: as for `evaluate`; None for `STEPS_PER_EPISODE` for each episode.
+    max_steps: as for `evaluate`; None for `STEPS_PER_EPISODE` for each episode.
     Returns the signal that ended it before, if one did: Ctrl-C or SIGTERM.
     """
-    policy = load_policy(run, checkpoint=checkpoint, sample=sample)
     with console.status(f"playing {episodes} episodes") as status:
         play = partial(
             evaluate,
@@ -114,9 +104,9 @@ def evaluate_run(
         return played
     returns = played.returns
     table = Table(
-        title=f"{escape(plan.name)}, PPO after {policy.steps:,} steps", title_justify="left", show_header=False
+        title=f"{escape(policy.plan.name)}, PPO after {policy.steps:,} steps", title_justify="left", show_header=False
     )
-    actions = "drawn from the policy" if sample else "the likeliest"
+    actions = "drawn from the policy" if policy.sample else "the likeliest"
     left_out = episodes - len(returns)
     ended = f"{len(returns)} of {episodes}" if left_out else f"{episodes}"
     for name, text in {
@@ -137,22 +127,12 @@ def evaluate_run(
 
 
 def film_run(
-    run: Path,
-    envs: VectorEnv,
-    console: Console,
-    path: Path,
-    *,
-    seed: int,
-    sample: bool,
-    checkpoint: str | None = None,
-    max_steps: int | None = None,
+    policy: RunPolicy, envs: VectorEnv, console: Console, path: Path, *, seed: int, max_steps: int | None
 ) -> signal.Signals | None:
-    """Films an episode that the run's policy plays in the one env of ``envs``, and says where the film lies.
+    """Films an episode that a run's policy plays in the one env of ``envs``, and says where the film lies.
 
-    path, max_steps, and what it raises: as for `film_episode`.  checkpoint: as for `load_policy`.
-    Returns as `evaluate_run`.
+    path, max_steps, and what it raises: as for `film_episode`. Returns as `evaluate_run`.
     """
-    policy = load_policy(run, checkpoint=checkpoint, sample=sample)
     film = partial(film_episode, envs, policy, path, seed=seed, max_steps=max_steps or STEPS_PER_EPISODE)
     frames = _unless_stopped(film, console)
     if isinstance(frames, signal.Signals):
@@ -163,20 +143,10 @@ def film_run(
 
 def _unless_stopped(call: Callable[[], Result], console: Console) -> Result | signal.Signals:
     """What the call returns, or the signal that ended it: Ctrl-C or SIGTERM, which is said."""
-    with StopSignals() as stop:
-        try:
-            return stop.call(call)
-        except STOPS as error:
-            if not stop.caused(error) or stop.number is None:
-                raise
-            console.print(f"[yellow]Stopped by {stop.name}.[/]")
-            return stop.number
-
-
-def _open_folder(plan: TrainingPlan, run_dir: Path | None, *, resume: bool) -> RunFolder:
-    if run_dir is None:
-        return RunFolder.create(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
-    return RunFolder(run_dir, resume=resume)
+    with StopSignals() as stop, stop.said(console.print):
+        return stop.call(call)
+    assert stop.number is not None
+    return stop.number
 
 
 def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
@@ -198,11 +168,10 @@ def _train(
     folder: RunFolder,
     console: Console,
     evaluations: Evaluations | None,
-    *,
-    goal: float | None,
     seconds_before: float,
 ) -> signal.Signals | None:
     started = time.monotonic()
+    goal = ppo.envs.spec.reward_threshold if ppo.envs.spec else None
     checkpoints = Checkpoints(folder, steps=ppo.steps, every=plan.run.checkpoint_every, keep=plan.run.keep)
     finished = False
 
@@ -217,7 +186,8 @@ def _train(
 
     with StopSignals() as stop:
         try:
-            with TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps) as display, restarts_unwarned():
+            display = TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps)
+            with stop.said(console.print), display, restarts_unwarned():
                 while ppo.steps < ppo.config.total_steps:
                     before = ppo.steps
                     metrics = stop.call(ppo.iterate)  # signals interrupt nothing else: no file is cut short
@@ -228,17 +198,14 @@ def _train(
                     evaluated = None if judged is None else judged.mean_return
                     display.update(metrics.steps, metrics.episodes.mean_return, evaluated=evaluated)
                     checkpoints.save(ppo, judged)
-            finished = True
-        except STOPS as error:
-            if not stop.caused(error):
-                raise
-            console.print(f"[yellow]Stopped by {stop.name}.[/]")
+                finished = True
         finally:
             seconds = seconds_before + time.monotonic() - started
             if ppo.metrics is not None:
                 write(ppo.metrics)  # an iteration may end in the moment of the signal: checkpoint and CSV must agree
             checkpoints.save(ppo, now=True)
-            plot = _plot(folder, plan.title, goal)
+            draw = partial(plot_learning_curve, folder.metrics_path, folder.plot_path, title=plan.title, goal=goal)
+            plot = drawn(folder.plot_path, draw)
             if not finished:
                 console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
             if ppo.steps < ppo.config.total_steps:
@@ -246,15 +213,6 @@ def _train(
                 console.print(f"To go on: {escape(command)}", soft_wrap=True)
         _print_result(ppo, folder, console, seconds=seconds, goal=goal, plot=plot, best=checkpoints.best)
     return None if finished else stop.number
-
-
-def _plot(folder: RunFolder, title: str, goal: float | None) -> str:
-    """Draws the learning curve; returns where it lies, or why there is none: a run does not fail by its picture."""
-    try:
-        plot_learning_curve(folder.metrics_path, folder.plot_path, title=title, goal=goal)
-    except Exception as error:
-        return f"warning: it could not be drawn: {type(error).__name__}: {error}"
-    return str(folder.plot_path)
 
 
 def _print_result(

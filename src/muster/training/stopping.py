@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -63,6 +64,16 @@ class StopSignals:
         while self.number is None and self._before and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.number is not None
+
+    @contextmanager
+    def said(self, say: Callable[[str], object]) -> Iterator[None]:
+        """Says which signal has ended the ``with`` block, and goes on after it; what else ends it is raised."""
+        try:
+            yield
+        except STOPS as error:
+            if not self.caused(error):
+                raise
+            say(f"[yellow]Stopped by {self.name}.[/]")
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
