@@ -106,11 +106,9 @@ class PPO:
                 learning_rate, clip_coef = self.schedule.at(self.steps)
                 rollout = self.collect_rollout()
                 losses = self.update(rollout, learning_rate, clip_coef)
-                unexplained = (rollout.targets - rollout.values).var(correction=0) / (
-                    rollout.targets.var(correction=0) + 1e-8
-                )
+                left = (rollout.targets - rollout.values).var(correction=0)
+                explained = 1 - (left / (rollout.targets.var(correction=0) + 1e-8)).item()
             self.steps = self.collector.frames
-            explained = 1 - unexplained.item()
             metrics = PPOMetrics(self.steps, self.episodes.summary(), losses, explained, learning_rate)
             self._complete = self._state(), metrics  # one statement: whenever it is read, it is of one moment
             self._under_way = False

@@ -96,9 +96,10 @@ class Parser:
                 title, _, _ = str(inspect.getdoc(kind)).partition("\n")
                 # A file may turn these on, so that the words need a way to turn them off.
                 group, switch = parser.add_argument_group(title.rstrip(".")), argparse.BooleanOptionalAction
-            for name in fields_of(kind):
+            for name, (of, facts) in fields_of(kind).items():
                 value = (values or {}).get(name, getattr(kind, name, None))
-                group.add_argument(*_names_of(kind, name), **_how(kind, name, value, switch))
+                names = [name] if facts["positional"] else [option_of(name), *filter(None, [facts["alias"]])]
+                group.add_argument(*names, **_how(name, of, facts, value, switch))
         return parser
 
 
@@ -125,14 +126,8 @@ def _with_hyphens(word: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
-def _names_of(owner: type, name: str) -> list[str]:
-    _, facts = fields_of(owner)[name]
-    return [name] if facts["positional"] else [option_of(name), *filter(None, [facts["alias"]])]
-
-
-def _how(owner: type, name: str, value: Any, switch: Any) -> dict[str, Any]:
+def _how(name: str, kind: Any, facts: Mapping[str, Any], value: Any, switch: Any) -> dict[str, Any]:
     """How argparse reads and shows the option. value: to show.  switch: the action of an option that takes none."""
-    kind, facts = fields_of(owner)[name]
     silent = facts["positional"] or value in (None, ()) or (value is False and switch == "store_true")
     shown = "" if silent else f" (default: {write_value(value)})"
     how: dict[str, Any] = {"help": (facts["about"] + shown).replace("%", "%%")}

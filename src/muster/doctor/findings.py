@@ -42,9 +42,8 @@ def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
     if results.get("one_per_process"):
         found.append(Finding("note", "isolation", 'its class declares metadata["one_per_process"] = True'))
     if results.get("reuses_buffers"):
-        found.append(
-            Finding("note", "buffers", "it writes every observation into the same array; Muster copies, others may not")
-        )
+        text = "it writes every observation into the same array; Muster copies, others may not"
+        found.append(Finding("note", "buffers", text))
     if results.get("changes_action"):
         found.append(Finding("warns", "actions", "its step changes the action array it is given"))
     if results.get("costly_infos"):
@@ -145,12 +144,11 @@ def _about_api(api: str, refused: Sequence[str] | None, warned: Sequence[str]) -
     return found
 
 
-def _about_infos(costly: list[list[object]]) -> Finding:
-    listed = []
-    heavy = False
-    for key, kind, length in costly[:_SHOWN]:
-        assert isinstance(length, int)
-        listed.append(f"{key!r} ({kind}, {size(length) if length >= 0 else 'cannot be pickled'})")
-        heavy = heavy or not 0 <= length < _MUCH
-    text = f"infos hold more than numbers, which is pickled on every step: {', '.join(listed)}"
+def _about_infos(costly: Sequence[tuple[str, str, int]]) -> Finding:
+    """costly: key, type and bytes of each, -1 for what cannot be pickled."""
+    shown = costly[:_SHOWN]
+    sizes = [size(length) if length >= 0 else "cannot be pickled" for *_, length in shown]
+    listed = ", ".join(f"{key!r} ({kind}, {its})" for (key, kind, _), its in zip(shown, sizes, strict=True))
+    heavy = any(not 0 <= length < _MUCH for *_, length in shown)
+    text = f"infos hold more than numbers, which is pickled on every step: {listed}"
     return Finding("warns" if heavy else "note", "infos", text)

@@ -9,18 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muster.doctor import policy_calls
 from muster.doctor.diagnosis import Finding, seconds
 from muster.doctor.findings import about_early_end
-from muster.doctor.policy_calls import (
-    BUILDS,
-    Layout,
-    build_and_call,
-    described,
-    layout_of,
-    observe,
-    outputs_of_original,
-    weights_of,
-)
 from muster.errors import CannotTravel, UsageError
 from muster.hosts.trial import TrialOutcome, Trials
 from muster.pickling import find_shared
@@ -37,7 +28,7 @@ class _Built(NamedTuple):
     """A policy. outputs: by key, {} if it was not called."""
 
     name: str
-    layout: Layout
+    layout: policy_calls.Layout
     outputs: dict[str, Tensor]
 
 
@@ -63,12 +54,14 @@ def judge_factory(factory: Callable[[], Any], policy: Any, env: Trials | None, t
             require_shapes(policy)
         except UsageError as error:
             return [Finding("warns", _TOPIC, f"nothing was compared: {error}")]
-        weights = weights_of(policy)
+        weights = policy_calls.weights_of(policy)
     observed, uncalled = None, "no env could be played for that, see above"
     if env is not None:
-        outcome = env.run(observe)
+        outcome = env.run(policy_calls.observe)
         observed, uncalled = outcome.results.get("observed"), outcome.problem
-    outcome = Trials(None, timeout_s).run(build_and_call, factory=packed, observed=observed, weights=weights)
+    outcome = Trials(None, timeout_s).run(
+        policy_calls.build_and_call, factory=packed, observed=observed, weights=weights
+    )
     return list(_findings(policy, outcome, observed, uncalled))
 
 
@@ -76,7 +69,7 @@ def _findings(policy: Any, outcome: TrialOutcome, observed: bytes | None, uncall
     """observed: what policies were called with.  uncalled: why they could not be called, in words, without that."""
     is_built = outcome.stage is None or not outcome.stage.startswith("building")
     yield from about_early_end(outcome, "warns" if is_built else "blocks", _TOPIC, "it")
-    names = ("the first one", "the second one") if policy is None else ("what it builds",) * BUILDS
+    names = ("the first one", "the second one") if policy is None else ("what it builds",) * policy_calls.BUILDS
     built = [
         _Built(name, outcome.results[f"layout {number}"], outcome.results.get(f"outputs {number}", {}))
         for number, name in enumerate(names)
@@ -85,11 +78,11 @@ def _findings(policy: Any, outcome: TrialOutcome, observed: bytes | None, uncall
     if policy is not None and built:
         outputs = {}
         try:
-            outputs = {} if observed is None else outputs_of_original(policy, observed)
+            outputs = {} if observed is None else policy_calls.outputs_of_original(policy, observed)
         except Exception as error:
             observed = None
             uncalled = f"policy, called on the env's observations, raised {type(error).__name__}: {error}"
-        built.insert(0, _Built("policy", layout_of(policy), outputs))
+        built.insert(0, _Built("policy", policy_calls.layout_of(policy), outputs))
     if len(built) > 1:
         reference, *others = built
         differing = next(((one.name, found) for one in others if (found := _differences(reference, one))), None)
@@ -115,7 +108,8 @@ def _differences(expected: _Built, got: _Built) -> list[str]:
     if not expected.outputs or not got.outputs:
         return found
     layouts = [
-        {key: described(tensor.shape[1:], tensor) for key, tensor in one.outputs.items()} for one in (expected, got)
+        {key: policy_calls.described(tensor.shape[1:], tensor) for key, tensor in one.outputs.items()}
+        for one in (expected, got)
     ]
     found += [f"outputs: {text}" for text in _of_layouts(*layouts)]
     if found:
@@ -134,7 +128,7 @@ def _differences(expected: _Built, got: _Built) -> list[str]:
     ]
 
 
-def _of_layouts(expected: Layout, got: Layout) -> list[str]:
+def _of_layouts(expected: policy_calls.Layout, got: policy_calls.Layout) -> list[str]:
     """The differences of ``got`` from ``expected``."""
     found = []
     if missing := [name for name in expected if name not in got]:

@@ -10,20 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muster.doctor.advice import name_in_code
-from muster.doctor.diagnosis import (
-    MARKS,
-    Diagnosis,
-    Finding,
-    Severity,
-    Soak,
-    Trend,
-    code_of,
-    measured_rows,
-    recommended_rows,
-    soak_title,
-    soaked_rows,
-    tried_rows,
-)
+from muster.doctor.diagnosis import MARKS, Diagnosis, Finding, Severity, Soak, Trend, tried_rows
 from muster.doctor.machine import Fact, MachineReport
 from muster.doctor.measure import Measured, code_of_options
 from muster.doctor.targets import import_code
@@ -38,7 +25,7 @@ _TREND_STYLES: dict[Trend, str] = {"grows": "yellow", "steady": "dim"}
 def show(diagnosis: Diagnosis, console: Console) -> None:
     """Prints the diagnosis: obstacles first, then the measurements, then the code to write."""
     parts: list[RenderableType] = [Text(diagnosis.target, "bold"), _listed(diagnosis.findings)]
-    if rows := measured_rows(diagnosis.measured):
+    if rows := diagnosis.measured.rows():
         parts.append(_grid("One env alone", rows))
     if diagnosis.soak is not None:
         parts.append(_soaked(diagnosis.soak))
@@ -47,8 +34,8 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     if diagnosis.recommendation is None:
         parts.append(Text("Nothing works yet: see what is in the way, above.", "bold red"))
     else:
-        parts.append(_grid("Recommended", recommended_rows(diagnosis.recommendation)))
-        parts.append(Text(code_of(diagnosis.recommendation), "cyan"))
+        parts.append(_grid("Recommended", diagnosis.recommendation.rows()))
+        parts.append(Text(diagnosis.recommendation.code, "cyan"))
     _print(parts, console)
 
 
@@ -120,13 +107,13 @@ def _listed(findings: Sequence[Finding]) -> Table:
 
 def _soaked(soak: Soak) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    headings, *rows = soaked_rows(soak)
+    headings, *rows = soak.rows()
     for heading in headings:
         table.add_column(justify="right" if heading else "left")
     table.add_row(*(Text(heading, "dim") for heading in headings))
     for one, (name, *figures, trend) in zip(soak.quantities, rows, strict=True):
         table.add_row(Text(f"  {name}", "dim"), *figures, Text(trend, _TREND_STYLES[one.trend]))
-    return Group(Text(soak_title(soak), "bold"), table)
+    return Group(Text(soak.title, "bold"), table)
 
 
 def _tried(rows: list[tuple[str, str]]) -> Text:

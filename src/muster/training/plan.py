@@ -91,14 +91,15 @@ class TrainingPlan:
     def title(self) -> str:
         return f"{self.name}, PPO, seed {self.config.seed}"
 
-    def differences(self) -> dict[str, Any]:
-        """What is not as the preset has it, by name; seed and total_steps are each run's own."""
+    def differences(self) -> str:
+        """What is not as the preset has it, as ``name=value``; seed and total_steps are each run's own."""
         preset = PPOConfig(**preset_named(self.preset).config)
         names = [one.name for one in dataclasses.fields(PPOConfig) if one.name not in ("seed", "total_steps")]
         values = {name: getattr(self.config, name) for name in names}
         changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
         around = {"env_kwargs": dict(self.env_kwargs), "wrapper": ",".join(self.wrappers)}
-        return {**{name: value for name, value in around.items() if value}, **changed}
+        differing = {name: value for name, value in around.items() if value} | changed
+        return " ".join(f"{name}={value}" for name, value in differing.items())
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as config.json holds it."""

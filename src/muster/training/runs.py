@@ -27,7 +27,7 @@ from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_folder import RunFolder, as_word, new_folder, read_checkpoint, reading
 from muster.training.run_policy import RunPolicy
-from muster.training.stopping import StopSignals
+from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
 
 Result = TypeVar("Result")
@@ -60,8 +60,7 @@ def train(
         folder.write_config({**plan.to_dict(), "spaces": plain})
         workers = len(envs.stats()["workers"])
         begun = f", from step {ppo.steps:,}" if resume else ""
-        differences = " ".join(f"{name}={value}" for name, value in plan.differences().items())
-        preset = f"preset {plan.preset}" + (f", but {differences}" if differences else "")
+        preset = f"preset {plan.preset}" + (f", but {plan.differences()}" if plan.differences() else "")
         console.print(
             f"[bold]{escape(plan.name)}[/]  [dim]PPO, {plan.config.total_steps:,} steps{begun}, seed "
             f"{plan.config.seed}, {envs.num_envs} envs on {workers} worker{'s' * (workers > 1)}, "
@@ -143,10 +142,11 @@ def film_run(
 
 def _unless_stopped(call: Callable[[], Result], console: Console) -> Result | signal.Signals:
     """What the call returns, or the signal that ended it: Ctrl-C or SIGTERM, which is said."""
-    with StopSignals() as stop, stop.said(console.print):
-        return stop.call(call)
-    assert stop.number is not None
-    return stop.number
+    with StopSignals() as stop:
+        try:
+            return stop.call(call)
+        except STOPS as error:
+            return stop.said(error, console.print)
 
 
 def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
@@ -186,8 +186,7 @@ def _train(
 
     with StopSignals() as stop:
         try:
-            display = TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps)
-            with stop.said(console.print), display, restarts_unwarned():
+            with TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps) as display, restarts_unwarned():
                 while ppo.steps < ppo.config.total_steps:
                     before = ppo.steps
                     metrics = stop.call(ppo.iterate)  # signals interrupt nothing else: no file is cut short
@@ -198,7 +197,9 @@ def _train(
                     evaluated = None if judged is None else judged.mean_return
                     display.update(metrics.steps, metrics.episodes.mean_return, evaluated=evaluated)
                     checkpoints.save(ppo, judged)
-                finished = True
+            finished = True
+        except STOPS as error:
+            stop.said(error, console.print)
         finally:
             seconds = seconds_before + time.monotonic() - started
             if ppo.metrics is not None:

@@ -19,7 +19,7 @@ from muster.training.picture import drawn, read_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_envs import start_run_envs
 from muster.training.run_folder import new_folder
-from muster.training.stopping import StopSignals
+from muster.training.stopping import STOPS, StopSignals
 
 
 def train_seeds(plan: TrainingPlan, count: int, console: Console, *, run_dir: Path | None) -> signal.Signals | None:
@@ -36,13 +36,14 @@ def train_seeds(plan: TrainingPlan, count: int, console: Console, *, run_dir: Pa
     begun: list[Path] = []
     with StopSignals() as stop:
         try:
-            with stop.said(console.print):
-                for seed in seeds:
-                    begun.append(parent / f"seed{seed}")
-                    one = replace(plan, config=replace(plan.config, seed=seed))
-                    stopped = stop.call(partial(_train_one, one, console, begun[-1]))
-                    if stopped is not None:
-                        return stopped
+            for seed in seeds:
+                begun.append(parent / f"seed{seed}")
+                one = replace(plan, config=replace(plan.config, seed=seed))
+                stopped = stop.call(partial(_train_one, one, console, begun[-1]))
+                if stopped is not None:
+                    return stopped
+        except STOPS as error:
+            stop.said(error, console.print)
         finally:
             _print_result([run for run in begun if (run / "checkpoint.pt").exists()], parent, console)
     return stop.number

@@ -6,8 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -65,15 +64,12 @@ class StopSignals:
             time.sleep(0.01)
         return self.number is not None
 
-    @contextmanager
-    def said(self, say: Callable[[str], object]) -> Iterator[None]:
-        """Says which signal has ended the ``with`` block, and goes on after it; what else ends it is raised."""
-        try:
-            yield
-        except STOPS as error:
-            if not self.caused(error):
-                raise
-            say(f"[yellow]Stopped by {self.name}.[/]")
+    def said(self, error: BaseException, say: Callable[[str], object]) -> signal.Signals:
+        """The signal that has ended the work, which is said. Raises the error, one of STOPS, where none has."""
+        if not self.caused(error) or self.number is None:
+            raise error
+        say(f"[yellow]Stopped by {self.name}.[/]")
+        return self.number
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
