@@ -20,6 +20,8 @@ from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
 
+Wrappers = Sequence[Callable[[Any], Any]]
+
 _WARM_UP_S = 0.1
 _NUM_ACTIONS = 64
 
@@ -56,7 +58,7 @@ def measure(
     *,
     num_workers: int | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
-    wrappers: Sequence[Callable[[Any], Any]] = (),
+    wrappers: Wrappers = (),
     rounds: int = 5,
     seconds: float = 1.0,
 ) -> list[Measured]:
@@ -85,11 +87,7 @@ def measure(
 
 
 def _ways(
-    env: Any,
-    num_envs: int,
-    num_workers: int | None,
-    env_kwargs: Mapping[str, Any] | None,
-    wrappers: Sequence[Callable[[Any], Any]],
+    env: Any, num_envs: int, num_workers: int | None, env_kwargs: Mapping[str, Any] | None, wrappers: Wrappers
 ) -> list[tuple[str, Mapping[str, Any] | None, Callable[[], Any]]]:
     """Each way as (name, options, function that makes its vector env)."""
     shared: dict[str, Any] = {"env_kwargs": env_kwargs} if env_kwargs else {}
@@ -109,9 +107,7 @@ def _ways(
     ]
 
 
-def _wrapped(
-    factory: Callable[..., Any], env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]]
-) -> Any:
+def _wrapped(factory: Callable[..., Any], env_kwargs: Mapping[str, Any], wrappers: Wrappers) -> Any:
     return functools.reduce(lambda env, wrapper: wrapper(env), wrappers, factory(**env_kwargs))
 
 

@@ -54,7 +54,7 @@ def train(
     ppo = PPO(envs, plan.config)
     path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
     with evaluation_envs(plan, console) as apart, RunFolder(path, resume=resume) as folder:
-        seconds_before = _load(ppo, folder, learning_rate) if resume else 0.0
+        before_s = _load(ppo, folder, learning_rate) if resume else 0.0
         spaces = {"observations": envs.single_observation_space, "actions": envs.single_action_space}
         plain = {name: to_plain(space) for name, space in spaces.items()}  # so that `load_policy` needs no env
         folder.write_config({**plan.to_dict(), "spaces": plain})
@@ -75,7 +75,7 @@ def train(
         evaluations = None
         if apart is not None and plan.run.eval_every is not None:
             evaluations = Evaluations(ppo, apart, console, every=plan.run.eval_every, episodes=plan.run.eval_episodes)
-        return _train(ppo, plan, folder, console, evaluations, seconds_before)
+        return _train(ppo, plan, folder, console, evaluations, before_s)
 
 
 def evaluate_run(
@@ -86,18 +86,13 @@ def evaluate_run(
     max_steps: as for `evaluate`; None for `STEPS_PER_EPISODE` for each episode.
     Returns the signal that ended it before, if one did: Ctrl-C or SIGTERM.
     """
+    most_steps = episodes * STEPS_PER_EPISODE if max_steps is None else max_steps
     with console.status(f"playing {episodes} episodes") as status:
-        play = partial(
-            evaluate,
-            envs,
-            policy,
-            episodes=episodes,
-            seed=seed,
-            max_steps=episodes * STEPS_PER_EPISODE if max_steps is None else max_steps,
-            on_progress=lambda ended, steps: status.update(
-                f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken"
-            ),
-        )
+
+        def show(ended: int, steps: int) -> None:
+            status.update(f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken")
+
+        play = partial(evaluate, envs, policy, episodes=episodes, seed=seed, max_steps=most_steps, on_progress=show)
         played = _unless_stopped(play, console)
     if isinstance(played, signal.Signals):
         return played
@@ -163,20 +158,15 @@ def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
 
 
 def _train(
-    ppo: PPO,
-    plan: TrainingPlan,
-    folder: RunFolder,
-    console: Console,
-    evaluations: Evaluations | None,
-    seconds_before: float,
+    ppo: PPO, plan: TrainingPlan, folder: RunFolder, console: Console, evaluations: Evaluations | None, before_s: float
 ) -> signal.Signals | None:
-    started = time.monotonic()
-    goal = ppo.envs.spec.reward_threshold if ppo.envs.spec else None
+    """Trains as `train` does. before_s: the seconds that the run had taken before."""
+    started = time.monotonic() - before_s
     checkpoints = Checkpoints(folder, steps=ppo.steps, every=plan.run.checkpoint_every, keep=plan.run.keep)
     finished = False
 
     def write(metrics: PPOMetrics, evaluation: Evaluation | None = None) -> None:
-        seconds = seconds_before + time.monotonic() - started
+        seconds = time.monotonic() - started
         speed = metrics.steps / seconds
         row = {"seconds": seconds, "steps_per_second": speed, **metrics.as_row()}
         if evaluations is not None:
@@ -201,31 +191,25 @@ def _train(
         except STOPS as error:
             stop.said(error, console.print)
         finally:
-            seconds = seconds_before + time.monotonic() - started
+            seconds = time.monotonic() - started
             if ppo.metrics is not None:
                 write(ppo.metrics)  # an iteration may end in the moment of the signal: checkpoint and CSV must agree
             checkpoints.save(ppo, now=True)
-            draw = partial(plot_learning_curve, folder.metrics_path, folder.plot_path, title=plan.title, goal=goal)
-            plot = drawn(folder.plot_path, draw)
+            paths = (folder.metrics_path, folder.plot_path)
+            plot = drawn(paths[1], partial(plot_learning_curve, *paths, title=plan.title, goal=_goal_of(ppo)))
             if not finished:
                 console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
             if ppo.steps < ppo.config.total_steps:
                 command = f"muster train --resume {as_word(folder.path)}"
                 console.print(f"To go on: {escape(command)}", soft_wrap=True)
-        _print_result(ppo, folder, console, seconds=seconds, goal=goal, plot=plot, best=checkpoints.best)
+        _print_result(ppo, folder, console, seconds=seconds, plot=plot, best=checkpoints.best)
     return None if finished else stop.number
 
 
 def _print_result(
-    ppo: PPO,
-    folder: RunFolder,
-    console: Console,
-    *,
-    seconds: float,
-    goal: float | None,
-    plot: str,
-    best: Evaluation | None,
+    ppo: PPO, folder: RunFolder, console: Console, *, seconds: float, plot: str, best: Evaluation | None
 ) -> None:
+    goal = _goal_of(ppo)
     mean_return, ended = ppo.episodes.summary().mean_return, ppo.episodes.ended
     result = f"[bold]{format_return(mean_return)}[/] over the last {min(ended, SOLVED_OVER)} episodes"
     if goal is not None:
@@ -242,6 +226,11 @@ def _print_result(
     }
     for name, text in lines.items():
         console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
+
+
+def _goal_of(ppo: PPO) -> float | None:
+    """The mean return at which the env counts as solved."""
+    return ppo.envs.spec.reward_threshold if ppo.envs.spec else None
 
 
 def _best(folder: RunFolder, best: Evaluation) -> str:
