@@ -178,26 +178,18 @@ def _diagnose_env(
         rows, is_run = behaviour.results["rows"], True
         replayed = env_trials.run(trials.replay, hash_seed=_REPLAY_HASH_SEED, rows=rows)
         side_by_side = try_side_by_side(Trials(pack_for_trials(pair, "spawn"), timeout), rows)
-        found += [
-            *findings.about_replay(behaviour, replayed),
-            findings.about_pair(side_by_side, behaviour.results.get("step_median_s")),
-        ]
+        found += findings.about_replay(behaviour, replayed)
+        found.append(findings.about_pair(side_by_side, behaviour.results.get("step_median_s")))
         verdict.alone = verdict.alone or side_by_side.disturbed is not None
         verdict.packs = not verdict.alone and side_by_side.unknown is None
         together = side_by_side.together
-    measured = _measured(behaviour.results, together.results)
-    return _advised(target, found, verdict, measured, subject, seconds if is_run else None), subject
+    begun = Diagnosis(target, tuple(found), _measured(behaviour.results, together.results), None)
+    return _advised(begun, verdict, subject, seconds if is_run else None), subject
 
 
-def _advised(
-    target: str,
-    found: list[Finding],
-    verdict: Verdict,
-    measured: Measurements,
-    subject: _Subject,
-    run_s: float | None,
-) -> Diagnosis:
+def _advised(begun: Diagnosis, verdict: Verdict, subject: _Subject, run_s: float | None) -> Diagnosis:
     """The diagnosis, with the line that is recommended. run_s: how long each is run; None where none is."""
+    found, measured = begun.findings, begun.measured
     lines = candidates(verdict, measured)
     ran, outcomes = ([], []) if run_s is None else try_lines(lines, subject, measured.build_s, run_s)
     if outcomes and outcomes[0].results.get("episodes"):
@@ -208,10 +200,10 @@ def _advised(
         ended = outcomes[-1]
         if ended.hung:
             ended.detail = ""  # this stack is the doctor's own, not the env's
-        found += findings.about_early_end(ended, "blocks")
+        found = (*found, *findings.about_early_end(ended, "blocks"))
         verdict.fragile = True
         advice = pick(candidates(verdict, measured), ())
-    return Diagnosis(target, tuple(found), measured, advice, tried=tuple(ran))
+    return Diagnosis(begun.target, found, measured, advice, tried=tuple(ran))
 
 
 def try_lines(
