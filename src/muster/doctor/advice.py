@@ -185,15 +185,17 @@ def _candidate(verdict: Verdict, measured: Measurements, num_envs: int, context:
         code.append(f"env_kwargs={_kwargs(verdict.env_kwargs)}")
     if verdict.wrappers:
         code.append(f"wrappers=[{', '.join(verdict.wrappers)}]")
-    factory, call = None, f"muster.make_vec({', '.join(code)})"
+    factory, line = None, f"envs = muster.make_vec({', '.join(code)})"
     if verdict.of_torchrl:
-        factory, call = _IMPORT, _parallel_env(verdict, num_envs, options)
+        factory, line = _IMPORT, f"envs = {_parallel_env(verdict, num_envs, options)}"
     memory = None
     if measured.env_bytes is not None and measured.worker_bytes is not None:
         processes = num_workers if backend == "process" else 0
         memory = processes * measured.worker_bytes + num_envs * measured.env_bytes
-    predicted: dict[str, Any] = {"memory_bytes": memory, "caller_steps": "caller_steps" in options}
-    advice = Recommendation(f"envs = {call}", factory, backend, context, num_envs, num_workers, **predicted)
+    caller_steps = "caller_steps" in options
+    advice = Recommendation(
+        line, factory, backend, context, num_envs, num_workers, memory_bytes=memory, caller_steps=caller_steps
+    )
     return Candidate(advice, options)
 
 

@@ -50,15 +50,13 @@ def judge_policy(policy: Any) -> tuple[Finding, PolicyVerdict]:
     if obstacle is None:
         text = f"it can be copied to collector processes, once; {len(weights)} weights ({size(weight_bytes)}) follow"
         return Finding("good", "policy", text), PolicyVerdict(True, weight_bytes)
-    remedy = "\n".join(f"# {way}" for way in obstacle.ways_out())
-    verdict = PolicyVerdict(
-        False, weight_bytes, obstacle.path, obstacle.type_name, obstacle.reason, obstacle.ways_out()
-    )
+    ways = obstacle.ways_out()
+    verdict = PolicyVerdict(False, weight_bytes, obstacle.path, obstacle.type_name, obstacle.reason, ways)
     if obstacle.marked:
         text = f"it stays in the calling process, as it asks: {obstacle}. There it acts for the envs of all workers"
         return Finding("note", "policy", text), verdict
     text = f"it cannot be copied to collector processes, because of {obstacle}. MultiCollector lets it act here for all"
-    return Finding("warns", "policy", text, remedy), verdict
+    return Finding("warns", "policy", text, "\n".join(f"# {way}" for way in ways)), verdict
 
 
 def observe(recipe: Recipe, reporter: Reporter) -> None:

@@ -112,15 +112,17 @@ class MultiAgentNet(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Output [*B, A, *G] for inputs [*B, A, *F] each."""
-        inputs = self._joined(inputs)
-        agent_axis = inputs[0].ndim + self.agent_dim
+        if len(inputs) != 1 and not self._takes_several:
+            inputs = (torch.cat(inputs, -1),)
+        first = inputs[0]
+        agent_axis = first.ndim + self.agent_dim
         for x in inputs:
             self._require_input(x.shape, agent_axis)
-        return _with_one_batch_axis(self._forward_batch, inputs, agent_axis)
-
-    def _joined(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The inputs that the networks take: several ones, or all of them in one."""
-        return inputs if len(inputs) == 1 or self._takes_several else (torch.cat(inputs, -1),)
+        if agent_axis == 1:
+            return self._forward_batch(inputs)
+        batch = first.shape[:agent_axis]
+        y = self._forward_batch([x.flatten(0, agent_axis - 1) if batch else x.unsqueeze(0) for x in inputs])
+        return y.reshape(*batch, *y.shape[1:])
 
     def _forward_batch(self, xs: Sequence[Tensor]) -> Tensor:
         """Output [B, A, *G] for xs, [B, A, *F] each."""
@@ -235,12 +237,16 @@ class AgentView:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Output [*B, *G] for inputs [*B, *F] each; if centralised, those of all agents joined along F's first axis."""
-        inputs = self._of._joined(inputs)
-        n_batch_axes = inputs[0].ndim + self._of.agent_dim + 1
+        if len(inputs) != 1 and not self._of._takes_several:
+            inputs = (torch.cat(inputs, -1),)
+        x = inputs[0]
+        n_batch_axes = x.ndim + self._of.agent_dim + 1
         if n_batch_axes < 0:
-            shape = list(inputs[0].shape)
+            shape = list(x.shape)
             raise SpecMismatch(f"agent {self.index} got an input of shape {shape}; expected {-n_batch_axes} more axes")
-        return _with_one_batch_axis(self._call_batch, inputs, n_batch_axes)
+        batch = x.shape[:n_batch_axes]
+        y = self._call_batch([x.flatten(0, n_batch_axes - 1) if batch else x.unsqueeze(0) for x in inputs])
+        return y.reshape(*batch, *y.shape[1:])
 
     def _call_batch(self, xs: Sequence[Tensor]) -> Tensor:
         net = self._of.net
@@ -255,17 +261,6 @@ class AgentView:
 
     def __repr__(self) -> str:
         return f"AgentView({self.index} of {type(self._of).__name__})"
-
-
-def _with_one_batch_axis(
-    call: Callable[[Sequence[Tensor]], Tensor], inputs: Sequence[Tensor], n_batch_axes: int
-) -> Tensor:
-    """The output of ``call``, which takes inputs with one batch axis, for inputs with ``n_batch_axes`` of them."""
-    if n_batch_axes == 1:
-        return call(inputs)
-    batch = inputs[0].shape[:n_batch_axes]
-    y = call([x.flatten(0, n_batch_axes - 1) if batch else x.unsqueeze(0) for x in inputs])
-    return y.reshape(*batch, *y.shape[1:])
 
 
 def _rename_torchrls(state: MutableMapping[str, Any], prefix: str, net: nn.Module) -> None:
