@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -238,19 +238,17 @@ def amount(value: float, unit: str) -> str:
 
 def seconds(value: float | None) -> str:
     """A duration as ``41 us``, ``1.2 ms``, ``3.4 s``; "" for None."""
-    if value is None:
-        return ""
-    for unit, factor in (("us", 1e6), ("ms", 1e3)):
-        if value * factor < 1000:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value:.3g} s"
+    return _in_units(value, {"us": 1e-6, "ms": 1e-3, "s": 1.0})
 
 
 def size(value: int | None) -> str:
     """A size as ``512 bytes``, ``38 MB``; "" for None."""
+    return _in_units(value, {"bytes": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9})
+
+
+def _in_units(value: float | None, units: Mapping[str, float]) -> str:
+    """The value in the first unit of which it has fewer than 1000, or in the last one."""
     if value is None:
         return ""
-    for unit, factor in (("bytes", 1.0), ("KB", 1e3), ("MB", 1e6)):
-        if value / factor < 1000:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value / 1e9:.3g} GB"
+    unit = next((unit for unit, one in units.items() if value / one < 1000), list(units)[-1])
+    return f"{value / units[unit]:.3g} {unit}"

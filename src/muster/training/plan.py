@@ -7,13 +7,13 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from muster.algorithms.ppo_config import PPOConfig
 from muster.arguments import check_options, fields_of, option
 from muster.errors import ConfigError, UsageError
+from muster.extras import installed_version
 from muster.recipes.known_envs import is_of_known_library
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config
@@ -157,10 +157,6 @@ def plan_of(path: Path) -> TrainingPlan:
 
 
 def _versions() -> dict[str, Any]:
-    versions: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("muster-rl", "torch", "numpy", "gymnasium"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return {**versions, "cores": os.cpu_count()}
+    versions = {name: installed_version(name) for name in ("muster-rl", "torch", "numpy", "gymnasium")}
+    python, system = platform.python_version(), platform.platform()
+    return {"python": python, "platform": system, **versions, "cores": os.cpu_count()}
