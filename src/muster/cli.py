@@ -111,25 +111,26 @@ def evaluate(words: Sequence[str]) -> int:
     with imports_for("this command needs", "muster-rl[train]", "torch", "tensordict"):
         from muster.training import runs
     from muster.training.film import require_filmable
-    from muster.training.plan import plan_of
     from muster.training.run_envs import start_run_envs
+    from muster.training.run_policy import load_policy
 
     options = EvalOptions(**Parser("muster eval", (EvalOptions,)).read(words))
     if options.run is None:
         raise ConfigError("name the folder of a RUN, as muster train has made it")
-    plan, console = plan_of(options.run), Console(highlight=False)
+    policy = load_policy(options.run, checkpoint=options.checkpoint, sample=options.sample)
+    plan, console = policy.plan, Console(highlight=False)
     if not options.trust:
         plan.require_trust(options.run)
     if options.video is not None:
         require("--video needs", "muster-rl[train]", "av")
         require_filmable(options.video)
-    played: dict[str, Any] = {name: getattr(options, name) for name in ("checkpoint", "seed", "sample", "max_steps")}
+    played: dict[str, Any] = {"seed": options.seed, "max_steps": options.max_steps}
     with start_run_envs(plan, console, min(plan.config.num_envs, options.episodes)) as envs:
-        stopped = runs.evaluate_run(options.run, plan, envs, console, episodes=options.episodes, **played)
+        stopped = runs.evaluate_run(policy, envs, console, episodes=options.episodes, **played)
     if options.video is not None and stopped is None:
         rendering = {"render_mode": "rgb_array"}
         with start_run_envs(plan, console, 1, env_kwargs=rendering, autoreset_mode="disabled") as envs:
-            stopped = runs.film_run(options.run, envs, console, options.video, **played)
+            stopped = runs.film_run(policy, envs, console, options.video, **played)
     return 0 if stopped is None else SIGNALLED + stopped
 
 

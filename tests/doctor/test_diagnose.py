@@ -25,8 +25,7 @@ from muster.doctor import Diagnosis, Finding, Measurements, trials
 from muster.doctor.advice import Candidate, Verdict, candidates, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnosing import _source as source_of
 from muster.doctor.diagnosing import _Subject, pick, try_contexts, try_lines
-from muster.doctor.diagnosis import recommended_rows
-from muster.doctor.findings import about_behaviour, about_early_end, about_pair, about_replay, about_start_methods
+from muster.doctor.findings import about_behaviour, about_pair, about_replay, about_start_methods
 from muster.envs import resolve_foreign_id
 from muster.hosts.trial import STARTING, TrialOutcome, Trials, pack_for_trials
 from muster.pool.resources import memory_left, usable_cores
@@ -277,7 +276,7 @@ def test_isolation_is_claimed_only_for_what_a_second_one_broke(alone, pair_stage
 
 
 def test_a_trial_that_never_started_is_not_held_against_the_env():
-    (finding,) = about_early_end(TrialOutcome(stage=STARTING, how="hung for 1 s", hung=True), "blocks")
+    (finding,) = about_behaviour(TrialOutcome(stage=STARTING, how="hung for 1 s", hung=True))
     assert finding.severity == "warns"
     assert "the env" not in finding.text
 
@@ -404,7 +403,7 @@ def test_no_more_envs_are_recommended_than_memory_has_room_for():
 def test_envs_that_the_caller_steps_are_its_own(monkeypatch):
     monkeypatch.setattr("muster.doctor.advice.usable_cores", lambda: 2)
     lines = candidates(Verdict("make_env", {}, 4, travels=True, tried={"forkserver": None}, packs=True), Measurements())
-    assert [dict(recommended_rows(one.advice))["envs"] for one in lines] == [
+    assert [dict(one.advice.rows())["envs"] for one in lines] == [
         "4 on 2 workers, 2 each",
         "4 on 1 worker and the caller, 2 each",
         "4, in the caller",

@@ -25,14 +25,7 @@ from torch import Tensor, nn
 from muster.algorithms.actor_critic import ActorCritic, act, as_seen, torch_threads
 from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer
 from muster.algorithms.ppo_config import PPOConfig
-from muster.algorithms.ppo_parts import (
-    EpisodeWindow,
-    Losses,
-    PPOMetrics,
-    Schedule,
-    check_envs,
-    require_finite_rows,
-)
+from muster.algorithms.ppo_parts import EpisodeWindow, Losses, PPOMetrics, Schedule, check_envs, require_finite_rows
 from muster.errors import TrainingDiverged
 from muster.rollout.collector import Collector
 from muster.rollout.returns import gae
@@ -75,14 +68,8 @@ class PPO:
         self._minibatch_rng = torch.Generator().manual_seed(_seed(minibatches))
         if policy is None:
             with torch_threads(config.torch_threads):  # orthogonal weights differ with the number of threads
-                policy = ActorCritic(
-                    space,
-                    envs.single_action_space,
-                    torch.Generator().manual_seed(_seed(weights)),
-                    hidden_sizes=config.hidden_sizes,
-                    activation=config.activation,
-                    log_std_init=config.log_std_init,
-                )
+                rng = torch.Generator().manual_seed(_seed(weights))
+                policy = ActorCritic(space, envs.single_action_space, rng, **config.network)
         self.policy = policy
         self.optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=True)
         self.observations = ObservationNormalizer(space.shape or ()) if config.normalize_observations else None
@@ -119,11 +106,9 @@ class PPO:
                 learning_rate, clip_coef = self.schedule.at(self.steps)
                 rollout = self.collect_rollout()
                 losses = self.update(rollout, learning_rate, clip_coef)
-                unexplained = (rollout.targets - rollout.values).var(correction=0) / (
-                    rollout.targets.var(correction=0) + 1e-8
-                )
+                left = (rollout.targets - rollout.values).var(correction=0)
+                explained = 1 - (left / (rollout.targets.var(correction=0) + 1e-8)).item()
             self.steps = self.collector.frames
-            explained = 1 - unexplained.item()
             metrics = PPOMetrics(self.steps, self.episodes.summary(), losses, explained, learning_rate)
             self._complete = self._state(), metrics  # one statement: whenever it is read, it is of one moment
             self._under_way = False

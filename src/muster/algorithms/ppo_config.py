@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from muster.arguments import check_options, option
 from muster.errors import ConfigError
@@ -66,6 +66,11 @@ class PPOConfig:
     @property
     def num_iterations(self) -> int:
         return math.ceil(self.total_steps / self.batch_size)
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """The options of `ActorCritic`."""
+        return {name: getattr(self, name) for name in ("hidden_sizes", "activation", "log_std_init")}
 
     def __post_init__(self) -> None:
         check_options(self)

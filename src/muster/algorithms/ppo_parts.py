@@ -47,11 +47,8 @@ def require_finite_rows(batch: Any, steps_before: int, kept_steps: int) -> None:
 
     The final observation of a terminated episode is never learnt from, and may be anything; so may masked rows.
     """
-    observations, last, finals = (
-        batch["observation"],
-        batch["collector", "last", "observation"],
-        batch["collector", "final", "observation"],
-    )
+    observations = batch["observation"]
+    last, finals = (batch["collector", name, "observation"] for name in ("last", "final"))
     rewards, terminated, truncated = (batch["next", name].squeeze(-1) for name in ("reward", "terminated", "truncated"))
     if all(not one.is_floating_point() or _finite(one).all() for one in (observations, last, finals, rewards)):
         return
@@ -221,10 +218,5 @@ class PPOMetrics:
 
     def as_row(self) -> dict[str, float]:
         """All figures under plain names, as in metrics.csv."""
-        return {
-            "steps": self.steps,
-            **self.episodes._asdict(),
-            **self.losses._asdict(),
-            "explained_variance": self.explained_variance,
-            "learning_rate": self.learning_rate,
-        }
+        rest = {"explained_variance": self.explained_variance, "learning_rate": self.learning_rate}
+        return {"steps": self.steps, **self.episodes._asdict(), **self.losses._asdict(), **rest}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 from muster.command_line.command_options import DoctorOptions
 from muster.doctor.diagnosing import diagnose
@@ -31,17 +32,9 @@ def diagnose_for(options: DoctorOptions) -> Diagnosis:
     factory = None if options.policy_factory is None else policy_factory_of(options.policy_factory)
     if options.soak is not None:
         print(f"Trying {options.env} out, then soaking it for {options.soak:g} s", file=sys.stderr)
-    diagnosis = diagnose(
-        env,
-        policy_factory=factory,
-        num_envs=options.num_envs,
-        env_kwargs=options.env_kwargs,
-        wrappers=wrappers,
-        timeout=options.timeout,
-        seconds=options.seconds,
-        soak_s=options.soak,
-        name=options.env,
-    )
+    chosen: dict[str, Any] = {name: getattr(options, name) for name in ("num_envs", "env_kwargs", "timeout", "seconds")}
+    soak_s, name = options.soak, options.env
+    diagnosis = diagnose(env, policy_factory=factory, wrappers=wrappers, soak_s=soak_s, name=name, **chosen)
     if judged is not None:
         diagnosis = replace(diagnosis, findings=(*diagnosis.findings, judged[0]), policy=judged[1])
     advice = diagnosis.recommendation

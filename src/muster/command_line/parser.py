@@ -39,7 +39,7 @@ class Parser:
         Raises ConfigError.
         """
         try:
-            found, left = self._argparse().parse_known_args(list(map(_with_hyphens, words)))
+            found, left = self._argparse().parse_known_intermixed_args(list(map(_with_hyphens, words)))
         except argparse.ArgumentError as error:
             raise self._misused(error.argument_name or "") from None
         if unknown := next((word for word in left if word.startswith("-")), None):
@@ -49,7 +49,8 @@ class Parser:
         values = vars(found)
         if values.pop("help", False):
             self.show_help()
-        values.update(self._positional(values, left))
+        if left:
+            raise ConfigError(f"{left[0]!r} is one word too many; see {self.command} --help")
         return {name: self.value(name, written) for name, written in values.items()}
 
     def value(self, name: str, written: Any) -> Any:
@@ -65,21 +66,6 @@ class Parser:
 
     def _owners(self) -> dict[str, type]:
         return {name: kind for kind in self.kinds for name in fields_of(kind)}
-
-    def _positional(self, values: Mapping[str, Any], left: Sequence[str]) -> dict[str, Any]:
-        """The value without a name; argparse leaves words that stand behind options. Raises ConfigError."""
-        words = list(left)
-        for name, (kind, facts) in fields_of(self.kinds[0]).items():
-            if facts["positional"]:
-                words = [*values.get(name, ()), *left]
-                if get_origin(kind) is tuple:
-                    return {name: words} if words else {}
-                if len(words) == 1:
-                    return {name: words[0]}
-                words = words[1:]
-        if words:
-            raise ConfigError(f"{words[0]!r} is one word too many; see {self.command} --help")
-        return {}
 
     def _misused(self, named: str) -> ConfigError:
         """The error for an option that lacks its value, or has one although it takes none. named: by argparse."""
@@ -110,9 +96,10 @@ class Parser:
                 title, _, _ = str(inspect.getdoc(kind)).partition("\n")
                 # A file may turn these on, so that the words need a way to turn them off.
                 group, switch = parser.add_argument_group(title.rstrip(".")), argparse.BooleanOptionalAction
-            for name in fields_of(kind):
+            for name, (of, facts) in fields_of(kind).items():
                 value = (values or {}).get(name, getattr(kind, name, None))
-                group.add_argument(*_names_of(kind, name), **_how(kind, name, value, switch))
+                names = [name] if facts["positional"] else [option_of(name), *filter(None, [facts["alias"]])]
+                group.add_argument(*names, **_how(name, of, facts, value, switch))
         return parser
 
 
@@ -139,14 +126,8 @@ def _with_hyphens(word: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
-def _names_of(owner: type, name: str) -> list[str]:
-    _, facts = fields_of(owner)[name]
-    return [name] if facts["positional"] else [option_of(name), *filter(None, [facts["alias"]])]
-
-
-def _how(owner: type, name: str, value: Any, switch: Any) -> dict[str, Any]:
+def _how(name: str, kind: Any, facts: Mapping[str, Any], value: Any, switch: Any) -> dict[str, Any]:
     """How argparse reads and shows the option. value: to show.  switch: the action of an option that takes none."""
-    kind, facts = fields_of(owner)[name]
     silent = facts["positional"] or value in (None, ()) or (value is False and switch == "store_true")
     shown = "" if silent else f" (default: {write_value(value)})"
     how: dict[str, Any] = {"help": (facts["about"] + shown).replace("%", "%%")}
@@ -155,4 +136,6 @@ def _how(owner: type, name: str, value: Any, switch: Any) -> dict[str, Any]:
     how["metavar"] = name.upper() if facts["positional"] else metavar_of(kind)
     if facts["repeated"]:
         return {**how, "action": "append"}
-    return {**how, "nargs": "*"} if facts["positional"] or get_origin(kind) is tuple else how
+    if get_origin(kind) is tuple:
+        return {**how, "nargs": "*"}
+    return {**how, "nargs": "?"} if facts["positional"] else how

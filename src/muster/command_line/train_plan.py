@@ -85,12 +85,9 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], wants_help: bool
         raise ConfigError("--run-dir is for new runs; --resume goes on in the folder of its own")
     if not options.trust:
         plan.require_trust(run)
-    plan = replace(
-        plan,
-        config=_of(PPOConfig, {**config, **values}),
-        options=_for_make_vec({**plan.options, **values}),
-        run=_of(RunOptions, {**dataclasses.asdict(plan.run), **values}),
-    )
+    made = _for_make_vec({**plan.options, **values})
+    besides = _of(RunOptions, {**dataclasses.asdict(plan.run), **values})
+    plan = replace(plan, config=_of(PPOConfig, {**config, **values}), options=made, run=besides)
     # Without one that is asked for, the rate that the run had reached.
     return TrainingOrder(plan, run, resume=True, learning_rate=values.get("learning_rate"))
 

@@ -3,13 +3,4 @@
 from muster.doctor.diagnosing import diagnose
 from muster.doctor.diagnosis import Diagnosis, Finding, Measurements, Recommendation, Soak, SoakedQuantity, TriedLine
 
-__all__ = [
-    "Diagnosis",
-    "Finding",
-    "Measurements",
-    "Recommendation",
-    "Soak",
-    "SoakedQuantity",
-    "TriedLine",
-    "diagnose",
-]
+__all__ = ["Diagnosis", "Finding", "Measurements", "Recommendation", "Soak", "SoakedQuantity", "TriedLine", "diagnose"]

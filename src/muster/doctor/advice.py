@@ -30,6 +30,10 @@ _ROUND_WORK_S = 500e-6
 _MOST_ENVS_PER_WORKER = 32
 
 
+# A backend, its number of workers, and the options of `make_vec`.
+_Way = tuple[str, int, dict[str, Any]]
+
+
 @dataclass
 class Verdict:
     """The facts that a recommendation depends on. source: the env's id or factory, as a line of code names it;
@@ -69,7 +73,7 @@ def candidates(verdict: Verdict, measured: Measurements) -> list[Candidate]:
     per_worker = _envs_per_worker(measured.step_median_s) if verdict.packs else 1
     count = verdict.num_envs or min(cores * per_worker, _most_envs(cores, measured))
     workers = min(cores, count) if verdict.packs else count
-    ways: list[tuple[str, int, dict[str, Any]]] = []
+    ways: list[_Way] = []
     if context is not None:
         options: dict[str, Any] = {"num_workers": workers} if verdict.packs else {}
         options |= {"one_env_per_process": True} if verdict.alone else {}
@@ -84,7 +88,7 @@ def candidates(verdict: Verdict, measured: Measurements) -> list[Candidate]:
             ways.append(("serial", 0, {"backend": "serial"}))
         if not verdict.travels:
             ways.append(("thread", min(cores, count), {"backend": "thread", "num_workers": min(cores, count)}))
-    return [_candidate(verdict, context, count, *way, measured) for way in ways]
+    return [_candidate(verdict, measured, count, context, way) for way in ways]
 
 
 def _envs_per_worker(step_s: float | None) -> int:
@@ -170,15 +174,8 @@ def _missing_arguments(factory: Any, env_kwargs: Mapping[str, Any]) -> list[str]
     return [name for name in needed if name not in env_kwargs]
 
 
-def _candidate(
-    verdict: Verdict,
-    context: str | None,
-    num_envs: int,
-    backend: str,
-    num_workers: int,
-    options: dict[str, Any],
-    measured: Measurements,
-) -> Candidate:
+def _candidate(verdict: Verdict, measured: Measurements, num_envs: int, context: str | None, way: _Way) -> Candidate:
+    backend, num_workers, options = way
     if backend != "process":
         context = None
     elif context != "forkserver":
@@ -188,14 +185,14 @@ def _candidate(
         code.append(f"env_kwargs={_kwargs(verdict.env_kwargs)}")
     if verdict.wrappers:
         code.append(f"wrappers=[{', '.join(verdict.wrappers)}]")
-    line = f"envs = muster.make_vec({', '.join(code)})"
+    factory, line = None, f"envs = muster.make_vec({', '.join(code)})"
     if verdict.of_torchrl:
-        line = f"envs = {_parallel_env(verdict, num_envs, options)}"
+        factory, line = _IMPORT, f"envs = {_parallel_env(verdict, num_envs, options)}"
     memory = None
     if measured.env_bytes is not None and measured.worker_bytes is not None:
         processes = num_workers if backend == "process" else 0
         memory = processes * measured.worker_bytes + num_envs * measured.env_bytes
-    factory, caller_steps = _IMPORT if verdict.of_torchrl else None, "caller_steps" in options
+    caller_steps = "caller_steps" in options
     advice = Recommendation(
         line, factory, backend, context, num_envs, num_workers, memory_bytes=memory, caller_steps=caller_steps
     )

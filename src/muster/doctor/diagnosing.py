@@ -13,21 +13,10 @@ from gymnasium.envs.registration import EnvSpec
 
 from muster.arguments import explains_keywords, whole
 from muster.arguments import seconds as number_of_seconds
-from muster.doctor import trials
+from muster.doctor import findings, trials
 from muster.doctor.advice import Candidate, Verdict, candidates, name_in_code, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnosis import Diagnosis, Finding, Measurements, Recommendation, Soak, TriedLine
 from muster.doctor.diagnosis import seconds as in_words
-from muster.doctor.findings import (
-    FATAL,
-    about_behaviour,
-    about_early_end,
-    about_pair,
-    about_replay,
-    about_sharing,
-    about_start_methods,
-    about_untried,
-    first_line,
-)
 from muster.doctor.measure import make_envs
 from muster.doctor.soak import run_soak
 from muster.doctor.trials import STEPPING_MANY, stepping_many
@@ -103,22 +92,22 @@ def diagnose(
         diagnosis, subject = _diagnose_env(
             env, num_envs, env_kwargs or {}, wrappers, timeout, seconds, name or _name(env)
         )
+        found, results = list(diagnosis.findings), dict[str, Any]()
         if soak_s is not None:
-            soak, verdicts = _soak(diagnosis, subject, soak_s)
-            diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *verdicts), soak=soak)
+            results["soak"], verdicts = _soak(diagnosis, subject, soak_s)
+            found += verdicts
         if policy is not None:
             from muster.doctor.policy_calls import judge_policy
 
-            finding, policy_verdict = judge_policy(policy)
-            diagnosis = replace(diagnosis, findings=(*diagnosis.findings, finding), policy=policy_verdict)
+            finding, results["policy"] = judge_policy(policy)
+            found.append(finding)
         if policy_factory is not None:
             from muster.doctor.policy_factory import judge_factory
 
             # An env that could not be stepped would end another trial in the same way, or hang in it.
             can_step = diagnosis.measured.step_median_s is not None
-            findings = judge_factory(policy_factory, policy, subject.trials if subject and can_step else None, timeout)
-            diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *findings))
-    return diagnosis
+            found += judge_factory(policy_factory, policy, subject.trials if subject and can_step else None, timeout)
+    return replace(diagnosis, findings=tuple(found), **results)
 
 
 @dataclass(frozen=True)
@@ -140,9 +129,9 @@ class _Subject:
         return isinstance(self.trials.recipes, bytes)
 
     @classmethod
-    def of(cls, recipe: Recipe, timeout_s: float, findings: list[Finding]) -> _Subject:
-        """Packs the recipe. findings: receives what is found."""
-        packed = _pack(recipe, findings)
+    def of(cls, recipe: Recipe, timeout_s: float, found: list[Finding]) -> _Subject:
+        """Packs the recipe. found: receives what is found."""
+        packed = _pack(recipe, found)
         hazards = fork_hazards(recipe.parts()) if packed is None else []
         # What must not be inherited is not tried at all.
         shared = "" if hazards else shared_by([recipe], by_fork=packed is None)
@@ -159,7 +148,7 @@ def _diagnose_env(
     seconds: float,
     target: str,
 ) -> tuple[Diagnosis, _Subject | None]:
-    findings: list[Finding] = []
+    found: list[Finding] = []
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         try:
@@ -168,15 +157,15 @@ def _diagnose_env(
             line = unbuildable(env, _source(env, target), env_kwargs)
             return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), line), None
     if is_env(env):
-        findings.append(_about_instance(env))
-    subject = _Subject.of(pair[0], timeout, findings)
+        found.append(_about_instance(env))
+    subject = _Subject.of(pair[0], timeout, found)
     env_trials, travels, shared = subject.trials, subject.travels, subject.shared
     behaviour = env_trials.run(trials.behaviour) if travels and not shared else TrialOutcome()
     tried = try_contexts(subject.recipe, timeout, travels, behaviour, once=bool(shared))
     if shared:
-        findings.append(about_sharing(shared))
-    findings += about_behaviour(behaviour)
-    findings += about_start_methods(tried, known=behaviour.stage in FATAL)
+        found.append(findings.about_sharing(shared))
+    found += findings.about_behaviour(behaviour)
+    found += findings.about_start_methods(tried, known=behaviour.stage in findings.FATAL)
     around = [name_in_code(one) for one in wrappers if one is not from_torchrl]
     verdict = Verdict(_source(env, target), env_kwargs, num_envs, travels, tried, wrappers=around)
     verdict.fragile = behaviour.stage in ("resetting it", "stepping it")
@@ -184,31 +173,23 @@ def _diagnose_env(
     verdict.of_torchrl = behaviour.results.get("api") == "TorchRL"
     together, is_run = TrialOutcome(), not travels or bool(shared)
     if behaviour.hung and behaviour.stage in _ON_THE_WAY:
-        findings.append(about_untried(behaviour))
+        found.append(findings.about_untried(behaviour))
     elif "rows" in behaviour.results:
         rows, is_run = behaviour.results["rows"], True
         replayed = env_trials.run(trials.replay, hash_seed=_REPLAY_HASH_SEED, rows=rows)
         side_by_side = try_side_by_side(Trials(pack_for_trials(pair, "spawn"), timeout), rows)
-        findings += [
-            *about_replay(behaviour, replayed),
-            about_pair(side_by_side, behaviour.results.get("step_median_s")),
-        ]
+        found += findings.about_replay(behaviour, replayed)
+        found.append(findings.about_pair(side_by_side, behaviour.results.get("step_median_s")))
         verdict.alone = verdict.alone or side_by_side.disturbed is not None
         verdict.packs = not verdict.alone and side_by_side.unknown is None
         together = side_by_side.together
-    measured = _measured(behaviour.results, together.results)
-    return _advised(target, findings, verdict, measured, subject, seconds if is_run else None), subject
+    begun = Diagnosis(target, tuple(found), _measured(behaviour.results, together.results), None)
+    return _advised(begun, verdict, subject, seconds if is_run else None), subject
 
 
-def _advised(
-    target: str,
-    findings: list[Finding],
-    verdict: Verdict,
-    measured: Measurements,
-    subject: _Subject,
-    run_s: float | None,
-) -> Diagnosis:
+def _advised(begun: Diagnosis, verdict: Verdict, subject: _Subject, run_s: float | None) -> Diagnosis:
     """The diagnosis, with the line that is recommended. run_s: how long each is run; None where none is."""
+    found, measured = begun.findings, begun.measured
     lines = candidates(verdict, measured)
     ran, outcomes = ([], []) if run_s is None else try_lines(lines, subject, measured.build_s, run_s)
     if outcomes and outcomes[0].results.get("episodes"):
@@ -219,10 +200,10 @@ def _advised(
         ended = outcomes[-1]
         if ended.hung:
             ended.detail = ""  # this stack is the doctor's own, not the env's
-        findings += about_early_end(ended, "blocks")
+        found = (*found, *findings.about_early_end(ended, "blocks"))
         verdict.fragile = True
         advice = pick(candidates(verdict, measured), ())
-    return Diagnosis(target, tuple(findings), measured, advice, tried=tuple(ran))
+    return Diagnosis(begun.target, found, measured, advice, tried=tuple(ran))
 
 
 def try_lines(
@@ -251,7 +232,8 @@ def try_lines(
         outcome = many.run(stepping_many, num_envs=one.advice.num_envs, options=dict(one.options), seconds=run_s)
         outcomes.append(outcome)
         steps_per_s = outcome.results.get("steps_per_s")
-        tried.append(TriedLine(one.advice.line, steps_per_s, None if steps_per_s else first_line(outcome.problem)))
+        problem = None if steps_per_s else findings.first_line(outcome.problem)
+        tried.append(TriedLine(one.advice.line, steps_per_s, problem))
         if build_s is None and "start_s" in outcome.results:
             build_s = outcome.results["start_s"] * max(1, one.advice.num_workers) / one.advice.num_envs
         if subject.travels and outcome.stage == STEPPING_MANY:
@@ -310,18 +292,18 @@ def _about_instance(env: Any) -> Finding:
     return Finding("note", "recipe", text)
 
 
-def _pack(recipe: Recipe, findings: list[Finding]) -> bytes | None:
+def _pack(recipe: Recipe, found: list[Finding]) -> bytes | None:
     """The recipe for another process, None if it cannot travel."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             packed = pack_for_trials([recipe], "spawn")
         except CannotTravel as error:
-            findings.append(Finding("blocks", "travel", str(error)))
+            found.append(Finding("blocks", "travel", str(error)))
             return None
-    findings += [Finding("warns", "travel", str(one.message)) for one in said if one.category is UserWarning]
+    found += [Finding("warns", "travel", str(one.message)) for one in said if one.category is UserWarning]
     if not said:
-        findings.append(Finding("good", "travel", "the recipe and its arguments can be sent to workers"))
+        found.append(Finding("good", "travel", "the recipe and its arguments can be sent to workers"))
     return packed
 
 

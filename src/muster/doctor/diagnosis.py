@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +47,20 @@ class Measurements:
     worker_bytes: int | None = None
     threads_started: int | None = None
 
+    def rows(self) -> list[tuple[str, str]]:
+        """The figures in words, as (name, value); those that are None are left out."""
+        rows = [
+            ("build", seconds(self.build_s)),
+            ("step", seconds(self.step_median_s)),
+            ("reset", seconds(self.reset_median_s)),
+            ("episode", "" if self.episode_rows is None else f"{self.episode_rows:,.0f} steps by random actions"),
+            ("observation", size(self.obs_bytes)),
+            ("memory of an env", size(self.env_bytes)),
+            ("memory of a worker", size(self.worker_bytes)),
+            ("threads it starts", "" if self.threads_started is None else str(self.threads_started)),
+        ]
+        return [(name, value) for name, value in rows if value]
+
 
 @dataclass(frozen=True)
 class Recommendation:
@@ -65,6 +79,28 @@ class Recommendation:
     steps_per_s: float | None = None
     memory_bytes: int | None = None
     caller_steps: bool = False
+
+    @property
+    def code(self) -> str:
+        """The code to write, imports included."""
+        code = f"{self.factory}\n{self.line}" if self.factory else self.line
+        imported = "import muster\n" in code or code.startswith("from muster.")
+        return code if imported else f"import muster\n\n{code}"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The way in words, as (name, value)."""
+        each = self.num_envs / max(1, self.num_workers + self.caller_steps)
+        workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}{' and the caller' * self.caller_steps}"
+        envs = f"{self.num_envs}, in the caller"
+        if self.num_workers:
+            envs = f"{self.num_envs} on {workers}, {each:.3g} each"
+        rows = [
+            ("backend", self.backend if self.context is None else f"{self.backend}, started by {self.context}"),
+            ("envs", envs),
+            ("speed", "" if self.steps_per_s is None else f"{self.steps_per_s:,.0f} env steps/s"),
+            ("predicted memory", size(self.memory_bytes)),
+        ]
+        return [(name, value) for name, value in rows if value]
 
 
 @dataclass(frozen=True)
@@ -107,7 +143,7 @@ class SoakedQuantity:
     name: str
     unit: str
     trend: Trend
-    marks: tuple[float, float, float, float]
+    marks: tuple[float, ...]
     a_step: float
     an_episode: float
 
@@ -121,6 +157,21 @@ class Soak:
     steps: int
     episodes: int
     quantities: tuple[SoakedQuantity, ...]
+
+    @property
+    def title(self) -> str:
+        """The heading of the table."""
+        return f"Soaked for {self.seconds:.3g} s, {self.steps:,} steps and {self.episodes:,} episodes of random actions"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Its table: a row of headings, then for each quantity its name, four values, growth and trend."""
+        times = [f"{self.seconds * third / 3:.3g} s" for third in (1, 2, 3)]
+        rows = [("", "start", *times, "an episode", "")]
+        for one in self.quantities:
+            marks = [amount(value, one.unit) for value in one.marks]
+            grows = f"+{amount(one.an_episode, one.unit)}" if one.an_episode else ""
+            rows.append((one.name, *marks, grows, one.trend))
+        return rows
 
 
 @dataclass(frozen=True)
@@ -154,39 +205,17 @@ class Diagnosis:
             lines.append(f"  {MARKS[finding.severity]} {finding.topic}: {finding.text}")
             if finding.remedy:
                 lines.append(textwrap.indent(finding.remedy, " " * 8))
-        lines += [f"  {name}: {value}" for name, value in measured_rows(self.measured)]
+        lines += [f"  {name}: {value}" for name, value in self.measured.rows()]
         if self.soak is not None:
-            lines.append(f"  {soak_title(self.soak)}:")
-            lines += ["  " + "  ".join(f"{cell:>16}" for cell in row) for row in soaked_rows(self.soak)]
+            lines.append(f"  {self.soak.title}:")
+            lines += ["  " + "  ".join(f"{cell:>16}" for cell in row) for row in self.soak.rows()]
         if self.tried:
             lines.append("  tried, in env steps/s:")
         lines += [f"  {speed:>12}  {text}" for speed, text in tried_rows(self.tried)]
         if self.recommendation is not None:
-            lines += ["", *(f"  {name}: {value}" for name, value in recommended_rows(self.recommendation))]
-            lines.append(textwrap.indent(code_of(self.recommendation), "    "))
+            lines += ["", *(f"  {name}: {value}" for name, value in self.recommendation.rows())]
+            lines.append(textwrap.indent(self.recommendation.code, "    "))
         return "\n".join(lines)
-
-
-def code_of(advice: Recommendation) -> str:
-    """The code to write, imports included."""
-    code = f"{advice.factory}\n{advice.line}" if advice.factory else advice.line
-    imported = "import muster\n" in code or code.startswith("from muster.")
-    return code if imported else f"import muster\n\n{code}"
-
-
-def measured_rows(measured: Measurements) -> list[tuple[str, str]]:
-    """The measurements in words, as (name, value); those that are None are left out."""
-    rows = [
-        ("build", seconds(measured.build_s)),
-        ("step", seconds(measured.step_median_s)),
-        ("reset", seconds(measured.reset_median_s)),
-        ("episode", "" if measured.episode_rows is None else f"{measured.episode_rows:,.0f} steps by random actions"),
-        ("observation", size(measured.obs_bytes)),
-        ("memory of an env", size(measured.env_bytes)),
-        ("memory of a worker", size(measured.worker_bytes)),
-        ("threads it starts", "" if measured.threads_started is None else str(measured.threads_started)),
-    ]
-    return [(name, value) for name, value in rows if value]
 
 
 def tried_rows(tried: Sequence[TriedLine]) -> list[tuple[str, str]]:
@@ -200,40 +229,6 @@ def tried_rows(tried: Sequence[TriedLine]) -> list[tuple[str, str]]:
     return rows
 
 
-def recommended_rows(advice: Recommendation) -> list[tuple[str, str]]:
-    """The recommendation in words, as (name, value)."""
-    each = advice.num_envs / max(1, advice.num_workers + advice.caller_steps)
-    workers = f"{advice.num_workers} worker{'s' * (advice.num_workers > 1)}{' and the caller' * advice.caller_steps}"
-    rows = [
-        ("backend", advice.backend if advice.context is None else f"{advice.backend}, started by {advice.context}"),
-        (
-            "envs",
-            f"{advice.num_envs} on {workers}, {each:.3g} each"
-            if advice.num_workers
-            else f"{advice.num_envs}, in the caller",
-        ),
-        ("speed", "" if advice.steps_per_s is None else f"{advice.steps_per_s:,.0f} env steps/s"),
-        ("predicted memory", size(advice.memory_bytes)),
-    ]
-    return [(name, value) for name, value in rows if value]
-
-
-def soak_title(soak: Soak) -> str:
-    """The heading of the table of a soak."""
-    return f"Soaked for {soak.seconds:.3g} s, {soak.steps:,} steps and {soak.episodes:,} episodes of random actions"
-
-
-def soaked_rows(soak: Soak) -> list[tuple[str, ...]]:
-    """The table of a soak: a row of headings, then for each quantity its name, four values, growth and trend."""
-    times = [f"{soak.seconds * third / 3:.3g} s" for third in (1, 2, 3)]
-    rows = [("", "start", *times, "an episode", "")]
-    for one in soak.quantities:
-        marks = [amount(value, one.unit) for value in one.marks]
-        grows = f"+{amount(one.an_episode, one.unit)}" if one.an_episode else ""
-        rows.append((one.name, *marks, grows, one.trend))
-    return rows
-
-
 def amount(value: float, unit: str) -> str:
     """A value of a `SoakedQuantity`, as ``38 MB``, ``1.2 ms`` or ``17``."""
     if unit == "seconds":
@@ -243,19 +238,17 @@ def amount(value: float, unit: str) -> str:
 
 def seconds(value: float | None) -> str:
     """A duration as ``41 us``, ``1.2 ms``, ``3.4 s``; "" for None."""
-    if value is None:
-        return ""
-    for unit, factor in (("us", 1e6), ("ms", 1e3)):
-        if value * factor < 1000:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value:.3g} s"
+    return _in_units(value, {"us": 1e-6, "ms": 1e-3, "s": 1.0})
 
 
 def size(value: int | None) -> str:
     """A size as ``512 bytes``, ``38 MB``; "" for None."""
+    return _in_units(value, {"bytes": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9})
+
+
+def _in_units(value: float | None, units: Mapping[str, float]) -> str:
+    """The value in the first unit of which it has fewer than 1000, or in the last one."""
     if value is None:
         return ""
-    for unit, factor in (("bytes", 1.0), ("KB", 1e3), ("MB", 1e6)):
-        if value / factor < 1000:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value / 1e9:.3g} GB"
+    unit = next((unit for unit, one in units.items() if value / one < 1000), list(units)[-1])
+    return f"{value / units[unit]:.3g} {unit}"

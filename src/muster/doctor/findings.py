@@ -17,14 +17,15 @@ _MUCH = 10_000
 _SHOWN = 4
 
 
-def about_early_end(outcome: TrialOutcome, severity: Severity) -> list[Finding]:
-    """One finding where the trial ended early; none where it came to its end."""
+def about_early_end(
+    outcome: TrialOutcome, severity: Severity, topic: str = "life", subject: str = "the env"
+) -> list[Finding]:
+    """One finding where the trial ended early; none where it came to its end. subject: what it was the trial of."""
     if outcome.stage is None:
         return []
-    if outcome.stage == STARTING:  # no code of the env has run
-        return [Finding("warns", "life", f"{outcome.stage}, a trial {outcome.how}", outcome.detail or None)]
-    text = f"{outcome.stage}, the env {outcome.how}"
-    return [Finding(severity, "life", text, outcome.detail or None)]
+    if outcome.stage == STARTING:  # no code of the subject has run
+        subject = "a trial"
+    return [Finding(severity, topic, f"{outcome.stage}, {subject} {outcome.how}", outcome.detail or None)]
 
 
 def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
@@ -41,9 +42,8 @@ def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
     if results.get("one_per_process"):
         found.append(Finding("note", "isolation", 'its class declares metadata["one_per_process"] = True'))
     if results.get("reuses_buffers"):
-        found.append(
-            Finding("note", "buffers", "it writes every observation into the same array; Muster copies, others may not")
-        )
+        text = "it writes every observation into the same array; Muster copies, others may not"
+        found.append(Finding("note", "buffers", text))
     if results.get("changes_action"):
         found.append(Finding("warns", "actions", "its step changes the action array it is given"))
     if results.get("costly_infos"):
@@ -144,12 +144,11 @@ def _about_api(api: str, refused: Sequence[str] | None, warned: Sequence[str]) -
     return found
 
 
-def _about_infos(costly: list[list[object]]) -> Finding:
-    listed = []
-    heavy = False
-    for key, kind, length in costly[:_SHOWN]:
-        assert isinstance(length, int)
-        listed.append(f"{key!r} ({kind}, {size(length) if length >= 0 else 'cannot be pickled'})")
-        heavy = heavy or not 0 <= length < _MUCH
-    text = f"infos hold more than numbers, which is pickled on every step: {', '.join(listed)}"
+def _about_infos(costly: Sequence[tuple[str, str, int]]) -> Finding:
+    """costly: key, type and bytes of each, -1 for what cannot be pickled."""
+    shown = costly[:_SHOWN]
+    sizes = [size(length) if length >= 0 else "cannot be pickled" for *_, length in shown]
+    listed = ", ".join(f"{key!r} ({kind}, {its})" for (key, kind, _), its in zip(shown, sizes, strict=True))
+    heavy = any(not 0 <= length < _MUCH for *_, length in shown)
+    text = f"infos hold more than numbers, which is pickled on every step: {listed}"
     return Finding("warns" if heavy else "note", "infos", text)

@@ -187,14 +187,13 @@ def _about_starts() -> list[Fact]:
     tried = try_contexts(make_recipes("CartPole-v1", 1)[0], _TRIAL_S, travels=True, behaviour=TrialOutcome())
     works = [name for name, problem in tried.items() if problem is None]
     first, *others = (Fact(**dataclasses.asdict(one)) for one in about_start_methods(tried, known=False))
+    meaning = 'make_vec works with backend="thread" and backend="serial" alone'
     if "forkserver" in works:
         meaning = 'context="auto" is forkserver, which never forks the caller'
-        return [dataclasses.replace(first, meaning=meaning), *others]
-    if works:
+    elif works:
         meaning = 'context="auto" is forkserver, which fails here'
         remedy = f'muster.make_vec(..., context="{works[0]}")'
-        return [dataclasses.replace(first, severity="warns", remedy=remedy, meaning=meaning), *others]
-    meaning = 'make_vec works with backend="thread" and backend="serial" alone'
+        first = dataclasses.replace(first, severity="warns", remedy=remedy)
     return [dataclasses.replace(first, meaning=meaning), *others]
 
 

@@ -9,7 +9,7 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +20,18 @@ from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
 
+Wrappers = Sequence[Callable[[Any], Any]]
+
 _WARM_UP_S = 0.1
 _NUM_ACTIONS = 64
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
     """One way to run the envs.
 
-    way: its name in the table.  steps_per_s: env steps a second of all envs together, a figure for each round; none
-    where there is a problem.  options: those of `make_vec`; None where the way is Gymnasium's.
+    way: its name in the table.  steps_per_s: env steps a second of all envs together, a figure for each round.
+    options: those of `make_vec`; None where the way is Gymnasium's.  problem: the exception that has ended it.
     """
 
     way: str
@@ -41,6 +43,14 @@ class Measured:
     def median(self) -> float:
         return statistics.median(self.steps_per_s)
 
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[None]:
+        """Encloses code of the envs; what it raises is the problem."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            self.problem = f"{type(error).__name__}: {error}"
+
 
 def measure(
     env: Any,
@@ -48,7 +58,7 @@ def measure(
     *,
     num_workers: int | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
-    wrappers: Sequence[Callable[[Any], Any]] = (),
+    wrappers: Wrappers = (),
     rounds: int = 5,
     seconds: float = 1.0,
 ) -> list[Measured]:
@@ -59,37 +69,25 @@ def measure(
     An exception becomes the problem of the way that raised it, and does not stop the others.
     """
     measured: list[Measured] = []
-    runs: list[Callable[[float], float] | None] = []
+    runs: dict[str, Callable[[float], float]] = {}
     with contextlib.ExitStack() as opened, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"gymnasium\.")  # tracebacks: the problem is reported here
         for way, options, make in _ways(env, num_envs, num_workers, env_kwargs, wrappers):
-            problem = None
-            try:
+            measured.append(Measured(way, options))
+            with measured[-1].tried():
                 envs = make()
                 opened.callback(_close, envs)
-                run = warmed_up(envs)
-            except (Exception, SystemExit) as error:
-                problem = f"{type(error).__name__}: {error}"
-            measured.append(Measured(way, options, problem=problem))
-            runs.append(run if problem is None else None)
+                runs[way] = warmed_up(envs)
         for _ in range(rounds):
-            for i, timed in enumerate(runs):
-                if timed is None:
-                    continue
-                try:
-                    measured[i].steps_per_s.append(timed(seconds))
-                except (Exception, SystemExit) as error:
-                    measured[i] = Measured(measured[i].way, problem=f"{type(error).__name__}: {error}")
-                    runs[i] = None
+            for one in measured:
+                if one.problem is None:
+                    with one.tried():
+                        one.steps_per_s.append(runs[one.way](seconds))
     return measured
 
 
 def _ways(
-    env: Any,
-    num_envs: int,
-    num_workers: int | None,
-    env_kwargs: Mapping[str, Any] | None,
-    wrappers: Sequence[Callable[[Any], Any]],
+    env: Any, num_envs: int, num_workers: int | None, env_kwargs: Mapping[str, Any] | None, wrappers: Wrappers
 ) -> list[tuple[str, Mapping[str, Any] | None, Callable[[], Any]]]:
     """Each way as (name, options, function that makes its vector env)."""
     shared: dict[str, Any] = {"env_kwargs": env_kwargs} if env_kwargs else {}
@@ -109,9 +107,7 @@ def _ways(
     ]
 
 
-def _wrapped(
-    factory: Callable[..., Any], env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]]
-) -> Any:
+def _wrapped(factory: Callable[..., Any], env_kwargs: Mapping[str, Any], wrappers: Wrappers) -> Any:
     return functools.reduce(lambda env, wrapper: wrapper(env), wrappers, factory(**env_kwargs))
 
 

@@ -6,13 +6,12 @@ import contextlib
 import pickle
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
-from gymnasium import spaces
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -24,7 +23,7 @@ from muster.introspection import type_name
 from muster.recipes.recipe import Recipe
 from muster.rollout.collector import Collector
 from muster.rollout.env_side import EnvSide
-from muster.rollout.fields import Array, describe
+from muster.rollout.fields import describe
 from muster.rollout.multi_agent_side import MultiAgentEnvs
 from muster.rollout.policies import PlainActor, TensorDictActor, is_tensordict_policy
 from muster.rollout.processes.policy_travel import obstacle_to
@@ -34,33 +33,13 @@ from muster.rollout.weights import load_weights, module_of, named_weights, place
 from muster.worker_info import WorkerInfo, worker_info_context
 
 _ROWS = 8
+# What a policy needs of a vector env, for its observations and in addition to them.
+_FACTS = ("single_observation_space", "single_action_space", "groups", "mask_shapes", "state_space")
 BUILDS = 2
 
 Weights = dict[str, Tensor]
-Layout = dict[str, list[Any]]
-"""By a parameter's or buffer's name, in quotes, its shape and its dtype's name."""
-
-
-@dataclass
-class ObservedEnvs:
-    """The spaces and the observations of N envs: what a policy needs of a vector env.
-
-    rows: an array ``[N, ...]`` for each observation field.  The other fields are those of the vector env.
-    """
-
-    rows: list[Array]
-    num_envs: int
-    metadata: dict[str, Any]
-    single_observation_space: spaces.Space[Any]
-    single_action_space: spaces.Space[Any]
-    groups: dict[str, list[str]] | None = None
-    mask_shapes: dict[str, tuple[int, ...]] | None = None
-    state_space: spaces.Space[Any] | None = None
-
-    def side(self) -> EnvSide:
-        """These envs as collectors see them; they cannot be stepped."""
-        envs: Any = self
-        return SingleAgentEnvs(envs) if self.groups is None else MultiAgentEnvs(envs)
+Layout = dict[str, str]
+"""By a parameter's or buffer's name, in quotes, its shape and its dtype."""
 
 
 def judge_policy(policy: Any) -> tuple[Finding, PolicyVerdict]:
@@ -71,15 +50,13 @@ def judge_policy(policy: Any) -> tuple[Finding, PolicyVerdict]:
     if obstacle is None:
         text = f"it can be copied to collector processes, once; {len(weights)} weights ({size(weight_bytes)}) follow"
         return Finding("good", "policy", text), PolicyVerdict(True, weight_bytes)
-    remedy = "\n".join(f"# {way}" for way in obstacle.ways_out())
-    verdict = PolicyVerdict(
-        False, weight_bytes, obstacle.path, obstacle.type_name, obstacle.reason, obstacle.ways_out()
-    )
+    ways = obstacle.ways_out()
+    verdict = PolicyVerdict(False, weight_bytes, obstacle.path, obstacle.type_name, obstacle.reason, ways)
     if obstacle.marked:
         text = f"it stays in the calling process, as it asks: {obstacle}. There it acts for the envs of all workers"
         return Finding("note", "policy", text), verdict
     text = f"it cannot be copied to collector processes, because of {obstacle}. MultiCollector lets it act here for all"
-    return Finding("warns", "policy", text, remedy), verdict
+    return Finding("warns", "policy", text, "\n".join(f"# {way}" for way in ways)), verdict
 
 
 def observe(recipe: Recipe, reporter: Reporter) -> None:
@@ -88,16 +65,11 @@ def observe(recipe: Recipe, reporter: Reporter) -> None:
     with make_envs(recipe, 1, backend="serial", autoreset_mode="same_step", state=True) as envs:
         reporter.stage("stepping the env for the policy")
         storage = Collector(envs, None, frames_per_batch=_ROWS, seed=0, compact=True).collect_storage()
-        observed = ObservedEnvs(
-            [np.array(rows[:_ROWS, 0]) for rows in storage.observations],
-            _ROWS,
-            {"autoreset_mode": envs.metadata["autoreset_mode"]},
-            envs.single_observation_space,
-            envs.single_action_space,
-            *(getattr(envs, name, None) for name in ("groups", "mask_shapes", "state_space")),
-        )
+        rows = [np.array(rows[:_ROWS, 0]) for rows in storage.observations]
+        facts = {name: getattr(envs, name, None) for name in _FACTS}
+        facts |= {"num_envs": _ROWS, "metadata": {"autoreset_mode": envs.metadata["autoreset_mode"]}}
         # A script's own classes of spaces have come by value, and go on in the same way.
-        reporter.result("observed", cloudpickle.dumps(observed))
+        reporter.result("observed", cloudpickle.dumps((rows, facts)))
         reporter.stage("closing the env of the policy")
 
 
@@ -148,10 +120,11 @@ def outputs_of_original(policy: Any, observed: bytes) -> dict[str, Tensor]:
 
 def _outputs_of(policy: Any, observed: bytes) -> dict[str, Tensor]:
     """The policy's outputs ``[N, ...]`` by key, on the CPU, from one seed. torch's generators are left as they were."""
-    envs: ObservedEnvs = pickle.loads(observed)
-    side = envs.side()
+    fields, facts = pickle.loads(observed)
+    envs: Any = SimpleNamespace(**facts)  # which cannot be stepped
+    side: EnvSide = SingleAgentEnvs(envs) if envs.groups is None else MultiAgentEnvs(envs)
     storage = Storage(1, envs.num_envs, side.observation_fields, side.reward_fields, compact=True)
-    for array, rows in zip(storage.observations, envs.rows, strict=True):
+    for array, rows in zip(storage.observations, fields, strict=True):
         array[0] = rows
     kind = TensorDictActor if is_tensordict_policy(policy) else PlainActor
     device = place(policy, None)
@@ -166,12 +139,10 @@ def _outputs_of(policy: Any, observed: bytes) -> dict[str, Tensor]:
 
 def layout_of(policy: Any) -> Layout:
     """The shapes and dtypes of the policy's parameters and buffers; "not known yet" for the shapes of lazy ones."""
-    return {
-        repr(name): ["not known yet" if is_lazy(tensor) else list(tensor.shape), dtype_of(tensor)]
-        for name, tensor in named_weights(policy).items()
-    }
+    weights = named_weights(policy)
+    return {repr(name): described(None if is_lazy(one) else one.shape, one) for name, one in weights.items()}
 
 
-def dtype_of(tensor: Tensor) -> str:
-    """The name of the tensor's dtype, as ``float32``."""
-    return str(tensor.dtype).removeprefix("torch.")
+def described(shape: torch.Size | None, tensor: Tensor) -> str:
+    """The shape and the tensor's dtype in words, as ``[3, 4] float32``. shape: None where it is not known yet."""
+    return f"{'not known yet' if shape is None else list(shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muster.doctor.diagnosis import Finding, Severity, seconds
-from muster.doctor.policy_calls import (
-    BUILDS,
-    Layout,
-    build_and_call,
-    dtype_of,
-    layout_of,
-    observe,
-    outputs_of_original,
-    weights_of,
-)
+from muster.doctor import policy_calls
+from muster.doctor.diagnosis import Finding, seconds
+from muster.doctor.findings import about_early_end
 from muster.errors import CannotTravel, UsageError
-from muster.hosts.trial import STARTING, TrialOutcome, Trials
+from muster.hosts.trial import TrialOutcome, Trials
 from muster.pickling import find_shared
 from muster.rollout.processes.policy_travel import pack_factory
 from muster.rollout.weights import require_shapes
@@ -36,7 +28,7 @@ class _Built(NamedTuple):
     """A policy. outputs: by key, {} if it was not called."""
 
     name: str
-    layout: Layout
+    layout: policy_calls.Layout
     outputs: dict[str, Tensor]
 
 
@@ -62,23 +54,22 @@ def judge_factory(factory: Callable[[], Any], policy: Any, env: Trials | None, t
             require_shapes(policy)
         except UsageError as error:
             return [Finding("warns", _TOPIC, f"nothing was compared: {error}")]
-        weights = weights_of(policy)
+        weights = policy_calls.weights_of(policy)
     observed, uncalled = None, "no env could be played for that, see above"
     if env is not None:
-        outcome = env.run(observe)
-        observed, uncalled = outcome.results.get("observed"), f"{outcome.stage}, it {outcome.how}"
-    outcome = Trials(None, timeout_s).run(build_and_call, factory=packed, observed=observed, weights=weights)
+        outcome = env.run(policy_calls.observe)
+        observed, uncalled = outcome.results.get("observed"), outcome.problem
+    outcome = Trials(None, timeout_s).run(
+        policy_calls.build_and_call, factory=packed, observed=observed, weights=weights
+    )
     return list(_findings(policy, outcome, observed, uncalled))
 
 
 def _findings(policy: Any, outcome: TrialOutcome, observed: bytes | None, uncalled: str) -> Iterator[Finding]:
     """observed: what policies were called with.  uncalled: why they could not be called, in words, without that."""
-    if outcome.stage is not None:
-        # In the stage that starts Python none of its code has run.
-        subject = "a trial" if outcome.stage == STARTING else "it"
-        severity: Severity = "blocks" if outcome.stage.startswith("building") else "warns"
-        yield Finding(severity, _TOPIC, f"{outcome.stage}, {subject} {outcome.how}", outcome.detail or None)
-    names = ("the first one", "the second one") if policy is None else ("what it builds",) * BUILDS
+    is_built = outcome.stage is None or not outcome.stage.startswith("building")
+    yield from about_early_end(outcome, "warns" if is_built else "blocks", _TOPIC, "it")
+    names = ("the first one", "the second one") if policy is None else ("what it builds",) * policy_calls.BUILDS
     built = [
         _Built(name, outcome.results[f"layout {number}"], outcome.results.get(f"outputs {number}", {}))
         for number, name in enumerate(names)
@@ -87,11 +78,11 @@ def _findings(policy: Any, outcome: TrialOutcome, observed: bytes | None, uncall
     if policy is not None and built:
         outputs = {}
         try:
-            outputs = {} if observed is None else outputs_of_original(policy, observed)
+            outputs = {} if observed is None else policy_calls.outputs_of_original(policy, observed)
         except Exception as error:
             observed = None
             uncalled = f"policy, called on the env's observations, raised {type(error).__name__}: {error}"
-        built.insert(0, _Built("policy", layout_of(policy), outputs))
+        built.insert(0, _Built("policy", policy_calls.layout_of(policy), outputs))
     if len(built) > 1:
         reference, *others = built
         differing = next(((one.name, found) for one in others if (found := _differences(reference, one))), None)
@@ -117,11 +108,10 @@ def _differences(expected: _Built, got: _Built) -> list[str]:
     if not expected.outputs or not got.outputs:
         return found
     layouts = [
-        {key: [list(tensor.shape[1:]), dtype_of(tensor)] for key, tensor in one.outputs.items()}
+        {key: policy_calls.described(tensor.shape[1:], tensor) for key, tensor in one.outputs.items()}
         for one in (expected, got)
     ]
-    if of_outputs := _of_layouts(*layouts):
-        return [*found, *(f"outputs: {text}" for text in of_outputs)]
+    found += [f"outputs: {text}" for text in _of_layouts(*layouts)]
     if found:
         return found
     unequal = {}
@@ -130,25 +120,23 @@ def _differences(expected: _Built, got: _Built) -> list[str]:
         wrong = ~torch.isclose(mine, its, _TOLERANCE, _TOLERANCE, equal_nan=True)
         if wrong.any():
             unequal[key] = (mine - its).abs()[wrong].max().item()
-    if unequal:
-        found.append(
-            f"with equal weights {_listed(list(unequal))} differ by up to {max(unequal.values()):.1g}: something that "
-            "they are computed with is neither a parameter nor a buffer"
-        )
-    return found
+    if not unequal:
+        return []
+    return [
+        f"with equal weights {_listed(list(unequal))} differ by up to {max(unequal.values()):.1g}: something that "
+        "they are computed with is neither a parameter nor a buffer"
+    ]
 
 
-def _of_layouts(expected: Mapping[str, list[Any]], got: Mapping[str, list[Any]]) -> list[str]:
-    """The differences of ``got`` from ``expected``, by name a shape and a dtype's name."""
+def _of_layouts(expected: policy_calls.Layout, got: policy_calls.Layout) -> list[str]:
+    """The differences of ``got`` from ``expected``."""
     found = []
     if missing := [name for name in expected if name not in got]:
         found.append(f"missing {_listed(missing)}")
     if unexpected := [name for name in got if name not in expected]:
         found.append(f"unexpected {_listed(unexpected)}")
-    for name, (shape, dtype) in expected.items():
-        if name in got and got[name] != [shape, dtype]:
-            found.append(f"{name} is {got[name][0]} {got[name][1]}, expected {shape} {dtype}")
-    return found
+    differing = [name for name in expected if name in got and got[name] != expected[name]]
+    return found + [f"{name} is {got[name]}, expected {expected[name]}" for name in differing]
 
 
 def _listed(names: list[str]) -> str:

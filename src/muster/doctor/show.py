@@ -10,20 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muster.doctor.advice import name_in_code
-from muster.doctor.diagnosis import (
-    MARKS,
-    Diagnosis,
-    Finding,
-    Severity,
-    Soak,
-    Trend,
-    code_of,
-    measured_rows,
-    recommended_rows,
-    soak_title,
-    soaked_rows,
-    tried_rows,
-)
+from muster.doctor.diagnosis import MARKS, Diagnosis, Finding, Severity, Soak, Trend, tried_rows
 from muster.doctor.machine import Fact, MachineReport
 from muster.doctor.measure import Measured, code_of_options
 from muster.doctor.targets import import_code
@@ -32,49 +19,33 @@ from muster.recipes.named import callable_named, parse_name
 
 _STYLES: dict[Severity, str] = {"blocks": "bold red", "warns": "yellow", "good": "green", "note": "dim"}
 
-_TREND_STYLES: dict[Trend, str] = {
-    "grows": "yellow",
-    "steady": "dim",
-}
+_TREND_STYLES: dict[Trend, str] = {"grows": "yellow", "steady": "dim"}
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
     """Prints the diagnosis: obstacles first, then the measurements, then the code to write."""
-    console.print(Text(diagnosis.target, "bold"), soft_wrap=True)
-    console.print()
-    console.print(_listed(diagnosis.findings))
-    if rows := measured_rows(diagnosis.measured):
-        console.print()
-        console.print(_grid("One env alone", rows))
+    parts: list[RenderableType] = [Text(diagnosis.target, "bold"), _listed(diagnosis.findings)]
+    if rows := diagnosis.measured.rows():
+        parts.append(_grid("One env alone", rows))
     if diagnosis.soak is not None:
-        console.print()
-        _show_soak(diagnosis.soak, console)
+        parts.append(_soaked(diagnosis.soak))
     if diagnosis.tried:
-        console.print()
-        _show_tried(tried_rows(diagnosis.tried), console)
-    console.print()
+        parts.append(_tried(tried_rows(diagnosis.tried)))
     if diagnosis.recommendation is None:
-        console.print(Text("Nothing works yet: see what is in the way, above.", "bold red"))
-        return
-    console.print(_grid("Recommended", recommended_rows(diagnosis.recommendation)))
-    console.print()
-    # Code to be copied is not broken at the terminal's edge.
-    console.print(Text(code_of(diagnosis.recommendation), "cyan"), soft_wrap=True)
+        parts.append(Text("Nothing works yet: see what is in the way, above.", "bold red"))
+    else:
+        parts.append(_grid("Recommended", diagnosis.recommendation.rows()))
+        parts.append(Text(diagnosis.recommendation.code, "cyan"))
+    _print(parts, console)
 
 
 def show_machine(report: MachineReport, console: Console) -> None:
     """Prints the report: the facts, obstacles first, then the packages, then whether workers run here."""
-    console.print(Text(f"Muster {report.version}", "bold"))
-    console.print()
-    console.print(_listed(report.facts))
-    console.print()
-    console.print(Text("Packages", "bold"))
-    console.print(_listed(report.packages))
-    console.print()
+    packages = Group(Text("Packages", "bold"), _listed(report.packages))
+    end = Text("Workers run here. To try an env out: muster doctor ENV")
     if report.blocks:
-        console.print(Text("Worker processes cannot run here: see what is in the way, above.", "bold red"))
-    else:
-        console.print("Workers run here. To try an env out: muster doctor ENV")
+        end = Text("Worker processes cannot run here: see what is in the way, above.", "bold red")
+    _print([Text(f"Muster {report.version}", "bold"), _listed(report.facts), packages, end], console)
 
 
 def show_speeds(
@@ -87,8 +58,6 @@ def show_speeds(
     """
     cores = usable_cores()
     counts = f"{num_envs} env{'s' * (num_envs > 1)}, {cores} core{'s' * (cores > 1)}"
-    console.print(Text(f"{target}, {counts}", "bold"), soft_wrap=True)
-    console.print()
     table = Table.grid(padding=(0, 2))
     done = [one for one in measured if not one.problem]
     if done:
@@ -97,7 +66,7 @@ def show_speeds(
         spread = f"{min(one.steps_per_s):,.0f} to {max(one.steps_per_s):,.0f}"
         times = f"{one.median / done[0].median:.2f} x"
         table.add_row(f"  {one.way}", Text(f"{one.median:,.0f}", justify="right"), Text(spread, "dim"), times)
-    console.print(table)
+    _print([Text(f"{target}, {counts}", "bold"), table], console)
     for one in measured:
         if one.problem:
             console.print(Text(f"  {one.way}  ").append(Text.from_ansi(one.problem, style="dim")), soft_wrap=True)
@@ -115,6 +84,15 @@ def show_speeds(
         console.print(Text(f"{imports}\n{line}".lstrip(), "cyan"), soft_wrap=True)
 
 
+def _print(parts: Sequence[RenderableType], console: Console) -> None:
+    """Prints the parts, with an empty line between two."""
+    for number, part in enumerate(parts):
+        if number > 0:
+            console.print()
+        # Code and names, to be copied, are not broken at the terminal's edge.
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
 def _listed(findings: Sequence[Finding]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column()
@@ -127,24 +105,23 @@ def _listed(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def _show_soak(soak: Soak, console: Console) -> None:
-    console.print(Text(soak_title(soak), "bold"))
+def _soaked(soak: Soak) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    headings, *rows = soaked_rows(soak)
+    headings, *rows = soak.rows()
     for heading in headings:
         table.add_column(justify="right" if heading else "left")
     table.add_row(*(Text(heading, "dim") for heading in headings))
     for one, (name, *figures, trend) in zip(soak.quantities, rows, strict=True):
         table.add_row(Text(f"  {name}", "dim"), *figures, Text(trend, _TREND_STYLES[one.trend]))
-    console.print(table)
+    return Group(Text(soak.title, "bold"), table)
 
 
-def _show_tried(rows: list[tuple[str, str]], console: Console) -> None:
-    console.print(Text("Tried, in env steps/s without a policy", "bold"))
+def _tried(rows: list[tuple[str, str]]) -> Text:
     width = max(len(speed) for speed, _ in rows)
+    shown = Text.assemble(("Tried, in env steps/s without a policy", "bold"))
     for speed, text in rows:
-        # These lines are code, too, and are not broken at the terminal's edge.
-        console.print(Text(f"  {speed:>{width}}  ").append(Text(text, "" if speed else "yellow")), soft_wrap=True)
+        shown.append(f"\n  {speed:>{width}}  ").append(text, "" if speed else "yellow")
+    return shown
 
 
 def _body(finding: Finding) -> RenderableType:

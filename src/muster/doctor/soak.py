@@ -231,10 +231,8 @@ def _growth(quantity: _Quantity, samples: Sequence[Sample], stopped: bool) -> So
     added = np.median(values[last]) - np.median(values[first])
     a_step, an_episode = (float(added / max(1.0, np.median(one[last]) - np.median(one[first]))) for one in counts)
     trend: Trend = "grows" if grows else "steady"
-    start, third, two_thirds, end = (
-        float(values[np.searchsorted(at_s, samples[-1].at_s * part / 3).clip(max=len(known) - 1)]) for part in range(4)
-    )
-    marks = (start, third, two_thirds, end)
+    thirds = np.searchsorted(at_s, samples[-1].at_s * np.arange(4) / 3).clip(max=len(known) - 1)
+    marks = tuple(map(float, values[thirds]))
     return SoakedQuantity(quantity.name, quantity.unit, trend, marks, a_step * grows, an_episode * grows)
 
 

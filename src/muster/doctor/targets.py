@@ -11,9 +11,10 @@ from typing import Any
 
 from muster.doctor.advice import name_in_code
 from muster.doctor.diagnosis import Finding, PolicyVerdict
+from muster.doctor.findings import about_early_end
 from muster.doctor.trials import importing, judging
 from muster.errors import RecipeError
-from muster.hosts.trial import STARTING, TrialOutcome, Trials
+from muster.hosts.trial import Trials
 from muster.recipes.named import callable_named, parse_name
 
 
@@ -38,7 +39,7 @@ def about_import(target: str, timeout_s: float) -> Finding | None:
     if parse_name(target) is None:
         return None
     outcome = Trials(None, timeout_s).run(importing, target=target)
-    return None if outcome.stage is None else _about_early_end("import", outcome)
+    return next(iter(about_early_end(outcome, "blocks", "import", "it")), None)
 
 
 def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict | None]:
@@ -52,8 +53,8 @@ def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict 
     outcome = Trials(None, timeout_s).run(judging, target=target)
     if mistake := outcome.results.get("mistake"):
         raise RecipeError(mistake)
-    if outcome.stage is not None:
-        return _about_early_end("policy", outcome), None
+    if ended := about_early_end(outcome, "blocks", "policy", "it"):
+        return ended[0], None
     judged: tuple[Finding, PolicyVerdict] = outcome.results["judged"]
     return judged
 
@@ -70,11 +71,6 @@ def policy_factory_of(target: str) -> Callable[[], Any]:
 
 def _call_named(target: str) -> Any:
     return callable_named(target)()
-
-
-def _about_early_end(topic: str, outcome: TrialOutcome) -> Finding:
-    what = "the trial" if outcome.stage == STARTING else "it"
-    return Finding("blocks", topic, f"{outcome.stage}, {what} {outcome.how}", outcome.detail or None)
 
 
 @contextmanager

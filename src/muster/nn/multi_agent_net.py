@@ -80,12 +80,9 @@ class MultiAgentNet(nn.Module):
             raise ConfigError(f"n_agents={n_agents}; expected at least one agent")
         if agent_dim > -2:
             raise ConfigError(f"agent_dim={agent_dim} is not the axis of the agents counted from the end: -2 or less")
-        self.n_agents = int(n_agents)
-        self.centralised = centralised
-        self.share_params = share_params
-        self.agent_dim = agent_dim
-        self.use_vmap = use_vmap
-        self.vmap_randomness = vmap_randomness
+        self.n_agents, self.agent_dim = int(n_agents), agent_dim
+        self.centralised, self.share_params = centralised, share_params
+        self.use_vmap, self.vmap_randomness = use_vmap, vmap_randomness
         modules: list[Any] = [make_net() for _ in range(1 if share_params else n_agents)]
         for module in modules:
             if not isinstance(module, nn.Module):
@@ -175,13 +172,8 @@ class MultiAgentNet(nn.Module):
         expected = 1 if self.share_params else self.n_agents
         if len(modules) != expected:
             raise ConfigError(f"got {len(modules)} modules; expected {expected}, as many as to_modules returns")
-        other = MultiAgentNet(
-            iter(modules).__next__,
-            self.n_agents,
-            centralised=self.centralised,
-            share_params=self.share_params,
-            agent_dim=self.agent_dim,
-        )
+        options = {name: getattr(self, name) for name in ("n_agents", "centralised", "share_params", "agent_dim")}
+        other = MultiAgentNet(iter(modules).__next__, **options)
         if type(other.net) is not type(self.net):  # with other layouts of the weights
             raise SpecMismatch(
                 f"the modules make a {type(other.net).__name__}, this network has a {type(self.net).__name__}: they "

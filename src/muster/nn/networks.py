@@ -71,15 +71,12 @@ class MultiAgentMLP(MultiAgentNet):
             mlp,
             n_outputs=n_agent_outputs,
             hidden=_hidden_sizes(with_ints(depth), with_ints(num_cells)),
-            activation_class=activation_class,
-            activation_kwargs=activation_kwargs,
-            norm_class=norm_class,
-            norm_kwargs=norm_kwargs,
+            layer=(layer_class, layer_kwargs),
+            norm=(norm_class, norm_kwargs),
+            activation=(activation_class, activation_kwargs),
             dropout=dropout,
             bias_last_layer=bias_last_layer,
             single_bias_last_layer=single_bias_last_layer,
-            layer_class=layer_class,
-            layer_kwargs=layer_kwargs,
             activate_last_layer=activate_last_layer,
             device=device,
         )
@@ -140,21 +137,17 @@ class MultiAgentConvNet(MultiAgentNet):
         options = _options(n_agents, share_params, centralised, centralized, vmap_randomness)
         _require_sizes(n_agents=n_agents, in_features=1 if in_features is None else in_features)
         cells = (32, 32, 32) if num_cells is None else num_cells
-        depth = _depth_of(depth, cells, kernel_sizes, strides, paddings)
+        sizes = {"num_cells": cells, "kernel_sizes": kernel_sizes, "strides": strides, "paddings": paddings}
+        depth = _depth_of(depth, *sizes.values())
         if depth == 0:
             raise ConfigError("num_cells=() has no layer; give the channels of at least one")
+        columns = [_per_layer(name, size, depth) for name, size in sizes.items()]
         build = partial(
             conv_net,
-            num_cells=_per_layer("num_cells", cells, depth),
-            kernel_sizes=_per_layer("kernel_sizes", kernel_sizes, depth),
-            strides=_per_layer("strides", strides, depth),
-            paddings=_per_layer("paddings", paddings, depth),
-            activation_class=activation_class,
-            activation_kwargs=activation_kwargs,
-            norm_class=norm_class,
-            norm_kwargs=norm_kwargs,
-            aggregator_class=aggregator_class,
-            aggregator_kwargs=aggregator_kwargs,
+            convolutions=list(zip(*columns, strict=True)),
+            activation=(activation_class, activation_kwargs),
+            norm=(norm_class, norm_kwargs),
+            aggregator=(aggregator_class, aggregator_kwargs),
             squeeze_output=squeeze_output,
             device=device,
         )
@@ -172,23 +165,20 @@ class MultiAgentConvNet(MultiAgentNet):
 
 
 def _options(
-    n_agents: int,
-    share_params: bool | None,
-    centralised: bool | None,
-    centralized: bool | None,
-    vmap_randomness: str,
+    n_agents: int, share_params: bool | None, centralised: bool | None, centralized: bool | None, vmap_randomness: str
 ) -> dict[str, Any]:
     """The options of a MultiAgentNet. Raises WrongType for those that are missing, ConfigError."""
     if share_params is None:
         raise WrongType("share_params is missing: True for one network for all agents, False for one for each")
     if vmap_randomness not in ("different", "same", "error"):
         raise ConfigError(f'vmap_randomness={vmap_randomness!r}; expected "different", "same" or "error"')
-    return {
-        "n_agents": n_agents,
-        "share_params": share_params,
-        "centralised": _one_spelling(centralised, centralized),
-        "vmap_randomness": vmap_randomness,
-    }
+    if (centralised is None) == (centralized is None):
+        raise WrongType(
+            f"give one of centralised and centralized, got {centralised} and {centralized}: True if every agent sees "
+            "all agents' inputs, False if only its own"
+        )
+    options = {"n_agents": n_agents, "share_params": share_params, "centralised": bool(centralised or centralized)}
+    return {**options, "vmap_randomness": vmap_randomness}
 
 
 def _at_size(build: Callable[[int], nn.Module], size: int, options: Mapping[str, Any]) -> Callable[[], nn.Module]:
@@ -198,15 +188,6 @@ def _at_size(build: Callable[[int], nn.Module], size: int, options: Mapping[str,
 
 def _whole(build: Callable[[int], nn.Module], options: Mapping[str, Any], size: int) -> MultiAgentNet:
     return MultiAgentNet(_at_size(build, size, options), **options)
-
-
-def _one_spelling(centralised: bool | None, centralized: bool | None) -> bool:
-    if (centralised is None) == (centralized is None):
-        raise WrongType(
-            f"give one of centralised and centralized, got {centralised} and {centralized}: True if every agent sees "
-            "all agents' inputs, False if only its own"
-        )
-    return bool(centralised or centralized)
 
 
 def _require_sizes(**sizes: int | None) -> None:

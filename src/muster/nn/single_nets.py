@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,8 @@ from muster.errors import ConfigError, SpecMismatch
 Size = int | tuple[int, int]
 LayerClass = Callable[..., Any]
 Options = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+# The class of some layers, None for none of them, and its options: one dict for all layers, or one for each.
+Kind = tuple[LayerClass | None, Options]
 
 
 def mlp(
@@ -23,37 +26,32 @@ def mlp(
     n_outputs: int | Sequence[int],
     hidden: Sequence[int],
     *,
-    activation_class: LayerClass,
-    activation_kwargs: Options = None,
-    norm_class: LayerClass | None = None,
-    norm_kwargs: Options = None,
-    dropout: float | None = None,
-    bias_last_layer: bool = True,
-    single_bias_last_layer: bool = False,
-    layer_class: LayerClass = nn.Linear,
-    layer_kwargs: Options = None,
-    activate_last_layer: bool = False,
-    device: torch.device | str | None = None,
+    layer: Kind,
+    norm: Kind,
+    activation: Kind,
+    dropout: float | None,
+    bias_last_layer: bool,
+    single_bias_last_layer: bool,
+    activate_last_layer: bool,
+    device: torch.device | str | None,
 ) -> nn.Sequential:
     """Linear layers, after each but the last dropout, norm and activation; [B, n_inputs] to [B, *n_outputs]."""
     depth = len(hidden)
     n_flat = math.prod(n_outputs) if isinstance(n_outputs, Sequence) else n_outputs
-    linear_options = _each("layer_kwargs", layer_kwargs, depth + 1)
-    norm_options = _each("norm_kwargs", norm_kwargs, depth + activate_last_layer)
-    activation_options = _each("activation_kwargs", activation_kwargs, depth + activate_last_layer)
+    linears = _makers("layer_kwargs", layer, depth + 1, device)
+    norms = _makers("norm_kwargs", norm, depth + activate_last_layer, device)
+    activations = _makers("activation_kwargs", activation, depth + activate_last_layer, device)
     layers: list[nn.Module] = []
     for i, (n_in, n_out) in enumerate(pairwise([n_inputs, *hidden, n_flat])):
-        bias = linear_options[i].pop("bias", bias_last_layer or i < depth)
+        bias = linears[i].keywords.get("bias", bias_last_layer or i < depth)
         single_bias = bias and single_bias_last_layer and i == depth
-        layers.append(_made(layer_class, device, n_in, n_out, bias=bias and not single_bias, **linear_options[i]))
+        layers.append(linears[i](n_in, n_out, bias=bias and not single_bias))
         if single_bias:
             layers.append(SharedBias(device))
         if i < depth or activate_last_layer:
             if dropout is not None:
                 layers.append(nn.Dropout(dropout))
-            if norm_class is not None:
-                layers.append(_made(norm_class, device, **norm_options[i]))
-            layers.append(_made(activation_class, device, **activation_options[i]))
+            layers += [make[i]() for make in (norms, activations) if make]
     if isinstance(n_outputs, Sequence):
         layers.append(nn.Unflatten(-1, tuple(n_outputs)))
     return nn.Sequential(*layers)
@@ -61,33 +59,26 @@ def mlp(
 
 def conv_net(
     n_channels: int,
-    num_cells: Sequence[int],
-    kernel_sizes: Sequence[Size],
-    strides: Sequence[Size],
-    paddings: Sequence[Size],
+    convolutions: Sequence[tuple[int, Size, Size, Size]],
     *,
-    activation_class: LayerClass,
-    activation_kwargs: Options = None,
-    norm_class: LayerClass | None = None,
-    norm_kwargs: Options = None,
-    aggregator_class: LayerClass | None = nn.Flatten,
-    aggregator_kwargs: Mapping[str, Any] | None = None,
-    squeeze_output: bool = False,
-    device: torch.device | str | None = None,
+    activation: Kind,
+    norm: Kind,
+    aggregator: Kind,
+    squeeze_output: bool,
+    device: torch.device | str | None,
 ) -> nn.Sequential:
-    """Convolutions, after each activation and norm, then the aggregator; [B, n_channels, H, W] to [B, ...]."""
-    norm_options = _each("norm_kwargs", norm_kwargs, len(num_cells))
-    activation_options = _each("activation_kwargs", activation_kwargs, len(num_cells))
+    """Convolutions, after each activation and norm, then the aggregator; [B, n_channels, H, W] to [B, ...].
+
+    convolutions: the output channels, kernel size, stride and padding of each.
+    """
+    norms = _makers("norm_kwargs", norm, len(convolutions), device)
+    activations = _makers("activation_kwargs", activation, len(convolutions), device)
     layers: list[nn.Module] = []
-    channels = pairwise([n_channels, *num_cells])
-    sizes = zip(channels, kernel_sizes, strides, paddings, strict=True)
-    for i, ((n_in, n_out), kernel, stride, padding) in enumerate(sizes):
-        layers.append(nn.Conv2d(n_in, n_out, kernel, stride, padding, device=device))
-        layers.append(_made(activation_class, device, **activation_options[i]))
-        if norm_class is not None:
-            layers.append(_made(norm_class, device, **norm_options[i]))
-    if aggregator_class is not None:
-        layers.append(_made(aggregator_class, device, **(aggregator_kwargs or {})))
+    for i, (n_out, kernel, stride, padding) in enumerate(convolutions):
+        layers.append(nn.Conv2d(n_channels, n_out, kernel, stride, padding, device=device))
+        n_channels = n_out
+        layers += [make[i]() for make in (activations, norms) if make]
+    layers += [make() for make in _makers("aggregator_kwargs", aggregator, 1, device)]
     if squeeze_output:
         layers.append(SqueezePixel())
     return nn.Sequential(*layers)
@@ -130,13 +121,14 @@ class Calling(nn.Module):
         return str(self.function)
 
 
-def _each(name: str, options: Options, count: int) -> list[dict[str, Any]]:
-    """The options of each of ``count`` layers."""
+def _makers(name: str, kind: Kind, count: int, device: torch.device | str | None) -> list[partial[nn.Module]]:
+    """The functions that make ``count`` layers, one for each; none without a class. Raises ConfigError."""
+    layer_class, options = kind
     if options is None or isinstance(options, Mapping):
-        return [dict(options or {}) for _ in range(count)]
+        options = [options or {}] * count
     if len(options) != count:
         raise ConfigError(f"{name} has {len(options)} entries for {count} layers; give as many, or one dict for all")
-    return [dict(one) for one in options]
+    return [] if layer_class is None else [partial(_made, layer_class, device, **one) for one in options]
 
 
 def _made(kind: LayerClass, device: torch.device | str | None, *args: Any, **options: Any) -> nn.Module:

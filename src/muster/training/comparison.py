@@ -50,9 +50,7 @@ def compare_runs(paths: Sequence[Path], plot_path: Path) -> dict[str, int]:
     for path in paths:
         for run in _runs_in(path):
             plan = plan_of(run)
-            label = " ".join(
-                [f"preset {plan.preset}", *(f"{name}={value}" for name, value in plan.differences().items())]
-            )
+            label = f"preset {plan.preset} {plan.differences()}".rstrip()
             found.setdefault(plan.name, {}).setdefault(label, []).append(run / "metrics.csv")
     groups = {
         f"{env}, {label}" if len(found) > 1 else label: runs

@@ -52,6 +52,7 @@ class TrainingDisplay:
         evaluated: the mean return of an evaluation, shown until the next one.
         """
         self._evaluated = self._evaluated if evaluated is None else evaluated
+        evaluation = "" if self._evaluated is None else f" (eval {format_return(self._evaluated)})"
         now = time.monotonic()
         self._recent.append((now, steps))
         while len(self._recent) > 2 and now - self._recent[0][0] > RECENT_S:
@@ -61,7 +62,7 @@ class TrainingDisplay:
         parts = (
             f"{steps:{len(f'{self._total_steps:,}')},}/{self._total_steps:,} steps",
             f"{speed:7,.0f} steps/s",
-            f"return {format_return(mean_return):>6}" + self._evaluation(),
+            f"return {format_return(mean_return):>6}{evaluation}",
             f"{format_seconds(max(self._total_steps - steps, 0) / speed):>4} left",
         )
         if self._console.is_terminal:
@@ -71,9 +72,6 @@ class TrainingDisplay:
         elif now - self._printed_at >= PLAIN_EVERY_S:
             self._printed_at = now
             self._console.print("  ".join(parts), soft_wrap=True)
-
-    def _evaluation(self) -> str:
-        return "" if self._evaluated is None else f" (eval {format_return(self._evaluated)})"
 
     def __enter__(self) -> TrainingDisplay:
         self._line.start()
@@ -107,7 +105,7 @@ def say_restarts(losses: Sequence[Loss], console: Console, *, begun_at: int, num
         step = begun_at + loss.time * num_envs
         said = f"env {loss.env} was restarted at step {step:,}: {reason}"
         console.print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
-    if more := len(losses) - SAID_AT_ONCE if len(losses) > SAID_AT_ONCE else 0:
+    if more := len(losses[SAID_AT_ONCE:]):
         restarts = f"{more} more restart{'s' * (more > 1)} of envs"
         console.print(f"[yellow]{restarts} until step {begun_at + (losses[-1].time + 1) * num_envs:,}[/]")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,3 +122,12 @@ def read_curve(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.fl
             if row["mean_return"]
         ]
     return np.array(rows, dtype=np.float64).reshape(-1, 4)
+
+
+def drawn(path: Path, draw: Callable[[], object]) -> str:
+    """Draws a picture; returns its path, or in words why there is none: a run does not fail by its picture."""
+    try:
+        draw()
+    except Exception as error:
+        return f"warning: it could not be drawn: {type(error).__name__}: {error}"
+    return str(path)

@@ -7,13 +7,13 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from muster.algorithms.ppo_config import PPOConfig
 from muster.arguments import check_options, fields_of, option
 from muster.errors import ConfigError, UsageError
+from muster.extras import installed_version
 from muster.recipes.known_envs import is_of_known_library
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config
@@ -91,14 +91,15 @@ class TrainingPlan:
     def title(self) -> str:
         return f"{self.name}, PPO, seed {self.config.seed}"
 
-    def differences(self) -> dict[str, Any]:
-        """What is not as the preset has it, by name; seed and total_steps are each run's own."""
+    def differences(self) -> str:
+        """What is not as the preset has it, as ``name=value``; seed and total_steps are each run's own."""
         preset = PPOConfig(**preset_named(self.preset).config)
         names = [one.name for one in dataclasses.fields(PPOConfig) if one.name not in ("seed", "total_steps")]
         values = {name: getattr(self.config, name) for name in names}
         changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
         around = {"env_kwargs": dict(self.env_kwargs), "wrapper": ",".join(self.wrappers)}
-        return {**{name: value for name, value in around.items() if value}, **changed}
+        differing = {name: value for name, value in around.items() if value} | changed
+        return " ".join(f"{name}={value}" for name, value in differing.items())
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as config.json holds it."""
@@ -156,10 +157,6 @@ def plan_of(path: Path) -> TrainingPlan:
 
 
 def _versions() -> dict[str, Any]:
-    versions: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("muster-rl", "torch", "numpy", "gymnasium"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return {**versions, "cores": os.cpu_count()}
+    versions = {name: installed_version(name) for name in ("muster-rl", "torch", "numpy", "gymnasium")}
+    python, system = platform.python_version(), platform.platform()
+    return {"python": python, "platform": system, **versions, "cores": os.cpu_count()}

@@ -88,15 +88,12 @@ PRESETS = (
         package="gymnasium.envs.classic_control", observations=("numbers",), actions="continuous",
     ),
     Preset(
-        "Box2D",
-        "measured here",
+        "Box2D", "measured here",
         {**MANY_ENVS, "normalize_observations": True, "total_steps": 1_000_000},
         package="gymnasium.envs.box2d", observations=("numbers",),
     ),
     Preset(
-        "MuJoCo",
-        "the zoo's HalfCheetah-v4, measured here",
-        WIDE,
+        "MuJoCo", "the zoo's HalfCheetah-v4, measured here", WIDE,
         package="gymnasium.envs.mujoco", observations=("numbers",),
     ),
     Preset(
@@ -116,8 +113,7 @@ PRESETS = (
         package="minigrid", observations=("mixed", "grid", "images"), actions="discrete", wrappers=(image_alone,),
     ),
     Preset(
-        "images",
-        "CleanRL's ppo_atari, rewards normalised, images of at most 84 x 84",
+        "images", "CleanRL's ppo_atari, rewards normalised, images of at most 84 x 84",
         {**ATARI_PPO, "normalize_rewards": True, "total_steps": 1_000_000},
         observations=("images",), wrappers=(small_images,),
     ),
@@ -129,20 +125,16 @@ PRESETS = (
         observations=("mixed",), wrappers=(flat,),
     ),
     Preset(
-        "numbers",
-        "as Box2D, with entropy",
+        "numbers", "as Box2D, with entropy",
         {**MANY_ENVS, "normalize_observations": True, "ent_coef": 0.01, "total_steps": 500_000},
         observations=("numbers", "bytes"), actions="discrete",
     ),
     Preset(
-        "numbers, continuous",
-        "as MuJoCo",
-        WIDE,
+        "numbers, continuous", "as MuJoCo", WIDE,
         observations=("numbers", "bytes"), actions="continuous",
     ),
     Preset(
-        "codes",
-        "as numbers; codes are about 1 already",
+        "codes", "as numbers; codes are about 1 already",
         {**MANY_ENVS, "ent_coef": 0.01, "total_steps": 500_000},
     ),
 )  # fmt: skip

@@ -60,11 +60,6 @@ class RunFolder:
                 f"muster train --resume {as_word(self.path)}"
             ) from None
 
-    @classmethod
-    def create(cls, parent: Path, name: str) -> RunFolder:
-        """A new folder for a run called ``name``, see `new_folder`."""
-        return cls(new_folder(parent, name))
-
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes ``config`` as JSON; TensorBoard shows its values that are no dicts among the hparams."""
         self._config = dict(config)
@@ -77,27 +72,24 @@ class RunFolder:
         The first row names the columns, and a later one may add some; nan becomes an empty field, and so does what a
         row lacks. A row that is there already is left out.
         """
-        if int(row["steps"]) <= self._last_step:
+        step = int(row["steps"])
+        if step <= self._last_step:
             return
         with naming(self.metrics_path):
-            self._append_row(row, scalars)
-
-    def _append_row(self, row: Mapping[str, float], scalars: Mapping[str, float] | None) -> None:
-        step = int(row["steps"])
-        if not self._columns:
-            self._columns = list(row)
-            csv.writer(self._metrics_file).writerow(self._columns)
-        elif new := [name for name in row if name not in self._columns]:
-            self._rewrite([*self._columns, *new], self._rows()[1])
-        values = [row.get(name, math.nan) for name in self._columns]
-        csv.writer(self._metrics_file).writerow(["" if math.isnan(value) else value for value in values])
-        after, self._last_step = self._last_step, step
-        self._metrics_file.flush()
-        if scalars is not None:
-            if self._events is None:
-                options = {name: value for name, value in self._config.items() if not isinstance(value, dict)}
-                self._events = EventWriter(self.path, after_step=after, options=options)
-            self._events.add(scalars, step)
+            if not self._columns:
+                self._columns = list(row)
+                csv.writer(self._metrics_file).writerow(self._columns)
+            elif new := [name for name in row if name not in self._columns]:
+                self._rewrite([*self._columns, *new], self._rows()[1])
+            values = [row.get(name, math.nan) for name in self._columns]
+            csv.writer(self._metrics_file).writerow(["" if math.isnan(value) else value for value in values])
+            after, self._last_step = self._last_step, step
+            self._metrics_file.flush()
+            if scalars is not None:
+                if self._events is None:
+                    options = {name: value for name, value in self._config.items() if not isinstance(value, dict)}
+                    self._events = EventWriter(self.path, after_step=after, options=options)
+                self._events.add(scalars, step)
 
     def drop_metrics_after(self, steps: int) -> dict[str, str]:
         """Drops the rows of metrics.csv beyond ``steps``, which the checkpoint lacks. Returns the last row left."""
@@ -168,19 +160,12 @@ def new_folder(parent: Path, name: str) -> Path:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     parent.mkdir(parents=True, exist_ok=True)
     path, number = parent / f"{plain}-{stamp}", 1
-    while not _made(path):  # not looked for beforehand: several runs may begin at this moment
+    while True:  # not looked for beforehand: several runs may begin at this moment
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
         number += 1
         path = parent / f"{plain}-{stamp}-{number}"
-    return path
-
-
-def _made(path: Path) -> bool:
-    """Makes the folder, and says whether it was not there before."""
-    try:
-        path.mkdir()
-    except FileExistsError:
-        return False
-    return True
 
 
 def require_run(path: Path) -> None:

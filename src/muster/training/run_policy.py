@@ -62,14 +62,7 @@ class RunPolicy:
         self.run, self.plan, self.sample, self.trust = run, plan, sample, trust
         self.observation_space, self.action_space = _spaces_of(run)
         config = plan.config
-        self._policy = ActorCritic(
-            self.observation_space,
-            self.action_space,
-            torch.Generator(),
-            hidden_sizes=config.hidden_sizes,
-            activation=config.activation,
-            log_std_init=config.log_std_init,
-        )
+        self._policy = ActorCritic(self.observation_space, self.action_space, torch.Generator(), **config.network)
         self._normalizer = None
         with reading(file):
             self.steps = int(state["steps"])

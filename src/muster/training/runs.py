@@ -23,10 +23,10 @@ from muster.training.console import TrainingDisplay, format_return, format_secon
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
 from muster.training.events import charts
 from muster.training.film import film_episode
-from muster.training.picture import plot_learning_curve
+from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
-from muster.training.run_folder import RunFolder, as_word, read_checkpoint, reading
-from muster.training.run_policy import load_policy
+from muster.training.run_folder import RunFolder, as_word, new_folder, read_checkpoint, reading
+from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
 
@@ -52,15 +52,15 @@ def train(
     learning_rate: what a run that goes on starts from, None for the rate that it had reached.
     """
     ppo = PPO(envs, plan.config)
-    with evaluation_envs(plan, console) as apart, _open_folder(plan, run_dir, resume=resume) as folder:
-        seconds_before = _load(ppo, folder, learning_rate) if resume else 0.0
+    path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
+    with evaluation_envs(plan, console) as apart, RunFolder(path, resume=resume) as folder:
+        before_s = _load(ppo, folder, learning_rate) if resume else 0.0
         spaces = {"observations": envs.single_observation_space, "actions": envs.single_action_space}
         plain = {name: to_plain(space) for name, space in spaces.items()}  # so that `load_policy` needs no env
         folder.write_config({**plan.to_dict(), "spaces": plain})
         workers = len(envs.stats()["workers"])
         begun = f", from step {ppo.steps:,}" if resume else ""
-        differences = " ".join(f"{name}={value}" for name, value in plan.differences().items())
-        preset = f"preset {plan.preset}" + (f", but {differences}" if differences else "")
+        preset = f"preset {plan.preset}" + (f", but {plan.differences()}" if plan.differences() else "")
         console.print(
             f"[bold]{escape(plan.name)}[/]  [dim]PPO, {plan.config.total_steps:,} steps{begun}, seed "
             f"{plan.config.seed}, {envs.num_envs} envs on {workers} worker{'s' * (workers > 1)}, "
@@ -72,51 +72,35 @@ def train(
             console.print(
                 f"The run had finished, its learning rate at 0: it starts at {rate:g} again, or at --learning-rate."
             )
-        goal = envs.spec.reward_threshold if envs.spec else None
         evaluations = None
         if apart is not None and plan.run.eval_every is not None:
             evaluations = Evaluations(ppo, apart, console, every=plan.run.eval_every, episodes=plan.run.eval_episodes)
-        return _train(ppo, plan, folder, console, evaluations, goal=goal, seconds_before=seconds_before)
+        return _train(ppo, plan, folder, console, evaluations, before_s)
 
 
 def evaluate_run(
-    run: Path,
-    plan: TrainingPlan,
-    envs: VectorEnv,
-    console: Console,
-    *,
-    episodes: int,
-    seed: int,
-    sample: bool,
-    checkpoint: str | None = None,
-    max_steps: int | None = None,
+    policy: RunPolicy, envs: VectorEnv, console: Console, *, episodes: int, seed: int, max_steps: int | None
 ) -> signal.Signals | None:
-    """Prints returns and lengths of whole episodes that the run's policy plays; statistics stay as in the checkpoint.
+    """Prints returns and lengths of whole episodes that a run's policy plays; statistics stay as in the checkpoint.
 
-    checkpoint: as for `load_policy`.  max_steps: as for `evaluate`; None for `STEPS_PER_EPISODE` for each episode.
+    max_steps: as for `evaluate`; None for `STEPS_PER_EPISODE` for each episode.
     Returns the signal that ended it before, if one did: Ctrl-C or SIGTERM.
     """
-    policy = load_policy(run, checkpoint=checkpoint, sample=sample)
+    most_steps = episodes * STEPS_PER_EPISODE if max_steps is None else max_steps
     with console.status(f"playing {episodes} episodes") as status:
-        play = partial(
-            evaluate,
-            envs,
-            policy,
-            episodes=episodes,
-            seed=seed,
-            max_steps=episodes * STEPS_PER_EPISODE if max_steps is None else max_steps,
-            on_progress=lambda ended, steps: status.update(
-                f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken"
-            ),
-        )
+
+        def show(ended: int, steps: int) -> None:
+            status.update(f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken")
+
+        play = partial(evaluate, envs, policy, episodes=episodes, seed=seed, max_steps=most_steps, on_progress=show)
         played = _unless_stopped(play, console)
     if isinstance(played, signal.Signals):
         return played
     returns = played.returns
     table = Table(
-        title=f"{escape(plan.name)}, PPO after {policy.steps:,} steps", title_justify="left", show_header=False
+        title=f"{escape(policy.plan.name)}, PPO after {policy.steps:,} steps", title_justify="left", show_header=False
     )
-    actions = "drawn from the policy" if sample else "the likeliest"
+    actions = "drawn from the policy" if policy.sample else "the likeliest"
     left_out = episodes - len(returns)
     ended = f"{len(returns)} of {episodes}" if left_out else f"{episodes}"
     for name, text in {
@@ -137,22 +121,12 @@ def evaluate_run(
 
 
 def film_run(
-    run: Path,
-    envs: VectorEnv,
-    console: Console,
-    path: Path,
-    *,
-    seed: int,
-    sample: bool,
-    checkpoint: str | None = None,
-    max_steps: int | None = None,
+    policy: RunPolicy, envs: VectorEnv, console: Console, path: Path, *, seed: int, max_steps: int | None
 ) -> signal.Signals | None:
-    """Films an episode that the run's policy plays in the one env of ``envs``, and says where the film lies.
+    """Films an episode that a run's policy plays in the one env of ``envs``, and says where the film lies.
 
-    path, max_steps, and what it raises: as for `film_episode`.  checkpoint: as for `load_policy`.
-    Returns as `evaluate_run`.
+    path, max_steps, and what it raises: as for `film_episode`. Returns as `evaluate_run`.
     """
-    policy = load_policy(run, checkpoint=checkpoint, sample=sample)
     film = partial(film_episode, envs, policy, path, seed=seed, max_steps=max_steps or STEPS_PER_EPISODE)
     frames = _unless_stopped(film, console)
     if isinstance(frames, signal.Signals):
@@ -167,16 +141,7 @@ def _unless_stopped(call: Callable[[], Result], console: Console) -> Result | si
         try:
             return stop.call(call)
         except STOPS as error:
-            if not stop.caused(error) or stop.number is None:
-                raise
-            console.print(f"[yellow]Stopped by {stop.name}.[/]")
-            return stop.number
-
-
-def _open_folder(plan: TrainingPlan, run_dir: Path | None, *, resume: bool) -> RunFolder:
-    if run_dir is None:
-        return RunFolder.create(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
-    return RunFolder(run_dir, resume=resume)
+            return stop.said(error, console.print)
 
 
 def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
@@ -193,21 +158,15 @@ def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
 
 
 def _train(
-    ppo: PPO,
-    plan: TrainingPlan,
-    folder: RunFolder,
-    console: Console,
-    evaluations: Evaluations | None,
-    *,
-    goal: float | None,
-    seconds_before: float,
+    ppo: PPO, plan: TrainingPlan, folder: RunFolder, console: Console, evaluations: Evaluations | None, before_s: float
 ) -> signal.Signals | None:
-    started = time.monotonic()
+    """Trains as `train` does. before_s: the seconds that the run had taken before."""
+    started = time.monotonic() - before_s
     checkpoints = Checkpoints(folder, steps=ppo.steps, every=plan.run.checkpoint_every, keep=plan.run.keep)
     finished = False
 
     def write(metrics: PPOMetrics, evaluation: Evaluation | None = None) -> None:
-        seconds = seconds_before + time.monotonic() - started
+        seconds = time.monotonic() - started
         speed = metrics.steps / seconds
         row = {"seconds": seconds, "steps_per_second": speed, **metrics.as_row()}
         if evaluations is not None:
@@ -230,43 +189,27 @@ def _train(
                     checkpoints.save(ppo, judged)
             finished = True
         except STOPS as error:
-            if not stop.caused(error):
-                raise
-            console.print(f"[yellow]Stopped by {stop.name}.[/]")
+            stop.said(error, console.print)
         finally:
-            seconds = seconds_before + time.monotonic() - started
+            seconds = time.monotonic() - started
             if ppo.metrics is not None:
                 write(ppo.metrics)  # an iteration may end in the moment of the signal: checkpoint and CSV must agree
             checkpoints.save(ppo, now=True)
-            plot = _plot(folder, plan.title, goal)
+            paths = (folder.metrics_path, folder.plot_path)
+            plot = drawn(paths[1], partial(plot_learning_curve, *paths, title=plan.title, goal=_goal_of(ppo)))
             if not finished:
                 console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
             if ppo.steps < ppo.config.total_steps:
                 command = f"muster train --resume {as_word(folder.path)}"
                 console.print(f"To go on: {escape(command)}", soft_wrap=True)
-        _print_result(ppo, folder, console, seconds=seconds, goal=goal, plot=plot, best=checkpoints.best)
+        _print_result(ppo, folder, console, seconds=seconds, plot=plot, best=checkpoints.best)
     return None if finished else stop.number
 
 
-def _plot(folder: RunFolder, title: str, goal: float | None) -> str:
-    """Draws the learning curve; returns where it lies, or why there is none: a run does not fail by its picture."""
-    try:
-        plot_learning_curve(folder.metrics_path, folder.plot_path, title=title, goal=goal)
-    except Exception as error:
-        return f"warning: it could not be drawn: {type(error).__name__}: {error}"
-    return str(folder.plot_path)
-
-
 def _print_result(
-    ppo: PPO,
-    folder: RunFolder,
-    console: Console,
-    *,
-    seconds: float,
-    goal: float | None,
-    plot: str,
-    best: Evaluation | None,
+    ppo: PPO, folder: RunFolder, console: Console, *, seconds: float, plot: str, best: Evaluation | None
 ) -> None:
+    goal = _goal_of(ppo)
     mean_return, ended = ppo.episodes.summary().mean_return, ppo.episodes.ended
     result = f"[bold]{format_return(mean_return)}[/] over the last {min(ended, SOLVED_OVER)} episodes"
     if goal is not None:
@@ -283,6 +226,11 @@ def _print_result(
     }
     for name, text in lines.items():
         console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
+
+
+def _goal_of(ppo: PPO) -> float | None:
+    """The mean return at which the env counts as solved."""
+    return ppo.envs.spec.reward_threshold if ppo.envs.spec else None
 
 
 def _best(folder: RunFolder, best: Evaluation) -> str:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from muster.errors import UsageError
 from muster.training import runs
 from muster.training.comparison import compare_runs, interquartile_mean, interval
-from muster.training.picture import read_curve
+from muster.training.picture import drawn, read_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_envs import start_run_envs
 from muster.training.run_folder import new_folder
@@ -43,9 +43,7 @@ def train_seeds(plan: TrainingPlan, count: int, console: Console, *, run_dir: Pa
                 if stopped is not None:
                     return stopped
         except STOPS as error:
-            if not stop.caused(error):
-                raise
-            console.print(f"[yellow]Stopped by {stop.name}.[/]")
+            stop.said(error, console.print)
         finally:
             _print_result([run for run in begun if (run / "checkpoint.pt").exists()], parent, console)
     return stop.number
@@ -58,12 +56,7 @@ def _train_one(plan: TrainingPlan, console: Console, run: Path) -> signal.Signal
 
 def _print_result(found: Sequence[Path], parent: Path, console: Console) -> None:
     picture = parent / "comparison.png"
-    drawn = str(picture)
-    try:
-        if found:
-            compare_runs(found, picture)
-    except Exception as error:
-        drawn = f"warning: it could not be drawn: {type(error).__name__}: {error}"
+    comparison = drawn(picture, partial(compare_runs, found, picture)) if found else ""
     curves = [curve for run in found if len(curve := read_curve(run / "metrics.csv"))]
     if not curves:
         return
@@ -72,7 +65,7 @@ def _print_result(found: Sequence[Path], parent: Path, console: Console) -> None
     lines = {
         "seeds": f"[bold]{interquartile_mean(last):,.1f}[/] is the interquartile mean of the last mean returns of "
         f"{len(last)}, {low:,.1f} to {high:,.1f} its 95 % interval",
-        "comparison": escape(drawn),
+        "comparison": escape(comparison),
     }
     for name, text in lines.items():
         console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)

@@ -64,6 +64,13 @@ class StopSignals:
             time.sleep(0.01)
         return self.number is not None
 
+    def said(self, error: BaseException, say: Callable[[str], object]) -> signal.Signals:
+        """The signal that has ended the work, which is said. Raises the error, one of STOPS, where none has."""
+        if not self.caused(error) or self.number is None:
+            raise error
+        say(f"[yellow]Stopped by {self.name}.[/]")
+        return self.number
+
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number, default in _DEFAULTS.items():
