@@ -303,7 +303,13 @@ class PoolContract(PoolUnderTest):
             pool.start()
         assert pool.closed
 
-    @pytest.mark.parametrize("hook", ["ring", "doing", "pending"])
+    def test_ctrl_c_in_a_question_closes_the_pool_or_leaves_it_as_it_was(self, make: MakePool) -> None:
+        pool = make(None, hooks=Hooks(at=interrupts_at("ring")))
+        with pytest.raises(KeyboardInterrupt):
+            ask(pool, 0, "interrupted")
+        assert pool.closed or answer(pool, 0, "asked again") == "asked again"
+
+    @pytest.mark.parametrize("hook", ["doing", "pending"])
     def test_ctrl_c_in_a_hook_closes_the_pool(self, make: MakePool, hook: str) -> None:
         pool = make(None, None, hooks=Hooks(at=interrupts_at(hook)))
         with pytest.raises(KeyboardInterrupt):
@@ -738,7 +744,43 @@ class ProcessPoolContract(StartContract, PoolContract):
         assert "in hang" in hooks.lost[0][1]
         assert answer(pool, 0, residents.plan) == "new"
 
+    def test_a_successor_that_still_starts_closes_its_resident(self, make: MakePool, tmp_path: Path) -> None:
+        notes = tmp_path / "notes"
+        hooks = Hooks(Successor(Doing(residents.hang_shortly, Notes(notes, "closes")), ["kept"]), pending=1)
+        pool = make(None, hooks=hooks)
+        kill(pool, 0)
+        while not hooks.lost:
+            pool.watch(0.0)
+        post(pool, 0, "kept, too")
+        assert pool.close(CloseLimits()) == [(0, [])]
+        assert notes.read_text() == "closes 0\n" * residents.NUM_PARTS
+
+    def test_a_busy_place_keeps_no_limit_of_another_from_being_watched(self, make: MakePool) -> None:
+        pool = make(None, None)
+        ask(pool, 0, Reports(10_000, 0.002))
+        ask(pool, 1, residents.hang, limit_s=0.3)
+        with pytest.raises(WorkerTimeout, match="worker 1 did not answer .*limit=0.3"):
+            pool.take()
+
     # ---- Ctrl-C in what the owner does meanwhile
+
+    def test_a_loop_that_is_interrupted_at_random_goes_on(self, make: MakePool) -> None:
+        pool = make(None, None)
+        for i in range(60):
+            timer = threading.Timer(0.0005 * (i % 12), interrupt)
+            into: dict[int, Any] = {}
+            with contextlib.suppress(KeyboardInterrupt):
+                timer.start()
+                while True:
+                    pool.forget([0, 1])
+                    into.clear()
+                    for place in (0, 1):
+                        ask(pool, place, i)
+                    pool.take(into=into)
+            timer.join()
+            assert not pool.closed
+            pool.forget([0, 1])
+            assert [answer(pool, place, [i]) for place in (0, 1)] == [[i], [i]]
 
     @pytest.mark.parametrize("hook", ["on_lost", "raised"])
     def test_ctrl_c_in_a_loss_closes_the_pool(self, make: MakePool, hook: str) -> None:

@@ -198,6 +198,8 @@ def test_sending_ends_when_nobody_reads_any_more(ends: tuple[socket.socket, sock
     with pytest.raises(TimeoutError):
         channel.send(BIG, 0.3)
     assert looked
+    with pytest.raises(TimeoutError):  # half a message is on its way, into which no other may go
+        channel.send("small", 0.3)
     ends[1].close()
     with pytest.raises(ChannelClosed):
-        channel.send(BIG)
+        Channel(ends[0], looked.append).send(BIG)

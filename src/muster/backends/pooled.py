@@ -48,7 +48,8 @@ class PooledBackend(Backend):
         self._attached = self._has_caller = False
         self._calling: str | None = None
         self._called_at = 0.0
-        self._results: dict[int, list[Any]] = {}  # of the last call, by host
+        self._answered: dict[int, Answered | Lost] = {}  # by host, to a call that is pending
+        self._results_here: list[Any] = []  # of the envs that the caller steps
         self._worker_lost: WorkerLost | None = None
 
     def envs_of(self, host: int) -> range:
@@ -149,33 +150,32 @@ class PooledBackend(Backend):
         """Asks every worker. here: does the same for envs that this thread steps, where there are some."""
         if self._calling is not None:  # a call that was interrupted
             self.pool.forget(self._hosts)
-        self._results = {}
+        self._answered, self._results_here = {}, []
         self._calling, self._called_at = calling, time.monotonic()
         with self.whole():
             self._ask_all(requests, None)
 
     def call_wait(self, timeout_s: float | None) -> list[Any]:
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
-        while owed := [host for host in self._hosts if host not in self._results]:
+        while owed := [host for host in self._hosts if host not in self._answered]:
             self._require_not_closed()
             left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())
             with self._fate():
-                arrived = self.pool.take(left_s)
+                arrived = self.pool.take(left_s, into=self._answered)
             self.deliver_logs()
-            for one in arrived:
-                self._results[one.place] = self._results_of(one)
             if not arrived:
                 raise WaitTimeout(
                     f"call_wait(timeout={timeout_s}): {_named(owed)} not answered; the call stays pending"
                 )
-        self._calling = None
-        return [result for host in sorted(self._results) for result in self._results[host]]
+        results = [result for host in self._hosts for result in self._results_of(self._answered[host])]
+        self._calling, self._answered = None, {}
+        return results + self._results_here
 
     def _results_of(self, one: Answered | Lost) -> list[Any]:
         if isinstance(one, Answered):
             return [self._opened(one.place, i, result) for i, result in enumerate(one.content)]
-        first, error = self.first_envs[one.place], one.error
-        return [Failure(first, one.place, None, type(error).__name__, str(error), "", error)]
+        about = type(one.error).__name__, str(one.error), "", one.error
+        return [Failure(env, one.place, None, *about) for env in self.envs_of(one.place)]
 
     def _opened(self, host: int, i: int, result: Any) -> Any:
         """The result of a host's i-th env, as it has come."""
@@ -245,7 +245,7 @@ class PooledBackend(Backend):
         return [env for env in self.envs_of(host) if self.caller.is_pending(env) and not self.caller.finished(env)]
 
     def _owes_result(self, host: int) -> bool:
-        return self._calling is not None and host not in self._results and self.caller.calling
+        return self._calling is not None and host not in self._answered and self.caller.calling
 
 
 def doing_in(slab: Slab, host: int, busy: Sequence[int]) -> str:

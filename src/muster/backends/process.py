@@ -238,7 +238,7 @@ class ProcessBackend(PooledBackend):
     def _call(self, requests: Sequence[Call | SetAttr], calling: str, here: Callable[[EnvHost], list[Any]]) -> None:
         super()._call(requests, calling, here)
         if self._local is not None:
-            self._results[self.num_workers] = here(self._local)
+            self._results_here = here(self._local)
 
     def kept(self, value: Any) -> Packed:
         # It has just been sent: what cannot be pickled has been reported.

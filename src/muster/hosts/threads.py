@@ -26,6 +26,7 @@ from muster.pool.place import Limit, Plan
 from muster.pool.resources import Usage, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
 from muster.pool.worker import Here, Resident, serve
+from muster.transport.channel import Uninterrupted
 from muster.worker_info import worker_info_context
 
 # How long a thread may take at least to finish its current work when the pool closes, and then to go on after an
@@ -56,7 +57,8 @@ class _Thread:
         self.crash: BaseException | None = None
         self.asked_at: float | None = None
         self.limit: Limit | None = None  # not kept: nobody can end a thread
-        self.forgotten = 0
+        self.forgotten = self.sent_before = self.num_sent = 0
+        self.may_go_on = False  # nobody knows whether a message that a Ctrl-C came to is in the inbox
         self._numpy_errors = np.geterr(), np.geterrcall()  # a new thread has NumPy's own
         # A daemon: an endless step must not keep the interpreter from ending.
         self.thread = threading.Thread(target=self._main, name=f"muster-worker-{index}", daemon=True)
@@ -158,7 +160,7 @@ class ThreadPool(BasePool[_Thread]):
             return False
         self._require_open()
         while self._said:
-            with self.whole():
+            with Uninterrupted():
                 one, message = self._said.popleft()
                 if isinstance(message, Answer) and one.forgotten:
                     one.forgotten -= 1

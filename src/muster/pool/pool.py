@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.errors import CannotTravel, UnknownMessage, WorkerError
+from muster.errors import CannotTravel, UnknownMessage, UsageError, WorkerError, WorkerTimeout
 from muster.introspection import caller_stacklevel
 from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
@@ -52,7 +52,7 @@ from muster.pool.set_up import Processes, SetUp
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
 from muster.pool.worker_process import Poller, close_own, own
 from muster.transport.big_arrays import BigArrays, memfd
-from muster.transport.channel import Channel, ChannelClosed, frame
+from muster.transport.channel import Channel, ChannelClosed, Uninterrupted, frame
 from muster.transport.mail import dumps
 
 PATIENT_S = 60.0  # a longer wait gives a warning
@@ -126,8 +126,10 @@ class Pool(BasePool[Place]):
             self._await(lambda place: not place.starts, len(self._places))
             self._raise_failed(self._places)
             self._started = True
-        except BaseException:
+        except BaseException as error:
             self.close(AT_ONCE)
+            self._end()  # once more: for what was begun while another thread closed the pool
+            self._ends_halfway(error)
             raise
         return [place.facts for place in self._places]
 
@@ -162,25 +164,26 @@ class Pool(BasePool[Place]):
             )
             starting.orders.append(order)
         if not forks and self.plans:
-            self._acquire_launcher()
+            self._acquire_launcher(options.preloads)
         for index, plan in enumerate(self.plans):
             self._notice.check()
             place = self._launch(index, plan.content)
             place.starting_until = deadline
             self._places.append(place)
+            self._require_place(place)
         for place in self._places:
             self._send_at_start(place, *self._with_inheritance(place.index))
 
-    def _acquire_launcher(self) -> None:
+    def _acquire_launcher(self, preloads: Sequence[str]) -> None:
         options = self._options
         with standard_fds():
-            key = options.context, options.threads, options.preloads, options.hash_seed
+            key = options.context, options.threads, preloads, options.hash_seed
             self._starting.launcher = LauncherClient.acquire(*key)
 
     def _launch(self, index: int, content: Any) -> Place:
         plan, forks = self.plans[index], self._starting.launcher is None
         settings = self._nouns.process_name(index), self._starting.changes[index], self._options.are_apart
-        start: Callable[[Mapping[str, int]], Started] = functools.partial(self._start_by_launcher, *settings)
+        start: Callable[[Mapping[str, int]], Started] = functools.partial(self._start_by_launcher, index, *settings)
         if forks:
             start = functools.partial(fork, (content, self._options.init.function), *settings)
         try:
@@ -196,15 +199,21 @@ class Pool(BasePool[Place]):
         watched = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
         return Place(index, self._nouns.name(index, plan.envs), plan.parts, process, watched, self._nouns)
 
-    def _start_by_launcher(self, *worker: Any) -> Started:
-        launcher = self._starting.launcher
-        assert launcher is not None
-        try:
-            return launcher.start(*worker)
-        except LauncherLost:
-            launcher.release()
-            self._acquire_launcher()
-            return self._starting.launcher.start(*worker)  # type: ignore[union-attr]  # just acquired
+    def _start_by_launcher(self, index: int, *worker: Any) -> Started:
+        preloads = self._options.preloads
+        own = [name for name in preloads if name.startswith("muster.")]  # the others may have ended it
+        for again in (preloads, own, None):
+            launcher = self._starting.launcher
+            assert launcher is not None
+            try:
+                return launcher.start(*worker)
+            except LauncherLost:
+                if again is None:
+                    name = self._nouns.name(index, self.plans[index].envs)
+                    raise WorkerError(name, "could not start: the process that starts workers ends each time") from None
+                launcher.release()
+                self._acquire_launcher(again)
+        raise AssertionError
 
     def _with_inheritance(self, index: int, content: bytes | None = None) -> tuple[StartOrder, list[int]]:
         """The order for a place, and the fds to send with it. content: another than that of the place's plan."""
@@ -266,7 +275,8 @@ class Pool(BasePool[Place]):
             if self._places[place.index] is place:
                 self._lose(place, place.died(self._doing(place)))
         except TimeoutError:
-            assert limit is not None
+            if limit is None:  # another thread sends to this place, or this call is made by a signal handler
+                raise UsageError(f"{place.name} is just being sent another message") from None
             # `_doing` is evaluated first: the signal that asks for the worker's stack may change what it does.
             self._lose(place, place.timed_out(self._doing(place), limit.words, limit.s))
 
@@ -282,29 +292,54 @@ class Pool(BasePool[Place]):
         self._require_open()
         if not ready:  # a Ctrl-C in the wait closes nothing
             return False
-        with self.whole():
+        try:
             for place, has_ended in ready:
                 if self._places[place.index] is place:
                     self._hear(place, has_ended=has_ended)
+        except KeyboardInterrupt:  # between two messages: that of another place is still there
+            raise
+        except BaseException as error:
+            self._ends_halfway(error)
+            raise
         return True
 
     def _hear(self, place: Place, *, has_ended: bool) -> None:
         """Takes the messages of one worker. has_ended: it had before this began, so that none is still on its way."""
+        failed: Failed | CannotTravel | None = None
         try:
-            while self._places[place.index] is place:
-                self._hear_one(place, place.heard())
+            while failed is None and self._places[place.index] is place:
+                with Uninterrupted():
+                    failed = self._hear_one(place, place.heard())
+                if place.outbox and not place.starts:
+                    self._send_kept(place)
                 if not (has_ended or place.channel.holds_more):  # a poll tells of what comes later
-                    return
+                    break
         except CannotTravel as error:  # so that nobody knows what it has said
-            self._lose(place, error)
+            failed = error
         except ChannelClosed:
             has_ended = True
         except TimeoutError:
             pass
-        if has_ended and self._places[place.index] is place:
-            self._lose(place, place.died(self._doing(place)))
+        except KeyboardInterrupt as interrupt:
+            if failed is not None:
+                self._ends_halfway(interrupt)
+            raise
+        if self._places[place.index] is not place:
+            return
+        with self.whole():
+            if isinstance(failed, Failed):
+                self._lose(place, self._hooks.raised(place.index, failed))
+            elif failed is not None or has_ended:
+                self._lose(place, failed or place.died(self._doing(place)))
 
-    def _hear_one(self, place: Place, message: object) -> None:
+    def _send_kept(self, place: Place) -> None:
+        """Sends what has waited until a successor is ready."""
+        with self.whole():
+            while place.outbox and self._places[place.index] is place:
+                self._send(place, *place.outbox.popleft(), place.limit)
+
+    def _hear_one(self, place: Place, message: object) -> Failed | None:
+        """Takes one message; returns it if it costs the worker its place."""
         match message:
             case Answer() if place.forgotten:
                 place.forgotten -= 1
@@ -319,14 +354,13 @@ class Pool(BasePool[Place]):
                     self._judged.append(content)
             case Ready(facts):
                 place.is_ready(facts)
-                while place.outbox and self._places[place.index] is place:
-                    self._send(place, *place.outbox.popleft(), place.limit)
             case Failed() if not self._started:
                 place.failed = message
             case Failed():
-                self._lose(place, self._hooks.raised(place.index, message))
+                return message
             case _:
                 raise UnknownMessage(f"{place.name} has sent what no worker sends here: {message!r:.200}")
+        return None
 
     # ---- watching
 
@@ -361,6 +395,7 @@ class Pool(BasePool[Place]):
         Takes meanwhile what that one sends: it may not read before. Raises ChannelClosed where it has ended, and what
         the end of another closes the pool with.
         """
+        self._require_open()
         place = self._places[index]
         for one in list(self._places):
             if (ended := one.process.has_ended()) or one is place:
@@ -426,14 +461,19 @@ class Pool(BasePool[Place]):
             self._arrived.append(Lost(index, error))
         self._require_open()
         place = self._places[index] = self._launch(index, successor.content)
-        if self.closed:  # by another thread, which did not know of this worker
-            place.retire()
-            self._require_open()
+        self._require_place(place)
         place.replaces = reason
         place.starting_until = time.monotonic() + self._options.start_timeout_s
         place.outbox.extend((Post, self.sealed(message)) for message in successor.messages)
         content = b"" if self._options.context == "fork" else dumps(successor.content)
-        self._send_at_start(place, *self._with_inheritance(index, content))
+        with contextlib.suppress(WorkerTimeout):  # the watch over its start reports that, as it does all losses
+            self._send_at_start(place, *self._with_inheritance(index, content))
+
+    def _require_place(self, place: Place) -> None:
+        """Raises ClosedError where another thread has closed the pool, and did not know of this worker."""
+        if self.closed:
+            place.retire()
+            self._require_open()
 
     def never_replaces(self) -> None:
         if self._starting.inheritance is not None:
@@ -460,11 +500,15 @@ class Pool(BasePool[Place]):
     def _closing(self, places: Sequence[Place], limits: CloseLimits, pending: Callable[[int], int]) -> ClosingPlaces:
         message = frame(dumps(Close()))
 
+        def owed(index: int) -> int:
+            """What a worker has to do first; what has waited for its start is not sent any more."""
+            return 0 if self._places[index].outbox else pending(index)
+
         def ask(place: Place) -> None:
             self._hooks.ring(place.index)
             place.channel.send_frames(message, 0.0)
 
-        return ClosingPlaces(places, limits, ask=ask, doing=self._doing, pending=pending, on_slice=self.deliver_logs)
+        return ClosingPlaces(places, limits, ask=ask, doing=self._doing, pending=owed, on_slice=self.deliver_logs)
 
     def _end(self) -> None:
         """Kills the workers that still run, and releases their fds, the launcher and the big arrays."""

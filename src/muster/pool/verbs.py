@@ -17,6 +17,7 @@ from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed, Post, Question
 from muster.pool.place import Limit
 from muster.pool.resources import Usage
+from muster.transport.channel import Uninterrupted
 
 SLICE_S = 0.05
 
@@ -75,6 +76,15 @@ class Owing(Protocol):
     asked_at: float | None
     limit: Limit | None
     forgotten: int
+    sent_before: int
+
+    @property
+    def num_sent(self) -> int:
+        """The messages that were sent to it."""
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether it may be used after a Ctrl-C in the middle of a question: no half a message is on its way."""
 
 
 P = TypeVar("P", bound=Owing)
@@ -93,6 +103,7 @@ class BasePool(ABC, Generic[P]):
         self._places: list[P] = []
         self._arrived: list[Answered | Lost] = []
         self.closed = False
+        self._open = [True]
         self._closer: int | None = None  # the thread that has closed it
         self.log_flag = memoryview(bytes(1))
 
@@ -126,22 +137,31 @@ class BasePool(ABC, Generic[P]):
         if to.asked_at is not None:
             raise UsageError(f"{to.name} still owes an answer; take it, or forget it, before it is asked again")
         try:  # not by `whole`, which costs as much as the rest
-            to.asked_at, to.limit = time.monotonic(), limit
+            to.asked_at, to.limit, to.sent_before = time.monotonic(), limit, to.num_sent
             self._send(to, Question, message, limit)
         except BaseException as error:
-            self._ends_halfway(error)
+            if not (isinstance(error, KeyboardInterrupt) and to.may_go_on):
+                self._ends_halfway(error)
+            elif to.num_sent == to.sent_before:
+                to.asked_at = None
             raise
 
     def take(
-        self, timeout_s: float | None = None, at_least: int | None = None, places: Collection[int] | None = None
+        self,
+        timeout_s: float | None = None,
+        at_least: int | None = None,
+        places: Collection[int] | None = None,
+        into: dict[int, Answered | Lost] | None = None,
     ) -> list[Answered | Lost]:
         """Waits for answers; returns those that have arrived, in that order, fewer than `at_least` at the timeout.
 
-        at_least: None for all that are owed.  places: whose answers; None for all. The only wait for answers: a timeout
-        or a Ctrl-C loses none. Raises ClosedError, and what closed the pool.
+        at_least: None for all that are owed.  places: whose answers; None for all.  into: receives them, too, by place:
+        with it a Ctrl-C loses none, not even at the return. The only wait for answers, which a timeout leaves as they
+        are. Raises ClosedError, and what closed the pool.
         """
         began = time.monotonic()
         deadline = math.inf if timeout_s is None else began + timeout_s
+        watch_at = began + SLICE_S
         among = range(len(self._places)) if places is None else places
         for index in places or ():
             self._open_place(index)  # raises where there is none
@@ -152,11 +172,16 @@ class BasePool(ABC, Generic[P]):
                 at_least is not None and sum(one.place in among for one in self._arrived) >= at_least
             )
             if is_done or (left_s == 0.0 and not self._listen(0.0)):
-                arrived = [one for one in self._arrived if one.place in among]
-                self._arrived = [one for one in self._arrived if one.place not in among]
+                with Uninterrupted():
+                    arrived = [one for one in self._arrived if one.place in among]
+                    self._arrived = [one for one in self._arrived if one.place not in among]
+                    if into is not None:
+                        into.update({one.place: one for one in arrived})
                 return arrived
-            if not self._listen(min(SLICE_S, left_s)):
-                self.watch(time.monotonic() - began)
+            self._listen(min(SLICE_S, left_s))
+            if (now := time.monotonic()) >= watch_at:
+                self.watch(now - began)
+                watch_at = now + SLICE_S
 
     def forget(self, places: Collection[int]) -> None:
         """Drops the answers that these places owe, or that have arrived from them; they may be asked again."""
@@ -180,7 +205,11 @@ class BasePool(ABC, Generic[P]):
 
     def _begins_to_close(self) -> bool:
         """Whether this call closes the pool: the first one, in the process that has made it."""
-        if self.closed or self._owner != os.getpid():
+        if self._owner != os.getpid() or not self._open:
+            return False
+        try:
+            self._open.pop()  # by one thread alone
+        except IndexError:
             return False
         self.closed, self._closer = True, threading.get_ident()
         return True

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import pickle
 import select
+import signal
 import socket
 import struct
+import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -29,6 +31,27 @@ _ANCILLARY_BYTES = socket.CMSG_LEN(_FDS_AT_ONCE * array("i").itemsize)
 
 class ChannelClosed(Exception):
     """The other end is gone."""
+
+
+class Uninterrupted:
+    """Holds Ctrl-C back while its body runs, which is short and must be done as a whole; raises it at the end."""
+
+    def __enter__(self) -> None:
+        self._comes = False
+        is_main = threading.get_ident() == threading.main_thread().ident
+        handler = signal.getsignal(signal.SIGINT) if is_main else None
+        self._handler = handler if callable(handler) else None
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._comes:
+                self._handler(signal.SIGINT, None)
+
+    def _note(self, *_: object) -> None:
+        self._comes = True
 
 
 def frame(pickled: bytes, head: bytes = b"") -> bytes:
@@ -52,6 +75,9 @@ class Channel:
         self._shares_main = shares_main
         self._received = bytearray()  # what nobody has taken yet: whole messages, and a part of one
         self._received_fds: list[int] = []
+        self._sends = False
+        self._reader: int | None = None  # the thread that receives
+        self.num_sent = 0  # calls of `send_frames` that have sent all
         self.heard_at = 0.0  # time.monotonic() of the last bytes received
         end.setblocking(watch is None)
 
@@ -69,38 +95,61 @@ class Channel:
     def send_frames(self, frames: bytes, timeout_s: float | None = None, fds: Sequence[int] = ()) -> None:
         """Sends messages, each as `frame` returns it. Raises what `send` raises.
 
-        TimeoutError is raised once the other end has taken nothing for `timeout_s`: then half a message is on its way,
-        and the channel cannot be used any more.
+        TimeoutError is raised once the other end has taken nothing for `timeout_s`: then half a message may be on its
+        way, and the channel takes no other, see `sends`; and where such a call has not ended, in another thread or
+        below a signal handler.
         """
-        view = memoryview(frames)
-        while view:
-            try:
-                if fds:  # not socket.send_fds, which drops its flags before Python 3.14
-                    rights = array("i", fds[:_FDS_AT_ONCE])
-                    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-                    view = view[self._socket.sendmsg([view[:1]], ancillary, socket.MSG_NOSIGNAL) :]
-                    fds = fds[_FDS_AT_ONCE:]
-                else:
-                    view = view[self._socket.send(view, socket.MSG_NOSIGNAL) :]
-            except BlockingIOError:
-                if not self._poll(select.POLLOUT, timeout_s):
-                    raise TimeoutError from None
-            except OSError as error:
-                raise ChannelClosed from error
+        left = memoryview(frames)
+        if self._sends:
+            raise TimeoutError
+        self._sends = True  # no call stands between these lines, so that neither a thread nor a Ctrl-C comes between
+        try:
+            while left:
+                try:
+                    with Uninterrupted():
+                        left, fds = self._send_some(left, fds)
+                        self.num_sent += not left
+                except BlockingIOError:
+                    if not self._poll(select.POLLOUT, timeout_s):
+                        raise TimeoutError from None
+                except OSError as error:
+                    raise ChannelClosed from error
+        finally:
+            self._sends = 0 < len(left) < len(frames)
+
+    @property
+    def sends(self) -> bool:
+        """Whether half a message is on its way."""
+        return self._sends
+
+    def _send_some(self, left: memoryview, fds: Sequence[int]) -> tuple[memoryview, Sequence[int]]:
+        """Sends what there is room for; returns the rest."""
+        if not fds:
+            return left[self._socket.send(left, socket.MSG_NOSIGNAL) :], fds
+        # Not by socket.send_fds, which drops its flags before Python 3.14.
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds[:_FDS_AT_ONCE]))]
+        return left[self._socket.sendmsg([left[:1]], ancillary, socket.MSG_NOSIGNAL) :], fds[_FDS_AT_ONCE:]
 
     def recv(self, timeout_s: float | None = None) -> Any:
         """The next message. Raises ChannelClosed, TimeoutError, and whatever `watch` raises.
 
         TimeoutError is raised if the message has not arrived as a whole within `timeout_s`; the part that has arrived
-        is kept for the next call.
+        is kept for the next call; and where another thread receives.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not (end := self._fill()):
-            left_s = max(0.0, deadline - time.monotonic())
-            if left_s == 0.0 or not self._poll(select.POLLIN, left_s):
-                raise TimeoutError
-        received = self._received
-        self._received = received[end:]
+        reader = threading.get_ident()
+        if self._reader not in (None, reader):
+            raise TimeoutError
+        outer, self._reader = self._reader, reader
+        try:
+            while not (end := self._fill()):
+                left_s = max(0.0, deadline - time.monotonic())
+                if left_s == 0.0 or not self._poll(select.POLLIN, left_s):
+                    raise TimeoutError
+            received = self._received
+            self._received = received[end:]
+        finally:
+            self._reader = outer
         return pickle.loads(memoryview(received)[_LENGTH.size : end])
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed
 from muster.pool.place import Budget, Plan
 from muster.pool.verbs import Hooks, Successor
+from muster.rollout.fields import Array
 from muster.rollout.processes.replica import COUNTS, Begin
 
 
@@ -22,7 +23,7 @@ class Fates(Hooks):
     restarts: whether others come. asked: what replicas are busy with, in words, and since when.
     reasons: by collector, why the one before was lost, until a batch says so.
     seeds: for the next replicas.  attributes: by collector, what `set_attr` has set last.
-    counts: int64 ``[collectors, COUNTS]``, of the current processes.
+    replaced: how often, by collector.  counts: int64 ``[collectors, COUNTS]``, of the current processes.
     """
 
     def __init__(self, plans: Sequence[Plan], nouns: Nouns, max_restarts: int | None) -> None:
@@ -34,15 +35,12 @@ class Fates(Hooks):
         self.seeds: list[int | None] = [None] * len(plans)
         self.attributes: list[dict[str, SetAttr]] = [{} for _ in plans]
         self.counts, self._counts_before = np.zeros((2, len(plans), len(COUNTS)), np.int64)
-        self._replaced = [0] * len(plans)
+        self.replaced = [0] * len(plans)
 
-    def keep_attributes(self, name: str, requests: Mapping[int, SetAttr]) -> list[dict[str, SetAttr]]:
-        """Keeps what is to be set again in replicas; returns what was kept before."""
-        before = [dict(one) for one in self.attributes]
-        for k, request in requests.items():
-            self.attributes[k].pop(name, None)  # set last, so to be set again last: setters may touch others
-            self.attributes[k][name] = request
-        return before
+    def keep_attribute(self, place: int, name: str, request: SetAttr) -> None:
+        """Keeps what is to be set again in the next replicas."""
+        self.attributes[place].pop(name, None)  # set last, so to be set again last: setters may touch others
+        self.attributes[place][name] = request
 
     def successor(self, place: int, reason: str) -> Successor:
         """Counts a replica as gone; returns who comes next. Raises WorkerError where that was one too many."""
@@ -51,17 +49,16 @@ class Fates(Hooks):
         self._counts_before[place, COUNTS.index("restarts")] += len(self._plans[place].envs)
         self.counts[place] = 0
         self.reasons[place] = reason
-        self._replaced[place] += 1
+        self.replaced[place] += 1
         seed = self.seeds[place]
         if seed is not None:
-            sequence = np.random.SeedSequence(seed, spawn_key=(self._replaced[place],))
+            sequence = np.random.SeedSequence(seed, spawn_key=(self.replaced[place],))
             seed = int(sequence.generate_state(1)[0])
         return Successor(self._plans[place].content, [*self.attributes[place].values(), Begin(seed)])
 
-    def counts_of_all(self) -> list[int]:
-        """The counts of all processes so far."""
-        total: list[int] = (self._counts_before + self.counts).sum(axis=0).tolist()
-        return total
+    def counts_so_far(self) -> Array:
+        """int64 ``[collectors, COUNTS]``, of all processes so far."""
+        return self._counts_before + self.counts
 
     def on_lost(self, place: int, reason: str) -> Successor | None:
         return self.successor(place, reason) if self.restarts else None

@@ -15,7 +15,8 @@ from muster.errors import CannotTravel, EnvError
 from muster.hosts.failures import not_sent_there
 from muster.hosts.recipe_plans import RecipeResident, Recipes
 from muster.hosts.requests import Call, SetAttr
-from muster.pool.messages import Failed, Message
+from muster.introspection import type_name
+from muster.pool.messages import Failed, Message, message_of
 from muster.pool.resources import own_memory_bytes
 from muster.pool.worker import Here
 from muster.rollout.beside_weights import apply_changes
@@ -121,6 +122,7 @@ class Collected(Message):
     """A batch that lies in its block. version: of the weights that acted.
 
     counts: see `COUNTS`.  waiting: the share of the replica's time that it has waited for the caller.
+    lost: attributes that could not be set again, and why, in words.
     """
 
     version: int
@@ -128,6 +130,7 @@ class Collected(Message):
     waiting: float
     finals: list[Final]
     losses: list[Loss]
+    lost: str
 
 
 @dataclass(eq=False)
@@ -163,6 +166,7 @@ class Replica(RecipeResident):
             raise
         self._weights: SharedWeights | None = None
         self._version = 0
+        self._lost: list[str] = []
         self._collector: Collector | None = None
         self._layout: BatchLayout | None = None
         self._built_at = self._idle_since = time.monotonic()
@@ -183,8 +187,14 @@ class Replica(RecipeResident):
 
     def take(self, message: Any) -> None:
         match message:
-            case Begin() | SetAttr():
+            case Begin():
                 self._answer(message)
+            case SetAttr():
+                try:
+                    self._answer(message)
+                except Exception as error:
+                    name = message.arguments if isinstance(message.arguments, CannotTravel) else message.arguments[0]
+                    self._lost.append(f"{name!r} ({type_name(error)}: {message_of(error)})")
             case _:
                 super().take(message)
 
@@ -245,7 +255,8 @@ class Replica(RecipeResident):
         storage.clear_flags()
         collector.fill(storage, stop_flag(block))
         waiting = self._waiting_s / (time.monotonic() - self._built_at)
-        return Collected(self._version, self._envs.counts(), waiting, storage.finals, storage.losses)
+        lost, self._lost = ", ".join(self._lost), []
+        return Collected(self._version, self._envs.counts(), waiting, storage.finals, storage.losses, lost)
 
     def _take_weights(self) -> None:
         if self._weights is None:

@@ -237,22 +237,21 @@ class ReplicaPool:
         for k, (first, last) in enumerate(itertools.pairwise(self._firsts)):
             parts = {f"values[{env}]": values[env] for env in range(first, last)}
             requests[k] = SetAttr(self._packed((name, list(values[first:last])), parts))
-        # Kept first: a replica that takes another's place meanwhile has it.
-        before = self._fates.keep_attributes(name, requests)
+        before = list(self._fates.replaced)
         answers = self._ask(requests, f"answering set_attr({name!r})")
-        raised = {k: answer for k, answer in answers.items() if isinstance(answer, Raised)}
-        for k in raised:
-            self._fates.attributes[k] = before[k]
-        for k, answer in raised.items():
-            raise self._error(k, answer)
+        for k in [k for k, answer in answers.items() if not isinstance(answer, (Raised, Lost))]:
+            self._fates.keep_attribute(k, name, requests[k])
+            if self._fates.replaced[k] != before[k]:  # since it has answered
+                self._pool.post(k, self._pool.sealed(requests[k]))
+        self._raise_first(answers)
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
         found: tuple[Space[Any], Space[Any]] = self._ask_all(AskSpaces())[0]
         return found
 
     def stats(self) -> dict[str, Any]:
-        counts = self._fates.counts
-        env_steps, _, restarts = self._fates.counts_of_all()
+        counts = self._fates.counts_so_far()
+        env_steps, _, restarts = counts.sum(axis=0).tolist()
         processes = self._pool.processes()
         workers = [
             {
@@ -277,12 +276,16 @@ class ReplicaPool:
     def _ask_all(self, question: object, words: str = "answering a call") -> list[Any]:
         """The answers of all collectors. Raises the first failure."""
         answers = self._ask(dict.fromkeys(self._collectors, question), words)
+        self._raise_first(answers)
+        return list(answers.values())
+
+    def _raise_first(self, answers: Mapping[int, Any]) -> None:
+        """Raises the first failure among answers, if any."""
         for k, answer in answers.items():
             if isinstance(answer, Raised):
                 raise self._error(k, answer)
             if isinstance(answer, Lost):
                 raise answer.error
-        return list(answers.values())
 
     def _ask(self, questions: Mapping[int, object], words: str) -> dict[int, Any]:
         """Asks collectors between batches; returns the answers by collector, among them what is `Raised` or `Lost`."""
@@ -355,9 +358,9 @@ class ReplicaPool:
         with self._translating():
             orders = {k: Collect(offset, self._frames[k], k in self._afresh) for k, (offset, _) in blocks.items()}
             asked = {k: order for k, order in orders.items() if k not in self._fates.reasons}
+            self._filling |= {k: block for k, (_, block) in blocks.items()}  # first: what has begun can be stopped
             self._send(asked, "collecting", "about to collect")
         self._afresh.difference_update(blocks)
-        self._filling |= {k: block for k, (_, block) in blocks.items()}
 
     def _receive(self, min_collectors: int) -> list[tuple[int, Block, Collected | None]]:
         """Waits for collectors; returns those that are done: index, filled block, and what it says of that.
@@ -390,6 +393,13 @@ class ReplicaPool:
                 stacklevel=caller_stacklevel(),
             )
             return 0
+        if collected.lost:
+            warnings.warn(
+                f"{self._nouns.name(collector)} was built again, and what set_attr had set is lost: {collected.lost}. "
+                "It goes on with what its constructor gives it: call set_attr again, or give the factory the value",
+                RuntimeWarning,
+                stacklevel=caller_stacklevel(),
+            )
         self._frames[collector] += int(storage.mask[:, part].sum())
         storage.finals += [Final(one.time, part.start + one.env, one.leaves) for one in collected.finals]
         storage.losses += [Loss(one.time, part.start + one.env, one.reason) for one in collected.losses]
@@ -406,9 +416,11 @@ class ReplicaPool:
 
     def _take(self, at_least: int | None) -> list[Answered | Lost]:
         arrived = self._pool.take(at_least=at_least)
-        self._pool.deliver_logs()
         for one in arrived:
             self._fates.asked.pop(one.place, None)
+        if at_least is None:  # nobody owes an answer, even where a Ctrl-C came just after one had arrived
+            self._fates.asked.clear()
+        self._pool.deliver_logs()
         return arrived
 
     def _replace_or_raise(self, collector: int, raised: Raised) -> None:
