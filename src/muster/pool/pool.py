@@ -128,7 +128,8 @@ class Pool(BasePool[Place]):
             self._started = True
         except BaseException as error:
             self.close(AT_ONCE)
-            self._end()  # once more: for what was begun while another thread closed the pool
+            with contextlib.suppress(OSError):
+                self._end()  # once more: for what was begun while another thread closed the pool
             self._ends_halfway(error)
             raise
         return [place.facts for place in self._places]

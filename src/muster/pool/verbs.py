@@ -104,6 +104,7 @@ class BasePool(ABC, Generic[P]):
         self._arrived: list[Answered | Lost] = []
         self.closed = False
         self._open = [True]
+        self._watch_at = 0.0  # time.monotonic() of the next look at deaths and limits, while it waits
         self._closer: int | None = None  # the thread that has closed it
         self.log_flag = memoryview(bytes(1))
 
@@ -161,13 +162,15 @@ class BasePool(ABC, Generic[P]):
         """
         began = time.monotonic()
         deadline = math.inf if timeout_s is None else began + timeout_s
-        watch_at = began + SLICE_S
         among = range(len(self._places)) if places is None else places
         for index in places or ():
             self._open_place(index)  # raises where there is none
         while True:
             self._require_open()
-            left_s = max(0.0, deadline - time.monotonic())
+            if (now := time.monotonic()) >= self._watch_at:  # however often it is called
+                self._watch_at = now + SLICE_S
+                self.watch(now - began)
+            left_s = max(0.0, deadline - now)
             is_done = not any(self._places[index].asked_at is not None for index in among) or (
                 at_least is not None and sum(one.place in among for one in self._arrived) >= at_least
             )
@@ -179,9 +182,6 @@ class BasePool(ABC, Generic[P]):
                         into.update({one.place: one for one in arrived})
                 return arrived
             self._listen(min(SLICE_S, left_s))
-            if (now := time.monotonic()) >= watch_at:
-                self.watch(now - began)
-                watch_at = now + SLICE_S
 
     def forget(self, places: Collection[int]) -> None:
         """Drops the answers that these places owe, or that have arrived from them; they may be asked again."""

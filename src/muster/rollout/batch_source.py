@@ -77,7 +77,7 @@ class BatchSource(ABC):
         self._replay_buffer = replay_buffer
         self._storing_device = None if storing_device is None else to_device(storing_device)
         self._closed = False
-        self._collecting = threading.Lock()
+        self._collecting: int | None = None  # the thread that does
         self._cut_short = False  # an error or Ctrl-C ended the last call before it could return its batch
 
     def __iter__(self) -> Iterator[TensorDict | None]:
@@ -107,15 +107,17 @@ class BatchSource(ABC):
         """Keeps other threads from collecting; drops what an error has left under way."""
         if self._closed:
             raise ClosedError("this collector was shut down; make another one")
-        if not self._collecting.acquire(blocking=False):
+        here = threading.get_ident()
+        if self._collecting not in (None, here):  # a Ctrl-C may have left this thread's own behind
             raise UsageError("another thread is collecting; use one at a time, or a lock")
+        self._collecting = here
         try:
             if self._cut_short:
                 self._give_up()
                 self._cut_short = False
             yield
         finally:
-            self._collecting.release()
+            self._collecting = None
 
     @abstractmethod
     def _give_up(self) -> None:
