@@ -27,8 +27,9 @@ from muster.pool.closing import CloseLimits, in_all
 from muster.pool.environment import WorkerEnv
 from muster.pool.set_up import WorkerInit
 from muster.recipes.recipe import Recipe
-from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
+from muster.vector.assemble import LENIENT, vector_env_of
 from muster.vector.packing import Asked
+from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
 
@@ -76,8 +77,7 @@ class Pool:
                 memory_check=options.memory_check,
                 preloads=PRELOADS,
             )
-            assembly = drop_in_options(self._backend, AutoresetMode.DISABLED)
-            envs = vector_env_of(self._backend, LENIENT, assembly)
+            envs = vector_env_of(self._backend, LENIENT, SteppingOptions(AutoresetMode.DISABLED))
         assert isinstance(envs, VectorEnv)
         self.vector_env = envs
         self._actions = np.zeros((self.num_envs, 2), np.int64)
