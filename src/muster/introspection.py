@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import sys
@@ -38,6 +39,15 @@ def global_names(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= global_names(constant)
     return names
+
+
+def closure_of(function: Any) -> dict[str, Any]:
+    """The variables of outer functions that a function uses, by their names, but for those without a value yet."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def subscript(key: Any) -> str:

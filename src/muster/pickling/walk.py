@@ -17,7 +17,7 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 
-from muster.introspection import attribute_dict, global_names, module_name, subscript
+from muster.introspection import attribute_dict, closure_of, global_names, module_name, subscript
 from muster.pickling.main_module import MAIN_NAMES
 from muster.pickling.modules import is_found_by_name
 
@@ -227,11 +227,7 @@ def _function_edges(function: Any, inherited: bool) -> Iterator[Edge]:
     importable = is_importable(function)
     if importable and not inherited:
         return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f".<closure>.{name}", cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            continue
+    yield from ((f".<closure>.{name}", value) for name, value in closure_of(function).items())
     defaults = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :] if defaults else ()
     yield from ((f".<default>.{name}", value) for name, value in zip(names, defaults, strict=False))
