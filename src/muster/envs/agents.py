@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium import spaces
 
 from muster._core import FLAG_NAMES, AgentRow
-from muster.envs.attributes import get_through, set_through
+from muster.envs.attributes import Adapting
 from muster.envs.groups import Agent, group_agents, sorted_space
 from muster.envs.layout import AgentLayout
 from muster.errors import SpecMismatch
@@ -59,7 +59,7 @@ class _Slots(dict[Agent, _Slot]):
         )
 
 
-class AgentsEnv(ABC):
+class AgentsEnv(Adapting, ABC):
     """A multi-agent env as the stepping loop sees it: `reset` and `step` return rows of `layout`."""
 
     def __init__(self, env: Any, specs: AgentSpecs, groups: Mapping[Agent, str] | None) -> None:
@@ -95,17 +95,6 @@ class AgentsEnv(ABC):
 
     def render(self) -> Any:
         return self.env.render()
-
-    def close(self) -> None:
-        self.env.close()
-
-    def get_wrapper_attr(self, name: str) -> Any:
-        """The env's attribute, looked up through its wrappers."""
-        return get_through(self, self.env, name)
-
-    def set_wrapper_attr(self, name: str, value: Any) -> None:
-        """Sets the attribute where it is found, or on the innermost env."""
-        set_through(self.env, name, value)
 
     # ---- making rows
 

@@ -162,7 +162,7 @@ class Player(RandomPlayer):
         last, kept = self._last, self._kept
         if last is not None and kept is not None:
             self.reuses_buffers |= not np.array_equal(last, kept, equal_nan=kept.dtype.kind in "fc")
-        self._last, self._kept = obs, _copy(obs)
+        self._last, self._kept = obs, obs.copy() if isinstance(obs, np.ndarray) else None
 
     def _see_info(self, info: Any) -> None:
         for place, value in _values_in(info, "infos"):
@@ -210,7 +210,3 @@ def _first_row(batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: _first_row(value) for key, value in batch.items()}
     return tuple(_first_row(value) for value in batch) if isinstance(batch, tuple) else batch[0]
-
-
-def _copy(obs: Any) -> Any:
-    return obs.copy() if isinstance(obs, np.ndarray) else None

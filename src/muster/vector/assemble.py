@@ -34,15 +34,13 @@ from muster.worker_info import WorkerInfo
 _AWAKE_PER_CORE = 20
 
 
-def strict_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
-    """Trees that cast only where the kind of number is kept: bool to int to float to complex."""
-    return tree(spaces.single_observation, "observation"), tree(spaces.single_action, "action")
+def trees_of_spaces(facts: EnvFacts, spaces: BatchedSpaces, *, lenient: bool = False) -> tuple[Node, Node]:
+    """Trees that cast only where the kind of number is kept: bool to int to float to complex.
 
-
-def lenient_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
-    """Trees that cast observations even where values are lost, as other libraries' vector envs do."""
-    obs = tree(spaces.single_observation, "observation", lenient=True)
-    return obs, tree(spaces.single_action, "action", lenient=True)
+    lenient: they cast observations even where values are lost, as other libraries' vector envs do.
+    """
+    obs = tree(spaces.single_observation, "observation", lenient=lenient)
+    return obs, tree(spaces.single_action, "action", lenient=lenient)
 
 
 def agents_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
@@ -51,8 +49,8 @@ def agents_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
     return facts.agents.row_tree(), facts.agents.action_tree()
 
 
-STRICT = Parts(equal_spaces, strict_trees, ActionWriter, raise_env_error, lenient=False)
-LENIENT = Parts(equal_spaces, lenient_trees, LenientWriter, raise_original, lenient=True)
+STRICT = Parts(equal_spaces, trees_of_spaces, ActionWriter, raise_env_error, lenient=False)
+LENIENT = Parts(equal_spaces, partial(trees_of_spaces, lenient=True), LenientWriter, raise_original, lenient=True)
 
 
 def assemble(
