@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -244,7 +245,7 @@ def _layout_of(
         if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
             mask_shapes[name] = tuple(space["action_mask"].shape or ())
             rest = {key: one for key, one in space.items() if key != "action_mask"}
-            unwraps[name] = _only_observation if list(rest) == ["observation"] else _without_mask
+            unwraps[name] = itemgetter("observation") if list(rest) == ["observation"] else _without_mask
             space = rest["observation"] if list(rest) == ["observation"] else spaces.Dict(rest)
         by_group[name] = space
     layout = AgentLayout(
@@ -256,10 +257,6 @@ def _layout_of(
         shared_space=specs.shared_space or spaces.Dict({}),
     )
     return layout, unwraps
-
-
-def _only_observation(obs: Any) -> Any:
-    return obs["observation"]
 
 
 def _without_mask(obs: Any) -> Any:

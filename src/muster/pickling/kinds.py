@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from muster.introspection import attributes_of, module_name
-from muster.pickling.modules import is_found_by_name
+from muster.pickling.walk import is_found_by_name
 
 ByFork = Literal["safe", "risky", "breaks"]
 
@@ -208,15 +208,13 @@ def _pool_result(result: Any) -> dict[str, Any]:
 
 
 def _manager(manager: Any) -> dict[str, Any]:
-    if "_process" in attributes_of(manager):
-        return {}
-    return _safe("each worker inherits a manager of its own, which has no process")
+    left = _safe("each worker inherits a manager of its own, which has no process")
+    return {} if "_process" in attributes_of(manager) else left
 
 
 def _popen(process: Any) -> dict[str, Any]:
-    if attributes_of(process).get("returncode") is None:
-        return {}
-    return _safe("each worker inherits a handle on a process that has ended")
+    ended = _safe("each worker inherits a handle on a process that has ended")
+    return {} if attributes_of(process).get("returncode") is None else ended
 
 
 def _process(process: Any) -> dict[str, Any]:

@@ -20,15 +20,7 @@ from muster.introspection import callable_name, caller_stacklevel, module_name, 
 from muster.lazy_values import Lazy
 from muster.pickling import UserCall, find_culprits
 from muster.recipes.existing_env import find_existing_env, is_env
-from muster.recipes.gymnasium_ids import (
-    ForeignResolver,
-    MakeGym,
-    factory_of_id,
-    factory_of_spec,
-    unrecorded_wrapper,
-    vector_num_envs,
-    vector_wrappers,
-)
+from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, factory_of_id, factory_of_spec, noted_by_make_vec
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,7 @@ def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | Non
     if is_env(form):
         form = _spec_of_instance(form, label or "env")
     if isinstance(form, EnvSpec):
-        return Source(factory_of_spec(form), form.id, label or "env", vector_num_envs(form), vector_wrappers(form))
+        return Source(factory_of_spec(form), form.id, label or "env", *noted_by_make_vec(form))
     if not callable(form) or type(form) is Lazy:
         raise RecipeError(
             f"{label or 'env'} must be an env id, a gymnasium EnvSpec or a callable that builds an env, or a list of "
@@ -118,7 +110,8 @@ def _spec_of_instance(env: Any, label: str) -> EnvSpec:
     if isinstance(env, gym.Env):
         with contextlib.suppress(Exception):  # a property of a user's class may raise anything
             spec = env.spec
-    lost = unrecorded_wrapper(spec) if isinstance(spec, EnvSpec) else None
+    wrappers = spec.additional_wrappers if isinstance(spec, EnvSpec) else ()
+    lost = next((wrapper for wrapper in wrappers if wrapper.kwargs is None), None)
     if not isinstance(spec, EnvSpec) or spec.entry_point is None or lost is not None:
         reason = "carries no spec that it could be rebuilt from"
         if lost is not None:
