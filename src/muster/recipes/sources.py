@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, WrapperSpec
 
 from muster.errors import RecipeError
 from muster.introspection import callable_name, caller_stacklevel, module_name, type_name
@@ -110,8 +110,7 @@ def _spec_of_instance(env: Any, label: str) -> EnvSpec:
     if isinstance(env, gym.Env):
         with contextlib.suppress(Exception):  # a property of a user's class may raise anything
             spec = env.spec
-    wrappers = spec.additional_wrappers if isinstance(spec, EnvSpec) else ()
-    lost = next((wrapper for wrapper in wrappers if wrapper.kwargs is None), None)
+    lost = unrecorded_wrapper(spec) if isinstance(spec, EnvSpec) else None
     if not isinstance(spec, EnvSpec) or spec.entry_point is None or lost is not None:
         reason = "carries no spec that it could be rebuilt from"
         if lost is not None:
@@ -128,6 +127,11 @@ def _spec_of_instance(env: Any, label: str) -> EnvSpec:
         stacklevel=caller_stacklevel(),
     )
     return spec
+
+
+def unrecorded_wrapper(spec: EnvSpec) -> WrapperSpec | None:
+    """The first wrapper that the spec cannot rebuild, because it did not record its arguments."""
+    return next((wrapper for wrapper in spec.additional_wrappers if wrapper.kwargs is None), None)
 
 
 def check_call(source: Source, kwargs: Mapping[str, Any]) -> None:
