@@ -5,7 +5,6 @@ An env's observation is a row that holds everything one step says of its agents.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,21 +59,30 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         self._bounds = [(name, slot.start, slot.stop) for name, slot in self._slots.items()]
         self.single_observation_space = handed_out(self._layout.observation_space())
         self.single_action_space = handed_out(self._layout.action_space())
+        self._observation_space: spaces.Dict | None = None
+        self._action_space: spaces.Dict | None = None
 
     @property
     def groups(self) -> dict[str, list[Agent]]:
         """The agents of each group, in the order of their slots."""
         return {name: list(agents) for name, agents in self._layout.groups.items()}
 
-    @functools.cached_property
+    # Both are made when somebody asks, as their bounds may take much memory. A cached_property reads the `__dict__` of
+    # the instance, and from then on Python looks up each of its attributes more slowly.
+
+    @property
     def observation_space(self) -> spaces.Dict:
         """The space of `obs`: ``[N, A, ...]`` by group."""
-        return self._layout.observation_space(self.num_envs)
+        if self._observation_space is None:
+            self._observation_space = self._layout.observation_space(self.num_envs)
+        return self._observation_space
 
-    @functools.cached_property
+    @property
     def action_space(self) -> spaces.Dict:
         """The space of actions: ``[N, A, ...]`` by group."""
-        return self._layout.action_space(self.num_envs)
+        if self._action_space is None:
+            self._action_space = self._layout.action_space(self.num_envs)
+        return self._action_space
 
     @property
     def state_space(self) -> spaces.Space[Any] | None:
