@@ -34,6 +34,7 @@ EXCEPTED: dict[str, tuple[set[str], str]] = {
     "pool/launcher_client.py": ({"LauncherLost"}, "stays in the folder: another launcher is started"),
     "training/run_folder.py": ({"OSError"}, "the system's, with the file that it lacks"),
     "training/stopping.py": ({"KeyboardInterrupt"}, "what Python's own handler raises for Ctrl-C"),
+    "vector/side_by_side.py": ({"_NotKnown"}, "stays in the file: the outcome says what is not known"),
     "pickling/probe.py": (
         {"TimeoutError", "TypeError"},
         "for pickle, which it refuses an object by; stays in the folder",

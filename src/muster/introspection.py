@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import sys
@@ -38,6 +39,15 @@ def global_names(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= global_names(constant)
     return names
+
+
+def closure_of(function: Any) -> dict[str, Any]:
+    """The variables of outer functions that a function uses, by their names, but for those without a value yet."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def subscript(key: Any) -> str:
@@ -95,15 +105,10 @@ def callable_name(function: Any) -> str:
     return f"{module_name(named)}.{named.__qualname__}"
 
 
-def is_users(frame: types.FrameType) -> bool:
-    """Whether the frame runs code of the user, and not of Muster, or of what calls it in the user's name."""
-    return frame.f_back is None or frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS
-
-
 def caller_stacklevel() -> int:
     """The ``stacklevel`` with which a warning of the calling function points at the user's line."""
     level, frame = 1, sys._getframe(1)
-    while not is_users(frame) and frame.f_back is not None:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
     return level
 

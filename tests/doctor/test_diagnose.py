@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -30,7 +31,7 @@ from muster.envs import resolve_foreign_id
 from muster.hosts.trial import STARTING, TrialOutcome, Trials, pack_for_trials
 from muster.pool.resources import memory_left, usable_cores
 from muster.recipes.recipe import make_recipes
-from muster.vector.side_by_side import SideBySide, try_side_by_side
+from muster.vector.side_by_side import SideBySide, play_together, try_side_by_side
 from one_instance import Listening
 from processes import is_alive, is_exiting, left_of, wait_for, wait_for_end
 
@@ -270,7 +271,8 @@ def test_envs_of_one_action_space_do_not_disturb_each_other():
 )
 def test_isolation_is_claimed_only_for_what_a_second_one_broke(alone, pair_stage, severity):
     one, together = TrialOutcome(results=alone), TrialOutcome(stage=pair_stage, how="was killed by SIGKILL")
-    finding = about_pair(SideBySide((one, one), together))
+    pair = SimpleNamespace(run=lambda trial, **options: together if trial is play_together else one)
+    finding = about_pair(try_side_by_side(pair))
     assert finding.severity == severity
     assert ("not known" in finding.text) is (severity == "note")
 

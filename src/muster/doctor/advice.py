@@ -19,8 +19,7 @@ from muster.envs.adapt import is_torchrl
 from muster.pickling import is_plain
 from muster.pool.resources import memory_left, usable_cores
 from muster.recipes.existing_env import find_existing_env, is_env
-from muster.recipes.gymnasium_ids import unrecorded_wrapper
-from muster.recipes.sources import constructor_of
+from muster.recipes.sources import constructor_of, unrecorded_wrapper
 
 _LONGEST_REPR = 200
 _IMPORT = "from muster.interop.torchrl import ParallelEnv\n"

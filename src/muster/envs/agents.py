@@ -10,13 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
 
 from muster._core import FLAG_NAMES, AgentRow
-from muster.envs.attributes import get_through, set_through
+from muster.envs.attributes import Adapting
 from muster.envs.groups import Agent, group_agents, sorted_space
 from muster.envs.layout import AgentLayout
 from muster.errors import SpecMismatch
@@ -59,7 +60,7 @@ class _Slots(dict[Agent, _Slot]):
         )
 
 
-class AgentsEnv(ABC):
+class AgentsEnv(Adapting, ABC):
     """A multi-agent env as the stepping loop sees it: `reset` and `step` return rows of `layout`."""
 
     def __init__(self, env: Any, specs: AgentSpecs, groups: Mapping[Agent, str] | None) -> None:
@@ -95,17 +96,6 @@ class AgentsEnv(ABC):
 
     def render(self) -> Any:
         return self.env.render()
-
-    def close(self) -> None:
-        self.env.close()
-
-    def get_wrapper_attr(self, name: str) -> Any:
-        """The env's attribute, looked up through its wrappers."""
-        return get_through(self, self.env, name)
-
-    def set_wrapper_attr(self, name: str, value: Any) -> None:
-        """Sets the attribute where it is found, or on the innermost env."""
-        set_through(self.env, name, value)
 
     # ---- making rows
 
@@ -255,7 +245,7 @@ def _layout_of(
         if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
             mask_shapes[name] = tuple(space["action_mask"].shape or ())
             rest = {key: one for key, one in space.items() if key != "action_mask"}
-            unwraps[name] = _only_observation if list(rest) == ["observation"] else _without_mask
+            unwraps[name] = itemgetter("observation") if list(rest) == ["observation"] else _without_mask
             space = rest["observation"] if list(rest) == ["observation"] else spaces.Dict(rest)
         by_group[name] = space
     layout = AgentLayout(
@@ -267,10 +257,6 @@ def _layout_of(
         shared_space=specs.shared_space or spaces.Dict({}),
     )
     return layout, unwraps
-
-
-def _only_observation(obs: Any) -> Any:
-    return obs["observation"]
 
 
 def _without_mask(obs: Any) -> Any:

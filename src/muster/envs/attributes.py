@@ -40,6 +40,24 @@ def set_through(env: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
+class Adapting:
+    """The part of an adapter that passes on to the env what needs no adapting."""
+
+    env: Any
+
+    def close(self) -> None:
+        self.env.close()
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """The env's attribute, looked up through its wrappers."""
+        return get_through(self, self.env, name)
+
+    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
+        """Sets the attribute where it is found, or on the innermost env."""
+        set_through(self.env, name, value)
+        return True
+
+
 def get_attribute(env: Any, name: str) -> Any:
     """The attribute `name` of an env, looked up through the env's wrappers, if any, as Gymnasium does."""
     return env.get_wrapper_attr(name) if hasattr(env, "get_wrapper_attr") else getattr(env, name)

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from muster.envs.attributes import chain, get_through, set_through
+from muster.envs.attributes import Adapting, chain, get_through
 from muster.errors import SpecMismatch
 from muster.spaces.tree import Space
 
@@ -26,7 +26,7 @@ def is_dm_env(env: Any) -> bool:
     return all(callable(getattr(env, name, None)) for name in ("reset", "step", "observation_spec", "action_spec"))
 
 
-class DmEnv(gymnasium.Env[Any, Any]):
+class DmEnv(Adapting, gymnasium.Env[Any, Any]):
     """A dm_env env. Its last step terminates the episode where the discount is 0, and truncates it otherwise.
 
     A discount that differs from what this says, 0 where the step terminates the episode and 1 everywhere else, is
@@ -59,18 +59,6 @@ class DmEnv(gymnasium.Env[Any, Any]):
     def render(self) -> Any:
         """The image that ``physics.render`` draws, in envs that have it. Raises AttributeError."""
         return get_through(None, self.env, "physics").render()
-
-    def close(self) -> None:
-        self.env.close()
-
-    def get_wrapper_attr(self, name: str) -> Any:
-        """The env's attribute, looked up through its wrappers."""
-        return get_through(self, self.env, name)
-
-    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
-        """Sets the attribute where it is found, or on the innermost env."""
-        set_through(self.env, name, value)
-        return True
 
 
 def seed_generators(env: Any, seed: int) -> None:

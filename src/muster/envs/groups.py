@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from string import ascii_lowercase
 
 from gymnasium import spaces
 
@@ -84,19 +85,13 @@ def _split(
         if len(kinds) == 1:
             split[name] = members
             continue
-        names = (f"{name}_{_letters(i)}" for i in itertools.count())
+        counts = itertools.count(1)
+        suffixes = itertools.chain.from_iterable(itertools.product(ascii_lowercase, repeat=count) for count in counts)
+        names = (f"{name}_{''.join(letters)}" for letters in suffixes)
         free = (one for one in names if one not in groups)
         for kind in kinds:
             split[next(free)] = kind
     return split
-
-
-def _letters(number: int) -> str:
-    text = ""
-    while number >= 0:
-        text = chr(ord("a") + number % 26) + text
-        number = number // 26 - 1
-    return text
 
 
 def _require_equal(

@@ -42,34 +42,38 @@ _INTERRUPTED = 130  # the shell's exit status for Ctrl-C
 def main(arguments: Sequence[str]) -> int:
     """Installs what is missing. Returns the exit status: where pip fails, that of pip. arguments: passed on to pip."""
     if {"-h", "--help"} & set(arguments):
-        return _say(str(__doc__))
+        print(str(__doc__).strip())
+        return 0
     quiet = not {"-q", "-qq", "-qqq", "--quiet"}.isdisjoint(arguments)
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, flush=True)  # before pip writes to the same file
+
     if is_complete():
-        return 0 if quiet else _say(f"dm-meltingpot {VERSION} is installed already, with all that substrates need.")
+        say(f"dm-meltingpot {VERSION} is installed already, with all that substrates need.")
+        return 0
     if (obstacle := obstacle_here()) is not None:
-        return _complain(obstacle)
-    if not quiet:
-        _say("1 of 2: dmlab2d and the other packages that substrates need")
+        print(obstacle, file=sys.stderr)
+        return 1
+    say("1 of 2: dmlab2d and the other packages that substrates need")
     if status := _pip(*arguments, *REQUIREMENTS):
         return status
-    if not quiet:
-        _say(f"2 of 2: dm-meltingpot {VERSION}, built without its bots")
+    say(f"2 of 2: dm-meltingpot {VERSION}, built without its bots")
     with tempfile.TemporaryDirectory() as folder:
         put_empty_assets(Path(folder))
         # Not kept in pip's cache: there `pip install dm-meltingpot` would find a wheel without bots, too.
         options = ("--no-cache-dir", "--no-deps", *arguments, f"dm-meltingpot=={VERSION}")
         status = _pip(*options, environment={**os.environ, "TMPDIR": folder})
-    if not status and not quiet:
-        _say('Done. muster.make_vec("meltingpot/commons_harvest__open", num_envs=4) makes a vector env of a substrate.')
+    if not status:
+        say('Done. muster.make_vec("meltingpot/commons_harvest__open", num_envs=4) makes a vector env of a substrate.')
     return status
 
 
 def is_complete() -> bool:
     """Whether the version is installed, with all that its substrates need."""
-    for requirement in REQUIREMENTS:
-        name, _, oldest = requirement.partition(">=")
-        found = installed_version(name)
-        if found is None or is_older(found, oldest):
+    for name, _, oldest in (requirement.partition(">=") for requirement in REQUIREMENTS):
+        if (found := installed_version(name)) is None or is_older(found, oldest):
             return False
     return installed_version("dm-meltingpot") == VERSION
 
@@ -108,19 +112,9 @@ def _pip(*arguments: str, environment: dict[str, str] | None = None) -> int:
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
     status = subprocess.run(command, env=environment, check=False).returncode
     if status:
-        _complain(f"Melting Pot is not installed: pip ended with exit status {status}. Its own words are above.")
+        words = f"Melting Pot is not installed: pip ended with exit status {status}. Its own words are above."
+        print(words, file=sys.stderr)
     return status if status >= 0 else 128 - status  # as shells do for a signal
-
-
-def _say(text: str) -> int:
-    sys.stdout.write(f"{text.strip()}\n")
-    sys.stdout.flush()  # before pip writes to the same file
-    return 0
-
-
-def _complain(text: str) -> int:
-    sys.stderr.write(f"{text}\n")
-    return 1
 
 
 if __name__ == "__main__":

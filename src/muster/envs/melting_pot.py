@@ -41,7 +41,9 @@ class Players(AgentsEnv):
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None) -> None:
         self._players: list[Agent] = [f"player_{i}" for i in range(len(env.action_spec()))]
         observed = [dict(spec) for spec in env.observation_spec()]
-        shared = {key: spec for key, spec in observed[0].items() if _is_shared(key)}
+        shared = {
+            key: one for key, one in observed[0].items() if key.startswith("WORLD.") or key == "COLLECTIVE_REWARD"
+        }
         own = [{key: one for key, one in spec.items() if key not in shared} for spec in observed]
         specs = AgentSpecs(
             self._players,
@@ -109,10 +111,6 @@ class Players(AgentsEnv):
             observations = list(self._unmasked(dict(zip(self._players, observations, strict=True))).values())
         self._agents_row.put_alike(self._players, observations, list(rewards), terminated, truncated)
         return self._row({key: first[key] for key in self._shared_keys})
-
-
-def _is_shared(key: str) -> bool:
-    return key.startswith("WORLD.") or key == "COLLECTIVE_REWARD"
 
 
 def _seed_rebuilds(env: Any, seed: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector.utils import iterate
 
 from muster.envs.adapt import Adapter
 from muster.envs.agents import AgentsEnv
@@ -68,7 +69,7 @@ class RandomPlayer:
         return self._actions.sample()
 
     def _act_of_agents(self) -> Any:
-        actions = _first_row(self._actions.sample())
+        (actions,) = iterate(self._actions, self._actions.sample())  # of a batch of one env
         layout, row = self._env.layout, self._seen[0]
         for group, mask in zip(layout.mask_shapes, row[MASKS], strict=True) if row[HAS_MASKS][0] else ():
             space = layout.action_spaces[group]
@@ -162,7 +163,7 @@ class Player(RandomPlayer):
         last, kept = self._last, self._kept
         if last is not None and kept is not None:
             self.reuses_buffers |= not np.array_equal(last, kept, equal_nan=kept.dtype.kind in "fc")
-        self._last, self._kept = obs, _copy(obs)
+        self._last, self._kept = obs, obs.copy() if isinstance(obs, np.ndarray) else None
 
     def _see_info(self, info: Any) -> None:
         for place, value in _values_in(info, "infos"):
@@ -204,13 +205,3 @@ def _feed(digest: Any, value: Any, *, pickles: bool = False) -> None:
         if pickles:
             with contextlib.suppress(Exception):
                 digest.update(pickle.dumps(value))
-
-
-def _first_row(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: _first_row(value) for key, value in batch.items()}
-    return tuple(_first_row(value) for value in batch) if isinstance(batch, tuple) else batch[0]
-
-
-def _copy(obs: Any) -> Any:
-    return obs.copy() if isinstance(obs, np.ndarray) else None

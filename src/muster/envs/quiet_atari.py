@@ -13,15 +13,18 @@ from muster.envs.package_finder import PackageFinder
 _PACKAGE = "ale_py"
 
 
-def print_no_banner() -> None:
+def print_no_banner() -> PackageFinder:
     """Has ALE print its warnings and errors alone in this process, by its own logger, as soon as it is imported.
 
     ALE's class for Gymnasium sets a level itself, that of errors, but only after the banner.
+    Returns the finder that waits for the import.
     """
+    finder = PackageFinder(_PACKAGE, _WithoutBanner)
     if (ale := sys.modules.get(_PACKAGE)) is not None:
         _set_level(ale)
     else:
-        PackageFinder(_PACKAGE, _WithoutBanner).install()
+        finder.install()
+    return finder
 
 
 @contextlib.contextmanager
@@ -30,11 +33,7 @@ def no_banner_meanwhile() -> Iterator[None]:
 
     Imports are as they were afterwards. ALE's class for Gymnasium has then set its own level.
     """
-    finder = PackageFinder(_PACKAGE, _WithoutBanner)
-    if (ale := sys.modules.get(_PACKAGE)) is not None:
-        _set_level(ale)
-    else:
-        finder.install()
+    finder = print_no_banner()
     try:
         yield
     finally:

@@ -41,9 +41,10 @@ from muster.pool.set_up import WorkerInit
 from muster.spaces.tree import Array
 from muster.vector import checks
 from muster.vector.action_writers import LenientWriter
-from muster.vector.assemble import LENIENT, assemble, drop_in_options
+from muster.vector.assemble import LENIENT, assemble
 from muster.vector.batched_spaces import BatchedSpaces
 from muster.vector.packing import Asked
+from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
 from muster.vector.results import Batch, StepResult
 from muster.vector.vector_env import VectorEnv
@@ -97,7 +98,7 @@ class _DropIn(VectorEnv):
     def _start(self, backend: Backend, copy: bool, agree: Agree, raiser: Raiser) -> None:
         closed = partial(_raise_closed, type(self).__name__)
         parts = replace(LENIENT, spaces=agree, writer=_Writer, raiser=raiser, raise_closed=closed)
-        super().__init__(assemble(backend, parts, drop_in_options(backend, self.autoreset_mode, copy=copy)))
+        super().__init__(assemble(backend, parts, SteppingOptions(self.autoreset_mode, copy=copy)))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
 
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:

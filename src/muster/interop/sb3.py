@@ -39,10 +39,11 @@ from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns, InfoReader, Infos
 from muster.vector.action_writers import OneByOneWriter
-from muster.vector.assemble import LENIENT, assemble, drop_in_options
+from muster.vector.assemble import LENIENT, assemble
 from muster.vector.batched_spaces import first_envs_spaces
 from muster.vector.checks import seeds_of
 from muster.vector.packing import Asked
+from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import originals_raised
 from muster.vector.results import StepResult
 from muster.vector.vector_env import VectorEnv
@@ -207,7 +208,7 @@ class _Envs(VectorEnv):
     def __init__(self, backend: Backend, *, ignores_surplus: bool = False) -> None:
         writer = partial(OneByOneWriter, ignores_surplus=ignores_surplus)
         parts = replace(LENIENT, spaces=first_envs_spaces, writer=writer)
-        super().__init__(assemble(backend, parts, drop_in_options(backend, AutoresetMode.SAME_STEP)))
+        super().__init__(assemble(backend, parts, SteppingOptions(AutoresetMode.SAME_STEP)))
 
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None

@@ -29,13 +29,15 @@ _DEEP = 100
 _SHOWN_LEVELS = 4
 _DEEPEST_S = 0.5
 _ALONE_S = 0.2
-_UNKNOWN: tuple[str, Unknown] = ("", "unknown")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 # Objects that lead from an argument to what it is made of.
 _HOLDERS = (types.FunctionType, types.MethodType, functools.partial, type, abc.ABCMeta, EnvSpec)
 
 
+Severity = Literal["blocks", "silently_wrong"]
 Unknown = Literal["unknown"]
+Copied = tuple[str, ByFork | Unknown]
+_UNKNOWN: Copied = ("", "unknown")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Culprit:
     path: str
     type: str
     reason: str
-    severity: Literal["blocks", "silently_wrong"]
+    severity: Severity
     inherited: str
     by_fork: ByFork | Unknown
     obstacle: Obstacle
@@ -186,19 +188,11 @@ def _blocking(failure: PickleAttempt, one: Obstacle, walk: Walk) -> Culprit:
     error = failure.error
     if _is_too_deep(error) and (found := _too_deep(walk.parts)) is not None:
         return found
-    path, value = one.trail[-1]
-    kind = one.kind
+    value = one.trail[-1][1]
     # What refuses to travel at all, such as a policy that is marked to stay, has no business in a fork either.
-    inherited, by_fork = _UNKNOWN if isinstance(error, CannotTravel) else _copied(value)
-    return Culprit(
-        path=path,
-        type=shown_type(value),
-        reason=_reason(failure, value, kind),
-        severity="silently_wrong" if failure.out_of_time else "blocks",
-        inherited=inherited if kind is None else kind.inherited,
-        by_fork=by_fork if kind is None else kind.by_fork,
-        obstacle=one,
-    )
+    copied = _UNKNOWN if isinstance(error, CannotTravel) else _copied(value)
+    severity: Severity = "silently_wrong" if failure.out_of_time else "blocks"
+    return _culprit(one, severity, _reason(failure, value, one.kind), copied)
 
 
 def _too_deep(parts: Mapping[str, Any]) -> Culprit | None:
@@ -210,17 +204,8 @@ def _too_deep(parts: Mapping[str, Any]) -> Culprit | None:
         return None
     paths = list(itertools.accumulate(part for part, _ in steps[: first + _SHOWN_LEVELS]))
     trail = list(zip(paths, (value for _, value in steps), strict=False))[: first + 1]
-    value = steps[first][1]
-    inherited, by_fork = _copied(value)
-    return Culprit(
-        path=f"{paths[-1]}...",
-        type=shown_type(value),
-        reason=f"it is nested too deeply to be pickled: at least {len(steps) - first:,} levels",
-        severity="blocks",
-        inherited=inherited,
-        by_fork=by_fork,
-        obstacle=Obstacle(trail, None),
-    )
+    reason = f"it is nested too deeply to be pickled: at least {len(steps) - first:,} levels"
+    return _culprit(Obstacle(trail, None), "blocks", reason, _copied(steps[first][1]), f"{paths[-1]}...")
 
 
 def _part_that_fails(parts: Mapping[str, Any], shares: bool) -> tuple[str, Any]:
@@ -233,18 +218,15 @@ def _fails(value: Any, shares: bool) -> bool:
 
 
 def _silently_wrong(one: Obstacle) -> Culprit:
-    path, value = one.trail[-1]
-    kind = one.kind
-    assert kind is not None
-    return Culprit(
-        path=path,
-        type=shown_type(value),
-        reason=kind.reason,
-        severity="silently_wrong",
-        inherited=kind.inherited,
-        by_fork=kind.by_fork,
-        obstacle=one,
-    )
+    assert one.kind is not None
+    return _culprit(one, "silently_wrong", one.kind.reason)
+
+
+def _culprit(one: Obstacle, severity: Severity, reason: str, copied: Copied = _UNKNOWN, path: str = "") -> Culprit:
+    """The culprit at the end of a trail. copied: what a fork inherits, and by_fork, where its kind does not say."""
+    shown_path, value = one.trail[-1]
+    inherited, by_fork = copied if one.kind is None else (one.kind.inherited, one.kind.by_fork)
+    return Culprit(path or shown_path, shown_type(value), reason, severity, inherited, by_fork, one)
 
 
 def _reason(failure: PickleAttempt, value: Any, kind: Kind | None) -> str:
@@ -275,7 +257,7 @@ def _is_too_deep(error: BaseException | None) -> bool:
     )
 
 
-def _copied(value: Any) -> tuple[str, ByFork | Unknown]:
+def _copied(value: Any) -> Copied:
     """What a forked worker inherits of an object of no known kind, apart from its parts, and whether that is usable."""
     return ("workers inherit a copy of it as it is now", "safe") if _is_plain_python(type(value)) else _UNKNOWN
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import io
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import cloudpickle
 
-from muster.pickling import modules
 from muster.pickling.main_module import Arriving, Definitions
-from muster.pickling.walk import is_importable
+from muster.pickling.walk import is_found_by_name, is_importable
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
@@ -36,7 +37,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships n
 
     def reducer_override(self, obj: Any) -> Any:
         self._definitions.note(obj)
-        return reduction_of(obj) or modules.reduction_of(obj) or super().reducer_override(obj)
+        return reduction_of(obj) or _reduction_of_module(obj) or super().reducer_override(obj)
 
 
 def dumps(value: object, *, lays_main: bool = False) -> bytes:
@@ -65,6 +66,16 @@ def reduction_of(value: Any) -> tuple[Any, ...] | None:
     if kind is types.FunctionType and value.__code__ is _DISPATCHER and not is_importable(value):
         return _dispatcher, (dict(value.registry),), _without(value, *_OWN_OF_DISPATCHERS)
     return None
+
+
+def _reduction_of_module(value: Any) -> tuple[Any, ...] | None:
+    """The reduction that imports `value`; None where it is no module, or one for cloudpickle to pickle.
+
+    PettingZoo loads ``from pettingzoo.sisl import multiwalker_v9`` itself, a new module for every such line.
+    """
+    if type(value) is not types.ModuleType or sys.modules.get(value.__name__) is value:
+        return None
+    return (importlib.import_module, (value.__name__,)) if is_found_by_name(value) else None
 
 
 def _without(value: Any, *names: str) -> dict[str, Any]:

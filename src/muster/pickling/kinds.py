@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from muster.introspection import attributes_of, module_name
-from muster.pickling.modules import is_found_by_name
+from muster.pickling.walk import is_found_by_name
 
 ByFork = Literal["safe", "risky", "breaks"]
 
@@ -156,20 +156,11 @@ def _array(array: Any) -> dict[str, Any] | None:
 
 
 def _memory_map(array: Any) -> dict[str, Any]:
-    reason = f"a memory map travels as a copy of its contents ({_megabytes(array)}): no file behind it"
-    return {"reason": reason}
+    return {"reason": f"a memory map travels as a copy of its contents ({_megabytes(array)}): no file behind it"}
 
 
 def _megabytes(array: Any) -> str:
     return f"{_nbytes(array) / 1e6:.3g} MB"
-
-
-def _tensor(tensor: Any) -> dict[str, Any] | None:
-    return {} if tensor.is_cuda else None
-
-
-def _library(library: Any) -> dict[str, Any]:
-    return {"arguments": repr(attributes_of(library).get("_name"))}
 
 
 def _c_data(value: Any) -> dict[str, Any]:
@@ -216,20 +207,14 @@ def _pool_result(result: Any) -> dict[str, Any]:
     return _safe("each worker inherits a copy of the result, which is there") if event.get("_flag") else {}
 
 
-def _future(future: Any) -> dict[str, Any] | None:
-    return {} if attributes_of(future).get("_state") in ("PENDING", "RUNNING") else None
-
-
 def _manager(manager: Any) -> dict[str, Any]:
-    if "_process" in attributes_of(manager):
-        return {}
-    return _safe("each worker inherits a manager of its own, which has no process")
+    left = _safe("each worker inherits a manager of its own, which has no process")
+    return {} if "_process" in attributes_of(manager) else left
 
 
 def _popen(process: Any) -> dict[str, Any]:
-    if attributes_of(process).get("returncode") is None:
-        return {}
-    return _safe("each worker inherits a handle on a process that has ended")
+    ended = _safe("each worker inherits a handle on a process that has ended")
+    return {} if attributes_of(process).get("returncode") is None else ended
 
 
 def _process(process: Any) -> dict[str, Any]:
@@ -316,15 +301,14 @@ _SHARED = Kind(
 # A proxy, or memory that has a name. They travel.
 _NAMED = replace(_SHARED, reason="it stands for something that other processes find by its name", instead="")
 
+_SHARED_CLASSES = ("Queue", "SimpleQueue", "SemLock", "Condition", "Event", "Barrier", "SynchronizedBase")
+
 # By topmost module and class, since not all are worth importing for this. Subclasses are of the same kind.
 _KINDS = {
     "_thread.lock": _LOCK,
     "_thread.RLock": replace(_LOCK, builder="threading.RLock"),
     "_io.TextIOWrapper": replace(_FILE, changes=_text_file),
-    "_io.BufferedReader": _FILE,
-    "_io.BufferedWriter": _FILE,
-    "_io.BufferedRandom": _FILE,
-    "_io.FileIO": _FILE,
+    **dict.fromkeys(("_io.BufferedReader", "_io.BufferedWriter", "_io.BufferedRandom", "_io.FileIO"), _FILE),
     "socket.socket": Kind(
         "a socket belongs to the process that opened it",
         "all workers would read from and write to one connection",
@@ -332,8 +316,7 @@ _KINDS = {
         shared="by fork",
         changes=_socket,
     ),
-    "sqlite3.Connection": _SQLITE,
-    "sqlite3.Cursor": _SQLITE,
+    **dict.fromkeys(("sqlite3.Connection", "sqlite3.Cursor"), _SQLITE),
     "zmq.Context": Kind(
         "a ZeroMQ context belongs to the threads of the process that made it",
         "a ZeroMQ context starts its I/O threads with its first socket: inherited by fork it works only if it has "
@@ -347,9 +330,7 @@ _KINDS = {
         f"a ZeroMQ socket {_ZEROMQ_HANGS}",
         by_fork="breaks",
     ),
-    "builtins.generator": _GENERATOR,
-    "builtins.coroutine": _GENERATOR,
-    "builtins.async_generator": _GENERATOR,
+    **dict.fromkeys(("builtins.generator", "builtins.coroutine", "builtins.async_generator"), _GENERATOR),
     "builtins.module": Kind(
         "a module that cannot be imported by its name travels by value: every worker gets a module of its own",
         "workers inherit a copy of the module as it is now",
@@ -360,16 +341,14 @@ _KINDS = {
     ),
     "numpy.ndarray": _ARRAY,
     "numpy.memmap": replace(_ARRAY, inherited="workers inherit the same mapping of the same file", changes=_memory_map),
-    "numpy.Generator": _RANDOM,
-    "numpy.RandomState": _RANDOM,
-    "random.Random": _RANDOM,
+    **dict.fromkeys(("numpy.Generator", "numpy.RandomState", "random.Random"), _RANDOM),
     "torch.Tensor": Kind(
         "a CUDA tensor travels as a copy through the host, and every worker opens a CUDA context for it",
         "CUDA cannot be used in a forked child of a process that uses it",
         by_fork="breaks",
         builder="torch.load",
         warns=True,
-        changes=_tensor,
+        changes=lambda tensor: {} if tensor.is_cuda else None,
     ),
     "ctypes.CDLL": Kind(
         "a loaded C library: its address would be sent, which means nothing in a worker",
@@ -377,7 +356,7 @@ _KINDS = {
         by_fork="safe",
         builder="ctypes.CDLL",
         refused=True,
-        changes=_library,
+        changes=lambda library: {"arguments": repr(attributes_of(library).get("_name"))},
     ),
     "_ctypes._CData": Kind(
         "a C pointer means nothing in another process",
@@ -410,7 +389,7 @@ _KINDS = {
         "a result that is set in the caller never comes to a worker, which would wait for it forever",
         builder="concurrent.futures.Future",
         arguments="",
-        changes=_future,
+        changes=lambda future: {} if attributes_of(future).get("_state") in ("PENDING", "RUNNING") else None,
     ),
     "multiprocessing.BaseProcess": replace(_CHILD, changes=_process),
     "multiprocessing.Pool": _POOL,
@@ -438,14 +417,6 @@ _KINDS = {
         refused=True,
         shared="always",
     ),
-    "multiprocessing.Queue": _SHARED,
-    "multiprocessing.SimpleQueue": _SHARED,
-    "multiprocessing.SemLock": _SHARED,
-    "multiprocessing.Condition": _SHARED,
-    "multiprocessing.Event": _SHARED,
-    "multiprocessing.Barrier": _SHARED,
-    "multiprocessing.SynchronizedBase": _SHARED,
-    "multiprocessing.BaseProxy": _NAMED,
-    "multiprocessing.SharedMemory": _NAMED,
-    "multiprocessing.ShareableList": _NAMED,
+    **{f"multiprocessing.{name}": _SHARED for name in _SHARED_CLASSES},
+    **{f"multiprocessing.{name}": _NAMED for name in ("BaseProxy", "SharedMemory", "ShareableList")},
 }

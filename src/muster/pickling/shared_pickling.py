@@ -120,18 +120,13 @@ def _attached(kind: type, arguments: tuple[Any, ...], tracked: bool) -> Any:
     from multiprocessing import resource_tracker
 
     value = kind(*arguments)
-    if not (tracked and has_callers_tracker()):
+    if not (tracked and _callers_tracker):
         memory = getattr(value, "shm", value)
         resource_tracker.unregister(memory._name, "shared_memory")
     return value
 
 
-_callers_tracker = False
-
-
-def has_callers_tracker() -> bool:
-    """Whether this worker uses its caller's resource tracker."""
-    return _callers_tracker
+_callers_tracker = False  # whether this worker uses its caller's resource tracker
 
 
 def use_tracker(fd: int) -> None:

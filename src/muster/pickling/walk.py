@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import itertools
 import logging
@@ -11,15 +12,16 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import Any
 
 import cloudpickle
 import gymnasium as gym
 import numpy as np
 
-from muster.introspection import attribute_dict, global_names, module_name, subscript
+from muster.introspection import attribute_dict, closure_of, global_names, module_name, subscript
 from muster.pickling.main_module import MAIN_NAMES
-from muster.pickling.modules import is_found_by_name
 
 Edge = tuple[str, Any]
 
@@ -201,6 +203,22 @@ def is_importable(definition: Any) -> bool:
     return found is definition
 
 
+def is_found_by_name(module: types.ModuleType) -> bool:
+    """Whether an import by the module's name gives this module, or another one from the same file. Imports nothing."""
+    name, spec = (vars(module).get(key) for key in ("__name__", "__spec__"))
+    if type(name) is not str or sys.modules.get(name) is module:
+        return type(name) is str
+    if type(module) is not types.ModuleType or type(spec) is not ModuleSpec or not spec.has_location:
+        return False
+    package = name.rpartition(".")[0]
+    if package and package not in sys.modules:
+        return False  # to look for the module would import the package
+    with contextlib.suppress(Exception):  # the finders are other people's code, and so is what `sys.modules` holds
+        found = find_spec(name)
+        return found is not None and found.origin == spec.origin
+    return False
+
+
 def _code_edges(holder: Any, kind: type, inherited: bool) -> Iterator[Edge]:
     if kind is types.FunctionType:
         yield from _function_edges(holder, inherited)
@@ -227,11 +245,7 @@ def _function_edges(function: Any, inherited: bool) -> Iterator[Edge]:
     importable = is_importable(function)
     if importable and not inherited:
         return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f".<closure>.{name}", cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            continue
+    yield from ((f".<closure>.{name}", value) for name, value in closure_of(function).items())
     defaults = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :] if defaults else ()
     yield from ((f".<default>.{name}", value) for name, value in zip(names, defaults, strict=False))
@@ -253,7 +267,8 @@ def _element_edges(holder: Any, kind: type) -> Iterator[Edge]:
     elif issubclass(kind, (set, frozenset)):
         yield from ((f"<element {i}>", value) for i, value in enumerate(_copied(holder, kind)))
     elif issubclass(kind, types.CellType):
-        yield from _cell(holder)
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            yield ".cell_contents", holder.cell_contents
     elif issubclass(kind, np.ndarray) and holder.dtype.hasobject:
         yield from ((f".flat[{i}]", value) for i, value in enumerate(np.ndarray.ravel(holder).tolist()))
 
@@ -271,10 +286,3 @@ def _is_object(value: Any) -> bool:
 
 def _named(attributes: Mapping[str, Any]) -> Iterator[Edge]:
     return ((f".{name}", value) for name, value in attributes.items())
-
-
-def _cell(cell: Any) -> Iterator[Edge]:
-    try:
-        yield ".cell_contents", cell.cell_contents
-    except ValueError:
-        return

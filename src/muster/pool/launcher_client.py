@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from muster._core import set_death_signal, set_process_name
 from muster.errors import NoFilesLeft
@@ -51,7 +51,7 @@ class _Key(NamedTuple):
 
 
 class LauncherLost(Exception):
-    """Raised where the launcher process ended while it started a worker."""
+    """Raised where the launcher process ended while it started a worker, and so do others that come after it."""
 
 
 class LauncherClient:
@@ -193,6 +193,33 @@ class LauncherClient:
         if not pidfds:  # the kernel drops fds above this process's limit; the worker ends as its channel closes
             raise NoFilesLeft(errno.EMFILE, os.strerror(errno.EMFILE))
         return HEADER.unpack(answer)[0], pidfds[0]
+
+
+class LauncherOfPool:
+    """The launcher that one pool uses, and those that come after it where it ends."""
+
+    def __init__(self, method: str, threads: int, preloads: Sequence[str], hash_seed: int | None) -> None:
+        self._method, self._threads, self._preloads, self._hash_seed = method, threads, preloads, hash_seed
+        self._client = self._acquired(preloads)
+
+    def start(self, *worker: Any) -> tuple[int, int, int]:
+        """As `LauncherClient.start`, by another launcher where that has ended; at last by one without preloads."""
+        own = [name for name in self._preloads if name.startswith("muster.")]  # the others may have ended it
+        for preloads in (self._preloads, own):
+            try:
+                return self._client.start(*worker)
+            except LauncherLost:
+                self._client.release()
+                self._client = self._acquired(preloads)
+        return self._client.start(*worker)
+
+    def release(self) -> None:
+        """Counts one user less, see `LauncherClient.release`."""
+        self._client.release()
+
+    def _acquired(self, preloads: Sequence[str]) -> LauncherClient:
+        with standard_fds():
+            return LauncherClient.acquire(self._method, self._threads, preloads, self._hash_seed)
 
 
 @contextlib.contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +18,13 @@ from muster.errors import CannotTravel, WorkerDied, WorkerError, WorkerName, Wor
 from muster.introspection import type_name
 from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
 from muster.pool.environment import Changes
-from muster.pool.launcher_client import fork_worker
-from muster.pool.messages import Post, Question, message_of
+from muster.pool.inherit_in_caller import Inheritance
+from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds
+from muster.pool.messages import Post, Question, StartOrder, message_of
 from muster.pool.resources import Usage, usage_of
 from muster.pool.worker import main
 from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stack, stream_fd
-from muster.transport.big_arrays import memfd
+from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed
 from muster.worker_info import WorkerInfo
 
@@ -162,6 +164,42 @@ class Place:
         if (fd := self.channel.fileno()) >= 0:
             disown(fd)
             self.channel.close()
+
+
+@dataclass
+class Starting:
+    """What only the start of a pool needs, and that of its replacements."""
+
+    orders: list[StartOrder] = field(default_factory=list)
+    changes: Sequence[Changes] = ()
+    launcher: LauncherOfPool | None = None
+    inheritance: Inheritance | None = None
+    big_arrays: BigArrays | None = None
+
+    def release(self) -> None:
+        """Releases all of it."""
+        if self.launcher is not None:
+            self.launcher.release()
+        if self.inheritance is not None:
+            self.inheritance.close()
+        if self.big_arrays is not None:
+            self.big_arrays.close()
+
+
+def launch_named(name: WorkerName, count: int, *arguments: Any, is_apart: bool) -> tuple[WorkerProcess, socket.socket]:
+    """As `launch`; errors name the worker. count: of the pool's places."""
+    try:
+        with standard_fds():
+            return launch(name.index, *arguments, is_apart=is_apart)
+    except LauncherLost:
+        raise WorkerError(name, "could not start: the process that starts workers ends each time") from None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            error.add_note(
+                f"worker {name.index} of {count} could not start: each needs 5 file descriptors in this process; "
+                "allow it more (`ulimit -n`), or ask for fewer workers"
+            )
+        raise
 
 
 def launch(

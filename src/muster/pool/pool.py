@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,9 +25,9 @@ from muster.errors import CannotTravel, UnknownMessage, UsageError, WorkerError,
 from muster.introspection import caller_stacklevel
 from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
-from muster.pool.environment import Changes, changes_of
+from muster.pool.environment import changes_of
 from muster.pool.inherit_in_caller import Inheritance
-from muster.pool.launcher_client import LauncherClient, LauncherLost, standard_fds
+from muster.pool.launcher_client import LauncherOfPool, standard_fds
 from muster.pool.logs import LogInbox
 from muster.pool.messages import (
     Answer,
@@ -45,7 +43,7 @@ from muster.pool.messages import (
     Unpacking,
 )
 from muster.pool.notices import StartNotice
-from muster.pool.place import Limit, Place, Plan, Started, fork, launch
+from muster.pool.place import Limit, Place, Plan, Started, Starting, fork, launch_named
 from muster.pool.resources import Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
@@ -58,17 +56,6 @@ from muster.transport.mail import dumps
 PATIENT_S = 60.0  # a longer wait gives a warning
 # Each stands before its content, which was sealed once for several places.
 _HEADS = {kind: frame(dumps(kind())) for kind in (Post, Question)}
-
-
-@dataclass
-class _Starting:
-    """What only the start needs, and that of replacements."""
-
-    orders: list[StartOrder] = field(default_factory=list)
-    changes: Sequence[Changes] = ()
-    launcher: LauncherClient | None = None
-    inheritance: Inheritance | None = None
-    big_arrays: BigArrays | None = None
 
 
 class Pool(BasePool[Place]):
@@ -95,7 +82,7 @@ class Pool(BasePool[Place]):
         self._files = dict(files or {})
         self._own_files: dict[str, int] = {}
         self._log_inbox: LogInbox | None = None
-        self._starting = _Starting()
+        self._starting = Starting()
         self._started = False
         self._polled: list[Place] = []
         self._poller = Poller()
@@ -165,7 +152,8 @@ class Pool(BasePool[Place]):
             )
             starting.orders.append(order)
         if not forks and self.plans:
-            self._acquire_launcher(options.preloads)
+            key = options.context, options.threads, options.preloads, options.hash_seed
+            starting.launcher = LauncherOfPool(*key)
         for index, plan in enumerate(self.plans):
             self._notice.check()
             place = self._launch(index, plan.content)
@@ -175,46 +163,22 @@ class Pool(BasePool[Place]):
         for place in self._places:
             self._send_at_start(place, *self._with_inheritance(place.index))
 
-    def _acquire_launcher(self, preloads: Sequence[str]) -> None:
-        options = self._options
-        with standard_fds():
-            key = options.context, options.threads, preloads, options.hash_seed
-            self._starting.launcher = LauncherClient.acquire(*key)
-
     def _launch(self, index: int, content: Any) -> Place:
-        plan, forks = self.plans[index], self._starting.launcher is None
-        settings = self._nouns.process_name(index), self._starting.changes[index], self._options.are_apart
-        start: Callable[[Mapping[str, int]], Started] = functools.partial(self._start_by_launcher, index, *settings)
+        plan, starting = self.plans[index], self._starting
+        name = self._nouns.name(index, plan.envs)
+        settings = self._nouns.process_name(index), starting.changes[index], self._options.are_apart
+        forks, launcher = self._options.context == "fork", starting.launcher
+        start: Callable[[Mapping[str, int]], Started]
         if forks:
             start = functools.partial(fork, (content, self._options.init.function), *settings)
-        try:
-            with standard_fds():
-                process, channel = launch(index, {**self._files, **self._own_files}, start, is_apart=settings[-1])
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                error.add_note(
-                    f"worker {index} of {len(self.plans)} could not start: each needs 5 file descriptors in "
-                    "this process; allow it more (`ulimit -n`), or ask for fewer workers"
-                )
-            raise
+        elif launcher is not None:
+            start = functools.partial(launcher.start, *settings)
+        else:  # another thread has closed the pool
+            raise self._is_closed()
+        fds = {**self._files, **self._own_files}
+        process, channel = launch_named(name, len(self.plans), fds, start, is_apart=settings[-1])
         watched = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
-        return Place(index, self._nouns.name(index, plan.envs), plan.parts, process, watched, self._nouns)
-
-    def _start_by_launcher(self, index: int, *worker: Any) -> Started:
-        preloads = self._options.preloads
-        own = [name for name in preloads if name.startswith("muster.")]  # the others may have ended it
-        for again in (preloads, own, None):
-            launcher = self._starting.launcher
-            assert launcher is not None
-            try:
-                return launcher.start(*worker)
-            except LauncherLost:
-                if again is None:
-                    name = self._nouns.name(index, self.plans[index].envs)
-                    raise WorkerError(name, "could not start: the process that starts workers ends each time") from None
-                launcher.release()
-                self._acquire_launcher(again)
-        raise AssertionError
+        return Place(index, name, plan.parts, process, watched, self._nouns)
 
     def _with_inheritance(self, index: int, content: bytes | None = None) -> tuple[StartOrder, list[int]]:
         """The order for a place, and the fds to send with it. content: another than that of the place's plan."""
@@ -527,13 +491,8 @@ class Pool(BasePool[Place]):
             raise raised
 
     def _let_go(self) -> None:
-        starting, self._starting = self._starting, _Starting()
-        if starting.launcher is not None:
-            starting.launcher.release()
-        if starting.inheritance is not None:
-            starting.inheritance.close()
-        if starting.big_arrays is not None:
-            starting.big_arrays.close()
+        starting, self._starting = self._starting, Starting()
+        starting.release()
         if self._log_inbox is not None:
             self._log_inbox.deliver(at_the_end=True)
         self._log_inbox = None

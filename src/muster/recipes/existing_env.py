@@ -12,7 +12,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from muster.introspection import attributes_of, global_names, subscript
+from muster.introspection import attributes_of, closure_of, global_names, subscript
 
 _ACTION_NAMES = ("action_space", "action_spec", "action_spaces")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -68,13 +68,9 @@ def _held(holder: Any) -> Iterator[tuple[str, Any]]:
         yield ".__func__", holder.__func__
         yield from _named_attributes(".__self__", holder.__self__, holder.__func__)
     elif kind is types.FunctionType:
-        for cell_name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True):
-            try:
-                held = cell.cell_contents
-            except ValueError:  # a variable that has no value yet
-                continue
-            yield f".<closure>.{cell_name}", held
-            yield from _attributes_of_instance(f".<closure>.{cell_name}", held, holder)
+        for variable, held in closure_of(holder).items():
+            yield f".<closure>.{variable}", held
+            yield from _attributes_of_instance(f".<closure>.{variable}", held, holder)
         yield ".__defaults__", holder.__defaults__
         yield ".__kwdefaults__", holder.__kwdefaults__
         for global_name in global_names(holder.__code__):

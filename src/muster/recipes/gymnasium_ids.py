@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import gymnasium as gym
-from gymnasium.envs.registration import EnvCreator, EnvSpec, WrapperSpec, _find_spec, load_env_creator
+from gymnasium.envs.registration import EnvCreator, EnvSpec, _find_spec, load_env_creator
 
 from muster.errors import RecipeError
 from muster.extras import is_installed, missing
@@ -143,10 +143,10 @@ def pack_registrations() -> list[bytes]:
     named, held = [], []
     for spec in map(_named, gym.registry.values()):
         if isinstance(spec.entry_point, str) and not _is_in_main(spec.entry_point):
-            named.append(spec)
+            if not spec.entry_point.startswith(_GYMNASIUM):
+                named.append(spec)
         elif spec.entry_point is not None:
             held.append(_portable(spec))
-    named = [spec for spec in named if not str(spec.entry_point).startswith(_GYMNASIUM)]
     packed = []
     for specs in (named, *([spec] for spec in held)):
         with contextlib.suppress(Exception):
@@ -171,19 +171,11 @@ def register_packed(packed: Sequence[bytes]) -> list[EnvSpec]:
     return specs
 
 
-def vector_num_envs(spec: EnvSpec) -> int | None:
-    """The num_envs that Gymnasium's ``make_vec`` noted in the spec of its vector env, None for an env's spec."""
-    return spec.kwargs.get("num_envs", 1) if "vectorization_mode" in spec.kwargs else None
-
-
-def vector_wrappers(spec: EnvSpec) -> tuple[Callable[[Any], Any], ...]:
-    """The wrappers that Gymnasium's ``make_vec`` noted in the spec of its vector env."""
-    return tuple(spec.kwargs.get("wrappers") or ()) if "vectorization_mode" in spec.kwargs else ()
-
-
-def unrecorded_wrapper(spec: EnvSpec) -> WrapperSpec | None:
-    """The first wrapper that the spec cannot rebuild, because it did not record its arguments."""
-    return next((wrapper for wrapper in spec.additional_wrappers if wrapper.kwargs is None), None)
+def noted_by_make_vec(spec: EnvSpec) -> tuple[int | None, tuple[Callable[[Any], Any], ...]]:
+    """What Gymnasium's ``make_vec`` notes in the spec of its vector env: num_envs, wrappers. Of an env's: None, ()."""
+    if "vectorization_mode" not in spec.kwargs:
+        return None, ()
+    return spec.kwargs.get("num_envs", 1), tuple(spec.kwargs.get("wrappers") or ())
 
 
 def _portable(spec: EnvSpec) -> EnvSpec:

@@ -191,20 +191,17 @@ def pack(
     init: a function that is called there before the recipes are rebuilt.
     Warns about objects that arrive as something else (an open file) or are huge. Raises CannotTravel.
     """
-    inner: list[pickle.PickleBuffer] | None = None if big is None else []
+    inner: list[pickle.PickleBuffer] = []
     parts, call = _parts_of(recipes, init), recipes[0].call
     before = () if init is None else (init,)
+    apart = None if big is None else inner
     packed = dumps(
-        list(recipes), parts, start_method=start_method, big=inner, fds=fds, before=before, lays_main=True, call=call
+        list(recipes), parts, start_method=start_method, big=apart, fds=fds, before=before, lays_main=True, call=call
     )
-    if big is None or inner is None:
-        return pickle.dumps((pack_registrations(), call, packed, init is not None))
-    outer = pickle.PickleBuffer(packed)
-    whole = pickle.dumps(
-        (pack_registrations(), call, outer, init is not None),
-        protocol=5,
-        buffer_callback=lambda buffer: not takes(buffer, big),
-    )
+    content = (pack_registrations(), call, pickle.PickleBuffer(packed), init is not None)
+    if big is None:
+        return pickle.dumps(content, protocol=5)
+    whole = pickle.dumps(content, protocol=5, buffer_callback=lambda buffer: not takes(buffer, big))
     big += inner
     return whole
 

@@ -40,9 +40,7 @@ def kinds_of(recipes: Sequence[Recipe], most: int) -> list[list[Recipe]] | None:
 
 def _same_kind(one: Recipe, other: Recipe) -> bool:
     try:
-        return all(
-            _alike(getattr(one, part), getattr(other, part)) for part in ("factory", "kwargs", "wrappers", "may_reuse")
-        )
+        return _alike_in(one, other, "factory", "kwargs", "wrappers", "may_reuse")
     except Exception:  # comparing a user's objects may raise anything; nested too deeply, RecursionError
         return False
 

@@ -13,22 +13,14 @@ from importlib.util import find_spec
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, WrapperSpec
 
 from muster.errors import RecipeError
 from muster.introspection import callable_name, caller_stacklevel, module_name, type_name
 from muster.lazy_values import Lazy
 from muster.pickling import UserCall, find_culprits
 from muster.recipes.existing_env import find_existing_env, is_env
-from muster.recipes.gymnasium_ids import (
-    ForeignResolver,
-    MakeGym,
-    factory_of_id,
-    factory_of_spec,
-    unrecorded_wrapper,
-    vector_num_envs,
-    vector_wrappers,
-)
+from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, factory_of_id, factory_of_spec, noted_by_make_vec
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,7 @@ def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | Non
     if is_env(form):
         form = _spec_of_instance(form, label or "env")
     if isinstance(form, EnvSpec):
-        return Source(factory_of_spec(form), form.id, label or "env", vector_num_envs(form), vector_wrappers(form))
+        return Source(factory_of_spec(form), form.id, label or "env", *noted_by_make_vec(form))
     if not callable(form) or type(form) is Lazy:
         raise RecipeError(
             f"{label or 'env'} must be an env id, a gymnasium EnvSpec or a callable that builds an env, or a list of "
@@ -135,6 +127,11 @@ def _spec_of_instance(env: Any, label: str) -> EnvSpec:
         stacklevel=caller_stacklevel(),
     )
     return spec
+
+
+def unrecorded_wrapper(spec: EnvSpec) -> WrapperSpec | None:
+    """The first wrapper that the spec cannot rebuild, because it did not record its arguments."""
+    return next((wrapper for wrapper in spec.additional_wrappers if wrapper.kwargs is None), None)
 
 
 def check_call(source: Source, kwargs: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from muster.rollout.env_side import EnvSide, StepRows
 from muster.rollout.fields import Array
 from muster.rollout.policies import Actor
 from muster.rollout.storage import Final, Loss, Storage
-from muster.vector.agent_rows import any_true
+from muster.vector.multi_agent import any_true
 
 
 class Stepping:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
 
 from gymnasium.vector import AutoresetMode
 
@@ -24,59 +23,24 @@ from muster.spaces.tree import Node, tree
 from muster.transport.infos import InfoColumns, InfoReader
 from muster.transport.slab import SlabPlan
 from muster.vector.action_writers import ActionWriter, AgentsWriter, LenientWriter
-from muster.vector.agent_rows import RowVectorEnv
 from muster.vector.batched_spaces import BatchedSpaces, agents_spaces, equal_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
-from muster.vector.raisers import Raiser, raise_env_error, raise_original
-from muster.vector.vector_env import Assembled, VectorEnv
+from muster.vector.parts import Assembled, Parts, SteppingOptions
+from muster.vector.raisers import raise_env_error, raise_original
+from muster.vector.vector_env import VectorEnv
 from muster.worker_info import WorkerInfo
 
 # The most processes on a core of which all wait awake for long; measured in docs/adr/0003-doorbell.md.
 _AWAKE_PER_CORE = 20
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts in which one kind of vector env differs from another.
+def trees_of_spaces(facts: EnvFacts, spaces: BatchedSpaces, *, lenient: bool = False) -> tuple[Node, Node]:
+    """Trees that cast only where the kind of number is kept: bool to int to float to complex.
 
-    spaces: makes the vector env's spaces from those of its envs; raises SpecMismatch for an env that does not agree.
-    trees: makes the trees of one env's observations and actions.
-    writer: makes the object that writes the actions that the core does not write.
-    raiser: raises the exception for envs that failed.
-    lenient: whether other libraries' vector envs are followed in what they take: envs may be stepped before their
-        first reset, and rewards and flags be whatever numbers and bools can be made of.
-    raise_closed: raises the ClosedError for a call after `close`, where its words are not Muster's own.
+    lenient: they cast observations even where values are lost, as other libraries' vector envs do.
     """
-
-    spaces: Callable[[Sequence[EnvFacts]], BatchedSpaces]
-    trees: Callable[[EnvFacts, BatchedSpaces], tuple[Node, Node]]
-    writer: Callable[..., ActionWriter]
-    raiser: Raiser
-    lenient: bool
-    raise_closed: Callable[[], NoReturn] | None = None
-
-
-@dataclass(frozen=True)
-class AssemblyOptions:
-    """The options by which one vector env steps. max_restarts: None where a failure is an error at once."""
-
-    autoreset_mode: AutoresetMode
-    caller_wait_budget: WaitBudget
-    worker_wait_budget: WaitBudget
-    copy: bool = True
-    check_finite: bool = False
-    max_restarts: int | None = None
-
-
-def strict_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
-    """Trees that cast only where the kind of number is kept: bool to int to float to complex."""
-    return tree(spaces.single_observation, "observation"), tree(spaces.single_action, "action")
-
-
-def lenient_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
-    """Trees that cast observations even where values are lost, as other libraries' vector envs do."""
-    obs = tree(spaces.single_observation, "observation", lenient=True)
-    return obs, tree(spaces.single_action, "action", lenient=True)
+    obs = tree(spaces.single_observation, "observation", lenient=lenient)
+    return obs, tree(spaces.single_action, "action", lenient=lenient)
 
 
 def agents_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
@@ -85,12 +49,12 @@ def agents_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
     return facts.agents.row_tree(), facts.agents.action_tree()
 
 
-STRICT = Parts(equal_spaces, strict_trees, ActionWriter, raise_env_error, lenient=False)
-LENIENT = Parts(equal_spaces, lenient_trees, LenientWriter, raise_original, lenient=True)
+STRICT = Parts(equal_spaces, trees_of_spaces, ActionWriter, raise_env_error, lenient=False)
+LENIENT = Parts(equal_spaces, partial(trees_of_spaces, lenient=True), LenientWriter, raise_original, lenient=True)
 
 
 def assemble(
-    backend: Backend, parts: Parts, options: AssemblyOptions, facts: Sequence[EnvFacts] | None = None
+    backend: Backend, parts: Parts, options: SteppingOptions, facts: Sequence[EnvFacts] | None = None
 ) -> Assembled:
     """Starts `backend`, unless its `facts` are passed, and combines it with `parts`.
 
@@ -101,16 +65,14 @@ def assemble(
         spaces = parts.spaces(facts)
         obs, actions = parts.trees(facts[0], spaces)
         writer = parts.writer(actions, spaces.action, backend)
+        autoreset = getattr(Autoreset, options.autoreset_mode.name)
         must_reset = options.autoreset_mode is AutoresetMode.DISABLED
+        processes = backend.num_workers + 1
+        caller_budget, worker_budget = wait_budgets(usable_cores(), processes, caller_steps=options.caller_steps)
         backend.attach(
             SlabPlan(obs, actions, backend.first_envs),
-            HostOptions(
-                getattr(Autoreset, options.autoreset_mode.name),
-                options.check_finite,
-                parts.lenient,
-                options.worker_wait_budget,
-            ),
-            CallerOptions(must_reset, parts.lenient, writer.in_core, options.caller_wait_budget),
+            HostOptions(autoreset, options.check_finite, parts.lenient, worker_budget),
+            CallerOptions(must_reset, parts.lenient, writer.in_core, caller_budget),
         )
     except BaseException:
         backend.close(AT_ONCE)
@@ -120,29 +82,18 @@ def assemble(
     if options.max_restarts is not None:
         recovery = Recovery(backend, options.autoreset_mode, options.max_restarts, columns)
     backend.replaces_lost(None if recovery is None else recovery.worker_died)
-    return Assembled(
-        backend=backend,
-        facts=facts[0],
-        spaces=spaces,
-        autoreset_mode=options.autoreset_mode,
-        copy=options.copy,
-        info_reader=InfoReader(columns),
-        recovery=recovery,
-        writer=writer,
-        raiser=parts.raiser,
-        raise_closed=parts.raise_closed,
-    )
+    return Assembled(backend, parts, options, facts[0], spaces, writer, InfoReader(columns), recovery)
 
 
 def vector_env_of(
-    backend: Backend, parts: Parts, options: AssemblyOptions, facts: Sequence[EnvFacts] | None = None
+    backend: Backend, parts: Parts, options: SteppingOptions, facts: Sequence[EnvFacts] | None = None
 ) -> VectorEnv | MultiAgentVectorEnv:
     """The vector env for the envs that `backend` builds, of one agent or several. facts: theirs, if it has started."""
     facts = backend.start() if facts is None else facts
     if facts[0].agents is None:
         return VectorEnv(assemble(backend, parts, options, facts))
     parts = replace(parts, spaces=partial(agents_spaces, parts.spaces), trees=agents_trees, writer=AgentsWriter)
-    return MultiAgentVectorEnv(RowVectorEnv(assemble(backend, parts, options, facts)))
+    return MultiAgentVectorEnv(assemble(backend, parts, options, facts))
 
 
 def serial_vec(
@@ -158,7 +109,7 @@ def serial_vec(
     backend = SerialBackend(recipes, info, nouns)
     facts = backend.start()
     max_restarts = None if facts[0].metadata.get("one_per_process") else max_restarts
-    options = drop_in_options(backend, AutoresetMode.SAME_STEP, copy=False, max_restarts=max_restarts)
+    options = SteppingOptions(AutoresetMode.SAME_STEP, copy=False, max_restarts=max_restarts)
     return vector_env_of(backend, STRICT, options, facts)
 
 
@@ -179,8 +130,3 @@ def wait_budgets(cores: int, processes: int, *, caller_steps: bool = False) -> t
     else:  # 3 ms, with pauses in between; 10 ms where processes with envs to step wait for a reset in another
         pauses, yields = 1000, 6000 if caller_steps else 2000
     return WaitBudget(pauses, yields, False), WaitBudget(pauses, yields, processes <= cores + 1)
-
-
-def drop_in_options(backend: Backend, autoreset_mode: AutoresetMode, **options: Any) -> AssemblyOptions:
-    """The options of a vector env with Muster's own wait budgets, as in drop-ins. options: other fields."""
-    return AssemblyOptions(autoreset_mode, *wait_budgets(usable_cores(), backend.num_workers + 1), **options)

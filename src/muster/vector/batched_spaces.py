@@ -26,12 +26,12 @@ class BatchedSpaces:
 
 def equal_spaces(facts: Sequence[EnvFacts]) -> BatchedSpaces:
     """The spaces of envs whose spaces are equal. Raises SpecMismatch for the first env that differs from env 0."""
-    return _agreed(facts, "same")
+    return _agreed(facts)
 
 
 def alike_spaces(facts: Sequence[EnvFacts]) -> BatchedSpaces:
     """The spaces of envs whose observations may differ in their bounds. Raises SpecMismatch."""
-    return _agreed(facts, "different")
+    return _agreed(facts, differ=True)
 
 
 def first_envs_spaces(facts: Sequence[EnvFacts]) -> BatchedSpaces:
@@ -41,7 +41,7 @@ def first_envs_spaces(facts: Sequence[EnvFacts]) -> BatchedSpaces:
     """
     observations, actions = [one.observation_space for one in facts], [one.action_space for one in facts]
     require_agreement(observations, actions, bounds=False, action_bounds=False)
-    return _agreed([facts[0]] * len(facts), "same")
+    return _agreed([facts[0]] * len(facts))
 
 
 def agents_spaces(rest: Callable[[Sequence[EnvFacts]], BatchedSpaces], facts: Sequence[EnvFacts]) -> BatchedSpaces:
@@ -52,13 +52,10 @@ def agents_spaces(rest: Callable[[Sequence[EnvFacts]], BatchedSpaces], facts: Se
     return rest(facts)
 
 
-def _agreed(facts: Sequence[EnvFacts], observation_mode: str) -> BatchedSpaces:
+def _agreed(facts: Sequence[EnvFacts], *, differ: bool = False) -> BatchedSpaces:
     first, observations = facts[0], [one.observation_space for one in facts]
-    require_agreement(observations, [one.action_space for one in facts], bounds=observation_mode == "same")
-    if observation_mode == "same":
-        batched = batch_space(first.observation_space, len(facts))
-    else:
-        batched = batch_differing_spaces(observations)
+    require_agreement(observations, [one.action_space for one in facts], bounds=not differ)
+    batched = batch_differing_spaces(observations) if differ else batch_space(first.observation_space, len(facts))
     return BatchedSpaces(
         first.observation_space, first.action_space, batched, batch_space(first.action_space, len(facts))
     )

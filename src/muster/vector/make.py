@@ -22,10 +22,11 @@ from muster.pool.environment import WorkerEnv, refuse_without_processes
 from muster.pool.resources import MEMORY_CHECKS, usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.recipes.known_envs import is_known
-from muster.vector.assemble import STRICT, AssemblyOptions, vector_env_of, wait_budgets
+from muster.vector.assemble import STRICT, vector_env_of
 from muster.vector.batched_spaces import alike_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import AUTO, Asked, at_most, check_workers, count_processes, one_each
+from muster.vector.parts import SteppingOptions
 from muster.vector.vector_env import VectorEnv
 
 BACKENDS = ("serial", "thread", "process")
@@ -169,17 +170,15 @@ def make_vec(
             memory_check=memory_check,
         )
         chosen = ProcessBackend(recipes, options)
-    caller_wait_budget, worker_wait_budget = wait_budgets(cores, chosen.num_workers + 1, caller_steps=caller_steps)
-    assembly = AssemblyOptions(
+    stepping = SteppingOptions(
         autoreset_mode=mode,
-        caller_wait_budget=caller_wait_budget,
-        worker_wait_budget=worker_wait_budget,
         copy=copy,
         check_finite=check_finite,
         max_restarts=max_restarts if on_failure == "restart" else None,
+        caller_steps=caller_steps,
     )
     parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=alike_spaces)
-    return vector_env_of(chosen, parts, assembly)
+    return vector_env_of(chosen, parts, stepping)
 
 
 def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:

@@ -1,24 +1,32 @@
-"""`MultiAgentVectorEnv`: N envs of many agents behind the methods of `VectorEnv`, with agents batched by group."""
+"""`MultiAgentVectorEnv`: N envs of many agents behind the methods of `VectorEnv`, with agents batched by group.
+
+An env's observation is a row that holds everything one step says of its agents. Here rows are split by group.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from gymnasium import spaces
 
+from muster._core import FLAG_NAMES, split_agents
+from muster.envs import layout
 from muster.envs.groups import Agent
+from muster.errors import CannotTravel, EnvError
 from muster.spaces.compare import handed_out
-from muster.transport.infos import Infos
-from muster.vector.agent_rows import RowVectorEnv
-from muster.vector.results import AgentBatch, AgentsStepResult, ByGroup
+from muster.spaces.tree import Array
+from muster.transport.infos import InfoReader, Infos, merge
+from muster.vector.parts import Assembled
+from muster.vector.results import AgentBatch, AgentsStepResult, Batch, Bools, ByGroup, Rewards, Rows
+from muster.vector.vector_env import SteppedEnvs
+
+# Key in the infos of a same_step batch: the last rows of ended episodes, from which final_obs and final_info are made.
+_FINAL_ROWS = "final_rows"
 
 
-class MultiAgentVectorEnv:
+class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
     """Many multi-agent envs, stepped by a backend. Made by `muster.make_vec`.
 
     Agents stand in fixed slots: group g has A slots, in the order of ``groups[g]``; arrays are ``[N, A, ...]``. An
@@ -41,29 +49,40 @@ class MultiAgentVectorEnv:
     ``action_mask`` and ``state`` are views, valid until that env's next send.
     """
 
-    def __init__(self, rows: RowVectorEnv) -> None:
-        self._rows = rows
-        self._layout = rows.layout
-        self.num_envs = rows.num_envs
-        self.metadata = rows.metadata
-        self.render_mode = rows.render_mode
+    _batch = AgentBatch
+
+    def __init__(self, assembled: Assembled) -> None:
+        super().__init__(assembled)
+        assert isinstance(self._obs, layout.RowNode)
+        self._layout = self._obs.layout
+        self._slots = self._layout.slots()
+        self._bounds = [(name, slot.start, slot.stop) for name, slot in self._slots.items()]
         self.single_observation_space = handed_out(self._layout.observation_space())
         self.single_action_space = handed_out(self._layout.action_space())
+        self._observation_space: spaces.Dict | None = None
+        self._action_space: spaces.Dict | None = None
 
     @property
     def groups(self) -> dict[str, list[Agent]]:
         """The agents of each group, in the order of their slots."""
         return {name: list(agents) for name, agents in self._layout.groups.items()}
 
-    @functools.cached_property
+    # Both are made when somebody asks, as their bounds may take much memory. A cached_property reads the `__dict__` of
+    # the instance, and from then on Python looks up each of its attributes more slowly.
+
+    @property
     def observation_space(self) -> spaces.Dict:
         """The space of `obs`: ``[N, A, ...]`` by group."""
-        return self._layout.observation_space(self.num_envs)
+        if self._observation_space is None:
+            self._observation_space = self._layout.observation_space(self.num_envs)
+        return self._observation_space
 
-    @functools.cached_property
+    @property
     def action_space(self) -> spaces.Dict:
         """The space of actions: ``[N, A, ...]`` by group."""
-        return self._layout.action_space(self.num_envs)
+        if self._action_space is None:
+            self._action_space = self._layout.action_space(self.num_envs)
+        return self._action_space
 
     @property
     def state_space(self) -> spaces.Space[Any] | None:
@@ -75,118 +94,102 @@ class MultiAgentVectorEnv:
         """The shape of one agent's action mask, for the groups that may have masks."""
         return dict(self._layout.mask_shapes)
 
-    # ---- stepping
+    # ---- inside
 
-    def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[ByGroup, Infos]:
-        """Resets all envs, or those in ``options["reset_mask"]`` (bool ``[N]``). See `VectorEnv.reset`."""
-        return self._rows.reset(seed=seed, options=options)
+    def _read(self, copies: bool, reader: InfoReader | None) -> Rows:
+        try:
+            return self._split_rows(super()._read(copies, reader), copies)
+        except (EnvError, CannotTravel) as error:
+            if isinstance(error.batch, Batch):
+                error.batch = AgentBatch._make(self._split_rows((*error.batch, 0), copies)[:6])
+            raise
 
-    def reset_async(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> None:
-        """Starts `reset`; `reset_wait` or `recv` takes the result."""
-        self._rows.reset_async(seed=seed, options=options)
+    def _all_after_reset(self, ids: Array, infos: Infos, copies: bool) -> tuple[Any, Infos]:
+        rows, infos = super()._all_after_reset(ids, infos, copies)
+        obs, _, infos = self._by_group(rows, infos, None, copies)
+        return obs, infos
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[ByGroup, Infos]:
-        """The result of `reset_async`. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
-        return self._rows.reset_wait(timeout)
+    def _split_rows(self, rows: Rows, copies: bool) -> Rows:
+        ids, obs, _, terminated, truncated, infos, unusual = rows
+        by_group, rewards, infos = self._by_group(obs, infos, truncated, copies)
+        return ids, by_group, rewards, terminated, truncated, infos, unusual
 
-    def step(self, actions: Mapping[str, Any], *, _copies: bool | None = None) -> AgentsStepResult:
-        """Steps every env: obs, rewards, terminated, truncated, infos, as the class describes them.
+    def _by_group(
+        self, rows: Any, infos: Infos, truncated: Bools | None, copies: bool
+    ) -> tuple[ByGroup, Rewards, Infos]:
+        rewards, flags = rows[layout.REWARDS], rows[layout.FLAGS]
+        if not copies:  # only observations are views, as from `VectorEnv`
+            rewards, flags = rewards.copy(), flags.copy()
+        if infos:
+            final = infos.pop(_FINAL_ROWS, None)
+            if truncated is not None and "_restarted" in infos and (lost := infos["_restarted"] & truncated).any():
+                if final is None:
+                    rewards, flags = _cut_off(rewards, flags, lost)
+                else:
+                    final = dict(enumerate(final))
+                    final[layout.REWARDS], final[layout.FLAGS] = _cut_off(
+                        final[layout.REWARDS], final[layout.FLAGS], lost
+                    )
+            if final is not None:
+                over = infos["_final_obs"]
+                rewards = np.where(over[:, None], final[layout.REWARDS], rewards)
+                flags = flags.copy()
+                flags[over, layout.TERMINATED :] = final[layout.FLAGS][over, layout.TERMINATED :]
+                infos["final_obs"] = self._obs_by_group(final)
+                _, about = self._split(final[layout.REWARDS], final[layout.FLAGS])
+                infos["final_info"] |= self._about_agents(final, about)
+        by_group, about = self._split(rewards, flags)
+        infos |= self._about_agents(rows, about)
+        return self._obs_by_group(rows), by_group, infos
 
-        actions: ``[N, A, ...]`` by group. Raises ActionError before anything is sent, EnvError, WorkerDied.
-        """
-        return self._rows.step(actions, _copies=_copies)  # type: ignore[return-value]  # rewards are by group
+    def _split(self, rewards: Array, flags: Array) -> tuple[Rewards, Infos]:
+        """Rewards by group, and infos with the flags by group."""
+        return split_agents(rewards, flags, self._bounds, FLAG_NAMES)
 
-    def step_async(self, actions: Mapping[str, Any]) -> None:
-        """Sends the actions; `step_wait` or `recv` takes the results."""
-        self._rows.step_async(actions)
+    def _obs_by_group(self, rows: Any) -> ByGroup:
+        obs = dict(zip(self._slots, rows[layout.OBS], strict=True))
+        if rows[layout.SHARED]:
+            obs["shared"] = rows[layout.SHARED]
+        return obs
 
-    def step_wait(self, timeout: float | None = None) -> AgentsStepResult:
-        """The result of `step_async`. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
-        return self._rows.step_wait(timeout)  # type: ignore[return-value]  # likewise
+    def _about_agents(self, rows: Any, about: Infos) -> Infos:
+        """`about`, with the other parts of a row that belong into infos: action masks and the state."""
+        if any_true(rows[layout.HAS_MASKS]):
+            about["action_mask"] = dict(zip(self._layout.mask_shapes, rows[layout.MASKS], strict=True))
+        if self._layout.state_space is not None:
+            about["state"], about["_state"] = rows[layout.STATE], np.ones(len(rows[layout.REWARDS]), np.bool_)
+        return about
 
-    def send(
-        self, actions: Mapping[str, Any], env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None
-    ) -> None:
-        """Sends actions ``[n, A, ...]`` by group to envs `env_ids`, or to all. See `VectorEnv.send`."""
-        self._rows.send(actions, env_ids)
+    def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any], reader: InfoReader) -> None:
+        ended = self._records["has_final"][ids].copy()
+        if not ended.any():
+            return
 
-    def recv(
-        self, min_envs: int | None = None, timeout: float | None = None, *, _copies: bool | None = None
-    ) -> AgentBatch:
-        """The results of the envs that are ready, once at least `min_envs` are. See `VectorEnv.recv`."""
-        batch: AgentBatch = self._rows.recv(min_envs, timeout, _copies=_copies)
-        return batch
+        def take(array: Array) -> Array:
+            taken = np.zeros((len(ids), *array.shape[1:]), array.dtype)
+            taken[ended] = array[ids[ended]]
+            return taken
 
-    def drop_pending(self) -> None:
-        """Waits for every answer that envs still owe, and drops it: for front ends whose users cannot take it."""
-        self._rows.drop_pending()
+        infos["final_info"] = {}
+        for row in np.flatnonzero(ended).tolist():
+            merge(infos, {"final_info": reader.final(int(ids[row]), objects[row])}, row, len(ids))
+        infos["_final_info"] = ended
+        infos["_final_obs"] = ended.copy()
+        infos[_FINAL_ROWS] = self._obs.batch(self._backend.slab.final_obs, take, [])
 
-    # ---- everything else, as VectorEnv
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The results of ``env.name(*args, **kwargs)`` of every env; the attribute's value where it is not callable."""
-        return self._rows.call(name, *args, **kwargs)
+def _cut_off(rewards: Array, flags: Array, lost: Bools) -> tuple[Array, Array]:
+    """Copies of `rewards` and `flags` in which the envs `lost` truncate all agents that were left.
 
-    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Starts `call`; `call_wait` takes the results."""
-        self._rows.call_async(name, *args, **kwargs)
+    lost: bool ``[n]``, the envs that were restarted. Their rows repeat the last ones, so their rewards become 0.
+    """
+    rewards, flags = rewards.copy(), flags.copy()
+    left = flags[lost, layout.ALIVE] & ~flags[lost, layout.TERMINATED] & ~flags[lost, layout.TRUNCATED]
+    rewards[lost], flags[lost] = 0, False
+    flags[lost, layout.ALIVE] = flags[lost, layout.TRUNCATED] = left
+    return rewards, flags
 
-    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """The results of `call_async`. Raises WaitTimeout after `timeout` seconds; the call then stays pending."""
-        return self._rows.call_wait(timeout)
 
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """The attribute `name` of every env, looked up through wrappers."""
-        return self._rows.get_attr(name)
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
-        self._rows.set_attr(name, values)
-
-    def render(self) -> tuple[Any, ...]:
-        """Every env's ``render()``."""
-        return self._rows.render()
-
-    def stats(self) -> dict[str, Any]:
-        """The time and resources that each worker has used, see `VectorEnv.stats`."""
-        return self._rows.stats()
-
-    @property
-    def copy(self) -> bool:
-        """Whether ``obs``, ``action_mask`` and ``state`` are the caller's own, see `VectorEnv.copy`."""
-        return self._rows.copy
-
-    def counts(self) -> tuple[int, int, int]:
-        """Env steps, resets and restarts so far, see `VectorEnv.counts`."""
-        return self._rows.counts()
-
-    @property
-    def episode_returns(self) -> npt.NDArray[np.float64]:
-        """float64 ``[N]``: each env's sum of all agents' rewards since its last reset, see `VectorEnv`."""
-        return self._rows.episode_returns
-
-    @property
-    def episode_lengths(self) -> npt.NDArray[np.int64]:
-        """int64 ``[N]``: env steps behind `episode_returns`; of turn-based envs, turns."""
-        return self._rows.episode_lengths
-
-    @property
-    def closed(self) -> bool:
-        """Whether the vector env is closed for good: by `close`, or after an error that says so."""
-        return bool(self._rows.closed)
-
-    def close(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes envs and workers, see `VectorEnv.close_extras`."""
-        self._rows.close(timeout=timeout, terminate=terminate)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._rows.__exit__(kind, error, traceback)
+def any_true(flags: Bools) -> bool:
+    """Whether any flag is True; ``flags.any()`` takes five times as long for a few flags."""
+    return 1 in flags.tobytes()

@@ -37,20 +37,20 @@ def original_error(failures: Sequence[Failure], which: int) -> BaseException:
     EnvError: it would end this process without a word.
     """
     failure = next((one for one in failures if isinstance(one.exception, KeyboardInterrupt)), failures[which])
-    error = to_exception(failure)
+    return _original_of(to_exception(failure))
+
+
+def _original_of(error: BaseException) -> BaseException:
+    """The env's own exception behind an EnvError, with what the EnvError says of it; `error` where there is none."""
     original = error.__cause__
     if original is None or type(error) is not EnvError or isinstance(original, SystemExit):
         return error
-    if isinstance(failure.exception, bytes):
-        original.add_note(_traceback_of(error))
+    if original.__traceback__ is None:  # from another process
+        where = f"env {error.env_index} ({error.worker_noun} {error.worker_index})"
+        original.add_note(f"The traceback of {where}:\n{(error.worker_traceback or '').rstrip()}")
     if error.hint:
         original.add_note(error.hint)
     return original
-
-
-def _traceback_of(error: EnvError) -> str:
-    where = f"env {error.env_index} ({error.worker_noun} {error.worker_index})"
-    return f"The traceback of {where}:\n{(error.worker_traceback or '').rstrip()}"
 
 
 @contextmanager
@@ -72,11 +72,6 @@ def originals_raised() -> Iterator[None]:
     try:
         yield
     except EnvError as error:
-        original = error.__cause__ if type(error) is EnvError else None
-        if original is None or isinstance(original, SystemExit):
+        if (original := _original_of(error)) is error:
             raise
-        if original.__traceback__ is None:  # from another process
-            original.add_note(_traceback_of(error))
-        if error.hint:
-            original.add_note(error.hint)
         raise original from None

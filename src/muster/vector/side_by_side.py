@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from muster.envs.player import Player
@@ -24,75 +24,71 @@ _RUNS_ALONE = 3
 
 @dataclass(frozen=True)
 class SideBySide:
-    """The outcomes of playing two envs, each alone in a process, then both in one; those up to a failure.
+    """The outcome of playing two envs, each alone in a process, then both in one.
 
-    changed_info: the place of an info that differs beside another env; None where none does, or only as times do.
-    again: the outcomes of playing an env alone once more, to find that out.
+    together: that of both; of nothing where it has not come to that.
+    disturbed: the reason why the envs may not share a process; None where each was what it is alone, or is not known.
+    unknown: the reason why it is not known whether they may.
     """
 
-    alone: tuple[TrialOutcome, ...]
     together: TrialOutcome
-    changed_info: str | None = None
-    again: tuple[TrialOutcome, ...] = ()
+    disturbed: str | None = None
+    unknown: str | None = None
 
-    @property
-    def disturbed(self) -> str | None:
-        """The reason why the envs may not share a process; None where each was what it is alone, or is not known."""
-        if self.unknown is not None:
-            return None
-        if "digests" not in self.together.results:
-            return f"only one may live in a process: {self.together.problem}"
-        if [one.results["digest"] for one in self.alone] != self.together.results["digests"]:
-            changes = "a trajectory changes"
-        elif self.changed_info is not None:
-            changes = f"{self.changed_info} changes"
-        else:
-            return None
-        return f"two in one process disturb each other: {changes} when another env is stepped in between"
 
-    @property
-    def unknown(self) -> str | None:
-        """The reason why it is not known whether the envs may share a process."""
-        failed = next((one for one in (*self.alone, *self.again) if "digest" not in one.results), None)
-        both = self.together
-        if failed is None and "digests" not in both.results and both.stage not in (BUILDING_SECOND, STEPPING_BOTH):
-            failed = both
-        return None if failed is None else f"whether several may live in one process is not known: {failed.problem}"
+class _NotKnown(Exception):
+    """A trial has ended early, for a reason that says nothing about two envs in one process."""
 
 
 @LauncherClient.kept()
 def try_side_by_side(pair: Trials, rows: int = ROWS) -> SideBySide:
     """Plays two envs for `rows` rows, each alone and then both in turns. pair: trials of their recipes."""
-    # One after the other: what two processes cannot have at once, such as a port or the only licence, may still be had
-    # by one, and by the same env in all of its trials.
-    alone: list[TrialOutcome] = []
-    for which in (0, 1):
-        alone.append(pair.run(play_alone, rows=rows, which=which))
-        if "digest" not in alone[-1].results:
-            return SideBySide(tuple(alone), TrialOutcome())
-    tried = SideBySide(tuple(alone), pair.run(play_together, rows=rows))
-    if tried.unknown is not None or tried.disturbed is not None:
-        return tried
-    return _with_infos(tried, lambda which: pair.run(play_alone, rows=rows, which=which))
+    together = TrialOutcome()
+
+    def play_one(which: int) -> dict[str, Any]:
+        outcome = pair.run(play_alone, rows=rows, which=which)
+        if "digest" not in outcome.results:
+            raise _NotKnown(outcome.problem)
+        return outcome.results
+
+    try:
+        # One after the other: what two processes cannot have at once, such as a port or the only licence, may still be
+        # had by one, and by the same env in all of its trials.
+        alone = [play_one(0), play_one(1)]
+        together = pair.run(play_together, rows=rows)
+        if "digests" in together.results:
+            changed = _changed(alone, together.results, play_one)
+        elif together.stage in (BUILDING_SECOND, STEPPING_BOTH):
+            return SideBySide(together, f"only one may live in a process: {together.problem}")
+        else:
+            raise _NotKnown(together.problem)
+    except _NotKnown as early:
+        return SideBySide(together, unknown=f"whether several may live in one process is not known: {early}")
+    if changed is None:
+        return SideBySide(together)
+    disturbed = f"two in one process disturb each other: {changed} changes when another env is stepped in between"
+    return SideBySide(together, disturbed)
 
 
-def _with_infos(tried: SideBySide, play_again: Callable[[int], TrialOutcome]) -> SideBySide:
-    """`tried`, with what the infos show. play_again: plays one of the envs alone, in another process."""
-    again: list[TrialOutcome] = []
-    for which, one in enumerate(tried.alone):
-        alone, beside = one.results["infos"], tried.together.results["infos"][which]
-        changed = [place for place in {**alone, **beside} if alone.get(place) != beside.get(place)]
+def _changed(
+    alone: Sequence[dict[str, Any]], together: dict[str, Any], play_one: Callable[[int], dict[str, Any]]
+) -> str | None:
+    """What differs beside another env, in words: the trajectory, or an info that repeats where the env is alone.
+
+    alone, together: the results of playing.  play_one: plays one of the envs alone, in another process.
+    """
+    if [results["digest"] for results in alone] != together["digests"]:
+        return "a trajectory"
+    for which, results in enumerate(alone):
+        infos, beside = results["infos"], together["infos"][which]
+        changed: list[str] = [place for place in {**infos, **beside} if infos.get(place) != beside.get(place)]
         for _ in range(_RUNS_ALONE - 1):
-            if not changed:
-                break
-            again.append(play_again(which))
-            if "digest" not in again[-1].results:
-                return replace(tried, again=tuple(again))
-            repeated = again[-1].results["infos"]
-            changed = [place for place in changed if alone.get(place) == repeated.get(place)]
+            if changed:
+                repeated = play_one(which)["infos"]
+                changed = [place for place in changed if infos.get(place) == repeated.get(place)]
         if changed:
-            return replace(tried, changed_info=changed[0], again=tuple(again))
-    return replace(tried, again=tuple(again))
+            return changed[0]
+    return None
 
 
 def play_alone(first: Recipe, second: Recipe, reporter: Reporter, rows: int, which: int) -> None:

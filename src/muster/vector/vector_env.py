@@ -1,4 +1,4 @@
-"""`VectorEnv`: N envs behind Gymnasium's vector API, whatever backend steps them."""
+"""`VectorEnv`: N envs behind Gymnasium's vector API, whatever backend steps them; and the verbs of all vector envs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import repeat
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-from gymnasium.vector import AutoresetMode
 
 from muster._core import SLICE_NS, Status, Unusual
-from muster.backends.base import Backend
-from muster.backends.recovery import Recovery
 from muster.errors import CannotTravel, ClosedError, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
-from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
 from muster.hosts.requests import EnvCall, ResetArguments
 from muster.pool.closing import CloseLimits, close_abandoned
@@ -28,64 +24,39 @@ from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, spread
 from muster.vector import checks
-from muster.vector.action_writers import ActionWriter
-from muster.vector.batched_spaces import BatchedSpaces
-from muster.vector.raisers import Raiser, failures_dropped
-from muster.vector.results import Batch, Floats, Rows, StepResult, counts_of, stats_of
+from muster.vector.parts import Assembled
+from muster.vector.raisers import failures_dropped
+from muster.vector.results import AgentBatch, AgentsStepResult, Batch, Floats, Rows, StepResult, counts_of, stats_of
 
 _WATCH_S = 0.05
+StepT = TypeVar("StepT", StepResult, AgentsStepResult)
+BatchT = TypeVar("BatchT", Batch, AgentBatch)
 _INFOS, _NOT_OK, _FINALS = Unusual.INFOS, Unusual.NOT_OK, Unusual.FINALS
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """The parts of one vector env, put together by `assemble`. facts: those of env 0."""
-
-    backend: Backend
-    facts: EnvFacts
-    spaces: BatchedSpaces
-    autoreset_mode: AutoresetMode
-    copy: bool
-    info_reader: InfoReader
-    recovery: Recovery | None
-    writer: ActionWriter
-    raiser: Raiser
-    raise_closed: Callable[[], NoReturn] | None
-
-
-class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
-    """Many envs, stepped by a backend. Made by `muster.make_vec`.
-
-    `step` and `reset` are Gymnasium's. `send` and `recv` step some envs while others are still busy. Observations are
-    the caller's own (`copy` is True), or views of the slab that stay valid until that env's next send.
+class SteppedEnvs(Generic[StepT, BatchT]):
+    """The verbs of a vector env, whatever its envs are.
 
     Keywords with an underscore are for code that uses somebody else's vector env in its own way: `_copies`, True for
     copies of observations and False for views, whatever `copy` says; `_reader`, which reads the infos.
     """
 
     interrupted = False  # True after an interrupted wait, until something is sent: `reset` drops pending answers
+    _batch: type[BatchT]
 
     def __init__(self, assembled: Assembled) -> None:
-        self._backend = assembled.backend
-        self._caller = assembled.backend.caller
-        self._records = assembled.backend.slab.records
-        self._log_flag = assembled.backend.log_flag
-        spaces, facts = assembled.spaces, assembled.facts
-        self.num_envs = assembled.backend.slab.plan.num_envs
-        self.single_observation_space = handed_out(spaces.single_observation)
-        self.single_action_space = handed_out(spaces.single_action)
-        self.observation_space, self.action_space = spaces.observation, spaces.action
-        self.metadata = {**facts.metadata, "autoreset_mode": assembled.autoreset_mode}
-        self.render_mode, self.spec = facts.render_mode, facts.spec
-        self.copy, self.info_reader = assembled.copy, assembled.info_reader
-        self._obs = assembled.backend.slab.plan.obs
-        self._writer = assembled.writer
-        self._raise = assembled.raiser
-        self._raise_closed = assembled.raise_closed
-        self._recovery = assembled.recovery
+        self._backend = backend = assembled.backend
+        self._caller, self._log_flag = backend.caller, backend.log_flag
+        self._records, self._obs = backend.slab.records, backend.slab.plan.obs
+        self.num_envs = backend.slab.plan.num_envs
+        self.metadata = {**assembled.facts.metadata, "autoreset_mode": assembled.options.autoreset_mode}
+        self.render_mode = assembled.facts.render_mode
+        self.copy, self.info_reader = assembled.options.copy, assembled.info_reader
+        self._writer, self._recovery = assembled.writer, assembled.recovery
+        self._raise, self._raise_closed = assembled.parts.raiser, assembled.parts.raise_closed
         self._all = np.arange(self.num_envs)
         self._watch_at = 0.0
-        self._finalizer = weakref.finalize(self, close_abandoned, assembled.backend.close)
+        self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, close_abandoned, backend.close)
 
     # ---- reset
 
@@ -138,7 +109,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     # ---- step
 
-    def step(self, actions: Any, *, _copies: bool | None = None, _reader: InfoReader | None = None) -> StepResult:
+    def step(self, actions: Any, *, _copies: bool | None = None, _reader: InfoReader | None = None) -> StepT:
         """Steps every env: obs ``[N, ...]``, rewards float64 ``[N]``, terminated and truncated bool ``[N]``, infos.
 
         actions: ``[N, ...]``, of `action_space`. Raises ActionError before anything is sent, EnvError, WorkerDied.
@@ -164,7 +135,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def step_wait(
         self, timeout: float | None = None, *, _copies: bool | None = None, _reader: InfoReader | None = None
-    ) -> StepResult:
+    ) -> StepT:
         """The result of `step_async`. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
         return self._take_all("step", timeout, self.copy if _copies is None else _copies, _reader)[1:6]
 
@@ -182,7 +153,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             self.require_idle("send")
         return self._send(actions, checks.env_ids_of(env_ids, self.num_envs), False, self.copy)
 
-    def recv(self, min_envs: int | None = None, timeout: float | None = None, *, _copies: bool | None = None) -> Batch:
+    def recv(self, min_envs: int | None = None, timeout: float | None = None, *, _copies: bool | None = None) -> BatchT:
         """The results of the envs that are ready, once at least `min_envs` are (None: all that are pending).
 
         Raises WaitTimeout after `timeout` seconds; the envs then stay pending, to be waited for again. Raises
@@ -200,7 +171,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             self._backend.watch(0.0)
             self._watch_at = now + _WATCH_S
         self._wait(wanted, timeout, "recv")
-        return Batch._make(self._read(self.copy if _copies is None else _copies, None)[:6])
+        return self._batch._make(self._read(self.copy if _copies is None else _copies, None)[:6])
 
     # ---- everything else
 
@@ -292,23 +263,14 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return cast("npt.NDArray[np.int64]", self._records["episode_length"].copy())
 
     @property
-    def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]  # as Gymnasium's own vector envs
-        """Each env's seed."""
-        return self.get_attr("np_random_seed")
-
-    @property  # type: ignore[misc]  # read-only, as Gymnasium's own
-    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]  # one for each env
-        """Each env's random generator; a copy, where the env lives in another process."""
-        return self.get_attr("np_random")
-
-    @property
     def closed(self) -> bool:
         """Whether the vector env is closed for good: by `close`, or after an error that says so."""
         return self._caller.closed
 
-    @closed.setter
-    def closed(self, closed: bool) -> None:  # as Gymnasium's `close` does
-        self._caller.closed = closed
+    def close(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Closes envs and workers, see `close_extras`, unless that has been done."""
+        if not self.closed:
+            self.close_extras(timeout=timeout, terminate=terminate)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes envs and workers, and waits for each env's own ``close()`` as long as make_vec's `close_timeout` says.
@@ -497,3 +459,33 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         last = self._backend.last_objects
         objects = [iter(last[env]) if env in last else repeat(None) for env in range(self.num_envs)]
         return self._backend.slab.obs_batch(self._all, objects, copies), infos
+
+
+class VectorEnv(  # type: ignore[misc,override]  # `close` names its options, and only it sets `closed`
+    SteppedEnvs[StepResult, Batch], gymnasium.vector.VectorEnv[Any, Any, Any]
+):
+    """Many envs, stepped by a backend. Made by `muster.make_vec`.
+
+    `step` and `reset` are Gymnasium's. `send` and `recv` step some envs while others are still busy. Observations are
+    the caller's own (`copy` is True), or views of the slab that stay valid until that env's next send.
+    """
+
+    _batch = Batch
+
+    def __init__(self, assembled: Assembled) -> None:
+        super().__init__(assembled)
+        spaces = assembled.spaces
+        self.single_observation_space = handed_out(spaces.single_observation)
+        self.single_action_space = handed_out(spaces.single_action)
+        self.observation_space, self.action_space = spaces.observation, spaces.action
+        self.spec = assembled.facts.spec
+
+    @property
+    def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]  # as Gymnasium's own vector envs
+        """Each env's seed."""
+        return self.get_attr("np_random_seed")
+
+    @property  # type: ignore[misc]  # read-only, as Gymnasium's own
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]  # one for each env
+        """Each env's random generator; a copy, where the env lives in another process."""
+        return self.get_attr("np_random")

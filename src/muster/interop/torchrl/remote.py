@@ -25,7 +25,8 @@ from muster.introspection import place_of
 from muster.pickling import UserCall
 from muster.pool.closing import CloseLimits, in_all
 from muster.recipes.recipe import Recipe
-from muster.vector.assemble import LENIENT, drop_in_options, vector_env_of
+from muster.vector.assemble import LENIENT, vector_env_of
+from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
 
@@ -57,8 +58,7 @@ class Pool:
                 preloads=PRELOADS,
                 **options,
             )
-            assembly = drop_in_options(self._backend, AutoresetMode.DISABLED)
-            envs = vector_env_of(self._backend, LENIENT, assembly)
+            envs = vector_env_of(self._backend, LENIENT, SteppingOptions(AutoresetMode.DISABLED))
         assert isinstance(envs, VectorEnv)
         self.vector_env = envs
         self._of_all = {one: np.full((self.num_envs, 2), (one, NO_KEYS), np.int64) for one in Command}
