@@ -71,6 +71,9 @@ class Lazy:
             raise self._unbuilt(f"its attribute {name!r} was set")
         object.__setattr__(self, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        raise self._unbuilt(f"its attribute {name!r} was deleted")
+
     def _unbuilt(self, used: str) -> NotBuilt:
         return NotBuilt(
             f"{self!r} has not been built, but {used}. It is built where its env is, if it is an argument: a value of "

@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium as gym
 import numpy as np
@@ -101,8 +102,9 @@ def test_errors_name_the_env_and_collecting_goes_on(collector):
 
 
 def test_a_collector_that_is_busy_or_closed_says_so(collector):
-    with collector._between_batches(), pytest.raises(UsageError, match="another thread is collecting"):
-        collector.call("tell", 1)
+    with collector._between_batches(), ThreadPoolExecutor(1) as other:
+        with pytest.raises(UsageError, match="another thread is collecting"):
+            other.submit(collector.call, "tell", 1).result()
     collector.shutdown()
     with pytest.raises(ClosedError):
         collector.call("tell", 1)
