@@ -24,9 +24,8 @@ from muster.pool.deaths import NOUNS
 from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Post, Question, Ready
 from muster.pool.place import Limit, Plan
 from muster.pool.resources import Usage, usage_of
-from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
+from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Uninterrupted
 from muster.pool.worker import Here, Resident, serve
-from muster.transport.channel import Uninterrupted
 from muster.worker_info import worker_info_context
 
 # How long a thread may take at least to finish its current work when the pool closes, and then to go on after an

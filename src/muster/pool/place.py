@@ -107,7 +107,7 @@ class Place:
     @property
     def may_go_on(self) -> bool:
         """See `Owing`."""
-        return not (self.starts or self.channel.sends)
+        return not (self.starts or self.channel.is_halfway)
 
     def is_ready(self, facts: Any) -> None:
         """Notes that its resident is built."""

@@ -47,15 +47,19 @@ from muster.pool.place import Limit, Place, Plan, Started, Starting, fork, launc
 from muster.pool.resources import Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
-from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
+from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor, Uninterrupted
 from muster.pool.worker_process import Poller, close_own, own
 from muster.transport.big_arrays import BigArrays, memfd
-from muster.transport.channel import Channel, ChannelClosed, Uninterrupted, frame
+from muster.transport.channel import Channel, ChannelClosed, frame
 from muster.transport.mail import dumps
 
 PATIENT_S = 60.0  # a longer wait gives a warning
 # Each stands before its content, which was sealed once for several places.
 _HEADS = {kind: frame(dumps(kind())) for kind in (Post, Question)}
+
+# What costs a worker its place: its report, what it has sent and nobody can rebuild, or its end.
+_ENDED = "ended"
+_Ending = Failed | CannotTravel | str
 
 
 class Pool(BasePool[Place]):
@@ -168,17 +172,16 @@ class Pool(BasePool[Place]):
         name = self._nouns.name(index, plan.envs)
         settings = self._nouns.process_name(index), starting.changes[index], self._options.are_apart
         forks, launcher = self._options.context == "fork", starting.launcher
-        start: Callable[[Mapping[str, int]], Started]
         if forks:
-            start = functools.partial(fork, (content, self._options.init.function), *settings)
+            start: Callable[..., Started] = functools.partial(fork, (content, self._options.init.function), *settings)
         elif launcher is not None:
             start = functools.partial(launcher.start, *settings)
         else:  # another thread has closed the pool
             raise self._is_closed()
-        fds = {**self._files, **self._own_files}
-        process, channel = launch_named(name, len(self.plans), fds, start, is_apart=settings[-1])
-        watched = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
-        return Place(index, name, plan.parts, process, watched, self._nouns)
+        fds, count = {**self._files, **self._own_files}, len(self.plans)
+        process, channel = launch_named(name, count, fds, start, is_apart=settings[-1])
+        to = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
+        return Place(index, name, plan.parts, process, to, self._nouns)
 
     def _with_inheritance(self, index: int, content: bytes | None = None) -> tuple[StartOrder, list[int]]:
         """The order for a place, and the fds to send with it. content: another than that of the place's plan."""
@@ -257,26 +260,33 @@ class Pool(BasePool[Place]):
         self._require_open()
         if not ready:  # a Ctrl-C in the wait closes nothing
             return False
+        self._hear_all(ready)
+        return True
+
+    def _hear_all(self, places: Sequence[tuple[Place, bool]]) -> None:
+        """Takes what workers have sent, each with whether it had ended before that: none is still on its way then."""
+        said: list[tuple[Place, _Ending | None]] = []
         try:
-            for place, has_ended in ready:
-                if self._places[place.index] is place:
-                    self._hear(place, has_ended=has_ended)
-        except KeyboardInterrupt:  # between two messages: that of another place is still there
+            with Uninterrupted():
+                said += [(place, self._hear(place, has_ended)) for place, has_ended in places]
+        except KeyboardInterrupt as interrupt:
+            if any(ending for _, ending in said):
+                self._ends_halfway(interrupt)
             raise
         except BaseException as error:
             self._ends_halfway(error)
             raise
-        return True
+        for place, ending in said:
+            if self._places[place.index] is place and (ending or (place.outbox and not place.starts)):
+                with self.whole():
+                    self._settle(place, ending)
 
-    def _hear(self, place: Place, *, has_ended: bool) -> None:
-        """Takes the messages of one worker. has_ended: it had before this began, so that none is still on its way."""
-        failed: Failed | CannotTravel | None = None
+    def _hear(self, place: Place, has_ended: bool) -> _Ending | None:
+        """Takes the messages of one worker; returns what costs it its place, if anything."""
+        failed: _Ending | None = None
         try:
             while failed is None and self._places[place.index] is place:
-                with Uninterrupted():
-                    failed = self._hear_one(place, place.heard())
-                if place.outbox and not place.starts:
-                    self._send_kept(place)
+                failed = self._hear_one(place, place.heard())
                 if not (has_ended or place.channel.holds_more):  # a poll tells of what comes later
                     break
         except CannotTravel as error:  # so that nobody knows what it has said
@@ -285,23 +295,16 @@ class Pool(BasePool[Place]):
             has_ended = True
         except TimeoutError:
             pass
-        except KeyboardInterrupt as interrupt:
-            if failed is not None:
-                self._ends_halfway(interrupt)
-            raise
-        if self._places[place.index] is not place:
-            return
-        with self.whole():
-            if isinstance(failed, Failed):
-                self._lose(place, self._hooks.raised(place.index, failed))
-            elif failed is not None or has_ended:
-                self._lose(place, failed or place.died(self._doing(place)))
+        return failed or (_ENDED if has_ended else None)
 
-    def _send_kept(self, place: Place) -> None:
-        """Sends what has waited until a successor is ready."""
-        with self.whole():
-            while place.outbox and self._places[place.index] is place:
-                self._send(place, *place.outbox.popleft(), place.limit)
+    def _settle(self, place: Place, ending: _Ending | None) -> None:
+        """Sends a worker that is ready what has waited for that, or has another take its place."""
+        while ending is None and place.outbox and self._places[place.index] is place:
+            self._send(place, *place.outbox.popleft(), place.limit)
+        if isinstance(ending, Failed):
+            self._lose(place, self._hooks.raised(place.index, ending))
+        elif ending is not None:
+            self._lose(place, ending if isinstance(ending, CannotTravel) else place.died(self._doing(place)))
 
     def _hear_one(self, place: Place, message: object) -> Failed | None:
         """Takes one message; returns it if it costs the worker its place."""
@@ -364,7 +367,7 @@ class Pool(BasePool[Place]):
         place = self._places[index]
         for one in list(self._places):
             if (ended := one.process.has_ended()) or one is place:
-                self._hear(one, has_ended=ended and one is not place)
+                self._hear_all([(one, ended and one is not place)])
         if self._places[index] is not place or place.process.has_ended():
             raise ChannelClosed
         self.deliver_logs()
@@ -381,13 +384,11 @@ class Pool(BasePool[Place]):
         return place.building if place.starts else self._hooks.doing(place.index)
 
     def processes(self) -> list[tuple[int | None, Usage]]:
-        places = list(self._places)
-        return [(None if one.process.has_ended() else one.process.pid, one.usage_at_start) for one in places]
+        return [(None if one.process.has_ended() else one.process.pid, one.usage_at_start) for one in [*self._places]]
 
     def ready_at(self, place: int) -> float | None:
         """time.monotonic() of the moment at which the worker in a place was ready; None while it starts."""
-        one = self._places[place]
-        return None if one.starts else one.ready_at
+        return None if (one := self._places[place]).starts else one.ready_at
 
     # ---- replacing
 
@@ -477,8 +478,7 @@ class Pool(BasePool[Place]):
 
     def _end(self) -> None:
         """Kills the workers that still run, and releases their fds, the launcher and the big arrays."""
-        kills = [place.process.kill for place in self._places]
-        retires = [place.retire for place in self._places]
+        kills, retires = [one.process.kill for one in self._places], [one.retire for one in self._places]
         raised: BaseException | None = None
         for step in (*kills, *retires, self._let_go):
             for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal makes enums of all, which takes ten times as long
 import contextlib
 import math
 import os
@@ -17,7 +18,6 @@ from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed, Post, Question
 from muster.pool.place import Limit
 from muster.pool.resources import Usage
-from muster.transport.channel import Uninterrupted
 
 SLICE_S = 0.05
 
@@ -67,6 +67,27 @@ class Hooks(Protocol):
     def ring(self, place: int) -> None:
         """Wakes a worker, before a message is sent to it, where it waits for anything else than messages."""
         return
+
+
+class Uninterrupted:
+    """Holds Ctrl-C back while its body runs, which is short and must be done as a whole; raises it at the end."""
+
+    def __enter__(self) -> None:
+        self._comes = False
+        is_main = threading.get_ident() == threading.main_thread().ident
+        handler = _signal.getsignal(_signal.SIGINT) if is_main else None
+        self._handler = handler if callable(handler) else None
+        if self._handler is not None:
+            _signal.signal(_signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is not None:
+            _signal.signal(_signal.SIGINT, self._handler)
+            if self._comes:
+                self._handler(_signal.SIGINT, None)
+
+    def _note(self, *_: object) -> None:
+        self._comes = True
 
 
 class Owing(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import pickle
 import select
-import signal
 import socket
 import struct
 import threading
@@ -33,27 +32,6 @@ class ChannelClosed(Exception):
     """The other end is gone."""
 
 
-class Uninterrupted:
-    """Holds Ctrl-C back while its body runs, which is short and must be done as a whole; raises it at the end."""
-
-    def __enter__(self) -> None:
-        self._comes = False
-        is_main = threading.get_ident() == threading.main_thread().ident
-        handler = signal.getsignal(signal.SIGINT) if is_main else None
-        self._handler = handler if callable(handler) else None
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._note)
-
-    def __exit__(self, *_: object) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-            if self._comes:
-                self._handler(signal.SIGINT, None)
-
-    def _note(self, *_: object) -> None:
-        self._comes = True
-
-
 def frame(pickled: bytes, head: bytes = b"") -> bytes:
     """A pickled message behind its length. head: what goes before, framed already."""
     return b"".join((head, _LENGTH.pack(len(pickled)), pickled))
@@ -75,9 +53,10 @@ class Channel:
         self._shares_main = shares_main
         self._received = bytearray()  # what nobody has taken yet: whole messages, and a part of one
         self._received_fds: list[int] = []
-        self._sends = False
+        self._is_sending = False
+        self._message, self._counts = b"", list[int]()  # what was sent last, and how much of it by each call
+        self._num_begun = 0
         self._reader: int | None = None  # the thread that receives
-        self.num_sent = 0  # calls of `send_frames` that have sent all
         self.heard_at = 0.0  # time.monotonic() of the last bytes received
         end.setblocking(watch is None)
 
@@ -96,39 +75,43 @@ class Channel:
         """Sends messages, each as `frame` returns it. Raises what `send` raises.
 
         TimeoutError is raised once the other end has taken nothing for `timeout_s`: then half a message may be on its
-        way, and the channel takes no other, see `sends`; and where such a call has not ended, in another thread or
-        below a signal handler.
+        way, and the channel takes no other; and where another such call has not ended, in another thread or below a
+        signal handler.
         """
-        left = memoryview(frames)
-        if self._sends:
+        if self._is_sending or self.is_halfway:
             raise TimeoutError
-        self._sends = True  # no call stands between these lines, so that neither a thread nor a Ctrl-C comes between
+        # Between these lines, and within `extend`, no signal handler runs and no other thread: no call of Python's own
+        # ends there. So whatever comes at any moment, it is known what was sent.
+        self._is_sending = True
         try:
+            self._message, self._counts, self._num_begun = frames, [], self._num_begun + 1
+            left = memoryview(frames)
             while left:
                 try:
-                    with Uninterrupted():
-                        left, fds = self._send_some(left, fds)
-                        self.num_sent += not left
+                    if fds:  # not by socket.send_fds, which drops its flags before Python 3.14
+                        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds[:_FDS_AT_ONCE]))]
+                        self._counts.append(self._socket.sendmsg([left[:1]], ancillary, socket.MSG_NOSIGNAL))
+                        fds = fds[_FDS_AT_ONCE:]
+                    else:
+                        self._counts.extend(map(self._socket.send, (left,), (socket.MSG_NOSIGNAL,)))
+                    left = left[self._counts[-1] :]
                 except BlockingIOError:
                     if not self._poll(select.POLLOUT, timeout_s):
                         raise TimeoutError from None
                 except OSError as error:
                     raise ChannelClosed from error
         finally:
-            self._sends = 0 < len(left) < len(frames)
+            self._is_sending = False
 
     @property
-    def sends(self) -> bool:
+    def is_halfway(self) -> bool:
         """Whether half a message is on its way."""
-        return self._sends
+        return 0 < sum(self._counts) < len(self._message)
 
-    def _send_some(self, left: memoryview, fds: Sequence[int]) -> tuple[memoryview, Sequence[int]]:
-        """Sends what there is room for; returns the rest."""
-        if not fds:
-            return left[self._socket.send(left, socket.MSG_NOSIGNAL) :], fds
-        # Not by socket.send_fds, which drops its flags before Python 3.14.
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds[:_FDS_AT_ONCE]))]
-        return left[self._socket.sendmsg([left[:1]], ancillary, socket.MSG_NOSIGNAL) :], fds[_FDS_AT_ONCE:]
+    @property
+    def num_sent(self) -> int:
+        """The calls of `send_frames` that have sent all."""
+        return self._num_begun - (sum(self._counts) < len(self._message))
 
     def recv(self, timeout_s: float | None = None) -> Any:
         """The next message. Raises ChannelClosed, TimeoutError, and whatever `watch` raises.
