@@ -192,7 +192,7 @@ def test_what_cannot_be_sent_is_soaked_in_a_fork() -> None:
         with lock:
             return Leaky("handle")
 
-    _, findings = run_soak(Trials(make_recipes(locked, 1, {}, ()), 60.0), 4.0)
+    _, findings = run_soak(Trials(make_recipes(locked, 1, {}, ()), 60.0), 8.0)
     assert [text.partition(",")[0] for text in warnings_of(findings)] == ["leaks file handles"]
 
 
