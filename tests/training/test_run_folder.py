@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from muster.errors import UsageError
-from muster.training.run_folder import RunFolder, new_folder
+from muster.training.run_folder import RunFolder
 
 
 def test_metrics_can_be_read_while_the_run_goes_on(tmp_path: Path):
@@ -84,7 +84,7 @@ def test_runs_that_begin_in_the_same_second_get_folders_of_their_own(tmp_path: P
 
     def create(_: int) -> RunFolder:
         ready.wait()
-        return RunFolder(new_folder(tmp_path, "module:ALE/Pong-v5"))
+        return RunFolder.create(tmp_path, "module:ALE/Pong-v5")
 
     with ThreadPoolExecutor(count) as threads:
         folders = [folder for _ in range(10) for folder in threads.map(create, range(count))]
