@@ -1,1 +1,1 @@
-"""Workers: processes and threads that host envs, how they start, answer and end."""
+"""Pools of worker processes that know no env: how these start, answer, are watched, replaced and closed."""

@@ -226,7 +226,7 @@ class BasePool(ABC, Generic[P]):
 
     def _begins_to_close(self) -> bool:
         """Whether this call closes the pool: the first one, in the process that has made it."""
-        if self._owner != os.getpid() or not self._open:
+        if self._owner != os.getpid():
             return False
         try:
             self._open.pop()  # by one thread alone
