@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import logging
 import threading
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 
 from muster.errors import NotBuilt, WrongType
 from muster.introspection import place_of, subscript
+from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
 _log = logging.getLogger("muster")
 
@@ -165,7 +165,7 @@ class LazyValues:
             path, release = self._releases.pop()
             if hasattr(getattr(release, "__self__", None), "commit"):
                 # SQLite refuses to close a database in another thread. Its close never waits; another database's may.
-                _run(release, path)
+                _run(release, path, get_worker_info())
                 continue
             # A release that hangs must not use up the time of those that come after it.
             share_s = max(0.0, deadline - time.monotonic()) / (len(self._releases) + 1)
@@ -225,17 +225,17 @@ def _is_context_manager(resource: object) -> bool:
 
 def _run_bounded(release: Callable[[], Any], path: str, timeout_s: float) -> bool:
     """Whether ``release()`` ended in time; an exception that it raises is logged, and counts as an end."""
-    # The context carries get_worker_info() into the thread.
     thread = threading.Thread(
-        target=contextvars.copy_context().run, args=(_run, release, path), daemon=True, name=f"muster-release {path}"
+        target=_run, args=(release, path, get_worker_info()), daemon=True, name=f"muster-release {path}"
     )
     thread.start()
     thread.join(timeout_s)
     return not thread.is_alive()
 
 
-def _run(release: Callable[[], Any], path: str) -> None:
+def _run(release: Callable[[], Any], path: str, info: WorkerInfo | None) -> None:
     try:
-        release()
+        with worker_info_context(info):
+            release()
     except BaseException as error:  # a SystemExit in a close() must not get any further either
         _log.warning("Releasing %s failed: %s: %s", path, type(error).__name__, error)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,20 @@ class WorkerInfo:
     seed: int | None
 
 
-# The info of the innermost context, and what `running` returned when the context began: an EnvHost and the index of its
-# env. Where `running` returns something else now, an env is stepped inside that context, and the env's info counts.
-_current: ContextVar[tuple[WorkerInfo, tuple[Any, int] | None] | None] = ContextVar("muster_worker_info", default=None)
+class _Here(threading.local):
+    """What the innermost context of a thread entered with: its info, and what `running` returned when it began.
+
+    That is an EnvHost and the index of its env. Where `running` returns something else now, an env is stepped inside
+    that context, and the env's info counts.
+
+    No ContextVar: garbage collection closes envs in contexts of their own, and may begin within anybody's
+    ``ContextVar.set``, which before Python 3.12 goes on with what the inner one has freed.
+    """
+
+    entered: tuple[WorkerInfo | None, tuple[Any, int] | None] | None = None
+
+
+_here = _Here()
 
 
 def get_worker_info() -> WorkerInfo | None:
@@ -38,7 +49,7 @@ def get_worker_info() -> WorkerInfo | None:
     None elsewhere, for example in the caller and in threads that an env has started.
     """
     # The core knows which env this thread steps or resets: a context for each step would take too long.
-    stepped, entered = running(), _current.get()
+    stepped, entered = running(), _here.entered
     if stepped is not None and (entered is None or stepped != entered[1]):
         env_host, i = stepped
         info: WorkerInfo = env_host.info_of(i)
@@ -47,10 +58,10 @@ def get_worker_info() -> WorkerInfo | None:
 
 
 @contextmanager
-def worker_info_context(info: WorkerInfo) -> Iterator[None]:
+def worker_info_context(info: WorkerInfo | None) -> Iterator[None]:
     """Makes ``get_worker_info()`` return ``info`` in this thread until the context ends; contexts nest."""
-    token = _current.set((info, running()))
+    outer, _here.entered = _here.entered, (info, running())
     try:
         yield
     finally:
-        _current.reset(token)
+        _here.entered = outer
