@@ -17,6 +17,7 @@ import pytest
 import muster
 import programs
 from muster.errors import ClosedError, EnvError, OneEnvPerProcess, WaitTimeout, WorkerTimeout
+from muster.pool import closing
 from muster.pool.closing import AT_ONCE
 from slow import slow
 
@@ -171,7 +172,8 @@ def test_a_step_that_never_ends_is_interrupted_by_close():
     assert worker_threads() == []
 
 
-def test_the_interrupt_of_a_step_spares_the_close():
+def test_the_interrupt_of_a_step_spares_the_close(monkeypatch):
+    monkeypatch.setattr(closing, "BUSY_S", 0.5)
     closed = []
 
     class Closes(Meeting):
@@ -229,7 +231,8 @@ def test_an_answer_to_an_interrupted_call_is_not_taken_for_another():
         assert envs.get_attr("speed") == (1.0, 1.0)
 
 
-def test_a_call_that_another_thread_closes_ends():
+def test_a_call_that_another_thread_closes_ends(monkeypatch):
+    monkeypatch.setattr(closing, "BUSY_S", 0.5)
     entered = threading.Event()
 
     class Waits(Meeting):

@@ -27,6 +27,7 @@ import pytest
 from pool_residents import Doing, Echo, Hooks, Notes, Reported, Reports, Waits, plan_for
 
 from muster.errors import CannotTravel, ClosedError, UnknownMessage, UsageError, WorkerDied, WorkerTimeout
+from muster.pool import closing
 from muster.pool.closing import AT_ONCE, CloseLimits, close_abandoned
 from muster.pool.deaths import Nouns
 from muster.pool.place import Limit, Plan
@@ -602,6 +603,22 @@ class ProcessPoolContract(StartContract, PoolContract):
         pool = make(Doing(close=residents.die), None)
         assert pool.close(CloseLimits()) == [(1, [])]
 
+    def test_a_worker_that_begins_to_close_while_its_stack_is_asked_for_is_not_killed(
+        self, make: MakePool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pool = make(Doing(close=residents.hang_shortly))  # for 0.6 s in all
+        ask(pool, 0, residents.hang_shortly)
+        asked: list[Any] = []
+
+        def slowly(workers: list[Any]) -> list[str]:
+            asked.extend(workers)
+            time.sleep(0.5 * len(workers))
+            return ["" for _ in workers]
+
+        monkeypatch.setattr(closing, "python_stacks", slowly)
+        assert pool.close(CloseLimits(busy_s=0.1)) == [(0, [])]
+        assert asked
+
     # ---- SIGSTOP
 
     def test_a_worker_that_was_stopped_is_over_the_limit_of_its_answer(self, make: MakePool) -> None:
@@ -744,10 +761,13 @@ class ProcessPoolContract(StartContract, PoolContract):
         assert "in hang" in hooks.lost[0][1]
         assert answer(pool, 0, residents.plan) == "new"
 
-    def test_a_successor_that_still_starts_closes_its_resident(self, make: MakePool, tmp_path: Path) -> None:
+    def test_a_successor_that_still_starts_closes_its_resident(
+        self, make: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         notes = tmp_path / "notes"
         hooks = Hooks(Successor(Doing(residents.hang_shortly, Notes(notes, "closes")), ["kept"]), pending=1)
         pool = make(None, hooks=hooks)
+        monkeypatch.setattr(closing, "HURRIED_S", 10.0)
         kill(pool, 0)
         while not hooks.lost:
             pool.watch(0.0)

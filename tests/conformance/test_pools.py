@@ -85,7 +85,7 @@ class TestForkserver(Processed, ProcessPoolContract):
 
 class TestSpawn(Processed, StartContract):
     context = "spawn"
-    patience_s = 10.0
+    patience_s = 6.0
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from muster.envs import resolve_foreign_id
 from muster.errors import ConfigError
 from muster.hosts.trial import TrialOutcome, Trials, pack_for_trials
 from muster.recipes.recipe import make_recipes
+from slow import slow
 
 pytestmark = pytest.mark.usefixtures("kept_launchers")
 
@@ -159,11 +160,12 @@ def test_what_is_kept_of_each_step_is_counted() -> None:
     assert quantity(soak, "memory").a_step == pytest.approx(20_000, rel=0.1)
 
 
-@pytest.mark.parametrize("traits", ["cache", "cycle and trajectory and thread that ends"])
+@pytest.mark.parametrize("traits", ["cache", *slow("cycle and trajectory and thread that ends")])
 def test_a_cache_that_fills_and_what_comes_and_goes_are_no_leak(traits: str) -> None:
     assert is_clean(*soaked(Leaky, 4.0, traits=traits, fill_s=0.4))
 
 
+@pytest.mark.slow
 def test_episodes_of_several_agents_without_an_end_are_cut_short() -> None:
     soak, findings = soaked(LeakyTeam, 4.0, length=0)
     assert soak.episodes >= 20
@@ -192,7 +194,7 @@ def test_what_cannot_be_sent_is_soaked_in_a_fork() -> None:
         with lock:
             return Leaky("handle")
 
-    _, findings = run_soak(Trials(make_recipes(locked, 1, {}, ()), 60.0), 8.0)
+    _, findings = run_soak(Trials(make_recipes(locked, 1, {}, ()), 60.0), 4.0)
     assert [text.partition(",")[0] for text in warnings_of(findings)] == ["leaks file handles"]
 
 

@@ -93,6 +93,7 @@ def zero_in_child(nets: nn.ModuleList) -> None:
             parameter.zero_()
 
 
+@pytest.mark.slow
 def test_shared_memory_with_a_spawned_process():
     nets = nn.ModuleList(build() for build in NETS.values()).share_memory()
     child = mp.get_context("spawn").Process(target=zero_in_child, args=(nets,))

@@ -180,6 +180,7 @@ def test_a_policy_that_keeps_failing_is_an_error_in_the_end():
         with pytest.raises(WorkerError, match=r"collector \d \(env \d\) failed 3 times.*: ZeroDivisionError: no "):
             for _ in range(4):
                 assert not collector.rollout()["collector", "mask"].any()
+    told = [one for one in told if issubclass(one.category, RuntimeWarning)]  # since 3.12 Python warns of each fork
     assert len(told) == 4
     assert all("ZeroDivisionError: no action is good enough" in str(one.message) for one in told)
 

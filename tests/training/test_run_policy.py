@@ -293,6 +293,7 @@ def test_known_ids_need_no_trust(cart_pole: Path, tmp_path: Path, env: str):
     plan_of(folder).require_trust(folder)
 
 
+@pytest.mark.slow
 def test_loading_needs_torch_alone_and_importing_muster_not_even_that(cart_pole: Path):
     code = f"""
 import sys, muster

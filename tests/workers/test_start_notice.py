@@ -60,7 +60,9 @@ def said(front_end: str, seconds: float, *, on_terminal: bool = True) -> str:
     ("front_end", "line"),
     [
         ("make_vec", "muster: starting 3 envs in 3 processes\r\n"),
-        ("caller_steps", "muster: starting 3 envs in 1 process and in this one\r\n"),
+        pytest.param(
+            "caller_steps", "muster: starting 3 envs in 1 process and in this one\r\n", marks=pytest.mark.slow
+        ),
         pytest.param("gymnasium", "muster: starting 1 env in 1 process\r\n", marks=pytest.mark.slow),
         ("collectors", "muster: starting 3 envs in 2 collector processes\r\n"),
     ],

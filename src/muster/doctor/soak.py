@@ -21,7 +21,7 @@ from muster.doctor.diagnosis import Finding, Soak, SoakedQuantity, Trend, amount
 from muster.doctor.findings import about_early_end
 from muster.envs.player import RandomPlayer
 from muster.hosts.trial import Reporter, TrialOutcome, Trials
-from muster.pool.resources import descendants, memory_left, own_memory_bytes, private_bytes, read_text
+from muster.pool.resources import descendants, memory_left, private_bytes, read_text
 from muster.pool.worker import freeze_heap
 from muster.recipes.recipe import Recipe
 from muster.vector.side_by_side import built
@@ -51,8 +51,8 @@ _SLIGHT_BYTES = 10e6
 class Sample(NamedTuple):
     """The process of a soaked env right after a reset, without garbage.
 
-    at_s: seconds since the start.  memory_bytes: that no other process has, with its children's.  handles, threads: of
-    its own process alone.  step_s, reset_s: medians since the sample before; None without any.
+    at_s: seconds since the start.  memory_bytes: resident, and what its children share with nobody.
+    handles, threads: of its own process alone.  step_s, reset_s: medians since the sample before; None without any.
     """
 
     at_s: float
@@ -159,7 +159,9 @@ def _held() -> tuple[int, int, int, int]:
     """Bytes of memory, file handles, threads and child processes of this process."""
     gc.collect()  # what waits for its collection is no leak
     children = descendants(os.getpid()) or ()
-    held_bytes = own_memory_bytes() + sum(private_bytes(child) or 0 for child in children)
+    # In a fork its own private memory would grow with each page of the caller's that it writes to.
+    resident_bytes = int(read_text(Path("/proc/self/statm")).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    held_bytes = resident_bytes + sum(private_bytes(child) or 0 for child in children)
     return held_bytes, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(children)
 
 

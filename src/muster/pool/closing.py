@@ -261,6 +261,7 @@ class ClosingPlaces:
                         progress.ends()
                     case Ready():  # one that had been starting
                         place.starting_until = None
+                        progress.goes_on()
                     case Failed() as failed:  # it waits to be killed
                         if not place.starts:
                             self.cuts.append(not_closed(place.name, failed))
@@ -283,17 +284,17 @@ class ClosingPlaces:
         late = [place for place in self._owed if now >= self._progress[place.index].until]
         # Of a worker that still builds its resident, nothing is lost.
         told = [one for one in late if not one.starts]
-        doing = [self._doing(place) for place in told]
-        stacks = python_stacks([place.process for place in told])
+        doing = {place.index: self._doing(place) for place in told}
+        stacks = dict(zip(doing, python_stacks([place.process for place in told]), strict=True))
         for place in late:
+            i, progress = place.index, self._progress[place.index]
+            self._take_messages(place)
+            if time.monotonic() < progress.until:  # asking for stacks takes time, in which it has gone on
+                continue
             self._owed.remove(place)
-            self._take_messages(place)  # asking for stacks takes time, in which a worker may have gone on
-        for place, words, stack in zip(told, doing, stacks, strict=True):
-            progress = self._progress[place.index]
             # Where hardly any time was given, a process that only has to end is not worth a word.
-            if not place.process.has_ended() and (progress.left or self._limits.call_s > LEAST_S):
-                self.cuts.append(progress.cut("killed", words, stack))
-        for place in late:
+            if i in stacks and not place.process.has_ended() and (progress.left or self._limits.call_s > LEAST_S):
+                self.cuts.append(progress.cut("killed", doing[i], stacks[i]))
             place.process.kill()
 
     def _note_steps(self, place: Place) -> None:
