@@ -350,7 +350,7 @@ def test_gymnasiums_timeout_is_not_for_the_close(kind: str, folder: str) -> None
     said: Any = contextlib.nullcontext()
     if kind != "nothing":
         said = pytest.warns(UserWarning, match="waiting for a pending call")
-        envs.step_async(np.array([0, 0])) if kind == "step" else envs.call_async("render")
+        envs.step_async(np.array([0, 0])) if kind == "step" else envs.call_async("hang", None)
         time.sleep(0.5)
     with said:
         envs.close(timeout=0)

@@ -22,7 +22,7 @@ from muster.algorithms import PPO
 from muster.training.plan import plan_of
 
 MUSTER = ("-c", "from muster.cli import main; main()")
-SIZE = ("--num-envs", "2", "--total-steps", "1000000", "--num-workers", "1")
+SIZE = ("--num-envs", "2", "--total-steps", "1000000", "--num-workers", "1", "--num-steps", "32")
 
 
 def start(*arguments: str) -> programs.Program:
