@@ -20,6 +20,7 @@ import programs
 from muster.backends.process import ENV_PRELOADS
 from muster.errors import CannotTravel
 from muster.pool import launcher_client
+from processes import kill_worker
 from sample_envs import Counter, Reporting
 from slow import slow
 
@@ -226,6 +227,27 @@ def test_an_info_that_cannot_travel_leaves_the_other_envs_rows() -> None:
             envs.step([0, 1, 0])
         assert caught.value.batch.env_ids.tolist() == [0, 2]
         assert envs.step([0, 0, 0])[1].tolist() == [2, 2, 2]
+
+
+def test_who_uses_a_launcher_gets_no_answer_to_a_start_that_ctrl_c_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "on_failure": "restart"}
+    with muster.make_vec(Reporting, 1, **options) as envs:
+        envs.reset()
+
+        def interrupted(*_: Any) -> None:  # the launcher's answer stays in its socket
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(launcher_client, "readable", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            muster.make_vec(Reporting, 1, **options)
+        kill_worker(envs, 0)
+        envs.step([0])
+        assert [worker["pid"] for worker in envs.stats()["workers"]] == list(envs.call(pid_of))
+
+
+def pid_of(_env: Any, _index: int) -> int:
+    return os.getpid()
 
 
 def test_a_launcher_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

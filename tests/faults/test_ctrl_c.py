@@ -15,7 +15,7 @@ import pytest
 import muster
 from muster.backends import recovery
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
-from muster.pool import closing
+from muster.pool import closing, place
 from slow import slow
 
 ACTIONS = np.zeros(4, np.int64)
@@ -319,6 +319,24 @@ def test_while_workers_are_looked_after_it_closes_nothing(monkeypatch: pytest.Mo
 class Failing(faulty_envs.CountingEnv):
     def step(self, action: Any) -> Any:
         raise ValueError("no step succeeds")
+
+
+def test_as_a_replacement_is_ready_it_leaves_it_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(pid: int) -> Any:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGINT)
+        return usage_of(pid)
+
+    usage_of = place.usage_of
+    with muster.make_vec(faulty_envs.CountingEnv, 2, num_workers=2, on_failure="restart") as envs:
+        envs.reset()
+        monkeypatch.setattr(place, "usage_of", interrupted)
+        os.kill(envs.stats()["workers"][1]["pid"], signal.SIGKILL)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                envs.step(ACTIONS[:2])
+        envs.reset()
+        assert envs.step(ACTIONS[:2])[0][:, 2].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("options", [{"backend": "serial"}, {"num_workers": 1}], ids=str)

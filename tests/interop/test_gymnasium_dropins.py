@@ -216,6 +216,16 @@ def test_closing_while_a_step_is_pending_warns():
         envs.close()
 
 
+def test_close_with_a_timeout_ends_where_a_worker_has_died_in_the_pending_call():
+    envs = AsyncVectorEnv([Slow] * 2)
+    envs.reset()
+    pid = envs.call("where")[1]
+    envs.step_async([2, 2])
+    os.kill(pid, signal.SIGKILL)
+    with pytest.warns(UserWarning, match="waiting for a pending call to `step`"):
+        envs.close(timeout=1)
+
+
 def test_a_killed_worker_is_an_error_and_close_raises_nothing():
     envs = AsyncVectorEnv([Counter] * 2)
     envs.reset()

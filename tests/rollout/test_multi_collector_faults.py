@@ -82,6 +82,42 @@ def test_after_ctrl_c_all_envs_begin_new_episodes(sync):
         assert begins_afresh(collector.rollout())
 
 
+def sleep_shortly(_env, _index):
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_after_ctrl_c_in_a_call_batches_go_on(sync):
+    with MultiCollector(functools.partial(CountingEnv, length=99), Constant(), frames_per_batch=14, sync=sync) as one:
+        one.rollout()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            one.call(sleep_shortly)
+        assert [one.rollout()["collector", "mask"].all().item() for _ in range(3)] == [True] * 3
+        assert one.get_attr("length") == (99, 99)
+
+
+class FailsWhenTold(CountingEnv):
+    told = False
+
+    def step(self, action):
+        if self.told:
+            raise RuntimeError("the motor is stuck")
+        return super().step(action)
+
+
+def test_after_an_env_s_error_in_a_call_batches_go_on():
+    with MultiCollector(functools.partial(FailsWhenTold, length=99), Constant(), frames_per_batch=3, sync=False) as one:
+        one.rollout()
+        one.set_attr("told", True)
+        one.rollout()  # was collected before
+        time.sleep(0.5)
+        with pytest.raises(EnvError, match="the motor is stuck"):  # so are both
+            one.get_attr("length")
+        one.set_attr("told", False)
+        assert all(one.rollout()["collector", "mask"].all() for _ in range(3))
+
+
 @pytest.mark.parametrize("make", [MultiCollector, InOneProcess])
 def test_a_batch_that_was_lost_after_it_was_stepped_leaves_no_gap(make, monkeypatch):
     def interrupted(storage, traj_ids):

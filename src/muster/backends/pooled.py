@@ -152,7 +152,7 @@ class PooledBackend(Backend):
             self.pool.forget(self._hosts)
         self._answered, self._results_here = {}, []
         self._calling, self._called_at = calling, time.monotonic()
-        with self.whole():
+        with self._fate():
             self._ask_all(requests, None)
 
     def call_wait(self, timeout_s: float | None) -> list[Any]:

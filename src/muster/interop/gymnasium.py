@@ -292,7 +292,7 @@ class AsyncVectorEnv(_DropIn):
     def _pending_ends_within(self, limit_s: float) -> bool:
         """Whether the pending call, if there is one, ends in time; drops what comes of it."""
         ends = time.monotonic() + limit_s
-        while self.calling or self.num_pending:
+        while not self.closed and (self.calling or self.num_pending):
             left_s = max(0.0, ends - time.monotonic())
             try:
                 super().call_wait(left_s) if self.calling else super().recv(None, left_s)

@@ -181,6 +181,8 @@ class LauncherClient:
         """Sends the launcher a request to start a worker on `fds`; returns the worker's pid and pidfd."""
         with self._request_lock:
             # False until the answer is here: after an interrupt the next answer would be that to this request.
+            if not self._in_step:
+                raise LauncherLost
             self._in_step = False
             socket.send_fds(self._control, [HEADER.pack(len(body))], fds)
             self._control.sendall(body)

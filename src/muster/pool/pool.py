@@ -266,13 +266,15 @@ class Pool(BasePool[Place]):
     def _hear_all(self, places: Sequence[tuple[Place, bool]]) -> None:
         """Takes what workers have sent, each with whether it had ended before that: none is still on its way then."""
         said: list[tuple[Place, _Ending | None]] = []
+        interrupt: KeyboardInterrupt | None = None
         try:
             with Uninterrupted():
                 said += [(place, self._hear(place, has_ended)) for place, has_ended in places]
-        except KeyboardInterrupt as interrupt:
+        except KeyboardInterrupt as error:
+            interrupt = error
             if any(ending for _, ending in said):
-                self._ends_halfway(interrupt)
-            raise
+                self._ends_halfway(error)
+                raise
         except BaseException as error:
             self._ends_halfway(error)
             raise
@@ -280,6 +282,8 @@ class Pool(BasePool[Place]):
             if self._places[place.index] is place and (ending or (place.outbox and not place.starts)):
                 with self.whole():
                     self._settle(place, ending)
+        if interrupt is not None:
+            raise interrupt
 
     def _hear(self, place: Place, has_ended: bool) -> _Ending | None:
         """Takes the messages of one worker; returns what costs it its place, if anything."""

@@ -84,7 +84,7 @@ class Channel:
         # ends there. So whatever comes at any moment, it is known what was sent.
         self._is_sending = True
         try:
-            self._message, self._counts, self._num_begun = frames, [], self._num_begun + 1
+            self._message, self._counts, self._num_begun = frames, [], self.num_sent + 1
             left = memoryview(frames)
             while left:
                 try:

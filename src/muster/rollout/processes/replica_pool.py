@@ -92,6 +92,7 @@ class ReplicaPool:
         self._waiting = [1.0] * options.num_workers  # shares of their time
         self._ready: deque[Filled] = deque()
         self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
+        self._is_cut_short = False  # whether an error or Ctrl-C in a question has left batches under way
         nouns = collector_nouns([range(*ends) for ends in itertools.pairwise(self._firsts)])
         self._nouns = with_hints(nouns, self._call_words, len(recipes), options.num_workers)
         self._processes, self._close_limits = options.processes(_PRELOADS), options.close_limits(nouns)
@@ -266,8 +267,7 @@ class ReplicaPool:
         return {"env_steps": env_steps, "restarts": restarts, "processes": running, "workers": workers}
 
     def close(self) -> None:
-        for block in self._filling.values():
-            stop_flag(block)[0] = 1
+        self._stop_filling()
         self._pool.close(self._close_limits)
 
     def _packed(self, value: Any, parts: dict[str, Any]) -> Packed:
@@ -289,8 +289,12 @@ class ReplicaPool:
 
     def _ask(self, questions: Mapping[int, object], words: str) -> dict[int, Any]:
         """Asks collectors between batches; returns the answers by collector, among them what is `Raised` or `Lost`."""
+        if self._is_cut_short:
+            self.give_up()
         if self._filling:
+            self._is_cut_short = True
             self._take_ready(len(self._filling))
+            self._is_cut_short = False
         answers: dict[int, Any] = {}
         with self._translating():
             self._pool.forget(self._collectors)  # answers to questions that were interrupted
@@ -303,12 +307,13 @@ class ReplicaPool:
     # ---- collecting
 
     def collect(self) -> Filled:
+        if self._is_cut_short:
+            self.give_up()
         return self._collect_all() if self._sync else self._collect_first()
 
     def give_up(self) -> None:
         """Stops all collectors. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
-        for block in self._filling.values():
-            stop_flag(block)[0] = 1
+        self._stop_filling()
         with self._translating():
             while self._fates.asked:
                 for one in self._take(None):
@@ -317,6 +322,11 @@ class ReplicaPool:
         self._fates.reasons.clear()
         self._filling.clear()
         self._afresh.update(self._collectors)
+        self._is_cut_short = False
+
+    def _stop_filling(self) -> None:
+        for block in [*self._filling.values()]:  # a copy: another thread may close
+            stop_flag(block)[0] = 1
 
     def _collect_all(self) -> Filled:
         count = len(self._collectors)
@@ -358,6 +368,9 @@ class ReplicaPool:
         with self._translating():
             orders = {k: Collect(offset, self._frames[k], k in self._afresh) for k, (offset, _) in blocks.items()}
             asked = {k: order for k, order in orders.items() if k not in self._fates.reasons}
+            self._pool.forget(blocks)  # answers to a question that was interrupted
+            for k in blocks:
+                self._fates.asked.pop(k, None)
             self._filling |= {k: block for k, (_, block) in blocks.items()}  # first: what has begun can be stopped
             self._send(asked, "collecting", "about to collect")
         self._afresh.difference_update(blocks)
