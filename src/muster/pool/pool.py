@@ -88,8 +88,7 @@ class Pool(BasePool[Place]):
         self._log_inbox: LogInbox | None = None
         self._starting = Starting()
         self._started = False
-        self._polled: list[Place] = []
-        self._poller = Poller()
+        self._polled, self._poller = list[Place](), Poller()
         self._judged: list[Any] = []
         self._warned = False
 
@@ -270,14 +269,11 @@ class Pool(BasePool[Place]):
         try:
             with Uninterrupted():
                 said += [(place, self._hear(place, has_ended)) for place, has_ended in places]
-        except KeyboardInterrupt as error:
-            interrupt = error
-            if any(ending for _, ending in said):
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt) or any(ending for _, ending in said):
                 self._ends_halfway(error)
                 raise
-        except BaseException as error:
-            self._ends_halfway(error)
-            raise
+            interrupt = error
         for place, ending in said:
             if self._places[place.index] is place and (ending or (place.outbox and not place.starts)):
                 with self.whole():
