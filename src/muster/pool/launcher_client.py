@@ -51,7 +51,7 @@ class _Key(NamedTuple):
 
 
 class LauncherLost(Exception):
-    """Raised where the launcher process ended while it started a worker, and so do others that come after it."""
+    """Raised where the launcher process has ended, or is out of step, and another is needed."""
 
 
 class LauncherClient:
@@ -101,7 +101,7 @@ class LauncherClient:
     def __init__(self, key: _Key) -> None:
         self._key = key
         self._users = 0
-        self._in_step = True
+        self._in_step = True  # False while the answer to a request is still to come
         self._request_lock = threading.Lock()
         with contextlib.ExitStack() as theirs_only, contextlib.ExitStack() as ours_on_failure:
             self._control, theirs = socket.socketpair()
@@ -180,8 +180,7 @@ class LauncherClient:
     def _request(self, body: bytes, fds: Sequence[int]) -> tuple[int, int]:
         """Sends the launcher a request to start a worker on `fds`; returns the worker's pid and pidfd."""
         with self._request_lock:
-            # False until the answer is here: after an interrupt the next answer would be that to this request.
-            if not self._in_step:
+            if not self._in_step:  # an interrupt has left an answer, which would be taken for that to this request
                 raise LauncherLost
             self._in_step = False
             socket.send_fds(self._control, [HEADER.pack(len(body))], fds)

@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -297,8 +297,7 @@ class ReplicaPool:
             self._is_cut_short = False
         answers: dict[int, Any] = {}
         with self._translating():
-            self._pool.forget(self._collectors)  # answers to questions that were interrupted
-            self._fates.asked.clear()
+            self._forget_interrupted(self._collectors)
             self._send(questions, words)
             while self._fates.asked:
                 answers |= {one.place: one.content if isinstance(one, Answered) else one for one in self._take(None)}
@@ -368,9 +367,7 @@ class ReplicaPool:
         with self._translating():
             orders = {k: Collect(offset, self._frames[k], k in self._afresh) for k, (offset, _) in blocks.items()}
             asked = {k: order for k, order in orders.items() if k not in self._fates.reasons}
-            self._pool.forget(blocks)  # answers to a question that was interrupted
-            for k in blocks:
-                self._fates.asked.pop(k, None)
+            self._forget_interrupted(blocks)
             self._filling |= {k: block for k, (_, block) in blocks.items()}  # first: what has begun can be stopped
             self._send(asked, "collecting", "about to collect")
         self._afresh.difference_update(blocks)
@@ -426,6 +423,12 @@ class ReplicaPool:
             self._fates.asked[k] = at_first, None
             self._pool.ask(k, sealed, self._limit)
             self._fates.asked[k] = words, time.monotonic()
+
+    def _forget_interrupted(self, collectors: Collection[int]) -> None:
+        """Drops what replicas that are idle still owe: answers to a question that was interrupted."""
+        self._pool.forget(collectors)
+        for k in collectors:
+            self._fates.asked.pop(k, None)
 
     def _take(self, at_least: int | None) -> list[Answered | Lost]:
         arrived = self._pool.take(at_least=at_least)
