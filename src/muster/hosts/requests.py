@@ -5,6 +5,7 @@ Nobody compares or changes a request, see `muster.pool.messages`.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from muster.hosts.failures import not_rebuilt_here
 from muster.hosts.recipe_plans import Recipes
 from muster.pickling import UserCall, is_plain, not_rebuilt
 from muster.pickling import dumps as dumps_carefully
+from muster.pickling.travel import Unpickler
 from muster.pool.messages import Message
 from muster.recipes.recipe import Recipe
 from muster.transport.mail import Mail, dumps
@@ -76,7 +78,7 @@ def opened(result: bytes) -> Any:
 
 def _rebuilt(data: bytes) -> Any:
     try:
-        return pickle.loads(data)
+        return Unpickler(io.BytesIO(data)).load()
     except Exception as error:
         send = "Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
         refusal = not_rebuilt("what was sent to the worker", error, send)

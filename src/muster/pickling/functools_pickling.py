@@ -6,38 +6,94 @@ references.
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import importlib
 import io
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import cloudpickle
 
-from muster.pickling.main_module import Arriving, Definitions
+from muster.introspection import module_name
+from muster.pickling.main_module import MAIN_NAMES, Arriving, Definitions, is_only_here
 from muster.pickling.walk import is_found_by_name, is_importable
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
     """Cloudpickle's pickler, which here also pickles these caches and dispatchers, and modules by their names.
 
-    lays_main: see `Definitions`.
+    What only this process knows travels by value. lays_main: see `Definitions`.
     """
 
     def __init__(self, file: io.BytesIO, *, lays_main: bool = False, **options: Any) -> None:
         super().__init__(file, **options)
         self._definitions = Definitions(lays=lays_main)
-        self.globals_ref.update(self._definitions.globals_ref())
+        self._by_value = _ByValue()
 
     def dump(self, obj: Any) -> None:
-        super().dump(Arriving(obj, self._definitions))
+        with self._by_value:
+            super().dump(Arriving(obj, self._definitions))
 
     def reducer_override(self, obj: Any) -> Any:
         self._definitions.note(obj)
-        return reduction_of(obj) or _reduction_of_module(obj) or super().reducer_override(obj)
+        self._by_value.note(obj)
+        if (own := self._definitions.globals_of(obj)) is not None:
+            self.globals_ref.setdefault(id(obj.__globals__), own)
+        return reduction_of(obj) or self._reduction_of_module(obj) or super().reducer_override(obj)
+
+    def _reduction_of_module(self, value: Any) -> tuple[Any, ...] | None:
+        """The reduction that makes a module; None where `value` is none, or one for cloudpickle to pickle.
+
+        PettingZoo loads ``from pettingzoo.sisl import multiwalker_v9`` itself, a new module for every such line.
+        """
+        if type(value) is not types.ModuleType:
+            return None
+        if sys.modules.get(value.__name__) is value:
+            is_here = value.__name__ not in MAIN_NAMES and is_only_here(value.__name__)
+            return self._definitions.reduction_of_module(value) if is_here else None
+        return (importlib.import_module, (value.__name__,)) if is_found_by_name(value) else None
+
+
+class _ByValue:
+    """The modules of which cloudpickle is to pickle classes and functions by value, within a ``with`` block.
+
+    Its list of these is the process's, and stays as it was: a module that several threads need leaves it with the last.
+    """
+
+    _users: ClassVar[collections.Counter[str]] = collections.Counter()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+
+    def note(self, value: Any) -> None:
+        """Adds the module of the class or function `value`, where only this process knows that."""
+        if not (type(value) is types.FunctionType or issubclass(type(value), type)):
+            return
+        name = module_name(value)
+        if name in self._noted or name == MAIN_NAMES[0] or not is_only_here(name):
+            return
+        with self._lock:
+            if self._users[name] or name not in cloudpickle.list_registry_pickle_by_value():
+                self._noted.add(name)
+                self._users[name] += 1
+                cloudpickle.register_pickle_by_value(sys.modules[name])
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users.subtract(self._noted)
+            for name in self._noted:
+                if not self._users[name]:
+                    cloudpickle.unregister_pickle_by_value(sys.modules[name])
+            self._noted.clear()
 
 
 def dumps(value: object, *, lays_main: bool = False) -> bytes:
@@ -66,16 +122,6 @@ def reduction_of(value: Any) -> tuple[Any, ...] | None:
     if kind is types.FunctionType and value.__code__ is _DISPATCHER and not is_importable(value):
         return _dispatcher, (dict(value.registry),), _without(value, *_OWN_OF_DISPATCHERS)
     return None
-
-
-def _reduction_of_module(value: Any) -> tuple[Any, ...] | None:
-    """The reduction that imports `value`; None where it is no module, or one for cloudpickle to pickle.
-
-    PettingZoo loads ``from pettingzoo.sisl import multiwalker_v9`` itself, a new module for every such line.
-    """
-    if type(value) is not types.ModuleType or sys.modules.get(value.__name__) is value:
-        return None
-    return (importlib.import_module, (value.__name__,)) if is_found_by_name(value) else None
 
 
 def _without(value: Any, *names: str) -> dict[str, Any]:

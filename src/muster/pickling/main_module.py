@@ -1,16 +1,17 @@
-"""A worker's `__main__`, where the classes, functions and globals of the caller's script stand once they have arrived.
+"""Modules that only the caller knows: `__main__`, and those that no fresh process finds.
 
-Code of an env finds them there as it does in the caller: pickle, and multiprocessing in processes that the env forks,
-look up the script's classes and functions in `__main__`.
+Their classes, functions and globals travel by value. In a worker they stand in modules of the same names, where code of
+an env finds them as it does in the caller: pickle, and multiprocessing in processes that the env forks, look them up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -20,6 +21,8 @@ MAIN_NAMES = ("__main__", "__mp_main__")
 
 # What cloudpickle gives to the globals of a function besides what its code names.
 _OF_MODULES = ("__package__", "__name__", "__path__", "__file__")
+# What stays here of a module that travels whole: how it was loaded may hold anything.
+_OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")
 _CACHE = type(functools.lru_cache(len))
 _NAMED = (type, types.FunctionType, _CACHE)
 _DEFINED = (*_NAMED, types.ModuleType)
@@ -30,6 +33,8 @@ Init = Callable[[], Any]
 ABOUT_INIT = "Raised by worker_init, which is called once in each worker before its first env is built."
 
 _called_in: int | None = None  # a process's id: a fork of it has to make its own call
+# In a worker: the modules that were made here for what arrives, by their names.
+_made: dict[str, types.ModuleType] = {}
 
 
 class MainModule(types.ModuleType):
@@ -120,35 +125,106 @@ def run_once(init: Init) -> None:
         raise
 
 
-class Definitions:
-    """The script's classes and functions that one pickle holds, by their names in `__main__`.
+def is_only_here(name: str) -> bool:
+    """Whether this process has a module of Python code that a fresh process would not find by its name.
 
-    lays: the receiver lays them over its `__main__`, which also becomes the globals of the script's functions.
+    The script is one; others were loaded by their path, or filled by hand. Imports nothing.
+    """
+    if name in MAIN_NAMES:
+        return True
+    module = sys.modules.get(name)
+    if type(module) is not types.ModuleType or name.partition(".")[0] in sys.stdlib_module_names:
+        return False
+    folder = ""
+    with contextlib.suppress(OSError):  # it is gone
+        folder = os.getcwd()
+    return not _search(name, id(module), (folder, len(sys.meta_path), *map(str, sys.path)))[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _search(name: str, module_id: int, where: tuple[Any, ...]) -> tuple[bool, Sequence[str] | None]:
+    """Whether finders lead to the module; and the folders for modules in it, None where it is no package.
+
+    module_id, where: of the module that is here, and where finders look: what has been found holds for these.
+    """
+    package = name.rpartition(".")[0]
+    is_found, folders = _search(package, id(sys.modules.get(package)), where) if package else (True, None)
+    if not is_found or (package and folders is None):
+        return is_found, None
+    here = sys.modules.get(name)
+    attributes = {} if here is None else vars(here)
+    own, spec = attributes.get("__spec__"), None
+    for finder in sys.meta_path:
+        with contextlib.suppress(Exception):  # finders are other people's code
+            if (spec := finder.find_spec(name, folders)) is not None:
+                break
+    if here is None:
+        return spec is not None, None if spec is None else spec.submodule_search_locations
+    file, found_file = _file_of(own, name), _file_of(spec, name)
+    if spec is None:  # a package may make modules itself, as six.moves is made: they come with it
+        is_found = _is_of_c_code(name, attributes) or (bool(package) and file is None)
+    else:
+        is_found = None in (file, found_file) or _is_same(str(file), str(found_file))
+    return is_found, attributes.get("__path__")
+
+
+def _file_of(spec: Any, name: str) -> str | None:
+    is_own = isinstance(spec, ModuleSpec) and spec.name == name and spec.has_location
+    return spec.origin if is_own else None
+
+
+def _is_same(file: str, other: str) -> bool:
+    try:
+        return file == other or os.path.samefile(file, other)
+    except OSError:  # in an archive
+        return False
+
+
+def _is_of_c_code(name: str, attributes: Mapping[str, Any]) -> bool:
+    """Whether a module has what C code has made, which does not travel by value."""
+    made = (type, types.BuiltinFunctionType)
+    defines = any(isinstance(one, made) and module_name(one) == name for one in attributes.values())
+    return "__builtins__" not in attributes and defines  # which Python code that is executed in a module leaves there
+
+
+class Definitions:
+    """The classes and functions of one pickle that only this process knows, by module and by their names in it.
+
+    lays: the receiver lays them over its modules of these names, which also become the globals of the functions.
     Otherwise they only fill gaps there: what an env uses already stays as it is.
     """
 
     def __init__(self, *, lays: bool) -> None:
         self.lays = lays
-        self.found: dict[str, Any] = {}
-        main = sys.modules.get(MAIN_NAMES[0])
-        self.namespace: dict[str, Any] = {} if main is None else vars(main)
+        self.found: dict[str, dict[str, Any]] = {}
 
     def note(self, value: Any) -> None:
-        """Notes `value`, which is being pickled, where `__main__`, or a class in it, has it under its own name."""
-        if not issubclass(type(value), _NAMED) or module_name(value) not in MAIN_NAMES:
+        """Notes `value`, which is being pickled, where its module, or a class in that, has it under its own name."""
+        if not issubclass(type(value), _NAMED) or not is_only_here(module := module_name(value)):
             return
         name: str = getattr(value, "__qualname__", "")
         first, *inner = name.split(".")
-        found = self.namespace.get(first)
+        module = MAIN_NAMES[0] if module in MAIN_NAMES else module
+        holder = sys.modules.get(module)
+        found = None if holder is None else vars(holder).get(first)
         if inner and isinstance(value, type):
             for part in inner:
                 found = vars(found).get(part) if isinstance(found, type) else None
         if found is value:
-            self.found[name] = value
+            self.found.setdefault(module, {})[name] = value
 
-    def globals_ref(self) -> dict[int, Any]:
-        """What cloudpickle's pickler has to know of the globals of functions, by their ids."""
-        return {id(self.namespace): _MainGlobals(self.namespace)} if self.lays else {}
+    def globals_of(self, value: Any) -> Any:
+        """The globals of the function `value`, as the receiver is to find them; None where cloudpickle's will do."""
+        if not self.lays or type(value) is not types.FunctionType:
+            return None
+        name = value.__globals__.get("__name__")
+        module = sys.modules.get(name) if isinstance(name, str) and is_only_here(name) else None
+        return None if module is None or vars(module) is not value.__globals__ else _Globals(module)
+
+    def reduction_of_module(self, module: types.ModuleType) -> tuple[Any, ...]:
+        """The reduction of a module that only this process knows."""
+        contents = {name: value for name, value in vars(module).items() if name not in _OF_IMPORT}
+        return _module_here, (module.__name__,), (contents, self.lays), None, None, _fill
 
 
 class Arriving:
@@ -172,38 +248,67 @@ class _Noted:
         return dict, (dict(self._definitions.found),)
 
 
-class _MainGlobals:
-    """The globals of the script's functions, without contents: cloudpickle adds those that each function names."""
+class _Globals:
+    """The globals of a module's functions, without contents: cloudpickle adds those that each function names."""
 
-    def __init__(self, namespace: Mapping[str, Any]) -> None:
-        self._of_module = {name: namespace[name] for name in _OF_MODULES if name in namespace}
+    def __init__(self, module: types.ModuleType) -> None:
+        self._name = MAIN_NAMES[0] if module.__name__ in MAIN_NAMES else module.__name__
+        self._of_module = {name: vars(module)[name] for name in _OF_MODULES if name in vars(module)}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _globals_here, (self._of_module,)
+        return _globals_here, (self._name, self._of_module)
 
 
-OWN_PARTS = (Arriving, _Noted, _MainGlobals)
+OWN_PARTS = (Arriving, _Noted, _Globals)
 """The classes whose objects are Muster's own parts of a pickle, and not the user's."""
 
 
-def _arrived(value: Any, definitions: Mapping[str, Any], lays: bool) -> Any:
+def _arrived(value: Any, definitions: Mapping[str, Mapping[str, Any]], lays: bool) -> Any:
     if (main := own_main()) is not None:
-        namespace = vars(main)
-        for name, one in definitions.items():
-            if "." in name:
-                one.__qualname__ = name  # cloudpickle gives a class that is defined in another one its last part alone
-            elif lays or name not in namespace:
-                namespace[name] = one
+        for owner, named in definitions.items():
+            module = main if owner in MAIN_NAMES else _module_here(owner)
+            for name, one in named.items():
+                if "." in name:
+                    one.__qualname__ = name  # cloudpickle gives a class that is defined in another its last part alone
+                elif _may_change(module) and (lays or name not in vars(module)):
+                    setattr(module, name, one)
         if lays:
-            namespace.update(main.kept)
+            vars(main).update(main.kept)
     return value
 
 
-def _globals_here(of_module: dict[str, Any]) -> dict[str, Any]:
+def _module_here(name: str) -> types.ModuleType:
+    """The module of that name, or a new one. In a worker it stays."""
+    if name in sys.modules:
+        return sys.modules[name]
+    module = types.ModuleType(name)
+    if own_main() is not None:
+        sys.modules[name] = _made[name] = module
+    return module
+
+
+def _may_change(module: types.ModuleType) -> bool:
+    """Whether what arrives may be put into the module: not into one that this process itself has loaded."""
+    name = module.__name__
+    return isinstance(module, MainModule) or sys.modules.get(name) is not module or _made.get(name) is module
+
+
+def _fill(module: types.ModuleType, state: tuple[Mapping[str, Any], bool]) -> None:
+    contents, lays = state
+    if _may_change(module):
+        vars(module).update({name: one for name, one in contents.items() if lays or name not in vars(module)})
+
+
+def _globals_here(name: str, of_module: dict[str, Any]) -> dict[str, Any]:
     main = own_main()
     if main is None:
         return dict(of_module)
-    namespace = vars(main)
-    # Where the script was run here, its name tells it so, as in a process that multiprocessing spawns.
-    namespace.update({name: one for name, one in of_module.items() if name != "__name__"})
-    return namespace
+    if name in MAIN_NAMES:
+        # Where the script was run here, its name tells it so, as in a process that multiprocessing spawns.
+        vars(main).update({name: one for name, one in of_module.items() if name != "__name__"})
+        return vars(main)
+    module = _module_here(name)
+    if not _may_change(module):
+        return dict(of_module)
+    vars(module).update(of_module)
+    return vars(module)

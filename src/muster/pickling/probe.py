@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import io
 import pickle
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import cloudpickle
 
 from muster.pickling import functools_pickling
 from muster.pickling.kinds import kind_of
@@ -23,7 +19,6 @@ from muster.pickling.shared_pickling import reduction_of_memory, reduction_of_sh
 _POLL_S = 0.05
 # Smaller buffers stay in the pickle: they are not worth a place of their own.
 _BIG_BYTES = 1 << 20
-_mp_main_lock = threading.Lock()
 
 
 @dataclass
@@ -81,9 +76,8 @@ def attempt(
 
     # In a thread, because only a thread can be left behind with an object that hangs while it is pickled.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name="muster-pickling")
-    with _main_by_value():
-        thread.start()
-        end = _wait(thread, lambda: (len(pickler.seen), buffer.tell()), silence_s, limit_s)
+    thread.start()
+    end = _wait(thread, lambda: (len(pickler.seen), buffer.tell()), silence_s, limit_s)
     if end == "finished":
         outcome.failed = pickler.seen[-1] if outcome.data is None and pickler.seen else None
         return outcome
@@ -162,21 +156,3 @@ def _wait(
             return "silent"
         if limit_s is not None and now - started > limit_s:
             return "out of time"
-
-
-@contextlib.contextmanager
-def _main_by_value() -> Iterator[None]:
-    """Pickles the script by value also under the name ``__mp_main__``, which it has in a child of ``multiprocessing``.
-
-    No worker can import a module of that name.
-    """
-    main = sys.modules.get("__mp_main__")
-    with _mp_main_lock:
-        register = main is not None and main.__name__ not in cloudpickle.list_registry_pickle_by_value()
-        if register:
-            cloudpickle.register_pickle_by_value(main)
-        try:
-            yield
-        finally:
-            if register:
-                cloudpickle.unregister_pickle_by_value(main)

@@ -62,11 +62,29 @@ def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], prefix: str 
     return named | {f'{prefix}kwargs["{key}"]': one for key, one in kwargs.items()}
 
 
+class Unpickler(pickle.Unpickler):
+    """Pickle's unpickler, which says what it has looked for in a module that is not found here."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        try:
+            return super().find_class(module_name, global_name)
+        except (ImportError, AttributeError) as error:
+            said = f"{global_name} of the module {module_name} ({type(error).__name__}: {error})"
+            raise ImportError(said, name=module_name) from error
+
+
 def not_rebuilt(what: str, error: BaseException, instead: str) -> CannotTravel:
     """The error for something that could be sent, but not made anew where it arrived. instead: what to do, in words."""
+    if isinstance(error, ImportError) and error.name:
+        return CannotTravel(
+            f"{what} cannot be rebuilt there: the worker does not find {error}\n"
+            f"  Pass a function as worker_init after which `import {error.name}` works in each worker as it does here, "
+            "such as one that extends sys.path or installs a finder.\n"
+            "  Or define what is missing in a module that every process finds."
+        )
     return CannotTravel(
         f"{what} cannot be rebuilt there: {type(error).__name__}: {error}\n"
-        "  What its __reduce__ or __getstate__ gave does not make it anew, or its module is not found there.\n"
+        "  What its __reduce__ or __getstate__ gave does not make it anew.\n"
         f"  {instead}"
     )
 

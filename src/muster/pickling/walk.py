@@ -21,7 +21,7 @@ import gymnasium as gym
 import numpy as np
 
 from muster.introspection import attribute_dict, closure_of, global_names, module_name, subscript
-from muster.pickling.main_module import MAIN_NAMES
+from muster.pickling.main_module import is_only_here
 
 Edge = tuple[str, Any]
 
@@ -193,7 +193,7 @@ def is_bound(value: Any) -> bool:
 def is_importable(definition: Any) -> bool:
     """Whether a function or class travels by its name; else it is sent by value, with what it uses."""
     module = module_name(definition)
-    if module in MAIN_NAMES or module in cloudpickle.list_registry_pickle_by_value():
+    if is_only_here(module) or module in cloudpickle.list_registry_pickle_by_value():
         return False
     found: Any = sys.modules.get(module)
     for name in getattr(definition, "__qualname__", "").split("."):
@@ -232,7 +232,7 @@ def _code_edges(holder: Any, kind: type, inherited: bool) -> Iterator[Edge]:
     elif kind is property:
         yield from ((f".{name}", getattr(holder, name)) for name in ("fget", "fset", "fdel"))
     elif kind is types.ModuleType:
-        if not inherited and not is_found_by_name(holder):
+        if not inherited and (is_only_here(holder.__name__) or not is_found_by_name(holder)):
             yield from _named(dict(vars(holder)))
     elif not is_importable(holder):
         yield from _named(dict(vars(holder)))

@@ -1,9 +1,11 @@
-"""Environment variables that users set for worker processes: checked, and dealt out to the workers."""
+"""What users set for the environment of worker processes, checked and dealt out; where workers look for modules."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import FileFinder
 from typing import Any
 
 from muster.arguments import as_whole
@@ -76,6 +78,23 @@ def changed(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> di
     """A copy of an environment, with the changes made."""
     merged = {**environ, **changes}
     return {name: value for name, value in merged.items() if value is not None}
+
+
+def search_path() -> list[str]:
+    """``sys.path`` for another process. Relative folders are those that this process looks in.
+
+    That is where they were when Python first looked there: a change of the working directory changes nothing.
+    """
+    return [_absolute(entry) for entry in sys.path]
+
+
+def _absolute(entry: Any) -> Any:
+    if not isinstance(entry, str) or not entry:  # the working directory, whatever that is at the moment
+        return entry
+    finder = sys.path_importer_cache.get(entry)
+    if isinstance(finder, FileFinder):
+        return finder.path
+    return os.path.abspath(entry) if os.path.exists(entry) else entry  # or a name for a hook, as setuptools has them
 
 
 def _checked(variables: Any, name: str) -> Changes:

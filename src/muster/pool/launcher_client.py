@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from muster._core import set_death_signal, set_process_name
 from muster.errors import NoFilesLeft
-from muster.pool.environment import apply, changed
+from muster.pool.environment import apply, changed, search_path
 from muster.pool.launcher import HEADER, fill_standard_fds, lead, leave_terminal, python_command
 from muster.pool.worker_process import close_all_own, disown, flush_streams, own, readable
 
@@ -111,7 +111,7 @@ class LauncherClient:
             theirs_only.callback(os.close, caller)
             fds = (theirs.fileno(), caller)
             self._process = subprocess.Popen(
-                python_command(sys.path, "muster.pool.launcher:main", *fds, key.preloads),
+                python_command(search_path(), "muster.pool.launcher:main", *fds, key.preloads),
                 env=key.environ,
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
@@ -159,7 +159,7 @@ class LauncherClient:
             "method": self._key.method,
             "name": name,
             "fds": list(fds),
-            "path": sys.path,
+            "path": search_path(),
             "cwd": _working_directory(),
             "environ": changed(self._key.environ, changes),
             "is_apart": is_apart,

@@ -23,7 +23,7 @@ from muster.errors import RecipeError
 from muster.extras import is_installed, missing
 from muster.pickling import is_plain
 from muster.pickling.functools_pickling import dumps as by_value
-from muster.pickling.main_module import MAIN_NAMES
+from muster.pickling.main_module import is_only_here
 from muster.pickling.walk import is_importable
 
 FOREIGN_PREFIXES = ("pettingzoo/", "meltingpot/")
@@ -119,7 +119,7 @@ def _suggest(error: Exception, env_id: str, resolve_foreign_id: ForeignResolver)
 
 
 def factory_of_spec(spec: EnvSpec) -> MakeGym:
-    """The factory of a spec. Names in ``__main__`` are looked up here, because a worker has another ``__main__``."""
+    """The factory of a spec. Names in modules that only this process knows are looked up here."""
     if spec.entry_point is None:
         raise RecipeError(
             f"EnvSpec {spec.id!r} has no entry_point, so no env can be made from it; register it with one."
@@ -128,7 +128,7 @@ def factory_of_spec(spec: EnvSpec) -> MakeGym:
     if "vectorization_mode" in portable.kwargs:
         portable.kwargs = {key: value for key, value in portable.kwargs.items() if key not in _VECTOR_KEYS}
     wrappers = getattr(portable, "additional_wrappers", ())
-    first_late = next((i for i, w in enumerate(wrappers) if _is_in_main(w.entry_point)), len(wrappers))
+    first_late = next((i for i, w in enumerate(wrappers) if _is_only_here(w.entry_point)), len(wrappers))
     portable.additional_wrappers = tuple(wrappers[:first_late])
     late = tuple((load_env_creator(w.entry_point), w.kwargs or {}) for w in wrappers[first_late:])
     return MakeGym(portable, late)
@@ -142,7 +142,7 @@ def pack_registrations() -> list[bytes]:
     """
     named, held = [], []
     for spec in map(_named, gym.registry.values()):
-        if isinstance(spec.entry_point, str) and not _is_in_main(spec.entry_point):
+        if isinstance(spec.entry_point, str) and not _is_only_here(spec.entry_point):
             if not spec.entry_point.startswith(_GYMNASIUM):
                 named.append(spec)
         elif spec.entry_point is not None:
@@ -179,9 +179,9 @@ def noted_by_make_vec(spec: EnvSpec) -> tuple[int | None, tuple[Callable[[Any], 
 
 
 def _portable(spec: EnvSpec) -> EnvSpec:
-    """A copy of `spec` that holds its entry point itself where `spec` only names one in ``__main__``."""
+    """A copy of `spec` that holds its entry point itself where `spec` only names one that no worker finds."""
     portable = copy.copy(spec)
-    if _is_in_main(portable.entry_point):
+    if _is_only_here(portable.entry_point):
         portable.entry_point = cast(EnvCreator, load_env_creator(str(portable.entry_point)))
     return portable
 
@@ -198,8 +198,8 @@ def _named(spec: EnvSpec) -> EnvSpec:
     return named
 
 
-def _is_in_main(entry_point: Any) -> bool:
-    return type(entry_point) is str and entry_point.split(":")[0] in MAIN_NAMES
+def _is_only_here(entry_point: Any) -> bool:
+    return type(entry_point) is str and is_only_here(entry_point.split(":")[0])
 
 
 def _check_installed(module: str, env_id: str) -> None:

@@ -22,6 +22,7 @@ from muster.lazy_values import LazyValues
 from muster.pickling import MAKE_VEC, UserCall, check_inheritable, current_call, dumps, find_shared, not_rebuilt, takes
 from muster.pickling.main_module import Init, run_once
 from muster.pickling.shared_pickling import receiving
+from muster.pickling.travel import Unpickler
 from muster.recipes.existing_env import LiveEnvs
 from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, pack_registrations, register_packed
 from muster.recipes.sources import Source, check_call, factory_example, sources_of
@@ -183,7 +184,8 @@ def pack(
     fds: list[int] | None = None,
     init: Init | None = None,
 ) -> bytes:
-    """The recipes as bytes for another process; functions and classes of ``__main__`` travel by value.
+    """The recipes as bytes for another process; functions and classes of ``__main__``, and of other modules that only
+    this process knows, travel by value.
 
     The ids that are registered here travel too, for factories that call ``gymnasium.make``. Returns in under 5 s even
     if an object hangs while it is pickled. big: receives the memory of big arrays, fds the file descriptors of what
@@ -217,9 +219,8 @@ def unpack(
     buffers = iter(big)
     registrations, call, packed, has_init = pickle.loads(data, buffers=buffers)
     registered = register_packed(registrations)
-    load: Callable[[], Any] = functools.partial(pickle.loads, packed, buffers=buffers)
+    load = Unpickler(io.BytesIO(packed), buffers=buffers).load
     if has_init:
-        load = pickle.Unpickler(io.BytesIO(packed), buffers=buffers).load
         run(_loaded(load, fds, "worker_init", "What it needs has to be importable in the worker."))
     lazily = textwrap.indent(call.lazily(), " " * 6)
     instead = f"Build it in the worker instead:\n{lazily}"
