@@ -115,6 +115,44 @@ class Chooser(EnvBase):
         return TensorDict({"action_mask": self.mask.clone(), "done": ended, "terminated": ended}, [])
 
 
+class Team(EnvBase):
+    """Three agents whose episodes end together, which only their group says. Its other observations are not theirs."""
+
+    def __init__(self, length: int = 3) -> None:
+        super().__init__()
+        self.length, self.steps = length, 0
+        inner = Composite(twice=Unbounded((3, 2)), shape=(3,))
+        agents = Composite(position=Unbounded((3, 1)), inner=inner, shape=(3,))
+        self.observation_spec = Composite(state=Unbounded((2,)), agents=agents, other=Composite(value=Unbounded((1,))))
+        self.action_spec = Composite(agents=Composite(action=Bounded(-1, 1, (3, 1)), shape=(3,)))
+        self.reward_spec = Composite(agents=Composite(reward=Unbounded((3, 1)), shape=(3,)))
+        flags = {name: Categorical(2, (3, 1), dtype=torch.bool) for name in ("done", "terminated")}
+        self.done_spec = Composite(agents=Composite(flags, shape=(3,)))
+        self.random = torch.Generator()
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.random.manual_seed(seed)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        self.steps, self.position = 0, torch.rand(3, 1, generator=self.random)
+        return self._observed()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.steps += 1
+        self.position = self.position + tensordict["agents", "action"]
+        ended = torch.full((3, 1), self.steps >= self.length)
+        rows = self._observed()
+        rows["agents"].update({"reward": self.position.clone(), "done": ended, "terminated": ended.clone()})
+        return rows
+
+    def _observed(self) -> TensorDictBase:
+        inner = TensorDict({"twice": self.position * 2 + torch.zeros(3, 2)}, [3])
+        agents = TensorDict({"position": self.position.clone(), "inner": inner}, [3])
+        return TensorDict(
+            {"state": self.position[:2, 0].clone(), "agents": agents, "other": {"value": inner["twice"].sum(1)[:1]}}, []
+        )
+
+
 def pictures() -> EnvBase:
     seen = Compose(
         ToTensorImage(), CatFrames(2, dim=-3, in_keys=["pixels"]), CatFrames(3, dim=-1, in_keys=["position"])
@@ -154,6 +192,7 @@ FACTORIES: dict[str, Any] = {
     "states": remembering,
     "primed": primed,
     "nested done flags": NestedCountingEnv,
+    "done flags in a group": [Team, partial(Team, 5), partial(Team, 4)],
     "several agents": MultiKeyCountingEnv,
     "agents that differ": HeterogeneousCountingEnv,
     "envs that differ": [partial(Camera, size=2), partial(Camera, size=4), partial(Camera, length=2)],
@@ -215,9 +254,11 @@ def driven(env: Any, *, partial_steps: bool) -> list[TensorDictBase]:
             data = env.maybe_reset(env.step_mdp(stepped))
         shown.append(stepped["next"].clone())
         data = data.exclude("_step", *env.action_keys, *env.reward_keys)
-        if i == 7 and "_reset" in env.reset_keys:
-            asked = torch.tensor([[False], [True], [False]])
-            data = env.reset(data.clone().set("_reset", asked))
+        if i in (7, 9) and env.reset_keys:
+            key, asked = env.reset_keys[0], torch.zeros_like(data[env.done_keys[0]])
+            asked[1] = True
+            if i == 7 or key[0] == "agents":  # flags of a group alone, too
+                data = env.reset((data.clone() if i == 7 else data.empty()).set(key, asked))
         shown.append(data.exclude(*env.reset_keys).clone())
     return shown
 
@@ -225,6 +266,8 @@ def driven(env: Any, *, partial_steps: bool) -> list[TensorDictBase]:
 # Whatever class they are of, TorchRL does not step some of envs that are stacked lazily, nor of envs with a transform
 # around them that changes shapes.
 ALL_ONLY = ("agents that differ", "envs that differ", "pictures around")
+# What TorchRL's workers show, and its `SerialEnv` does not.
+OF_WORKERS = ("masks", "agents that differ", "done flags in a group")
 # TorchRL's workers take a second to start.
 SLOW = (("masks", False), ("agents that differ", False), ("VecNormV2 around", False))
 
@@ -246,7 +289,7 @@ def cases(names: Iterable[str], suffix: str = "") -> list[Any]:
 
 @pytest.mark.parametrize(("name", "partial_steps"), cases(FACTORIES))
 def test_rows_are_those_of_a_serial_env(name: str, partial_steps: bool):
-    envs = both(name, theirs=ForkedTheirs if name in ("masks", "agents that differ") else SerialEnv)
+    envs = both(name, theirs=ForkedTheirs if name in OF_WORKERS else SerialEnv)
     ours, theirs = (driven(env, partial_steps=partial_steps) for env in envs)
     for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert_same(mine, other, (i,))

@@ -27,7 +27,7 @@ from muster.arguments import with_ints
 from muster.envs.pettingzoo import is_pettingzoo
 from muster.errors import MusterError, RecipeError
 from muster.interop.torchrl.columns import EnvRows
-from muster.interop.torchrl.leaves import Key, Keys, Writer
+from muster.interop.torchrl.leaves import Keys, Writer
 from muster.interop.torchrl.short_steps import BareEnv, BareGym, bare_env, bare_gym
 from muster.introspection import type_name
 from muster.rollout.fields import describe
@@ -49,6 +49,7 @@ class Command(IntEnum):
 NO_KEYS = 0
 """The number of the key set None: no ``next`` in the input of a step, and no tensordict for a reset."""
 
+_FLAG = "_reset"
 _NOTHING = np.zeros(1, np.uint8)
 _NO_INFO: dict[str, Any] = {}
 
@@ -100,8 +101,13 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         self._bare = bare_gym(self.env, self._root, self._next)
         if self._bare is None and not object_keys:
             self._bare = bare_env(self.env, self._root, self._next, self._write_next)
-        of_reset = self._root.select(*reset_keys, strict=False)
-        self._write_reset = Writer(of_reset, "the reset's", required=[key for key in reset_keys if not _is_flag(key)])
+        of_reset, required = self._root.select(*reset_keys, strict=False), [as_key(key) for key in reset_keys]
+        required = [path for path in required if path[-1] != _FLAG]
+        self._write_reset = Writer(of_reset, "the reset's", required)
+        # A reset with flags changes what lies at their places and below. Of the rest TorchRL returns the input.
+        places = [as_key(key)[:-1] for key in self.env.reset_keys]
+        required = [path for path in required if any(path[: len(place)] == place for place in places)]
+        self._write_given_reset = Writer(of_reset, "the reset's", required)
 
     def learn_keys(self, number: int, keys: Keys) -> None:
         """Gives a set of keys a number, by which commands name it from now on."""
@@ -178,7 +184,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
     def _reset(self, keys: Keys | None, kwargs: Mapping[str, Any]) -> TensorDictBase:
         given = None if keys is None else self._root.select(*keys, strict=False)
         current = self.env.reset(tensordict=given, **kwargs)
-        self._write_reset(current)
+        (self._write_reset if given is None else self._write_given_reset)(current)
         return current
 
     def _input(self, keys: Keys | None, objects: TensorDictBase | None) -> TensorDictBase:
@@ -294,10 +300,6 @@ def difference(expected: Schema, got: Schema) -> str:
 
 def _words(entry: Any) -> str:
     return "an object" if entry is None else f"{list(entry[0])} {entry[1]}"
-
-
-def _is_flag(key: Key) -> bool:
-    return as_key(key)[-1] == "_reset"
 
 
 def _tuple_of(keys: Any) -> Keys | None:
