@@ -29,7 +29,7 @@ from muster.rollout.policies import PlainActor, TensorDictActor, is_tensordict_p
 from muster.rollout.processes.policy_travel import obstacle_to
 from muster.rollout.single_agent_side import SingleAgentEnvs
 from muster.rollout.storage import Storage
-from muster.rollout.weights import load_weights, module_of, named_weights, place, weights_for
+from muster.rollout.weights import copies_into, copy_all, module_of, named_weights, place, weights_for
 from muster.worker_info import WorkerInfo, worker_info_context
 
 _ROWS = 8
@@ -97,7 +97,7 @@ def build_and_call(reporter: Reporter, factory: bytes, observed: bytes | None, w
             weights = weights or weights_of(policy)
             if own := named_weights(policy):
                 with contextlib.suppress(SpecMismatch):  # its layout says how it differs
-                    load_weights(policy, weights_for(policy, weights, own))
+                    copy_all(copies_into(policy, weights_for(policy, weights, own)))
             reporter.result(f"outputs {number}", _outputs_of(policy, observed))
 
 

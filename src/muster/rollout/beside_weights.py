@@ -41,11 +41,13 @@ class BesideWeights:
             if place in self._seen and _same(self._seen[place], mark):
                 continue
             was_plain = self._seen.get(place, ...) is not ...
-            self._seen[place] = mark
+            # Seen after it is noted: an interrupt in between loses no change.
             if mark is not ...:
                 self._changed[place] = _for_travel(value)
-            elif was_plain:
+            else:
                 self._changed.pop(place, None)
+            self._seen[place] = mark
+            if mark is ... and was_plain:
                 name = ".".join(part for part in place if part)
                 warnings.warn(
                     f"the policy's {name} has become a {type(value).__name__}, which collectors do not get: they go on "

@@ -38,7 +38,16 @@ from muster.rollout.policies import (
 from muster.rollout.single_agent_side import open_envs
 from muster.rollout.stepping import Stepping
 from muster.rollout.storage import Storage
-from muster.rollout.weights import Device, is_same_memory, load_weights, module_of, named_weights, place, weights_for
+from muster.rollout.weights import (
+    Device,
+    copies_into,
+    copy_all,
+    is_same_memory,
+    module_of,
+    named_weights,
+    place,
+    weights_for,
+)
 from muster.vector.make import make_vec
 
 
@@ -74,8 +83,7 @@ class Collector(BatchSource):
     float32, shaped like the reward, 0 where the step terminates the episode and 1 elsewhere, unless the env says
     otherwise.
 
-    policy_version: 1, and 1 more with each update of the weights.  acting_version: the version that acted in the last
-    batch.
+    acting_version: the version of the weights that acted in the last batch, see `policy_version`.
     A RuntimeWarning reports envs that the vector env replaced; their rows are masked. Raises ConfigError, UsageError,
     and what `make_vec` raises.
     """
@@ -126,10 +134,11 @@ class Collector(BatchSource):
         self._policy_device = place(self.policy, device if policy_device is None else policy_device)
         self._rng = np.random.default_rng(None if seed is None else np.random.SeedSequence(seed, spawn_key=(0,)))
         self._torch_state = None if seed is None else _torch_states(seed, self._policy_device)
-        self.policy_version = self.acting_version = 1
+        self._version, self.acting_version = np.ones(1, np.int64), 1
         self._updating = threading.Lock()
         self._acts = False
-        self._staged: dict[str, Tensor] = {}  # weights that wait for the batch's end
+        # Weights that wait for the batch's end, and their version.
+        self._staged: tuple[dict[str, Tensor], int] | None = None
         self._own: dict[str, Tensor] = {}  # the policy's own tensors; during a call the policy may hold others
         self._init_random_frames = init_random_frames
         self._expected: dict[Key, Tensor] = {}  # what the policy will provide; found with the first random frames
@@ -229,6 +238,12 @@ class Collector(BatchSource):
         """Starts new episodes in all envs with the next batch."""
         self._stepping.start_afresh()
 
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that act in the next batch: 1, and 1 more with each update."""
+        staged = self._staged
+        return int(self._version[0]) if staged is None else staged[1]
+
     def update_policy_weights_(self, weights: Any = None) -> None:
         """Copies `weights` (a state dict, a TensorDict of parameters or a module) into the policy.
 
@@ -236,19 +251,20 @@ class Collector(BatchSource):
         within a batch. Without an argument there is nothing to copy: the policy that acts is the caller's own object.
         """
         with self._updating:
-            if weights is None:
-                self.policy_version += 1
-                return
-            own = self._own if self._acts else named_weights(self.policy)
-            provided = weights_for(self.policy, own if weights is self.policy else weights, own)
-            self.policy_version += 1
-            self._staged = {}
-            if self._acts:
+            if not self._acts:
+                self._load_staged()
+            provided, own = {}, self._own if self._acts else named_weights(self.policy)
+            if weights is not None:
+                provided = weights_for(self.policy, own if weights is self.policy else weights, own)
+            version = self.policy_version + 1
+            if not self._acts:
+                self._load(provided, version)
+            elif weights is None and self._staged is not None:
+                self._staged = self._staged[0], version
+            else:
                 # Tensors in the policy's own memory are left out: what a learner writes there meanwhile is newer.
                 others = {name: tensor for name, tensor in provided.items() if not is_same_memory(tensor, own[name])}
-                self._staged = {name: tensor.detach().clone() for name, tensor in others.items()}
-            else:
-                load_weights(self.policy, provided)
+                self._staged = {name: tensor.detach().clone() for name, tensor in others.items()}, version
 
     def stats(self) -> dict[str, Any]:
         """Counts of frames and batches; ``envs``: the stats of the envs."""
@@ -272,8 +288,7 @@ class Collector(BatchSource):
         if self._torch_state is not None and "torch_rng" in state:
             self._torch_state = list(state["torch_rng"])
         with self._updating:
-            self.policy_version += 1
-            self._staged = {}
+            self._version[0], self._staged = self.policy_version + 1, None
             if (module := module_of(self.policy)) is not None and "policy" in state:
                 module.load_state_dict(state["policy"])
         self._stepping.start_afresh(seeded=True)
@@ -313,8 +328,14 @@ class Collector(BatchSource):
                 self._load_staged()
 
     def _load_staged(self) -> None:
-        load_weights(self.policy, self._staged)
-        self._staged = {}
+        if self._staged is not None:
+            self._load(*self._staged)
+            self._staged = None
+
+    def _load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Gives the policy weights, and their version, at once."""
+        copies = copies_into(self.policy, weights)
+        copy_all([*copies, (torch.from_numpy(self._version), torch.tensor([version]))])
 
     @contextmanager
     def _acting(self) -> Iterator[None]:

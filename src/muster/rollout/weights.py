@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from muster.errors import ConfigError, SpecMismatch, UsageError
 from muster.nn.functional import all_names
 
 Device = torch.device | str | int | None
+Copies = Sequence[tuple[Tensor, Tensor]]
+"""Tensors, each with the values that it is to have."""
 
 
 def named_weights(policy: object) -> dict[str, Tensor]:
@@ -65,19 +67,20 @@ def weights_for(policy: object, weights: Any, own: Mapping[str, Tensor]) -> dict
     return {name: provided[name] for name in own}
 
 
-def weights_to_send(policy: object, weights: Any) -> dict[str, Tensor]:
-    """The policy's weights by name, once it has taken `weights`; `weights` themselves where `policy` is None.
+def weights_to_send(policy: object, weights: Any) -> tuple[dict[str, Tensor], Copies]:
+    """Weights by name, and the copies that give them to the policy; its own where `weights` are None.
 
-    weights: as for `weights_for`; None for those that the policy has. Raises SpecMismatch, UsageError.
+    weights: as for `weights_for`; where `policy` is None, nobody checks them. Raises SpecMismatch, UsageError.
     """
-    if weights is not None and policy is not None:
-        load_weights(policy, weights_for(policy, weights, named_weights(policy)))
     own = named_weights(policy) if weights is None or policy is not None else weights_by_name(weights)
+    if weights is not None and policy is not None:
+        provided = weights_for(policy, weights, own)
+        return provided, copies_into(policy, provided)
     if not own and module_of(policy) is None:
         raise UsageError(
             "there are no weights to send: give `weights`, or for a policy that module, or method of one, that has them"
         )
-    return own
+    return own, ()
 
 
 def require_fitting(weights: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
@@ -96,18 +99,20 @@ def require_fitting(weights: Mapping[str, Any], own: Mapping[str, Tensor]) -> No
             raise SpecMismatch(f"weights[{name!r}] has dtype {value.dtype}, the policy's {tensor.dtype}")
 
 
-@torch.no_grad()
-def load_weights(policy: object, weights: Mapping[str, Tensor]) -> None:
-    """Copies what `weights_for` returned into the policy's own tensors."""
-    if not weights:
-        return
+def copies_into(policy: object, weights: Mapping[str, Tensor]) -> Copies:
+    """The copies that give the policy's own tensors the values in `weights`, such as `weights_for` returns."""
     own = named_weights(policy)
     starts = {_start(tensor) for tensor in own.values()}
     # New values that lie in the policy's own tensors are cloned first: an earlier copy could overwrite them.
     others = {name: tensor for name, tensor in weights.items() if not is_same_memory(tensor, own[name])}
-    copies = {name: tensor.clone() if _start(tensor) in starts else tensor for name, tensor in others.items()}
-    for name, tensor in copies.items():
-        own[name].copy_(tensor)
+    return [(own[name], tensor.clone() if _start(tensor) in starts else tensor) for name, tensor in others.items()]
+
+
+@torch.no_grad()
+def copy_all(copies: Copies) -> None:
+    """Makes all copies in one call of torch's, which Ctrl-C and other handlers of signals cannot end halfway."""
+    if copies:
+        torch._foreach_copy_([tensor for tensor, _ in copies], [value for _, value in copies])
 
 
 def is_same_memory(mine: Tensor, other: Tensor) -> bool:

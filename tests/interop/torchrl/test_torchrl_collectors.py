@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from interrupting import interrupted_at
 from slow import slow
 
 torchrl = pytest.importorskip("torchrl")
@@ -408,6 +409,31 @@ def test_workers_act_with_new_weights(name, way):
         next(batches)  # it may have begun before
         assert (next(batches)["action"] == 1).all()
         assert policy.module.value.item() == 1
+    finally:
+        collector.shutdown()
+
+
+def test_an_update_that_is_interrupted_reaches_the_policy_and_all_workers_or_none():
+    policy = int_bias_policy()
+    collector = ours.MultiSyncCollector(
+        [counting] * 2, policy, frames_per_batch=2, total_frames=-1, track_policy_version=True
+    )
+    batches, acting, version = iter(collector), 0, 0
+    try:
+        next(batches)
+        for place in range(10_000):
+            update = partial(collector.update_policy_weights_, int_bias_policy(float(place + 1)))
+            is_over = not interrupted_at(place, update)
+            if (mine := policy.module.value.item()) == place + 1:
+                acting, version = mine, version + 1
+            if mine == place + 1 or place % 20 == 0:
+                batch = next(batches)
+                assert (mine, batch["action"].unique().tolist()) == (acting, [acting])
+                assert batch["next", "policy_version"].unique().tolist() == [version]
+            if is_over:
+                break
+        assert place > 100
+        assert is_over
     finally:
         collector.shutdown()
 

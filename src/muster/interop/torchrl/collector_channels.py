@@ -29,7 +29,8 @@ from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, usable_cores
 from muster.pool.verbs import Answered, Hooks
 from muster.recipes.recipe import Recipe
-from muster.rollout.processes.shared_weights import SharedWeights
+from muster.rollout.processes.shared_weights import SharedWeights, write_all
+from muster.rollout.weights import Copies
 from muster.transport.big_arrays import memfd
 from muster.vector.raisers import original_error
 
@@ -90,7 +91,7 @@ class CollectorPool:
         self._ready: deque[tuple[int, Collected | None]] = deque()  # by worker, None for a pause
         self._trees: dict[int, Any] = {}
         self._handed: set[int] = set()  # workers whose trees TorchRL's loop has
-        self._batches, self._updates = [0] * self.num_workers, [0] * self.num_workers
+        self._batches = [0] * self.num_workers
         self._answers: dict[int, Any] = {}
         self._pool = _pool_of(recipes, files, self._work, context, num_threads)
         self._finalizer = weakref.finalize(self, close_abandoned, self._pool.close, files.end_free_runs)
@@ -107,22 +108,25 @@ class CollectorPool:
 
     # ---- weights
 
-    def publish(self, worker: int, weights: Mapping[str, Tensor], *, counts: bool = True) -> None:
-        """Lets a worker act with these weights from its next batch on; those without a new value stay.
+    def publish(self, weights: Mapping[int, Mapping[str, Tensor]], copies: Copies = (), *, counts: bool = True) -> None:
+        """Lets workers act with these weights from their next batch on; those without a new value stay.
 
-        counts: whether this is another version of the policy. Raises SpecMismatch.
+        copies: others, which are made together with these.  counts: whether this is another version of the policy.
+        Raises SpecMismatch.
         """
         self.look()
-        shared = self._weights[worker]
-        own = shared.read()
-        new = {name: tensor for name, tensor in weights.items() if tensor.numel()}
-        if unknown := sorted(new.keys() - own.keys()):
-            raise SpecMismatch(
-                f"the weights are not those of the policy in collector {worker}: unknown {unknown[:5]}, expected "
-                f"{sorted(own)[:5]}"
-            )
-        self._updates[worker] += counts
-        shared.write({**own, **new}, str(self._updates[worker]).encode())
+        publications = []
+        for worker, given in weights.items():
+            shared = self._weights[worker]
+            own, number = shared.read(), int(shared.beside()) + counts
+            new = {name: tensor for name, tensor in given.items() if tensor.numel()}
+            if unknown := sorted(new.keys() - own.keys()):
+                raise SpecMismatch(
+                    f"the weights are not those of the policy in collector {worker}: unknown {unknown[:5]}, expected "
+                    f"{sorted(own)[:5]}"
+                )
+            publications.append((shared, {**own, **new}, str(number).encode()))
+        write_all(publications, copies)
 
     # ---- batches
 

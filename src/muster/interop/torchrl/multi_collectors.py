@@ -30,7 +30,7 @@ from muster.interop.torchrl.given_envs import sharing
 from muster.pickling import UserCall
 from muster.recipes.recipe import Recipe
 from muster.rollout.processes.policy_travel import obstacle_to, pack_policy
-from muster.rollout.weights import load_weights, named_weights, require_shapes, weights_by_name
+from muster.rollout.weights import copies_into, named_weights, require_shapes, weights_by_name
 
 _TIMEOUT_S = 10.0
 # Schemes that only say how TorchRL moves weights between the processes of one machine.
@@ -187,8 +187,7 @@ class _InWorkers:
         if self._pool is None:
             raise UsageError("the collector is shut down; there is nobody to send weights to")
         if type(policy_or_weights) is dict and all(as_whole(key) is not None for key in policy_or_weights):
-            for worker, weights in policy_or_weights.items():
-                self._pool.publish(worker, weights_by_name(weights))
+            self._pool.publish({worker: weights_by_name(weights) for worker, weights in policy_or_weights.items()})
             return
         own = self._own_weights()
         weights = own if policy_or_weights is None else weights_by_name(policy_or_weights)
@@ -197,11 +196,12 @@ class _InWorkers:
                 "there are no weights to send: the collector has no policy that is a module. After policy_factory call "
                 "update_policy_weights_(weights)"
             )
-        for worker in range(self.num_workers) if worker_ids is None else _listed(worker_ids):
-            self._pool.publish(worker, weights)
-        if worker_ids is None:
-            load_weights(self._own_policy, {name: weights[name] for name in own.keys() & weights.keys()})
-            self._seen = _copied(own)
+        if worker_ids is not None:
+            self._pool.publish(dict.fromkeys(_listed(worker_ids), weights))
+            return
+        copies = copies_into(self._own_policy, {name: weights[name] for name in own.keys() & weights.keys()})
+        self._pool.publish(dict.fromkeys(range(self.num_workers), weights), copies)
+        self._seen = _copied(own)
 
     @property
     def _own_policy(self: Any) -> Any:
@@ -219,8 +219,7 @@ class _InWorkers:
         own, seen = self._own_weights(), self._seen
         if all(name in seen and (not one.is_cpu or torch.equal(one, seen[name])) for name, one in own.items()):
             return
-        for other in range(self.num_workers):
-            self._pool.publish(other, own, counts=False)
+        self._pool.publish(dict.fromkeys(range(self.num_workers), own), counts=False)
         self._seen = _copied(own)
 
     def state_dict(self: Any) -> Any:

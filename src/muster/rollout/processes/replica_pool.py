@@ -49,7 +49,7 @@ from muster.rollout.processes.replica import (
 )
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes, shapes_of
 from muster.rollout.storage import Final, Loss, Storage
-from muster.rollout.weights import module_of, named_weights, weights_to_send
+from muster.rollout.weights import Copies, module_of, named_weights, weights_to_send
 from muster.transport.big_arrays import memfd
 from muster.transport.slab import split_evenly
 
@@ -184,7 +184,7 @@ class ReplicaPool:
 
     def update_weights(self, weights: Any) -> None:
         with self._updating:
-            self._publish(weights_to_send(self._policy, weights))
+            self._publish(*weights_to_send(self._policy, weights))
 
     def state_dict(self) -> dict[str, Any]:
         """State of the policy, under ``policy``: the module's, or copies of the weights published last, if any."""
@@ -203,10 +203,10 @@ class ReplicaPool:
             if weights:
                 self._publish(weights)
 
-    def _publish(self, weights: Mapping[str, Tensor]) -> None:
+    def _publish(self, weights: Mapping[str, Tensor], copies: Copies = ()) -> None:
         if missing := sorted(self._weights.names - weights.keys()):
             raise SpecMismatch(f"the weights are not the replicas': missing {missing[:5]}")
-        self._weights.write(weights, self._beside.changes())
+        self._weights.write(weights, self._beside.changes(), copies)
 
     # ---- questions between batches
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
-import struct
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from muster._core import CACHE_LINE, map_fd
-from muster.rollout.weights import require_fitting
+from muster.rollout.weights import Copies, copy_all, require_fitting
 
-_LENGTH = struct.Struct("<Q")
+Result = TypeVar("Result")
 WeightShapes = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -28,6 +28,8 @@ def shapes_of(weights: Mapping[str, Tensor]) -> WeightShapes:
 class SharedWeights:
     """One learner's weights in shared memory, for replicas in other processes; a version counts the updates.
 
+    Weights, version, and the place of what travels beside them change in one copy: an update that a handler of a signal
+    ends changes all of them, or nothing.
     A lock of the kernel keeps readers and writers apart, and ends with the process that holds it: no reader sees half
     an update, and a process that dies leaves nobody locked out. Threads of one process share that lock; a second lock
     keeps them apart.
@@ -38,7 +40,7 @@ class SharedWeights:
     def __init__(self, like: Mapping[str, Tensor], fd: int) -> None:
         like = dict(sorted(like.items()))  # modules that register the same weights in another order fit, too
         places: dict[str, int] = {}
-        size = CACHE_LINE  # the version's
+        size = CACHE_LINE  # of the version, and of place and length of what travels beside the weights
         for name, tensor in like.items():
             places[name] = size
             size += (tensor.numel() * tensor.element_size() + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
@@ -48,7 +50,7 @@ class SharedWeights:
         if os.fstat(self.fd).st_size < size:
             os.ftruncate(self.fd, size)
         block = map_fd(fd=self.fd, size=size)
-        self._version = block[:8].view(np.int64)
+        self._head = block[:24].view(np.int64)
         self._tensors: dict[str, Tensor] = {}
         for name, tensor in like.items():
             if tensor.numel():
@@ -63,47 +65,75 @@ class SharedWeights:
     @property
     def version(self) -> int:
         """Number of calls of `write` so far, at any end."""
-        return int(self._version[0])
+        return int(self._head[0])
 
-    @torch.no_grad()
-    def write(self, weights: Mapping[str, Tensor], beside: bytes = b"") -> int:
+    def write(
+        self,
+        weights: Mapping[str, Tensor],
+        beside: bytes = b"",
+        copies: Copies = (),
+        make: Callable[[Copies], None] = copy_all,
+    ) -> int:
         """Publishes `weights` as a whole, and what travels beside them; returns their version.
 
-        Raises SpecMismatch where they differ in kind.
+        copies: others, to be made together with these, into tensors that `weights` may lie in.  make: makes all.
+        Raises SpecMismatch where weights differ in kind.
         """
         require_fitting(weights, self._tensors)
-        with self._locked(fcntl.LOCK_EX):
-            if self._tensors:
-                # In one call, which Ctrl-C cannot end halfway.
-                torch._foreach_copy_(list(self._tensors.values()), [weights[name] for name in self._tensors])
-            os.pwrite(self.fd, _LENGTH.pack(len(beside)) + beside, self._end)
-            self._version[0] += 1
-            return self.version
+        return self._locked(fcntl.LOCK_EX, self._write, weights, beside, copies, make)
 
     def read(self) -> dict[str, Tensor]:
         """Copies of the latest version, by name."""
-        with self._locked(fcntl.LOCK_SH):
-            return {name: shared.clone() for name, shared in self._tensors.items()}
+        return self._locked(fcntl.LOCK_SH, lambda: {name: shared.clone() for name, shared in self._tensors.items()})
 
-    @torch.no_grad()
+    def beside(self) -> bytes:
+        """What was published beside the latest version."""
+        return self._locked(fcntl.LOCK_SH, self._beside)
+
     def read_into(self, weights: Mapping[str, Tensor], known: int) -> tuple[int, bytes]:
         """Copies the latest version into `weights`, unless that is the `known` one.
 
         Returns its number, and what was published beside it; nothing for the `known` one.
         """
-        if self.version == known:
-            return known, b""
-        with self._locked(fcntl.LOCK_SH):
-            for name, shared in self._tensors.items():
-                weights[name].copy_(shared)
-            (length,) = _LENGTH.unpack(os.pread(self.fd, _LENGTH.size, self._end))
-            return self.version, os.pread(self.fd, length, self._end + _LENGTH.size)
+        return (known, b"") if self.version == known else self._locked(fcntl.LOCK_SH, self._read_into, weights)
 
-    @contextmanager
-    def _locked(self, kind: int) -> Iterator[None]:
+    def _write(
+        self, weights: Mapping[str, Tensor], beside: bytes, copies: Copies, make: Callable[[Copies], None]
+    ) -> int:
+        version, place, length = self._head.tolist()
+        # Not where the last one lies: that holds until the copy.
+        free = self._end if self._end + len(beside) <= place else max(self._end, place + length)
+        os.pwrite(self.fd, beside, free)
+        head = torch.tensor([version + 1, free, len(beside)])
+        own = [(shared, weights[name]) for name, shared in self._tensors.items()]
+        make([*own, (torch.from_numpy(self._head), head), *copies])
+        return self.version
+
+    def _read_into(self, weights: Mapping[str, Tensor]) -> tuple[int, bytes]:
+        copy_all([(weights[name], shared) for name, shared in self._tensors.items()])
+        return self.version, self._beside()
+
+    def _beside(self) -> bytes:
+        _, place, length = self._head.tolist()
+        return os.pread(self.fd, length, place)
+
+    def _locked(self, kind: int, act: Callable[..., Result], *arguments: object) -> Result:
         with self._threads:
-            fcntl.lockf(self.fd, kind)
             try:
-                yield
-            finally:
+                fcntl.lockf(self.fd, kind)
+                return act(*arguments)
+            finally:  # no context manager: a handler that raises where one begins or ends would leave the lock held
                 fcntl.lockf(self.fd, fcntl.LOCK_UN)
+
+
+Publication = tuple[SharedWeights, Mapping[str, Tensor], bytes]
+"""Weights, where they go, and what travels beside them."""
+
+
+def write_all(publications: Sequence[Publication], copies: Copies = ()) -> None:
+    """Publishes at several places, and makes `copies`: all of it, or nothing, as `SharedWeights.write` does at one."""
+    if not publications:
+        copy_all(copies)
+        return
+    (shared, weights, beside), *others = publications
+    shared.write(weights, beside, copies, functools.partial(write_all, others))
