@@ -132,7 +132,7 @@ def is_only_here(name: str) -> bool:
     """
     if name in MAIN_NAMES:
         return True
-    module = sys.modules.get(name)
+    module = sys.modules.get(name) if isinstance(name, str) else None  # a class may have set `__module__`
     if type(module) is not types.ModuleType or name.partition(".")[0] in sys.stdlib_module_names:
         return False
     folder = ""
