@@ -18,7 +18,7 @@ Autoreset: _Enum  # NEXT_STEP, SAME_STEP, DISABLED
 Unusual: _Enum  # bits INFOS, NOT_OK, FINALS
 InfoRow: _Enum  # STEP, FINAL, COUNT
 InfoSchema: _Enum  # EMPTY, PICKLED, FIRST
-InfoKind: _Enum  # ARRAY, DICT, OBJECT; others are numbers
+InfoKind: _Enum  # SCALAR (NumPy's), ARRAY, DICT, OBJECT; others are Python's numbers
 Branch: _Enum  # DICT, TUPLE, STACK
 AgentFlag: _Enum  # ALIVE, ACTING, TERMINATED, TRUNCATED
 

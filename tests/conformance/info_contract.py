@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import enum
 import functools
+from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 import gymnasium as gym
@@ -24,6 +28,61 @@ INFO_SCRIPTS = {
 }
 
 
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Doors(enum.IntFlag):
+    NORTH = 1
+    EAST = 2
+
+
+class Count(int):
+    pass
+
+
+class Share(float):
+    pass
+
+
+# What one env says in one info.
+KINDS = {
+    "int": 2**62,
+    "float": 0.5,
+    "bool": True,
+    "complex": 1j,
+    "fraction": Fraction(1, 3),
+    "none": None,
+    "pair": (1, 2),
+    "enum": Colour.RED,
+    "flags": Doors.NORTH | Doors.EAST,
+    "count": Count(3),
+    "share": Share(0.5),
+    "float64": np.float64(0.5),
+    "int64": np.int64(3),
+    "longlong": np.longlong(3),
+    "uint64": np.uint64(2**63),
+    "float32": np.float32(0.5),
+    "longdouble": np.longdouble(1) / 3,
+    "complex64": np.complex64(1j),
+    "day": np.datetime64("2020-01-01"),
+    "text": np.str_("x"),
+    "proxy": MappingProxyType({"a": 1}),
+    **{f"0-d {dtype}": np.array(1, dtype) for dtype in ("int64", "float64", "float32", "bool", "str")},
+}
+# What envs say of one key where Gymnasium raises an error, or changes it, and what arrives then.
+OBJECTS: list[list[Any]] = [[2**63, 1], [1, 2**63], [-(2**63) - 1, 1], [1, Colour.RED], [1, np.uint64(2**63)]]
+
+
+def typed(value: Any) -> Any:
+    """`value` in a form that is equal only where all types are, too."""
+    if isinstance(value, dict):
+        return {key: typed(one) for key, one in value.items()}
+    if isinstance(value, np.ndarray) and value.ndim:
+        return str(value.dtype), [typed(one) for one in value]
+    return type(value).__name__, repr(value)
+
+
 class Named(Counter):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         return super().reset(seed=seed, options=options)[0], {"names": np.array(["a", None], object)}
@@ -39,10 +98,51 @@ class InfoContract:
         reference = gym.vector.SyncVectorEnv([factory] * 3, autoreset_mode=AutoresetMode[mode.upper()])
         same_run(make([factory] * 3, autoreset_mode=mode), reference, 110 if script == "many" else 12)
 
-    def test_ints_too_big_for_a_column_arrive_as_objects(self, make: MakeVec) -> None:
-        envs = make([functools.partial(Infos, [{"huge": 2**70}])] * 2)
+    def test_values_keep_the_types_that_gymnasium_hands_on(self, make: MakeVec) -> None:
+        scripts: list[list[dict[str, Any]]] = [[KINDS, {}], [{}, {"deep": KINDS}], [KINDS, {"int": None}]]
+        factories = [functools.partial(Infos, script, length=3) for script in scripts]
+        envs = make(factories, autoreset_mode="same_step")
+        reference = gym.vector.SyncVectorEnv(factories, autoreset_mode=AutoresetMode.SAME_STEP)
         envs.reset()
-        assert envs.step(np.zeros(2, int))[4]["huge"].tolist() == [2**70] * 2
+        reference.reset()
+        for _ in range(3):  # the last one ends the episodes
+            assert typed(envs.step(np.zeros(3, int))[4]) == typed(reference.step(np.zeros(3, int))[4])
+
+    def test_values_keep_the_types_that_sb3_hands_on(self, make: MakeVec) -> None:
+        vec_env = pytest.importorskip("stable_baselines3.common.vec_env")
+        from muster.interop.sb3 import as_sb3
+
+        kinds = {key: value for key, value in KINDS.items() if key != "proxy"} | {"big": 2**63, "yes": np.bool_(True)}
+        scripts: list[list[dict[str, Any]]] = [[kinds, {"none": 0}, {"deep": dict(kinds)}]] * 2
+        # SB3 writes into the infos of its envs.
+        ours, theirs = ([functools.partial(Infos, one, length=3) for one in copy.deepcopy(scripts)] for _ in range(2))
+        envs, reference = as_sb3(make(ours, autoreset_mode="same_step")), vec_env.DummyVecEnv(theirs)
+        envs.reset()
+        reference.reset()
+        for _ in range(3):
+            expected = reference.step(np.zeros(2, int))[3]
+            assert list(map(typed, envs.step(np.zeros(2, int))[3])) == list(map(typed, expected))
+
+    @pytest.mark.parametrize("values", OBJECTS, ids=str)
+    def test_numbers_that_share_no_dtype_arrive_as_objects(self, make: MakeVec, values: list[Any]) -> None:
+        envs = make([functools.partial(Infos, [{"v": value}]) for value in values])
+        envs.reset()
+        column = envs.step(np.zeros(2, int))[4]["v"]
+        assert column.dtype == object
+        assert column.tolist() == values
+
+    def test_an_info_may_be_another_mapping_than_a_dict_and_is_a_copy(self, make: MakeVec) -> None:
+        class Live(Counter):
+            def step(self, action: Any) -> Any:
+                obs, *rest, _ = super().step(action)
+                vars(self).setdefault("said", {})["count"] = self.count
+                return (obs, *rest, MappingProxyType({"all": MappingProxyType(self.said), "count": self.count}))
+
+        envs = make([Live] * 2)
+        envs.reset()
+        kept = [envs.step(np.zeros(2, int))[4] for _ in range(2)]
+        assert [infos["count"].tolist() for infos in kept] == [[1, 1], [2, 2]]
+        assert [infos["all"].tolist() for infos in kept] == [[{"count": 1}] * 2, [{"count": 2}] * 2]
 
     def test_infos_of_some_envs_and_of_different_types(self, make: MakeVec) -> None:
         scripts: list[list[dict[str, Any]]] = [[{"v": 1}], [{"v": 2.7}], [{}], [{"v": np.int32(5), "w": "s"}]]

@@ -39,10 +39,7 @@ class InfoTable {
 
   // Stores `info` in `row` and returns the number of its schema. hint: the number that this env's last info had.
   uint32_t write(PyObject* info, char* row, PyObject* objects, uint32_t hint) {
-    if (!PyDict_Check(info)) {
-      PyErr_Format(PyExc_TypeError, "info must be a dict, got %U", type_name(info).get());
-      throw PythonError{};
-    }
+    if (!PyDict_Check(info)) return write(as_dict(info).get(), row, objects, hint);
     if (PyDict_GET_SIZE(info) == 0) return kEmpty;
     const Py_ssize_t objects_before = PyList_GET_SIZE(objects);
     auto fits = [&](const Columns& columns) {
@@ -80,10 +77,29 @@ class InfoTable {
 
   static bool plain(int type_num) { return PyTypeNum_ISNUMBER(type_num) || PyTypeNum_ISBOOL(type_num); }
 
+  // Returns the dtype of a NumPy number; null for all else. Values of classes made from NumPy's keep these as objects.
+  static Ref dtype_of_scalar(PyObject* value) {
+    if (!PyArray_IsScalar(value, Number) && !PyArray_IsScalar(value, Bool)) return Ref();
+    PyArray_Descr* descr = PyArray_DescrFromScalar(value);
+    Ref dtype = checked(reinterpret_cast<PyObject*>(descr));
+    return plain(descr->type_num) && descr->typeobj == Py_TYPE(value) ? std::move(dtype) : Ref();
+  }
+
   static bool is_number(PyObject* value) {
     if (PyFloat_CheckExact(value) || PyBool_Check(value) || PyLong_CheckExact(value)) return true;
     if (PyArray_CheckExact(value)) return plain(PyArray_TYPE(reinterpret_cast<PyArrayObject*>(value)));
-    return PyArray_IsScalar(value, Number) || PyArray_IsScalar(value, Bool);
+    return bool(dtype_of_scalar(value));
+  }
+
+  // Returns the items of a mapping that is no dict, such as a MappingProxyType.
+  static Ref as_dict(PyObject* info) {
+    if (!PyMapping_Check(info) || !PyObject_HasAttrString(info, "keys")) {
+      PyErr_Format(PyExc_TypeError, "info must be a dict, got %U", type_name(info).get());
+      throw PythonError{};
+    }
+    Ref dict = checked(PyDict_New());
+    check(PyDict_Update(dict.get(), info));
+    return dict;
   }
 
   // depth: how many levels of dicts may follow; a dict that holds itself has no end.
@@ -103,14 +119,11 @@ class InfoTable {
         int overflow = 0;
         PyLong_AsLongLongAndOverflow(value, &overflow);
         if (!overflow) column.kind = Kind::kInt, column.type_num = NPY_INT64, column.bytes = sizeof(int64_t);
-      } else if (PyArray_CheckScalar(value) && PyArray_IsScalar(value, Generic)) {
-        PyArray_Descr* descr = PyArray_DescrFromScalar(value);
-        if (plain(descr->type_num)) {
-          column.kind = Kind::kScalar, column.type_num = descr->type_num;
-          column.scalar_type = Ref::borrow(reinterpret_cast<PyObject*>(Py_TYPE(value)));
-          column.bytes = size_t(PyDataType_ELSIZE(descr));
-        }
-        Py_DECREF(descr);
+      } else if (const Ref dtype = dtype_of_scalar(value)) {
+        auto* descr = reinterpret_cast<PyArray_Descr*>(dtype.get());
+        column.kind = Kind::kScalar, column.type_num = descr->type_num;
+        column.scalar_type = Ref::borrow(reinterpret_cast<PyObject*>(Py_TYPE(value)));
+        column.bytes = size_t(PyDataType_ELSIZE(descr));
       } else if (PyArray_CheckExact(value)) {
         auto* array = reinterpret_cast<PyArrayObject*>(value);
         if (plain(PyArray_TYPE(array))) {

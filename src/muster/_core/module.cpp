@@ -128,7 +128,8 @@ void bind_numbers(nb::module_& m) {
   bind_enum<InfoRow>(m, "InfoRow", {{"STEP", kStepInfo}, {"FINAL", kFinalInfo}, {"COUNT", kNumInfoRows}});
   bind_enum<InfoTable::Schema>(m, "InfoSchema", {{"EMPTY", InfoTable::kEmpty}, {"PICKLED", InfoTable::kPickled},
                                                  {"FIRST", InfoTable::kFirst}});
-  bind_enum<InfoColumn::Kind>(m, "InfoKind", {{"ARRAY", InfoColumn::Kind::kArray}, {"DICT", InfoColumn::Kind::kDict},
+  bind_enum<InfoColumn::Kind>(m, "InfoKind", {{"SCALAR", InfoColumn::Kind::kScalar}, {"ARRAY", InfoColumn::Kind::kArray},
+                                              {"DICT", InfoColumn::Kind::kDict},
                                               {"OBJECT", InfoColumn::Kind::kObject}});
   bind_enum<Branch>(m, "Branch", {{"DICT", Branch::kDict}, {"TUPLE", Branch::kTuple}, {"STACK", Branch::kStack}});
   bind_enum<AgentRow::Flag>(m, "AgentFlag", {{"ALIVE", AgentRow::kAlive}, {"ACTING", AgentRow::kActing},

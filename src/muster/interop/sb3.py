@@ -37,7 +37,7 @@ from muster.pool.environment import WorkerEnv
 from muster.pool.set_up import WorkerInit
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
-from muster.transport.infos import InfoColumns, InfoReader, Infos
+from muster.transport.infos import InfoReader, Infos, split
 from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble
 from muster.vector.batched_spaces import first_envs_spaces
@@ -80,8 +80,6 @@ EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 Indices = None | int | Iterable[int]
 VecStep = tuple[Any, npt.NDArray[Any], npt.NDArray[np.bool_], list[dict[str, Any]]]
 _ROWS, _FINALS = "info_rows", "finals_by_env"
-# An env's number of one of these dtypes nearly always was a Python number before it was stored in a column.
-_PYTHON_DTYPES = (np.dtype(np.int64), np.dtype(np.float64), np.dtype(np.bool_))
 
 
 class MusterVecEnv(VecEnv):
@@ -367,15 +365,12 @@ def _monitored(
 
 
 class RowReader(InfoReader):
-    """Reads infos as one dict for each env, which the values of other envs cannot change; numbers are Python's own.
+    """Reads infos as one dict for each env, which the values of other envs cannot change; all types stay.
 
-    `info_rows` and `finals_by_env` return the dicts. NumPy scalars of int64, float64 and bool become Python's, too.
+    `info_rows` and `finals_by_env` return the dicts.
     """
 
     in_core = False
-
-    def __init__(self, columns: InfoColumns) -> None:
-        super().__init__(columns, _pythons_own)
 
     def read_plain(self, ids: Array) -> Infos | None:
         plan = self.columns.plan_for(ids)
@@ -383,9 +378,8 @@ class RowReader(InfoReader):
             return None
         rows: list[Infos] = [{} for _ in range(len(ids))]
         with_infos = np.flatnonzero(plan.provided).tolist()
-        for key, _, column in plan.columns:
-            column = column[ids]
-            values = column.tolist() if column.ndim == 1 and column.dtype in _PYTHON_DTYPES else column
+        for (key, _, column), kind in zip(plan.columns, plan.kinds, strict=True):
+            values = split(column[ids], kind)
             for row in with_infos:
                 rows[row][key] = values[row]
         return {_ROWS: rows}
@@ -401,10 +395,6 @@ class RowReader(InfoReader):
 
     def add_final(self, infos: Infos, obs: Any, info: Infos, row: int, count: int) -> None:
         infos.setdefault(_FINALS, {})[row] = obs, info
-
-
-def _pythons_own(value: Any) -> Any:
-    return value.item() if value.dtype in _PYTHON_DTYPES else value
 
 
 def info_rows(infos: Infos, num_envs: int) -> list[Infos]:

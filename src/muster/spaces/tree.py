@@ -211,8 +211,7 @@ class IntegerLeaf(Leaf):
         return int(space.start), tuple(np.arange(space.start, space.start + space.n, dtype=np.int64))
 
     def single(self, rows: Rows, env: int, objects: Iterator[Any]) -> Any:
-        number = rows.arrays[self.index][env]
-        return number.item() if self.lenient else number
+        return rows.arrays[self.index][env]
 
 
 class ObjectLeaf(Node):
@@ -303,8 +302,8 @@ def tree(space: Space, path: str, *, lenient: bool = False) -> Node:
     """The tree of `space`, its leaves numbered from 0.
 
     lenient: observations are cast to the space's dtype even where values are lost, and axes of length 1 may be missing
-    or surplus; single discrete values are ints. Actions may be out of range, but are of the space's dtype: other
-    libraries' vector envs pass all others to envs in the caller's own type.
+    or surplus. Actions may be out of range, but are of the space's dtype: other libraries' vector envs pass all others
+    to envs in the caller's own type.
     """
     root = _node(space, path)
     for index, leaf in enumerate(root.leaves):

@@ -7,6 +7,7 @@ differ are merged env by env.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,6 @@ from muster.transport.slab import Slab
 _MAX_PLANS = 4096
 
 Infos = dict[str, Any]
-Number = Callable[[Any], Any]
 Column = tuple[str, int, int, tuple[int, ...], int, Any]  # key, kind, dtype number, shape, offset, children
 
 
@@ -31,10 +31,12 @@ class ReadPlan(NamedTuple):
 
     columns: for each key the key itself, the key of its mask, and the values in the slab ``[num_envs, ...]``; None
     where the infos are not the same plain columns in all envs.  provided: bool ``[n]``, which envs provided an info.
+    kinds: the `InfoKind` of each column.
     """
 
     columns: list[tuple[str, str, Array]] | None
     provided: npt.NDArray[np.bool_]
+    kinds: tuple[int, ...] = ()
 
 
 class InfoColumns:
@@ -86,11 +88,10 @@ class InfoColumns:
             plan = self._plans[key] = self._plan(ids, schemas)
         return plan
 
-    def single(self, env: int, which: int, objects: Iterator[Any], number: Number) -> Infos:
-        """The info of one env, in memory of its own.
+    def single(self, env: int, which: int, objects: Iterator[Any]) -> Infos:
+        """The info of one env, in memory of its own, with the types that the env gave.
 
         which: the info's number in `InfoRow`.  objects: the rest of the env's mail, in order.
-        number: see `InfoReader`.
         """
         schema = int((self._final_schemas if which == InfoRow.FINAL else self._last_schemas)[env])
         if schema == InfoSchema.EMPTY:
@@ -98,7 +99,7 @@ class InfoColumns:
         if schema == InfoSchema.PICKLED:
             info: Infos = next(objects)
             return info
-        return self._decode(self._columns(int(self._host_of[env]), schema), env, which, objects, number)
+        return self._decode(self._columns(int(self._host_of[env]), schema), env, which, objects)
 
     def _plan(self, ids: Array, schemas: Array) -> ReadPlan:
         provided = schemas != InfoSchema.EMPTY
@@ -110,7 +111,7 @@ class InfoColumns:
         if layouts or any(column[1] in (InfoKind.DICT, InfoKind.OBJECT) for column in layout):
             return ReadPlan(None, provided)
         columns = [(column[0], f"_{column[0]}", self._column(column, InfoRow.STEP)) for column in layout]
-        return ReadPlan(columns, provided)
+        return ReadPlan(columns, provided, tuple(column[1] for column in layout))
 
     def _columns(self, host: int, schema: int) -> tuple[Column, ...]:
         if schema - InfoSchema.FIRST >= len(self._schemas[host]):
@@ -129,37 +130,33 @@ class InfoColumns:
             view = self._views[number, shape, offset, which] = rows.reshape(len(rows), *shape)
         return view
 
-    def _decode(
-        self, columns: tuple[Column, ...], env: int, which: int, objects: Iterator[Any], number: Number
-    ) -> Infos:
+    def _decode(self, columns: tuple[Column, ...], env: int, which: int, objects: Iterator[Any]) -> Infos:
         info: Infos = {}
         for column in columns:
             key, kind, *_, children = column
             if kind == InfoKind.OBJECT:
                 info[key] = next(objects)
             elif kind == InfoKind.DICT:
-                info[key] = self._decode(children, env, which, objects, number)
+                info[key] = self._decode(children, env, which, objects)
             else:
-                value = self._column(column, which)[env]
-                info[key] = np.array(value) if kind == InfoKind.ARRAY else number(value)
+                (info[key],) = split(self._column(column, which)[env : env + 1].copy(), kind)
         return info
 
 
-def _unchanged(value: Any) -> Any:
-    return value
+def split(column: Array, kind: int) -> list[Any]:
+    """The values in a column ``[n, ...]`` of the `InfoKind` `kind`, with the types that envs gave. Arrays are views."""
+    if kind == InfoKind.ARRAY:
+        return [column[row, ...] for row in range(len(column))]
+    return list(column) if kind == InfoKind.SCALAR else column.tolist()
 
 
 class InfoReader:
-    """Reads infos in Gymnasium's form.
-
-    number: applied to each number of an info that is read by itself, a NumPy scalar.
-    """
+    """Reads infos in Gymnasium's form."""
 
     in_core = True  # whether the core may read infos in this reader's place
 
-    def __init__(self, columns: InfoColumns, number: Number = _unchanged) -> None:
+    def __init__(self, columns: InfoColumns) -> None:
         self.columns = columns
-        self._number = number
 
     def read_plain(self, ids: Array) -> Infos | None:
         """The infos of a step of envs `ids` ``[n]``, where all envs have the same plain columns; else None."""
@@ -184,11 +181,11 @@ class InfoReader:
 
     def last(self, env: int, objects: Iterator[Any]) -> Infos:
         """The last info of `env`."""
-        return self.columns.single(env, InfoRow.STEP, objects, self._number)
+        return self.columns.single(env, InfoRow.STEP, objects)
 
     def final(self, env: int, objects: Iterator[Any]) -> Infos:
         """The info of the step that ended the episode of `env` (autoreset_mode="same_step")."""
-        return self.columns.single(env, InfoRow.FINAL, objects, self._number)
+        return self.columns.single(env, InfoRow.FINAL, objects)
 
 
 def info_object_names(schemas: Sequence[Sequence[Column]], schema: int) -> list[str]:
@@ -208,6 +205,8 @@ def info_object_names(schemas: Sequence[Sequence[Column]], schema: int) -> list[
 
 
 _DTYPES: dict[int, str] = {np.dtype(char).num: char for char in np.typecodes["All"] if char not in "SUVO"}
+# The types whose values get a column of numbers. All other values are objects, also those of classes made from these.
+_NUMBERS = {bool, int, float, *(np.dtype(char).type for char in _DTYPES.values() if char not in "mM")}
 
 
 def merge(infos: Infos, info: Infos, row: int, count: int) -> Infos:
@@ -240,10 +239,7 @@ def spread(column: Any, ids: Array, num_envs: int) -> Any:
 
 
 def _with_value(column: Any, provided: Any, value: Any, row: int, count: int) -> Any:
-    plain = isinstance(value, (bool, int, float, complex, np.number, np.bool_))
-    array = np.asarray(value) if plain else value if isinstance(value, np.ndarray) else None
-    if array is None or (plain and array.dtype == object):
-        array = np.array(None)  # one object
+    array = _as_array(value)
     if isinstance(column, dict):
         column = _as_objects(column, provided)
     elif column is None:
@@ -252,12 +248,29 @@ def _with_value(column: Any, provided: Any, value: Any, row: int, count: int) ->
     elif column.shape[1:] != array.shape or (array.dtype == object) != (column.dtype == object):
         column = _as_objects(column, provided)
     elif array.dtype != column.dtype:
-        try:
-            column = column.astype(np.result_type(column.dtype, array.dtype))
-        except TypeError:  # text and numbers
-            column = _as_objects(column, provided)
+        dtype = _common(column.dtype, array.dtype)
+        column = _as_objects(column, provided) if dtype is None else column.astype(dtype)
     column[row] = value
     return column
+
+
+def _as_array(value: Any) -> Array:
+    """`value` as an array of the dtype that a column for it has."""
+    if isinstance(value, np.ndarray):
+        return value
+    if type(value) in _NUMBERS:
+        with contextlib.suppress(OverflowError):  # an int that no int64 holds
+            return np.asarray(value, type(value))
+    return np.array(None)
+
+
+def _common(one: np.dtype[Any], other: np.dtype[Any]) -> np.dtype[Any] | None:
+    """The dtype to which two dtypes promote; None for text and numbers, and where integers would become floats."""
+    try:
+        common = np.result_type(one, other)
+    except TypeError:
+        return None
+    return None if one.kind in "iu" and other.kind in "iu" and common.kind == "f" else common
 
 
 def _as_objects(column: Any, provided: Array) -> Array:

@@ -7,6 +7,7 @@ the pipe.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
@@ -141,10 +142,14 @@ class LocalMail:
 
 
 def _copied(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # an object that cannot be copied is passed itself
-        return value
+    for copied in (copy.deepcopy, _pickled):  # a MappingProxyType can only be pickled
+        with contextlib.suppress(Exception):
+            return copied(value)
+    return value  # an object that cannot be copied is passed itself
+
+
+def _pickled(value: Any) -> Any:
+    return pickle.loads(by_value(value))
 
 
 def dumps(value: object, *, shares_main: bool = False) -> bytes:
