@@ -161,6 +161,9 @@ def gather_columns(
 def running() -> tuple[Any, int] | None:
     """The pair (env_host, i) where this thread steps or resets env i of that env host, None where it does neither."""
 
+def own(memory: npt.NDArray[np.uint8]) -> None:
+    """Has forks copy `memory`, a whole array of `map_fd`: parent and child each have their own from then on."""
+
 def give_back(memory: npt.NDArray[np.uint8]) -> None: ...
 def map_fd(*, fd: int, size: int, offset: int = 0, is_private: bool = False) -> npt.NDArray[np.uint8]: ...
 def ticks() -> int: ...

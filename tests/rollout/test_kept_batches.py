@@ -49,6 +49,33 @@ def test_parts_of_batches_stay_as_they_are_and_hold_no_file_open(sync):
         assert np.array_equal(part, copy) if isinstance(part, np.ndarray) else (part == copy).all()
 
 
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_forked_child_keeps_the_batch_that_it_was_forked_with(sync):
+    options = {"num_collectors": 2, "num_envs": 2, "frames_per_batch": 4, "sync": sync}
+    with muster.MultiCollector(Clock, **options) as collector:
+        batch = collector.rollout()
+        copy = batch.clone()
+        asks, answers = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(asks[1])
+                os.read(asks[0], 1)
+                os.write(answers[1], b"same" if (batch == copy).all() else b"other")
+            finally:
+                os._exit(0)
+        del batch
+        size = os.fstat(collector._collectors._batch_memory.fd).st_size
+        for _ in range(10):
+            collector.rollout()
+        os.write(asks[1], b"x")
+        assert os.read(answers[0], 100) == b"same"
+        os.waitpid(child, 0)
+        assert os.fstat(collector._collectors._batch_memory.fd).st_size <= size + 2 * 4096
+    for fd in (*asks, *answers):
+        os.close(fd)
+
+
 def test_memory_of_dropped_batches_is_used_again():
     options = {"num_collectors": 1, "num_envs": 1, "frames_per_batch": 4}
     with muster.MultiCollector(Clock, **options) as collector:

@@ -163,22 +163,31 @@ def test_rows_of_envs_that_are_not_reset_are_those_that_were_stepped(leaves_noth
         assert held(obs) == [100, 101, 101, 101]
 
 
-def test_a_forked_child_keeps_what_it_was_forked_with(envs: muster.VectorEnv) -> None:
-    obs = envs.step(NOTHING)[0]
+def test_a_forked_child_has_its_own_copy_of_a_batch(envs: muster.VectorEnv) -> None:
+    kept, obs = envs.step(NOTHING)[0], envs.step(NOTHING)[0]
     asks, answers = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         try:
+            os.close(asks[1])
+            big(kept)[...] = 7
+            os.write(answers[1], b"x")
             os.read(asks[0], 1)
             os.write(answers[1], str(held(obs)).encode())
         finally:
             os._exit(0)
+    os.read(answers[0], 1)
+    assert (big(kept) == 101).all()
+    big(obs)[...] = 9
     obs = None
+    places = set()
     for _ in range(10):
-        envs.step(NOTHING)
+        places.add(big(envs.step(NOTHING)[0]).ctypes.data)
+    assert len(places) <= 3  # what was given back is lent again
     os.write(asks[1], b"x")
-    assert os.read(answers[0], 100) == str([101] * NUM_ENVS).encode()
+    assert os.read(answers[0], 100) == str([102] * NUM_ENVS).encode()
     os.waitpid(child, 0)
+    assert (big(kept) == 101).all()
     for fd in (*asks, *answers):
         os.close(fd)
 

@@ -47,7 +47,7 @@ class Caller {
          PyObject* lent, bool must_reset, bool steps_unreset, WaitBudget budget)
       : slab_(slab),
         memory_(Ref::borrow(memory)),
-        lending_(memory, slab_.num_obs_blocks),
+        lending_(slab_, memory),
         lent_rows_(rows_of(lent)),
         must_reset_(must_reset),
         awake_wait_(budget),

@@ -1,24 +1,80 @@
 // Observation batches without a copy: blocks of rows in the slab that Python arrays own for a while.
 #pragma once
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <bit>
+#include <cstring>
 #include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
 
 #include "python.hpp"
+#include "slab.hpp"
 
 namespace muster {
 
-// Counts the forks that this process has begun.
-inline std::atomic<uint32_t> g_forks_begun{0};
+// Whole pages of memory that other processes map, too, but that an array of this process owns. A fork copies them, so
+// that parent and child each have their own, as of all other memory.
+class OwnPages {
+ public:
+  OwnPages(void* start, size_t size) : start_(start), size_(size) {
+    const std::lock_guard lock(mutex_);
+    all_.push_back(this);
+  }
+  // The memory is the shared one again.
+  ~OwnPages() {
+    const std::lock_guard lock(mutex_);
+    std::erase(all_, this);
+    if (shared_) mremap(shared_, size_, size_, MREMAP_MAYMOVE | MREMAP_FIXED, start_);
+  }
+  OwnPages(const OwnPages&) = delete;
+  OwnPages& operator=(const OwnPages&) = delete;
+
+  // Whether a forked child may still read the shared memory: there was none for a copy.
+  bool are_shared() const { return are_shared_; }
+
+  static void before_fork() {
+    mutex_.lock();
+    for (OwnPages* pages : all_) pages->copy();
+  }
+  static void after_fork() { mutex_.unlock(); }
+
+ private:
+  // Maps the shared memory a second time, and puts a copy in its place. One call to the kernel does that: other threads
+  // may be using the array.
+  void copy() {
+    if (shared_) return;
+    void* copy = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* shared = copy == MAP_FAILED ? MAP_FAILED : mremap(start_, 0, size_, MREMAP_MAYMOVE);
+    are_shared_ = shared == MAP_FAILED;
+    if (!are_shared_) {
+      shared_ = shared;
+      std::memcpy(copy, start_, size_);
+      mremap(copy, size_, size_, MREMAP_MAYMOVE | MREMAP_FIXED, start_);
+    } else if (copy != MAP_FAILED) {
+      munmap(copy, size_);
+    }
+  }
+
+  inline static std::mutex mutex_;
+  inline static std::vector<OwnPages*> all_;
+  void* start_;
+  size_t size_;
+  void* shared_ = nullptr;  // after a fork: where the shared memory is now
+  bool are_shared_ = false;
+};
 
 // Lends blocks of observation rows to Python's arrays. Block 0 is never lent: it holds the rows that are waited for and
 // returned one by one.
 class Lending {
  public:
   // memory: the Python object that keeps the slab mapped.
-  Lending(PyObject* memory, uint32_t num_blocks)
-      : memory_(Ref::borrow(memory)), all_(uint32_t((uint64_t{1} << num_blocks) - 2)) {}
+  Lending(const SlabLayout& slab, PyObject* memory)
+      : slab_(slab), memory_(Ref::borrow(memory)), all_(uint32_t((uint64_t{1} << slab.num_obs_blocks) - 2)) {}
 
   // Returns a block that no array owns, or 0 if there is none. The lowest: it is then often the one used last, which
   // the cores have in their caches.
@@ -32,7 +88,9 @@ class Lending {
   Ref lend(uint32_t block, char* rows, int type_num, const std::vector<npy_intp>& shape) {
     Ref array =
         checked(PyArray_SimpleNewFromData(int(shape.size()), const_cast<npy_intp*>(shape.data()), type_num, rows));
-    auto loan = std::make_unique<Loan>(Loan{Ref::borrow(memory_.get()), lent_, 1u << block, g_forks_begun.load()});
+    auto loan = std::make_unique<Loan>(Ref::borrow(memory_.get()), lent_, 1u << block);
+    char* start = slab_.base + slab_.obs_offset + slab_.obs_block_shift(block);
+    if (slab_.is_shared) loan->pages.emplace(start, slab_.obs_lent_bytes);
     Ref capsule = checked(PyCapsule_New(loan.get(), nullptr, give_back));
     lent_->fetch_or(loan->bit, std::memory_order_relaxed);
     loan.release();
@@ -47,15 +105,17 @@ class Lending {
     Ref memory;
     std::shared_ptr<Bits> lent;
     uint32_t bit;
-    uint32_t forks_begun;
+    std::optional<OwnPages> pages;  // where other processes map the slab, too
   };
 
   static void give_back(PyObject* capsule) {
     const std::unique_ptr<Loan> loan(static_cast<Loan*>(PyCapsule_GetPointer(capsule, nullptr)));
-    // A child that was forked meanwhile may still read the array, in the same memory: then the block stays lent.
-    if (loan->forks_begun == g_forks_begun.load()) loan->lent->fetch_and(~loan->bit, std::memory_order_release);
+    if (loan->pages && loan->pages->are_shared()) return;  // the block stays lent
+    loan->pages.reset();
+    loan->lent->fetch_and(~loan->bit, std::memory_order_release);
   }
 
+  SlabLayout slab_;
   Ref memory_;
   uint32_t all_;
   std::shared_ptr<Bits> lent_ = std::make_shared<Bits>(0);

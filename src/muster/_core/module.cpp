@@ -79,6 +79,17 @@ nb::dict host_state(const SlabLayout& slab, uint32_t index) {
   return state;
 }
 
+struct Mapping {
+  void* base;
+  size_t size;
+  std::optional<OwnPages> own;
+
+  ~Mapping() {
+    own.reset();
+    munmap(base, size);
+  }
+};
+
 // Returns an array, uint8 [size], over the file `fd` from `offset` on; for fd -1 over memory of this process alone.
 // What is written into a private mapping reaches nobody else. Python's mmap would keep a copy of the fd open as long as
 // any view lives.
@@ -86,19 +97,19 @@ Ref map_fd(int fd, size_t size, size_t offset, bool is_private) {
   const int flags = (is_private || fd < 0 ? MAP_PRIVATE : MAP_SHARED) | (fd < 0 ? MAP_ANONYMOUS : 0);
   void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, fd, off_t(offset));
   if (base == MAP_FAILED) raise_os_error();
-  struct Mapping {
-    void* base;
-    size_t size;
-  };
-  nb::capsule owner(new Mapping{base, size}, [](void* raw) noexcept {
-    auto* mapping = static_cast<Mapping*>(raw);
-    munmap(mapping->base, mapping->size);
-    delete mapping;
-  });
+  nb::capsule owner(new Mapping{base, size}, [](void* raw) noexcept { delete static_cast<Mapping*>(raw); });
   npy_intp length = npy_intp(size);
   Ref array = checked(PyArray_SimpleNewFromData(1, &length, NPY_UINT8, base));
   check(PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()), owner.release().ptr()));
   return array;
+}
+
+// Has forks copy `memory`, a whole array that map_fd has returned, from now on.
+void own(PyObject* memory) {
+  PyObject* owner = PyArray_BASE(reinterpret_cast<PyArrayObject*>(memory));
+  auto* mapping = static_cast<Mapping*>(PyCapsule_GetPointer(owner, nullptr));
+  if (!mapping) throw PythonError{};
+  mapping->own.emplace(mapping->base, mapping->size);
 }
 
 // Gives the whole pages of shared memory back that `memory` covers from their beginning; they read as zeros afterwards.
@@ -160,7 +171,7 @@ void bind_slab_layout(nb::module_& m) {
         auto number = [&](const char* name) { return nb::cast<size_t>(fields[name]); };
         char* base = reinterpret_cast<char*>(number("address"));
         new (self) SlabLayout{
-            .base = base, .num_envs = uint32_t(number("num_envs")), .num_hosts = uint32_t(number("num_hosts")),
+            .base = base, .is_shared = bool(number("is_shared")), .num_envs = uint32_t(number("num_envs")), .num_hosts = uint32_t(number("num_hosts")),
             .caller = reinterpret_cast<CallerRecord*>(base + number("caller_offset")),
             .hosts = reinterpret_cast<HostRecord*>(base + number("hosts_offset")),
             .records = reinterpret_cast<EnvRecord*>(base + number("records_offset")),
@@ -283,6 +294,7 @@ void bind_functions(nb::module_& m) {
   m.def("split_agents", &split_agents);
   m.def("gather_columns", &gather_columns, "columns"_a, "ids"_a.none(), "provided"_a);
   m.def("running", &Stepper::running);
+  m.def("own", [](nb::handle memory) { own(memory.ptr()); }, "memory"_a);
   m.def("give_back", [](nb::handle memory) { give_back(memory.ptr()); }, "memory"_a);
   m.def("map_fd", &map_fd, nb::kw_only(), "fd"_a, "size"_a, "offset"_a = 0, "is_private"_a = false);
   m.def("ticks", &ticks, "The clock of host_state's since and ticks, in units of its own.");
@@ -314,7 +326,10 @@ NB_MODULE(_core, m) {
     }
   });
   if (PyArray_ImportNumPyAPI() < 0) throw nb::python_error();
-  pthread_atfork([] { g_forks_begun.fetch_add(1); }, nullptr, [] { g_forks.fetch_add(1); });
+  pthread_atfork(OwnPages::before_fork, OwnPages::after_fork, [] {
+    OwnPages::after_fork();
+    g_forks.fetch_add(1);
+  });
   for (auto bind : {bind_numbers, bind_slab_layout, bind_obs_node, bind_action_node, bind_batch_node, bind_stepper,
                     bind_caller, bind_agent_row, bind_functions})
     bind(m);

@@ -17,6 +17,7 @@ enum InfoRow { kStepInfo, kFinalInfo, kNumInfoRows };
 
 struct SlabLayout {
   char* base;
+  bool is_shared;  // other processes map it, too
   uint32_t num_envs;
   uint32_t num_hosts;  // workers, and the caller itself if it steps envs
   CallerRecord* caller;
@@ -26,7 +27,7 @@ struct SlabLayout {
   size_t info_bytes;  // of one info; each env has kNumInfoRows
   size_t obs_offset;
   size_t obs_block_bytes;
-  size_t obs_lent_bytes;  // of the leaves that are lent; they come first in a block
+  size_t obs_lent_bytes;  // of the leaves that are lent, in whole pages; they come first in a block
   uint32_t num_obs_blocks;  // block 0 is the slab's own, see lending.hpp
 
   Bell bell() const { return {*caller, hosts, num_hosts}; }

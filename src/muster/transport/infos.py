@@ -143,11 +143,11 @@ class InfoColumns:
         return info
 
 
-def split(column: Array, kind: int) -> list[Any]:
+def split(column: Array, kind: int) -> Array | list[Any]:
     """The values in a column ``[n, ...]`` of the `InfoKind` `kind`, with the types that envs gave. Arrays are views."""
-    if kind == InfoKind.ARRAY:
+    if kind == InfoKind.ARRAY and column.ndim == 1:
         return [column[row, ...] for row in range(len(column))]
-    return list(column) if kind == InfoKind.SCALAR else column.tolist()
+    return column if kind in (InfoKind.ARRAY, InfoKind.SCALAR) else column.tolist()
 
 
 class InfoReader:

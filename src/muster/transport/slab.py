@@ -13,7 +13,7 @@ Who owns which bytes, in the slab and in the mail. Nobody reads what the other s
    writes ``requested`` and ``restarts``, and ``finished`` of a worker that is dead.
 2. A lent block of observation rows: the worker's as above, then that of the array which holds it, until the last
    view of the array is gone (a release that ``Lending::free_block`` acquires). The caller reads it once more where rows
-   are asked for one by one. Block 0, and views of it (``copy=False``), belong to the env's bytes.
+   are asked for one by one. A fork copies it: parent and child each have their own, and the slab's is the worker's. Block 0, and views of it (``copy=False``), belong to the env's bytes.
 3. Layouts of infos in the mail: what lies before ``HostRecord::layouts_end`` never changes. The worker writes behind
    it, then moves the end (release, acquire).
 4. Host and caller records: counters and states, atomic one by one, see `_core/records.hpp`. Errors and `stats()` read
@@ -32,6 +32,7 @@ there, too. tests/transport/handover.cpp runs rules 1, 3, 4 and 5 under ThreadSa
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,13 +96,14 @@ class Slab:
         hosts = self._reserve(plan.num_hosts * HOST_BYTES)
         records = self._reserve(n * RECORD_BYTES)
         actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves]
-        start = self._end
         leaves = plan.obs.leaves
         lent = [not plan.obs.has_objects and n * leaf.row_bytes >= _LENT_FROM_BYTES for leaf in leaves]
+        unit = mmap.PAGESIZE if any(lent) else CACHE_LINE  # a fork copies pages that are lent
+        start = self._align(unit)
         places = {i: self._reserve(n * leaves[i].row_bytes) for i, one in enumerate(lent) if one}
-        lent_bytes = self._end - start
+        lent_bytes = self._align(unit) - start
         places |= {i: self._reserve(n * leaves[i].row_bytes) for i, one in enumerate(lent) if not one}
-        block_bytes = self._end - start
+        block_bytes = self._align(unit) - start
         obs = [places[i] for i in range(len(leaves))]
         spares = _SPARE_BLOCKS if any(lent) else 0
         self._reserve(spares * block_bytes)
@@ -114,6 +116,7 @@ class Slab:
         self.memory: npt.NDArray[np.uint8] = map_fd(fd=-1 if fd is None else fd, size=self._end)
         self.layout = SlabLayout(
             address=self.memory.ctypes.data,
+            is_shared=fd is not None,
             num_envs=n,
             num_hosts=plan.num_hosts,
             caller_offset=caller,
@@ -152,8 +155,13 @@ class Slab:
 
     def _reserve(self, size: int) -> int:
         offset = self._end
-        self._end = offset + (size + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+        self._end += size
+        self._align(CACHE_LINE)
         return offset
+
+    def _align(self, unit: int) -> int:
+        self._end = -(-self._end // unit) * unit
+        return self._end
 
     def _rows(self, node: Node, offsets: list[int], lent: list[bool] | None = None) -> Rows:
         n = self.plan.num_envs

@@ -68,7 +68,10 @@ class BatchLayout:
 
 
 class BatchMemory:
-    """One file in memory, cut into blocks. A block is used again, at its size, once nothing refers to its arrays."""
+    """One file in memory, cut into blocks. A block is used again, at its size, once nothing refers to its arrays.
+
+    Where replicas are done with a block, `own` makes it the caller's: a child that is forked then has a copy.
+    """
 
     def __init__(self) -> None:
         self.fd = memfd("batches")

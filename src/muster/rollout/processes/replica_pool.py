@@ -17,6 +17,7 @@ import numpy as np
 from gymnasium import Space
 from torch import Tensor
 
+from muster._core import own
 from muster.backends.process import ENV_PRELOADS, with_hints
 from muster.errors import ClosedError, SpecMismatch
 from muster.hosts.recipe_plans import Recipes, plans_of
@@ -340,6 +341,7 @@ class ReplicaPool:
                 versions[part] = self._finish(k, storage, part, collected)
             if count - len(self._filling) >= self._threshold:
                 stop_flag(block)[0] = 1
+        own(block)
         return Filled(storage, 0, versions)
 
     def _collect_first(self) -> Filled:
@@ -354,6 +356,7 @@ class ReplicaPool:
         for k, block, collected in self._receive(min_collectors):
             storage = self._layouts[k].storage(block)
             version = self._finish(k, storage, slice(0, storage.N), collected)
+            own(block)
             self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, version)))
 
     def _order_idle(self) -> None:
