@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from faulty_envs import CountingEnv
@@ -26,6 +28,7 @@ from muster.errors import (
     UsageError,
     WaitTimeout,
 )
+from processes import named_fd
 from slow import slow
 
 ACTIONS = np.zeros(2, np.int64)
@@ -33,6 +36,45 @@ ACTIONS = np.zeros(2, np.int64)
 
 def refuse() -> None:
     raise OSError("not in this process")
+
+
+class Cutting:
+    """A part of an observation that removes the parts after it as it is read."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        del self.parts[1:]
+        return np.zeros(1, np.float32)
+
+
+class Cut(gymnasium.Env[Any, Any]):
+    """Observes a list that shrinks while it is read, in its third step; cuts the slab where `call` asks for that."""
+
+    observation_space = gymnasium.spaces.Tuple([gymnasium.spaces.Box(0, 1, (1,))] * 3)
+    action_space = gymnasium.spaces.Discrete(2)
+    steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return [np.zeros(1, np.float32)] * 3, {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        obs, info = self.reset()
+        if self.steps == 3:
+            obs[0] = Cutting(obs)
+        return obs, 0.0, False, False, info
+
+    def cut_slab(self) -> str:
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+                if "muster-slab" in named_fd(fd):
+                    try:
+                        os.ftruncate(int(fd), os.fstat(int(fd)).st_size - 1)
+                    except PermissionError as error:
+                        return str(error)
+        return "not refused"
 
 
 class NotRebuilt:
@@ -360,3 +402,45 @@ def test_a_forked_child_that_exits_leaves_the_workers_alone() -> None:
     )
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     programs.run("-c", program, env={**os.environ, "PYTHONPATH": path}, check=True)
+
+
+@pytest.mark.parametrize("options", [{"backend": "serial"}, {"num_workers": 1}], ids=["serial", "process"])
+def test_an_observation_that_shrinks_while_it_is_read_is_refused(options: dict[str, Any]) -> None:
+    with muster.make_vec(Cut, 2, **options) as envs:
+        envs.reset()
+        for _ in range(2):
+            envs.step(ACTIONS)
+        with pytest.raises(EnvError, match="expected a tuple of length 3"):
+            envs.step(ACTIONS)
+        envs.step(ACTIONS)
+
+
+def test_no_process_can_cut_the_slab() -> None:
+    with muster.make_vec(Cut, 2, num_workers=1) as envs:
+        assert all("not permitted" in answer for answer in envs.call("cut_slab"))
+
+
+_MAPS_FULL = """
+import mmap
+import muster
+
+maps, protections = [], (mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE)  # neighbours that are alike become one
+try:
+    while True:
+        maps.append(mmap.mmap(-1, mmap.PAGESIZE, prot=protections[len(maps) % 2]))
+except OSError:
+    pass
+try:
+    muster.make_vec("CartPole-v1", backend="serial")
+except MemoryError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_process_without_room_for_mappings_is_told_the_limit() -> None:
+    limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+    if limit > 1 << 18:
+        pytest.skip(f"vm.max_map_count={limit} takes long to fill")
+    out = programs.run("-c", _MAPS_FULL, check=True).stdout
+    assert "NotEnoughMemory" in out
+    assert f"vm.max_map_count={limit}" in out

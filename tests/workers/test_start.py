@@ -1,6 +1,8 @@
 """How the workers of one vector env start together."""
 
 import resource
+import runpy
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 import muster
 import programs
+from muster.errors import UsageError
 from slow import slow
 
 # Its env is built only where two processes have imported the module.
@@ -134,3 +137,45 @@ def test_modules_that_register_their_ids_at_import_are_not_warned_of(context: st
     code = f"import muster, ids_here; muster.make_vec('Here-v0', 2, num_workers=2, context={context!r}).close()"
     done = programs.run("-W", "error::UserWarning", "-c", code, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_path_may_be_long_and_hold_what_imports_pass_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = [f"/nowhere/{'x' * 1000}/{i}" for i in range(200)]
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere"), b"/nowhere", *long])
+    with muster.make_vec("CartPole-v1", 1, context="spawn") as envs:
+        (path,) = envs.call(lambda env, i: sys.path)
+    assert [entry for entry in path if isinstance(entry, str)] == [one for one in sys.path if isinstance(one, str)]
+
+
+@pytest.mark.parametrize("executable", ["", None])
+def test_an_unknown_python_is_an_error_that_names_it(executable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(UsageError, match=r'sys\.executable.*context="fork"'):
+        muster.make_vec("CartPole-v1", 1, context="spawn")
+    with muster.make_vec("CartPole-v1", 1, context="fork") as envs:
+        envs.reset()
+
+
+_RUN = """
+import gymnasium
+import muster
+
+OBSERVED = 1
+
+
+class Env(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return OBSERVED, {}
+
+
+with muster.make_vec(Env, 2, num_workers=1) as envs:
+    observed = envs.reset()[0].tolist()
+"""
+
+
+@pytest.mark.parametrize("name", ["<run_path>", "__main__"])
+def test_a_script_that_runpy_runs_may_make_envs(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_RUN)
+    assert runpy.run_path(str(tmp_path / "train.py"), run_name=name)["observed"] == [1, 1]

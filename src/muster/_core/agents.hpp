@@ -120,9 +120,10 @@ class AgentRow {
                    PyList_GET_SIZE(observations), PyList_GET_SIZE(rewards));
       throw PythonError{};
     }
+    auto item = [](PyObject* list, Py_ssize_t k) { return checked(PySequence_GetItem(list, k)); };  // `put` may cut it
     for (Py_ssize_t k = 0; k < count; ++k)
-      put(PyList_GET_ITEM(agents, k), PyList_GET_ITEM(observations, k), PyList_GET_ITEM(rewards, k), terminated,
-          truncated, !terminated && !truncated);
+      put(item(agents, k).get(), item(observations, k).get(), item(rewards, k).get(), terminated, truncated,
+          !terminated && !truncated);
   }
 
   // Stores the agents of a reset. agents: a list of those that are present.  The other arguments: mappings by agent. An

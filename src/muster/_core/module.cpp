@@ -5,6 +5,11 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <string>
+
 #include "agents.hpp"
 #include "caller.hpp"
 #include "descendants.hpp"
@@ -39,6 +44,9 @@ struct type_caster<muster::Ref> {
 namespace {
 
 using namespace muster;
+
+// The mappings that a process still has where it may make no more: it needs some at once.
+constexpr long kMapsToSpare = 8;
 
 // Converts the WaitBudget of hosts/requests.py.
 WaitBudget wait_budget_of(nb::handle budget) {
@@ -90,12 +98,27 @@ struct Mapping {
   }
 };
 
+// Raises NotEnoughMemory for `size` bytes that could not be mapped, with the limit that is reached.
+[[noreturn]] void raise_no_memory(size_t size) {
+  std::ifstream maps("/proc/self/maps"), limit_file("/proc/sys/vm/max_map_count");
+  const long count = std::count(std::istreambuf_iterator<char>(maps), {}, '\n');
+  long limit = 0;
+  limit_file >> limit;
+  const std::string what = "no memory can be mapped for " + std::to_string(size) + " bytes";
+  if (count + kMapsToSpare < limit) raise("NotEnoughMemory", what + ": " + std::strerror(ENOMEM));
+  raise("NotEnoughMemory", what + ": this process has " + std::to_string(count) +
+                               " memory mappings, and the kernel allows vm.max_map_count=" + std::to_string(limit) +
+                               "; drop batches that are kept, or raise it: sysctl -w vm.max_map_count=" +
+                               std::to_string(4 * limit));
+}
+
 // Returns an array, uint8 [size], over the file `fd` from `offset` on; for fd -1 over memory of this process alone.
 // What is written into a private mapping reaches nobody else. Python's mmap would keep a copy of the fd open as long as
 // any view lives.
 Ref map_fd(int fd, size_t size, size_t offset, bool is_private) {
   const int flags = (is_private || fd < 0 ? MAP_PRIVATE : MAP_SHARED) | (fd < 0 ? MAP_ANONYMOUS : 0);
   void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, fd, off_t(offset));
+  if (base == MAP_FAILED && errno == ENOMEM) raise_no_memory(size);
   if (base == MAP_FAILED) raise_os_error();
   nb::capsule owner(new Mapping{base, size}, [](void* raw) noexcept { delete static_cast<Mapping*>(raw); });
   npy_intp length = npy_intp(size);

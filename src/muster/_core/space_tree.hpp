@@ -165,6 +165,7 @@ class ObsNode {
         PySequence_Fast_GET_SIZE(value) != Py_ssize_t(children_.size()))
       return complain(value);
     for (size_t i = 0; i < children_.size(); ++i) {
+      if (Py_ssize_t(i) >= PySequence_Fast_GET_SIZE(value)) return complain(value);  // code that a child ran cut it
       Ref held = Ref::borrow(PySequence_Fast_GET_ITEM(value, Py_ssize_t(i)));
       // A stack's absent members (None, agents that are not present) are rows of zeros.
       if (kind_ == Kind::kStack && held.get() == Py_None)

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from muster._core import set_death_signal, set_process_name
+from muster.errors import UsageError
 from muster.pool.environment import become
 from muster.pool.killing import kill_group, kill_left, kill_with_all
 from muster.pool.notices import say
@@ -140,21 +141,28 @@ class Launcher:
 def python_command(path: Sequence[str], entry: str, *arguments: Any) -> list[str]:
     """The command line of a fresh Python that calls `entry`, under this one's ``-O``, ``-X`` and ``-W``.
 
-    path: the new process's ``sys.path``.  entry: ``"module:function"``.  arguments: the function's, of JSON's types.
+    path: the new process's ``sys.path``; imports pass over entries that are no str.  entry: ``"module:function"``.
+    arguments: the function's, of JSON's types. Raises UsageError where it is not known which program Python is.
 
     Flags that decide what Python reads when it starts, such as ``-E`` and ``-S``, are left out: the environment and the
     path are passed as they are here. -P is added: a json.py in the working directory must not hide the standard
     library's; and without -P Python 3.13.0 cannot import NumPy where the working directory has been deleted.
     """
+    if not sys.executable:
+        raise UsageError(
+            f"workers run the Python that sys.executable names, which is {sys.executable!r} here, as where a program "
+            'embeds Python; set it to the path of a Python that has the same packages, or pass context="fork"'
+        )
     flags = ["-O"] * sys.flags.optimize
     flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
     flags += [f"-W{option}" for option in sys.warnoptions]
     module, function = entry.split(":")
     code = (
-        "import sys, json; path, *arguments = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
+        "import sys, json; arguments, *sys.path[:] = map(json.loads, sys.argv[1:]); "
         f"from {module} import {function}; {function}(*arguments)"
     )
-    return [sys.executable, *flags, "-P", "-c", code, *map(json.dumps, (path, *arguments))]
+    entries = [entry for entry in path if isinstance(entry, str)]  # each by itself: one argument has 128 KiB at most
+    return [sys.executable, *flags, "-P", "-c", code, *map(json.dumps, (arguments, *entries))]
 
 
 def lead(*, is_apart: bool) -> None:

@@ -82,7 +82,7 @@ def map_big_arrays(fd: int, places: Sequence[Place]) -> list[memoryview]:
 
 def memfd(name: str) -> int:
     """A file in memory that vanishes with the last process that has it open."""
-    return os.memfd_create(f"muster-{name}", os.MFD_CLOEXEC)
+    return os.memfd_create(f"muster-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def _next_page(offset: int) -> int:

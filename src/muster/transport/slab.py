@@ -13,7 +13,8 @@ Who owns which bytes, in the slab and in the mail. Nobody reads what the other s
    writes ``requested`` and ``restarts``, and ``finished`` of a worker that is dead.
 2. A lent block of observation rows: the worker's as above, then that of the array which holds it, until the last
    view of the array is gone (a release that ``Lending::free_block`` acquires). The caller reads it once more where rows
-   are asked for one by one. A fork copies it: parent and child each have their own, and the slab's is the worker's. Block 0, and views of it (``copy=False``), belong to the env's bytes.
+   are asked for one by one. A fork copies it: parent and child each have their own. Block 0, and views of it
+   (``copy=False``), belong to the env's bytes.
 3. Layouts of infos in the mail: what lies before ``HostRecord::layouts_end`` never changes. The worker writes behind
    it, then moves the end (release, acquire).
 4. Host and caller records: counters and states, atomic one by one, see `_core/records.hpp`. Errors and `stats()` read
@@ -32,6 +33,7 @@ there, too. tests/transport/handover.cpp runs rules 1, 3, 4 and 5 under ThreadSa
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -113,6 +115,8 @@ class Slab:
 
         if fd is not None and os.fstat(fd).st_size < self._end:
             os.ftruncate(fd, self._end)
+            # Whoever has mapped what an env's code cut off would die of a read.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.memory: npt.NDArray[np.uint8] = map_fd(fd=-1 if fd is None else fd, size=self._end)
         self.layout = SlabLayout(
             address=self.memory.ctypes.data,
