@@ -161,8 +161,11 @@ def gather_columns(
 def running() -> tuple[Any, int] | None:
     """The pair (env_host, i) where this thread steps or resets env i of that env host, None where it does neither."""
 
-def own(memory: npt.NDArray[np.uint8]) -> None:
-    """Has forks copy `memory`, a whole array of `map_fd`: parent and child each have their own from then on."""
+def own(mapping: object) -> None:
+    """Has forks copy the memory of a mapping, the base of an array of `map_fd`, for parent and child each."""
+
+def is_shared(mapping: object) -> bool:
+    """Whether a child that was forked since `own` may still read the memory of a mapping: it could not be copied."""
 
 def give_back(memory: npt.NDArray[np.uint8]) -> None: ...
 def map_fd(*, fd: int, size: int, offset: int = 0, is_private: bool = False) -> npt.NDArray[np.uint8]: ...

@@ -127,12 +127,23 @@ Ref map_fd(int fd, size_t size, size_t offset, bool is_private) {
   return array;
 }
 
-// Has forks copy `memory`, a whole array that map_fd has returned, from now on.
-void own(PyObject* memory) {
-  PyObject* owner = PyArray_BASE(reinterpret_cast<PyArrayObject*>(memory));
-  auto* mapping = static_cast<Mapping*>(PyCapsule_GetPointer(owner, nullptr));
-  if (!mapping) throw PythonError{};
-  mapping->own.emplace(mapping->base, mapping->size);
+// mapping: the base of an array that map_fd has returned.
+Mapping& mapping_of(nb::handle mapping) {
+  void* found = PyCapsule_GetPointer(mapping.ptr(), nullptr);
+  if (!found) throw PythonError{};
+  return *static_cast<Mapping*>(found);
+}
+
+// Has forks copy the memory of a mapping from now on.
+void own(nb::handle handle) {
+  Mapping& mapping = mapping_of(handle);
+  mapping.own.emplace(mapping.base, mapping.size);
+}
+
+// Whether a forked child may still read the memory of a mapping.
+bool is_shared(nb::handle handle) {
+  Mapping& mapping = mapping_of(handle);
+  return mapping.own && mapping.own->are_shared();
 }
 
 // Gives the whole pages of shared memory back that `memory` covers from their beginning; they read as zeros afterwards.
@@ -317,7 +328,8 @@ void bind_functions(nb::module_& m) {
   m.def("split_agents", &split_agents);
   m.def("gather_columns", &gather_columns, "columns"_a, "ids"_a.none(), "provided"_a);
   m.def("running", &Stepper::running);
-  m.def("own", [](nb::handle memory) { own(memory.ptr()); }, "memory"_a);
+  m.def("own", &own, "mapping"_a);
+  m.def("is_shared", &is_shared, "mapping"_a);
   m.def("give_back", [](nb::handle memory) { give_back(memory.ptr()); }, "memory"_a);
   m.def("map_fd", &map_fd, nb::kw_only(), "fd"_a, "size"_a, "offset"_a = 0, "is_private"_a = false);
   m.def("ticks", &ticks, "The clock of host_state's since and ticks, in units of its own.");

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from muster._core import CACHE_LINE, map_fd
+from muster._core import CACHE_LINE, is_shared, map_fd
+from muster._core import own as own_mapping
 from muster.rollout.fields import Array, Field
 from muster.rollout.storage import Storage
 from muster.transport.big_arrays import memfd
@@ -70,7 +71,7 @@ class BatchLayout:
 class BatchMemory:
     """One file in memory, cut into blocks. A block is used again, at its size, once nothing refers to its arrays.
 
-    Where replicas are done with a block, `own` makes it the caller's: a child that is forked then has a copy.
+    `own` makes a block that replicas are done with the caller's: a child that is forked then has a copy.
     """
 
     def __init__(self) -> None:
@@ -89,8 +90,18 @@ class BatchMemory:
         offset = free.pop()
         block = map_fd(fd=self.fd, size=size, offset=offset)
         # The mapping ends with the last tensor of a batch.
-        weakref.finalize(block, free.append, offset).atexit = False
+        weakref.finalize(block, _free, block.base, free, offset).atexit = False
         return offset, block
+
+
+def own(block: Block) -> None:
+    """Makes a block, which replicas are done with, the caller's."""
+    own_mapping(block.base)
+
+
+def _free(mapping: object, free: list[int], offset: int) -> None:
+    if not is_shared(mapping):  # with a forked child
+        free.append(offset)
 
 
 def stop_flag(block: Block) -> Array:

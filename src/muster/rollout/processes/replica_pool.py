@@ -17,7 +17,6 @@ import numpy as np
 from gymnasium import Space
 from torch import Tensor
 
-from muster._core import own
 from muster.backends.process import ENV_PRELOADS, with_hints
 from muster.errors import ClosedError, SpecMismatch
 from muster.hosts.recipe_plans import Recipes, plans_of
@@ -33,7 +32,7 @@ from muster.pool.verbs import Answered, Lost
 from muster.recipes.recipe import Recipe
 from muster.rollout.beside_weights import BesideWeights
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
-from muster.rollout.processes.batch_memory import BatchMemory, Block, stop_flag
+from muster.rollout.processes.batch_memory import BatchMemory, Block, own, stop_flag
 from muster.rollout.processes.fates import Fates
 from muster.rollout.processes.policy_travel import pack_factory, pack_policy
 from muster.rollout.processes.replica import (
