@@ -7,7 +7,6 @@ differ are merged env by env.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -258,10 +257,10 @@ def _as_array(value: Any) -> Array:
     """`value` as an array of the dtype that a column for it has."""
     if isinstance(value, np.ndarray):
         return value
-    if type(value) in _NUMBERS:
-        with contextlib.suppress(OverflowError):  # an int that no int64 holds
-            return np.asarray(value, type(value))
-    return np.array(None)
+    try:
+        return np.asarray(value, type(value)) if type(value) in _NUMBERS else np.array(None)
+    except OverflowError:  # an int that no int64 holds
+        return np.array(None)
 
 
 def _common(one: np.dtype[Any], other: np.dtype[Any]) -> np.dtype[Any] | None:
