@@ -8,7 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from muster._core import running
+
+SEED_BITS = 31  # of a seed that an env may get: simulators in C take an int
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,11 @@ class WorkerInfo:
     num_envs: int
     num_workers: int
     seed: int | None
+
+
+def seeds_of_envs(sequence: np.random.SeedSequence, count: int = 1) -> list[int]:
+    """Seeds for ``env.reset``."""
+    return [int(word) % 2**SEED_BITS for word in sequence.generate_state(count)]
 
 
 class _Here(threading.local):

@@ -269,6 +269,31 @@ def test_restarts_draw_new_but_reproducible_numbers() -> None:
     assert len({*one[0].tolist(), one[1][0], *one[2].tolist()}) == 7
 
 
+class Seeded(Env):
+    """Its workers' seeds and its own, so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        info = muster.get_worker_info()
+        assert info is not None
+        assert info.seed is not None
+        self.seeds = [info.seed]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.seeds += [] if seed is None else [seed]
+        return super().reset(seed=seed, options=options)
+
+
+def test_seeds_after_restarts_fit_into_an_int() -> None:
+    with muster.make_vec(Seeded, 8, num_workers=2, on_failure="restart") as envs:
+        envs.reset(seed=0)
+        envs.step(np.full(8, 2))
+        envs.step(np.zeros(8, np.int64))
+        seeds = np.array(envs.get_attr("seeds"))
+        assert seeds.shape == (8, 2)
+        assert seeds.max() < 2**31
+
+
 def test_worker_that_dies_after_the_last_row_of_an_episode_loses_none() -> None:
     with make() as envs:
         envs.reset(seed=0)

@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 import muster
-from muster.errors import ConfigError, SpecMismatch
+from muster.errors import ConfigError, EnvError, SpecMismatch
 from muster.rollout.collector import Collector
 from muster.rollout.storage import next_observations
 
@@ -407,6 +407,21 @@ def test_other_seeds_give_other_batches_and_torchs_generator_is_left_alone():
     assert torch.get_rng_state().equal(before)
     assert not first["action"].equal(second["action"])
     assert not first["observation"].equal(second["observation"])
+
+
+class CInt(CountingEnv):
+    """A simulator in C: its seed is an int."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None and seed >= 2**31:
+            raise OverflowError("signed integer is greater than maximum")
+        return super().reset(seed=seed, options=options)
+
+
+def test_seeds_of_envs_fit_into_an_int():
+    collect(CInt, num_envs=16, seed=0)
+    with pytest.raises(EnvError, match="signed integer"), muster.make_vec(CInt, 1, **SERIAL) as envs:
+        envs.reset(seed=2**31)  # the user's own seed passes as it is
 
 
 def test_state_dict_goes_on_with_counters_generators_and_weights():

@@ -27,6 +27,7 @@ from muster.pool.closing import AT_ONCE
 from muster.pool.place import Budget
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns
+from muster.worker_info import seeds_of_envs
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class Recovery:
         if seed is None:
             return None
         restarts = int(self._records["restarts"][env])
-        return int(np.random.SeedSequence(seed, spawn_key=(restarts,)).generate_state(1)[0])
+        return seeds_of_envs(np.random.SeedSequence(seed, spawn_key=(restarts,)))[0]
 
     def _truncate(self, env: int) -> None:
         record = self._records

@@ -14,12 +14,11 @@ import contextlib
 import dataclasses
 import functools
 import math
+import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from muster.errors import CannotTravel, UnknownMessage, UsageError, WorkerError, WorkerTimeout
 from muster.introspection import caller_stacklevel
@@ -52,6 +51,7 @@ from muster.pool.worker_process import Poller, close_own, own
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, frame
 from muster.transport.mail import dumps
+from muster.worker_info import SEED_BITS
 
 PATIENT_S = 60.0  # a longer wait gives a warning
 # Each stands before its content, which was sealed once for several places.
@@ -142,10 +142,9 @@ class Pool(BasePool[Place]):
         self.log_flag = self._log_inbox.flag
         starting.big_arrays = BigArrays(self._own_files["arrays"], [plan.big for plan in self.plans])
         for index, (plan, data) in enumerate(zip(self.plans, pickles, strict=True)):
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
             order = StartOrder(
                 self._resident,
-                dataclasses.replace(plan.info, seed=seed),
+                dataclasses.replace(plan.info, seed=secrets.randbits(SEED_BITS)),
                 options.threads,
                 plan=data,
                 set_up=set_up,

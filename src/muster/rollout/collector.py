@@ -49,6 +49,7 @@ from muster.rollout.weights import (
     weights_for,
 )
 from muster.vector.make import make_vec
+from muster.worker_info import seeds_of_envs
 
 
 class Collector(BatchSource):
@@ -310,7 +311,7 @@ class Collector(BatchSource):
         if self._seed is None:
             return None
         sequence = np.random.SeedSequence(self._seed, spawn_key=(1, self.batches))
-        return [int(word) for word in sequence.generate_state(self._envs.num_envs)]
+        return seeds_of_envs(sequence, self._envs.num_envs)
 
     @contextmanager
     def _same_weights(self) -> Iterator[None]:
