@@ -8,7 +8,7 @@ import signal
 
 import numpy as np
 import pytest
-from agent_envs import Failing, Masked, Script, Structured, Turns, ones
+from agent_envs import Away, Failing, Masked, Script, Structured, Turns, ones
 from backend_under_test import BackendUnderTest, MakeVec
 
 import muster
@@ -56,6 +56,20 @@ class MultiAgentBackendContract(BackendUnderTest):
             assert not infos["alive"]["b"].any()
             assert infos["alive"]["a"].all()
             assert not infos["acting"]["a"].any()
+
+    def test_an_agent_that_leaves_without_an_end_pauses_until_it_returns(self, make: MakeVec) -> None:
+        with make(Away, 2) as envs:
+            envs.reset(seed=0)
+            with pytest.warns(RuntimeWarning, match=r"env 0: \['a_1'\] left env.agents, but .* pause, ") as told:
+                rows = [envs.step(ones(2)) for _ in range(4)]
+            assert len(told) == 1
+            alive, acting = (np.array([row[4][name]["a"][1, 1] for row in rows]) for name in ("alive", "acting"))
+            assert alive.tolist() == [True, False, True, True]
+            assert acting.tolist() == [False, False, True, False]
+            assert [row[0]["a"][1, 1].tolist() for row in rows] == [[1, 1], [0, 0], [3, 1], [4, 1]]
+            np.testing.assert_allclose([row[1]["a"][1, 1] for row in rows], [1.1, 0, 3.1, 4.1], rtol=1e-6)
+            assert rows[3][2].all()
+            assert "agents_away" not in rows[0][4]
 
     def test_agents_get_their_own_actions_and_only_live_ones_do(self, make: MakeVec) -> None:
         with make(Script, 2) as envs:

@@ -74,6 +74,24 @@ class Script:
         return np.array([self.t, self._k(agent)], np.float32)
 
 
+class Away(Script):
+    """a_1 is away from step 1 to step 3, without having ended. rewarded: it has a reward of step 2 all the same.
+
+    returns: whether it comes back before the others end, with step 4.
+    """
+
+    def __init__(self, rewarded: bool = False, returns: bool = True) -> None:
+        ends = {(4, agent): "terminated" for agent in ("a_0", "a_1", "b_0")}
+        super().__init__(["a_0 a_1 b_0", "a_0 b_0", "a_0 b_0", "a_0 a_1 b_0" if returns else "a_0 b_0", ""], ends)
+        self.rewarded = rewarded
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        obs, rewards, *rest = super().step(actions)
+        if self.t == 2 and self.rewarded:
+            rewards["a_1"] = 7.0
+        return obs, rewards, *rest
+
+
 class Failing(Script):
     """An env that raises in its second step if its seed is 1."""
 

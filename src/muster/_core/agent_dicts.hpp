@@ -134,9 +134,9 @@ class StepDicts {
         terminations_(of_terminations, "step", "terminations"),
         truncations_(of_truncations, "step", "truncations") {}
 
-  // stays: whether the agent is present for the next step.  acted: whether it was to act in this one.  unended: whether
-  // it has been present without an end. Remembers the first agent of which something is left out, for `check`.
-  AgentStep read(PyObject* agent, bool stays, bool acted, bool unended) {
+  // stays: whether the agent is present for the next step.  acted: whether it was to act in this one.  all_leave:
+  // whether no agent is present for the next one. Remembers the first agent of which something is left out, for `check`.
+  AgentStep read(PyObject* agent, bool stays, bool acted, bool all_leave) {
     Ref obs = observations.read(agent), reward = rewards_.read(agent);
     const Ref termination = terminations_.read(agent), truncation = truncations_.read(agent);
     bool terminated = terminations_.is_true(agent, termination), truncated = truncations_.is_true(agent, truncation);
@@ -147,7 +147,7 @@ class StepDicts {
     const bool ended = terminated || truncated, goes_on = stays && !ended;
     if (!obs || !reward || !stays) {
       const bool is_named = obs || reward || termination || truncation || ended;
-      if (!stays && !ended && unended) note(agent, Fault::kNoEnd);
+      if (all_leave && acted && !ended) note(agent, Fault::kNoEnd);
       if (!reward && acted && is_named && !(reward = rewards_.make_up(agent))) note(agent, Fault::kNoReward);
       if (!obs && reward && goes_on && !(obs = observations.make_up(agent))) note(agent, Fault::kNoObservation);
     }

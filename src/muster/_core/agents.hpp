@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "agent_dicts.hpp"
@@ -152,25 +153,27 @@ class AgentRow {
 
   // Stores the agents of one step. before, after: lists of the agents that were present for it, and that are present
   // for the next one.  The other arguments: mappings by agent. An agent that ends without an observation keeps its last
-  // one; one that no mapping names pauses. Raises SpecMismatch for keys that are no agents, for an agent of which the
-  // mappings leave out something else, and where no agent that goes on has an observation. Returns the number of agents
-  // that go on.
+  // one; one that no mapping names pauses, as does one that leaves without an end while others stay. Raises SpecMismatch
+  // for keys that are no agents, for an agent of which the mappings leave out something else, and where no agent that
+  // goes on has an observation. Returns the number of agents that go on.
   size_t put_all(PyObject* before, PyObject* after, PyObject* observations, PyObject* rewards, PyObject* terminations,
                  PyObject* truncations) {
     StepDicts dicts(observations, rewards, terminations, truncations);
     const int same = PyObject_RichCompareBool(before, after, Py_EQ);
     check(same);
+    const bool all_leave = !PyList_GET_SIZE(after);
     size_t going_on = 0, seeing = 0;
     auto put_one = [&](PyObject* agent, bool stays) {
       PyObject* slot = slot_of(agent);
       const size_t column = column_of(slot);
-      const AgentStep step = dicts.read(agent, stays, acting_[column], unended_[column]);
+      const AgentStep step = dicts.read(agent, stays, acting_[column], all_leave);
       acting_[column] = step.goes_on && step.obs;
       going_on += step.goes_on;
       seeing += acting_[column];
       if (!step.is_reported) return;
+      const bool had_ended = !stays && !unended_[column];
       show(slot, agent, step.obs.get(), step.reward.get(), step.terminated, step.truncated, acting_[column]);
-      if (!stays) unended_[column] = false;  // it has ended now, or had before
+      if (had_ended) unended_[column] = false;
     };
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(before); ++k) {
       Ref agent = Ref::borrow(PyList_GET_ITEM(before, k));
@@ -188,13 +191,25 @@ class AgentRow {
   // Returns the observations of the groups, a list of lists, and gives up this row's reference to them.
   Ref take_places() { return std::move(places_); }
 
-  // Returns (sum of the rewards, terminated, truncated) for the whole env. over: whether its episode has ended.
-  Ref end_of_step(bool over) const {
+  // Returns the agents that have been present, and have not ended.
+  Ref unended() const {
+    Ref agents = checked(PyList_New(0));
+    PyObject *agent, *slot;
+    for (Py_ssize_t at = 0; PyDict_Next(slots_.get(), &at, &agent, &slot);)
+      if (unended_[column_of(slot)]) check(PyList_Append(agents.get(), agent));
+    return agents;
+  }
+
+  // Returns (sum of the rewards, terminated, truncated) for the whole env. over: whether its episode has ended, which
+  // truncates the agents that have not ended.
+  Ref end_of_step(bool over) {
     double sum = 0;
     const auto* reward = static_cast<const float*>(PyArray_DATA(array(rewards_)));
-    for (size_t i = 0; i < count_; ++i) sum += double(reward[i]);
-    const bool all_ended = std::none_of(unended_.begin(), unended_.end(), [](uint8_t one) { return one; });
-    const bool terminated = over && all_ended && !some_truncated_;
+    for (size_t i = 0; i < count_; ++i) {
+      sum += double(reward[i]);
+      if (over && std::exchange(unended_[i], 0)) flag(kTruncated, i) = some_truncated_ = true;
+    }
+    const bool terminated = over && !some_truncated_;
     return checked(Py_BuildValue("(dOO)", sum, terminated ? Py_True : Py_False,
                                  over && !terminated ? Py_True : Py_False));
   }
@@ -283,7 +298,7 @@ class AgentRow {
   size_t count_;
   std::vector<Ref> last_shown_;  // by column
   std::vector<uint8_t> acting_;  // by column: whether the last row showed the agent something to act on
-  std::vector<uint8_t> unended_;
+  std::vector<uint8_t> unended_;  // by column: whether the agent has been present, and has not ended since
   bool some_truncated_ = false;
   Ref places_;
 };

@@ -319,6 +319,7 @@ void bind_agent_row(nb::module_& m) {
                          PyObject* terminations, PyObject* truncations) {
         return self.put_all(before.ptr(), after.ptr(), observations, rewards, terminations, truncations);
       })
+      .def("unended", &AgentRow::unended)
       .def("take_places", &AgentRow::take_places)
       .def("end_of_step", &AgentRow::end_of_step);
 }

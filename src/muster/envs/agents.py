@@ -26,6 +26,8 @@ from muster.spaces.tree import Space
 Row = tuple[Any, ...]
 Step = tuple[Row, float, bool, bool, dict[str, Any]]
 Split = Callable[[Any], Sequence[Any]]
+AWAY = "agents_away"
+"""Key in the infos of the first step in which agents leave without an end: the agents. Users get a warning instead."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class AgentsEnv(Adapting, ABC):
         self._agents_row = AgentRow(self._slots, sizes, self._rewards, self._flags)
         self._masks = self.layout.full_masks()
         self._has_masks = np.zeros(1, np.bool_)
+        self._agents: list[Agent] = []  # that are present
+        self._away: list[Agent] = []  # that have left without an end, and may return
+        self._told_away = False
         self._last_masks: dict[Agent, Any] = {}
         self._last_state: Any = None
 
@@ -106,6 +111,7 @@ class AgentsEnv(Adapting, ABC):
 
     def _start_episode(self) -> None:
         self._agents_row.start_episode()
+        self._away = []
         self._last_masks.clear()
         self._last_state = None
 
@@ -144,8 +150,8 @@ class AgentsEnv(Adapting, ABC):
 
         An agent that ends without an observation keeps its last one; one that no dict names pauses. Returns the number
         of agents that go on. Raises SpecMismatch for keys that are no agents; for an agent that acted and has no
-        reward, that goes on and has a reward without an observation, or that leaves without an end; and where no agent
-        that goes on has an observation.
+        reward, that goes on and has a reward without an observation, or that leaves without an end as all others; and
+        where no agent that goes on has an observation.
         """
         if self._masked:
             there = dict.fromkeys([*before, *after])
@@ -224,6 +230,13 @@ class AgentsEnv(Adapting, ABC):
             if info:
                 kept[str(agent)] = info
         return {"agent_infos": kept} if kept else {}
+
+    def _note_away(self, infos: dict[str, Any]) -> None:
+        """Notes which agents are away; the first time the infos say so, for a warning in the caller."""
+        self._away = [agent for agent in self._agents_row.unended() if agent not in self._agents]
+        if self._away and not self._told_away:
+            self._told_away = True
+            infos[AWAY] = self._away
 
     def _end_of_step(self, row: Row, over: bool, infos: dict[str, Any]) -> Step:
         return row, *self._agents_row.end_of_step(over), infos

@@ -23,12 +23,12 @@ class TurnBasedAgents(AgentsEnv):
     steps, so an agent's return is the sum over all its live rows, not only over those in which it acts.
 
     An agent that has ended is reported when it is selected for the last time; one that is gone before, as the env's
-    ``terminations`` and ``truncations`` say.
+    ``terminations`` and ``truncations`` say. One that is gone without an end pauses until it returns, or until the env
+    has ended; the env keeps its reward for it.
     """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
         super().__init__(env, specs_of(env, state), groups)
-        self._agents: list[Agent] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)
@@ -75,18 +75,22 @@ class TurnBasedAgents(AgentsEnv):
         for agent in self._agents:
             if agent != acting:
                 self._put(agent, copied(env.observe(agent)), last_rewards.get(agent, 0.0), False, False, False)
-        for agent in before:
+        for agent in before + self._away:
             if agent not in self._agents and agent not in last_rewards:
                 self._put_unselected(agent)
         info = self._infos(infos)
+        if self._away or self._agents != before:
+            self._note_away(info)
         return self._row(), info
 
     def _put_unselected(self, agent: Agent) -> None:
-        """Puts an agent into the row that is gone, though it was not selected after its end."""
+        """Puts an agent into the row that is gone, though it was not selected after its end; leaves out who pauses."""
         env = self.env
         terminations, truncations = getattr(env, "terminations", {}), getattr(env, "truncations", {})
         terminated, truncated = bool(terminations.get(agent)), bool(truncations.get(agent))
-        if not terminated and not truncated:
+        if not terminated and not truncated and self._agents:
+            return
+        if not terminated and not truncated and agent not in self._away:
             raise SpecMismatch(
                 f"{agent!r} has left env.agents, but has not ended: expected True in env.terminations or "
                 f"env.truncations, got {reprlib.repr(terminations)} and {reprlib.repr(truncations)}"

@@ -18,12 +18,12 @@ _STEP = ("step", ("observations", "rewards", "terminations", "truncations", "inf
 class ParallelAgents(AgentsEnv):
     """A PettingZoo parallel env. Agents may die, return, and join late; the episode is over when no agent is left.
 
+    An agent that leaves without an end pauses until it returns; what the dicts say of it meanwhile is in its row.
     An agent with a reward or an end, but without an observation, keeps its last observation.
     """
 
     def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
         super().__init__(env, specs_of(env, state), groups)
-        self._agents: list[Agent] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         observations, infos = _by_agent(self.env.reset(seed=seed, options=options), _RESET)
@@ -41,8 +41,10 @@ class ParallelAgents(AgentsEnv):
         observations, rewards, terminations, truncations, infos = _by_agent(self.env.step(chosen), _STEP)
         after = self._agents = list(self.env.agents)
         self._start_row()
-        acting = self._put_all(before, after, observations, rewards, terminations, truncations)
+        acting = self._put_all(before + self._away, after, observations, rewards, terminations, truncations)
         info = self._infos(infos)
+        if self._away or after != before:
+            self._note_away(info)
         return self._end_of_step(self._row(), acting == 0, info)
 
 

@@ -5,6 +5,7 @@ An env's observation is a row that holds everything one step says of its agents.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,10 @@ from gymnasium import spaces
 
 from muster._core import FLAG_NAMES, split_agents
 from muster.envs import layout
+from muster.envs.agents import AWAY
 from muster.envs.groups import Agent
 from muster.errors import CannotTravel, EnvError
+from muster.introspection import caller_stacklevel
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, merge
@@ -31,7 +34,8 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
 
     Agents stand in fixed slots: group g has A slots, in the order of ``groups[g]``; arrays are ``[N, A, ...]``. An
     agent that is not there is a row of zeros with ``alive`` False; the row of the step in which it ends still
-    holds its observation.
+    holds its observation. So is one that has left without an end, from then until it returns, with one RuntimeWarning
+    for all; the end of the env truncates it.
 
     obs: by group, an array or a structure of arrays ``[N, A, ...]``; what all agents observe alike stands once under
     ``obs["shared"]``, ``[N, ...]``.  rewards: float32 ``[N, A]`` by group.
@@ -61,6 +65,7 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         self.single_action_space = handed_out(self._layout.action_space())
         self._observation_space: spaces.Dict | None = None
         self._action_space: spaces.Dict | None = None
+        self._told_away = False
 
     @property
     def groups(self) -> dict[str, list[Agent]]:
@@ -121,6 +126,8 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         if not copies:  # only observations are views, as from `VectorEnv`
             rewards, flags = rewards.copy(), flags.copy()
         if infos:
+            if AWAY in infos:
+                self._warn_of_away(infos.pop(AWAY), infos.pop(f"_{AWAY}"))
             final = infos.pop(_FINAL_ROWS, None)
             if truncated is not None and "_restarted" in infos and (lost := infos["_restarted"] & truncated).any():
                 if final is None:
@@ -141,6 +148,18 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         by_group, about = self._split(rewards, flags)
         infos |= self._about_agents(rows, about)
         return self._obs_by_group(rows), by_group, infos
+
+    def _warn_of_away(self, agents: Array, has_left: Bools) -> None:
+        env = int(np.flatnonzero(has_left)[0])
+        if not self._told_away:
+            self._told_away = True
+            warnings.warn(
+                f"env {env}: {agents[env]} left env.agents, but have no True in terminations or truncations. Agents "
+                "that do so pause, neither alive nor acting, until they return; the env's end truncates those that do "
+                "not. Where their episodes are over, have the env say so. This is said once",
+                RuntimeWarning,
+                stacklevel=caller_stacklevel(),
+            )
 
     def _split(self, rewards: Array, flags: Array) -> tuple[Rewards, Infos]:
         """Rewards by group, and infos with the flags by group."""
