@@ -65,6 +65,7 @@ class Stepper:
         autoreset: int,
         check_finite: bool,
         lenient: bool,
+        reward_key: str | None,
         actions_by_mail: bool,
         env_host: object,
         wait_budget: Any,

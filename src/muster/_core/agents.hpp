@@ -12,10 +12,6 @@
 
 namespace muster {
 
-inline bool is_like_array(PyObject* obs) {
-  return !PyArray_IsAnyScalar(obs) && PyObject_HasAttrString(obs, "__array__");  // a tensor, for example
-}
-
 // Returns a copy of an observation that the env cannot change any more. Arrays are copied, also within dicts, tuples
 // and lists; an object that NumPy can convert, such as a tensor, becomes an array. All other values stay the same
 // objects.

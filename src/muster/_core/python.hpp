@@ -64,6 +64,11 @@ inline constexpr const char* kClosed = "this vector env is closed; make another 
 // The name of an object's class, for an error's sentence.
 inline Ref type_name(PyObject* object) { return checked(PyType_GetName(Py_TYPE(object))); }
 
+// Whether NumPy can convert an object that is none of its own scalars, such as a tensor.
+inline bool is_like_array(PyObject* value) {
+  return !PyArray_IsAnyScalar(value) && PyObject_HasAttrString(value, "__array__");
+}
+
 class GilReleased {
  public:
   GilReleased() : state_(PyEval_SaveThread()) {}

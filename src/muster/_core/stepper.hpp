@@ -15,7 +15,8 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 
 // Steps the envs of one worker: reads actions from the slab, calls Python's env.step, writes the rows in place.
 //
-// lenient: rewards and flags may be what other libraries' vector envs make numbers and bools of.
+// lenient: rewards and flags may be what other libraries' vector envs make numbers and bools of.  reward_key: None, or
+// the key under which the infos have a reward of several numbers, as float64 array; the reward is NaN then.
 //
 // `env_host` is the Python object that owns the stepper. Its methods are called only in rare cases:
 // on_error(env, exception) -> mail bytes, put_mail(env, objects, final_objects) -> mail bytes, own(objects) -> copies,
@@ -23,8 +24,8 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 class Stepper {
  public:
   Stepper(const SlabLayout& slab, uint32_t host, uint32_t first_env, PyObject* envs, ObsNode obs, ActionNode action,
-          Autoreset autoreset, bool check_finite, bool lenient, bool actions_by_mail, PyObject* env_host,
-          WaitBudget budget)
+          Autoreset autoreset, bool check_finite, bool lenient, PyObject* reward_key, bool actions_by_mail,
+          PyObject* env_host, WaitBudget budget)
       : slab_(slab),
         host_(host),
         own_(slab_.hosts[host]),
@@ -35,6 +36,7 @@ class Stepper {
         autoreset_(autoreset),
         check_finite_(check_finite),
         lenient_(lenient),
+        reward_key_(Ref::borrow(reward_key)),
         actions_by_mail_(actions_by_mail),
         env_host_(env_host),
         awake_wait_(budget),
@@ -203,7 +205,8 @@ class Stepper {
     bump<uint64_t>(own_.env_steps, 1);
     if (!result) throw PythonError{};
     result = as_tuple(std::move(result), 5, "step must return (obs, reward, terminated, truncated, info)");
-    const double reward = as_reward(PyTuple_GET_ITEM(result.get(), 1));
+    Ref info = Ref::borrow(PyTuple_GET_ITEM(result.get(), 4));
+    const double reward = as_reward(PyTuple_GET_ITEM(result.get(), 1), info);
     const bool terminated = as_flag(PyTuple_GET_ITEM(result.get(), 2), "terminated");
     const bool truncated = as_flag(PyTuple_GET_ITEM(result.get(), 3), "truncated");
     const bool over = terminated || truncated;
@@ -211,8 +214,7 @@ class Stepper {
 
     write_obs(PyTuple_GET_ITEM(result.get(), 0), i, reset_now, reset_now ? final_objects_ : objects_);
     uint32_t& schema = reset_now ? record.final_schema : record.info_schema;
-    schema = write_info(PyTuple_GET_ITEM(result.get(), 4), i, reset_now ? kFinalInfo : kStepInfo,
-                        reset_now ? final_objects_ : objects_);
+    schema = write_info(info.get(), i, reset_now ? kFinalInfo : kStepInfo, reset_now ? final_objects_ : objects_);
 
     if (record.episode_over) record.episode_return = 0, record.episode_length = 0;
     record.reward = reward;
@@ -292,21 +294,38 @@ class Stepper {
     throw PythonError{};
   }
 
-  double as_reward(PyObject* value) const {
+  // info: gets a reward of several numbers, if there is a key for it.
+  double as_reward(PyObject* value, Ref& info) const {
     if (PyFloat_Check(value)) return finite_reward(PyFloat_AS_DOUBLE(value), value);
     const bool scalar = PyLong_Check(value) || PyArray_IsScalar(value, Number) || PyArray_IsScalar(value, Bool) ||
                         (PyArray_Check(value) && PyArray_NDIM(reinterpret_cast<PyArrayObject*>(value)) == 0);
-    if (scalar || (!PyArray_Check(value) && PyNumber_Check(value) && PyType_GetSlot(Py_TYPE(value), Py_nb_float))) {
+    const bool is_array = !scalar && is_like_array(value) && !is_zero_dim(value);
+    const bool several = is_array || PyList_Check(value) || PyTuple_Check(value);
+    const bool is_sent = several && reward_key_.get() != Py_None;
+    const bool has_float = !PyArray_Check(value) && PyNumber_Check(value) && PyType_GetSlot(Py_TYPE(value), Py_nb_float);
+    if (scalar || (has_float && !is_sent)) {
       const double number = PyFloat_AsDouble(value);
-      if (number == -1.0 && PyErr_Occurred()) throw PythonError{};
-      return finite_reward(number, value);
+      if (number != -1.0 || !PyErr_Occurred()) return finite_reward(number, value);
+      if (!several) throw PythonError{};
+      PyErr_Clear();  // a tensor of several numbers
     }
     if (lenient_ && value == Py_None) return finite_reward(std::nan(""), value);
     if (lenient_ && PyUnicode_Check(value)) {
       const Ref number = checked(PyNumber_Float(value));
       return finite_reward(PyFloat_AS_DOUBLE(number.get()), value);
     }
-    PyErr_Format(PyExc_TypeError, "the reward must be one number, got %U: %.300R", type_name(value).get(), value);
+    if (is_sent) {
+      const Ref numbers = checked(PyArray_FromAny(value, PyArray_DescrFromType(NPY_DOUBLE), 0, 0,
+                                                  NPY_ARRAY_CARRAY_RO | NPY_ARRAY_FORCECAST, nullptr));
+      if (PyDict_Check(info.get())) info = checked(PyDict_Copy(info.get()));
+      check(PyObject_SetItem(info.get(), reward_key_.get(), numbers.get()));
+      return std::nan("");
+    }
+    PyErr_Format(several ? PyExc_ValueError : PyExc_TypeError, "the reward must be one number, got %U: %.300R%s",
+                 type_name(value).get(), value,
+                 several ? ". Return a float: weigh several objectives in a wrapper, and give several agents "
+                           "PettingZoo's API"
+                         : "");
     throw PythonError{};
   }
 
@@ -318,11 +337,19 @@ class Stepper {
     return number;
   }
 
+  // Whether `value` is an array without dimensions, of NumPy or of another library, such as a tensor.
+  static bool is_zero_dim(PyObject* value) {
+    if (!is_like_array(value)) return false;
+    const Ref count(PyObject_GetAttrString(value, "ndim"));
+    if (!count) PyErr_Clear();
+    return count && PyLong_Check(count.get()) && PyObject_Not(count.get()) == 1;
+  }
+
   bool as_flag(PyObject* value, const char* name) const {
     if (value == Py_True) return true;
     if (value == Py_False) return false;
     if (lenient_ || PyArray_IsScalar(value, Bool) || PyLong_Check(value) || PyArray_IsScalar(value, Integer) ||
-        (PyArray_Check(value) && PyArray_NDIM(reinterpret_cast<PyArrayObject*>(value)) == 0)) {
+        is_zero_dim(value)) {
       const int truth = PyObject_IsTrue(value);
       check(truth);
       return truth;
@@ -370,6 +397,7 @@ class Stepper {
   Autoreset autoreset_;
   bool check_finite_;
   bool lenient_;
+  Ref reward_key_;
   bool actions_by_mail_;
   PyObject* env_host_;  // borrowed: the env host owns this stepper
   AwakeWait awake_wait_;

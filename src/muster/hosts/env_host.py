@@ -131,6 +131,7 @@ class EnvHost:
             autoreset=options.autoreset_mode,
             check_finite=options.check_finite,
             lenient=options.lenient,
+            reward_key=options.reward_key,
             actions_by_mail=slab.plan.action.has_objects,
             env_host=self,
             wait_budget=options.wait_budget,

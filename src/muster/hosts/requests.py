@@ -40,6 +40,7 @@ class HostOptions:
     autoreset_mode: int  # of _core.Autoreset
     check_finite: bool
     lenient: bool  # whether rewards and flags may be what other libraries convert
+    reward_key: str | None  # of the infos, for a reward of several numbers; None where it is an error
     wait_budget: WaitBudget
 
 

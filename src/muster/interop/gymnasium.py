@@ -39,6 +39,7 @@ from muster.pool.closing import AT_ONCE, FOR_EVER, in_all
 from muster.pool.environment import WorkerEnv
 from muster.pool.set_up import WorkerInit
 from muster.spaces.tree import Array
+from muster.transport.infos import Infos
 from muster.vector import checks
 from muster.vector.action_writers import LenientWriter
 from muster.vector.assemble import LENIENT, assemble
@@ -46,7 +47,7 @@ from muster.vector.batched_spaces import BatchedSpaces
 from muster.vector.packing import Asked
 from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
-from muster.vector.results import Batch, StepResult
+from muster.vector.results import Batch, Floats, StepResult
 from muster.vector.vector_env import VectorEnv
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "make_vec"]
@@ -67,6 +68,7 @@ _WORKER = 4  # the place of `worker` among the arguments of AsyncVectorEnv that 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 Seeds = int | Sequence[int | None] | None
 Agree = Callable[[Sequence[EnvFacts]], BatchedSpaces]  # see `spaces` of `Parts`
+_REWARD = "muster's reward of several numbers"  # the key of the infos that has one, until `_as_given` takes it
 
 
 class TimedOut(WaitTimeout, multiprocessing.TimeoutError):
@@ -95,9 +97,11 @@ class _DropIn(VectorEnv):
         self.observation_mode = observation_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)
 
-    def _start(self, backend: Backend, copy: bool, agree: Agree, raiser: Raiser) -> None:
+    def _start(self, backend: Backend, copy: bool, agree: Agree, raiser: Raiser, reward_key: str | None = None) -> None:
         closed = partial(_raise_closed, type(self).__name__)
-        parts = replace(LENIENT, spaces=agree, writer=_Writer, raiser=raiser, raise_closed=closed)
+        parts = replace(
+            LENIENT, spaces=agree, writer=_Writer, raiser=raiser, raise_closed=closed, reward_key=reward_key
+        )
         super().__init__(assemble(backend, parts, SteppingOptions(self.autoreset_mode, copy=copy)))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
 
@@ -236,7 +240,7 @@ class AsyncVectorEnv(_DropIn):
                 close_limits=FOR_EVER,
                 original_forks=context is None,
             )
-            self._start(backend, copy, agree, _raise_last)
+            self._start(backend, copy, agree, _raise_last, _REWARD)
 
     # ---- the calls, each refused while another is pending
 
@@ -246,9 +250,13 @@ class AsyncVectorEnv(_DropIn):
             return super().reset_wait(timeout, **private)
 
     def step(self, actions: Any, **private: Any) -> StepResult:
-        """Steps every env. Raises an env's own exception; where several envs raise, that of the last env."""
+        """Steps every env. Raises an env's own exception; where several envs raise, that of the last env.
+
+        Rewards of several numbers are ``[N, ...]``; ValueError where they are not so in all envs, as in Gymnasium.
+        """
         try:
-            return super().step(actions, **private)
+            obs, rewards, terminated, truncated, infos = super().step(actions, **private)
+            return obs, _as_given(rewards, infos) if infos else rewards, terminated, truncated, infos
         except PendingError:
             self.require_idle("step")
             raise
@@ -256,7 +264,13 @@ class AsyncVectorEnv(_DropIn):
     def step_wait(self, timeout: float | None = None, **private: Any) -> StepResult:
         """The result of `step_async`. Raises multiprocessing.TimeoutError; the step then stays pending."""
         with self._waiting("step", timeout):
-            return super().step_wait(timeout, **private)
+            obs, rewards, terminated, truncated, infos = super().step_wait(timeout, **private)
+            return obs, _as_given(rewards, infos), terminated, truncated, infos
+
+    def recv(self, min_envs: int | None = None, timeout: float | None = None, **private: Any) -> Batch:
+        """The results of the envs that are ready, as of `muster.VectorEnv`."""
+        batch = super().recv(min_envs, timeout, **private)
+        return batch._replace(rewards=_as_given(batch.rewards, batch.infos))
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`. Raises multiprocessing.TimeoutError; the call then stays pending."""
@@ -347,6 +361,20 @@ def make_vec(
     envs: GymnasiumsVectorEnv[Any, Any, Any] = kind(described.env_fns(), **described.vector_kwargs)
     envs.spec = described.recorded()
     return envs
+
+
+def _as_given(rewards: Floats, infos: Infos) -> Floats:
+    """The rewards, with those of several numbers, which it takes out of the infos. Raises ValueError as Gymnasium."""
+    final = infos.get("final_info")
+    told = [one for one in (infos, final) if isinstance(one, dict) and _REWARD in one]
+    if not told:
+        return rewards
+    given: list[Any] = list(rewards)
+    for one in told:
+        several, whose = one.pop(_REWARD), one.pop(f"_{_REWARD}")
+        for i in np.flatnonzero(whose).tolist():
+            given[i] = several[i]
+    return np.array(given, np.float64)
 
 
 def _raise_last(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:

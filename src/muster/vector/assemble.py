@@ -71,7 +71,7 @@ def assemble(
         caller_budget, worker_budget = wait_budgets(usable_cores(), processes, caller_steps=options.caller_steps)
         backend.attach(
             SlabPlan(obs, actions, backend.first_envs),
-            HostOptions(autoreset, options.check_finite, parts.lenient, worker_budget),
+            HostOptions(autoreset, options.check_finite, parts.lenient, parts.reward_key, worker_budget),
             CallerOptions(must_reset, parts.lenient, writer.in_core, caller_budget),
         )
     except BaseException:

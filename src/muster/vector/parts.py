@@ -28,6 +28,7 @@ class Parts:
     raiser: raises the exception for envs that failed.
     lenient: whether other libraries' vector envs are followed in what they take: envs may be stepped before their
         first reset, and rewards and flags be whatever numbers and bools can be made of.
+    reward_key: the key of the infos that have an env's reward of several numbers; None where it is an error.
     raise_closed: raises the ClosedError for a call after `close`, where its words are not Muster's own.
     """
 
@@ -36,6 +37,7 @@ class Parts:
     writer: Callable[..., ActionWriter]
     raiser: Raiser
     lenient: bool
+    reward_key: str | None = None
     raise_closed: Callable[[], NoReturn] | None = None
 
 
