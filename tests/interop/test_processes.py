@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import pytest
 
 import muster
 from muster.interop.gymnasium import AsyncVectorEnv
+from muster.vector import side_by_side
 from one_instance import ClassVariable, GlobalGenerator, Listening, Simulator, compile_library
 from slow import slow
 
@@ -302,6 +305,39 @@ def test_auto_tries_every_kind_of_env_in_a_list(case):
     finally:
         for i in range(4):
             del gym.registry[f"theirs/{i}-v0"]
+
+
+class Drawing(Harmless):
+    """Draws from a generator that nobody seeds."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.random.default_rng().random(1), *super().step(action)[1:]
+
+
+class Waiting(Harmless):
+    """The second one in a process waits for ever."""
+
+    built = 0
+
+    def __init__(self) -> None:
+        Waiting.built += 1
+        while Waiting.built > 1:
+            threading.Event().wait()
+
+
+def test_auto_tells_envs_that_do_not_repeat_themselves_from_those_that_disturb_each_other(capfd):
+    with muster.make_vec(Drawing, 3, num_workers="auto") as envs:
+        assert envs.stats()["processes"] == 3
+    said = capfd.readouterr().err
+    assert "not known: alone, too, its trajectory differs from run to run" in said
+    assert "disturb" not in said
+
+
+def test_auto_gives_up_where_two_take_three_times_as_long_as_one(capfd, monkeypatch):
+    monkeypatch.setattr(side_by_side, "LEAST_S", 0.1)
+    with muster.make_vec(Waiting, 3, num_workers="auto") as envs:
+        assert envs.stats()["processes"] == 3
+    assert re.search(r"not known: building a second .*, it took over \S+ s, 3 times", capfd.readouterr().err)
 
 
 def test_an_env_with_an_address_of_its_own_meets_itself_in_no_trial():

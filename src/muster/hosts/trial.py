@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import time
 import traceback
@@ -56,6 +57,7 @@ class TrialOutcome:
     """The results that a trial has reported. stage: the one in which it ended early, None if it came to its end.
 
     how: the early end in words: an exception, a signal, an exit code or a hang.  hung: whether it was a hang.
+    late: whether it was ended because it took too long, whatever it reported.
     detail: the traceback, or the last lines of the trial's stderr with its Python stack.
     """
 
@@ -63,6 +65,7 @@ class TrialOutcome:
     stage: str | None = None
     how: str = ""
     hung: bool = False
+    late: bool = False
     detail: str = ""
 
     @property
@@ -174,11 +177,15 @@ class Trials:
     worker_env: WorkerEnv | None = None
     init: ChosenInit = NO_INIT
 
-    def run(self, trial: Callable[..., None], *, hash_seed: int = _HASH_SEED, **options: Any) -> TrialOutcome:
+    def run(
+        self, trial: Callable[..., None], *, hash_seed: int = _HASH_SEED, most_s: float = math.inf, **options: Any
+    ) -> TrialOutcome:
         """Calls ``trial(*recipes, reporter, **options)`` in a new process, and returns its outcome.
 
         trial: a function of a module.  hash_seed: of Python's ``hash``, unless the process is a fork of this one.
+        most_s: the time after which the trial is ended, whatever it reports.
         """
+        ends = time.monotonic() + most_s
         outcome = TrialOutcome(stage=STARTING)
         pool = Pool(
             "muster.hosts.trial:Trial",
@@ -202,8 +209,10 @@ class Trials:
                 warnings.simplefilter("ignore")
                 pool.start()
             pool.ask(0, pool.sealed((trial, options)), Limit(self.stage_timeout_s, "the time of a stage"))
-            while not (arrived := pool.take(_WAIT_S)):
-                pass
+            while not (arrived := pool.take(min(_WAIT_S, max(0.0, ends - time.monotonic())))):
+                if time.monotonic() > ends:
+                    outcome.late, outcome.how = True, f"took over {most_s:.3g} s"
+                    return outcome
             [raised] = [one.content for one in arrived if isinstance(one, Answered)]
             if raised is None:
                 outcome.stage = None

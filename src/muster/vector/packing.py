@@ -123,5 +123,5 @@ def _why_two_apart(
         if context != "fork":
             return f"they cannot be tried: {error.headline}"
         packed = pair
-    tried = try_side_by_side(Trials(packed, timeout_s, changes, init))
+    tried = try_side_by_side(Trials(packed, timeout_s, changes, init), gives_up=True)
     return tried.unknown or tried.disturbed

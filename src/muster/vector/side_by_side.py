@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +20,10 @@ from muster.worker_info import WorkerInfo, worker_info_context
 
 ROWS = 64
 BUILDING_SECOND, STEPPING_BOTH = "building a second one in the same process", "stepping two of it in one process"
-# Of an env alone, before an info counts as one that repeats: two short times may be equal by chance.
+# Of an env alone, before it or an info counts as one that repeats: two short times may be equal by chance.
 _RUNS_ALONE = 3
+# Two in turns may take so many times as long as one alone, and so many seconds.
+_TIMES_ALONE, LEAST_S = 3, 10.0
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,18 @@ class _NotKnown(Exception):
 
 
 @LauncherClient.kept()
-def try_side_by_side(pair: Trials, rows: int = ROWS) -> SideBySide:
-    """Plays two envs for `rows` rows, each alone and then both in turns. pair: trials of their recipes."""
-    together = TrialOutcome()
+def try_side_by_side(pair: Trials, rows: int = ROWS, *, gives_up: bool = False) -> SideBySide:
+    """Plays two envs for `rows` rows, each alone and then both in turns. pair: trials of their recipes.
+
+    gives_up: ends what takes much longer with both than with one.
+    """
+    together, one_s = TrialOutcome(), 0.0
 
     def play_one(which: int) -> dict[str, Any]:
+        nonlocal one_s
+        start = time.monotonic()
         outcome = pair.run(play_alone, rows=rows, which=which)
+        one_s = max(one_s, time.monotonic() - start)
         if "digest" not in outcome.results:
             raise _NotKnown(outcome.problem)
         return outcome.results
@@ -55,9 +65,12 @@ def try_side_by_side(pair: Trials, rows: int = ROWS) -> SideBySide:
         # One after the other: what two processes cannot have at once, such as a port or the only licence, may still be
         # had by one, and by the same env in all of its trials.
         alone = [play_one(0), play_one(1)]
-        together = pair.run(play_together, rows=rows)
+        most_s = max(LEAST_S, _TIMES_ALONE * one_s) if gives_up else math.inf
+        together = pair.run(play_together, rows=rows, most_s=most_s)
         if "digests" in together.results:
             changed = _changed(alone, together.results, play_one)
+        elif together.late:
+            raise _NotKnown(f"{together.problem}, {_TIMES_ALONE} times what one alone took, and at least {LEAST_S:g} s")
         elif together.stage in (BUILDING_SECOND, STEPPING_BOTH):
             return SideBySide(together, f"only one may live in a process: {together.problem}")
         else:
@@ -76,8 +89,13 @@ def _changed(
     """What differs beside another env, in words: the trajectory, or an info that repeats where the env is alone.
 
     alone, together: the results of playing.  play_one: plays one of the envs alone, in another process.
+    Raises _NotKnown for a trajectory that does not repeat where the env is alone.
     """
-    if [results["digest"] for results in alone] != together["digests"]:
+    for which, results in enumerate(alone):
+        if results["digest"] == together["digests"][which]:
+            continue
+        if any(play_one(which)["digest"] != results["digest"] for _ in range(_RUNS_ALONE - 1)):
+            raise _NotKnown("alone, too, its trajectory differs from run to run, by the same seed and actions")
         return "a trajectory"
     for which, results in enumerate(alone):
         infos, beside = results["infos"], together["infos"][which]
