@@ -116,7 +116,7 @@ class TestLearning:
 
     def test_cartpole_is_solved_with_the_defaults(self):
         with muster.make_vec("CartPole-v1", 8, autoreset_mode="same_step") as envs:
-            *_, last = PPO(envs, PPOConfig()).train()
+            *_, last = PPO(envs, PPOConfig(seed=1)).train()
         assert last.episodes.mean_return >= 475
 
 
