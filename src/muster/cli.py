@@ -25,7 +25,8 @@ ABOUT = """Run many reinforcement-learning envs in parallel, and train on them.
 See `muster COMMAND --help` for the options of a command, and `muster --version` for the version.
 
 Exit status: 0; 1 after an error, or where the doctor finds what blocks; 2 where the command line makes no sense; 130
-after Ctrl-C; 143 after SIGTERM; and an env that ends the command's own process has its own."""
+after Ctrl-C; 129, 131 and 143 after SIGHUP, SIGQUIT and SIGTERM; and an env that ends the command's own process has its
+own."""
 
 
 def main() -> None:
@@ -63,7 +64,11 @@ def _run(words: Sequence[str], name: str, command: str) -> int:
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
             status = COMMANDS[name](words[1:])
-            sys.stdout.flush()  # what cannot be printed is an error, too
+            try:
+                sys.stdout.flush()  # what cannot be printed is an error, too
+            except OSError as error:
+                failed = report(command, error)
+                return status or failed
             return status
     except HelpShown:
         return 0
@@ -84,16 +89,15 @@ def overview(words: Sequence[str]) -> int:
 
 def train(words: Sequence[str]) -> int:
     """train a policy with PPO, and plot its learning curve"""
-    from rich.console import Console
-
     needed = ("torch", "tensordict", "tensorboard", "matplotlib")  # the last two not until a rollout has been made
     with imports_for("this command needs", "muster-rl[train]", *needed):
         from muster.training import runs
         from muster.training.seeds import train_seeds
     from muster.command_line.train_plan import training_order
+    from muster.training.console import run_console
     from muster.training.run_envs import start_run_envs
 
-    order, console = training_order(words), Console(highlight=False)
+    order, console = training_order(words), run_console()
     plan, where = order.plan, order.run
     if order.seeds is not None:
         stopped = train_seeds(plan, order.seeds, console, run_dir=where)
@@ -106,10 +110,9 @@ def train(words: Sequence[str]) -> int:
 
 def evaluate(words: Sequence[str]) -> int:
     """play episodes with what a run has trained"""
-    from rich.console import Console
-
     with imports_for("this command needs", "muster-rl[train]", "torch", "tensordict"):
         from muster.training import runs
+    from muster.training.console import run_console
     from muster.training.film import require_filmable
     from muster.training.run_envs import start_run_envs
     from muster.training.run_policy import load_policy
@@ -118,7 +121,7 @@ def evaluate(words: Sequence[str]) -> int:
     if options.run is None:
         raise ConfigError("name the folder of a RUN, as muster train has made it")
     policy = load_policy(options.run, checkpoint=options.checkpoint, sample=options.sample)
-    plan, console = policy.plan, Console(highlight=False)
+    plan, console = policy.plan, run_console()
     if not options.trust:
         plan.require_trust(options.run)
     if options.video is not None:

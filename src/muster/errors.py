@@ -276,6 +276,11 @@ class WrongIndex(MusterError, IndexError):
     """No element has this index."""
 
 
+def printable(text: str) -> str:
+    """The text with escapes in place of control characters: a stranger's text may not move a terminal's cursor."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def how_ended(exit_code: int | None) -> str:
     """The exit code of a process, in words."""
     if exit_code is None:

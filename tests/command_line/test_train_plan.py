@@ -259,7 +259,7 @@ def test_a_run_folders_files_that_are_something_else_are_refused_in_one_line(fol
     assert "UnicodeDecodeError" in muster("train", "--resume", "r", "--total-steps", "99").stderr
     (folder / "r" / "checkpoint.pt").write_text("x")
     result = muster("eval", "r")
-    assert result.stderr == "muster eval: error: r/checkpoint.pt is no checkpoint of muster train: UnpicklingError\n"
+    assert result.stderr == "muster eval: error: r/checkpoint.pt is no checkpoint of muster train: BadZipFile\n"
 
 
 @pytest.fixture(scope="module")

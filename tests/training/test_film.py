@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ def test_what_cannot_be_a_film_is_refused_beforehand_and_leaves_no_file(tmp_path
     with pytest.raises(UsageError, match=r"ends in \.mp4"):
         require_filmable(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_link_that_lies_in_the_way_is_not_followed(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "films"
+    victim.write_text("mine")
+    folder.mkdir()
+    (folder / f".{os.getpid()}-out.mp4").symlink_to(victim)
+    filmed(folder / "out.mp4")
+    assert victim.read_text() == "mine"
 
 
 def test_an_earlier_film_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:

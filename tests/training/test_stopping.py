@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import os
 import random
 import signal
 import subprocess
@@ -162,6 +163,91 @@ thread = threading.Thread(target=run, args=("thread",))
 thread.start()
 thread.join()
 print(json.dumps(exits))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGHUP, signal.SIGQUIT, "a terminal that closes"])
+def test_a_hangup_and_a_quit_end_it_as_sigterm_does(tmp_path: Path, how: signal.Signals | str):
+    folder = tmp_path / "run"
+    if isinstance(how, signal.Signals):
+        started = start("train", "CartPole-v1", *SIZE, "--run-dir", str(folder))
+        wait_for_rows(started, folder)
+        started.send_signal(how)
+        assert f"Stopped by {how.name}." in ended(started, 128 + how)
+    else:
+        ours, theirs = os.openpty()
+        words = ("train", "CartPole-v1", *SIZE, "--run-dir", str(folder))
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        started = programs.start("-c", ON_A_TERMINAL, *words, imports=programs.TORCH, **streams)
+        os.close(theirs)
+        drain(ours, folder)
+        os.close(ours)
+        assert started.wait(60) == 128 + signal.SIGHUP
+    assert_whole(folder, states_of(folder, steps_saved(folder)))
+
+
+ON_A_TERMINAL = """
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from muster.cli import main
+main()
+"""
+
+
+def drain(terminal: int, folder: Path) -> None:
+    """Reads what the terminal shows until the run has rows."""
+    metrics = folder / "metrics.csv"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        os.read(terminal, 65536)
+
+
+def test_a_run_that_was_killed_at_its_very_beginning_is_begun_again_or_goes_on(tmp_path: Path):
+    done = run("-c", KILLED_EARLY, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    killed, again = map(json.loads, done.stdout.splitlines()[-2:])
+    assert killed == dict.fromkeys(again, -signal.SIGKILL)
+    assert set(again.values()) == {0}
+    states = states_of(tmp_path / "begin-RunFolder.save_checkpoint", 128)
+    for name in again:
+        assert_whole(tmp_path / name, states)
+        assert steps_saved(tmp_path / name) == 128
+
+
+# Kills runs as they call a method for the first time, then goes on with each; prints both exit codes of each.
+KILLED_EARLY = """
+import json, os, signal, sys
+from muster import cli
+from muster.algorithms import PPO
+from muster.training.run_folder import RunFolder
+
+def train(*words):
+    pid = os.fork()
+    if pid == 0:
+        sys.stdout = open(os.devnull, "w")
+        os._exit(cli.run(["train", *words]))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+sizes = ["--num-envs=2", "--num-steps=32", "--num-minibatches=1", "--update-epochs=1", "--backend=serial"]
+words = ["CartPole-v1", *sizes, "--total-steps=128"]
+killed, again = {}, {}
+for owner, method, how in (
+    (RunFolder, "write_config", "begin"),  # nothing says yet what to go on with
+    (RunFolder, "save_checkpoint", "begin"),
+    (PPO, "iterate", "resume"),
+    (RunFolder, "save_checkpoint", "resume"),
+):
+    name = f"{how}-{owner.__name__}.{method}"
+    run = os.path.join(sys.argv[1], name)
+    original = getattr(owner, method)
+    setattr(owner, method, kill)
+    killed[name] = train(*words, "--run-dir", run)
+    setattr(owner, method, original)
+    again[name] = train(*(["--resume", run] if how == "resume" else [*words, "--run-dir", run]))
+print(json.dumps(killed))
+print(json.dumps(again))
 """
 
 

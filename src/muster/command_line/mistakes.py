@@ -11,7 +11,7 @@ import sys
 import gymnasium as gym
 
 from muster.command_line.parser import option_of
-from muster.errors import ConfigError, EnvError, MusterError, RecipeError
+from muster.errors import ConfigError, EnvError, MusterError, RecipeError, printable
 
 FAILED, MISUSED, SIGNALLED = 1, 2, 128  # the last one less the signal's number
 REPORTED = (MusterError, gym.error.Error, ImportError, OSError, MemoryError)  # what is no fault of Muster's
@@ -60,9 +60,10 @@ def prepare_streams() -> None:
 
 
 def say_error(text: str) -> None:
-    """Prints the text on stderr, if anything can be printed there."""
+    """Prints the text on stderr, if anything can be printed there; control characters but tabs as escapes."""
+    plain = "".join(char if char in "\n\t" else printable(char) for char in text)
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(plain, file=sys.stderr, flush=True)
     except OSError:
         _drop(2)
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from muster.algorithms import PPO
 from muster.errors import UsageError
-from muster.training.run_folder import RunFolder, read_checkpoint
+from muster.training.run_folder import (
+    BEST,
+    CHECKPOINT,
+    COPIES,
+    RunFolder,
+    files_in,
+    has_file,
+    read_checkpoint,
+    remove_file,
+)
 
 CHECKPOINT_EVERY_S = 60.0
-BEST = "best.pt"
-COPIES = "checkpoints"  # the folder of the copies, in the run's
+_COPY = re.compile(r"\d{12,}\.pt")
 
 
 class Evaluation(NamedTuple):
@@ -28,7 +37,8 @@ class Evaluation(NamedTuple):
 class Checkpoints:
     """Saves a run's states into its folder, while it trains.
 
-    checkpoint.pt is at least as new as every other one, so that no other is beyond what a run goes on from.
+    checkpoint.pt is at least as new as every other one, so that no other is beyond what a run goes on from. A state
+    that an OSError keeps out waits for the next `save`; of copies only the newest does.
 
     steps: env steps that the run had made before.  every: env steps between two copies, None for no copies.
     keep: how many copies stay, the newest; None for all.
@@ -41,58 +51,64 @@ class Checkpoints:
         self._steps = steps
         self.best = _best_of(folder.path)
         self._saved_at = -math.inf
+        self._waiting: dict[str, dict[str, Any]] = {}
 
     def save(self, ppo: PPO, evaluation: Evaluation | None = None, *, now: bool = False) -> None:
         """Saves what is due after an iteration. evaluation: of its state.  now: saves checkpoint.pt in any case."""
         due = self._every is not None and ppo.steps // self._every > self._steps // self._every
         self._steps = ppo.steps
         is_best = evaluation is not None and (self.best is None or evaluation.mean_return > self.best.mean_return)
-        if not (now or due or is_best or time.monotonic() - self._saved_at > CHECKPOINT_EVERY_S):
+        is_late = time.monotonic() - self._saved_at > CHECKPOINT_EVERY_S
+        if not (now or due or is_best or is_late or self._waiting):
             return
         state = ppo.state_dict()
-        self._folder.save_checkpoint(state)
-        self._saved_at = time.monotonic()
-        if due:
-            self._folder.save_checkpoint(state, f"{COPIES}/{_name_of(ppo.steps)}")
-            copies = _copies_in(self._folder.path)
-            for old in copies[: len(copies) - self._keep] if self._keep is not None else ():
-                old.unlink(missing_ok=True)
+        waiting = {CHECKPOINT: state, **({f"{COPIES}/{_name_of(ppo.steps)}": state} if due else {})}
         if evaluation is not None and is_best:
-            self._folder.save_checkpoint({**state, "evaluation": evaluation._asdict()}, BEST)
+            waiting[BEST] = {**state, "evaluation": evaluation._asdict()}
             self.best = evaluation
+        older = {name: one for name, one in self._waiting.items() if name == BEST or not due}
+        self._waiting = {CHECKPOINT: state, **older, **waiting}
+        for name in list(self._waiting):
+            self._folder.save_checkpoint(self._waiting[name], name)
+            del self._waiting[name]
+            if name.startswith(COPIES) and self._keep is not None:
+                copies = files_in(self._folder.path, COPIES, _COPY)
+                for old in copies[: len(copies) - self._keep]:
+                    remove_file(self._folder.path, old)
+        self._saved_at = time.monotonic()
 
 
-def find_checkpoint(run: Path, checkpoint: str | os.PathLike[str] | None) -> Path:
-    """The file of a checkpoint of the run in the folder ``run``.
+def find_checkpoint(run: Path, checkpoint: str | os.PathLike[str] | None) -> tuple[Path, str]:
+    """A checkpoint of the run in the folder ``run``: a folder, and the name of the file there, as `open_file` takes it.
 
     checkpoint: the steps or the name of a copy, or another file's name in the folder, such as "best"; with or without
     .pt; or a path. None for the newest. Raises UsageError, which lists what there is.
     """
     if checkpoint is None:
-        return run / "checkpoint.pt"
+        return run, CHECKPOINT
     name = os.fspath(checkpoint)
     steps = name.replace("_", "")
     names = [*([_name_of(int(steps))] if steps.isdecimal() else []), name, f"{name}.pt"]
-    paths = [folder / one for folder in (run / COPIES, run) for one in names]
-    for path in (*paths, Path(name)):
-        if path.is_file():
-            return path
-    there = [path.stem for path in (run / "checkpoint.pt", run / BEST, *_copies_in(run)) if path.is_file()]
+    for one in (*(f"{COPIES}/{one}" for one in names), *names):
+        if has_file(run, one):
+            return run, one
+    path = Path(name)
+    if path.is_file():
+        for folder in path.absolute().parents:
+            if folder.samefile(run):
+                return run, str(path.absolute().relative_to(folder))
+        return path.resolve().parent, path.resolve().name  # the user's own, who may have links
+    there = [Path(one).stem for one in (CHECKPOINT, BEST, *files_in(run, COPIES, _COPY)) if has_file(run, one)]
     raise UsageError(f"{run} has no checkpoint {name!r}, which is no file either; it has: {', '.join(there) or 'none'}")
 
 
 def _best_of(run: Path) -> Evaluation | None:
     """The evaluation that best.pt holds beside the state. Raises UsageError where the file is damaged."""
-    if not (run / BEST).is_file():
+    if not has_file(run, BEST):
         return None
-    held = read_checkpoint(run, run / BEST).get("evaluation")
+    held = read_checkpoint(run, BEST).get("evaluation")
     return None if held is None else Evaluation(**held)
 
 
 def _name_of(steps: int) -> str:
     return f"{steps:012d}.pt"  # names in the order of the steps
-
-
-def _copies_in(run: Path) -> list[Path]:
-    """The copies, the oldest first."""
-    return sorted((run / COPIES).glob("*.pt"))

@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
+from muster.errors import printable
 from muster.rollout.storage import Loss
 
 RECENT_S = 10.0
 PLAIN_EVERY_S = 10.0
 ROOM = 100  # columns of a line that has steps/s and an evaluation
 SAID_AT_ONCE = 5  # restarts of one rollout
+
+
+_UNHEARD = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of a disk that is full, a terminal that has gone
+
+
+class EnduringOutput:
+    """A stream for what a run says. Where it takes nothing for now, the run goes on all the same."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _unheard():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _unheard():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def run_console() -> Console:
+    """A console on stdout for what a run says."""
+    return Console(highlight=False, file=cast(IO[str], EnduringOutput(sys.stdout)))
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNHEARD:
+            raise
 
 
 class TrainingDisplay:
@@ -104,7 +144,7 @@ def say_restarts(losses: Sequence[Loss], console: Console, *, begun_at: int, num
         reason = next((line.strip() for line in loss.reason.splitlines() if line.strip()), "it is not known why")
         step = begun_at + loss.time * num_envs
         said = f"env {loss.env} was restarted at step {step:,}: {reason}"
-        console.print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
+        console.print(f"[yellow]{escape(printable(said))}[/]", soft_wrap=True)
     if more := len(losses[SAID_AT_ONCE:]):
         restarts = f"{more} more restart{'s' * (more > 1)} of envs"
         console.print(f"[yellow]{restarts} until step {begun_at + (losses[-1].time + 1) * num_envs:,}[/]")

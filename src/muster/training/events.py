@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from muster.extras import imports_for
@@ -31,46 +32,58 @@ CHARTS = {
 }
 
 
+_NAME = re.compile(r"events\.out\.tfevents\.(\d+\.\d{6})")
+
+
+def next_events_name(names: Iterable[str]) -> str:
+    """The name of a run's next event file. names: of all in its folder.
+
+    TensorBoard reads a folder's files in the order of their names, so it is later than those, whatever the clock says.
+    """
+    stamps = [float(match[1]) for match in map(_NAME.fullmatch, names) if match]
+    return f"events.out.tfevents.{max(time.time(), max(stamps, default=0.0) + 1e-5):.6f}"
+
+
 class EventWriter:
-    """Writes scalars into a new event file in the folder ``path``. Raises ImportError without tensorboard.
+    """Passes scalars to ``write`` as records of an event file. Raises ImportError without tensorboard.
 
     after_step: the step from which the run goes on: TensorBoard then drops later steps that earlier files hold. -1 for
     a run that begins.  options: what the run was started with, shown among TensorBoard's hparams; whole numbers,
-    floats and booleans as such, the rest by its text.
+    floats and booleans as such, the rest by its text.  run: the run's name there.
     """
 
-    def __init__(self, path: Path, *, after_step: int = -1, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        write: Callable[[bytes], object],
+        *,
+        after_step: int = -1,
+        options: Mapping[str, Any] | None = None,
+        run: str = "",
+    ) -> None:
         with imports_for("Event files need", "muster-rl[train]", "tensorboard"):
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.plugins.hparams.summary_v2 import hparams_pb
             from tensorboard.summary.writer.record_writer import RecordWriter
-        self._event, self._summary = Event, Summary
-        # TensorBoard reads a folder's files in the order of their names. The file is written without TensorBoard's
-        # EventFileWriter, whose `close` never returns after a Ctrl-C inside its queue. Each record is in the file
-        # before the next is made.
-        name = f"events.out.tfevents.{time.time():.6f}"
-        self._records = RecordWriter((path / name).open("xb"))
-        self._write(file_version="brain.Event:2")
+        self._event, self._summary, self._records, self._write = Event, Summary, RecordWriter, write
+        # Without TensorBoard's EventFileWriter, whose `close` never returns after a Ctrl-C inside its queue.
+        self._add(file_version="brain.Event:2")
         # The first file has a START, too: only a START after another START shows TensorBoard that a run goes on.
-        self._write(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._add(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
         if options:
             plain = {name: one if isinstance(one, (bool, int, float)) else str(one) for name, one in options.items()}
-            self._write(summary=hparams_pb(plain, trial_id=path.name))
+            self._add(summary=hparams_pb(plain, trial_id=run))
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Writes scalars for one step. scalars: by ``group/name``, the name of the chart; nan is left out."""
         known = {tag: value for tag, value in scalars.items() if not math.isnan(value)}
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
-        self._write(step=step, summary=self._summary(value=values))
+        self._add(step=step, summary=self._summary(value=values))
 
-    def close(self) -> None:
-        """Closes the file. All scalars that were added are already in it."""
-        self._records.close()
-
-    def _write(self, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-        self._records.flush()
+    def _add(self, **fields: Any) -> None:
+        record = io.BytesIO()
+        self._records(record).write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._write(record.getvalue())
 
 
 def charts(row: Mapping[str, float]) -> dict[str, float]:

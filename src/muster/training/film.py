@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,11 @@ def _begun(path: Path, rate: int) -> tuple[Path, Any, Any]:
     if path.is_dir():
         raise UsageError(f"{path} is a folder; choose the name of a file that ends in .mp4")
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.absolute().with_name(f".{os.getpid()}-{path.name}")
+    aside = path.absolute().with_name(f".{secrets.token_hex(8)}-{path.name}")
     try:
         with naming(path, aside=aside):
-            aside.touch()  # av has no word for a folder that cannot be written to
+            # A new file, no link. And av has no word for a folder that cannot be written to.
+            aside.touch(exist_ok=False)
             film = av.open(str(aside), "w")
         return aside, film, film.add_stream("libx264", rate=rate)
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import numpy as np
 
 from muster.errors import UsageError
 from muster.extras import imports_for
-from muster.training.run_folder import naming, reading
+from muster.training.run_folder import naming, read_file, reading, replace_file
 
 INK, MUTED, LINE, GOAL = "#1f2937", "#6b7280", "#2563eb", "#059669"
 
@@ -62,15 +63,22 @@ class Picture:
 
     def save(self, path: Path) -> None:
         """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown."""
+        picture = self.content_for(path)
+        with naming(path):
+            path.write_bytes(picture)
+
+    def content_for(self, path: Path) -> bytes:
+        """The content of a file with the picture. Raises as `save`."""
         handles, _ = self.axes.get_legend_handles_labels()
         if handles:  # below the curves, wherever these go
             columns = min(len(handles), 3)
             self._figure.legend(loc="outside lower center", ncols=columns, frameon=False, labelcolor=MUTED, fontsize=9)
+        file = io.BytesIO()
         try:
-            with naming(path):
-                self._figure.savefig(path, format=path.suffix[1:] or "png")  # else it adds one to the path
+            self._figure.savefig(file, format=path.suffix[1:] or "png")
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
+        return file.getvalue()
 
 
 def as_written(number: str) -> str:
@@ -107,7 +115,7 @@ def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal
             picture.axes.axhline(goal, color=GOAL, linewidth=1.2, linestyle=(0, (5, 4)), label=label, zorder=1)
     else:
         picture.say("no episode has ended yet")
-    picture.save(plot_path)
+    replace_file(plot_path.parent, plot_path.name, picture.content_for(plot_path))
 
 
 def read_curve(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
@@ -115,10 +123,11 @@ def read_curve(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.fl
 
     Raises UsageError where the file is no run's.
     """
-    with metrics_path.open(newline="", encoding="utf-8") as file, reading(metrics_path):
+    with reading(metrics_path):
+        text = read_file(metrics_path.parent, metrics_path.name).decode()
         rows = [
             [float(row[name]) for name in ("steps", "mean_return", "low_return", "high_return")]
-            for row in csv.DictReader(file)
+            for row in csv.DictReader(io.StringIO(text, newline=""))
             if row["mean_return"]
         ]
     return np.array(rows, dtype=np.float64).reshape(-1, 4)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from muster.algorithms.ppo_config import PPOConfig
 from muster.arguments import check_options, fields_of, option
-from muster.errors import ConfigError, UsageError
+from muster.errors import ConfigError, UsageError, printable
 from muster.extras import installed_version
 from muster.recipes.known_envs import is_of_known_library
 from muster.training.presets import preset_named
@@ -84,8 +84,8 @@ class TrainingPlan:
 
     @property
     def name(self) -> str:
-        """The env's name without a file's folders."""
-        return os.path.basename(self.env) if ".py:" in self.env else self.env
+        """The env's name without a file's folders, as it can be printed."""
+        return printable(os.path.basename(self.env) if ".py:" in self.env else self.env)
 
     @property
     def title(self) -> str:
@@ -97,7 +97,7 @@ class TrainingPlan:
         names = [one.name for one in dataclasses.fields(PPOConfig) if one.name not in ("seed", "total_steps")]
         values = {name: getattr(self.config, name) for name in names}
         changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
-        around = {"env_kwargs": dict(self.env_kwargs), "wrapper": ",".join(self.wrappers)}
+        around = {"env_kwargs": dict(self.env_kwargs), "wrapper": printable(",".join(self.wrappers))}
         differing = {name: value for name, value in around.items() if value} | changed
         return " ".join(f"{name}={value}" for name, value in differing.items())
 
@@ -118,8 +118,8 @@ class TrainingPlan:
         code = [self.env] * ((bool(module) and not is_known_id) or name.endswith(".py")) + list(self.wrappers)
         if code:
             raise ConfigError(
-                f"{run} names code: {', '.join(code)}. To make its envs is to run that code. If you trust whoever made "
-                "the folder, say trust=True in Python, or --trust on a command line"
+                f"{run} names code: {printable(', '.join(code))}. To make its envs is to run that code. If you trust "
+                "whoever made the folder, say trust=True in Python, or --trust on a command line"
             )
 
 

@@ -1,7 +1,7 @@
 """The folder that one training run fills: config.json, metrics.csv, TensorBoard's event files, checkpoint.pt.
 
-Each file is complete at any moment: the CSV grows by whole lines; config and checkpoint are written to another file,
-which then replaces the old one.
+Each file is complete at any moment: what grows does so by whole pieces; all else is written to another file, which then
+replaces the old one. The folder may come from elsewhere: no link in it is followed, and what is read fits into memory.
 """
 
 from __future__ import annotations
@@ -12,53 +12,62 @@ import io
 import json
 import math
 import os
+import re
+import secrets
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+import stat
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any
 
 from muster.errors import MusterError, UsageError
-from muster.training.events import EventWriter
+from muster.pool.resources import memory_left
+from muster.training.events import EventWriter, next_events_name
+
+CONFIG, METRICS, PLOT = "config.json", "metrics.csv", "learning_curve.png"
+CHECKPOINT, BEST = "checkpoint.pt", "best.pt"
+COPIES = "checkpoints"  # the folder of the checkpoint's copies
+MOST_INFLATED = 10  # times a file's size; a checkpoint's numbers lie in it as they are
+_ASIDE = re.compile(r"\.[\w.]+\.[0-9a-f]{16}\.tmp")  # what `replace_file` writes to
 
 
 class RunFolder:
     """Writes a run's files into ``path``, which is created, and keeps other processes from doing so meanwhile.
 
+    Where the disk is full, metrics are kept for the next time.
     resume: goes on with the run in ``path``; call ``drop_metrics_after`` before anything is appended.
 
-    Raises UsageError where ``path`` holds a run already, where with ``resume`` it holds none, and where another process
-    is training there.
+    Raises UsageError where ``path`` holds a run already that has a checkpoint, where with ``resume`` it holds none, and
+    where another process is training there.
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        self.config_path, self.metrics_path = path / "config.json", path / "metrics.csv"
-        self.checkpoint_path, self.plot_path = path / "checkpoint.pt", path / "learning_curve.png"
+        self.config_path, self.metrics_path = path / CONFIG, path / METRICS
+        self.checkpoint_path, self.plot_path = path / CHECKPOINT, path / PLOT
         self._config: dict[str, Any] = {}
         self._columns: list[str] = []
         self._last_step = -1
-        self._events: EventWriter | None = None
+        self._events: tuple[GrowingFile, EventWriter] | None = None
         if resume:
             require_run(path)
         else:
-            self._create()
+            _make(path)
         self._lock = _lock(path)
-        self._metrics_file: TextIO = self.metrics_path.open("a", newline="", encoding="utf-8")
-
-    def _create(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            # Created exclusively: of two runs that start here at once, only one gets the folder.
-            self.metrics_path.open("x").close()
-        except FileExistsError:
-            if not self.path.is_dir():
-                raise UsageError(f"{self.path} is a file, not a folder; choose another run folder.") from None
-            raise UsageError(
-                f"{self.path} already holds a run; choose another run folder, remove that one, or go on with it: "
-                f"muster train --resume {as_word(self.path)}"
-            ) from None
+            if not resume:  # of two runs that start here at once, only one has the lock
+                _require_none(path)
+                replace_file(path, METRICS, b"")
+            for folder in ("", COPIES):
+                for aside in files_in(path, folder, _ASIDE):
+                    remove_file(path, aside)  # of a process that was killed
+            self._metrics_file = GrowingFile(path, METRICS)
+        except BaseException:
+            os.close(self._lock)
+            raise
 
     @classmethod
     def create(cls, parent: Path, name: str) -> RunFolder:
@@ -68,33 +77,35 @@ class RunFolder:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes ``config`` as JSON; TensorBoard shows its values that are no dicts among the hparams."""
         self._config = dict(config)
-        text = json.dumps(config, indent=2) + "\n"
-        _replace(self.config_path, lambda file: file.write(text.encode()))
+        replace_file(self.path, CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
     def append_metrics(self, row: Mapping[str, float], scalars: Mapping[str, float] | None = None) -> None:
         """Appends a line to metrics.csv, and ``scalars`` (by ``group/name``) for TensorBoard; ``row`` has "steps".
 
         The first row names the columns, and a later one may add some; nan becomes an empty field, and so does what a
-        row lacks. A row that is there already is left out.
+        row lacks. A row that is there already is left out. What an OSError keeps out is written by the next call.
         """
         step = int(row["steps"])
-        if step <= self._last_step:
-            return
-        with naming(self.metrics_path):
-            if not self._columns:
-                self._columns = list(row)
-                csv.writer(self._metrics_file).writerow(self._columns)
-            elif new := [name for name in row if name not in self._columns]:
+        if step > self._last_step:
+            if self._columns and (new := [name for name in row if name not in self._columns]):
+                self._metrics_file.write_out()
                 self._rewrite([*self._columns, *new], self._rows()[1])
-            values = [row.get(name, math.nan) for name in self._columns]
-            csv.writer(self._metrics_file).writerow(["" if math.isnan(value) else value for value in values])
             after, self._last_step = self._last_step, step
-            self._metrics_file.flush()
+            names, self._columns = self._columns, self._columns or list(row)
+            values = [row.get(name, math.nan) for name in self._columns]
+            plain = ["" if math.isnan(value) else value for value in values]
+            self._metrics_file.add(_csv([plain] if names else [self._columns, plain]))
             if scalars is not None:
-                if self._events is None:
-                    options = {name: value for name, value in self._config.items() if not isinstance(value, dict)}
-                    self._events = EventWriter(self.path, after_step=after, options=options)
-                self._events.add(scalars, step)
+                self._events = self._events or self._begin_events(after)
+                self._events[1].add(scalars, step)
+        self._metrics_file.write_out()
+        if self._events is not None:
+            self._events[0].write_out()
+
+    def _begin_events(self, after_step: int) -> tuple[GrowingFile, EventWriter]:
+        file = GrowingFile(self.path, next_events_name(os.listdir(self._lock)), is_new=True)
+        options = {name: value for name, value in self._config.items() if not isinstance(value, dict)}
+        return file, EventWriter(file.add, after_step=after_step, options=options, run=self.path.name)
 
     def drop_metrics_after(self, steps: int) -> dict[str, str]:
         """Drops the rows of metrics.csv beyond ``steps``, which the checkpoint lacks. Returns the last row left."""
@@ -108,43 +119,38 @@ class RunFolder:
     def _rows(self) -> tuple[list[str], list[dict[str, str]]]:
         """The columns and the rows of metrics.csv."""
         with reading(self.metrics_path):
-            text = self.metrics_path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # a process that was killed may leave half a line
+            text = read_file(self.path, METRICS).decode()
+        whole = text[: text.rfind("\n") + 1]  # a machine that stopped may leave half a line
         reader = csv.DictReader(io.StringIO(whole, newline=""))
         return list(reader.fieldnames or []), list(reader)
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         """Replaces metrics.csv by one of these columns and rows, where what a row lacks is an empty field."""
-        kept = io.StringIO(newline="")
-        if columns:
-            writer = csv.DictWriter(kept, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        _replace(self.metrics_path, lambda file: file.write(kept.getvalue().encode()))
+        table: list[list[Any]] = [columns, *([row.get(name) for name in columns] for row in rows)]
+        replace_file(self.path, METRICS, _csv(table if columns else []))
         self._metrics_file.close()
-        self._metrics_file = self.metrics_path.open("a", newline="", encoding="utf-8")
+        self._metrics_file = GrowingFile(self.path, METRICS)
         self._columns = columns
 
-    def save_checkpoint(self, state: Mapping[str, Any], name: str = "checkpoint.pt") -> None:
+    def save_checkpoint(self, state: Mapping[str, Any], name: str = CHECKPOINT) -> None:
         """Saves ``state`` (state dicts, tensors, plain values), for ``torch.load(path, weights_only=True)``.
 
         name: the file's, or its path in the folder.
         """
         import torch
 
-        path = self.path / name
-        path.parent.mkdir(exist_ok=True)
         held = io.BytesIO()  # torch would have an error of its own for a disk that is full
         torch.save(dict(state), held)
-        _replace(path, lambda file: file.write(held.getbuffer()))
+        self._metrics_file.sync()  # no checkpoint may be there without its rows
+        replace_file(self.path, name, held.getbuffer())
 
     def close(self) -> None:
-        with naming(self.metrics_path), ExitStack() as closing:
+        with ExitStack() as closing:
             if self._lock >= 0:
                 closing.callback(os.close, self._lock)
                 self._lock = -1
             if self._events is not None:
-                closing.callback(self._events.close)
+                closing.callback(self._events[0].close)
             closing.callback(self._metrics_file.close)
 
     def __enter__(self) -> RunFolder:
@@ -174,9 +180,9 @@ def new_folder(parent: Path, name: str) -> Path:
 
 
 def require_run(path: Path) -> None:
-    """Raises UsageError where ``path`` holds no run with a checkpoint."""
-    for name in ("config.json", "metrics.csv", "checkpoint.pt"):
-        if not (path / name).is_file():
+    """Raises UsageError where ``path`` holds no run. One that was killed early has no checkpoint yet."""
+    for name in (CONFIG, METRICS):
+        if not has_file(path, name):
             raise UsageError(f"{path} holds no run: it has no {name}. Runs are made by muster train.")
 
 
@@ -184,28 +190,54 @@ def read_config(path: Path) -> dict[str, Any]:
     """The config of the run in the folder ``path``. Raises UsageError where it is no dict in JSON."""
     require_run(path)
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path / 'config.json'} is not JSON: {error}") from None
+        config = json.loads(read_file(path, CONFIG))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path / CONFIG} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise UsageError(f"{path / 'config.json'} is no run's: it holds a {type(config).__name__}, not a dict.")
+        raise UsageError(f"{path / CONFIG} is no run's: it holds a {type(config).__name__}, not a dict.")
     return config
 
 
-def read_checkpoint(path: Path, file: Path | None = None) -> dict[str, Any]:
-    """The checkpoint of the run in the folder ``path``. No code in it is executed. Raises UsageError.
+def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
+    """The checkpoint ``name`` of the run in the folder ``path``. No code in it is executed. Raises UsageError.
 
-    file: another one than the newest.
+    What inflates to over `MOST_INFLATED` times the file is refused before it is inflated.
     """
     import torch
 
-    require_run(path)
-    file = file or path / "checkpoint.pt"
-    try:
-        state: dict[str, Any] = torch.load(file, weights_only=True)
-    except Exception as error:  # torch's text is about its own arguments, and about trust
-        raise UsageError(f"{file} is no checkpoint of muster train: {type(error).__name__}") from None
+    if not has_file(path, name):
+        raise UsageError(f"{path} has no {name} yet. To go on with it: muster train --resume {as_word(path)}")
+    file, problem = path / name, ""
+    with open(open_file(path, name), "rb") as opened:
+        try:
+            size = os.fstat(opened.fileno()).st_size
+            with zipfile.ZipFile(opened) as archive:
+                inflated = sum(entry.file_size for entry in archive.infolist())
+            require_room(file, inflated)
+            if inflated <= MOST_INFLATED * size:
+                opened.seek(0)
+                state: dict[str, Any] = torch.load(opened, weights_only=True)
+                inflated = sum(one.numel() * one.element_size() for one in _tensors_in(state))  # also of views
+            if inflated > MOST_INFLATED * size:
+                problem = f"its {size:,} bytes inflate to {inflated:,}"
+        except UsageError:
+            raise
+        except Exception as error:  # torch's text is about its own arguments, and about trust
+            problem = type(error).__name__
+    if problem:
+        raise UsageError(f"{file} is no checkpoint of muster train: {problem}") from None
     return state
+
+
+def _tensors_in(state: object) -> Iterator[Any]:
+    """The tensors in dicts and lists."""
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, (Mapping, list, tuple)):
+        for one in state.values() if isinstance(state, Mapping) else state:
+            yield from _tensors_in(one)
 
 
 @contextmanager
@@ -221,7 +253,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def naming(file: Path, *, aside: Path | None = None) -> Iterator[None]:
+def naming(file: Path, *, aside: Path | str | None = None) -> Iterator[None]:
     """Encloses code that writes a file, and names the file in an OSError that names none, or the file ``aside``."""
     try:
         yield
@@ -229,6 +261,30 @@ def naming(file: Path, *, aside: Path | None = None) -> Iterator[None]:
         if error.errno is None or error.filename not in (None, aside and str(aside)):
             raise
         raise OSError(error.errno, error.strerror, str(file)) from None
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UsageError(f"{path} is a file, not a folder; choose another run folder.") from None
+
+
+def _require_none(path: Path) -> None:
+    """Raises UsageError where the folder holds a run, but for one that was killed before its first checkpoint."""
+    found = [name for name in (METRICS, CHECKPOINT, BEST) if has_file(path, name)]
+    with suppress(UsageError):
+        if not found or (found == [METRICS] and _is_begun(path)):
+            return
+    raise UsageError(
+        f"{path} already holds a run; choose another run folder, remove that one, or go on with it: "
+        f"muster train --resume {as_word(path)}"
+    )
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether metrics.csv is Muster's. Raises UsageError where it is that of something else."""
+    return not read_file(path, METRICS) or {"algorithm", "preset"} <= read_config(path).keys()
 
 
 def _lock(path: Path) -> int:
@@ -242,13 +298,177 @@ def _lock(path: Path) -> int:
     return folder
 
 
-def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    aside = path.with_name(path.name + ".tmp")
+# ---- the files of a folder that may come from elsewhere
+
+
+@contextmanager
+def holder_of(run: Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+    """An fd of the folder that holds the file ``name`` of the run in ``run``, and the file's name in that folder.
+
+    name: relative to ``run``. The path ``run`` may have links, below it none is followed.
+    make: makes the folder where there is none. Raises UsageError for a link.
+    """
+    *folders, last = name.split("/")
+    with ExitStack() as closing:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        holder = os.open(run, flags)
+        closing.callback(os.close, holder)
+        for folder in folders:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(folder, dir_fd=holder)
+            _refuse_link(run / name, folder, holder)
+            holder = os.open(folder, flags | os.O_NOFOLLOW, dir_fd=holder)
+            closing.callback(os.close, holder)
+        yield holder, last
+
+
+def open_file(run: Path, name: str, flags: int = os.O_RDONLY) -> int:
+    """An fd of the file ``name`` of the run in the folder ``run``.
+
+    Raises UsageError for a link, for what is no file, and for more than memory holds; and what `os.open` raises.
+    """
+    with holder_of(run, name) as (holder, last), naming(run / name, aside=last):
+        _refuse_link(run / name, last, holder)
+        # A pipe would keep its reader waiting.
+        safely = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        file = os.open(last, flags | safely, 0o666, dir_fd=holder)
     try:
-        with naming(path), aside.open("wb") as file:
-            write(file)
-        os.replace(aside, path)
-    except OSError:
-        with suppress(OSError):
-            aside.unlink()  # half a file on a disk that may be full
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise UsageError(f"{run / name} is no file. Remove it, or choose another run folder.")
+        if flags == os.O_RDONLY:
+            require_room(run / name, found.st_size)
+    except BaseException:
+        os.close(file)
         raise
+    return file
+
+
+def has_file(run: Path, name: str) -> bool:
+    """Whether the run in the folder ``run`` has the file ``name``. Raises UsageError for a link."""
+    try:
+        with holder_of(run, name) as (holder, last):
+            _refuse_link(run / name, last, holder)
+            return stat.S_ISREG(os.stat(last, dir_fd=holder, follow_symlinks=False).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def read_file(run: Path, name: str) -> bytes:
+    """The content of the file ``name`` of the run in the folder ``run``. Raises as `open_file`."""
+    with open(open_file(run, name), "rb") as file:
+        return file.read()
+
+
+def files_in(run: Path, folder: str, names: re.Pattern[str]) -> list[str]:
+    """The sorted names, relative to ``run``, of the files in a folder of the run whose names match.
+
+    folder: relative to ``run``, "" for the run's own.
+    """
+    try:
+        with holder_of(run, f"{folder}/." if folder else ".") as (holder, _):
+            found = sorted(filter(names.fullmatch, os.listdir(holder)))
+    except FileNotFoundError:
+        return []
+    paths = [f"{folder}/{name}" if folder else name for name in found]
+    return [path for path in paths if has_file(run, path)]
+
+
+def remove_file(run: Path, name: str) -> None:
+    """Removes the file ``name`` of the run in the folder ``run``, where there is one."""
+    with holder_of(run, name) as (holder, last), suppress(FileNotFoundError):
+        os.unlink(last, dir_fd=holder)
+
+
+def replace_file(run: Path, name: str, content: bytes | memoryview) -> None:
+    """Writes the file ``name`` of the run in ``run`` as a whole, synced before it replaces the old one."""
+    with holder_of(run, name, make=True) as (holder, last):
+        aside = f".{last}.{secrets.token_hex(8)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with naming(run / name, aside=aside):
+                with open(os.open(aside, flags, 0o666, dir_fd=holder), "wb", buffering=0) as file:
+                    _write_at(file.fileno(), content, 0)
+                    os.fsync(file.fileno())
+                os.replace(aside, last, src_dir_fd=holder, dst_dir_fd=holder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(aside, dir_fd=holder)  # half a file on a disk that may be full
+            raise
+        with suppress(OSError):  # not every file system can
+            os.fsync(holder)
+
+
+class GrowingFile:
+    """A file of a run that grows by whole pieces: what finds no room is kept for the next `write_out`.
+
+    is_new: the file is created, with the first piece that is written.
+    """
+
+    def __init__(self, run: Path, name: str, *, is_new: bool = False) -> None:
+        self._run, self._name = run, name
+        self._fd = -1 if is_new else open_file(run, name, os.O_WRONLY)
+        # The bytes in the file, and those to come; one attribute, so that no interrupt comes between the two.
+        self._state = 0 if is_new else os.fstat(self._fd).st_size, b""
+
+    def add(self, piece: bytes) -> None:
+        """Adds a piece to what `write_out` writes."""
+        size, waiting = self._state
+        self._state = size, waiting + piece
+
+    def write_out(self) -> None:
+        """Writes what was added. Raises OSError, which leaves the file as it was."""
+        size, waiting = self._state
+        if self._fd < 0:
+            self._fd = open_file(self._run, self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            with naming(self._run / self._name):
+                _write_at(self._fd, waiting, size)
+        except OSError:
+            os.ftruncate(self._fd, size)
+            raise
+        self._state = size + len(waiting), b""
+
+    def sync(self) -> None:
+        """Waits until what was written is on the disk."""
+        with naming(self._run / self._name):
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _write_at(file: int, content: bytes | memoryview, start: int) -> None:
+    """Writes all of the content. Once more, after an interrupt, changes nothing."""
+    written, view = 0, memoryview(content)
+    while written < len(view):
+        written += os.pwrite(file, view[written:], start + written)
+
+
+def _refuse_link(path: Path, name: str, holder: int) -> None:
+    """Raises UsageError where ``name`` in the folder is a link. path: of the file that was to be opened."""
+    try:
+        is_link = stat.S_ISLNK(os.stat(name, dir_fd=holder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return
+    if is_link:
+        raise UsageError(
+            f"{path}: {name} is a link, and none is followed inside a run folder. Put there what it leads to; for "
+            "another disk, move the whole folder there"
+        )
+
+
+def require_room(path: Path, size: int) -> None:
+    """Raises UsageError where no memory holds so many bytes, which the file asks for."""
+    left, limit = memory_left()
+    if size > left:
+        raise UsageError(f"{path} asks for more memory than there is: {size:,} bytes, and {left:,} are left ({limit}).")
+
+
+def _csv(rows: Iterable[Iterable[object]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    return text.getvalue().encode()

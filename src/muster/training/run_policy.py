@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from muster.errors import SpecMismatch, UsageError
+from muster.errors import SpecMismatch, UsageError, printable
 from muster.extras import imports_for
 from muster.spaces.plain import from_plain
 from muster.training.plan import plan_of
 from muster.training.run_envs import open_run_envs
-from muster.training.run_folder import read_checkpoint, read_config, reading
+from muster.training.run_folder import read_checkpoint, read_config, reading, require_room
 from muster.vector.vector_env import VectorEnv
 
 with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tensordict"):
@@ -57,14 +60,14 @@ class RunPolicy:
     """
 
     def __init__(self, run: Path, checkpoint: str | os.PathLike[str] | None, *, sample: bool, trust: bool) -> None:
-        plan, file = plan_of(run), find_checkpoint(run, checkpoint)
-        state = read_checkpoint(run, file)
+        plan, (folder, file) = plan_of(run), find_checkpoint(run, checkpoint)
+        state = read_checkpoint(folder, file)
         self.run, self.plan, self.sample, self.trust = run, plan, sample, trust
-        self.observation_space, self.action_space = _spaces_of(run)
         config = plan.config
+        self.observation_space, self.action_space = _spaces_of(run, config.hidden_sizes)
         self._policy = ActorCritic(self.observation_space, self.action_space, torch.Generator(), **config.network)
         self._normalizer = None
-        with reading(file):
+        with reading(folder / file):
             self.steps = int(state["steps"])
             self._policy.load_state_dict(state["policy"])
             if config.normalize_observations:
@@ -101,7 +104,7 @@ class RunPolicy:
         return open_run_envs(self.plan, num_envs, **options)
 
     def __repr__(self) -> str:
-        return f"<policy of {str(self.run)!r}: {self.plan.env}, PPO after {self.steps:,} steps>"
+        return f"<policy of {str(self.run)!r}: {printable(self.plan.env)}, PPO after {self.steps:,} steps>"
 
     def _rows(self, obs: Any) -> tuple[torch.Tensor, bool]:
         """Observations as a batch of the space's dtype, and whether it was a single one."""
@@ -124,14 +127,31 @@ class RunPolicy:
         return torch.from_numpy(np.array(given, dtype, order="C").reshape(-1, *shape)), dims == 0
 
 
-def _spaces_of(run: Path) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-    """The spaces of the run's envs. Raises UsageError."""
+def _spaces_of(run: Path, hidden_sizes: Sequence[int]) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+    """The spaces of the run's envs. Raises UsageError, also where no memory holds a network of theirs."""
     path, kept = run / "config.json", read_config(run).get("spaces")
     if not isinstance(kept, Mapping) or not {"observations", "actions"} <= kept.keys():
         raise UsageError(
             f"{path} says nothing of spaces; muster train --resume writes them for runs of older versions."
         )
+    observations, actions = kept["observations"], kept["actions"]
+    widths = _width_of(observations), *hidden_sizes, _width_of(actions)
+    require_room(path, 8 * sum(itertools.starmap(operator.mul, itertools.pairwise(widths))))  # of actor and critic
     try:
-        return from_plain(kept["observations"]), from_plain(kept["actions"])
+        return from_plain(observations), from_plain(actions)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def _width_of(plain: object) -> int:
+    """The numbers that a network has for a space as `to_plain` describes it; 0 for what `from_plain` refuses."""
+    match plain:
+        case {"kind": "Box", "shape": [*sizes]} if all(isinstance(size, int) for size in sizes):
+            return math.prod(sizes)
+        case {"kind": "Discrete" | "MultiBinary", "n": int(n)}:
+            return n
+        case {"kind": "MultiBinary", "n": [*sizes]} if all(isinstance(size, int) for size in sizes):
+            return math.prod(sizes)
+        case {"kind": "MultiDiscrete", "nvec": [*choices]} if all(isinstance(n, int) for n in choices):
+            return sum(choices)
+    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 import time
@@ -18,20 +19,30 @@ from muster.algorithms import PPO, PPOMetrics
 from muster.errors import UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
-from muster.training.checkpoints import BEST, Checkpoints, Evaluation
+from muster.training.checkpoints import Checkpoints, Evaluation
 from muster.training.console import TrainingDisplay, format_return, format_seconds, restarts_unwarned, say_restarts
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
 from muster.training.events import charts
 from muster.training.film import film_episode
 from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
-from muster.training.run_folder import RunFolder, as_word, new_folder, read_checkpoint, reading
+from muster.training.run_folder import (
+    BEST,
+    CHECKPOINT,
+    RunFolder,
+    as_word,
+    has_file,
+    new_folder,
+    read_checkpoint,
+    reading,
+)
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
 
 Result = TypeVar("Result")
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last one by `ulimit -f`
 SOLVED_OVER = 100  # episodes, as Gymnasium's thresholds are meant
 
 
@@ -44,9 +55,10 @@ def train(
     resume: bool = False,
     learning_rate: float | None = None,
 ) -> signal.Signals | None:
-    """Trains to the end, or until Ctrl-C or SIGTERM, and then returns the signal.
+    """Trains to the end, or until a signal of `StopSignals`, and then returns the signal.
 
-    The last complete iteration is saved in any case.
+    The last complete iteration is saved in any case. While the disk is full the training goes on; where it still is at
+    the end, this raises the OSError that says so.
 
     run_dir: the run's folder, None for a new one in ``runs/``.  resume: goes on with the run that is in ``run_dir``.
     learning_rate: what a run that goes on starts from, None for the rate that it had reached.
@@ -84,7 +96,7 @@ def evaluate_run(
     """Prints returns and lengths of whole episodes that a run's policy plays; statistics stay as in the checkpoint.
 
     max_steps: as for `evaluate`; None for `STEPS_PER_EPISODE` for each episode.
-    Returns the signal that ended it before, if one did: Ctrl-C or SIGTERM.
+    Returns the signal that ended it before, if one did.
     """
     most_steps = episodes * STEPS_PER_EPISODE if max_steps is None else max_steps
     with console.status(f"playing {episodes} episodes") as status:
@@ -136,7 +148,7 @@ def film_run(
 
 
 def _unless_stopped(call: Callable[[], Result], console: Console) -> Result | signal.Signals:
-    """What the call returns, or the signal that ended it: Ctrl-C or SIGTERM, which is said."""
+    """What the call returns, or the signal that ended it, which is said."""
     with StopSignals() as stop:
         try:
             return stop.call(call)
@@ -145,7 +157,13 @@ def _unless_stopped(call: Callable[[], Result], console: Console) -> Result | si
 
 
 def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
-    """Loads the state that the run in ``folder`` had reached; returns the seconds that the run had taken until then."""
+    """Loads the state that the run in ``folder`` had reached; returns the seconds that the run had taken until then.
+
+    A run that was killed before its first checkpoint had reached nothing.
+    """
+    if not has_file(folder.path, CHECKPOINT):
+        folder.drop_metrics_after(0)
+        return 0.0
     with reading(folder.checkpoint_path):
         ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
     total = ppo.config.total_steps
@@ -163,7 +181,7 @@ def _train(
     """Trains as `train` does. before_s: the seconds that the run had taken before."""
     started = time.monotonic() - before_s
     checkpoints = Checkpoints(folder, steps=ppo.steps, every=plan.run.checkpoint_every, keep=plan.run.keep)
-    finished = False
+    disk, finished = Disk(console), False
 
     def write(metrics: PPOMetrics, evaluation: Evaluation | None = None) -> None:
         seconds = time.monotonic() - started
@@ -183,27 +201,55 @@ def _train(
                     losses = ppo.collector.last_losses
                     say_restarts(losses, console, begun_at=before, num_envs=ppo.config.num_envs)
                     judged = stop.call(evaluations.play) if evaluations is not None and evaluations.due() else None
-                    write(metrics, judged)
+                    disk.tries(partial(write, metrics, judged), partial(checkpoints.save, ppo, judged))
                     evaluated = None if judged is None else judged.mean_return
                     display.update(metrics.steps, metrics.episodes.mean_return, evaluated=evaluated)
-                    checkpoints.save(ppo, judged)
             finished = True
         except STOPS as error:
             stop.said(error, console.print)
         finally:
             seconds = time.monotonic() - started
-            if ppo.metrics is not None:
-                write(ppo.metrics)  # an iteration may end in the moment of the signal: checkpoint and CSV must agree
-            checkpoints.save(ppo, now=True)
+            # An iteration may end in the moment of the signal: checkpoint and CSV must agree.
+            last = [] if ppo.metrics is None else [partial(write, ppo.metrics)]
+            disk.tries(*last, partial(checkpoints.save, ppo, now=True))
             paths = (folder.metrics_path, folder.plot_path)
             plot = drawn(paths[1], partial(plot_learning_curve, *paths, title=plan.title, goal=_goal_of(ppo)))
-            if not finished:
+            if not finished and disk.full is None:
                 console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
             if ppo.steps < ppo.config.total_steps:
                 command = f"muster train --resume {as_word(folder.path)}"
                 console.print(f"To go on: {escape(command)}", soft_wrap=True)
+        if disk.full is not None:
+            raise disk.full
         _print_result(ppo, folder, console, seconds=seconds, plot=plot, best=checkpoints.best)
     return None if finished else stop.number
+
+
+class Disk:
+    """The disk of a run. What it has no room for is said once, and tried again whenever something is saved.
+
+    full: the error of what could not be saved the last time; None where all could.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.full: OSError | None = None
+
+    def tries(self, *saves: Callable[[], object]) -> None:
+        """Calls all of the functions, each of which keeps what there is no room for. Raises their other errors."""
+        before, self.full = self.full, None
+        for save in saves:
+            try:
+                save()
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+                self.full = error
+        if before is None and self.full is not None:
+            said = f"{self.full.filename}: {self.full.strerror}. The training goes on, and tries again to save."
+            self._console.print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
+        elif before is not None and self.full is None:
+            self._console.print("There is room again: all is saved.")
 
 
 def _print_result(

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM, which Slurm, Docker and ``timeout`` send: each ends the work, and never the saving of it."""
+"""Ctrl-C, SIGTERM, SIGHUP and SIGQUIT: each ends the work, and never the saving of it.
+
+Slurm, Docker and ``timeout`` send SIGTERM, a terminal or a connection that closes SIGHUP, and Ctrl-\\ SIGQUIT.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,17 @@ from muster.errors import EnvError, WorkerError
 T = TypeVar("T")
 
 WITHIN_S = 0.5  # a signal for a whole group of processes reaches all of them
-_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_DEFAULTS = {
+    signal.SIGINT: signal.default_int_handler,
+    **dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), signal.SIG_DFL),
+}
 
 # What `StopSignals.caused` knows how to judge.
 STOPS = (KeyboardInterrupt, EnvError, WorkerError)
 
 
 class StopSignals:
-    """Receives both signals within a ``with`` block of the main thread; in other threads they do what they always do.
+    """Receives these signals within a ``with`` block of the main thread; in other threads they do what they always do.
 
     The first one raises KeyboardInterrupt, but only in what `call` calls: at any other moment it is noted, for the
     next `call` to raise. Later ones do nothing, except that Ctrl-C then interrupts whatever is under way.
@@ -42,7 +47,9 @@ class StopSignals:
     @property
     def name(self) -> str:
         """The signal as people call it."""
-        return "" if self.number is None else _NAMES[self.number]
+        if self.number is None:
+            return ""
+        return "Ctrl-C" if self.number == signal.SIGINT else self.number.name
 
     def call(self, function: Callable[[], T]) -> T:
         """The result of the function, which the first signal interrupts. Raises KeyboardInterrupt."""

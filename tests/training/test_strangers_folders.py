@@ -1,0 +1,175 @@
+"""Run folders that come from elsewhere: what they hold harms nobody who looks at them, evaluates them or goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from command import muster
+from muster import load_policy
+from muster.errors import UsageError
+from muster.pool.resources import memory_left
+
+SMALL = ("--backend=serial", "--num-envs=2", "--num-steps=16", "--num-minibatches=1", "--update-epochs=1")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "run"
+    kept = ("--checkpoint-every=32", "--eval-every=32", "--eval-episodes=1")
+    result = muster("train", "CartPole-v1", *SMALL, *kept, "--total-steps=64", "--run-dir", str(run))
+    assert result.exit_code == 0, result.output
+    return run
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A folder that others have made."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def change(run: Path, **changes: Any) -> None:
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+GO_ON = ("--total-steps=128", "--keep=1")
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.csv", "checkpoint.pt", "best.pt", "checkpoints"])
+def test_no_link_is_followed(run: Path, tmp_path: Path, name: str):
+    (tmp_path / "own").mkdir()
+    (run / name).rename(tmp_path / "own" / name)
+    (run / name).symlink_to(tmp_path / "own" / name)
+    before = contents(tmp_path / "own")
+    result = muster("train", "--resume", str(run), *GO_ON)
+    assert result.exit_code == 1
+    assert f": {name} is a link, and none is followed inside a run folder." in result.stderr
+    checkpoint = {"best.pt": "best", "checkpoints": "32"}.get(name)
+    if name != "metrics.csv":
+        for command in ("plot",) if name == "config.json" else ("eval",):
+            words = () if checkpoint is None else ("--checkpoint", checkpoint)
+            assert "is a link" in muster(command, str(run), *words).stderr
+        with pytest.raises(UsageError, match="is a link"):
+            load_policy(run, checkpoint=checkpoint)
+    assert contents(tmp_path / "own") == before
+
+
+def test_no_link_that_lies_in_the_way_is_written_through(run: Path, tmp_path: Path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (run / "learning_curve.png").unlink()
+    for name in ("learning_curve.png", "checkpoint.pt.tmp", "config.json.tmp", "metrics.csv.tmp"):
+        (run / name).symlink_to(victim)
+    result = muster("train", "--resume", str(run), *GO_ON)
+    assert result.exit_code == 0, result.output
+    assert victim.read_text() == "mine"
+    assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_folder_itself_may_be_reached_by_a_link(run: Path, tmp_path: Path):
+    (tmp_path / "link").symlink_to(run)
+    assert muster("train", "--resume", str(tmp_path / "link"), *GO_ON).exit_code == 0
+    (tmp_path / "newest.pt").symlink_to(run / "checkpoint.pt")  # the user's own, outside of the folder
+    assert load_policy(tmp_path / "link", checkpoint=tmp_path / "newest.pt").steps == 128
+
+
+def test_only_copies_that_have_names_of_musters_are_deleted(run: Path):
+    own = [run / "checkpoints" / name for name in ("1.pt", "model.pt", "000000000032.pth", "000000000032.pt.bak")]
+    for path in own:
+        path.write_text("mine")
+    assert muster("train", "--resume", str(run), *GO_ON).exit_code == 0
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == sorted(
+        [*(path.name for path in own), "000000000128.pt"]
+    )
+
+
+def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(made: Path, run: Path):
+    for name in ("best.pt", "checkpoint.pt", "config.json"):
+        (run / name).unlink()
+        os.mkfifo(run / name)
+        with pytest.raises(UsageError):
+            load_policy(run, checkpoint="best" if name == "best.pt" else None)
+        (run / name).unlink()
+        shutil.copy(made / name, run / name)
+
+
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
+ODD = "\x1b]0;title\x07\x9b31m\u202eCart\r\nPole"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"env": f"{ODD}-v1"},
+        {"env": f"{ODD}:make"},
+        {"wrappers": [f"{ODD}:wrap"]},
+        {"preset": ODD},
+        {"env_kwargs": {"render_mode": ODD}},
+        {"env_kwargs": {ODD: 1}},
+        {"make_vec": {ODD: 1}},
+        {"activation": ODD},
+        {"spaces": {"observations": {"kind": ODD}, "actions": {"kind": "Discrete"}}},
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_names_are_printed_without_control_characters(run: Path, changes: dict[str, Any]):
+    change(run, **changes)
+    words = (("eval", "--episodes=1", "--max-steps=64"), ("train", "--total-steps=96", "--resume"))
+    said = [muster(*some, str(run)).output for some in (*words, ("plot", "--output", str(run / "picture.png")))]
+    assert not CONTROL.search("".join(said)), said
+    assert "Pole" in "".join(said)
+
+
+def test_names_in_a_checkpoint_are_printed_without_control_characters(run: Path):
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    torch.save({**state, "policy": {**state["policy"], ODD: torch.zeros(1)}}, run / "checkpoint.pt")
+    for command in ("eval", "train --resume"):
+        result = muster(*command.split(), str(run), *(GO_ON if "train" in command else ()))
+        assert "Pole" in result.stderr
+        assert not CONTROL.search(result.output)
+
+
+def test_what_inflates_is_refused_before_it_is_read(run: Path):
+    torch.save({"steps": 1, "policy": torch.zeros(10_000_000)}, run / "plain.pt")
+    with (
+        zipfile.ZipFile(run / "plain.pt") as plain,
+        zipfile.ZipFile(run / "best.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for entry in plain.infolist():
+            packed.writestr(entry.filename, plain.read(entry))
+    torch.save({"steps": 1, "policy": {"a": torch.zeros(1).expand(10**12)}}, run / "checkpoint.pt")
+    for name in ("best", None):
+        with pytest.raises(UsageError, match=r"is no checkpoint of muster train: its [\d,]+ bytes inflate to [\d,]+"):
+            load_policy(run, checkpoint=name)
+
+
+def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path):
+    box = {"kind": "Box", "shape": [10**7, 10**7], "dtype": "float32", "low": 0, "high": 1}
+    spaces = json.loads((run / "config.json").read_text())["spaces"]
+    for changes in (
+        {"hidden_sizes": [10**8, 10**8]},
+        {"spaces": {**spaces, "observations": box}},
+        {"spaces": {**spaces, "actions": {"kind": "Discrete", "n": 10**15, "start": 0, "dtype": "int64"}}},
+    ):
+        kept = (run / "config.json").read_text()
+        change(run, **changes)
+        with pytest.raises(UsageError, match=r"config\.json asks for more memory than there is: [\d,]+ bytes"):
+            load_policy(run)
+        (run / "config.json").write_text(kept)
+    with (run / "best.pt").open("wb") as file:
+        file.truncate(2 * memory_left()[0])
+    with pytest.raises(UsageError, match=r"best\.pt asks for more memory than there is: [\d,]+ bytes"):
+        load_policy(run, checkpoint="best")
