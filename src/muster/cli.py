@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import signal
 import sys
 import warnings
@@ -17,6 +16,7 @@ from muster.command_line.mistakes import REPORTED, SIGNALLED, prepare_streams, r
 from muster.command_line.parser import HELP, HelpShown, Parser, near, option_of, paragraphs
 from muster.errors import ConfigError, UsageError
 from muster.extras import imports_for, require
+from muster.recipes.named import find_here
 from muster.training.stopping import StopSignals
 
 EXTRAS = {"doctor": "doctor", "bench": "doctor", "train": "train", "eval": "train", "plot": "train"}  # by command
@@ -60,9 +60,6 @@ def _run(words: Sequence[str], name: str, command: str) -> int:
             if not name:
                 return overview(words)
             require("this command needs", f"muster-rl[{EXTRAS[name]}]", "rich")  # every command prints by it
-            # Every command can name modules of the folder that it is called in, as with ``python -m``.
-            if os.getcwd() not in sys.path:
-                sys.path.insert(0, os.getcwd())
             status = COMMANDS[name](words[1:])
             try:
                 sys.stdout.flush()  # what cannot be printed is an error, too
@@ -102,7 +99,7 @@ def train(words: Sequence[str]) -> int:
     if order.seeds is not None:
         stopped = train_seeds(plan, order.seeds, console, run_dir=where)
     else:
-        with start_run_envs(plan, console) as envs:
+        with plan.trusting(where, order.trust), start_run_envs(plan, console) as envs:
             resume, rate = order.resume, order.learning_rate
             stopped = runs.train(plan, envs, console, run_dir=where, resume=resume, learning_rate=rate)
     return 0 if stopped is None else SIGNALLED + stopped
@@ -122,18 +119,19 @@ def evaluate(words: Sequence[str]) -> int:
         raise ConfigError("name the folder of a RUN, as muster train has made it")
     policy = load_policy(options.run, checkpoint=options.checkpoint, sample=options.sample)
     plan, console = policy.plan, run_console()
-    if not options.trust:
-        plan.require_trust(options.run)
-    if options.video is not None:
-        require("--video needs", "muster-rl[train]", "av")
-        require_filmable(options.video)
+    if options.trust:
+        find_here()
     played: dict[str, Any] = {"seed": options.seed, "max_steps": options.max_steps}
-    with start_run_envs(plan, console, min(plan.config.num_envs, options.episodes)) as envs:
-        stopped = runs.evaluate_run(policy, envs, console, episodes=options.episodes, **played)
-    if options.video is not None and stopped is None:
-        rendering = {"render_mode": "rgb_array"}
-        with start_run_envs(plan, console, 1, env_kwargs=rendering, autoreset_mode="disabled") as envs:
-            stopped = runs.film_run(policy, envs, console, options.video, **played)
+    with plan.trusting(options.run, options.trust):
+        if options.video is not None:
+            require("--video needs", "muster-rl[train]", "av")
+            require_filmable(options.video)
+        with start_run_envs(plan, console, min(plan.config.num_envs, options.episodes)) as envs:
+            stopped = runs.evaluate_run(policy, envs, console, episodes=options.episodes, **played)
+        if options.video is not None and stopped is None:
+            rendering = {"render_mode": "rgb_array"}
+            with start_run_envs(plan, console, 1, env_kwargs=rendering, autoreset_mode="disabled") as envs:
+                stopped = runs.film_run(policy, envs, console, options.video, **played)
     return 0 if stopped is None else SIGNALLED + stopped
 
 
@@ -163,6 +161,7 @@ def doctor(words: Sequence[str]) -> int:
 
     console = Console(highlight=False)
     report: MachineReport | Diagnosis
+    find_here()
     provided = Parser("muster doctor", (DoctorOptions,)).read(words)
     options = DoctorOptions(**provided)
     with prints_to_stderr():
@@ -191,6 +190,7 @@ def bench(words: Sequence[str]) -> int:
     from muster.doctor.targets import prints_to_stderr
     from muster.recipes.named import callable_named, env_named
 
+    find_here()
     console = Console(highlight=False)
     options = BenchOptions(**Parser("muster bench", (BenchOptions,)).read(words))
     if options.env is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import re
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+import programs
 from command import muster
 from muster import load_policy
-from muster.errors import UsageError
+from muster.errors import ConfigError, UsageError
 from muster.pool.resources import memory_left
+from muster.training.plan import plan_of
 
 SMALL = ("--backend=serial", "--num-envs=2", "--num-steps=16", "--num-minibatches=1", "--update-epochs=1")
 
@@ -173,3 +178,94 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path):
         file.truncate(2 * memory_left()[0])
     with pytest.raises(UsageError, match=r"best\.pt asks for more memory than there is: [\d,]+ bytes"):
         load_policy(run, checkpoint="best")
+
+
+# ---- code in the working directory
+
+
+LIBRARIES = ("minigrid", "mpe2", "meltingpot", "ale_py", "pettingzoo", "dm_control", "cv2", "av")
+NAMED = ("minigrid:MiniGrid-Empty-5x5-v0", "ALE/Pong-v5", "PongNoFrameskip-v4", "pettingzoo/mpe/simple_v3",
+         "meltingpot/commons_harvest__open", "dm_control/cartpole-balance-v0")  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["load_policy", "commands"])
+def test_what_only_the_folder_names_is_not_imported_from_the_working_directory(run: Path, tmp_path: Path, how: str):
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in LIBRARIES:
+        (here / f"{name}.py").write_text("import os; open(__name__ + '.imported', 'w'); os.chmod = 1")
+    change(run, make_vec={"num_workers": 1})
+    words = json.dumps([how, str(run), NAMED if how == "load_policy" else NAMED[:2]])
+    done = programs.run("-c", IN_FOLDER, words, cwd=here, imports=programs.TORCH)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in here.iterdir()) == sorted(f"{name}.py" for name in LIBRARIES)
+    if how == "load_policy":
+        assert json.loads(done.stdout.splitlines()[-1])["minigrid:MiniGrid-Empty-5x5-v0"] == "made"
+
+
+IN_FOLDER = """
+import json, os, sys
+import muster
+from muster import cli
+how, run, named = json.loads(sys.argv[1])
+assert sys.path[0] == "" or os.path.samefile(sys.path[0], ".")
+config, found = os.path.join(run, "config.json"), {}
+for env in named:
+    with open(config) as file:
+        values = json.load(file)
+    with open(config, "w") as file:
+        json.dump({**values, "env": env, "preset": "Atari" if "Pong" in env else "numbers"}, file)
+    try:
+        if how == "load_policy":
+            muster.load_policy(run).make_vec(1).close()
+        else:
+            cli.run(["eval", run])
+            cli.run(["train", "--total-steps=128", "--resume", run])
+        found[env] = "made"
+    except Exception as error:
+        found[env] = str(error)
+assert sys.path[0] == "" or os.path.samefile(sys.path[0], ".")
+print(json.dumps(found))
+"""
+
+
+def distribution(site: Path, name: str, **files: str) -> None:
+    """A distribution as pip installs it. files: of its .dist-info, by their names without dots."""
+    info = site / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    for file, text in files.items():
+        (info / file.replace("_json", ".json")).write_text(text)
+
+
+def test_a_library_is_known_where_an_installed_distribution_has_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    change(run, env="dm_control:Swimmer-v0")
+    plan, site, project = plan_of(run), tmp_path / "site", tmp_path / "project"
+
+    def is_refused() -> bool:
+        importlib.invalidate_caches()
+        with contextlib.suppress(ConfigError):
+            plan.require_trust(run)
+            return False
+        with pytest.raises(ConfigError, match=r"Swimmer-v0, whose dm_control no installed package has\. To make its"):
+            plan.require_trust(run)
+        return True
+
+    project.mkdir()
+    editable = json.dumps({"url": project.as_uri(), "dir_info": {"editable": True}})
+    (project / "dm_control.py").write_text("")
+    assert is_refused()  # it is nowhere on the path
+    monkeypatch.setattr(sys, "path", [*sys.path, str(site), str(project)])
+    distribution(site, "another", RECORD="another.py,,\n", direct_url_json=editable)
+    assert is_refused()  # the user's own project, or a stranger's file in it
+    distribution(site, "dm-control", RECORD="__editable__.pth,,\n", direct_url_json=editable)
+    assert not is_refused()
+    monkeypatch.chdir(project)
+    assert not is_refused()
+    shutil.rmtree(site)
+    distribution(site, "dm-control", RECORD="dm_control.py,sha256=x,0\n")
+    assert is_refused()
+    (site / "dm_control.py").write_text("")
+    assert not is_refused()

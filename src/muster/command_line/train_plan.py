@@ -14,7 +14,7 @@ from muster.arguments import fields_of
 from muster.command_line.command_options import TrainOptions
 from muster.command_line.parser import HELP, Parser, near, option_of
 from muster.errors import ConfigError
-from muster.recipes.named import absolute_name, callable_named
+from muster.recipes.named import absolute_name, callable_named, find_here
 from muster.training.plan import MakeVecOptions, RunOptions, TrainingPlan, plan_of
 from muster.training.presets import preset_for
 from muster.training.run_envs import open_envs
@@ -28,11 +28,15 @@ OWN_VALUES = "PPO's values below are its own; `muster train ENV --help` shows th
 
 @dataclass(frozen=True)
 class TrainingOrder:
-    """A plan, and where to train by it. learning_rate: as for `runs.train`.  seeds: as many runs, None for this one."""
+    """A plan, and where to train by it. learning_rate: as for `runs.train`.  seeds: as many runs, None for this one.
+
+    trust: whether the user agrees to the code that the plan names: who starts a run has named it.
+    """
 
     plan: TrainingPlan
     run: Path | None
     resume: bool
+    trust: bool = True
     learning_rate: float | None = None
     seeds: int | None = None
 
@@ -44,6 +48,8 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     file = by_words.get("config")
     values = {**({} if file is None else read_run_toml(file)), **by_words}
     options = _of(TrainOptions, values)
+    if options.resume is None or options.trust:
+        find_here()
     if options.resume is not None:
         return _to_go_on(options, values, wants_help)
     if options.env is None:
@@ -73,7 +79,7 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], wants_help: bool
     if wants_help:
         now = {**before, **plan.options, **dataclasses.asdict(plan.run), **values}
         PARSER.show_help(now, f"The values below are those that {run} has now.")
-    asked = {**values, "env": absolute_name(options.env or plan.env)}
+    asked = {**values, "env": plan.env if options.env is None else absolute_name(options.env)}
     asked["wrapper"] = tuple(map(absolute_name, options.wrapper)) or plan.wrappers
     if settled := [name for name in before if name not in CHANGES and asked.get(name, before[name]) != before[name]]:
         raise ConfigError(
@@ -89,7 +95,7 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], wants_help: bool
     besides = _of(RunOptions, {**dataclasses.asdict(plan.run), **values})
     plan = replace(plan, config=_of(PPOConfig, {**config, **values}), options=made, run=besides)
     # Without one that is asked for, the rate that the run had reached.
-    return TrainingOrder(plan, run, resume=True, learning_rate=values.get("learning_rate"))
+    return TrainingOrder(plan, run, True, options.trust, learning_rate=values.get("learning_rate"))
 
 
 def read_run_toml(path: Path) -> dict[str, Any]:

@@ -110,6 +110,16 @@ def factory_of_id(env_id: str, resolve_foreign_id: ForeignResolver | None = None
         raise
 
 
+def module_of(env_id: str) -> str:
+    """The package that has the env of an id that names no module; "" for an id of the registry."""
+    kind, _, name = env_id.partition("/")
+    if env_id in gym.registry:
+        return ""
+    if f"{kind}/" in FOREIGN_PREFIXES:
+        return "mpe2" if kind == "pettingzoo" and name.startswith("mpe") else kind
+    return "ale_py" if _ATARI.match(env_id) or _may_be_atari(env_id) else ""
+
+
 def _suggest(error: Exception, env_id: str, resolve_foreign_id: ForeignResolver) -> None:
     """Adds to the error which env of another library may be meant."""
     for prefix in _LIKELY_PREFIXES:

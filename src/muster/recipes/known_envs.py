@@ -1,19 +1,32 @@
-"""Envs that are known to share nothing with others in their process, so that several may be stepped in one."""
+"""Envs of known libraries: they share nothing with others in their process, and their code is no stranger's.
+
+Several may be stepped in one process, and a run folder may name them.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import json
+import os
+import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from gymnasium.envs.registration import EnvSpec
 
 from muster.introspection import module_name
-from muster.recipes.gymnasium_ids import MakeGym
+from muster.recipes.gymnasium_ids import MakeGym, module_of
 from muster.recipes.recipe import Recipe
 
 _PACKAGES = ("gymnasium", "ale_py", "pettingzoo", "mpe2", "minigrid", "dm_control", "meltingpot", "muster")
+_RUNNING = ("gymnasium", "muster")  # imported here already, from wherever
 # Wraps many libraries for Gymnasium; each has a namespace of ids.
 _BRIDGE, _BRIDGED = "shimmy", "dm_control"
 
@@ -33,6 +46,72 @@ def is_known(recipe: Recipe) -> bool:
 def is_of_known_library(path: str) -> bool:
     """Whether ``package.module``, or ``package.module:Id-v0``, is of one of these libraries."""
     return _package(path) in _PACKAGES
+
+
+def not_installed(env_id: str) -> str:
+    """The package of a known library that an id needs, where no installed distribution has what an import would find.
+
+    Editable distributions are installed, too. Empty where all is well, and for ids that are registered here.
+    """
+    with installed_alone():
+        package = _package(env_id.rpartition(":")[0] or module_of(env_id))
+        return package if package not in ("", *_RUNNING) and not _is_installed(package) else ""
+
+
+@contextmanager
+def installed_alone() -> Iterator[None]:
+    """Keeps imports out of the working directory, in this process and in workers that start meanwhile.
+
+    A known library that is installed from there as editable is found all the same.
+    """
+    before = list(sys.path)
+    kept = [entry for entry in before if not _is_here(entry)]
+    sys.path[:] = kept
+    if kept != before and any(map(Path.cwd().is_relative_to, filter(None, map(_editable, metadata.distributions())))):
+        kept.append(os.getcwd())
+    sys.path[:] = kept
+    try:
+        yield
+    finally:
+        sys.path[:] = [*before, *(entry for entry in sys.path if entry not in kept)]
+
+
+def _is_here(entry: Any) -> bool:
+    """Whether an entry of ``sys.path`` is the working directory."""
+    try:
+        return os.path.samefile(os.fsdecode(entry) or ".", ".")
+    except OSError:
+        return False
+
+
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return False
+    origin = Path(spec.origin).resolve()
+    for one in metadata.distributions():
+        folder, listed = Path(str(one.locate_file(""))).resolve(), one.read_text("RECORD")
+        if origin.is_relative_to(folder):
+            names = (one.read_text("top_level.txt") or "").split()  # Debian's have no list of files
+            file = origin.relative_to(folder).as_posix()
+            if package in names if listed is None else f"\n{file}," in f"\n{listed}":
+                return True
+        if (root := _editable(one)) is not None and origin.is_relative_to(root):
+            return True
+    return False
+
+
+def _editable(distribution: metadata.Distribution) -> Path | None:
+    """The folder from which a known library is installed as editable; None for other distributions.
+
+    Another's folder may be where the user works, and where strangers' files lie.
+    """
+    with suppress(ValueError, AttributeError, KeyError):  # of a file that somebody else has written
+        url = json.loads(distribution.read_text("direct_url.json") or "{}")
+        name = distribution.name.lower().replace("-", "_").removeprefix("dm_")
+        if url.get("dir_info", {}).get("editable") and {name, f"dm_{name}"} & {*_PACKAGES, _BRIDGE}:
+            return Path(url2pathname(urlsplit(url["url"]).path)).resolve()
+    return None
 
 
 def advise_apart(recipes: Sequence[Recipe]) -> str:

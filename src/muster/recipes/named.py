@@ -122,8 +122,13 @@ def callable_named(text: str) -> Any:
 
 def absolute_name(text: str) -> str:
     """The name, with the absolute path of its file; others as they are."""
-    named = parse_name(text)
-    return text if named is None or named.file is None else str(named)
+    return str(parse_name(text)) if text.endswith(".py") or ".py:" in text else text
+
+
+def find_here() -> None:
+    """Lets imports find modules of the working directory first, as with ``python -m``."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def _line_of(error: BaseException) -> str:

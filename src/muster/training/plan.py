@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from muster.algorithms.ppo_config import PPOConfig
 from muster.arguments import check_options, fields_of, option
 from muster.errors import ConfigError, UsageError, printable
 from muster.extras import installed_version
-from muster.recipes.known_envs import is_of_known_library
+from muster.recipes.known_envs import installed_alone, is_of_known_library, not_installed
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config
 
@@ -107,15 +108,32 @@ class TrainingPlan:
         made = {"env_kwargs": dict(self.env_kwargs), "wrappers": list(self.wrappers), "make_vec": dict(self.options)}
         return {**run, **made, "run": dataclasses.asdict(self.run), "with": _versions()}
 
+    @contextmanager
+    def trusting(self, run: Path | None, trust: bool) -> Iterator[None]:
+        """Encloses what makes the envs of the run in the folder ``run``.
+
+        Without trust nothing is imported from the working directory, neither here nor in workers that start meanwhile.
+        Raises as `require_trust`.
+        """
+        if trust or run is None:
+            yield
+            return
+        with installed_alone():
+            self.require_trust(run)
+            yield
+
     def require_trust(self, run: Path) -> None:
         """Raises ConfigError where to make the envs is to run code that the folder ``run`` of the run names.
 
-        These are files, functions, wrappers, and ids of modules that Muster does not know.
+        These are files, functions, wrappers, and ids of modules that Muster does not know, or that no installed package
+        has.
         """
         module, _, name = self.env.rpartition(":")
         # A function is called, with arguments from the folder: that of a known library may do anything.
         is_known_id = not name.isidentifier() and is_of_known_library(module) and not module.endswith(".py")
         code = [self.env] * ((bool(module) and not is_known_id) or name.endswith(".py")) + list(self.wrappers)
+        if not code and (package := not_installed(self.env)):
+            code = [f"{self.env}, whose {package} no installed package has"]
         if code:
             raise ConfigError(
                 f"{run} names code: {printable(', '.join(code))}. To make its envs is to run that code. If you trust "

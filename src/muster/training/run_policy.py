@@ -45,8 +45,8 @@ def load_policy(
     checkpoint: another one than the newest: the steps of a copy that ``--checkpoint-every`` has made, such as "51200",
     "best" of a run with ``--eval-every``, or a path.
     sample: draws actions by torch's global generator, which collectors seed, instead of taking the likeliest.
-    trust: lets ``policy.make_vec`` import modules, files and wrappers that the folder names. Loading imports nothing,
-    makes no env, and executes no code of the folder.
+    trust: lets ``policy.make_vec`` import modules, files and wrappers that the folder names, also from the working
+    directory. Loading imports nothing, makes no env, and executes no code of the folder.
 
     Raises UsageError where ``run`` is no folder of a run of this version of Muster, and has no such checkpoint.
     """
@@ -99,9 +99,8 @@ class RunPolicy:
         "same_step" unless it is given.
         Raises ConfigError where the folder names code and is not trusted, and what `make_vec` raises.
         """
-        if not self.trust:
-            self.plan.require_trust(self.run)
-        return open_run_envs(self.plan, num_envs, **options)
+        with self.plan.trusting(self.run, self.trust):
+            return open_run_envs(self.plan, num_envs, **options)
 
     def __repr__(self) -> str:
         return f"<policy of {str(self.run)!r}: {printable(self.plan.env)}, PPO after {self.steps:,} steps>"
