@@ -229,6 +229,28 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.parametrize("context", ["forkserver", "fork"])
+def test_a_worker_that_is_replaced_does_not_look_there_either(run: Path, tmp_path: Path, context: str):
+    (tmp_path / "minigrid.py").write_text("raise ImportError('that of the working directory')")
+    change(run, env="minigrid:MiniGrid-Empty-5x5-v0", make_vec={"context": context, "on_failure": "restart"})
+    done = programs.run("-c", REPLACED, run, cwd=tmp_path, imports=programs.TORCH)
+    assert (done.returncode, done.stdout) == (0, "replaced\n"), done.stderr
+
+
+REPLACED = """
+import os, signal, sys, warnings
+import muster
+warnings.simplefilter("ignore")
+with muster.load_policy(sys.argv[1]).make_vec(1) as envs:
+    envs.reset()
+    os.kill(envs.stats()["workers"][0]["pid"], signal.SIGKILL)
+    while not envs.stats()["restarts"]:
+        envs.step(envs.action_space.sample())
+    envs.step(envs.action_space.sample())
+print("replaced")
+"""
+
+
 def distribution(site: Path, name: str, **files: str) -> None:
     """A distribution as pip installs it. files: of its .dist-info, by their names without dots."""
     info = site / f"{name}-1.0.dist-info"

@@ -149,17 +149,23 @@ class LauncherClient:
             self._process.wait()
 
     def start(
-        self, name: str, changes: Mapping[str, str | None], is_apart: bool, fds: Mapping[str, int]
+        self,
+        name: str,
+        changes: Mapping[str, str | None],
+        path: Sequence[Any],
+        is_apart: bool,
+        fds: Mapping[str, int],
     ) -> tuple[int, int, int]:
         """Starts a worker on `fds`; returns its pid, its pidfd and the pipe that its exit code will come by.
 
-        name: of its process.  changes: of its environment.  is_apart: whether it leads a session.
+        name: of its process.  changes: of its environment.  path: its ``sys.path``.  is_apart: whether it leads a
+        session.
         """
         request = {
             "method": self._key.method,
             "name": name,
             "fds": list(fds),
-            "path": search_path(),
+            "path": path,
             "cwd": _working_directory(),
             "environ": changed(self._key.environ, changes),
             "is_apart": is_apart,
@@ -251,12 +257,14 @@ def fork_worker(
     run: Callable[[Mapping[str, int]], NoReturn],
     name: str,
     changes: Mapping[str, str | None],
+    path: Sequence[Any],
     is_apart: bool,
     fds: Mapping[str, int],
 ) -> tuple[int, int]:
     """Forks the caller; the child calls `run(fds)`, which never returns. Returns the child's pid and pidfd.
 
-    name: of the child's process.  changes: of its environment.  is_apart: whether it leads a session.
+    name: of the child's process.  changes: of its environment.  path: its ``sys.path``.  is_apart: whether it leads a
+    session.
     """
     flush_streams()
     pid = os.fork()
@@ -271,6 +279,7 @@ def fork_worker(
         lead(is_apart=is_apart)
         set_process_name(name)
         apply(changes)
+        sys.path[:] = path
         leave_terminal()
         # No death signal that kills: it comes when the thread that forked ends, and would spare the worker's children.
         set_death_signal(signal.SIGCONT)  # the watchdog cannot run while this process is stopped

@@ -17,7 +17,7 @@ from typing import Any
 from muster.errors import CannotTravel, WorkerDied, WorkerError, WorkerName, WorkerTimeout
 from muster.introspection import type_name
 from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
-from muster.pool.environment import Changes
+from muster.pool.environment import Changes, search_path
 from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds
 from muster.pool.messages import Post, Question, StartOrder, message_of
@@ -172,6 +172,7 @@ class Starting:
 
     orders: list[StartOrder] = field(default_factory=list)
     changes: Sequence[Changes] = ()
+    path: Sequence[Any] = field(default_factory=search_path)  # of the replacements, too
     launcher: LauncherOfPool | None = None
     inheritance: Inheritance | None = None
     big_arrays: BigArrays | None = None
@@ -241,14 +242,21 @@ def launch(
     return WorkerProcess(pid, pidfd, status, tail, stderr_read, is_apart=is_apart), ours
 
 
-def fork(inherited: tuple[Any, Any], name: str, changes: Changes, is_apart: bool, fds: Mapping[str, int]) -> Started:
+def fork(
+    inherited: tuple[Any, Any],
+    name: str,
+    changes: Changes,
+    path: Sequence[Any],
+    is_apart: bool,
+    fds: Mapping[str, int],
+) -> Started:
     """Forks the caller into a worker, which inherits its plan and `worker_init`. The others: see `fork_worker`."""
     with contextlib.ExitStack() as theirs:
         copies = {}
         for key, fd in fds.items():
             copies[key] = os.dup(fd)
             theirs.callback(os.close, copies[key])
-        pid, pidfd = fork_worker(lambda fds: main(fds, inherited), name, changes, is_apart, copies)
+        pid, pidfd = fork_worker(lambda fds: main(fds, inherited), name, changes, path, is_apart, copies)
     return pid, pidfd, None
 
 

@@ -168,7 +168,7 @@ class Pool(BasePool[Place]):
     def _launch(self, index: int, content: Any) -> Place:
         plan, starting = self.plans[index], self._starting
         name = self._nouns.name(index, plan.envs)
-        settings = self._nouns.process_name(index), starting.changes[index], self._options.are_apart
+        settings = self._nouns.process_name(index), starting.changes[index], starting.path, self._options.are_apart
         forks, launcher = self._options.context == "fork", starting.launcher
         if forks:
             start: Callable[..., Started] = functools.partial(fork, (content, self._options.init.function), *settings)
