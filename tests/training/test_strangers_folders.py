@@ -21,6 +21,7 @@ from command import muster
 from muster import load_policy
 from muster.errors import ConfigError, UsageError
 from muster.pool.resources import memory_left
+from muster.training import run_folder
 from muster.training.plan import plan_of
 
 SMALL = ("--backend=serial", "--num-envs=2", "--num-steps=16", "--num-minibatches=1", "--update-epochs=1")
@@ -161,7 +162,7 @@ def test_what_inflates_is_refused_before_it_is_read(run: Path):
             load_policy(run, checkpoint=name)
 
 
-def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path):
+def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path, monkeypatch: pytest.MonkeyPatch):
     box = {"kind": "Box", "shape": [10**7, 10**7], "dtype": "float32", "low": 0, "high": 1}
     spaces = json.loads((run / "config.json").read_text())["spaces"]
     for changes in (
@@ -178,6 +179,10 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path):
         file.truncate(2 * memory_left()[0])
     with pytest.raises(UsageError, match=r"best\.pt asks for more memory than there is: [\d,]+ bytes"):
         load_policy(run, checkpoint="best")
+    monkeypatch.setattr(run_folder, "memory_left", lambda: (1_000_000, "of a small machine"))
+    change(run, env_kwargs={"a": [[]] * 50_000})
+    with pytest.raises(UsageError, match=r"config\.json asks for more memory than there is: [\d,]+ bytes"):
+        load_policy(run)
 
 
 # ---- code in the working directory

@@ -189,8 +189,10 @@ def require_run(path: Path) -> None:
 def read_config(path: Path) -> dict[str, Any]:
     """The config of the run in the folder ``path``. Raises UsageError where it is no dict in JSON."""
     require_run(path)
+    text = read_file(path, CONFIG)
+    require_room(path / CONFIG, 32 * len(text))  # of lists in lists
     try:
-        config = json.loads(read_file(path, CONFIG))
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path / CONFIG} is not JSON: {error}") from None
     if not isinstance(config, dict):
