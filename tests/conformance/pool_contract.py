@@ -289,14 +289,15 @@ class PoolContract(PoolUnderTest):
             raise ZeroDivisionError
         assert pool.closed
 
-    def test_ctrl_c_between_two_messages_closes_the_pool(self, make: MakePool) -> None:
+    def test_ctrl_c_between_two_messages_waits_for_the_second(self, make: MakePool) -> None:
         hooks = Hooks()
         pool = make(None, None, hooks=hooks)
         hooks.at = lambda _: len(hooks.rung) == 1 and interrupt()
         with pytest.raises(KeyboardInterrupt), pool.whole():
             for place in range(2):
                 post(pool, place, 1)
-        assert pool.closed
+        assert len(hooks.rung) == 2
+        assert not pool.closed
 
     def test_ctrl_c_ends_a_start(self, make: MakePool) -> None:
         pool = make(None, Doing(residents.hang), start=False)
@@ -304,11 +305,11 @@ class PoolContract(PoolUnderTest):
             pool.start()
         assert pool.closed
 
-    def test_ctrl_c_in_a_question_closes_the_pool_or_leaves_it_as_it_was(self, make: MakePool) -> None:
+    def test_ctrl_c_in_a_question_waits_until_it_is_asked(self, make: MakePool) -> None:
         pool = make(None, hooks=Hooks(at=interrupts_at("ring")))
         with pytest.raises(KeyboardInterrupt):
             ask(pool, 0, "interrupted")
-        assert pool.closed or answer(pool, 0, "asked again") == "asked again"
+        assert pool.take() == [Answered(0, "interrupted")]
 
     @pytest.mark.parametrize("hook", ["doing", "pending"])
     def test_ctrl_c_in_a_hook_closes_the_pool(self, make: MakePool, hook: str) -> None:
@@ -803,12 +804,12 @@ class ProcessPoolContract(StartContract, PoolContract):
             assert [answer(pool, place, [i]) for place in (0, 1)] == [[i], [i]]
 
     @pytest.mark.parametrize("hook", ["on_lost", "raised"])
-    def test_ctrl_c_in_a_loss_closes_the_pool(self, make: MakePool, hook: str) -> None:
+    def test_ctrl_c_in_a_loss_waits_for_the_successor(self, make: MakePool, hook: str) -> None:
         pool = make(None, None, hooks=Hooks(Successor(None), at=interrupts_at(hook)))
         ask(pool, 1, residents.fail)
         with pytest.raises(KeyboardInterrupt):
             pool.take()
-        assert pool.closed
+        assert [lost.place for lost in pool.take()] == [1]
 
     def test_ctrl_c_in_a_replacement_closes_the_pool(self, make: MakePool) -> None:
         pool = make(Doing(close=residents.hang))

@@ -69,39 +69,50 @@ class Caller {
   }
 
   bool closed = false;   // set by Python's close
-  bool calling = false;  // set by Python while a call is pending
+  Ref on_closed;  // set by Python's close: what raises then, in other words than these here
+  bool interrupted = false;  // whether Ctrl-C, or another exit, has ended a verb since something was sent
 
   uint32_t num_pending() const { return num_pending_; }
   bool is_pending(uint32_t env) const { return pending_[env]; }
   bool in_fork() const { return forks_ != g_forks.load(std::memory_order_relaxed); }
 
+  bool is_calling() const { return calling_; }
+
+  // Called by Python as a call begins, and once it is no longer pending.
+  void set_calling(bool calling) {
+    calling_ = calling;
+    if (calling) interrupted = false;
+  }
+
   void require_open() const {
+    if (closed && on_closed) checked(PyObject_CallNoArgs(on_closed.get()));
     if (closed) raise("ClosedError", kClosed);
     if (in_fork())
       raise("ClosedError",
             "this vector env belongs to the process that this one was forked from; make another one here");
   }
 
-  // Guards a call: raises unless it is the only one now, in the process that made the vector env.
-  class Entry {
-   public:
-    explicit Entry(Caller& caller) : caller_(caller) {
-      caller.require_open();
-      if (caller.busy_.exchange(true))
-        raise("UsageError", "another thread is inside a call of this vector env; use one at a time, or a lock");
-    }
-    ~Entry() { caller_.busy_.store(false); }
-    Entry(const Entry&) = delete;
-    Entry& operator=(const Entry&) = delete;
+  // Begins a verb of the vector env, from its first line to its return. Raises unless this thread is the only one within
+  // such calls, in the process that made the vector env. A verb may call others.
+  void enter() {
+    require_open();
+    const unsigned long thread = PyThread_get_thread_ident();
+    unsigned long none = 0;
+    if (!inside_.compare_exchange_strong(none, thread) && none != thread)
+      raise("UsageError", "another thread is inside a call of this vector env; use one at a time, or a lock");
+    ++depth_;
+  }
 
-   private:
-    Caller& caller_;
-  };
+  // Ends it. error: the type of the exception that ends it, or None.
+  void leave(PyObject* error) {
+    if (error != Py_None && !PyErr_GivenExceptionMatches(error, PyExc_Exception)) interrupted = true;
+    if (--depth_ == 0) inside_.store(0);
+  }
 
   // Writes the actions of all envs (env_ids None) or of some to the slab. False, with nothing written, where Python has
   // to write: it casts the actions, or reports what is wrong. Raises where one of the envs cannot be sent to now.
   bool write(PyObject* actions, PyObject* env_ids) {
-    Entry entry(*this);
+    require_open();
     require_sendable(env_ids);
     if (env_ids != Py_None || !action_ || !action_->fits(actions)) return false;
     action_->write(actions, slab_.base);
@@ -123,8 +134,9 @@ class Caller {
   // with both flags and all envs, big leaves are lent instead of copied.
   void send(PyObject* env_ids, bool objects, bool as_whole, bool copies) {
     const Command command = objects ? Command::kStepProvided : Command::kStep;
-    Entry entry(*this);
+    require_open();
     require_sendable(env_ids);
+    interrupted = false;
     if (env_ids == Py_None)
       return send_all(command, as_whole, as_whole && copies && lends() ? lending_.free_block() : 0);
     const auto [ids, count] = ids_of(env_ids);
@@ -141,8 +153,9 @@ class Caller {
 
   // Marks envs as being reset; the seeds and options go to their workers as a message.
   void request_resets(PyObject* env_ids) {
-    Entry entry(*this);
+    require_open();
     const auto [ids, count] = ids_of(env_ids);
+    interrupted = false;
     bring_home();
     slab_.caller->awaits_all.store(0, std::memory_order_relaxed);
     for (size_t k = 0; k < count; ++k) {
@@ -159,7 +172,8 @@ class Caller {
 
   // Waits for at most slice_ns until min_envs pending envs are ready. True if they are.
   bool wait(uint32_t min_envs, int64_t slice_ns) {
-    Entry entry(*this);
+    require_open();
+    if (min_envs > num_pending_) raise("UsageError", "a signal handler has taken the results that this call waits for");
     // A worker that does not see this at once may finish one more env silently; the end of the slice helps then.
     if (min_envs < num_pending_) slab_.caller->awaits_all.store(0, std::memory_order_relaxed);
     const uint32_t target = delivered_ + min_envs;
@@ -183,7 +197,7 @@ class Caller {
   // order of env ids. obs and infos are None where Python has to read them. copies: observations are returned as the
   // caller's own.  columns: infos are returned as columns.
   Ref collect(bool copies, bool columns) {
-    Entry entry(*this);
+    require_open();
     ready_.clear();
     for (uint32_t i = 0; i < slab_.num_envs; ++i)
       if (pending_[i] && finished(i) && !(recovery_ && slab_.records[i].status != Status::kOk)) ready_.push_back(i);
@@ -276,7 +290,7 @@ class Caller {
   }
 
   void require_idle() const {
-    if (calling) raise("PendingError", "a call is pending; take it with call_wait()");
+    if (calling_) raise("PendingError", "a call is pending; take it with call_wait()");
     if (num_pending_)
       raise("PendingError", std::to_string(num_pending_) +
                                 " envs still owe an answer to an earlier call; take it with step_wait() or recv()");
@@ -406,7 +420,9 @@ class Caller {
   bool all_started_ = false;
   uint32_t num_pending_ = 0;
   uint32_t delivered_ = 0;
-  std::atomic<bool> busy_{false};
+  bool calling_ = false;
+  std::atomic<unsigned long> inside_{0};  // the thread that is within a verb
+  uint32_t depth_ = 0;
   std::optional<Recovery> recovery_;  // where rows are kept
   Stepper* local_ = nullptr;
   Ref local_owner_;

@@ -293,7 +293,12 @@ void bind_caller(nb::module_& m) {
       .def("finished", &Caller::finished)
       .def("host_of", &Caller::host_of)
       .def_rw("closed", &Caller::closed)
-      .def_rw("calling", &Caller::calling)
+      .def_prop_rw("calling", &Caller::is_calling, &Caller::set_calling)
+      .def_ro("interrupted", &Caller::interrupted)
+      .def("raise_when_closed", [](Caller& self, nb::handle raises) { self.on_closed = Ref::borrow(raises.ptr()); })
+      .def("__enter__", &Caller::enter)
+      .def("__exit__", [](Caller& self, nb::handle error, nb::handle, nb::handle) { self.leave(error.ptr()); },
+           nb::arg().none(), nb::arg().none(), nb::arg().none())
       .def_prop_ro("num_pending", &Caller::num_pending)
       .def("require_open", &Caller::require_open);
 }
@@ -331,6 +336,7 @@ void bind_functions(nb::module_& m) {
   m.def("running", &Stepper::running);
   m.def("own", &own, "mapping"_a);
   m.def("is_shared", &is_shared, "mapping"_a);
+  m.def("end_threads", &InEnv::end_threads);
   m.def("give_back", [](nb::handle memory) { give_back(memory.ptr()); }, "memory"_a);
   m.def("map_fd", &map_fd, nb::kw_only(), "fd"_a, "size"_a, "offset"_a = 0, "is_private"_a = false);
   m.def("ticks", &ticks, "The clock of host_state's since and ticks, in units of its own.");
@@ -365,6 +371,7 @@ NB_MODULE(_core, m) {
   pthread_atfork(OwnPages::before_fork, OwnPages::after_fork, [] {
     OwnPages::after_fork();
     g_forks.fetch_add(1);
+    InEnv::in_forked_child();
   });
   for (auto bind : {bind_numbers, bind_slab_layout, bind_obs_node, bind_action_node, bind_batch_node, bind_stepper,
                     bind_caller, bind_agent_row, bind_functions})

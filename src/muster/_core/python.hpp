@@ -9,6 +9,10 @@
 #include <numpy/arrayobject.h>
 #include <numpy/arrayscalars.h>
 
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <string>
 #include <utility>
 
@@ -69,15 +73,63 @@ inline bool is_like_array(PyObject* value) {
   return !PyArray_IsAnyScalar(value) && PyObject_HasAttrString(value, "__array__");
 }
 
+// Once the interpreter ends, a thread that asks for the GIL is ended by an unwinding that no frame of nanobind's
+// survives (before Python 3.14). So all threads but the one that ends it then stop here, for ever. This one: 0 before.
+inline std::atomic<unsigned long> g_ending_thread{0};
+
+inline void stop_if_ending() {
+  const unsigned long ending = g_ending_thread.load(std::memory_order_relaxed);
+  if (ending && ending != PyThread_get_thread_ident())
+    for (;;) pause();
+}
+
 class GilReleased {
  public:
   GilReleased() : state_(PyEval_SaveThread()) {}
-  ~GilReleased() { PyEval_RestoreThread(state_); }
+  ~GilReleased() {
+    stop_if_ending();
+    PyEval_RestoreThread(state_);
+  }
   GilReleased(const GilReleased&) = delete;
   GilReleased& operator=(const GilReleased&) = delete;
 
  private:
   PyThreadState* state_;
+};
+
+// A call of an env's code. The end of the interpreter waits for those that other threads are in.
+class InEnv {
+ public:
+  InEnv() { ++num_; }
+  ~InEnv() {
+    --num_;
+    if (!is_whole_) stop_if_ending();  // unwinds, and has no GIL
+  }
+  InEnv(const InEnv&) = delete;
+  InEnv& operator=(const InEnv&) = delete;
+
+  void ends() {
+    is_whole_ = true;
+    if (!g_ending_thread.load(std::memory_order_relaxed)) return;
+    --num_;
+    { const GilReleased released; }
+    ++num_;
+  }
+
+  static void in_forked_child() { num_ = 0; }
+
+  // Stops other threads in their next call of this library, and waits for those that are in an env, 5 s at most.
+  static void end_threads() {
+    g_ending_thread = PyThread_get_thread_ident();
+    for (int i = 0; i < 500 && (i == 0 || num_ > 0); ++i) {
+      const GilReleased released;
+      usleep(10'000);
+    }
+  }
+
+ private:
+  bool is_whole_ = false;
+  inline static int num_ = 0;  // under the GIL
 };
 
 }  // namespace muster

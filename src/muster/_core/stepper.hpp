@@ -159,6 +159,7 @@ class Stepper {
     const uint64_t in_env_before = own_.ticks_in_env.load(std::memory_order_relaxed);
     record.mail_bytes = 0;
     record.status = Status::kOk;
+    InEnv in_env_code;
     try {
       work();
       if (PyList_GET_SIZE(objects_.get()) || PyList_GET_SIZE(final_objects_.get())) put_mail(i, record);
@@ -175,6 +176,7 @@ class Stepper {
     own_.doing.store(Doing::kNothing, std::memory_order_relaxed);
     record.finish();
     announce_finished(slab_.bell(), host_);
+    in_env_code.ends();
   }
 
   uint64_t begin(Doing doing, uint32_t i) {

@@ -34,6 +34,7 @@ from muster.pool.closing import (
 )
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.resources import Usage
+from muster.pool.verbs import Whole
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab, SlabPlan
@@ -150,16 +151,26 @@ class Backend(ABC):
             if mine := [env for env in seeds if first <= env < last]:
                 yield host, Reset(mine, dataclasses.replace(arguments, seeds=[seeds[env] for env in mine]))
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Closes the vector env where the body ends halfway, for example by Ctrl-C: its envs would be out of step."""
-        try:
-            yield
-        except UsageError:  # raised before anything was done
-            raise
-        except BaseException:
+    def whole(self, *, holds: bool = False) -> Whole:
+        """Closes the vector env where the body ends halfway: its envs would be out of step. holds: see `Whole`."""
+        return Whole(self._ends_halfway, holds=holds)
+
+    def _ends_halfway(self, error: BaseException) -> None:
+        if not isinstance(error, UsageError):  # raised before anything was done
             self.caller.closed = True
             self.close(AT_ONCE)
+
+    @contextlib.contextmanager
+    def _answering_here(self, host: EnvHost | None, env_ids: Array) -> Iterator[None]:
+        """Resets envs, among them some that this thread steps, by `host`: answers for those that Ctrl-C leaves out."""
+        try:
+            yield
+        except BaseException:
+            if host is not None and not self.caller.closed:
+                mine = range(host.first_env, host.first_env + len(host.envs))
+                pending = [env for env in env_ids.tolist() if env in mine and self.caller.is_pending(env)]
+                unanswered = [env for env in pending if not self.caller.finished(env)]
+                host.refuse(unanswered, UsageError("this reset was interrupted; reset the vector env again"))
             raise
 
     @functools.cached_property

@@ -19,6 +19,7 @@ from muster.hosts.requests import Attach, Call, EnvCall, HostOptions, ResetArgum
 from muster.pickling import named_arguments
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
+from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Failed
 from muster.pool.place import Limit
 from muster.pool.resources import Usage
@@ -74,10 +75,12 @@ class PooledBackend(Backend):
         self.caller = make_caller(self.slab, caller)
         self._has_caller = True
         self._attach = self._attach_message(options)
-        with self._fate():
-            self._ask_all([self._attach] * self.num_workers, self._attach_limit())
-            self.pool.take()
-        self._attached = True
+        try:
+            with self._fate():
+                self._ask_all([self._attach] * self.num_workers, self._attach_limit())
+                self.pool.take()
+        finally:  # those that wait in the core already are rung also where a Ctrl-C ends this
+            self._attached = True
 
     @abstractmethod
     def _made_slab(self, plan: SlabPlan) -> Slab:
@@ -119,13 +122,13 @@ class PooledBackend(Backend):
 
     def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
         resets = dict(self.resets_by_host(env_ids, arguments))
-        with self.whole():
+        with self.whole(holds=True):
             self.caller.request_resets(env_ids)
             for host, reset in resets.items():
                 self._post(host, reset)
 
     def restart(self, restart: Restart) -> bool:
-        with self.whole():
+        with self.whole(holds=True):
             self._post(self.caller.host_of(restart.env), restart)
         return False
 
@@ -152,7 +155,7 @@ class PooledBackend(Backend):
             self.pool.forget(self._hosts)
         self._answered, self._results_here = {}, []
         self._calling, self._called_at = calling, time.monotonic()
-        with self._fate():
+        with self._fate(), Uninterrupted():
             self._ask_all(requests, None)
 
     def call_wait(self, timeout_s: float | None) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ from muster.introspection import type_name
 from muster.pickling import UserCall
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
+from muster.pool.interrupts import Uninterrupted
 from muster.pool.launcher_client import standard_fds
 from muster.pool.place import Limit
 from muster.pool.pool import Pool
@@ -123,6 +125,7 @@ class ProcessBackend(PooledBackend):
         self._context = options.processes.context
         self._owner = os.getpid()
         self._has_pool = self._closed = False
+        self._closer: int | None = None
         self._local: EnvHost | None = None
         self._mail: SharedMail | None = None
         self._local_mail = LocalMail()
@@ -141,7 +144,7 @@ class ProcessBackend(PooledBackend):
         )
         for plan in plans:
             plan.parts = len(plan.envs)
-        with standard_fds():
+        with Uninterrupted(), standard_fds():
             for name in ("slab", "mail"):
                 self._files[name] = memfd(name)
                 own(self._files[name])
@@ -215,17 +218,18 @@ class ProcessBackend(PooledBackend):
         options = self._packed_options(arguments.options)
         resets = dict(self.resets_by_host(env_ids, dataclasses.replace(arguments, options=options)))
         local = resets.pop(self.num_workers, None)
-        with self.whole():
-            self.caller.request_resets(env_ids)
-            for host, reset in resets.items():
-                self._post(host, reset)
+        with self._answering_here(self._local, env_ids):
+            with self.whole(holds=True):
+                self.caller.request_resets(env_ids)
+                for host, reset in resets.items():
+                    self._post(host, reset)
             if self._local is not None and local is not None:
                 self._local.reset(local.env_ids, dataclasses.replace(arguments, seeds=local.arguments.seeds))
 
     def restart(self, restart: Restart) -> bool:
         host = self.caller.host_of(restart.env)
         replaces = restart.rebuilds and self._one_per_process
-        with self.whole():
+        with self.whole(holds=True):
             if replaces:
                 reason = f"{self.nouns.env(host, restart.env)} raised"
                 successor = self._successor(host, {restart.env: restart.attributes})
@@ -308,9 +312,10 @@ class ProcessBackend(PooledBackend):
 
     def close(self, limits: CloseLimits) -> list[Failure]:
         # A forked child of the caller has copies of all this, and must not touch the caller's workers.
-        if self._closed or self._owner != os.getpid():
+        here = threading.get_ident()
+        if self._closed or self._owner != os.getpid() or self._closer not in (None, here):
             return []
-        self._closed = True
+        self._closer = here
         failures: list[Failure] = []
 
         def close_local() -> bool:
@@ -328,6 +333,8 @@ class ProcessBackend(PooledBackend):
         finally:  # also when Ctrl-C ends the wait
             if self._mail is not None:
                 self._mail.close()
-            files, self._files = self._files, {}
-            close_own(*files.values())
+            with Uninterrupted():
+                files, self._files = self._files, {}
+                close_own(*files.values())
+        self._closed = True
         return sorted(failures, key=lambda failure: failure.env_index)

@@ -63,7 +63,7 @@ class SerialBackend(Backend):
         return self._mail
 
     def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
-        with self.whole():
+        with self._answering_here(self._env_host, env_ids):
             self.caller.request_resets(env_ids)
             self._env_host.reset(env_ids.tolist(), arguments)
 

@@ -21,10 +21,11 @@ import numpy as np
 from muster.errors import WorkerDied, WorkerTimeout
 from muster.pool.closing import AT_ONCE, CloseLimits, CloseNotice, CloseProgress, not_closed, warn_of_cuts
 from muster.pool.deaths import NOUNS
+from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Post, Question, Ready
 from muster.pool.place import Limit, Plan
 from muster.pool.resources import Usage, usage_of
-from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Uninterrupted
+from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
 from muster.pool.worker import Here, Resident, serve
 from muster.worker_info import worker_info_context
 
@@ -56,8 +57,7 @@ class _Thread:
         self.crash: BaseException | None = None
         self.asked_at: float | None = None
         self.limit: Limit | None = None  # not kept: nobody can end a thread
-        self.forgotten = self.sent_before = self.num_sent = 0
-        self.may_go_on = False  # nobody knows whether a message that a Ctrl-C came to is in the inbox
+        self.forgotten = 0
         self._numpy_errors = np.geterr(), np.geterrcall()  # a new thread has NumPy's own
         # A daemon: an endless step must not keep the interpreter from ending.
         self.thread = threading.Thread(target=self._main, name=f"muster-worker-{index}", daemon=True)
@@ -113,7 +113,8 @@ class ThreadPool(BasePool[_Thread]):
         deadline = time.monotonic() + self._start_timeout_s
         try:
             for one in self._places:
-                one.thread.start()
+                with Uninterrupted():
+                    one.thread.start()
                 while not self._said:
                     if not self._wait(min(SLICE_S, max(0.0, deadline - time.monotonic()))):
                         self.watch(0.0)
@@ -193,18 +194,21 @@ class ThreadPool(BasePool[_Thread]):
 
     def close(self, limits: CloseLimits) -> list[tuple[int, Any]]:
         """As `Pool.close`; a thread that hangs is interrupted once, then left behind and named."""
-        if not self._begins_to_close():  # in a forked child of the caller these threads do not exist
-            return []
         # The garbage collector may run this in any thread, even in one of these.
-        started = [one for one in self._places if one.thread.ident not in (None, threading.get_ident())]
+        started = [one for one in self._places if one.thread.is_alive() and one.thread.ident != threading.get_ident()]
         closing = _ClosingThreads(started, limits, self._said, self._wait, self._hooks, self._put)
         try:
+            with Uninterrupted():
+                is_first = self._begins_to_close()
+            if not is_first:  # in a forked child of the caller these threads do not exist
+                return []
             for one in self._places:
                 if one not in started:  # reads it once it comes to that
                     self._put(one, Close())
             closing.wait()
         finally:  # also when another Ctrl-C ends the wait
-            closing.give_up()
+            if self._is_closer():
+                closing.give_up()
         self.interrupted = closing.interrupted
         if not limits.terminates:
             crashes = [(one.name, Failed.of(one.crash, None)) for one in self._places if one.crash is not None]
@@ -266,6 +270,8 @@ class _ClosingThreads:
         """Waits until all have ended, or were left behind."""
         while self._endings:
             self._ask()
+            for ending in self._endings:  # again: one that steps into the slab just now does not hear the first ring
+                self._hooks.ring(ending.one.index)
             settled = all(one.pending is None and one.progress.left for one in self._endings)
             self._wait(SLICE_S if settled else _BUSY_SLICE_S)
             self._listen()

@@ -14,6 +14,7 @@ from typing import Any
 from muster.arguments import seconds
 from muster.errors import CannotTravel, WorkerName
 from muster.introspection import caller_stacklevel
+from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Answer, Closed, Closing, Failed, Progress, Ready, Unpacking, expect
 from muster.pool.notices import say
 from muster.pool.place import Place
@@ -219,6 +220,7 @@ class ClosingPlaces:
     def wait(self) -> None:
         """Waits until all have ended; kills those that are late. Ctrl-C ends the wait, and kills none."""
         while self._owed:
+            Uninterrupted.let_through()
             self.ask()
             self._listen()
             self._on_slice()

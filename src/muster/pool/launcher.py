@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 from muster._core import set_death_signal, set_process_name
 from muster.errors import UsageError
 from muster.pool.environment import become
-from muster.pool.killing import kill_group, kill_left, kill_with_all
 from muster.pool.notices import say
+from muster.pool.worker_process import kill_group, kill_left, kill_with_all
 
 HEADER = struct.Struct("<Q")
 # The most fds that a worker can receive with the request to start it, the pipe for its exit status among them.

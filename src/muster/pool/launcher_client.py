@@ -11,12 +11,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from muster._core import set_death_signal, set_process_name
 from muster.errors import NoFilesLeft
 from muster.pool.environment import apply, changed, search_path
+from muster.pool.interrupts import Uninterrupted
 from muster.pool.launcher import HEADER, fill_standard_fds, lead, leave_terminal, python_command
 from muster.pool.worker_process import close_all_own, disown, flush_streams, own, readable
 
@@ -31,6 +33,7 @@ _THREAD_VARIABLES = (
 )
 # The launcher's first answer takes 0.3 s of imports, later ones only a fork.
 _ANSWER_S = 60.0
+_SLICE_S = 0.05
 
 
 class _Key(NamedTuple):
@@ -191,8 +194,11 @@ class LauncherClient:
             self._in_step = False
             socket.send_fds(self._control, [HEADER.pack(len(body))], fds)
             self._control.sendall(body)
-            if not readable([self._control.fileno()], _ANSWER_S):
-                self._process.kill()  # stopped, or stuck: it must not start this worker later, after another one
+            deadline = time.monotonic() + _ANSWER_S
+            while not readable([self._control.fileno()], _SLICE_S):
+                Uninterrupted.let_through()
+                if time.monotonic() > deadline:
+                    self._process.kill()  # stopped, or stuck: it must not start this worker later, after another one
             answer, pidfds, _, _ = socket.recv_fds(self._control, HEADER.size, 1)
             if len(answer) < HEADER.size:
                 raise LauncherLost

@@ -87,7 +87,6 @@ class Place:
     asked_at: float | None = None  # of the question that it owes an answer to
     limit: Limit | None = None  # of that answer
     forgotten: int = 0  # answers that will come and are to be dropped
-    sent_before: int = 0  # messages, before the last question
 
     @property
     def starts(self) -> bool:
@@ -98,16 +97,6 @@ class Place:
     def building(self) -> str:
         """The activity, in words, of a worker that is still starting."""
         return f"{self.nouns.building} for {time.monotonic() - self.launched_at:.3g} s"
-
-    @property
-    def num_sent(self) -> int:
-        """See `Owing`."""
-        return self.channel.num_sent
-
-    @property
-    def may_go_on(self) -> bool:
-        """See `Owing`."""
-        return not (self.starts or self.channel.is_halfway)
 
     def is_ready(self, facts: Any) -> None:
         """Notes that its resident is built."""

@@ -26,6 +26,7 @@ from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cut
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import changes_of
 from muster.pool.inherit_in_caller import Inheritance
+from muster.pool.interrupts import Uninterrupted
 from muster.pool.launcher_client import LauncherOfPool, standard_fds
 from muster.pool.logs import LogInbox
 from muster.pool.messages import (
@@ -46,7 +47,7 @@ from muster.pool.place import Limit, Place, Plan, Started, Starting, fork, launc
 from muster.pool.resources import Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
-from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor, Uninterrupted
+from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
 from muster.pool.worker_process import Poller, close_own, own
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, frame
@@ -133,7 +134,7 @@ class Pool(BasePool[Place]):
         set_up = None if forks else SetUp.of_this_process(options.init)
         pickles = [b"" if forks else dumps(plan.content) for plan in self.plans]
         deadline = time.monotonic() + options.start_timeout_s
-        with standard_fds():
+        with Uninterrupted(), standard_fds():
             starting.inheritance = None if forks else Inheritance([plan.fds for plan in self.plans])
             for name in ("arrays", "logs"):
                 self._own_files[name] = memfd(name)
@@ -155,13 +156,15 @@ class Pool(BasePool[Place]):
             starting.orders.append(order)
         if not forks and self.plans:
             key = options.context, options.threads, options.preloads, options.hash_seed
-            starting.launcher = LauncherOfPool(*key)
+            with Uninterrupted():
+                starting.launcher = LauncherOfPool(*key)
         for index, plan in enumerate(self.plans):
             self._notice.check()
-            place = self._launch(index, plan.content)
-            place.starting_until = deadline
-            self._places.append(place)
-            self._require_place(place)
+            with Uninterrupted():
+                place = self._launch(index, plan.content)
+                place.starting_until = deadline
+                self._places.append(place)
+                self._require_place(place)
         for place in self._places:
             self._send_at_start(place, *self._with_inheritance(place.index))
 
@@ -263,22 +266,11 @@ class Pool(BasePool[Place]):
 
     def _hear_all(self, places: Sequence[tuple[Place, bool]]) -> None:
         """Takes what workers have sent, each with whether it had ended before that: none is still on its way then."""
-        said: list[tuple[Place, _Ending | None]] = []
-        interrupt: KeyboardInterrupt | None = None
-        try:
-            with Uninterrupted():
-                said += [(place, self._hear(place, has_ended)) for place, has_ended in places]
-        except BaseException as error:
-            if not isinstance(error, KeyboardInterrupt) or any(ending for _, ending in said):
-                self._ends_halfway(error)
-                raise
-            interrupt = error
-        for place, ending in said:
-            if self._places[place.index] is place and (ending or (place.outbox and not place.starts)):
-                with self.whole():
+        with self.whole():
+            said = [(place, self._hear(place, has_ended)) for place, has_ended in places]
+            for place, ending in said:
+                if self._places[place.index] is place and (ending or (place.outbox and not place.starts)):
                     self._settle(place, ending)
-        if interrupt is not None:
-            raise interrupt
 
     def _hear(self, place: Place, has_ended: bool) -> _Ending | None:
         """Takes the messages of one worker; returns what costs it its place, if anything."""
@@ -363,6 +355,7 @@ class Pool(BasePool[Place]):
         the end of another closes the pool with.
         """
         self._require_open()
+        Uninterrupted.let_through()
         place = self._places[index]
         for one in list(self._places):
             if (ended := one.process.has_ended()) or one is place:
@@ -450,15 +443,18 @@ class Pool(BasePool[Place]):
 
     def close(self, limits: CloseLimits, meanwhile: Callable[[], bool] | None = None) -> list[tuple[int, Any]]:
         """As `BasePool.close`. meanwhile: called once all are asked to close; False ends the wait."""
-        if not self._begins_to_close():
-            return []
         try:
+            with Uninterrupted():
+                is_first = self._begins_to_close()
+            if not is_first:
+                return []
             closing = self._closing([] if limits.terminates else self._places, limits, self._hooks.pending)
             closing.ask()
             if meanwhile is None or meanwhile():
                 closing.wait()
         finally:  # also when Ctrl-C ends the wait
-            self._end()
+            if self._is_closer():
+                self._end()
         warn_of_cuts(closing.cuts)
         return sorted(closing.said.items())
 
@@ -479,12 +475,11 @@ class Pool(BasePool[Place]):
         """Kills the workers that still run, and releases their fds, the launcher and the big arrays."""
         kills, retires = [one.process.kill for one in self._places], [one.retire for one in self._places]
         raised: BaseException | None = None
-        for step in (*kills, *retires, self._let_go):
-            for _ in range(2):
+        with Uninterrupted():
+            for step in (*kills, *retires, self._let_go):
                 try:
                     step()
-                    break
-                except BaseException as error:  # most often Ctrl-C; raised once all is done
+                except BaseException as error:  # raised once all is done
                     raised = error
         if raised is not None:
             raise raised

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # signal makes enums of all, which takes ten times as long
-import contextlib
 import math
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from muster.errors import ClosedError, UsageError, WorkerName
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
+from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Failed, Post, Question
 from muster.pool.place import Limit
 from muster.pool.resources import Usage
@@ -69,27 +68,6 @@ class Hooks(Protocol):
         return
 
 
-class Uninterrupted:
-    """Holds Ctrl-C back while its body runs, which is short and must be done as a whole; raises it at the end."""
-
-    def __enter__(self) -> None:
-        self._comes = False
-        is_main = threading.get_ident() == threading.main_thread().ident
-        handler = _signal.getsignal(_signal.SIGINT) if is_main else None
-        self._handler = handler if callable(handler) else None
-        if self._handler is not None:
-            _signal.signal(_signal.SIGINT, self._note)
-
-    def __exit__(self, *_: object) -> None:
-        if self._handler is not None:
-            _signal.signal(_signal.SIGINT, self._handler)
-            if self._comes:
-                self._handler(_signal.SIGINT, None)
-
-    def _note(self, *_: object) -> None:
-        self._comes = True
-
-
 class Owing(Protocol):
     """What a place owes. asked_at: of the question that it has not answered.  forgotten: see `Place`."""
 
@@ -97,15 +75,27 @@ class Owing(Protocol):
     asked_at: float | None
     limit: Limit | None
     forgotten: int
-    sent_before: int
 
-    @property
-    def num_sent(self) -> int:
-        """The messages that were sent to it."""
 
-    @property
-    def may_go_on(self) -> bool:
-        """Whether it may be used after a Ctrl-C in the middle of a question: no half a message is on its way."""
+class Whole(Uninterrupted):
+    """What must be done as a whole: where the body ends halfway, the pool is closed, since half would know of it.
+
+    holds: holds signals back meanwhile, too.
+    """
+
+    def __init__(self, ends_halfway: Callable[[BaseException], None], *, holds: bool = True) -> None:
+        self._ends_halfway, self._holds = ends_halfway, holds
+
+    def __enter__(self) -> Self:
+        return super().__enter__() if self._holds else self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if error is not None:
+                self._ends_halfway(error)
+        finally:
+            if self._holds:
+                super().__exit__(kind, error, traceback)
 
 
 P = TypeVar("P", bound=Owing)
@@ -129,14 +119,9 @@ class BasePool(ABC, Generic[P]):
         self._closer: int | None = None  # the thread that has closed it
         self.log_flag = memoryview(bytes(1))
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Closes the pool where the body ends halfway, for example by Ctrl-C: half of the residents would know."""
-        try:
-            yield
-        except BaseException as error:
-            self._ends_halfway(error)
-            raise
+    def whole(self) -> Whole:
+        """See `Whole`."""
+        return Whole(self._ends_halfway)
 
     def _ends_halfway(self, error: BaseException) -> None:
         if isinstance(error, UsageError):  # raised before anything was done
@@ -158,15 +143,9 @@ class BasePool(ABC, Generic[P]):
         to = self._open_place(place)
         if to.asked_at is not None:
             raise UsageError(f"{to.name} still owes an answer; take it, or forget it, before it is asked again")
-        try:  # not by `whole`, which costs as much as the rest
-            to.asked_at, to.limit, to.sent_before = time.monotonic(), limit, to.num_sent
+        with self.whole():
+            to.asked_at, to.limit = time.monotonic(), limit
             self._send(to, Question, message, limit)
-        except BaseException as error:
-            if not (isinstance(error, KeyboardInterrupt) and to.may_go_on):
-                self._ends_halfway(error)
-            elif to.num_sent == to.sent_before:
-                to.asked_at = None
-            raise
 
     def take(
         self,
@@ -192,9 +171,10 @@ class BasePool(ABC, Generic[P]):
                 self._watch_at = now + SLICE_S
                 self.watch(now - began)
             left_s = max(0.0, deadline - now)
-            is_done = not any(self._places[index].asked_at is not None for index in among) or (
-                at_least is not None and sum(one.place in among for one in self._arrived) >= at_least
-            )
+            # Lists: a Ctrl-C that comes as a generator is dropped is lost.
+            owed = [index for index in among if self._places[index].asked_at is not None]
+            arrived = [one for one in self._arrived if one.place in among]
+            is_done = not owed or (at_least is not None and len(arrived) >= at_least)
             if is_done or (left_s == 0.0 and not self._listen(0.0)):
                 with Uninterrupted():
                     arrived = [one for one in self._arrived if one.place in among]
@@ -235,6 +215,10 @@ class BasePool(ABC, Generic[P]):
         self.closed, self._closer = True, threading.get_ident()
         return True
 
+    def _is_closer(self) -> bool:
+        """Whether this thread has closed the pool; it ends again what a Ctrl-C has left of that."""
+        return self._owner == os.getpid() and self._closer == threading.get_ident()
+
     @abstractmethod
     def sealed(self, message: object) -> Any:
         """A message as `post` and `ask` take it, made once for several places. Raises what pickling raises."""
@@ -271,7 +255,8 @@ class BasePool(ABC, Generic[P]):
         """Closes residents and workers within `limits`; returns what the residents say of that, by place.
 
         Gives a RuntimeWarning about workers that were cut off. Only the first call does anything, from any thread, and
-        none does in a forked child: it has copies of all this, and must not touch the workers.
+        none does in a forked child: it has copies of all this, and must not touch the workers. Where a Ctrl-C has ended
+        the first one, another in the same thread ends what that has left.
         """
 
     @abstractmethod

@@ -23,7 +23,6 @@ from muster._core import EXIT_FDS_CLOSED, MARK, kill_started, start_watchdog
 from muster.errors import UnknownMessage
 from muster.pickling.main_module import ABOUT_INIT, Init, MainModule, run_once
 from muster.pool.inherit_in_worker import after_fork, finish_queues, start_method_left, take_over
-from muster.pool.killing import kill_group
 from muster.pool.logs import LogForwarding
 from muster.pool.messages import (
     Answer,
@@ -42,7 +41,7 @@ from muster.pool.messages import (
     expect,
 )
 from muster.pool.set_up import about_script
-from muster.pool.worker_process import STACK_SIGNAL, flush_streams
+from muster.pool.worker_process import STACK_SIGNAL, flush_streams, kill_group
 from muster.transport.big_arrays import map_big_arrays
 from muster.transport.channel import Channel, ChannelClosed
 from muster.transport.mail import dumps

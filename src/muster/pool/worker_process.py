@@ -1,4 +1,4 @@
-"""One worker process as its owner sees it: its end, its last words, its stack, and the fds that are held for it."""
+"""One worker process as its owner sees it: its death, its last words, its stack, and the fds held for it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from muster._core import kill_started
-from muster.pool.killing import kill_left, kill_with_all
 
 # Makes faulthandler write the Python stack, even while native code holds the GIL. Not SIGUSR1: envs may use that.
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -165,6 +164,28 @@ class WorkerProcess:
         except ProcessLookupError:
             is_reaped = True
         kill_started(root=self.pid, session=self._session, is_reaped=is_reaped)
+
+
+def kill_with_all(pid: int, session: int, send: Callable[[int], object]) -> None:
+    """Kills the process `pid` and all that it has started. send: sends the process a signal, by its number."""
+    send(signal.SIGSTOP)  # so that the process starts nothing more
+    kill_started(root=pid, session=session)
+    send(signal.SIGKILL)
+
+
+def kill_left(pid: int, pidfd: int, session: int) -> None:
+    """Waits until the worker `pid` has died and kills what it has left. Only for its parent, which reaps it later."""
+    # While the worker is a zombie, no other process can have its pid, or its group's number.
+    os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+    kill_started(root=pid, session=session)
+    kill_group(pid)
+
+
+def kill_group(pid: int) -> None:
+    """Kills the worker `pid` and its process group."""
+    # The worker died before it had a group, or only processes of another user are left in it.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _significant_lines(lines: list[str]) -> list[str]:

@@ -92,15 +92,19 @@ class BatchSource(ABC):
 
     def rollout(self) -> TensorDict:
         """The next batch. After an error or Ctrl-C the following one starts new episodes in all envs."""
-        with self._between_batches():
-            self._cut_short = True
+        with self._afresh():
             batch = self._collect()
             if self._split_trajs:
                 batch = split_trajectories(batch)
-            if self._storing_device is not None:
-                batch = batch.to(self._storing_device)
+            return batch if self._storing_device is None else batch.to(self._storing_device)
+
+    @contextmanager
+    def _afresh(self) -> Iterator[None]:
+        """Runs its body between batches; where that does not end well, the next batch starts new episodes."""
+        with self._between_batches():
+            self._cut_short = True
+            yield
             self._cut_short = False
-            return batch
 
     @contextmanager
     def _between_batches(self) -> Iterator[None]:

@@ -218,7 +218,8 @@ class MultiCollector(BatchSource):
 
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
-        self._collectors.reset(self.batches + 1, self.frames)
+        with self._afresh():
+            self._collectors.reset(self.batches + 1, self.frames)
 
     def stats(self) -> dict[str, Any]:
         """Counts of frames and batches; ``collectors``: counts of the collectors' envs, and shares of their time.
@@ -237,11 +238,12 @@ class MultiCollector(BatchSource):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state_dict`, in new episodes with seeds of their own."""
-        self._load_counters(state)
-        # States of earlier versions count the trajectories of a policy that stays in "staying" alone.
-        self._trajectories.next_id = max(self._trajectories.next_id, state.get("staying", state)["next_traj_id"])
-        self._collectors.load_state_dict(state)
-        self.reset()
+        with self._afresh():
+            self._load_counters(state)
+            # States of earlier versions count the trajectories of a policy that stays in "staying" alone.
+            self._trajectories.next_id = max(self._trajectories.next_id, state.get("staying", state)["next_traj_id"])
+            self._collectors.load_state_dict(state)
+            self._collectors.reset(self.batches + 1, self.frames)
 
     def shutdown(self) -> None:
         """Closes the envs and ends the processes. A batch that is under way ends after the step that it is in."""

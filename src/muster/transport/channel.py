@@ -54,8 +54,7 @@ class Channel:
         self._received = bytearray()  # what nobody has taken yet: whole messages, and a part of one
         self._received_fds: list[int] = []
         self._is_sending = False
-        self._message, self._counts = b"", list[int]()  # what was sent last, and how much of it by each call
-        self._num_begun = 0
+        self.is_halfway = False  # whether half a message is on its way
         self._reader: int | None = None  # the thread that receives
         self.heard_at = 0.0  # time.monotonic() of the last bytes received
         end.setblocking(watch is None)
@@ -80,21 +79,19 @@ class Channel:
         """
         if self._is_sending or self.is_halfway:
             raise TimeoutError
-        # Between these lines, and within `extend`, no signal handler runs and no other thread: no call of Python's own
-        # ends there. So whatever comes at any moment, it is known what was sent.
         self._is_sending = True
         try:
-            self._message, self._counts, self._num_begun = frames, [], self.num_sent + 1
             left = memoryview(frames)
             while left:
                 try:
                     if fds:  # not by socket.send_fds, which drops its flags before Python 3.14
                         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds[:_FDS_AT_ONCE]))]
-                        self._counts.append(self._socket.sendmsg([left[:1]], ancillary, socket.MSG_NOSIGNAL))
+                        sent = self._socket.sendmsg([left[:1]], ancillary, socket.MSG_NOSIGNAL)
                         fds = fds[_FDS_AT_ONCE:]
                     else:
-                        self._counts.extend(map(self._socket.send, (left,), (socket.MSG_NOSIGNAL,)))
-                    left = left[self._counts[-1] :]
+                        sent = self._socket.send(left, socket.MSG_NOSIGNAL)
+                    left = left[sent:]
+                    self.is_halfway = len(left) > 0
                 except BlockingIOError:
                     if not self._poll(select.POLLOUT, timeout_s):
                         raise TimeoutError from None
@@ -102,16 +99,6 @@ class Channel:
                     raise ChannelClosed from error
         finally:
             self._is_sending = False
-
-    @property
-    def is_halfway(self) -> bool:
-        """Whether half a message is on its way."""
-        return 0 < sum(self._counts) < len(self._message)
-
-    @property
-    def num_sent(self) -> int:
-        """The calls of `send_frames` that have sent all."""
-        return self._num_begun - (sum(self._counts) < len(self._message))
 
     def recv(self, timeout_s: float | None = None) -> Any:
         """The next message. Raises ChannelClosed, TimeoutError, and whatever `watch` raises.

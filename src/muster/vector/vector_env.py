@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
-from typing import Any, Generic, NoReturn, Self, TypeVar, cast
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
 
-from muster._core import SLICE_NS, Status, Unusual
-from muster.errors import CannotTravel, ClosedError, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster._core import SLICE_NS, Status, Unusual, end_threads
+from muster.errors import CannotTravel, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.hosts.failures import Failure
 from muster.hosts.requests import EnvCall, ResetArguments
 from muster.pool.closing import CloseLimits, close_abandoned
@@ -29,9 +29,22 @@ from muster.vector.raisers import failures_dropped
 from muster.vector.results import AgentBatch, AgentsStepResult, Batch, Floats, Rows, StepResult, counts_of, stats_of
 
 _WATCH_S = 0.05
+P = ParamSpec("P")
+R = TypeVar("R")
 StepT = TypeVar("StepT", StepResult, AgentsStepResult)
 BatchT = TypeVar("BatchT", Batch, AgentBatch)
 _INFOS, _NOT_OK, _FINALS = Unusual.INFOS, Unusual.NOT_OK, Unusual.FINALS
+
+
+def _verb(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Has one thread at a time run a method, as a whole, and `SteppedEnvs.interrupted` set where Ctrl-C ends it."""
+
+    @functools.wraps(method)
+    def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._caller:
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class SteppedEnvs(Generic[StepT, BatchT]):
@@ -41,7 +54,6 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     copies of observations and False for views, whatever `copy` says; `_reader`, which reads the infos.
     """
 
-    interrupted = False  # True after an interrupted wait, until something is sent: `reset` drops pending answers
     _batch: type[BatchT]
 
     def __init__(self, assembled: Assembled) -> None:
@@ -60,6 +72,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     # ---- reset
 
+    @_verb
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, Infos]:
@@ -70,12 +83,12 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         changed in them since. After a Ctrl-C in another call, a reset of all envs drops the answers that they owe.
         Raises EnvError, UsageError.
         """
-        with self._noting_interrupts():
-            if self.interrupted and "reset_mask" not in (options or ()):
-                self.drop_pending()
-            self.reset_async(seed=seed, options=options)
-            return self.reset_wait()
+        if self.interrupted and "reset_mask" not in (options or ()):
+            self.drop_pending()
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
 
+    @_verb
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
@@ -89,14 +102,15 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             ids = np.flatnonzero(checks.reset_mask_of(options.pop("reset_mask"), self.num_envs))
         self.reset_some(ids, ResetArguments([seeds[i] for i in ids.tolist()], options))
 
+    @_verb
     def reset_some(self, ids: Array, arguments: ResetArguments) -> None:
         """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked the arguments."""
         if self._recovery is not None:
             seeds = self._recovery.seeds_for_reset(ids, arguments.seeds, arguments.options)
             arguments = replace(arguments, seeds=seeds)
         self._backend.reset(ids, arguments)
-        self.interrupted = False
 
+    @_verb
     def reset_wait(
         self, timeout: float | None = None, *, _copies: bool | None = None, _reader: InfoReader | None = None
     ) -> tuple[Any, Infos]:
@@ -115,24 +129,18 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         actions: ``[N, ...]``, of `action_space`. Raises ActionError before anything is sent, EnvError, WorkerDied.
         """
         copies = self.copy if _copies is None else _copies
-        try:  # as `_noting_interrupts` does, in less time
+        with self._caller:  # as `_verb` does, in less time
             self._send(actions, None, True, copies)
             self._wait(self.num_envs, None, "step")
             return self._read(copies, _reader)[1:6]
-        except ClosedError:
-            self.require_open()  # raises in the words of a drop-in's original where `close` has closed it
-            raise
-        except Exception:
-            raise
-        except BaseException:
-            self.interrupted = True
-            raise
 
+    @_verb
     def step_async(self, actions: Any) -> None:
         """Sends the actions; `step_wait` or `recv` takes the results."""
         self.require_idle("step")
         self._send(actions, None, True, self.copy)
 
+    @_verb
     def step_wait(
         self, timeout: float | None = None, *, _copies: bool | None = None, _reader: InfoReader | None = None
     ) -> StepT:
@@ -144,14 +152,14 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
         Raises ActionError, PendingError, UsageError, each before anything is sent.
         """
-        self.require_open()
-        if env_ids is None:
-            if self._caller.num_pending:
-                self.require_idle("step")
-            return self._send(actions, None, False, self.copy)
-        if self._caller.calling:
-            self.require_idle("send")
-        return self._send(actions, checks.env_ids_of(env_ids, self.num_envs), False, self.copy)
+        with self._caller:
+            if env_ids is None:
+                if self._caller.num_pending:
+                    self.require_idle("step")
+                return self._send(actions, None, False, self.copy)
+            if self._caller.calling:
+                self.require_idle("send")
+            return self._send(actions, checks.env_ids_of(env_ids, self.num_envs), False, self.copy)
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None, *, _copies: bool | None = None) -> BatchT:
         """The results of the envs that are ready, once at least `min_envs` are (None: all that are pending).
@@ -159,7 +167,10 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         Raises WaitTimeout after `timeout` seconds; the envs then stay pending, to be waited for again. Raises
         NotPendingError if fewer than `min_envs` envs are pending.
         """
-        self.require_open()
+        with self._caller:
+            return self._recv(min_envs, timeout, self.copy if _copies is None else _copies)
+
+    def _recv(self, min_envs: int | None, timeout: float | None, copies: bool) -> BatchT:
         checks.require_count(min_envs)
         pending = self._caller.num_pending
         wanted = pending if min_envs is None else min_envs
@@ -171,31 +182,32 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             self._backend.watch(0.0)
             self._watch_at = now + _WATCH_S
         self._wait(wanted, timeout, "recv")
-        return self._batch._make(self._read(self.copy if _copies is None else _copies, None)[:6])
+        return self._batch._make(self._read(copies, None)[:6])
 
     # ---- everything else
 
+    @_verb
     def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The results of ``env.name(*args, **kwargs)``, or of ``name(env, env_index, *args, **kwargs)`` for a function.
 
         An attribute that is not callable is returned itself.
         """
-        with self._noting_interrupts():
-            self.call_async(name, *args, **kwargs)
-            return self.call_wait()
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
 
+    @_verb
     def call_async(self, name: str | EnvCall, /, *args: Any, **kwargs: Any) -> None:
         """Starts `call`; `call_wait` takes the results."""
         self.require_idle("call")
         checks.require_callable(name)
-        self.interrupted = False
-        self._caller.calling = True  # first, so that no other thread gets in between
+        self._caller.calling = True
         try:
             self._backend.call_async(name, args, kwargs)
         except BaseException:
             self._caller.calling = False
             raise
 
+    @_verb
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`. Raises WaitTimeout after `timeout` seconds; the call then stays pending."""
         self.require_open()
@@ -211,6 +223,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         """The attribute `name` of every env, looked up through wrappers."""
         return self.call(name)
 
+    @_verb
     def set_attr(self, name: str, values: Any) -> None:
         """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple.
 
@@ -269,7 +282,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     def close(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes envs and workers, see `close_extras`, unless that has been done."""
-        if not self.closed:
+        if self._finalizer.alive:
             self.close_extras(timeout=timeout, terminate=terminate)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
@@ -285,9 +298,12 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     def close_within(self, limits: CloseLimits) -> None:
         """Closes as `close` does, within the limits of a front end that has others."""
-        self._finalizer.detach()
+        if self._raise_closed is not None:
+            self._caller.raise_when_closed(self._raise_closed)
         self._caller.closed = True
-        if failures := self._backend.close(limits.hurried(self.interrupted)):
+        failures = self._backend.close(limits.hurried(self.interrupted))
+        self._finalizer.detach()  # last: where a Ctrl-C leaves something open, the finalizer or another call closes it
+        if failures:
             self._raise(failures, None)
 
     def __reduce__(self) -> NoReturn:
@@ -315,6 +331,11 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return cast("npt.NDArray[np.bool_]", self._records["needs_reset"].copy())
 
     @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C has ended a call since anything was sent; `reset` then drops the answers that envs owe."""
+        return self._caller.interrupted
+
+    @property
     def num_pending(self) -> int:
         """The number of envs that owe an answer to a step, send or reset."""
         return self._caller.num_pending
@@ -326,9 +347,6 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     def require_open(self) -> None:
         """Raises ClosedError where the vector env is closed, or belongs to the process that this one is a fork of."""
-        # `close` ends the finalizer; an error that closes the vector env does not.
-        if self._raise_closed is not None and not self._finalizer.alive:
-            self._raise_closed()
         self._caller.require_open()
 
     def require_idle(self, doing: str) -> None:
@@ -341,6 +359,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
                 "reset_wait() or recv()"
             )
 
+    @_verb
     def drop_pending(self) -> None:
         """Waits for every answer that envs still owe, and drops it: for front ends whose users cannot take it."""
         # Every recv() takes the answer, or the error, of at least one env.
@@ -349,24 +368,11 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         for _ in range(self.num_envs):
             with failures_dropped():
                 self.recv()
-        self.interrupted = False
-
-    @contextlib.contextmanager
-    def _noting_interrupts(self) -> Iterator[None]:
-        """Sets `interrupted` if Ctrl-C, or another exit, ends the body, which waits for answers."""
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException:
-            self.interrupted = True
-            raise
 
     def _send(self, actions: Any, ids: Array | None, as_whole: bool, copies: bool) -> None:
         """Sends to the envs `ids`, or to all. as_whole: all of these are waited for at once, for `copies` or views."""
         caller, recovery = self._caller, self._recovery
         objects = not caller.write(actions, ids) and self._writer.write(actions, self._all if ids is None else ids)
-        self.interrupted = False
         if recovery is None or not recovery.lost:
             return caller.send(ids, objects, as_whole, copies)
         alive, lost = recovery.split(self._all if ids is None else ids)
@@ -459,6 +465,9 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         last = self._backend.last_objects
         objects = [iter(last[env]) if env in last else repeat(None) for env in range(self.num_envs)]
         return self._backend.slab.obs_batch(self._all, objects, copies), infos
+
+
+weakref.finalize(SteppedEnvs, end_threads)  # runs after the vector envs' finalizers, which are made later
 
 
 class VectorEnv(  # type: ignore[misc,override]  # `close` names its options, and only it sets `closed`

@@ -1,0 +1,155 @@
+"""Ctrl-C at every moment of a call: the vector env and the collector go on, and what begins or ends leaves nothing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import faulty_envs
+import numpy as np
+import pytest
+import torch
+from interrupting import Interruption
+
+import muster
+from muster import MultiCollector
+from slow import slow
+
+ACTIONS = np.zeros(4, np.int64)
+
+
+class Echoing(faulty_envs.CountingEnv):
+    """Counts episodes and steps; tells of the latter in an info, and answers what it is asked."""
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"step": f"step {obs[2]:.0f}"}
+
+    def echo(self, value: float) -> tuple[int, float]:
+        return self.index, value
+
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "serial": {"backend": "serial"},
+    "thread": {"backend": "thread", "num_workers": 2},
+    "process": {"num_workers": 2},
+    "restart": {"num_workers": 2, "on_failure": "restart"},
+    "caller steps": {"num_workers": 2, "caller_steps": True},
+}
+SOME = {"reset_mask": np.array([True, False, True, False])}
+# What is done before, and the call that is interrupted.
+VERBS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "step": (lambda envs: None, lambda envs: envs.step(ACTIONS)),
+    "step_wait": (lambda envs: envs.step_async(ACTIONS), lambda envs: envs.step_wait()),
+    "recv": (lambda envs: envs.send(ACTIONS), lambda envs: envs.recv()),
+    "reset": (lambda envs: None, lambda envs: envs.reset()),
+    "reset some": (lambda envs: None, lambda envs: envs.reset(options=SOME)),
+    "call": (lambda envs: None, lambda envs: envs.call("echo", 1.0)),
+    "call_wait": (lambda envs: envs.call_async("echo", 1.0), lambda envs: envs.call_wait()),
+    "set_attr": (lambda envs: None, lambda envs: envs.set_attr("value", 1)),
+}
+CHOSEN = ("step", "recv", "reset", "call")
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize(
+    ("backend", "verb"),
+    [
+        pytest.param(
+            backend, verb, marks=[] if verb in CHOSEN and backend in ("serial", "process") else pytest.mark.slow
+        )
+        for backend, verb in itertools.product(BACKENDS, VERBS)
+    ],
+)
+def test_after_a_ctrl_c_at_any_moment_of_a_call_the_vector_env_goes_on(backend: str, verb: str) -> None:
+    begin, call = VERBS[verb]
+    with muster.make_vec(Echoing, 4, **BACKENDS[backend]) as envs:
+        envs.reset()
+        begin(envs)
+        call(envs)  # with all that is imported at the first call
+        for moment in itertools.count():
+            envs.reset()
+            begin(envs)
+            interruption = Interruption(moment)
+            if not interruption.run(call, envs):
+                break
+            where = interruption.where
+            assert not envs.closed, where
+            assert envs.reset()[0][:, 2].tolist() == [0, 0, 0, 0], where
+            obs, *_, infos = envs.step(ACTIONS)
+            assert obs[:, 2].tolist() == [1, 1, 1, 1], where
+            assert infos["step"].tolist() == ["step 1"] * 4, where
+            assert envs.call("echo", moment) == tuple((env, moment) for env in range(4)), where
+        assert moment > 5
+
+
+def made_and_closed(options: dict[str, Any]) -> None:
+    muster.make_vec(Echoing, 2, **options).close()
+
+
+def closing(options: dict[str, Any]) -> Callable[[], object]:
+    envs = muster.make_vec(Echoing, 2, **options)
+    return lambda: envs.close()
+
+
+LIVES: dict[str, Callable[[dict[str, Any]], Callable[[], object]]] = {
+    "begins and ends": lambda options: lambda: made_and_closed(options),
+    "ends": closing,
+}
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("context", ["fork", *slow("forkserver", "spawn")])
+def test_after_a_ctrl_c_as_a_vector_env_begins_or_ends_nothing_is_left(context: str, life: str) -> None:
+    options = {"num_workers": 2, "context": context}
+    made_and_closed(options)
+    counting = Interruption(sys.maxsize)
+    counting.run(LIVES[life](options))
+    for moment in random.Random(0).sample(range(counting.num_moments), 4 if context == "spawn" else 8):
+        Interruption(moment).run(LIVES[life](options))
+
+
+class Constant(torch.nn.Module):
+    """Acts its one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return (obs[:, 0] * 0 + self.action).long()
+
+
+ASKED: dict[str, Callable[[MultiCollector], object]] = {
+    "reset": lambda collector: collector.reset(),
+    "load_state_dict": lambda collector: collector.load_state_dict(collector.state_dict()),
+    "rollout": lambda collector: collector.rollout(),
+    "call": lambda collector: collector.call("echo", 1.0),
+    "set_attr": lambda collector: collector.set_attr("value", 1),
+}
+
+
+# In a finalizer, which gives back the memory of a batch, Python drops what is raised.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("every", [43, *slow(5)])
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("asked", ASKED)
+def test_after_a_ctrl_c_in_a_multi_collector_the_next_rollout_is_right(asked: str, sync: bool, every: int) -> None:
+    options: Any = {"num_collectors": 2, "frames_per_batch": 24, "sync": sync, "context": "fork"}
+    with MultiCollector(Echoing, Constant(), num_envs=4, **options) as collector:
+        collector.rollout()
+        ASKED[asked](collector)
+        for moment in itertools.count(step=every):
+            interruption = Interruption(moment)
+            if not interruption.run(ASKED[asked], collector):
+                break
+            steps = collector.rollout()["observation"][..., 2]
+            follows = (steps[:, 1:] == steps[:, :-1] + 1) | (steps[:, 1:] == 0)
+            assert follows.all(), interruption.where
+            assert collector.call("echo", moment) == tuple((env, moment) for env in range(4)), interruption.where
+        assert moment > 5

@@ -1,0 +1,87 @@
+"""Several threads of the caller's: two on one vector env, and one that still steps when Python ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from test_interrupts import BACKENDS, Echoing
+
+import muster
+import programs
+from muster.errors import PendingError, UsageError
+from slow import slow
+
+ACTIONS = np.zeros(4, np.int64)
+FOLDER = os.path.dirname(__file__)
+PROGRAM = """
+import json, sys, threading
+import muster, numpy as np
+from faulty_envs import CountingEnv
+
+if __name__ == "__main__":
+    envs = muster.make_vec(CountingEnv, 4, **json.loads(sys.argv[1]))
+    envs.reset()
+    began = threading.Event()
+
+    def steps():
+        while True:
+            envs.step(np.zeros(4, np.int64))
+            began.set()
+
+    threading.Thread(target=steps, daemon=True).start()
+    began.wait()
+"""
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", *slow("process", "caller steps")])
+def test_a_daemon_thread_that_steps_does_not_crash_the_interpreters_end(backend: str) -> None:
+    for _ in range(2):
+        ended = programs.run(
+            "-c", PROGRAM, json.dumps(BACKENDS[backend]), fresh=True, env=os.environ | {"PYTHONPATH": FOLDER}
+        )
+        assert ended.returncode == 0, ended.stderr
+
+
+@pytest.fixture
+def eager_switches() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("eager_switches")
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_two_threads_on_one_vector_env_get_right_rows_or_the_named_error(backend: str) -> None:
+    wrong: list[Any] = []
+    refused = 0
+
+    def steps(envs: Any) -> None:
+        nonlocal refused
+        for _ in range(150):
+            try:
+                obs, _, _, _, infos = envs.step(ACTIONS)
+            except (UsageError, PendingError):
+                refused += 1
+                continue
+            said = [f"step {step:.0f}" for step in obs[:, 2]]
+            if obs[:, 0].tolist() != [0, 1, 2, 3] or len(set(said)) > 1 or list(infos.get("step", ())) != said:
+                wrong.append((obs, infos))
+
+    with muster.make_vec(Echoing, 4, backend=backend, **({"num_workers": 2} if backend == "process" else {})) as envs:
+        envs.reset()
+        threads = [threading.Thread(target=steps, args=(envs,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert refused
+        envs.step(ACTIONS)
