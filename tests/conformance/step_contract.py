@@ -55,6 +55,12 @@ class BusySimulator(Counter):
         return super().reset(seed=seed, options=options)
 
 
+class Listening(Counter):
+    """An env whose actions have no fixed length."""
+
+    action_space = spaces.Sequence(spaces.Box(0, 9, (2,)), stack=True)
+
+
 class Constant(gym.Env[Any, Any]):
     """An env that always observes ``values``, in a dtype."""
 
@@ -159,6 +165,16 @@ class StepContract:
         actions[:] = 0
         assert [type(one[0]) for one in envs.get_attr("actions")] == [np.int64, np.int64]
         assert envs.get_attr("actions") == ([1], [2])
+
+    def test_envs_own_the_objects_in_their_actions(self, make: MakeVec) -> None:
+        envs = make([Listening] * 2)
+        envs.reset()
+        actions = tuple(np.full((1, 2), env, np.float32) for env in range(2))
+        envs.send(actions)
+        for action in actions:
+            action[:] = 7
+        envs.recv()
+        assert [heard[0].tolist() for heard in envs.get_attr("actions")] == [[[0, 0]], [[1, 1]]]
 
     def test_calls_and_attributes_reach_every_env(self, make: MakeVec) -> None:
         envs = make([functools.partial(Counter, length=9)] * 3, env_kwargs=[{"render_mode": "ansi"}] * 3)

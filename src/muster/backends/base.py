@@ -205,11 +205,15 @@ class Backend(ABC):
             for env, length in zip(raised.tolist(), lengths.tolist(), strict=True)
         ]
 
-    def put_actions(self, ids: Array, objects: Sequence[list[Any]]) -> None:
-        """Mails those parts of the actions that have no place in the slab."""
+    def put_actions(self, ids: Array, objects: Sequence[list[Any]], *, as_provided: bool = False) -> None:
+        """Mails those parts of the actions that have no place in the slab. as_provided: envs may get the very objects.
+
+        Else each env gets objects of its own, which the caller may go on changing.
+        """
         for env, action in zip(ids.tolist(), objects, strict=True):
-            box = self.slab.plan.num_envs + env
-            self.slab.action_mail_bytes[env] = self.mail_of(self.caller.host_of(env)).put(box, action)
+            box, mail = self.slab.plan.num_envs + env, self.mail_of(self.caller.host_of(env))
+            own = action if as_provided or not mail.lends_objects else mail.own(action)
+            self.slab.action_mail_bytes[env] = mail.put(box, own)
 
     def fetch_schemas(self, host: int, at: int) -> tuple[list[Any], int]:
         """The info layouts that the worker of `host` has mailed behind `at`, and where they end.

@@ -62,7 +62,7 @@ class LenientWriter(ActionWriter):
             return []
 
     def _mail(self, provided: Sequence[Any], ids: Array) -> bool:
-        self._backend.put_actions(ids, [[action] for action in provided])
+        self._backend.put_actions(ids, [[action] for action in provided], as_provided=True)
         return True
 
 
