@@ -130,6 +130,17 @@ def test_a_restarted_env_truncates_whoever_was_left(mode: str) -> None:
         envs.step(ones(2))
 
 
+def test_a_reset_of_others_leaves_a_restarted_env_over() -> None:
+    with muster.make_vec(Failing, 2, backend="serial", on_failure="restart") as envs:
+        envs.reset(seed=0)
+        envs.step(ones(2))
+        *_, before = envs.step(ones(2))
+        assert before["restarted"][1] is not None
+        _, after = envs.reset(options={"reset_mask": np.array([True, False])})
+        for flag in ("alive", "acting", "agent_terminated", "agent_truncated"):
+            assert [after[flag][g][1].tolist() for g in "ab"] == [before[flag][g][1].tolist() for g in "ab"], flag
+
+
 class ChangingItsAgents(Failing):
     """Built for a second time it has other agents, in as many slots: their rows would fit the slab."""
 

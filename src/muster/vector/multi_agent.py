@@ -111,40 +111,40 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
 
     def _all_after_reset(self, ids: Array, infos: Infos, copies: bool) -> tuple[Any, Infos]:
         rows, infos = super()._all_after_reset(ids, infos, copies)
-        obs, _, infos = self._by_group(rows, infos, None, copies)
+        lost = None
+        if self._recovery is not None:
+            # Agents that act though their episode is over: a restart has cut it off, and the row is the last one.
+            lost = self.needs_reset & rows[layout.FLAGS][:, layout.ACTING].any(1)
+        obs, _, infos = self._by_group(rows, infos, lost, copies)
         return obs, infos
 
     def _split_rows(self, rows: Rows, copies: bool) -> Rows:
         ids, obs, _, terminated, truncated, infos, unusual = rows
-        by_group, rewards, infos = self._by_group(obs, infos, truncated, copies)
+        lost = infos["_restarted"] & truncated if "_restarted" in infos else None
+        by_group, rewards, infos = self._by_group(obs, infos, lost, copies)
         return ids, by_group, rewards, terminated, truncated, infos, unusual
 
-    def _by_group(
-        self, rows: Any, infos: Infos, truncated: Bools | None, copies: bool
-    ) -> tuple[ByGroup, Rewards, Infos]:
+    def _by_group(self, rows: Any, infos: Infos, lost: Bools | None, copies: bool) -> tuple[ByGroup, Rewards, Infos]:
         rewards, flags = rows[layout.REWARDS], rows[layout.FLAGS]
         if not copies:  # only observations are views, as from `VectorEnv`
             rewards, flags = rewards.copy(), flags.copy()
-        if infos:
-            if AWAY in infos:
-                self._warn_of_away(infos.pop(AWAY), infos.pop(f"_{AWAY}"))
-            final = infos.pop(_FINAL_ROWS, None)
-            if truncated is not None and "_restarted" in infos and (lost := infos["_restarted"] & truncated).any():
-                if final is None:
-                    rewards, flags = _cut_off(rewards, flags, lost)
-                else:
-                    final = dict(enumerate(final))
-                    final[layout.REWARDS], final[layout.FLAGS] = _cut_off(
-                        final[layout.REWARDS], final[layout.FLAGS], lost
-                    )
-            if final is not None:
-                over = infos["_final_obs"]
-                rewards = np.where(over[:, None], final[layout.REWARDS], rewards)
-                flags = flags.copy()
-                flags[over, layout.TERMINATED :] = final[layout.FLAGS][over, layout.TERMINATED :]
-                infos["final_obs"] = self._obs_by_group(final)
-                _, about = self._split(final[layout.REWARDS], final[layout.FLAGS])
-                infos["final_info"] |= self._about_agents(final, about)
+        if AWAY in infos:
+            self._warn_of_away(infos.pop(AWAY), infos.pop(f"_{AWAY}"))
+        final = infos.pop(_FINAL_ROWS, None) if infos else None
+        if lost is not None and lost.any():
+            if final is None:
+                rewards, flags = _cut_off(rewards, flags, lost)
+            else:
+                final = dict(enumerate(final))
+                final[layout.REWARDS], final[layout.FLAGS] = _cut_off(final[layout.REWARDS], final[layout.FLAGS], lost)
+        if final is not None:
+            over = infos["_final_obs"]
+            rewards = np.where(over[:, None], final[layout.REWARDS], rewards)
+            flags = flags.copy()
+            flags[over, layout.TERMINATED :] = final[layout.FLAGS][over, layout.TERMINATED :]
+            infos["final_obs"] = self._obs_by_group(final)
+            _, about = self._split(final[layout.REWARDS], final[layout.FLAGS])
+            infos["final_info"] |= self._about_agents(final, about)
         by_group, about = self._split(rewards, flags)
         infos |= self._about_agents(rows, about)
         return self._obs_by_group(rows), by_group, infos
