@@ -1,4 +1,5 @@
-"""A long run under fire: workers are killed and stopped at random, envs raise and crash, and every row is checked.
+"""A long run under fire: workers are killed and stopped at random, envs raise and crash, Ctrl-C comes in the middle of
+calls, the caller forks, the layouts of infos change, and every row is checked.
 
     python tests/faults/soak.py --seconds 300
 
@@ -9,12 +10,14 @@ noticed. At the end memory, fds and processes have to be where they were after t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,14 @@ import gymnasium as gym
 import numpy as np
 
 import muster
+from muster.errors import ClosedError
 from muster.vector.results import Batch
 
 NUM_ENVS, NUM_WORKERS = 16, 4
 KILL_EVERY_S = 0.2
+INTERRUPT_EVERY_S = 0.0  # 0 for never. 0.5 once a reset forgets what an interrupted recv has left pending
+FORK_EVERY_S = 1.0
+LAYOUTS = 200  # of infos; more than a worker keeps
 STEP_TIMEOUT_S = 0.5
 RAISES, CRASHES = 1 / 20_000, 1 / 50_000  # for each env step
 EPISODE_STEPS = 60
@@ -67,18 +74,23 @@ class UnderFire(gym.Env[Any, Any]):
             raise RuntimeError("bad luck")
         self.steps += 1
         row = row_of(self.index, self.episode, self.steps)
-        return row, float(self.steps), self.steps == EPISODE_STEPS, False, {"step": self.steps}
+        info: dict[str, Any] = {"step": self.steps}
+        if self.random.random() < 0.1:
+            info[f"layout {self.random.randrange(LAYOUTS)}"] = {"step": self.steps, "word": str(self.steps)}
+        return row, float(self.steps), self.steps == EPISODE_STEPS, False, info
 
 
 @dataclass
 class Report:
-    """The results of a soak. problems: empty if all was well."""
+    """The results of a soak. problems: empty if all was well.  closed: vector envs that a Ctrl-C has closed."""
 
     rows: int = 0
     kills: int = 0
+    interrupts: int = 0
+    forks: int = 0
     truncations: int = 0
     episodes: int = 0
-    restarts: int = 0
+    closed: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -87,6 +99,14 @@ class Checker:
 
     def __init__(self, obs: Any) -> None:
         self.report = Report()
+        self.start(obs)
+
+    def start(self, obs: Any) -> None:
+        """Begins anew with the result of a reset of all envs, which is of new episodes."""
+        for env, row in enumerate(obs):
+            fresh = self.report.rows == 0 or row[1] != self.last[env][1]
+            if not np.array_equal(row, row_of(env, int(row[1]), 0)) or not fresh:
+                self.report.problems.append(f"row {self.report.rows} of env {env} is not of a reset: {row[:3]}")
         self.last = obs.copy()
         self.over = np.zeros(NUM_ENVS, bool)
 
@@ -97,8 +117,13 @@ class Checker:
             obs, step = batch.obs[row], int(batch.obs[row][2])
             ended = bool(batch.terminated[row]), bool(batch.truncated[row])
             reward, info_step = batch.rewards[row], steps[row]
+            layouts = [key for key in batch.infos if key.startswith("layout") and batch.infos[f"_{key}"][row]]
             if not np.array_equal(obs, row_of(env, int(obs[1]), step)):
                 wrong = "its checksum is wrong"
+            elif any(batch.infos[key]["step"][row] != step for key in layouts) or any(
+                batch.infos[key]["word"][row] != str(step) for key in layouts
+            ):
+                wrong = "its info is another's"
             elif self.over[env]:
                 fresh = obs[1] != self.last[env][1] and step == 0
                 wrong = "" if fresh and ended == (False, False) and reward == 0 else "not the start of an episode"
@@ -142,9 +167,34 @@ class Killer(threading.Thread):
         self.join()
 
 
-def soak(seconds: float, seed: int = 0) -> Report:
-    """Steps for `seconds`, by `step` and by `send` and `recv` in turn."""
-    envs = muster.make_vec(
+class Interrupts:
+    """Ctrl-C in the middle of calls: a handler that raises while `call` runs, and at no other time."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._calling = report, False
+        self._before = signal.signal(signal.SIGALRM, self._raise)
+        signal.setitimer(signal.ITIMER_REAL, INTERRUPT_EVERY_S, INTERRUPT_EVERY_S)
+
+    def call(self, act: Callable[..., Any], *args: Any) -> Any:
+        self._calling = True
+        try:
+            return act(*args)
+        finally:
+            self._calling = False
+
+    def stop(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def _raise(self, *_: object) -> None:
+        if self._calling:
+            self._calling = False
+            self._report.interrupts += 1
+            raise KeyboardInterrupt
+
+
+def under_fire() -> Any:
+    return muster.make_vec(
         UnderFire,
         NUM_ENVS,
         num_workers=NUM_WORKERS,
@@ -152,9 +202,14 @@ def soak(seconds: float, seed: int = 0) -> Report:
         max_restarts=1_000_000,
         step_timeout=STEP_TIMEOUT_S,
     )
+
+
+def soak(seconds: float, seed: int = 0) -> Report:
+    """Steps for `seconds`, by `step` and by `send` and `recv` in turn."""
+    envs = under_fire()
     checker = Checker(envs.reset(seed=seed)[0])
     report = checker.report
-    killer = Killer(envs, seed)
+    killer, interrupts = Killer(envs, seed), Interrupts(report)
     start = time.monotonic()
     held: dict[str, int] | None = None
     killer.start()
@@ -162,12 +217,18 @@ def soak(seconds: float, seed: int = 0) -> Report:
         while (elapsed_s := time.monotonic() - start) < seconds and not report.problems:
             if held is None and elapsed_s > seconds / 10:
                 held = holdings()
-            some_steps(envs, checker)
-            some_halves(envs, checker)
+            try:
+                some_steps(envs, checker, interrupts.call)
+                some_halves(envs, checker, interrupts.call)
+                if report.forks < elapsed_s / FORK_EVERY_S:
+                    fork(envs, checker)
+            except KeyboardInterrupt:
+                envs = begin_again(envs, checker, interrupts.call)
     finally:
+        interrupts.stop()
         killer.stop()
     some_steps(envs, checker)  # replaces the workers that the killer has left broken
-    report.kills, report.restarts = killer.kills, envs.stats()["restarts"]
+    report.kills = killer.kills
     after = holdings()
     for kind, before in (held or after).items():
         limit = before + (MEMORY_GROWTH_BYTES if kind == "memory_bytes" else 0)
@@ -175,27 +236,69 @@ def soak(seconds: float, seed: int = 0) -> Report:
             limit = NUM_WORKERS
         if after[kind] > limit:
             report.problems.append(f"{kind} grew from {before} to {after[kind]}")
-    if report.truncations > report.restarts:
-        report.problems.append(f"{report.truncations} truncations, but only {report.restarts} envs were restarted")
     envs.close()
     if workers_of(os.getpid()):
         report.problems.append("workers are left after close")
     return report
 
 
-def some_steps(envs: Any, checker: Checker) -> None:
+def plainly(act: Callable[..., Any], *args: Any) -> Any:
+    return act(*args)
+
+
+def some_steps(envs: Any, checker: Checker, call: Any = plainly) -> None:
     actions, ids = np.zeros(NUM_ENVS, np.int64), np.arange(NUM_ENVS)
     for _ in range(20):
-        checker.check(Batch(ids, *envs.step(actions)))
+        checker.check(Batch(ids, *call(envs.step, actions)))
 
 
-def some_halves(envs: Any, checker: Checker) -> None:
-    envs.send(np.zeros(NUM_ENVS, np.int64))
+def some_halves(envs: Any, checker: Checker, call: Any) -> None:
+    call(envs.send, np.zeros(NUM_ENVS, np.int64))
     for _ in range(40):
-        batch = envs.recv(min_envs=NUM_ENVS // 2)
+        batch = call(envs.recv, NUM_ENVS // 2)
         checker.check(batch)
-        envs.send(np.zeros(len(batch.env_ids), np.int64), batch.env_ids)
-    checker.check(envs.recv())
+        call(envs.send, np.zeros(len(batch.env_ids), np.int64), batch.env_ids)
+    checker.check(call(envs.recv))
+
+
+def begin_again(envs: Any, checker: Checker, call: Any) -> Any:
+    """Resets all envs after a Ctrl-C, and may be interrupted, too; returns the vector env, or a new one.
+
+    A Ctrl-C that comes while a worker is replaced closes the vector env.
+    """
+    while True:
+        if envs.closed:
+            checker.report.closed += 1
+            envs = under_fire()
+        with contextlib.suppress(KeyboardInterrupt):
+            checker.start(call(envs.reset)[0])
+            return envs
+
+
+def fork(envs: Any, checker: Checker) -> None:
+    """Forks this process: the child can use no env, and neither process sees what the other does with observations."""
+    obs = envs.step(np.zeros(NUM_ENVS, np.int64))
+    checker.check(Batch(np.arange(NUM_ENVS), *obs))
+    kept, checker.report.forks = obs[0].copy(), checker.report.forks + 1
+    go_on, may_go_on = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.read(go_on, 1)  # until the parent has stepped
+            with contextlib.suppress(ClosedError):
+                envs.step(np.zeros(NUM_ENVS, np.int64))
+                os._exit(1)
+            is_same = np.array_equal(obs[0], kept)
+            obs[0][:] = -1
+            os._exit(not is_same)
+        finally:
+            os._exit(2)
+    some_steps(envs, checker)
+    os.write(may_go_on, b"x")
+    status = os.waitpid(child, 0)[1]
+    os.close(go_on)
+    os.close(may_go_on)
+    if status or not np.array_equal(obs[0], kept):
+        checker.report.problems.append(f"a fork has changed an observation, or could step: status {status}")
 
 
 def workers_of(caller: int) -> list[int]:
