@@ -18,11 +18,13 @@ WITHOUT_TORCH := tests/backends tests/conformance tests/doctor/test_command.py t
   tests/spaces tests/training/test_events.py tests/training/test_picture.py tests/transport tests/vector \
   tests/workers
 
-# Extra arguments for the script behind `demo`, `test`, `test-all` and `bench`: make test ARGS="-k layers"
+# Extra arguments for the script behind `demo`, `test`, `test-all`, `soak`, `fuzz` and `bench`: make test ARGS="-k layers"
 ARGS ?=
+# How long `fuzz` runs.
+SECONDS ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak sanitize lint bench wheels test-wheels test-lowest
+.PHONY: help demo test test-all soak fuzz sanitize lint bench wheels test-wheels test-lowest
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,8 +41,11 @@ test: $(VENV)/.core ## Run the tests that take seconds
 test-all: $(VENV)/.core ## Run all tests
 	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
-soak: $(VENV)/.core ## Kill and stop workers at random for 5 minutes, and check every row
+soak: $(VENV)/.core ## Kill and stop workers at random and fork for 5 minutes, and check every row
 	$(BIN)/python tests/faults/soak.py --seconds 300 $(ARGS)
+
+fuzz: $(VENV)/.core ## Run random programs with new seeds for 5 minutes, or SECONDS=1200, against a model and the peers
+	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 sanitize: build/sanitize/.core ## Run the stepping tests on a core built with AddressSanitizer and UBSan
 	@# Not under fork: GCC 12's AddressSanitizer holds its allocator's lock across it.

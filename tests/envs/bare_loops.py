@@ -206,8 +206,8 @@ class BareAgents(BareLoop):
 
 
 class BareParallel(BareAgents):
-    def reset(self, seed: int | None) -> None:
-        obs, self.infos = copy.deepcopy(self.env.reset(seed=seed))
+    def reset(self, seed: int | None, options: Any = None) -> None:
+        obs, self.infos = copy.deepcopy(self.env.reset(seed=seed, options=options))
         self.told = {agent: Agent(one, acting=True) for agent, one in obs.items()}
         self.over = self.cut = False
 
@@ -223,8 +223,8 @@ class BareParallel(BareAgents):
 
 
 class BareTurns(BareAgents):
-    def reset(self, seed: int | None) -> None:
-        self.env.reset(seed=seed)
+    def reset(self, seed: int | None, options: Any = None) -> None:
+        self.env.reset(seed=seed, options=options)
         self.over = self.cut = False
         self._listen()
 
