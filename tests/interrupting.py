@@ -1,48 +1,87 @@
-"""Interrupts at a chosen place, wherever CPython may run the handler of a signal."""
+"""Ctrl-C at chosen moments: all at which CPython may run a signal handler, counted."""
 
 from __future__ import annotations
 
 import dis
+import os
+import signal
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
-import torch
+# After these CPython looks for signals, where what was called is no function of Python's own; that looks as it begins.
+_CALLS = frozenset(dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW") if name in dis.opmap)
+_LOOKS = _CALLS | {dis.opmap["JUMP_BACKWARD"]}
+_PYTHON_CALLED = -1
+# These look for signals while they wait, and end without having done anything.
+_WAITS = frozenset({"poll", "recvmsg", "send", "sendmsg", "sendall", "read", "write", "acquire", "get", "sleep"})
 
 
-class Interrupt(BaseException):
-    """What a handler of a signal raises."""
+class Interruption:
+    """Runs the handler of SIGINT at one moment of a call in this thread.
 
-
-def interrupted_at(place: int, act: Callable[[], Any]) -> bool:
-    """Calls `act`, and raises at the place of that number where CPython may run a handler; whether there was one.
-
-    These are: where a function begins, after a call, and after a jump back.
+    at: which moment, from 0 on.  num_moments: those that the call has had, up to that one.  where: the last one.
+    Those in the function itself do not count, nor those before the first instruction of what it calls: they are the
+    program's.
     """
-    left = place
-    before: dict[FrameType, int] = {}
 
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal left
-        frame.f_trace_opcodes = True
-        last, code = before.get(frame), frame.f_code.co_code
-        before[frame] = frame.f_lasti
-        name = "" if last is None else dis.opname[code[last]]
-        if event == "call" or (event == "opcode" and name.startswith(("CALL", "JUMP_BACKWARD"))):
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise Interrupt
-        return trace
+    def __init__(self, at: int) -> None:
+        self._at, self._owner = at, os.getpid()
+        self.num_moments, self.comes, self.where = 0, False, ""
+        self._before: dict[Any, int] = {}  # the last opcode of each frame within the call
 
-    grad = torch.is_grad_enabled()
-    sys.settrace(trace)
-    try:
-        act()
-    except Interrupt:  # others' code may have swallowed it
-        pass
-    finally:
-        sys.settrace(None)
-        torch.set_grad_enabled(grad)  # whose context the interrupt may have kept from ending
-    return left < 0
+    def run(self, call: Callable[..., object], *arguments: Any) -> bool:
+        """Calls a program's function; returns whether the moment came: then KeyboardInterrupt may have ended that."""
+        outer = sys.gettrace(), sys.getprofile()
+        self._outside = {self.run.__code__, getattr(call, "__code__", None)}
+        sys.setprofile(self._profile)
+        sys.settrace(self._trace)
+        try:
+            call(*arguments)
+        except KeyboardInterrupt:
+            if not self.comes:
+                raise
+        finally:
+            sys.settrace(outer[0])
+            sys.setprofile(outer[1])
+            self._before.clear()
+        return self.comes
+
+    def _moment(self, frame: Any) -> None:
+        self.num_moments += 1
+        if self.num_moments == self._at + 1 and os.getpid() == self._owner:
+            self.comes = True
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+            handler = signal.getsignal(signal.SIGINT)
+            assert callable(handler)
+            sys.settrace(None)
+            sys.setprofile(None)
+            handler(signal.SIGINT, frame)
+
+    def _trace(self, frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code in self._outside:
+            return None
+        if event == "call":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            is_first = frame.f_back is None or frame.f_back.f_code in self._outside
+            if frame.f_back in self._before:
+                self._before[frame.f_back] = _PYTHON_CALLED
+            self._before[frame] = _PYTHON_CALLED
+            if not is_first:
+                self._moment(frame)
+        elif event == "opcode":
+            before = self._before.get(frame, _PYTHON_CALLED)
+            self._before[frame] = frame.f_code.co_code[frame.f_lasti]
+            if before in _LOOKS:
+                self._moment(frame)
+        elif event == "return":
+            self._before.pop(frame, None)
+        return self._trace
+
+    def _profile(self, frame: Any, event: str, called: Any) -> None:
+        if frame not in self._before:
+            return
+        if event == "c_call" and getattr(called, "__name__", "") in _WAITS:
+            self._moment(frame)
+        elif event == "c_return":  # also where it has called functions of Python's own
+            self._before[frame] = next(iter(_CALLS))

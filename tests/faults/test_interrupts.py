@@ -12,9 +12,9 @@ import faulty_envs
 import numpy as np
 import pytest
 import torch
-from interrupting import Interruption
 
 import muster
+from interrupting import Interruption
 from muster import MultiCollector
 from slow import slow
 

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from interrupting import interrupted_at
+from interrupting import Interruption
 from muster import Collector, MultiCollector
 from rollout.counting_env import CountingEnv
 
@@ -54,7 +54,7 @@ def test_a_collectors_own_policy() -> None:
     with Collector(Wide, policy, frames_per_batch=1, make_vec_options={"backend": "serial"}) as collector:
         for place in places():
             old, version = int(policy.a[0]), collector.policy_version
-            ended = interrupted_at(place, partial(collector.update_policy_weights_, values(place + 1)))
+            ended = Interruption(place).run(partial(collector.update_policy_weights_, values(place + 1)))
             assert (int(policy.a[0]), collector.policy_version) in ((old, version), (place + 1, version + 1)), place
             assert {*policy.a.tolist(), *policy.b.tolist()} == {policy.a[0].item()}
             if not ended:
@@ -74,7 +74,7 @@ def test_weights_that_replicas_take(given: bool) -> None:
             if not given:
                 policy.set(new)
                 policy.beside = new
-            ended = interrupted_at(place, partial(collector.update_policy_weights_, values(new) if given else None))
+            ended = Interruption(place).run(partial(collector.update_policy_weights_, values(new) if given else None))
             now = collector.policy_version
             assert now in (version, version + 1)
             expected = acting if now == version else new + 10_000 * policy.beside

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from interrupting import interrupted_at
+from interrupting import Interruption
 from slow import slow
 
 torchrl = pytest.importorskip("torchrl")
@@ -423,7 +423,7 @@ def test_an_update_that_is_interrupted_reaches_the_policy_and_all_workers_or_non
         next(batches)
         for place in range(10_000):
             update = partial(collector.update_policy_weights_, int_bias_policy(float(place + 1)))
-            is_over = not interrupted_at(place, update)
+            is_over = not Interruption(place).run(update)
             if (mine := policy.module.value.item()) == place + 1:
                 acting, version = mine, version + 1
             if mine == place + 1 or place % 20 == 0:
