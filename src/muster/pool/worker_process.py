@@ -93,7 +93,8 @@ class WorkerProcess:
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until the worker has ended, for `timeout_s` at most; returns whether it has."""
-        readable([self.fileno()], timeout_s)
+        if not self._ended:  # else the fd may be another file's by now
+            readable([self.fileno()], timeout_s)
         return self.has_ended()
 
     def kill(self) -> None:
