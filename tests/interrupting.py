@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 # After these CPython looks for signals, where what was called is no function of Python's own; that looks as it begins.
 _CALLS = frozenset(dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW") if name in dis.opmap)
 _LOOKS = _CALLS | {dis.opmap["JUMP_BACKWARD"]}
@@ -33,6 +35,7 @@ class Interruption:
     def run(self, call: Callable[..., object], *arguments: Any) -> bool:
         """Calls a program's function; returns whether the moment came: then KeyboardInterrupt may have ended that."""
         outer = sys.gettrace(), sys.getprofile()
+        has_gradients = torch.is_grad_enabled()
         self._outside = {self.run.__code__, getattr(call, "__code__", None)}
         sys.setprofile(self._profile)
         sys.settrace(self._trace)
@@ -45,6 +48,7 @@ class Interruption:
             sys.settrace(outer[0])
             sys.setprofile(outer[1])
             self._before.clear()
+            torch.set_grad_enabled(has_gradients)  # the interrupt may have kept a context of PyTorch's from ending
         return self.comes
 
     def _moment(self, frame: Any) -> None:

@@ -99,7 +99,7 @@ class Caller {
     const unsigned long thread = PyThread_get_thread_ident();
     unsigned long none = 0;
     if (!inside_.compare_exchange_strong(none, thread) && none != thread)
-      raise("UsageError", "another thread is inside a call of this vector env; use one at a time, or a lock");
+      raise("PendingError", "another thread is inside a call of this vector env; use one at a time, or a lock");
     ++depth_;
   }
 

@@ -270,8 +270,9 @@ class _ClosingThreads:
         """Waits until all have ended, or were left behind."""
         while self._endings:
             self._ask()
-            for ending in self._endings:  # again: one that steps into the slab just now does not hear the first ring
-                self._hooks.ring(ending.one.index)
+            for ending in self._endings:
+                if ending.pending is None:  # again: one that steps into the slab just now has not heard the first ring
+                    self._hooks.ring(ending.one.index)
             settled = all(one.pending is None and one.progress.left for one in self._endings)
             self._wait(SLICE_S if settled else _BUSY_SLICE_S)
             self._listen()
