@@ -25,15 +25,16 @@ class Uninterrupted:
     _depth: ClassVar[int] = 0
     _held: ClassVar[dict[int, Any]] = {}  # handlers, by signal
     _came: ClassVar[dict[int, Any]] = {}  # frames, by signal
+    _main: ClassVar[int | None] = threading.main_thread().ident
 
     def __enter__(self) -> Self:
-        self._counts = threading.get_ident() == threading.main_thread().ident
+        self._counts = threading.get_ident() == self._main
         if not self._counts:
             return self
         if not Uninterrupted._depth:
             try:
-                for number in _NUMBERS:
-                    if callable(handler := _signal.getsignal(number)):
+                for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True):
+                    if callable(handler):
                         self._held[number] = handler
                         _signal.signal(number, _note)
             except BaseException:  # of a signal that was not held back yet
@@ -51,13 +52,13 @@ class Uninterrupted:
     @classmethod
     def let_through(cls) -> None:
         """Runs the handlers of the signals that have come, in a body that may be ended here."""
-        if cls._came and threading.get_ident() == threading.main_thread().ident:
+        if cls._came and threading.get_ident() == cls._main:
             _run(dict(cls._held))
 
     @classmethod
     def in_child(cls) -> None:
         """Holds nothing back in a process that was forked meanwhile."""
-        cls._depth = 0
+        cls._depth, cls._main = 0, threading.main_thread().ident
         cls._came.clear()
         _give_back()
 
@@ -77,7 +78,8 @@ def _give_back() -> None:
                 del held[number]
         except BaseException as error:  # of a signal that comes now
             raised = error
-    _run(handlers)
+    if Uninterrupted._came:
+        _run(handlers)
     if raised is not None:
         raise raised
 
