@@ -74,26 +74,30 @@ def assemble(
             HostOptions(autoreset, options.check_finite, parts.lenient, parts.reward_key, worker_budget),
             CallerOptions(must_reset, parts.lenient, writer.in_core, caller_budget),
         )
+        columns = InfoColumns(backend.slab, backend.caller, backend.fetch_schemas)
+        recovery: Recovery | None = None
+        if options.max_restarts is not None:
+            recovery = Recovery(backend, options.autoreset_mode, options.max_restarts, columns)
+        backend.replaces_lost(None if recovery is None else recovery.worker_died)
+        return Assembled(backend, parts, options, facts[0], spaces, writer, InfoReader(columns), recovery)
     except BaseException:
         backend.close(AT_ONCE)
         raise
-    columns = InfoColumns(backend.slab, backend.caller, backend.fetch_schemas)
-    recovery: Recovery | None = None
-    if options.max_restarts is not None:
-        recovery = Recovery(backend, options.autoreset_mode, options.max_restarts, columns)
-    backend.replaces_lost(None if recovery is None else recovery.worker_died)
-    return Assembled(backend, parts, options, facts[0], spaces, writer, InfoReader(columns), recovery)
 
 
 def vector_env_of(
     backend: Backend, parts: Parts, options: SteppingOptions, facts: Sequence[EnvFacts] | None = None
 ) -> VectorEnv | MultiAgentVectorEnv:
     """The vector env for the envs that `backend` builds, of one agent or several. facts: theirs, if it has started."""
-    facts = backend.start() if facts is None else facts
-    if facts[0].agents is None:
-        return VectorEnv(assemble(backend, parts, options, facts))
-    parts = replace(parts, spaces=partial(agents_spaces, parts.spaces), trees=agents_trees, writer=AgentsWriter)
-    return MultiAgentVectorEnv(assemble(backend, parts, options, facts))
+    try:
+        facts = backend.start() if facts is None else facts
+        if facts[0].agents is None:
+            return VectorEnv(assemble(backend, parts, options, facts))
+        parts = replace(parts, spaces=partial(agents_spaces, parts.spaces), trees=agents_trees, writer=AgentsWriter)
+        return MultiAgentVectorEnv(assemble(backend, parts, options, facts))
+    except BaseException:  # also a Ctrl-C before the vector env has a finalizer
+        backend.close(AT_ONCE)
+        raise
 
 
 def serial_vec(
