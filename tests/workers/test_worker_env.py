@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,6 +133,57 @@ def test_a_worker_that_replaces_another_has_the_same_variables(context: str, pro
         kill_worker(envs, 1)
         envs.step([0, 0])
         assert [found[0][0] for found, _ in envs.call("look")] == ["10", "11"]
+
+
+def _surroundings(env: Any, index: int) -> Any:
+    """What this process has of the four that `make_vec` hands to its workers."""
+    umask = os.umask(0o77)
+    os.umask(umask)
+    return os.getcwd(), os.environ.get(_NUMBER), os.environ.get(_GONE), list(sys.path), umask
+
+
+@pytest.fixture
+def umask() -> Iterator[Callable[[int], int]]:
+    before = os.umask(0o22)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize("context", ["forkserver", "fork", *slow("spawn")])
+def test_a_replacement_starts_in_the_surroundings_of_make_vec(
+    context: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: Callable[[int], int]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(_NUMBER, "as it was")
+    monkeypatch.delenv(_GONE, raising=False)
+    umask(0o27)
+    with muster.make_vec("CartPole-v1", 2, num_workers=2, context=context, on_failure="restart") as envs:
+        envs.reset()
+        found = envs.call(_surroundings)
+        assert found[0][:3] == (str(tmp_path), "as it was", None)
+        assert found[0][4] == 0o27
+        monkeypatch.chdir("/")
+        monkeypatch.setenv(_NUMBER, "another")
+        monkeypatch.setenv(_GONE, "new")
+        monkeypatch.syspath_prepend("/elsewhere")
+        umask(0o77)
+        kill_worker(envs, 1)
+        envs.step([0, 0])
+        assert envs.call(_surroundings) == found
+
+
+@pytest.mark.parametrize("context", ["forkserver", *slow("fork", "spawn")])
+def test_a_replacement_starts_though_the_folder_of_make_vec_is_gone(
+    context: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "short").mkdir()
+    monkeypatch.chdir(tmp_path / "short")
+    with muster.make_vec("CartPole-v1", 2, num_workers=2, context=context, on_failure="restart") as envs:
+        envs.reset()
+        monkeypatch.chdir("/")
+        (tmp_path / "short").rmdir()
+        kill_worker(envs, 1)
+        assert envs.step([0, 0])[3].tolist() == [False, True]
 
 
 def test_thread_limits_give_way_and_the_callers_own_share_has_the_callers_environment(

@@ -1,10 +1,11 @@
-"""What users set for the environment of worker processes, checked and dealt out; where workers look for modules."""
+"""What worker processes start in: environment variables that users set, the search path, the folder, the umask."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.machinery import FileFinder
 from typing import Any
 
@@ -59,19 +60,53 @@ def refuse_without_processes(worker_env: WorkerEnv | None, backend: str) -> None
         )
 
 
-def apply(changes: Mapping[str, str | None]) -> None:
-    """Makes the changes in this process, for Python and for native code that reads the environment from now on."""
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process starts in, as it was in another process at one moment.
+
+    environ: the environment.  path: ``sys.path``, see `search_path`.  folder: the working directory; None where it had
+    been deleted.  umask: -1 where the kernel does not say.
+    """
+
+    environ: dict[str, str]
+    path: list[Any]
+    folder: str | None
+    umask: int
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process."""
+        return cls(dict(os.environ), search_path(), _working_directory(), _umask())
+
+    def existing_folder(self) -> str | None:
+        """The working directory; None where nobody can enter it now: the process then stays where its parent is."""
+        return self.folder if self.folder is not None and os.access(self.folder, os.X_OK) else None
+
+    def adopt(self) -> None:
+        """Makes them this process's. Writes only what differs in the environment: a fork copies what it writes to."""
+        for name in [name for name in os.environ if name not in self.environ]:
+            del os.environ[name]
+        for name, value in self.environ.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        if self.umask >= 0:
+            os.umask(self.umask)
+        if (folder := self.existing_folder()) is not None:
+            os.chdir(folder)
+        sys.path[:] = self.path
 
 
-def become(environ: Mapping[str, str]) -> None:
-    """Makes `environ` the environment of this process. Writes only what differs: a fork copies what it writes to."""
-    gone = {name: None for name in os.environ if name not in environ}
-    apply(gone | {name: value for name, value in environ.items() if os.environ.get(name) != value})
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _umask() -> int:
+    # Not by os.umask, which sets another one meanwhile, for all threads.
+    with open("/proc/self/status") as file:
+        return next((int(line.split()[1], 8) for line in file if line.startswith("Umask:")), -1)
 
 
 def changed(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:

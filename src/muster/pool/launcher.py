@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from muster._core import set_death_signal, set_process_name
 from muster.errors import UsageError
-from muster.pool.environment import become
+from muster.pool.environment import Surroundings
 from muster.pool.notices import say
 from muster.pool.worker_process import kill_group, kill_left, kill_with_all
 
@@ -84,10 +84,12 @@ class Launcher:
 
     def _start(self, request: dict[str, Any], fds: dict[str, int], status: int) -> int:
         if request["method"] == "spawn":
+            around: Surroundings = request["surroundings"]
             process = subprocess.Popen(
-                python_command(request["path"], f"{__name__}:spawned", fds, request["name"]),
-                env=request["environ"],
-                cwd=request["cwd"],
+                python_command(around.path, f"{__name__}:spawned", fds, request["name"]),
+                env=around.environ,
+                cwd=around.existing_folder(),
+                umask=around.umask,
                 pass_fds=list(fds.values()),
                 stdin=subprocess.DEVNULL,
                 process_group=None if request["is_apart"] else 0,
@@ -109,10 +111,7 @@ class Launcher:
                 os.close(fd)
             for _, pipe in self._workers.values():
                 os.close(pipe)
-            become(request["environ"])
-            if request["cwd"] is not None:
-                os.chdir(request["cwd"])
-            sys.path[:] = request["path"]
+            request["surroundings"].adopt()
             from muster.pool.worker import main
 
             main(fds)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from muster._core import set_death_signal, set_process_name
 from muster.errors import NoFilesLeft
-from muster.pool.environment import apply, changed, search_path
+from muster.pool.environment import Surroundings, search_path
 from muster.pool.interrupts import Uninterrupted
 from muster.pool.launcher import HEADER, fill_standard_fds, lead, leave_terminal, python_command
 from muster.pool.worker_process import close_all_own, disown, flush_streams, own, readable
@@ -48,9 +48,8 @@ class _Key(NamedTuple):
 
     @property
     def environ(self) -> dict[str, str]:
-        """The environment of the launcher, and of workers without changes."""
-        seed = {} if self.hash_seed is None else {"PYTHONHASHSEED": str(self.hash_seed)}
-        return worker_environment(self.threads) | seed
+        """The environment of the launcher."""
+        return worker_environment(os.environ, self.threads, self.hash_seed)
 
 
 class LauncherLost(Exception):
@@ -73,7 +72,7 @@ class LauncherClient:
 
         preloads: modules that it imports before it forks; no worker is forked from it by "spawn", so none is for that.
         """
-        limits = tuple(worker_environment(threads)[name] for name in _THREAD_VARIABLES)
+        limits = tuple(worker_environment(os.environ, threads)[name] for name in _THREAD_VARIABLES)
         imports = ("muster.pool.worker", *preloads) if method == "forkserver" else ()
         key = _Key(os.getpid(), method, threads, limits, imports, hash_seed)
         with cls._lock:
@@ -154,23 +153,19 @@ class LauncherClient:
     def start(
         self,
         name: str,
-        changes: Mapping[str, str | None],
-        path: Sequence[Any],
+        surroundings: Surroundings,
         is_apart: bool,
         fds: Mapping[str, int],
     ) -> tuple[int, int, int]:
         """Starts a worker on `fds`; returns its pid, its pidfd and the pipe that its exit code will come by.
 
-        name: of its process.  changes: of its environment.  path: its ``sys.path``.  is_apart: whether it leads a
-        session.
+        name: of its process.  is_apart: whether it leads a session.
         """
         request = {
             "method": self._key.method,
             "name": name,
             "fds": list(fds),
-            "path": path,
-            "cwd": _working_directory(),
-            "environ": changed(self._key.environ, changes),
+            "surroundings": surroundings,
             "is_apart": is_apart,
         }
         body = pickle.dumps(request)
@@ -246,31 +241,25 @@ def standard_fds() -> Iterator[None]:
             os.close(fd)
 
 
-def _working_directory() -> str | None:
-    """The working directory; None where it has been deleted: a worker then stays in the launcher's."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None
+def worker_environment(environ: Mapping[str, str], threads: int, hash_seed: int | None = None) -> dict[str, str]:
+    """The caller's environment, with limits for those native thread pools that the caller did not limit itself.
 
-
-def worker_environment(threads: int) -> dict[str, str]:
-    """The caller's environment, with limits for those native thread pools that the caller did not limit itself."""
-    return {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), **os.environ}
+    hash_seed: PYTHONHASHSEED; None for the caller's.
+    """
+    seed = {} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)}
+    return {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), **environ, **seed}
 
 
 def fork_worker(
     run: Callable[[Mapping[str, int]], NoReturn],
     name: str,
-    changes: Mapping[str, str | None],
-    path: Sequence[Any],
+    surroundings: Surroundings,
     is_apart: bool,
     fds: Mapping[str, int],
 ) -> tuple[int, int]:
     """Forks the caller; the child calls `run(fds)`, which never returns. Returns the child's pid and pidfd.
 
-    name: of the child's process.  changes: of its environment.  path: its ``sys.path``.  is_apart: whether it leads a
-    session.
+    name: of the child's process.  is_apart: whether it leads a session.
     """
     flush_streams()
     pid = os.fork()
@@ -284,8 +273,7 @@ def fork_worker(
     try:
         lead(is_apart=is_apart)
         set_process_name(name)
-        apply(changes)
-        sys.path[:] = path
+        surroundings.adopt()
         leave_terminal()
         # No death signal that kills: it comes when the thread that forked ends, and would spare the worker's children.
         set_death_signal(signal.SIGCONT)  # the watchdog cannot run while this process is stopped

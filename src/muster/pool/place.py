@@ -17,7 +17,7 @@ from typing import Any
 from muster.errors import CannotTravel, WorkerDied, WorkerError, WorkerName, WorkerTimeout
 from muster.introspection import type_name
 from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
-from muster.pool.environment import Changes, search_path
+from muster.pool.environment import Surroundings
 from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds
 from muster.pool.messages import Post, Question, StartOrder, message_of
@@ -157,11 +157,10 @@ class Place:
 
 @dataclass
 class Starting:
-    """What only the start of a pool needs, and that of its replacements."""
+    """What only the start of a pool needs, and that of its replacements. surroundings: by place."""
 
     orders: list[StartOrder] = field(default_factory=list)
-    changes: Sequence[Changes] = ()
-    path: Sequence[Any] = field(default_factory=search_path)  # of the replacements, too
+    surroundings: Sequence[Surroundings] = ()
     launcher: LauncherOfPool | None = None
     inheritance: Inheritance | None = None
     big_arrays: BigArrays | None = None
@@ -234,8 +233,7 @@ def launch(
 def fork(
     inherited: tuple[Any, Any],
     name: str,
-    changes: Changes,
-    path: Sequence[Any],
+    surroundings: Surroundings,
     is_apart: bool,
     fds: Mapping[str, int],
 ) -> Started:
@@ -245,7 +243,7 @@ def fork(
         for key, fd in fds.items():
             copies[key] = os.dup(fd)
             theirs.callback(os.close, copies[key])
-        pid, pidfd = fork_worker(lambda fds: main(fds, inherited), name, changes, path, is_apart, copies)
+        pid, pidfd = fork_worker(lambda fds: main(fds, inherited), name, surroundings, is_apart, copies)
     return pid, pidfd, None
 
 

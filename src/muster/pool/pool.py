@@ -24,10 +24,10 @@ from muster.errors import CannotTravel, UnknownMessage, UsageError, WorkerError,
 from muster.introspection import caller_stacklevel
 from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
-from muster.pool.environment import changes_of
+from muster.pool.environment import Surroundings, changed, changes_of
 from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.interrupts import Uninterrupted
-from muster.pool.launcher_client import LauncherOfPool, standard_fds
+from muster.pool.launcher_client import LauncherOfPool, standard_fds, worker_environment
 from muster.pool.logs import LogInbox
 from muster.pool.messages import (
     Answer,
@@ -130,7 +130,12 @@ class Pool(BasePool[Place]):
         options, starting = self._options, self._starting
         self._notice = StartNotice(self._nouns.starting)
         forks = options.context == "fork"
-        starting.changes = changes_of(options.worker_env, len(self.plans))
+        around = Surroundings.here()
+        environ = around.environ if forks else worker_environment(around.environ, options.threads, options.hash_seed)
+        starting.surroundings = [
+            dataclasses.replace(around, environ=changed(environ, changes))
+            for changes in changes_of(options.worker_env, len(self.plans))
+        ]
         set_up = None if forks else SetUp.of_this_process(options.init)
         pickles = [b"" if forks else dumps(plan.content) for plan in self.plans]
         deadline = time.monotonic() + options.start_timeout_s
@@ -171,7 +176,7 @@ class Pool(BasePool[Place]):
     def _launch(self, index: int, content: Any) -> Place:
         plan, starting = self.plans[index], self._starting
         name = self._nouns.name(index, plan.envs)
-        settings = self._nouns.process_name(index), starting.changes[index], starting.path, self._options.are_apart
+        settings = self._nouns.process_name(index), starting.surroundings[index], self._options.are_apart
         forks, launcher = self._options.context == "fork", starting.launcher
         if forks:
             start: Callable[..., Started] = functools.partial(fork, (content, self._options.init.function), *settings)
