@@ -53,6 +53,7 @@ from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.big_arrays import memfd
+from muster.transport.channel import note_pause, paused_since
 from muster.transport.mail import LocalMail, Mail, SharedMail, dumps
 from muster.transport.slab import Slab, SlabPlan
 from muster.worker_info import WorkerInfo
@@ -273,6 +274,7 @@ class ProcessBackend(PooledBackend):
     # ---- watching and replacing
 
     def watch(self, waited_s: float) -> None:
+        note_pause(*(moment_ns / 1e9 for moment_ns in self.caller.pause))
         super().watch(waited_s)
         if self._options.step_timeout_s is not None:
             with self._fate():
@@ -294,6 +296,7 @@ class ProcessBackend(PooledBackend):
                 self._seen[host] = seen, time.monotonic()
             since = max(self._seen[host][1], ready_at)
             elapsed_s = seconds_since(state["since"]) if state["doing"] else time.monotonic() - since
+            elapsed_s -= paused_since(time.monotonic() - elapsed_s)
             if elapsed_s > limit_s and self._busy(host):
                 self.pool.lose(host, f"{self.nouns.step_timeout}={limit_s}", elapsed_s)
 

@@ -21,6 +21,7 @@ from muster.pool.environment import Surroundings, search_path
 from muster.pool.interrupts import Uninterrupted
 from muster.pool.launcher import HEADER, fill_standard_fds, lead, leave_terminal, python_command
 from muster.pool.worker_process import close_all_own, disown, flush_streams, own, readable
+from muster.transport.channel import paused_since
 
 # Environment variables that native libraries read when they are loaded.
 _THREAD_VARIABLES = (
@@ -189,10 +190,10 @@ class LauncherClient:
             self._in_step = False
             socket.send_fds(self._control, [HEADER.pack(len(body))], fds)
             self._control.sendall(body)
-            deadline = time.monotonic() + _ANSWER_S
+            began = time.monotonic()
             while not readable([self._control.fileno()], _SLICE_S):
                 Uninterrupted.let_through()
-                if time.monotonic() > deadline:
+                if time.monotonic() - began - paused_since(began) > _ANSWER_S:
                     self._process.kill()  # stopped, or stuck: it must not start this worker later, after another one
             answer, pidfds, _, _ = socket.recv_fds(self._control, HEADER.size, 1)
             if len(answer) < HEADER.size:

@@ -25,7 +25,7 @@ from muster.pool.resources import Usage, usage_of
 from muster.pool.worker import main
 from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stack, stream_fd
 from muster.transport.big_arrays import BigArrays, memfd
-from muster.transport.channel import Channel, ChannelClosed
+from muster.transport.channel import Channel, ChannelClosed, paused_since
 from muster.worker_info import WorkerInfo
 
 # A worker's pid and pidfd, and the pipe that its exit code will come by; None where it is a child of this process.
@@ -117,7 +117,13 @@ class Place:
         """Seconds for which nothing has come of the answer that it owes; 0 where it owes none."""
         if self.asked_at is None:
             return 0.0
-        return time.monotonic() - max(self.asked_at, self.ready_at, self.channel.heard_at)
+        since = max(self.asked_at, self.ready_at, self.channel.heard_at)
+        return time.monotonic() - since - paused_since(since)
+
+    def start_left_s(self) -> float:
+        """Seconds that its worker, which is still starting, has left; not below 0."""
+        assert self.starting_until is not None
+        return max(0.0, self.starting_until + paused_since(self.launched_at) - time.monotonic())
 
     def died(self, doing: str) -> WorkerDied:
         """The error that reports the worker's death. doing: its last activity, in words."""

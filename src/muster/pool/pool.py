@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import secrets
 import time
 import warnings
@@ -50,7 +49,7 @@ from muster.pool.set_up import Processes, SetUp
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
 from muster.pool.worker_process import Poller, close_own, own
 from muster.transport.big_arrays import BigArrays, memfd
-from muster.transport.channel import Channel, ChannelClosed, frame
+from muster.transport.channel import Channel, ChannelClosed, frame, paused_since
 from muster.transport.mail import dumps
 from muster.worker_info import SEED_BITS
 
@@ -138,7 +137,7 @@ class Pool(BasePool[Place]):
         ]
         set_up = None if forks else SetUp.of_this_process(options.init)
         pickles = [b"" if forks else dumps(plan.content) for plan in self.plans]
-        deadline = time.monotonic() + options.start_timeout_s
+        began = time.monotonic()
         with Uninterrupted(), standard_fds():
             starting.inheritance = None if forks else Inheritance([plan.fds for plan in self.plans])
             for name in ("arrays", "logs"):
@@ -167,7 +166,7 @@ class Pool(BasePool[Place]):
             self._notice.check()
             with Uninterrupted():
                 place = self._launch(index, plan.content)
-                place.starting_until = deadline
+                place.starting_until = began + options.start_timeout_s + paused_since(began)
                 self._places.append(place)
                 self._require_place(place)
         for place in self._places:
@@ -200,17 +199,16 @@ class Pool(BasePool[Place]):
         return dataclasses.replace(order, inherited=inherited), fds
 
     def _send_at_start(self, place: Place, message: Message, fds: Sequence[int] = ()) -> None:
-        assert place.starting_until is not None
         with contextlib.suppress(ChannelClosed):  # the worker has died; the wait for its answer will report that
             try:
-                place.channel.send(message, max(0.0, place.starting_until - time.monotonic()), fds)
+                place.channel.send(message, place.start_left_s(), fds)
             except TimeoutError:
                 raise self._too_slow(place) from None
 
     def _await(self, is_done: Callable[[Place], bool], count: int) -> None:
         """Waits until the first `count` places are done with a part of their start, or have failed."""
         while owed := [place for place in self._places[:count] if place.failed is None and not is_done(place)]:
-            left_s = max(0.0, (owed[0].starting_until or math.inf) - time.monotonic())
+            left_s = owed[0].start_left_s()
             heard = self._listen(min(SLICE_S, left_s))
             self._notice.check()
             self.deliver_logs()
@@ -331,10 +329,9 @@ class Pool(BasePool[Place]):
     def watch(self, waited_s: float) -> None:
         self._require_open()
         self._listen(0.0)
-        now = time.monotonic()
         for place in list(self._places):
-            if place.starting_until is not None:
-                if now >= place.starting_until:
+            if place.starts:
+                if place.start_left_s() == 0.0:
                     with self.whole():
                         self._lose(place, self._too_slow(place))
             elif place.limit is not None and (elapsed_s := place.owes_since()) > place.limit.s:

@@ -1,7 +1,7 @@
 """Messages between the caller and one worker: everything that is not a step.
 
 They are pickles, each behind its length, over an inherited socket pair. Only the processes at its two ends can reach
-it.
+it. Here are also the waits of the caller, and the pauses: times for which it was stopped in one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,39 @@ _LEAST_BYTES, _CHUNK_BYTES = 1 << 13, 1 << 20
 # Fds for one call of sendmsg; the kernel takes at most 253.
 _FDS_AT_ONCE = 250
 _ANCILLARY_BYTES = socket.CMSG_LEN(_FDS_AT_ONCE * array("i").itemsize)
+# A wait that ends so much later than it should was stopped, with all of this process.
+_PAUSE_S = 0.5
+
+_pauses: list[tuple[float, float]] = []  # in order; they do not overlap
+
+
+def note_pause(began: float, ended: float) -> None:
+    """Notes that this process did not run from one moment to another, by time.monotonic(), unless that was short.
+
+    Whoever stops a machine, a container or a group of processes stops the workers, too: no limit counts the time.
+    """
+    if _pauses:  # threads wait at the same time
+        began = max(began, _pauses[-1][1])
+    if ended - began > _PAUSE_S:
+        _pauses.append((began, ended))
+
+
+def paused_since(moment: float) -> float:
+    """Seconds since a moment for which this process was stopped while it waited."""
+    paused_s = 0.0
+    for began, ended in reversed(_pauses):
+        if ended <= moment:
+            break
+        paused_s += ended - max(began, moment)
+    return paused_s
+
+
+def poll(poller: select.poll, timeout_s: float) -> list[tuple[int, int]]:
+    """As ``poller.poll``; notes a pause meanwhile."""
+    until = time.monotonic() + timeout_s
+    ready = poller.poll(timeout_s * 1000)
+    note_pause(until, time.monotonic())
+    return ready
 
 
 class ChannelClosed(Exception):
@@ -164,8 +197,8 @@ class Channel:
         began = time.monotonic()
         deadline = began + (math.inf if timeout_s is None else timeout_s)
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            if poller.poll(min(left_s, _SLICE_S) * 1000):
+            left_s = max(0.0, deadline + paused_since(began) - time.monotonic())
+            if poll(poller, min(left_s, _SLICE_S)):
                 return True
             if left_s == 0.0:
                 return False

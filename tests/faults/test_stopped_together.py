@@ -1,0 +1,86 @@
+"""The caller and its workers are stopped together, as a suspended machine and `docker pause` do, and go on later.
+
+That only the worker is stopped is a timeout: see test_matrix.py and tests/conformance/pool_contract.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import programs
+from processes import descendants
+
+LIMIT_S = 2.0
+
+# Prints "goes on" once the activity has ended, which lasts until the file "end" is there.
+PROGRAM = """
+import os, sys, time
+import gymnasium as gym
+import muster
+
+folder, activity, limit_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
+
+def wait():
+    open(os.path.join(folder, "begun"), "w").close()
+    while not os.path.exists(os.path.join(folder, "end")):
+        time.sleep(0.01)
+
+class Env(gym.Env):
+    observation_space = gym.spaces.Discrete(2)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        if activity == "start":
+            wait()
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        if action:
+            wait()
+        return 0, 0.0, False, False, {}
+
+    def slow(self):
+        wait()
+
+limits = {"start_timeout" if activity == "start" else "step_timeout": limit_s}
+with muster.make_vec(Env, 2, num_workers=2, **limits) as envs:
+    envs.reset()
+    if activity == "step":
+        envs.step([0, 1])
+    elif activity == "recv":
+        envs.send([0, 1])
+        envs.recv(min_envs=1)
+        envs.recv()
+    else:
+        envs.call("slow")
+    print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("activity", "limit_s"),
+    [("step", LIMIT_S), ("recv", LIMIT_S), ("call", LIMIT_S), pytest.param("start", 6.0, marks=pytest.mark.slow)],
+)
+def test_the_time_for_which_all_were_stopped_is_not_counted(activity: str, limit_s: float, tmp_path: Path) -> None:
+    with programs.start("-c", PROGRAM, tmp_path, activity, str(limit_s)) as program:
+        while not (tmp_path / "begun").exists():
+            assert program.poll() is None
+            time.sleep(0.005)
+        time.sleep(0.2)  # by then the caller waits
+        everyone = [*descendants(program.pid).values(), program.pid]
+        for pid in everyone:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(limit_s + 0.5)
+        for pid in reversed(everyone):  # the caller looks before the workers go on
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.2)
+        (tmp_path / "end").touch()
+        out, err = program.communicate(timeout=60.0)
+    assert out == "goes on\n", err
