@@ -13,8 +13,8 @@ from muster.errors import (
     CollectorError,
     ConfigError,
     EnvError,
+    LimitReached,
     MusterError,
-    NoFilesLeft,
     PendingError,
     SpecMismatch,
     WorkerDied,
@@ -37,7 +37,7 @@ ERRORS = [
     ),
     SpecMismatch("observation: shape is (2,)", env_index=3),
     PendingError("step: a call is pending", "call"),
-    NoFilesLeft(24, "Too many open files"),
+    LimitReached(24, "Too many open files"),
     ConfigError("num_envs", "a whole number of at least 1", 0),
     ConfigError("give policy or policy_factory, not both"),
 ]

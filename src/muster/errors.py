@@ -20,7 +20,7 @@
     ├── WaitTimeout (TimeoutError)      a wait's own timeout ran out; nothing is lost
     ├── OneEnvPerProcess (RuntimeError)
     ├── NotEnoughMemory (MemoryError)
-    ├── NoFilesLeft (OSError)           the process may open no more files
+    ├── LimitReached (OSError)          a limit of files, processes or sizes leaves no room for workers
     ├── WrongIndex (IndexError)         no element has this index
     ├── UnknownMessage (TypeError)      a worker and its caller disagree on the messages between them
     └── TrainingDiverged (FloatingPointError)
@@ -268,8 +268,8 @@ class UnknownMessage(MusterError, TypeError):
     """A worker, or its caller, received a message that it does not know. A worker process or thread ends with it."""
 
 
-class NoFilesLeft(MusterError, OSError):
-    """This process may not open as many files as the workers need."""
+class LimitReached(MusterError, OSError):
+    """A limit of this process, its user or its container leaves no room for what workers need; the message names it."""
 
 
 class WrongIndex(MusterError, IndexError):

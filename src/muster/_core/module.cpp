@@ -197,6 +197,7 @@ void bind_numbers(nb::module_& m) {
   m.attr("SLICE_NS") = Caller::kSliceNs;
   m.attr("MARK") = kMark;
   m.attr("EXIT_FDS_CLOSED") = kExitFdsClosed;
+  m.attr("EXIT_NO_THREADS") = kExitNoThreads;
 }
 
 void bind_slab_layout(nb::module_& m) {

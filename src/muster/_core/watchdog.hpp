@@ -21,6 +21,8 @@ namespace muster {
 
 // An env that closes fds it does not own cuts its worker off. The worker then ends with this exit code.
 constexpr int kExitFdsClosed = 87;
+// A worker that can have no thread for this file's work ends with this one.
+constexpr int kExitNoThreads = 88;
 
 struct WatchdogFds {
   int caller;       // pidfd; readable once the caller is gone
@@ -93,7 +95,7 @@ inline void* watch_caller(void* raw) {
   pthread_t relay;
   // The relay is started here, so that it shares this thread's fds. Without it the worker's stderr would fill up and
   // block.
-  if (fds.stderr_pipe >= 0 && pthread_create(&relay, nullptr, relay_stderr, raw) != 0) _exit(1);
+  if (fds.stderr_pipe >= 0 && pthread_create(&relay, nullptr, relay_stderr, raw) != 0) _exit(kExitNoThreads);
   for (;;) {
     pollfd polled = {fds.caller, POLLIN, 0};
     if (poll(&polled, 1, -1) < 0) continue;

@@ -22,7 +22,7 @@ from muster.pool.deaths import Nouns
 from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Failed
 from muster.pool.place import Limit
-from muster.pool.resources import Usage
+from muster.pool.resources import Usage, naming_limits
 from muster.pool.verbs import Answered, BasePool, Lost, Successor
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
@@ -61,7 +61,8 @@ class PooledBackend(Backend):
 
     def start(self) -> list[EnvFacts]:
         try:
-            return self._start()
+            with naming_limits("the vector env could not start"):
+                return self._start()
         except BaseException:
             self.close(AT_ONCE)
             raise
@@ -71,7 +72,8 @@ class PooledBackend(Backend):
         """Starts the pool; returns the facts of all envs."""
 
     def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
-        self.slab = self._made_slab(plan)
+        with naming_limits("there is no memory for the rows of the envs"):
+            self.slab = self._made_slab(plan)
         self.caller = make_caller(self.slab, caller)
         self._has_caller = True
         self._attach = self._attach_message(options)

@@ -19,7 +19,7 @@ from muster.introspection import type_name
 from muster.pickling import copied_if_plain, find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
 from muster.pool.messages import message_of
-from muster.pool.resources import own_memory_bytes
+from muster.pool.resources import limit_behind, own_memory_bytes
 from muster.pool.set_up import about_script
 from muster.pool.worker import seed_globals
 from muster.recipes.known_envs import advise_apart
@@ -339,7 +339,7 @@ class EnvHost:
         """The report of `error`, raised by env i, for the caller."""
         step = None if self._slab is None else int(self._slab.records["episode_length"][self.first_env + i])
         advice = "" if isinstance(error, MusterError) else self._hint(i)
-        hints = advice, about_script(error, begins=not step)
+        hints = advice, about_script(error, begins=not step), limit_behind(error)
         return Failure.of(
             error,
             # The index that users know: a collector's first env is not always env 0.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import ctypes
+import errno
 import os
 import queue
 import sys
@@ -18,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from muster.errors import WorkerDied, WorkerTimeout
+from muster.errors import LimitReached, WorkerDied, WorkerTimeout
 from muster.pool.closing import AT_ONCE, CloseLimits, CloseNotice, CloseProgress, not_closed, warn_of_cuts
 from muster.pool.deaths import NOUNS
 from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Post, Question, Ready
 from muster.pool.place import Limit, Plan
-from muster.pool.resources import Usage, usage_of
+from muster.pool.resources import Usage, limit, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
 from muster.pool.worker import Here, Resident, serve
 from muster.worker_info import worker_info_context
@@ -114,7 +115,7 @@ class ThreadPool(BasePool[_Thread]):
         try:
             for one in self._places:
                 with Uninterrupted():
-                    one.thread.start()
+                    self._start_thread(one)
                 while not self._said:
                     if not self._wait(min(SLICE_S, max(0.0, deadline - time.monotonic()))):
                         self.watch(0.0)
@@ -130,6 +131,13 @@ class ThreadPool(BasePool[_Thread]):
             self.close(AT_ONCE)
             raise
         return facts
+
+    def _start_thread(self, one: _Thread) -> None:
+        try:
+            one.thread.start()
+        except RuntimeError as error:  # there can be no more threads
+            failed = f"{one.name}, of {len(self._places)}, could not start"
+            raise LimitReached(errno.EAGAIN, f"{failed}: {limit(errno.EAGAIN)}") from error
 
     def _too_slow(self, one: _Thread, doing: str) -> Exception:
         return WorkerTimeout(one.name, doing, f"start_timeout={self._start_timeout_s} s")

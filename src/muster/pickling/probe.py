@@ -76,8 +76,13 @@ def attempt(
 
     # In a thread, because only a thread can be left behind with an object that hangs while it is pickled.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name="muster-pickling")
-    thread.start()
-    end = _wait(thread, lambda: (len(pickler.seen), buffer.tell()), silence_s, limit_s)
+    try:
+        thread.start()
+    except RuntimeError:  # there can be no more threads
+        run()
+        end = "finished"
+    else:
+        end = _wait(thread, lambda: (len(pickler.seen), buffer.tell()), silence_s, limit_s)
     if end == "finished":
         outcome.failed = pickler.seen[-1] if outcome.data is None and pickler.seen else None
         return outcome

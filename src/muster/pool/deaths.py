@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from dataclasses import dataclass
 
-from muster._core import EXIT_FDS_CLOSED
+from muster._core import EXIT_FDS_CLOSED, EXIT_NO_THREADS
 from muster.errors import WorkerName
-from muster.pool.resources import CGROUP, read_text
+from muster.pool.resources import CGROUP, limit, read_text
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,19 @@ _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 def is_from_outside(exit_code: int | None) -> bool:
     """Whether a process did not end by what its own code did."""
-    return exit_code is None or (exit_code < 0 and -exit_code not in (*_CRASHES, signal.SIGABRT))
+    if exit_code is None or exit_code == EXIT_NO_THREADS:
+        return True
+    return exit_code < 0 and -exit_code not in (*_CRASHES, signal.SIGABRT)
 
 
 def likely_cause(exit_code: int | None) -> str:
     """The usual cause of an exit code, in words."""
     if exit_code == EXIT_FDS_CLOSED:
         return "the env closed file descriptors that it had not opened (os.closerange and the like)."
+    if exit_code == EXIT_NO_THREADS:
+        return f"it could start no thread: {limit(errno.EAGAIN)}."
+    if exit_code == -signal.SIGXFSZ:
+        return f"{limit(errno.EFBIG) or 'a file may not grow beyond RLIMIT_FSIZE, which the worker has set itself'}."
     if exit_code == -signal.SIGKILL:
         if _out_of_memory_kills():
             return "out of memory: the kernel has killed a process of this cgroup. Use fewer workers or envs."

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from muster.errors import NoFilesLeft
+from muster.errors import LimitReached
 from muster.pickling.shared_pickling import use_tracker
 from muster.pool.messages import Inherited
+from muster.pool.resources import limit
 
 _log = logging.getLogger("muster")
 
@@ -21,9 +21,9 @@ _FLUSH_S = 5.0
 
 
 def take_over(inherited: Inherited, fds: Sequence[int]) -> Sequence[int]:
-    """Makes this worker the heir of its caller; returns the fds for the recipes. Raises NoFilesLeft."""
+    """Makes this worker the heir of its caller; returns the fds for the recipes. Raises LimitReached."""
     if len(fds) < inherited.num_fds + inherited.has_tracker:
-        raise NoFilesLeft(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise LimitReached(errno.EMFILE, f"this worker could not take the files of its recipes: {limit(errno.EMFILE)}")
     if inherited.has_tracker:
         use_tracker(fds[-1])
     if inherited.authkey is not None:

@@ -9,6 +9,7 @@ workers and ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import importlib
@@ -32,7 +33,7 @@ from muster.pool.environment import Surroundings
 from muster.pool.notices import say
 from muster.pool.worker_process import kill_group, kill_left, kill_with_all
 
-HEADER = struct.Struct("<Q")
+HEADER = struct.Struct("<q")  # the size of a request; and the answer: a pid, or below 0 an errno
 # The most fds that a worker can receive with the request to start it, the pipe for its exit status among them.
 MOST_FDS = 64
 
@@ -70,10 +71,18 @@ class Launcher:
                     return False
                 body += part
             request = pickle.loads(body)
+            try:
+                if len(fds) <= len(request["fds"]):  # the kernel drops those above this process's limit
+                    raise OSError(errno.EMFILE, "")
+                os.set_inheritable(fds[-1], False)
+                pid = self._start(request, dict(zip(request["fds"], fds, strict=False)), fds[-1])
+                pidfd = os.pidfd_open(pid)
+            except OSError as error:  # of this worker; the others stay
+                for fd in fds:
+                    os.close(fd)
+                self._control.sendall(HEADER.pack(-(error.errno or errno.EIO)))
+                return True
             *worker_fds, status = fds
-            os.set_inheritable(status, False)
-            pid = self._start(request, dict(zip(request["fds"], worker_fds, strict=True)), status)
-            pidfd = os.pidfd_open(pid)
             self._workers[pidfd] = (pid, status)
             self._poller.register(pidfd, select.POLLIN)
             for fd in worker_fds:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from muster._core import set_death_signal, set_process_name
-from muster.errors import NoFilesLeft
 from muster.pool.environment import Surroundings, search_path
 from muster.pool.interrupts import Uninterrupted
 from muster.pool.launcher import HEADER, fill_standard_fds, lead, leave_terminal, python_command
@@ -199,9 +198,11 @@ class LauncherClient:
             if len(answer) < HEADER.size:
                 raise LauncherLost
             self._in_step = True
+        (pid,) = HEADER.unpack(answer)
         if not pidfds:  # the kernel drops fds above this process's limit; the worker ends as its channel closes
-            raise NoFilesLeft(errno.EMFILE, os.strerror(errno.EMFILE))
-        return HEADER.unpack(answer)[0], pidfds[0]
+            number = -pid if pid < 0 else errno.EMFILE
+            raise OSError(number, os.strerror(number))
+        return pid, pidfds[0]
 
 
 class LauncherOfPool:

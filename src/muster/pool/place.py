@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pickle
 import socket
@@ -21,7 +20,7 @@ from muster.pool.environment import Surroundings
 from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds
 from muster.pool.messages import Post, Question, StartOrder, message_of
-from muster.pool.resources import Usage, usage_of
+from muster.pool.resources import Usage, naming_limits, usage_of
 from muster.pool.worker import main
 from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stack, stream_fd
 from muster.transport.big_arrays import BigArrays, memfd
@@ -184,17 +183,10 @@ class Starting:
 def launch_named(name: WorkerName, count: int, *arguments: Any, is_apart: bool) -> tuple[WorkerProcess, socket.socket]:
     """As `launch`; errors name the worker. count: of the pool's places."""
     try:
-        with standard_fds():
+        with naming_limits(f"{name}, of {count}, could not start"), standard_fds():
             return launch(name.index, *arguments, is_apart=is_apart)
     except LauncherLost:
         raise WorkerError(name, "could not start: the process that starts workers ends each time") from None
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            error.add_note(
-                f"worker {name.index} of {count} could not start: each needs 5 file descriptors in this process; "
-                "allow it more (`ulimit -n`), or ask for fewer workers"
-            )
-        raise
 
 
 def launch(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import os
+import resource
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from muster.errors import NotEnoughMemory
+from muster.errors import LimitReached, NotEnoughMemory
 from muster.introspection import caller_stacklevel
 
 CGROUP = Path("/sys/fs/cgroup")
+_FEW_THREADS = 3  # some may have ended since one more was refused
 
 
 def usable_cores() -> int:
@@ -69,12 +73,85 @@ def _memory_cgroups() -> Iterator[tuple[Path, str, str, str]]:
 
 def threads_left() -> tuple[int, str] | None:
     """Threads that the cgroup lets its processes start, and what sets that limit; None where nothing does."""
-    limits = []
-    for folder in (*_up_to(CGROUP, _own_cgroup()), *_folders_v1("pids")):
-        limit, current = (read_text(folder / f"pids.{name}").strip() for name in ("max", "current"))
-        if limit.isdigit() and current.isdigit():
-            limits.append((max(0, int(limit) - int(current)), f"of the cgroup's pids.max={limit}"))
+    limits = [(max(0, most - current), f"of the cgroup's pids.max={most}") for most, current in _pids_cgroups()]
     return min(limits, default=None)
+
+
+def _pids_cgroups() -> Iterator[tuple[int, int]]:
+    """The most threads of each cgroup that limits them, and how many there are."""
+    for folder in (*_up_to(CGROUP, _own_cgroup()), *_folders_v1("pids")):
+        most, current = (read_text(folder / f"pids.{name}").strip() for name in ("max", "current"))
+        if most.isdigit() and current.isdigit():
+            yield int(most), int(current)
+
+
+def limit(number: int | None) -> str:
+    """The limit behind an error of the kernel, with its use and a remedy; else empty. number: the errno."""
+    if number == errno.EMFILE:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        try:
+            count = len(os.listdir("/proc/self/fd"))
+        except OSError:  # not one more can be opened
+            count = most
+        return (
+            f"this process may open {most} files (RLIMIT_NOFILE), and has opened {count}; each worker needs 5. Allow "
+            "more (`ulimit -n`), or ask for fewer workers"
+        )
+    if number == errno.ENFILE:
+        count, _, most = read_text(Path("/proc/sys/fs/file-nr")).split() or ("?", "", "?")
+        return f"this machine may open {most} files (fs.file-max), and has opened {count}; close other programs"
+    if number == errno.EFBIG and (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
+        return (
+            f"a file may have {most} bytes (RLIMIT_FSIZE), and the memory that processes share is files. Allow more "
+            "(`ulimit -f unlimited`)"
+        )
+    return _limit_of_threads()[1] if number == errno.EAGAIN else ""
+
+
+def limit_behind(error: BaseException) -> str:
+    """As `limit`, for an exception of any code: one that may come from elsewhere needs a limit that is all but used."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EAGAIN or type(error) is RuntimeError:  # by which Python says that it can start no thread
+        left, words = _limit_of_threads()
+        return words if left <= _FEW_THREADS else ""
+    return limit(number)
+
+
+def _limit_of_threads() -> tuple[int, str]:
+    """The tightest of the limits of processes and threads: how many it leaves, and the words for `limit`."""
+    machine = read_text(Path("/proc/sys/kernel/threads-max")), read_text(Path("/proc/loadavg")).split("/")[-1]
+    limits = [(int(machine[0] or 0), int((machine[1].split() or "0")[0]), "this machine", "sysctl kernel.threads-max")]
+    limits += [(*found, "this cgroup", "pids.max, `docker run --pids-limit`") for found in _pids_cgroups()]
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if most != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
+        limits.append((most, _threads_of_user(), "this user", "RLIMIT_NPROC, `ulimit -u`"))
+    most, count, whose, where = min(limits, key=lambda one: one[0] - one[1])
+    return most - count, (
+        f"{whose} may run {most} processes and threads ({where}), and runs {count}. Allow more, or ask for "
+        "fewer workers"
+    )
+
+
+def _threads_of_user() -> int:
+    count = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = dict(line.split(":", 1) for line in read_text(folder / "status").splitlines())
+        if fields and int(fields["Uid"].split()[0]) == os.getuid():
+            count += int(fields["Threads"])
+    return count
+
+
+@contextlib.contextmanager
+def naming_limits(failed: str) -> Iterator[None]:
+    """Has an error of the body name the limit that it comes from: LimitReached. failed: what has failed, in words."""
+    try:
+        yield
+    except LimitReached:
+        raise
+    except OSError as error:
+        if not (found := limit(error.errno)):
+            raise
+        raise LimitReached(error.errno, f"{failed}: {found}") from error
 
 
 def _folders_v1(controller: str) -> list[Path]:

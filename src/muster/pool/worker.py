@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from muster._core import EXIT_FDS_CLOSED, MARK, kill_started, start_watchdog
+from muster._core import EXIT_FDS_CLOSED, EXIT_NO_THREADS, MARK, kill_started, start_watchdog
 from muster.errors import UnknownMessage
 from muster.pickling.main_module import ABOUT_INIT, Init, MainModule, run_once
 from muster.pool.inherit_in_worker import after_fork, finish_queues, start_method_left, take_over
@@ -121,7 +121,10 @@ def main(fds: Mapping[str, int], inherited: tuple[Any, Init | None] | None = Non
     inherited: its plan and `worker_init`, under fork; else they are sent.
     """
     os.environ[f"{MARK}{os.getpid()}"] = ""  # marks all processes that this one starts, see `kill_started`
-    start_watchdog(fds["caller"], stderr_pipe=fds["stderr_read"], stderr_to=fds["stderr"], tail=fds["tail"])
+    try:
+        start_watchdog(fds["caller"], stderr_pipe=fds["stderr_read"], stderr_to=fds["stderr"], tail=fds["tail"])
+    except BlockingIOError:
+        os._exit(EXIT_NO_THREADS)
     _take_over(fds)
     if inherited is not None:
         after_fork()

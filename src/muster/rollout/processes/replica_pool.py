@@ -27,7 +27,7 @@ from muster.pool.closing import close_abandoned
 from muster.pool.launcher_client import standard_fds
 from muster.pool.place import Limit, Plan
 from muster.pool.pool import Pool
-from muster.pool.resources import MemoryPlan, figures, usable_cores
+from muster.pool.resources import MemoryPlan, figures, naming_limits, usable_cores
 from muster.pool.verbs import Answered, Lost
 from muster.recipes.recipe import Recipe
 from muster.rollout.beside_weights import BesideWeights
@@ -98,7 +98,7 @@ class ReplicaPool:
         self._processes, self._close_limits = options.processes(_PRELOADS), options.close_limits(nouns)
         self._plans = self._planned(recipes, policy_factory, collector_options, options)
         self._fates = Fates(self._plans, self._nouns, options.restarts)
-        with standard_fds():
+        with naming_limits("the collectors could not start"), standard_fds():
             self._batch_memory = BatchMemory()
             self._weights_fd = memfd("weights")
         weakref.finalize(self, os.close, self._weights_fd)
@@ -112,7 +112,8 @@ class ReplicaPool:
         step_timeout = options.step_timeout
         self._limit = None if step_timeout is None else Limit(step_timeout, f"{nouns.step_timeout}={step_timeout}")
         try:
-            self._begin()
+            with naming_limits("the collectors could not start"):
+                self._begin()
         except BaseException:
             self.close()
             raise

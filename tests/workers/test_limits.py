@@ -1,0 +1,179 @@
+"""Limits of processes, threads, files and sizes: errors name the limit, its use and a remedy, in no env's name."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+
+import muster
+import programs
+from muster.errors import EnvError, WorkerDied
+from slow import slow
+
+# Root may start more processes than RLIMIT_NPROC allows. The program gets the real uid of another user, and loses the
+# rights that lift this limit; it keeps those to read the files of this project.
+LIMITED = """
+import ctypes, os, resource, sys
+import muster
+
+def become(uid):
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, words = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    for right in (21, 24):  # CAP_SYS_ADMIN, CAP_SYS_RESOURCE
+        assert libc.prctl(24, right, 0, 0, 0) == 0
+    os.setresuid(uid, 0, 0)
+    assert libc.capget(header, words) == 0
+    words[0] &= ~(1 << 21 | 1 << 24)
+    words[1] &= ~(1 << 21 | 1 << 24)
+    assert libc.capset(header, words) == 0
+
+def limit(name, number):
+    if name == "NPROC":
+        become(60_000 + os.getpid() % 5_000)
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (number, number))
+
+def make(context, count):
+    if context == "thread":
+        return muster.make_vec("CartPole-v1", count, num_workers=count, backend="thread")
+    return muster.make_vec("CartPole-v1", count, num_workers=count, context=context)
+
+def say(attempt):
+    try:
+        attempt()
+    except Exception as error:
+        print(type(error).__name__, error)
+    else:
+        print("worked")
+
+name, number, context = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+"""
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+
+
+def said(program: str, *arguments: Any, **options: Any) -> str:
+    """What a program says that runs under a limit; it leaves no process behind that would keep its output open."""
+    return str(programs.run("-c", LIMITED + program, *map(str, arguments), check=True, **options).stdout)
+
+
+@needs_root
+@pytest.mark.parametrize("context", ["forkserver", "fork", "thread", *slow("spawn")])
+def test_a_limit_of_a_users_processes_is_named(context: str) -> None:
+    out = said("limit(name, number); say(lambda: make(context, 12))", "NPROC", 9, context)
+    assert re.match(r"LimitReached .*worker \d+ .*, of 12, could not start: this user may run 9 processes and ", out), (
+        out
+    )
+    assert re.search(r"threads \(RLIMIT_NPROC, `ulimit -u`\), and runs \d+\. Allow more, or ask for fewer workers", out)
+
+
+@needs_root
+def test_a_worker_that_can_start_no_thread_blames_no_env() -> None:
+    out = said("limit(name, number); say(lambda: make(context, 1))", "NPROC", 2, "fork")
+    assert re.search(r"WorkerDied .*\nLikely cause: it could start no thread: this user may run 2 processes", out), out
+    assert "Resource temporarily" not in out
+
+
+@needs_root
+def test_a_limit_that_a_replacement_meets_is_named() -> None:
+    program = """
+envs = muster.make_vec("CartPole-v1", 2, num_workers=2, context=context, on_failure="restart")
+envs.reset()
+limit(name, number)
+os.kill(envs.stats()["workers"][1]["pid"], 9)
+say(lambda: envs.step([0, 0]))
+"""
+    out = said(program, "NPROC", 1, "fork")
+    assert re.match(r"LimitReached .*worker 1 .*, of 2, could not start: this user may run 1 processes", out), out
+
+
+@pytest.mark.parametrize("context", ["forkserver", *slow("fork", "spawn")])
+def test_a_limit_of_the_size_of_files_is_named(context: str) -> None:
+    out = said("limit(name, number); say(lambda: make(context, 2))", "FSIZE", 1000, context)
+    assert re.match(r"LimitReached .*: a file may have 1000 bytes \(RLIMIT_FSIZE\), .*`ulimit -f unlimited`", out), out
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "number"), [("NPROC", 9), ("FSIZE", 1000), ("NOFILE", 30)])
+def test_collectors_name_limits_too(name: str, number: int) -> None:
+    pytest.importorskip("tensordict")
+    options = 'None, frames_per_batch=64, num_collectors=8, num_envs=8, context="fork"'
+    program = f'limit(name, number); say(lambda: muster.MultiCollector("CartPole-v1", {options}))'
+    out = said(program, name, number, "", imports=programs.TORCH)
+    assert re.match(rf"LimitReached .*RLIMIT_{name}", out), out
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A cgroup for 8 processes and threads, of version 1 or 2."""
+    parents = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]
+    group = next((one for one in parents if (one / "cgroup.procs").exists()), parents[0]) / f"muster-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        if not (group / "pids.max").exists():
+            pytest.skip(f"the cgroups in {group.parent} limit no processes")
+        (group / "pids.max").write_text("8")
+        yield group
+    finally:
+        while (group / "cgroup.procs").read_text():
+            time.sleep(0.01)
+        group.rmdir()
+
+
+@pytest.mark.parametrize("context", ["forkserver", *slow("fork")])
+def test_a_limit_of_a_cgroups_processes_is_named(context: str, small_cgroup: Path) -> None:
+    enter = "open(name + '/cgroup.procs', 'w').write(str(os.getpid()))"
+    out = said(f"{enter}; say(lambda: make(context, 12))", small_cgroup, 0, context)
+    assert re.match(r"LimitReached .*worker \d+ .*, of 12, could not start: |WorkerDied .*\nLikely cause: ", out), out
+    assert re.search(
+        r"this cgroup may run 8 processes and threads \(pids\.max, .*\), and runs \d+\. Allow more", out
+    ), out
+
+
+class Greedy(gym.Env[Any, Any]):
+    """Opens more files than its process may, or writes a file beyond a limit whose signal it does not ignore."""
+
+    observation_space = gym.spaces.Discrete(2)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return 0, {}
+
+    def step(self, action: Any) -> Any:
+        if action:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+            os.write(os.memfd_create("big"), b"x" * 100)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        held = []
+        while True:
+            held.append(open(os.devnull))  # noqa: SIM115
+
+
+@pytest.mark.parametrize(
+    ("action", "error", "words"),
+    [
+        (
+            0,
+            EnvError,
+            r"env 0 .*OSError: .*\n(.*\n)*this process may open 40 files \(RLIMIT_NOFILE\), and has opened 40",
+        ),
+        (1, WorkerDied, r"SIGXFSZ(.|\n)*Likely cause: a file may not grow beyond RLIMIT_FSIZE"),
+    ],
+)
+def test_what_an_env_does_beyond_a_limit_names_the_limit(action: int, error: Any, words: str) -> None:
+    with muster.make_vec(Greedy, 1, num_workers=1) as envs:
+        envs.reset()
+        with pytest.raises(error, match=words):
+            envs.step([action])
