@@ -31,7 +31,11 @@ EXCEPTED: dict[str, tuple[set[str], str]] = {
     "hosts/env_resident.py": ({"HostFailed"}, "stays between the two ends of a pool: the backend raises its failure"),
     "hosts/trial.py": ({"TrialFailed"}, "stays in the file: the trial's outcome says how it ended"),
     "pool/pool.py": ({"ChannelClosed"}, "stays in the file: the worker is lost"),
-    "pool/launcher_client.py": ({"LauncherLost"}, "stays in the folder: another launcher is started"),
+    "pool/launcher.py": ({"OSError"}, "stays in the folder: the errno goes to the caller"),
+    "pool/launcher_client.py": (
+        {"LauncherLost", "OSError"},
+        "stays in the folder: another launcher is started, or the error names its limit",
+    ),
     "training/run_folder.py": ({"OSError"}, "the system's, with the file that it lacks"),
     "training/stopping.py": ({"KeyboardInterrupt"}, "what Python's own handler raises for Ctrl-C"),
     "vector/side_by_side.py": ({"_NotKnown"}, "stays in the file: the outcome says what is not known"),

@@ -42,12 +42,20 @@ class Env(gym.Env):
         return 0, {}
 
     def step(self, action):
-        if action:
+        if action or activity == "collect":
             wait()
         return 0, 0.0, False, False, {}
 
     def slow(self):
         wait()
+
+if activity == "collect":
+    options = {"frames_per_batch": 4, "num_collectors": 2, "num_envs": 2, "collect_timeout": limit_s}
+    collector = muster.MultiCollector(Env, None, **options)
+    next(iter(collector))
+    collector.shutdown()
+    print("goes on")
+    sys.exit()
 
 limits = {"start_timeout" if activity == "start" else "step_timeout": limit_s}
 with muster.make_vec(Env, 2, num_workers=2, **limits) as envs:
@@ -69,11 +77,12 @@ with muster.make_vec(Env, 2, num_workers=2, **limits) as envs:
     [
         ("step", LIMIT_S),
         ("call", LIMIT_S),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("recv", LIMIT_S), ("start", 6.0))),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("recv", LIMIT_S), ("start", 6.0), ("collect", 3.0))),
     ],
 )
 def test_the_time_for_which_all_were_stopped_is_not_counted(activity: str, limit_s: float, tmp_path: Path) -> None:
-    with programs.start("-c", PROGRAM, tmp_path, activity, str(limit_s)) as program:
+    imports = programs.TORCH if activity == "collect" else ()
+    with programs.start("-c", PROGRAM, tmp_path, activity, str(limit_s), imports=imports) as program:
         while not (tmp_path / "begun").exists():
             assert program.poll() is None
             time.sleep(0.005)

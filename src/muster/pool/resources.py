@@ -98,8 +98,8 @@ def limit(number: int | None) -> str:
             "more (`ulimit -n`), or ask for fewer workers"
         )
     if number == errno.ENFILE:
-        count, _, most = read_text(Path("/proc/sys/fs/file-nr")).split() or ("?", "", "?")
-        return f"this machine may open {most} files (fs.file-max), and has opened {count}; close other programs"
+        opened, _, ceiling = read_text(Path("/proc/sys/fs/file-nr")).split() or ("?", "", "?")
+        return f"this machine may open {ceiling} files (fs.file-max), and has opened {opened}; close other programs"
     if number == errno.EFBIG and (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
         return (
             f"a file may have {most} bytes (RLIMIT_FSIZE), and the memory that processes share is files. Allow more "
