@@ -119,12 +119,15 @@ def limit_behind(error: BaseException) -> str:
 
 def _limit_of_threads() -> tuple[int, str]:
     """The tightest of the limits of processes and threads: how many it leaves, and the words for `limit`."""
-    machine = read_text(Path("/proc/sys/kernel/threads-max")), read_text(Path("/proc/loadavg")).split("/")[-1]
-    limits = [(int(machine[0] or 0), int((machine[1].split() or "0")[0]), "this machine", "sysctl kernel.threads-max")]
-    limits += [(*found, "this cgroup", "pids.max, `docker run --pids-limit`") for found in _pids_cgroups()]
+    limits = [(*found, "this cgroup", "pids.max, `docker run --pids-limit`") for found in _pids_cgroups()]
+    all_threads, running = (read_text(Path(f"/proc/{name}")) for name in ("sys/kernel/threads-max", "loadavg"))
+    if all_threads and running:
+        limits.append((int(all_threads), int(running.split("/")[1].split()[0]), "this machine", "kernel.threads-max"))
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if most != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
-        limits.append((most, _threads_of_user(), "this user", "RLIMIT_NPROC, `ulimit -u`"))
+    if most != resource.RLIM_INFINITY and ((count := _threads_of_user()) <= most or os.getuid() != 0):
+        limits.append((most, count, "this user", "RLIMIT_NPROC, `ulimit -u`"))  # root may often start more
+    if not limits:
+        return sys.maxsize, "the kernel starts no more processes and threads. Ask for fewer workers"
     most, count, whose, where = min(limits, key=lambda one: one[0] - one[1])
     return most - count, (
         f"{whose} may run {most} processes and threads ({where}), and runs {count}. Allow more, or ask for "
