@@ -16,7 +16,8 @@ import pytest
 
 import muster
 import programs
-from muster.errors import EnvError, WorkerDied
+from muster.errors import EnvError, LimitReached, WorkerDied
+from processes import parent_of
 from slow import slow
 
 # Root may start more processes than RLIMIT_NPROC allows. The program gets the real uid of another user, and loses the
@@ -92,6 +93,21 @@ say(lambda: envs.step([0, 0]))
 """
     out = said(program, "NPROC", 1, "fork")
     assert re.match(r"LimitReached .*worker 1 .*, of 2, could not start: this user may run 1 processes", out), out
+
+
+@pytest.mark.parametrize("context", ["forkserver", *slow("spawn")])
+def test_a_worker_that_its_launcher_cannot_start_ends_no_other(context: str) -> None:
+    with muster.make_vec("CartPole-v1", 1, num_workers=1, context=context) as envs:
+        envs.reset()
+        launcher = parent_of(envs.stats()["workers"][0]["pid"])
+        soft, hard = resource.prlimit(launcher, resource.RLIMIT_NOFILE)
+        resource.prlimit(launcher, resource.RLIMIT_NOFILE, (10, hard))
+        try:
+            with pytest.raises(LimitReached, match=r"worker 0 .*, of 2, could not start: .*RLIMIT_NOFILE"):
+                muster.make_vec("CartPole-v1", 2, num_workers=2, context=context)
+        finally:
+            resource.prlimit(launcher, resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(envs.step([0])[0]) == 1
 
 
 @pytest.mark.parametrize("context", ["forkserver", *slow("fork", "spawn")])
