@@ -272,6 +272,9 @@ class LimitReached(MusterError, OSError):
     """A limit of this process, its user or its container leaves no room for what workers need; the message names it."""
 
 
+NoFilesLeft = LimitReached  # its name while it told of files alone
+
+
 class WrongIndex(MusterError, IndexError):
     """No element has this index."""
 
