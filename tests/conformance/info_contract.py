@@ -72,6 +72,7 @@ KINDS = {
 }
 # What envs say of one key where Gymnasium raises an error, or changes it, and what arrives then.
 OBJECTS: list[list[Any]] = [[2**63, 1], [1, 2**63], [-(2**63) - 1, 1], [1, Colour.RED], [1, np.uint64(2**63)]]
+OBJECTS += [[np.array(["a"]), np.array([1.5])], [np.array([1.5]), np.array(["a"])]]
 
 
 def typed(value: Any) -> Any:

@@ -265,6 +265,8 @@ def _as_array(value: Any) -> Array:
 
 def _common(one: np.dtype[Any], other: np.dtype[Any]) -> np.dtype[Any] | None:
     """The dtype to which two dtypes promote; None for text and numbers, and where integers would become floats."""
+    if (one.kind in "SU") != (other.kind in "SU"):  # NumPy would write numbers as text
+        return None
     try:
         common = np.result_type(one, other)
     except TypeError:
