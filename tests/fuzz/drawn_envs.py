@@ -13,7 +13,6 @@ import gymnasium as gym
 import numpy as np
 from drawn_spaces import (
     DRESSES,
-    SOON,
     WILD_DRESSES,
     Rng,
     Space,
@@ -252,7 +251,7 @@ def draw_agents_plans(draw: Random, num_envs: int, **given: Any) -> list[AgentsP
         "state": draw_space(draw, kinds="b", size=4) if draw.random() < 0.3 else None,
         "comes": draw.choice([0.0, 0.3]),
         "goes": draw.choice([0.0, 0.1, 0.4]),
-        "pauses": draw.choice([0.0, 0.2]) if SOON["pauses"] else 0.0,
+        "pauses": draw.choice([0.0, 0.2]),
         **given,
     }
     return [AgentsPlan(draw.getrandbits(32), lengths=draw_lengths(draw), **about) for _ in range(num_envs)]

@@ -10,8 +10,9 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from drawn_envs import draw_plans
-from drawn_spaces import OWN_DRESSES, SOON, batch_of, draw_info_plan, draw_space, value_of
+from drawn_envs import EnvPlan, draw_plans
+from drawn_spaces import OWN_DRESSES, batch_of, draw_info_plan, draw_space, value_of
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from vector_programs import Difference, Tally, require_same
 
@@ -60,16 +61,25 @@ def run_gymnasium(draw: Random, tally: Tally, backends: list[str]) -> None:
     """A program on Gymnasium's `SyncVectorEnv` or `AsyncVectorEnv`."""
     n, mode = draw.choice([1, 2, 4]), draw.choice(list(AutoresetMode))
     # What the originals do wrong is left out: buffers that envs use again, kinds of infos that change.
-    rewards = draw.choice([1, 1, 2]) if SOON["rewards"] else 1
-    plans = draw_plans(draw, n, dresses=OWN_DRESSES, infos=draw_info_plan(draw, STEADY_KINDS), rewards=rewards)
+    in_processes = "process" in backends and draw.random() < 0.5
+    rewards = draw.choice([1, 1, 2]) if in_processes and mode is not AutoresetMode.DISABLED else 1
+    kinds = "bdmBDT" if rewards > 1 else "bdmBDTo"  # those of the original's shared memory
+    plans = draw_plans(
+        draw, n, dresses=OWN_DRESSES, kinds=kinds, infos=draw_info_plan(draw, STEADY_KINDS), rewards=rewards
+    )
     fns = [one.env for one in plans]
     options: dict[str, Any] = {"copy": draw.random() < 0.7, "autoreset_mode": mode}
     ours: Any
-    if "process" in backends and draw.random() < 0.5:
+    if in_processes:
         ours = AsyncVectorEnv(fns, num_workers=draw.choice([None, 1]), context=draw.choice(["fork", None]), **options)
     else:
         ours = SyncVectorEnv(fns, **options)
-    with SideBySide(ours, gymnasium.vector.SyncVectorEnv(fns, **options), tally) as pair:
+    theirs: Any
+    if rewards > 1:  # the original in one process takes none of these
+        theirs = gymnasium.vector.AsyncVectorEnv(fns, context="fork", **options)
+    else:
+        theirs = gymnasium.vector.SyncVectorEnv(fns, **options)
+    with SideBySide(ours, theirs, tally) as pair:
         require_same(ours.metadata, pair.theirs.metadata, "metadata")
         for name in ("observation_space", "action_space", "single_observation_space", "single_action_space"):
             if getattr(ours, name) != getattr(pair.theirs, name):
@@ -119,12 +129,12 @@ def run_sb3(draw: Random, tally: Tally, backends: list[str]) -> None:
         ours = sb3.SubprocVecEnv(fns, draw.choice(["fork", "forkserver"]), num_workers=draw.choice([None, 1]))
     else:
         ours = sb3.DummyVecEnv(fns)
-    with SideBySide(ours, vec_env.DummyVecEnv(fns), tally, loose=not SOON["types"]) as pair:
-        _play_sb3(draw, pair, n, plans[0].action_space)
+    with SideBySide(ours, vec_env.DummyVecEnv(fns), tally) as pair:
+        _play_sb3(draw, pair, n, plans[0])
     tally.programs += 1
 
 
-def _play_sb3(draw: Random, pair: SideBySide, n: int, action_space: Any) -> None:
+def _play_sb3(draw: Random, pair: SideBySide, n: int, plan: EnvPlan) -> None:
     rng = np.random.default_rng(draw.getrandbits(32))
     pair.both("reset", lambda envs: (envs.seed(3), envs.reset(), envs.reset_infos))
     for _ in range(draw.choice([5, 20])):
@@ -141,11 +151,22 @@ def _play_sb3(draw: Random, pair: SideBySide, n: int, action_space: Any) -> None
                 pair.both("attributes", lambda envs: envs.set_attr("bonus", 2.0, indices=some))  # noqa: B023
                 pair.both("attributes", lambda envs: (envs.get_attr("bonus"), envs.has_attr("nothing")))
             case _:
-                actions = np.stack([value_of(action_space, rng) for _ in range(n)])
-                pair.both("step", lambda envs: (_float32(*envs.step(actions.copy())), envs.reset_infos))  # noqa: B023
+                actions = np.stack([value_of(plan.action_space, rng) for _ in range(n)])
+                pair.both("step", lambda envs: (_told(plan, *envs.step(actions.copy())), envs.reset_infos))  # noqa: B023
         pair.tally.rows += n
 
 
-def _float32(obs: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, ...]:
-    """The result of a step with the rewards of `DummyVecEnv`, as `SubprocVecEnv` has float64."""
+def _told(plan: EnvPlan, obs: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, ...]:
+    """The result of a step with the rewards of `DummyVecEnv`, as `SubprocVecEnv` has float64.
+
+    A terminal observation of a Box without axes is an array, which the env may have returned as a number.
+    """
+    key = "terminal_observation"
+    infos = [{**info, key: _boxed(plan.observation_space, info[key])} if key in info else info for info in infos]
     return obs, np.float32(rewards), dones, infos
+
+
+def _boxed(space: Any, obs: Any) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: _boxed(space[key], one) for key, one in obs.items()}
+    return np.asarray(obs) if isinstance(space, spaces.Box) else obs

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -60,6 +61,7 @@ def _hangs(*_: object) -> None:
 def fuzz(kinds: list[str], seed: int, seconds: float, programs: int | None) -> int:
     """Runs programs of seed, seed + 1, ... until the time is over; returns how many have failed."""
     signal.signal(signal.SIGALRM, _hangs)
+    warnings.filterwarnings("ignore", ".*left env.agents", RuntimeWarning)  # agents pause
     tallies, failures, ends, count = {kind: Tally() for kind in kinds}, 0, time.monotonic() + seconds, 0
     # One vector env stays open: with the last one the process ends from which workers are forked.
     with muster.make_vec([one.env for one in draw_plans(Random(0), 1)]):

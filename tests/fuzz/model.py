@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from bare_loops import Agent, BareParallel, BareTurns
 from drawn_envs import AgentsPlan, Planned
-from drawn_spaces import SOON, Space, batch_of
+from drawn_spaces import Space, batch_of
 from gymnasium import spaces
 
-SEED_MASK = 0x7FFFFFFF if SOON["seeds"] else 0xFFFFFFFF  # of the seeds of envs that are built again
+SEED_MASK = 0x7FFFFFFF  # of the seeds of envs that are built again
 INT64 = np.iinfo(np.int64)
 
 
@@ -134,26 +134,34 @@ def _column(values: dict[int, Any], infos: Sequence[dict[str, Any] | None]) -> A
     if all(isinstance(one, dict) for one in values.values()):
         return merged([values.get(k, None if info is None else {}) for k, info in enumerate(infos)])
     arrays = [_as_array(one) for one in values.values()]
-    if all(one is not None and one.shape == arrays[0].shape for one in arrays) and (
-        len({one.dtype == object for one in arrays}) == 1
-    ):
-        dtype = functools.reduce(np.result_type, [one.dtype for one in arrays])
-        column = np.zeros((len(infos), *arrays[0].shape), dtype)
+    dtype = functools.reduce(_common, [one and one[0] for one in arrays])
+    if dtype is None or len({one and one[1] for one in arrays}) > 1:
+        column = np.full(len(infos), None, object)
+    else:
+        column = np.zeros((len(infos), *arrays[0][1]), dtype)
         if dtype.kind == "O":
             column[[info is None for info in infos]] = None
-    else:
-        column = np.full(len(infos), None, object)
     for k, value in values.items():
         column[k] = value
     return column
 
 
 def _as_array(value: Any) -> Any:
-    """The array of a number, or an array; None for other values."""
+    """The dtype and the shape of a number of Python's or NumPy's types, or of an array; None for other values."""
     if type(value) is int and not INT64.min <= value <= INT64.max:
         return None
-    number = type(value) in (bool, int, float, complex) or isinstance(value, (np.number, np.bool_))
-    return np.asarray(value) if number or isinstance(value, np.ndarray) else None
+    if type(value) not in (bool, int, float) and not isinstance(value, (np.number, np.bool_, np.ndarray)):
+        return None
+    array = np.asarray(value)
+    return array.dtype, array.shape
+
+
+def _common(one: Any, other: Any) -> Any:
+    """The dtype of a column for two dtypes; None for objects: beside other values, and where integers became floats."""
+    if one is None or other is None or any((one.kind == kind) != (other.kind == kind) for kind in "UO"):
+        return None
+    common = np.result_type(one, other)
+    return None if one.kind in "iu" and other.kind in "iu" and common.kind == "f" else common
 
 
 class SingleSide:
@@ -222,8 +230,8 @@ class AgentsSide(SingleSide):
         cut = {"alive": left, "acting": none, "agent_terminated": none, "agent_truncated": left}
         return Row({**row.obs, "flags": cut}, self.no_reward, False, True, restarted=True)
 
-    def row(self, loop: Any) -> dict[str, Any]:
-        """The parts of an env's row."""
+    def row(self, loop: Any, left: Set[str] = frozenset()) -> dict[str, Any]:
+        """The parts of an env's row. left: the agents that its end truncates."""
         none = Agent(None)
         obs, flags = {}, {name: {} for name in ("alive", "acting", "agent_terminated", "agent_truncated")}
         masks: dict[str, Any] = {}
@@ -235,6 +243,7 @@ class AgentsSide(SingleSide):
             for flag in ("acting", "terminated", "truncated"):
                 key = flag if flag == "acting" else f"agent_{flag}"
                 flags[key][name] = np.array([bool(getattr(one or none, flag)) for one in told])
+            flags["agent_truncated"][name] |= np.isin(agents, list(left))
             if isinstance(self.plan.kinds[name][2], spaces.Discrete):
                 found = [self._mask(loop, agent) for agent in agents]
                 shape = (int(self.plan.kinds[name][2].n),)
@@ -290,19 +299,25 @@ class _Flat:
 
     def __init__(self, loop: Any, side: AgentsSide) -> None:
         self.loop, self.side, self.unwrapped = loop, side, loop.env
+        self.unended: set[str] = set()  # agents that were there and have not ended, also those that pause
 
     def reset(self, *, seed: int | None, options: Any) -> tuple[Any, dict[str, Any]]:
         self.loop.reset(seed, options)
+        self.unended = set(self.loop.told)
         return self.side.row(self.loop), self._infos()
 
     def step(self, actions: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         one = {agent: actions[g][k] for g, agents in self.side.groups.items() for k, agent in enumerate(agents)}
         self.loop.step(one)
+        for agent, told in self.loop.told.items():
+            (self.unended.discard if told.terminated or told.truncated else self.unended.add)(agent)
+        left = self.unended if self.loop.over else set()
+        self.loop.cut |= bool(left)
         rewards = {
             g: np.array([getattr(self.loop.told.get(agent), "reward", 0.0) for agent in agents], np.float32)
             for g, agents in self.side.groups.items()
         }
-        return self.side.row(self.loop), rewards, self.loop.terminated, self.loop.truncated, self._infos()
+        return self.side.row(self.loop, left), rewards, self.loop.terminated, self.loop.truncated, self._infos()
 
     def _infos(self) -> dict[str, Any]:
         infos = {

@@ -27,6 +27,7 @@ def test_rows_are_those_of_envs_stepped_by_hand(draw: Random) -> None:
     vector_programs.run(draw, Tally(), ["serial"], size=6)
 
 
+@pytest.mark.filterwarnings("ignore:.*left env.agents:RuntimeWarning")  # agents pause
 @fixed
 @draws
 def test_rows_of_agents_are_those_of_envs_stepped_by_hand(draw: Random) -> None:
