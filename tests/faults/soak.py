@@ -31,7 +31,7 @@ from muster.vector.results import Batch
 
 NUM_ENVS, NUM_WORKERS = 16, 4
 KILL_EVERY_S = 0.2
-INTERRUPT_EVERY_S = 0.0  # 0 for never. 0.5 once a reset forgets what an interrupted recv has left pending
+INTERRUPT_EVERY_S = 0.5
 FORK_EVERY_S = 1.0
 LAYOUTS = 200  # of infos; more than a worker keeps
 STEP_TIMEOUT_S = 0.5
@@ -82,7 +82,7 @@ class UnderFire(gym.Env[Any, Any]):
 
 @dataclass
 class Report:
-    """The results of a soak. problems: empty if all was well.  closed: vector envs that a Ctrl-C has closed."""
+    """The results of a soak. problems: empty if all was well."""
 
     rows: int = 0
     kills: int = 0
@@ -90,7 +90,6 @@ class Report:
     forks: int = 0
     truncations: int = 0
     episodes: int = 0
-    closed: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -193,8 +192,9 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-def under_fire() -> Any:
-    return muster.make_vec(
+def soak(seconds: float, seed: int = 0) -> Report:
+    """Steps for `seconds`, by `step` and by `send` and `recv` in turn."""
+    envs = muster.make_vec(
         UnderFire,
         NUM_ENVS,
         num_workers=NUM_WORKERS,
@@ -202,11 +202,6 @@ def under_fire() -> Any:
         max_restarts=1_000_000,
         step_timeout=STEP_TIMEOUT_S,
     )
-
-
-def soak(seconds: float, seed: int = 0) -> Report:
-    """Steps for `seconds`, by `step` and by `send` and `recv` in turn."""
-    envs = under_fire()
     checker = Checker(envs.reset(seed=seed)[0])
     report = checker.report
     killer, interrupts = Killer(envs, seed), Interrupts(report)
@@ -223,7 +218,7 @@ def soak(seconds: float, seed: int = 0) -> Report:
                 if report.forks < elapsed_s / FORK_EVERY_S:
                     fork(envs, checker)
             except KeyboardInterrupt:
-                envs = begin_again(envs, checker, interrupts.call)
+                begin_again(envs, checker, interrupts.call)
     finally:
         interrupts.stop()
         killer.stop()
@@ -261,18 +256,11 @@ def some_halves(envs: Any, checker: Checker, call: Any) -> None:
     checker.check(call(envs.recv))
 
 
-def begin_again(envs: Any, checker: Checker, call: Any) -> Any:
-    """Resets all envs after a Ctrl-C, and may be interrupted, too; returns the vector env, or a new one.
-
-    A Ctrl-C that comes while a worker is replaced closes the vector env.
-    """
+def begin_again(envs: Any, checker: Checker, call: Any) -> None:
+    """Resets all envs after a Ctrl-C, until no other comes meanwhile."""
     while True:
-        if envs.closed:
-            checker.report.closed += 1
-            envs = under_fire()
         with contextlib.suppress(KeyboardInterrupt):
-            checker.start(call(envs.reset)[0])
-            return envs
+            return checker.start(call(envs.reset)[0])
 
 
 def fork(envs: Any, checker: Checker) -> None:
