@@ -56,7 +56,7 @@ def run_collector(draw: Random, tally: Tally, backends: list[str]) -> None:
         "frames_per_batch": n * draw.choice([1, 5, 12]),
         "max_frames_per_traj": draw.choice([None, None, 3]),
     }
-    if not multi and options["max_frames_per_traj"] is None:  # a MultiCollector's envs have been reset once more
+    if options["max_frames_per_traj"] is None:
         options["reset_at_each_iter"] = draw.random() < 0.3
     policy = Policy(counts)
     given: Any = policy

@@ -96,7 +96,7 @@ class _Program:
         self.draw, self.envs, self.model, self.tally, self.faultless = draw, envs, model, tally, faultless
         self.rng = np.random.default_rng(draw.getrandbits(32))
         self.pending: dict[int, Row | Planned] = {}
-        # Objects are handed out once more where other envs alone are reset.
+        # Objects repeat what the caller has written into them, where other envs alone are reset.
         self.writes = isinstance(model.side, AgentsSide) or not has_objects(model.side.space)
         self.kept: list[tuple[Any, Any]] = []  # results, and copies of them as they arrived
 

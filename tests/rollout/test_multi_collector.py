@@ -72,6 +72,13 @@ def batches_equal(a, b):
     return keys == set(b.keys(True, True)) and all(a[key].equal(b[key]) for key in keys)
 
 
+def test_reset_at_each_iter_resets_once_before_the_first_batch():
+    make, options = functools.partial(CountingEnv, length=50), {"frames_per_batch": 6, "reset_at_each_iter": True}
+    with MultiCollector(make, zeros_policy, num_envs=2, num_collectors=1, **options) as collector:
+        batches = [collector.rollout() for _ in range(2)]
+    assert [batch["observation"][:, 0].tolist() for batch in batches] == [[[0, 0]] * 2, [[1, 0]] * 2]
+
+
 def test_sync_batches_hold_all_envs_and_weights_follow():
     policy = Constant(3)
     with MultiCollector(

@@ -178,6 +178,11 @@ class Backend(ABC):
         """The mailed objects of each env's last step, by env; kept where observations have parts that are mailed."""
         return {}
 
+    def objects_again(self, env: int) -> Iterator[Any]:
+        """Copies of the objects of the last step of `env`; without end None for one that has not been reset yet."""
+        last = self.last_objects.get(env)
+        return itertools.repeat(None) if last is None else iter(self.mail_of(self.caller.host_of(env)).own([*last]))
+
     def take_mail(self, ids: Array) -> list[tuple[Iterator[Any], Iterator[Any]]]:
         """The objects that envs `ids` have mailed with their last step: of the step itself, and of the final step.
 

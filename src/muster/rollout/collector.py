@@ -178,7 +178,7 @@ class Collector(BatchSource):
     def fill(self, storage: Storage, stop: Array | None = None) -> int:
         """Collects the next steps of all envs into `storage`; returns their number. stop: see `Stepping.fill`."""
         random = self.policy is None or self.frames < self._init_random_frames
-        if self._reset_at_each_iter:
+        if self._reset_at_each_iter and self.batches:  # before the first one a trial may have reset them
             self._stepping.start_afresh()
         if random and self.policy is not None:
             self._blank_outputs(storage)

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import gymnasium
@@ -79,9 +78,9 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         """Resets all envs, or those in ``options["reset_mask"]`` (bool ``[N]``); returns obs ``[N, ...]`` and infos.
 
         seed: env i gets ``seed + i``, or the list's i-th. Other options are passed to every env. The rows of envs that
-        are not reset repeat their last observations; of big ones, where envs reset themselves, with what the caller has
-        changed in them since. After a Ctrl-C in another call, a reset of all envs drops the answers that they owe.
-        Raises EnvError, UsageError.
+        are not reset repeat their last observations; of objects, and of big ones where envs reset themselves, with what
+        the caller has changed in them since. After a Ctrl-C in another call, a reset of all envs drops the answers that
+        they owe. Raises EnvError, UsageError.
         """
         if self.interrupted and "reset_mask" not in (options or ()):
             self.drop_pending()
@@ -461,9 +460,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     def _all_after_reset(self, ids: Array, infos: Infos, copies: bool) -> tuple[Any, Infos]:
         """The observations and infos of all envs after a reset of the envs `ids`, whose infos are `infos`."""
         infos = {key: spread(column, ids, self.num_envs) for key, column in infos.items()}
-        # An env that has not been reset yet has no objects.
-        last = self._backend.last_objects
-        objects = [iter(last[env]) if env in last else repeat(None) for env in range(self.num_envs)]
+        objects = [self._backend.objects_again(env) for env in range(self.num_envs)]
         return self._backend.slab.obs_batch(self._all, objects, copies), infos
 
 
