@@ -99,11 +99,13 @@ def test_envs_of_such_modules_run_in_workers_as_here(env, recwarn):
     assert [str(one.message) for one in recwarn if one.category is UserWarning] == []
 
 
-def test_an_id_may_name_a_class_of_such_a_module(env, monkeypatch):
-    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
+def test_an_id_may_name_a_class_of_such_a_module(env):
     gym.register("KnownHere-v0", "known_here_env:Env", disable_env_checker=True, order_enforce=False)
-    with muster.make_vec("KnownHere-v0", 1, backend="process") as envs:
-        assert envs.reset()[0].tolist() == [[4, 1]]
+    try:
+        with muster.make_vec("KnownHere-v0", 1, backend="process") as envs:
+            assert envs.reset()[0].tolist() == [[4, 1]]
+    finally:
+        del gym.registry["KnownHere-v0"]
 
 
 def test_a_value_of_such_a_module_reaches_envs_that_run(env):
