@@ -26,7 +26,7 @@ import gymnasium as gym
 import numpy as np
 
 import muster
-from muster.errors import ClosedError
+from muster.errors import ClosedError, PendingError
 from muster.vector.results import Batch
 
 NUM_ENVS, NUM_WORKERS = 16, 4
@@ -260,7 +260,10 @@ def begin_again(envs: Any, checker: Checker, call: Any) -> None:
     """Resets all envs after a Ctrl-C, until no other comes meanwhile."""
     while True:
         with contextlib.suppress(KeyboardInterrupt):
-            return checker.start(call(envs.reset)[0])
+            try:
+                return checker.start(call(envs.reset)[0])
+            except PendingError:  # it has come between two calls
+                envs.drop_pending()
 
 
 def fork(envs: Any, checker: Checker) -> None:

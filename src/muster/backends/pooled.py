@@ -23,7 +23,7 @@ from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Failed
 from muster.pool.place import Limit
 from muster.pool.resources import Usage, naming_limits
-from muster.pool.verbs import Answered, BasePool, Lost, Successor
+from muster.pool.verbs import Answered, BasePool, Lost, Successor, Whole
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.slab import Slab, SlabPlan, split_evenly
@@ -106,6 +106,10 @@ class PooledBackend(Backend):
 
     # ---- commands
 
+    def whole(self, *, holds: bool = True) -> Whole:
+        """As `Backend.whole`; no env's own code runs in the body."""
+        return super().whole(holds=holds)
+
     @contextlib.contextmanager
     def _fate(self) -> Iterator[None]:
         """Closes the vector env where the body ends with the pool closed; a Ctrl-C alone ends neither."""
@@ -124,13 +128,13 @@ class PooledBackend(Backend):
 
     def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
         resets = dict(self.resets_by_host(env_ids, arguments))
-        with self.whole(holds=True):
+        with self.whole():
             self.caller.request_resets(env_ids)
             for host, reset in resets.items():
                 self._post(host, reset)
 
     def restart(self, restart: Restart) -> bool:
-        with self.whole(holds=True):
+        with self.whole():
             self._post(self.caller.host_of(restart.env), restart)
         return False
 

@@ -220,7 +220,7 @@ class ProcessBackend(PooledBackend):
         resets = dict(self.resets_by_host(env_ids, dataclasses.replace(arguments, options=options)))
         local = resets.pop(self.num_workers, None)
         with self._answering_here(self._local, env_ids):
-            with self.whole(holds=True):
+            with self.whole():
                 self.caller.request_resets(env_ids)
                 for host, reset in resets.items():
                     self._post(host, reset)
@@ -230,7 +230,7 @@ class ProcessBackend(PooledBackend):
     def restart(self, restart: Restart) -> bool:
         host = self.caller.host_of(restart.env)
         replaces = restart.rebuilds and self._one_per_process
-        with self.whole(holds=True):
+        with self.whole():
             if replaces:
                 reason = f"{self.nouns.env(host, restart.env)} raised"
                 successor = self._successor(host, {restart.env: restart.attributes})

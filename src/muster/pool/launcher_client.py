@@ -33,7 +33,7 @@ _THREAD_VARIABLES = (
 )
 # The launcher's first answer takes 0.3 s of imports, later ones only a fork.
 _ANSWER_S = 60.0
-_SLICE_S = 0.05
+_INTERRUPTIBLE_S = 1.0
 
 
 class _Key(NamedTuple):
@@ -190,8 +190,8 @@ class LauncherClient:
             socket.send_fds(self._control, [HEADER.pack(len(body))], fds)
             self._control.sendall(body)
             began = time.monotonic()
-            while not readable([self._control.fileno()], _SLICE_S):
-                Uninterrupted.let_through()
+            while not readable([self._control.fileno()], _INTERRUPTIBLE_S):
+                Uninterrupted.let_through()  # ends what asks for the worker: only where that is the lesser evil
                 if time.monotonic() - began - paused_since(began) > _ANSWER_S:
                     self._process.kill()  # stopped, or stuck: it must not start this worker later, after another one
             answer, pidfds, _, _ = socket.recv_fds(self._control, HEADER.size, 1)
