@@ -148,8 +148,8 @@ def test_ctrl_c_leaves_no_half_update():
     before, interrupts = signal.signal(signal.SIGALRM, signal.default_int_handler), 0
     try:
         for value in range(1, 60):
-            signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-5, 1e-3))
             try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-5, 1e-3))
                 while True:
                     shared.write({name: torch.full((1000,), float(value)) for name in names})
             except KeyboardInterrupt:
