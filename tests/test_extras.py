@@ -235,7 +235,7 @@ def test_a_command_says_what_is_too_old_for_it(tmp_path: Path):
     "arguments",
     [
         "bench CartPole-v1 --num-envs 2 --rounds 1 --seconds 0.02",
-        "doctor CartPole-v1 --num-envs 2 --seconds 0.02",
+        pytest.param("doctor CartPole-v1 --num-envs 2 --seconds 0.02", marks=pytest.mark.slow),
         "doctor NoSuchEnv-v0",
         "--help",
     ],

@@ -117,11 +117,11 @@ def test_a_run_of_ones_own_env_is_evaluated_and_goes_on_from_anywhere(
 ):
     env = env.format(folder=folder)
     own = ("--wrapper", "own_env:Doubled", "--wrapper", "own_env.py:tripled", "--kwargs", '{"length": 3}')
-    in_worker = ("--backend", "process", "--num-workers", "1", "--context", "spawn")
+    in_worker = ("--backend", "process", "--num-workers", "1", "--context", "fork")
     result = muster("train", env, *own, *SHORT[:-2], *in_worker, "--run-dir", "r")
     assert result.exit_code == 0, result.output
     plan = plan_of(folder / "r")
-    assert plan.options == {"num_workers": 1, "context": "spawn"}
+    assert plan.options == {"num_workers": 1, "context": "fork"}
     if ".py" in env:
         (folder / "elsewhere").mkdir()
         monkeypatch.chdir(folder / "elsewhere")
@@ -135,7 +135,7 @@ def test_a_run_of_ones_own_env_is_evaluated_and_goes_on_from_anywhere(
     again = ("--seed", "0", "--env-kwargs", '{"length": 3}', "--num-workers", "2", "--learning-rate", "1e-3")
     result = muster("train", "--resume", f"{folder}/r", *again, "--total-steps", "48", "--trust")
     assert result.exit_code == 0, result.output
-    assert json.loads((folder / "r" / "config.json").read_text())["make_vec"] == {"num_workers": 2, "context": "spawn"}
+    assert json.loads((folder / "r" / "config.json").read_text())["make_vec"] == {"num_workers": 2, "context": "fork"}
 
 
 @pytest.mark.filterwarnings("ignore:env . failed and was replaced")

@@ -75,7 +75,7 @@ class TestThreads(PoolContract):
         )
 
 
-class TestFork(Processed, ProcessPoolContract):
+class TestFork(Processed, StartContract):
     context = "fork"
 
 
@@ -86,6 +86,11 @@ class TestForkserver(Processed, ProcessPoolContract):
 class TestSpawn(Processed, StartContract):
     context = "spawn"
     patience_s = 6.0
+
+
+@pytest.mark.slow
+class TestForkInFull(Processed, ProcessPoolContract):
+    context = "fork"
 
 
 @pytest.mark.slow
@@ -146,6 +151,7 @@ def test_what_a_resident_reports_comes_to_the_owner_before_its_answer() -> None:
     assert reports == ["first", "second"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
 def test_a_launcher_that_is_kept_starts_the_next_pools_workers_and_ends_with_the_block() -> None:
     processes = Processes("forkserver", 60.0, threads=3, preloads=MINE)

@@ -51,6 +51,7 @@ def doctor(tmp_path: Path):
     return run
 
 
+@pytest.mark.slow
 def test_a_file_in_wrappers_gets_lines_that_run(doctor, tmp_path):
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "far_game.py").write_text(MODULE)

@@ -172,6 +172,7 @@ def test_episodes_of_several_agents_without_an_end_are_cut_short() -> None:
     assert any(text.startswith("leaks file handles, ") for text in warnings_of(findings)), findings
 
 
+@pytest.mark.slow
 def test_a_soak_ends_before_the_handles_run_out() -> None:
     soak, findings = soaked(Leaky, 30.0, traits="handle and few handles", step_s=1e-3)
     assert soak.seconds < 25
@@ -211,6 +212,7 @@ def test_an_env_that_cannot_be_stepped_is_not_soaked() -> None:
     assert finding.text == "not soaked: it cannot be stepped, see above"
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table_and_the_verdict() -> None:
     command = ["-c", "import muster.cli; muster.cli.main()", "doctor", "leaky:LeakyTeam"]
     done = programs.run(*command, "--soak", "3", "--seconds", "0.1", "--num-envs", "1", cwd=HERE)

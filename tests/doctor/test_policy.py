@@ -111,6 +111,7 @@ def doctor(tmp_path: Path):
     return lambda *arguments: programs.run(*command, *arguments, cwd=tmp_path, imports=programs.TORCH)
 
 
+@pytest.mark.slow
 def test_the_command_tells_it_to_people(doctor):
     done = doctor("my_game:gives_what_exists", "--policy", "my_policies:make_policy")
     said = " ".join(done.stdout.split())

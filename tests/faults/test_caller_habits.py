@@ -44,6 +44,7 @@ def test_a_caller_that_ignores_sigchld(context: str) -> None:
         assert "worker 1 (env 1) died" in infos["restarted"][1]
 
 
+@pytest.mark.slow
 def test_deaths_in_one_vector_env_are_not_seen_in_another() -> None:
     several = [make(context=context, on_failure="restart") for context in (*CONTEXTS, "fork")]
     for envs in several:

@@ -34,12 +34,12 @@ BOUND_S = 60.0
 
 
 def cases() -> list[Any]:
-    """All cases. Fast ones: each fault, with both reactions where its worker is lost; modes and methods in turn."""
+    """All cases. Fast ones: each fault, with both reactions where its worker dies; modes and methods in turn."""
     params = []
     for fault, method, mode, on_failure in itertools.product(FAULTS, CONTEXTS, MODES, FAILURES):
         row, reaction = FAULTS.index(fault), FAILURES.index(on_failure)
         fast = MODES.index(mode) == (row + reaction) % 3 and method == FAST_CONTEXTS[(row + reaction) % 2]
-        if fault in (*RAISED, *OBSERVATIONS, *HARMLESS):
+        if fault in (*RAISED, *OBSERVATIONS, *HARMLESS, *HUNG):
             fast &= reaction == row // 2 % 2
         marks = () if fast else (pytest.mark.slow,)
         name = f"{fault}-{method}-{mode}-{on_failure}"

@@ -44,12 +44,12 @@ def test_gymnasiums_drop_ins_return_what_gymnasiums_own_do(draw: Random) -> None
 @pytest.mark.parametrize(
     ("kind", "package", "programs"),
     [
-        ("vector", "numpy", 24),
-        ("agents", "numpy", 14),
-        ("gymnasium", "numpy", 10),
-        ("sb3", "stable_baselines3", 8),
-        ("collector", "tensordict", 12),
-        ("torchrl", "torchrl", 5),
+        ("vector", "numpy", 12),
+        ("agents", "numpy", 8),
+        ("gymnasium", "numpy", 6),
+        ("sb3", "stable_baselines3", 5),
+        ("collector", "tensordict", 6),
+        ("torchrl", "torchrl", 3),
     ],
 )
 def test_programs(kind: str, package: str, programs: int) -> None:

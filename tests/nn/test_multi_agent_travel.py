@@ -140,6 +140,7 @@ def test_functional_calls_and_targets(net):
     torch.testing.assert_close(target(X), before)
 
 
+@pytest.mark.slow
 def test_optimizers_train_every_agent_towards_its_own_goal():
     net = NETS["unshared"]()
     goal = torch.tensor([[[0.0], [1.0], [-1.0]]])

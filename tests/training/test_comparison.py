@@ -21,6 +21,7 @@ def test_the_interquartile_mean_is_scipys(runs: int) -> None:
     np.testing.assert_allclose(interquartile_mean(scores), trim_mean(scores, 0.25, axis=0))
 
 
+@pytest.mark.slow
 def test_the_interval_is_where_such_means_lie() -> None:
     rng = np.random.default_rng(0)
     held = 0

@@ -69,8 +69,10 @@ class Stopping(CartPoleEnv):
 @pytest.mark.parametrize(
     ("when", "number", "words", "left"),
     [
-        ("opening", 3, (), ["seed0"]),
-        ("opening", 5, ("--eval-every=256", "--eval-episodes=1"), ["seed0"]),  # those for evaluations
+        pytest.param("opening", 3, (), ["seed0"], marks=pytest.mark.slow),
+        pytest.param(  # those for evaluations
+            "opening", 5, ("--eval-every=256", "--eval-episodes=1"), ["seed0"], marks=pytest.mark.slow
+        ),
         ("training", 3, (), ["seed0", "seed1"]),
     ],
 )

@@ -76,12 +76,9 @@ Path(sys.argv[1]).write_text(done)
 @pytest.mark.parametrize(
     "before",
     [
-        "os.close(1)",
-        "os.close(2)",
+        *slow("os.close(1)", "os.close(2)", "sys.stdout = None", "sys.stdout = object()"),
         "os.closerange(0, 3)",
         "os.close(1); log = open('log', 'w')",
-        "sys.stdout = None",
-        "sys.stdout = object()",
         "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')",
     ],
 )

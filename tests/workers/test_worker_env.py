@@ -239,7 +239,7 @@ def test_drop_ins_take_variables_too(make: Any, second: float, probe: Any) -> No
     assert obs.tolist() == [[10], [second]]
 
 
-@pytest.mark.parametrize("num_collectors", [None, 2])
+@pytest.mark.parametrize("num_collectors", [None, *slow(2)])
 def test_collectors_take_variables_too(num_collectors: int | None, probe: Any) -> None:
     pytest.importorskip("tensordict")
     options: dict[str, Any] = {"worker_env": lambda i: {_NUMBER: 10 + i}}

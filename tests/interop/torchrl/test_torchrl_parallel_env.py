@@ -150,8 +150,8 @@ def test_rows_are_those_of_a_serial_env(fn):
     ("name", "options"),
     [
         ("CartPole-v1", {"categorical_action_encoding": True}),
-        ("Pendulum-v1", {"device": "cpu"}),
-        ("FrozenLake-v1", {}),
+        pytest.param("Pendulum-v1", {"device": "cpu"}, marks=pytest.mark.slow),
+        pytest.param("FrozenLake-v1", {}, marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_plain_gym_envs_are_those_of_a_serial_env(name, options):
