@@ -256,6 +256,10 @@ def foreign(cart_pole: Path, tmp_path: Path, **changes: Any) -> Path:
         {"env": "local_game_{n}:make_env"},
         {"env": "/tmp/local_game_{n}.py:make_env"},
         {"env": "gymnasium.py:Id-v0"},  # a file, not the library
+        {"env": "gymnasium./../local_game_{n}.py:x:Id-v0"},
+        {"env": "minigrid:/../local_game_{n}.py:x:Id-v0"},
+        {"env": "minigrid./local_game_{n}:Id-v0"},
+        {"env": "minigrid:local_game_{n}:Id-v0"},
         {"env": "gymnasium:make"},  # a known library's, but it would be called
         {"env": "CartPole-v1", "wrappers": ["local_game_{n}:wrap"]},
     ],

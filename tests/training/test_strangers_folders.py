@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import types
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -296,3 +297,5 @@ def test_a_library_is_known_where_an_installed_distribution_has_it(
     assert is_refused()
     (site / "dm_control.py").write_text("")
     assert not is_refused()
+    monkeypatch.setitem(sys.modules, "dm_control", types.ModuleType("dm_control"))
+    assert is_refused()

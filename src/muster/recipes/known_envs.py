@@ -23,6 +23,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from muster.introspection import module_name
 from muster.recipes.gymnasium_ids import MakeGym, module_of
+from muster.recipes.named import split_name
 from muster.recipes.recipe import Recipe
 
 _PACKAGES = ("gymnasium", "ale_py", "pettingzoo", "mpe2", "minigrid", "dm_control", "meltingpot", "muster")
@@ -54,7 +55,7 @@ def not_installed(env_id: str) -> str:
     Editable distributions are installed, too. Empty where all is well, and for ids that are registered here.
     """
     with installed_alone():
-        package = _package(env_id.rpartition(":")[0] or module_of(env_id))
+        package = _package(split_name(env_id)[0] or module_of(env_id))
         return package if package not in ("", *_RUNNING) and not _is_installed(package) else ""
 
 
@@ -85,7 +86,10 @@ def _is_here(entry: Any) -> bool:
 
 
 def _is_installed(package: str) -> bool:
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # of a module that was put into sys.modules and has no spec
+        return False
     if spec is None or spec.origin is None:
         return False
     origin = Path(spec.origin).resolve()

@@ -70,17 +70,23 @@ class Named:
         return f"import sys\n\nsys.path.insert(0, {str(self.file.parent)!r})\n{line}"
 
 
+def split_name(written: str) -> tuple[str, str]:
+    """What stands before the name, a module or a file that ends in .py, and the name. Either may be empty."""
+    if written.endswith(".py"):
+        return written, ""
+    file, colon, name = written.partition(".py:")
+    if colon:
+        return f"{file}.py", name
+    module, _, name = written.rpartition(":")
+    return module, name
+
+
 def parse_name(written: str) -> Named | None:
     """The parts of a name; None where ``written`` is an env id, ``module:Id-v0`` too. Imports nothing.
 
     Raises RecipeError where there is no such file, ModuleNotFoundError where there is no such module.
     """
-    head, _, name = written.rpartition(":")
-    if written.endswith(".py"):
-        head, name = written, ""
-    elif ".py:" in written:
-        head, _, name = written.partition(".py:")
-        head += ".py"
+    head, name = split_name(written)
     if head.endswith(".py"):
         file = Path(head).expanduser().resolve()
         if not file.is_file():
@@ -122,7 +128,7 @@ def callable_named(text: str) -> Any:
 
 def absolute_name(text: str) -> str:
     """The name, with the absolute path of its file; others as they are."""
-    return str(parse_name(text)) if text.endswith(".py") or ".py:" in text else text
+    return str(parse_name(text)) if split_name(text)[0].endswith(".py") else text
 
 
 def find_here() -> None:

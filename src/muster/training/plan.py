@@ -16,6 +16,7 @@ from muster.arguments import check_options, fields_of, option
 from muster.errors import ConfigError, UsageError, printable
 from muster.extras import installed_version
 from muster.recipes.known_envs import installed_alone, is_of_known_library, not_installed
+from muster.recipes.named import split_name
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config
 
@@ -86,7 +87,7 @@ class TrainingPlan:
     @property
     def name(self) -> str:
         """The env's name without a file's folders, as it can be printed."""
-        return printable(os.path.basename(self.env) if ".py:" in self.env else self.env)
+        return printable(os.path.basename(self.env) if split_name(self.env)[0].endswith(".py") else self.env)
 
     @property
     def title(self) -> str:
@@ -128,10 +129,11 @@ class TrainingPlan:
         These are files, functions, wrappers, and ids of modules that Muster does not know, or that no installed package
         has.
         """
-        module, _, name = self.env.rpartition(":")
+        module, name = split_name(self.env)
+        is_module = all(map(str.isidentifier, module.split("."))) and not module.endswith(".py")
         # A function is called, with arguments from the folder: that of a known library may do anything.
-        is_known_id = not name.isidentifier() and is_of_known_library(module) and not module.endswith(".py")
-        code = [self.env] * ((bool(module) and not is_known_id) or name.endswith(".py")) + list(self.wrappers)
+        is_known_id = is_module and is_of_known_library(module) and not name.isidentifier()
+        code = [self.env] * (module != "" and not is_known_id) + list(self.wrappers)
         if not code and (package := not_installed(self.env)):
             code = [f"{self.env}, whose {package} no installed package has"]
         if code:
