@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,33 @@ def test_a_checkpoint_that_is_not_there_is_one_line_with_those_that_are(run: Pat
     assert re.search(r"has no checkpoint '513', .*it has: checkpoint, 000000000256, 000000000512,", result.stderr)
     with pytest.raises(UsageError, match="has no checkpoint 'best'"):
         load_policy(run, checkpoint="best")
+
+
+@pytest.mark.parametrize("kept", ["best.pt", "checkpoints/000000000128.pt"])
+def test_a_run_whose_newest_state_is_gone_stays_as_it_is_until_an_older_one_is_copied(tmp_path: Path, kept: str):
+    run = tmp_path / "run"
+    made = ("--checkpoint-every=128", "--eval-every=128", "--eval-episodes=1", "--keep=1")
+    train("CartPole-v1", "--run-dir", str(run), "--total-steps=128", *made)
+    for name in {"checkpoint.pt", "best.pt", "checkpoints/000000000128.pt"} - {kept}:
+        (run / name).unlink()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    def refused(*words: str) -> str:
+        result = muster("train", *words, "--total-steps=256")
+        assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+        return result.stderr
+
+    assert f"has no checkpoint.pt. To go on, copy an older state to it: {kept}\n" in refused("--resume", str(run))
+    begun_again = ("CartPole-v1", "--run-dir", str(run), *OPTIONS, *made)
+    assert "already holds a run" in refused(*begun_again)
+    (run / "checkpoint.pt").mkdir()
+    assert "checkpoint.pt is no file" in refused("--resume", str(run))
+    assert "already holds a run" in refused(*begun_again)
+    (run / "checkpoint.pt").rmdir()
+    shutil.copy(run / kept, run / "checkpoint.pt")
+    result = muster("train", "--resume", str(run), "--total-steps=256")
+    assert (result.exit_code, "from step 128" in result.output) == (0, True), result.output
 
 
 def test_a_file_may_say_it(tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,15 +14,16 @@ from muster.training.run_folder import (
     BEST,
     CHECKPOINT,
     COPIES,
+    COPY,
     RunFolder,
     files_in,
     has_file,
     read_checkpoint,
     remove_file,
+    states_in,
 )
 
 CHECKPOINT_EVERY_S = 60.0
-_COPY = re.compile(r"\d{12,}\.pt")
 
 
 class Evaluation(NamedTuple):
@@ -72,7 +72,7 @@ class Checkpoints:
             self._folder.save_checkpoint(self._waiting[name], name)
             del self._waiting[name]
             if name.startswith(COPIES) and self._keep is not None:
-                copies = files_in(self._folder.path, COPIES, _COPY)
+                copies = files_in(self._folder.path, COPIES, COPY)
                 for old in copies[: len(copies) - self._keep]:
                     remove_file(self._folder.path, old)
         self._saved_at = time.monotonic()
@@ -98,7 +98,7 @@ def find_checkpoint(run: Path, checkpoint: str | os.PathLike[str] | None) -> tup
             if folder.samefile(run):
                 return run, str(path.absolute().relative_to(folder))
         return path.resolve().parent, path.resolve().name  # the user's own, who may have links
-    there = [Path(one).stem for one in (CHECKPOINT, BEST, *files_in(run, COPIES, _COPY)) if has_file(run, one)]
+    there = [Path(one).stem for one in states_in(run)]
     raise UsageError(f"{run} has no checkpoint {name!r}, which is no file either; it has: {', '.join(there) or 'none'}")
 
 

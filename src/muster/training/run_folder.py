@@ -31,6 +31,7 @@ CONFIG, METRICS, PLOT = "config.json", "metrics.csv", "learning_curve.png"
 CHECKPOINT, BEST = "checkpoint.pt", "best.pt"
 COPIES = "checkpoints"  # the folder of the checkpoint's copies
 MOST_INFLATED = 10  # times a file's size; a checkpoint's numbers lie in it as they are
+COPY = re.compile(r"\d{12,}\.pt")
 _ASIDE = re.compile(r"\.[\w.]+\.[0-9a-f]{16}\.tmp")  # what `replace_file` writes to
 
 
@@ -59,7 +60,7 @@ class RunFolder:
         self._lock = _lock(path)
         try:
             if not resume:  # of two runs that start here at once, only one has the lock
-                _require_none(path)
+                require_none(path)
                 replace_file(path, METRICS, b"")
             for folder in ("", COPIES):
                 for aside in files_in(path, folder, _ASIDE):
@@ -207,8 +208,12 @@ def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
     """
     import torch
 
-    if not has_file(path, name):
-        raise UsageError(f"{path} has no {name} yet. To go on with it: muster train --resume {as_word(path)}")
+    if not os.path.lexists(path / name):
+        states = states_in(path)
+        remedy = f"To go on with it: muster train --resume {as_word(path)}"
+        if states:
+            remedy = f"To go on, copy an older state to it: {', '.join(states)}"
+        raise UsageError(f"{path} has no {name}. {remedy}")
     file, problem = path / name, ""
     with open(open_file(path, name), "rb") as opened:
         try:
@@ -272,11 +277,19 @@ def _make(path: Path) -> None:
         raise UsageError(f"{path} is a file, not a folder; choose another run folder.") from None
 
 
-def _require_none(path: Path) -> None:
+def states_in(path: Path) -> list[str]:
+    """The names, relative to ``path``, of what a run keeps its states in: the newest, the best, and copies.
+
+    What has such a name is one, even where it is no file.
+    """
+    return [name for name in (CHECKPOINT, BEST) if os.path.lexists(path / name)] + files_in(path, COPIES, COPY)
+
+
+def require_none(path: Path) -> None:
     """Raises UsageError where the folder holds a run, but for one that was killed before its first checkpoint."""
-    found = [name for name in (METRICS, CHECKPOINT, BEST) if has_file(path, name)]
+    states, begun = states_in(path), has_file(path, METRICS)
     with suppress(UsageError):
-        if not found or (found == [METRICS] and _is_begun(path)):
+        if not states and (not begun or _is_begun(path)):
             return
     raise UsageError(
         f"{path} already holds a run; choose another run folder, remove that one, or go on with it: "

@@ -28,13 +28,12 @@ from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_folder import (
     BEST,
-    CHECKPOINT,
     RunFolder,
     as_word,
-    has_file,
     new_folder,
     read_checkpoint,
     reading,
+    states_in,
 )
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
@@ -161,7 +160,7 @@ def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
 
     A run that was killed before its first checkpoint had reached nothing.
     """
-    if not has_file(folder.path, CHECKPOINT):
+    if not states_in(folder.path):
         folder.drop_metrics_after(0)
         return 0.0
     with reading(folder.checkpoint_path):
