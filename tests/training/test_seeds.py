@@ -93,11 +93,16 @@ def test_a_signal_ends_all_and_what_there_is_is_drawn(
 
 
 def test_mistakes_are_one_line(tmp_path: Path):
-    (tmp_path / "seed1").mkdir()
+    for seed in (0, 1):  # as those are that were killed at their start
+        (tmp_path / f"seed{seed}").mkdir()
+        (tmp_path / f"seed{seed}" / "metrics.csv").touch()
+    (tmp_path / "seed1" / "best.pt").touch()
     result = muster("train", "CartPole-v1", *OPTIONS, "--seeds=2", "--run-dir", str(tmp_path))
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.stderr
-    assert "seed1 is there already; choose another --run-dir" in result.stderr
-    assert not (tmp_path / "seed0").exists()
+    assert "seed1 already holds a run; choose another run folder" in result.stderr
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["best.pt", "metrics.csv", "metrics.csv"]
+    again = muster("train", "CartPole-v1", *OPTIONS, "--total-steps=128", "--seeds=1", "--run-dir", str(tmp_path))
+    assert again.exit_code == 0, again.output
     run = str(tmp_path / "run")
     assert muster("train", "CartPole-v1", *OPTIONS, "--total-steps=128", "--run-dir", run).exit_code == 0
     result = muster("train", "--resume", run, "--total-steps=256", "--seeds=2")

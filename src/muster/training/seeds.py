@@ -12,13 +12,12 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from muster.errors import UsageError
 from muster.training import runs
 from muster.training.comparison import compare_runs, interquartile_mean, interval
 from muster.training.picture import drawn, read_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_envs import start_run_envs
-from muster.training.run_folder import new_folder
+from muster.training.run_folder import new_folder, require_none
 from muster.training.stopping import STOPS, StopSignals
 
 
@@ -30,9 +29,9 @@ def train_seeds(plan: TrainingPlan, count: int, console: Console, *, run_dir: Pa
     Returns as `runs.train`. Raises as that, and UsageError before anything where one of the folders holds a run.
     """
     seeds = range(plan.config.seed, plan.config.seed + count)
-    if run_dir is not None and (taken := [seed for seed in seeds if (run_dir / f"seed{seed}").exists()]):
-        raise UsageError(f"{run_dir / f'seed{taken[0]}'} is there already; choose another --run-dir, or other seeds.")
-    parent = new_folder(Path("runs"), f"{plan.name}-seeds") if run_dir is None else run_dir
+    parent = run_dir or new_folder(Path("runs"), f"{plan.name}-seeds")
+    for seed in seeds:
+        require_none(parent / f"seed{seed}")
     begun: list[Path] = []
     with StopSignals() as stop:
         try:
