@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import re
 import shutil
+import struct
 import sys
 import types
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,18 +153,105 @@ def test_names_in_a_checkpoint_are_printed_without_control_characters(run: Path)
         assert not CONTROL.search(result.output)
 
 
-def test_what_inflates_is_refused_before_it_is_read(run: Path):
-    torch.save({"steps": 1, "policy": torch.zeros(10_000_000)}, run / "plain.pt")
-    with (
-        zipfile.ZipFile(run / "plain.pt") as plain,
-        zipfile.ZipFile(run / "best.pt", "w", zipfile.ZIP_DEFLATED) as packed,
-    ):
+@pytest.mark.parametrize(
+    ("file", "held", "said"),
+    [
+        ("best.pt", {ODD: 1}, "KeyError: 'steps'"),
+        (
+            "best.pt",
+            {"steps": 1, "mean_return": ODD, "mean_length": 2},
+            "ValueError: could not convert string to float",
+        ),
+        ("best.pt", {"steps": math.inf, "mean_return": 1, "mean_length": 2}, "OverflowError: "),
+        ("metrics.csv", "steps,seconds\n16,\x1b]0;a\n", "ValueError: could not convert string to float"),
+    ],
+)
+def test_damaged_numbers_are_one_line_without_control_characters(run: Path, file: str, held: Any, said: str):
+    if file == "best.pt":
+        torch.save({**torch.load(run / file, weights_only=True), "evaluation": held}, run / file)
+    else:
+        (run / file).write_text(held)
+    result = muster("train", "--resume", str(run), *GO_ON)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
+    assert f"{file} is not that of the run in config.json: {said}" in result.stderr
+    assert not CONTROL.search(result.output)
+
+
+def repacked(
+    path: Path, state: dict[str, Any], compression: int = zipfile.ZIP_STORED, pickled: bytes | None = None
+) -> None:
+    """Writes a state as a checkpoint, with another compression or pickle than torch gives it."""
+    torch.save(state, path.with_name("plain.pt"))
+    with zipfile.ZipFile(path.with_name("plain.pt")) as plain, zipfile.ZipFile(path, "w", compression) as packed:
         for entry in plain.infolist():
-            packed.writestr(entry.filename, plain.read(entry))
+            is_pickle = pickled is not None and entry.filename.endswith("data.pkl")
+            packed.writestr(entry.filename, pickled if is_pickle else plain.read(entry))
+
+
+def deflated(path: Path) -> None:
+    repacked(path, {"steps": 1, "policy": torch.zeros(1_000_000)}, zipfile.ZIP_DEFLATED)
+
+
+def said_to_be_stored(path: Path, *, twice: bool) -> None:
+    """What is deflated, where the directory that zipfile reads says otherwise. twice: torch's own says the truth."""
+    deflated(path)
+    content = path.read_bytes()
+    end = content.rindex(b"PK\5\6")
+    size, start = struct.unpack("<2L", content[end + 12 : end + 20])
+    directory = bytearray(content[start : start + size])
+    at = 0
+    while at < size:
+        compressed, named, extra, comment = (
+            *struct.unpack_from("<L", directory, at + 20),
+            *struct.unpack_from("<3H", directory, at + 28),
+        )
+        struct.pack_into("<H", directory, at + 10, zipfile.ZIP_STORED)
+        struct.pack_into("<L", directory, at + 24, compressed)
+        at += 46 + named + extra + comment
+    path.write_bytes(content[: start + size * twice] + directory + content[end:])
+
+
+def overlapping(path: Path) -> None:
+    """The same bytes as many entries."""
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr("a/data.pkl", bytes(1000))
+        packed.filelist *= 100
+
+
+CALLED = b"\x80\x02}(X\x05\x00\x00\x00stepsK\x01X\x01\x00\x00\x00ac__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85Ru."
+SHARED = b"]q\x00" + b"".join(b"]q%c(h%ch%ce" % (n, n - 1, n - 1) for n in range(1, 61))
+KEYED = b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 61))
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (deflated, r"its [\d,]+ bytes inflate to 4,[\d,]+"),
+        (partial(said_to_be_stored, twice=False), "BadZipFile"),
+        (partial(said_to_be_stored, twice=True), "BadZipFile"),
+        (overlapping, r"its [\d,]+ bytes inflate to 100,000"),
+        (partial(repacked, state={}, pickled=CALLED), "it names __builtin__ bytearray"),
+        (
+            partial(repacked, state={}, pickled=b"\x80\x02}X\x01\x00\x00\x00a" + SHARED + b"s."),
+            "it has an object in several places",
+        ),
+        (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s."), "it has an object in several places"),
+    ],
+    ids=["deflated", "said to be stored", "two directories", "overlapping", "called", "shared", "keyed"],
+)
+def test_what_inflates_is_refused_before_it_is_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], said: str
+):
+    write(run / "checkpoint.pt")
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(UsageError, match=rf"checkpoint\.pt is no checkpoint of muster train: {said}$"):
+        load_policy(run)
+
+
+def test_tensors_that_spread_over_more_than_the_file_are_refused(run: Path):
     torch.save({"steps": 1, "policy": {"a": torch.zeros(1).expand(10**12)}}, run / "checkpoint.pt")
-    for name in ("best", None):
-        with pytest.raises(UsageError, match=r"is no checkpoint of muster train: its [\d,]+ bytes inflate to [\d,]+"):
-            load_policy(run, checkpoint=name)
+    with pytest.raises(UsageError, match=r"its [\d,]+ bytes spread over tensors of 4,000,000,000,000$"):
+        load_policy(run)
 
 
 def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path, monkeypatch: pytest.MonkeyPatch):

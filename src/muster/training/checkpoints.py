@@ -19,6 +19,7 @@ from muster.training.run_folder import (
     files_in,
     has_file,
     read_checkpoint,
+    reading,
     remove_file,
     states_in,
 )
@@ -106,8 +107,11 @@ def _best_of(run: Path) -> Evaluation | None:
     """The evaluation that best.pt holds beside the state. Raises UsageError where the file is damaged."""
     if not has_file(run, BEST):
         return None
-    held = read_checkpoint(run, BEST).get("evaluation")
-    return None if held is None else Evaluation(**held)
+    with reading(run / BEST):
+        held = read_checkpoint(run, BEST).get("evaluation")
+        if held is None:
+            return None
+        return Evaluation(int(held["steps"]), float(held["mean_return"]), float(held["mean_length"]))
 
 
 def _name_of(steps: int) -> str:

@@ -171,7 +171,8 @@ def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
             f"{folder.path} has made {ppo.steps:,} steps already; asked for were {total:,} in all. To train it longer, "
             f"say how many there are to be: --total-steps {2 * ppo.steps}"
         )
-    return float(folder.drop_metrics_after(ppo.steps).get("seconds", 0))
+    with reading(folder.metrics_path):
+        return float(folder.drop_metrics_after(ppo.steps).get("seconds", 0))
 
 
 def _train(
