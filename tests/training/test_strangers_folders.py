@@ -90,6 +90,22 @@ def test_no_link_that_lies_in_the_way_is_written_through(run: Path, tmp_path: Pa
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    "words", [("plot", "."), ("plot", ".", "--output=own.png"), ("train", "CartPole-v1", *SMALL, "--total-steps=32",
+              "--seeds=1", "--run-dir=.")], ids=["plot", "named", "seeds"]
+)  # fmt: skip
+def test_no_picture_is_written_through_a_link(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+):
+    monkeypatch.chdir(run)
+    picture = run / ("own.png" if "--output=own.png" in words else "comparison.png")
+    (tmp_path / "victim").write_text("mine")
+    picture.symlink_to(tmp_path / "victim")
+    assert muster(*words).exit_code == 0
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_folder_itself_may_be_reached_by_a_link(run: Path, tmp_path: Path):
     (tmp_path / "link").symlink_to(run)
     assert muster("train", "--resume", str(tmp_path / "link"), *GO_ON).exit_code == 0

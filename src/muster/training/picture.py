@@ -14,7 +14,7 @@ import numpy as np
 
 from muster.errors import UsageError
 from muster.extras import imports_for
-from muster.training.run_folder import naming, read_file, reading, replace_file
+from muster.training.run_folder import read_file, reading, replace_file
 
 INK, MUTED, LINE, GOAL = "#1f2937", "#6b7280", "#2563eb", "#059669"
 
@@ -62,13 +62,10 @@ class Picture:
         self.axes.set(xticks=[], yticks=[])
 
     def save(self, path: Path) -> None:
-        """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown."""
-        picture = self.content_for(path)
-        with naming(path):
-            path.write_bytes(picture)
+        """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown.
 
-    def content_for(self, path: Path) -> bytes:
-        """The content of a file with the picture. Raises as `save`."""
+        A link that lies in the way is replaced, but for those to devices: /dev/stdout is one.
+        """
         handles, _ = self.axes.get_legend_handles_labels()
         if handles:  # below the curves, wherever these go
             columns = min(len(handles), 3)
@@ -78,7 +75,10 @@ class Picture:
             self._figure.savefig(file, format=path.suffix[1:] or "png")
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
-        return file.getvalue()
+        if str(path.parent) in ("/dev", "/dev/fd"):
+            path.write_bytes(file.getvalue())
+        else:
+            replace_file(path.parent, path.name, file.getvalue())
 
 
 def as_written(number: str) -> str:
@@ -115,7 +115,7 @@ def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal
             picture.axes.axhline(goal, color=GOAL, linewidth=1.2, linestyle=(0, (5, 4)), label=label, zorder=1)
     else:
         picture.say("no episode has ended yet")
-    replace_file(plot_path.parent, plot_path.name, picture.content_for(plot_path))
+    picture.save(plot_path)
 
 
 def read_curve(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
