@@ -275,6 +275,7 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path, 
     spaces = json.loads((run / "config.json").read_text())["spaces"]
     for changes in (
         {"hidden_sizes": [10**8, 10**8]},
+        {"num_envs": 10**13},
         {"spaces": {**spaces, "observations": box}},
         {"spaces": {**spaces, "actions": {"kind": "Discrete", "n": 10**15, "start": 0, "dtype": "int64"}}},
     ):
@@ -288,9 +289,18 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path, 
     with pytest.raises(UsageError, match=r"best\.pt asks for more memory than there is: [\d,]+ bytes"):
         load_policy(run, checkpoint="best")
     monkeypatch.setattr(run_folder, "memory_left", lambda: (1_000_000, "of a small machine"))
-    change(run, env_kwargs={"a": [[]] * 50_000})
-    with pytest.raises(UsageError, match=r"config\.json asks for more memory than there is: [\d,]+ bytes"):
-        load_policy(run)
+    for changes in (
+        {"hidden_sizes": [1], "spaces": {**spaces, "observations": {**box, "shape": [24_000]}}},
+        {"env_kwargs": {"a": [[]] * 50_000}},
+    ):
+        kept = (run / "config.json").read_text()
+        change(run, **changes)
+        with pytest.raises(UsageError, match=r"config\.json asks for more memory than there is: [\d,]+ bytes"):
+            load_policy(run)
+        (run / "config.json").write_text(kept)
+    (run / "metrics.csv").write_text("steps,mean_return,low_return,high_return\n" + "1,1,1,1\n" * 5_000)
+    for words in (("plot", str(run), "--output", str(run / "own.png")), ("train", "--resume", str(run), *GO_ON)):
+        assert "metrics.csv asks for more memory than there is: " in muster(*words).stderr
 
 
 # ---- code in the working directory

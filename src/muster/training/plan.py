@@ -18,7 +18,7 @@ from muster.extras import installed_version
 from muster.recipes.known_envs import installed_alone, is_of_known_library, not_installed
 from muster.recipes.named import split_name
 from muster.training.presets import preset_named
-from muster.training.run_folder import read_config
+from muster.training.run_folder import read_config, require_room
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,7 @@ def plan_of(path: Path) -> TrainingPlan:
         MakeVecOptions(**config["make_vec"])
     except ConfigError as error:
         raise UsageError(f"{path / 'config.json'}: {error}") from None
+    require_room(path / "config.json", 400 * options.num_envs)  # of the envs' recipes
     made = (config["env_kwargs"], tuple(config["wrappers"]), config["make_vec"])
     return TrainingPlan(config["env"], options, config["preset"], *made, run)
 

@@ -196,7 +196,6 @@ def read_config(path: Path) -> dict[str, Any]:
     """The config of the run in the folder ``path``. Raises UsageError where it is no dict in JSON."""
     require_run(path)
     text = read_file(path, CONFIG)
-    require_room(path / CONFIG, 32 * len(text))  # of lists in lists
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -410,8 +409,12 @@ def has_file(run: Path, name: str) -> bool:
 
 
 def read_file(run: Path, name: str) -> bytes:
-    """The content of the file ``name`` of the run in the folder ``run``. Raises as `open_file`."""
+    """The content of the file ``name`` of the run in the folder ``run``. Raises as `open_file`.
+
+    There is memory for 32 times the content, which lists in lists and rows of a table take.
+    """
     with open(open_file(run, name), "rb") as file:
+        require_room(run / name, 32 * os.fstat(file.fileno()).st_size)
         return file.read()
 
 

@@ -135,7 +135,8 @@ def _spaces_of(run: Path, hidden_sizes: Sequence[int]) -> tuple[spaces.Space[Any
         )
     observations, actions = kept["observations"], kept["actions"]
     widths = _width_of(observations), *hidden_sizes, _width_of(actions)
-    require_room(path, 8 * sum(itertools.starmap(operator.mul, itertools.pairwise(widths))))  # of actor and critic
+    weights = sum(itertools.starmap(operator.mul, itertools.pairwise(widths)))
+    require_room(path, 8 * weights + 40 * (widths[0] + widths[-1]))  # of actor and critic; bounds of the spaces
     try:
         return from_plain(observations), from_plain(actions)
     except UsageError as error:
