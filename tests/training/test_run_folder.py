@@ -86,6 +86,20 @@ def test_rows_that_a_full_disk_had_no_room_for_are_written_whole_by_the_next(tmp
     assert [(one.step, one.value) for one in events.Scalars("losses/a")] == [(1, 0.5), (2, 0.25), (3, 0.25), (4, 0.125)]
 
 
+def test_a_row_with_new_columns_that_a_full_disk_had_no_room_for_is_written_by_the_next(tmp_path: Path):
+    with RunFolder(tmp_path / "run") as folder:
+        with files_of_at_most(4), pytest.raises(OSError, match="too large"):
+            folder.append_metrics({"steps": 1, "loss": 0.5})
+        folder.append_metrics({"steps": 2, "loss": 0.25})
+        with files_of_at_most(folder.metrics_path.stat().st_size):
+            for step in (3, 4):
+                with pytest.raises(OSError, match="too large"):
+                    folder.append_metrics({"steps": step, "loss": 0.125, "eval": step})
+        folder.append_metrics({"steps": 5, "loss": math.nan})
+    rows = ["1,0.5,", "2,0.25,", "3,0.125,3", "4,0.125,4", "5,,"]
+    assert folder.metrics_path.read_text().split() == ["steps,loss,eval", *rows]
+
+
 def test_a_file_is_synced_before_it_replaces_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     steps: list[str] = []
     fsync, replace = os.fsync, os.replace

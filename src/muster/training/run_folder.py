@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import fcntl
 import io
+import itertools
 import json
 import math
 import os
@@ -56,6 +57,7 @@ class RunFolder:
         self.checkpoint_path, self.plot_path = path / CHECKPOINT, path / PLOT
         self._config: dict[str, Any] = {}
         self._columns: list[str] = []
+        self._kept: list[dict[str, Any]] = []  # rows that have not been handed to the file
         self._last_step = -1
         self._events: tuple[GrowingFile, EventWriter] | None = None
         if resume:
@@ -93,17 +95,18 @@ class RunFolder:
         """
         step = int(row["steps"])
         if step > self._last_step:
-            if self._columns and (new := [name for name in row if name not in self._columns]):
-                self._metrics_file.write_out()
-                self._rewrite([*self._columns, *new], self._rows()[1])
             after, self._last_step = self._last_step, step
-            names, self._columns = self._columns, self._columns or list(row)
-            values = [row.get(name, math.nan) for name in self._columns]
-            plain = ["" if math.isnan(value) else value for value in values]
-            self._metrics_file.add(_csv([plain] if names else [self._columns, plain]))
+            self._kept.append({name: "" if math.isnan(value) else value for name, value in row.items()})
             if scalars is not None:
                 self._events = self._events or self._begin_events(after)
                 self._events[1].add(scalars, step)
+        self._metrics_file.write_out()
+        columns = list(dict.fromkeys([*self._columns, *itertools.chain(*self._kept)]))
+        if columns == self._columns:
+            self._metrics_file.add(_csv([row.get(name) for name in columns] for row in self._kept))
+        else:
+            self._rewrite(columns, [*self._rows()[1], *self._kept])
+        self._kept = []
         self._metrics_file.write_out()
         if self._events is not None:
             self._events[0].write_out()
@@ -122,7 +125,7 @@ class RunFolder:
         self._last_step = steps
         return rows[-1] if rows else {}
 
-    def _rows(self) -> tuple[list[str], list[dict[str, str]]]:
+    def _rows(self) -> tuple[list[str], list[dict[str, Any]]]:
         """The columns and the rows of metrics.csv."""
         with reading(self.metrics_path):
             text = read_file(self.path, METRICS).decode()
