@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -20,6 +21,17 @@ def test_scalars_are_read_back_with_their_steps_and_nan_is_left_out(tmp_path: Pa
     events.Reload()
     assert [(one.step, one.value) for one in events.Scalars("episodes/return")] == [(10, 1.5), (20, 2.5)]
     assert [(one.step, one.value) for one in events.Scalars("losses/value")] == [(20, 0.25)]
+
+
+@pytest.mark.parametrize(
+    "there", [[], ["events.out.tfevents.99999999999999999999.000000"], ["events.out.tfevents.host.7", "metrics.csv"]]
+)
+def test_the_next_name_comes_after_those_that_are_there(monkeypatch: pytest.MonkeyPatch, there: list[str]) -> None:
+    names = [name for name in there if "tfevents" in name]
+    for now in (300.0, 1.7e9, 1.7e9, 4.0):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        names.append(next_events_name([*there, *names]))
+    assert names == sorted(set(names))
 
 
 def test_options_are_among_the_hparams(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -32,7 +31,7 @@ CHARTS = {
 }
 
 
-_NAME = re.compile(r"events\.out\.tfevents\.(\d+\.\d{6})")
+_PREFIX = "events.out.tfevents."
 
 
 def next_events_name(names: Iterable[str]) -> str:
@@ -40,8 +39,8 @@ def next_events_name(names: Iterable[str]) -> str:
 
     TensorBoard reads a folder's files in the order of their names, so it is later than those, whatever the clock says.
     """
-    stamps = [float(match[1]) for match in map(_NAME.fullmatch, names) if match]
-    return f"events.out.tfevents.{max(time.time(), max(stamps, default=0.0) + 1e-5):.6f}"
+    last = max((name for name in names if name.startswith(_PREFIX)), default="")
+    return max(f"{_PREFIX}{time.time():017.6f}", f"{last}0")
 
 
 class EventWriter:
