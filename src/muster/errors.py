@@ -30,11 +30,14 @@ Errors are made from facts, keep these as attributes, and write their own messag
 
 from __future__ import annotations
 
+import errno
 import signal
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium.error
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last one by `ulimit -f`
 
 
 @dataclass(frozen=True)

@@ -14,23 +14,28 @@ from muster.command_line.mistakes import report
 from muster.errors import ConfigError, EnvError, RecipeError, UsageError
 
 MUSTER = f"{sys.executable} -P -m muster"
-FULL = "stdout cannot be written to: No space left on device; send it elsewhere, such as to a file or to /dev/null"
+FULL = "muster: error: stdout cannot be written to: {}; send it elsewhere, such as to a file or to /dev/null\n"
 
 
 @pytest.mark.parametrize(
     ("line", "status", "said"),
     [
         ("{ sleep 0.2; muster --version; } | true", 1, ""),
-        ("muster --version >/dev/full", 1, f"muster: error: {FULL}\n"),
+        ("muster --version >/dev/full", 1, FULL.format("No space left on device")),
+        ("ulimit -f 0; muster --version >out", 1, FULL.format("File too large")),
         ("muster doctor --help >&-", 0, ""),
         ("muster plott 2>&-", 2, ""),
         ("muster plott 2>/dev/full", 2, ""),
     ],
 )
-def test_streams_that_take_nothing_end_a_command_without_pythons_own_lines(line: str, status: int, said: str) -> None:
+def test_streams_that_take_nothing_end_a_command_without_pythons_own_lines(
+    tmp_path: Path, line: str, status: int, said: str
+) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     script = f"set -o pipefail; {line.replace('muster', MUSTER, 1)}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (status, "", said)
 
 

@@ -50,6 +50,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+C_INT = """
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class CInt(CartPoleEnv):
+    def reset(self, *, seed=None, options=None):
+        if seed is not None and seed >= 2**31:
+            raise OverflowError("signed integer is greater than maximum")
+        return super().reset(seed=seed, options=options)
+"""
+
+
+def test_seeds_of_a_simulator_in_c_fit_into_an_int(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "simulator_in_c.py").write_text(C_INT)
+    monkeypatch.syspath_prepend(tmp_path)
+    train(tmp_path / "run", "--total-steps=128", "--eval-every=128", "--eval-episodes=4", env="simulator_in_c:CInt")
+    assert len(evaluated(tmp_path / "run")) == 1
+
+
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_training_is_bit_for_bit_what_it_is_without(tmp_path: Path, env: str):
     words = ("--total-steps=512", "--normalize-observations", "--normalize-rewards")

@@ -11,12 +11,12 @@ import sys
 import gymnasium as gym
 
 from muster.command_line.parser import option_of
-from muster.errors import ConfigError, EnvError, MusterError, RecipeError, printable
+from muster.errors import DISK_FULL, ConfigError, EnvError, MusterError, RecipeError, printable
 
 FAILED, MISUSED, SIGNALLED = 1, 2, 128  # the last one less the signal's number
 REPORTED = (MusterError, gym.error.Error, ImportError, OSError, MemoryError)  # what is no fault of Muster's
 
-_OF_STREAMS = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
+_OF_STREAMS = (*DISK_FULL, errno.EPIPE, errno.EIO, errno.EBADF)
 _UNKNOWN = (gym.error.NameNotFound, gym.error.NamespaceNotFound)
 
 

@@ -16,16 +16,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from muster.errors import printable
+from muster.errors import DISK_FULL, printable
 from muster.rollout.storage import Loss
 
 RECENT_S = 10.0
 PLAIN_EVERY_S = 10.0
 ROOM = 100  # columns of a line that has steps/s and an evaluation
 SAID_AT_ONCE = 5  # restarts of one rollout
-
-
-_UNHEARD = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of a disk that is full, a terminal that has gone
 
 
 class EnduringOutput:
@@ -57,7 +54,7 @@ def _unheard() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _UNHEARD:
+        if error.errno not in (*DISK_FULL, errno.EIO):  # the last one of a terminal that has gone
             raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import signal
 import time
@@ -16,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from muster.algorithms import PPO, PPOMetrics
-from muster.errors import UsageError
+from muster.errors import DISK_FULL, UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
 from muster.training.checkpoints import Checkpoints, Evaluation
@@ -41,7 +40,6 @@ from muster.vector.vector_env import VectorEnv
 
 Result = TypeVar("Result")
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last one by `ulimit -f`
 SOLVED_OVER = 100  # episodes, as Gymnasium's thresholds are meant
 
 
