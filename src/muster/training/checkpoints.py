@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import pickletools
+import re
 import time
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
+
+import torch
 
 from muster.algorithms import PPO
-from muster.errors import UsageError
+from muster.errors import UsageError, printable
 from muster.training.run_folder import (
     BEST,
     CHECKPOINT,
     COPIES,
     COPY,
     RunFolder,
+    as_word,
     files_in,
     has_file,
-    read_checkpoint,
+    open_file,
     reading,
     remove_file,
+    require_room,
     states_in,
 )
 
 CHECKPOINT_EVERY_S = 60.0
+MOST_SPREAD = 10  # times a checkpoint's size, of its tensors; their numbers lie in it as they are
+_NAMED = re.compile(  # by a checkpoint
+    r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|"
+    r"torch (Float|Double|Half|BFloat16|Byte|Bool|Short|Int|Long)Storage"
+)
 
 
 class Evaluation(NamedTuple):
@@ -101,6 +115,82 @@ def find_checkpoint(run: Path, checkpoint: str | os.PathLike[str] | None) -> tup
         return path.resolve().parent, path.resolve().name  # the user's own, who may have links
     there = [Path(one).stem for one in states_in(run)]
     raise UsageError(f"{run} has no checkpoint {name!r}, which is no file either; it has: {', '.join(there) or 'none'}")
+
+
+def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
+    """The checkpoint ``name`` of the run in the folder ``path``. No code in it is executed. Raises UsageError.
+
+    Whatever its size, a file cannot ask for more memory than a few times that, nor for time without end.
+    """
+    if not os.path.lexists(path / name):
+        states = states_in(path)
+        remedy = f"To go on with it: muster train --resume {as_word(path)}"
+        if states:
+            remedy = f"To go on, copy an older state to it: {', '.join(states)}"
+        raise UsageError(f"{path} has no {name}. {remedy}")
+    file = path / name
+    with open(open_file(path, name), "rb") as opened:
+        try:
+            plain = _plain_archive(file, opened)
+            state: dict[str, Any] = torch.load(plain, weights_only=True)
+            size, spread = len(plain.getbuffer()), sum(one.numel() * one.element_size() for one in _tensors_in(state))
+        except UsageError:
+            raise
+        except Exception as error:  # torch's text is about its own arguments, and about trust
+            raise _no_checkpoint(file, type(error).__name__) from None
+    if spread > MOST_SPREAD * size:  # views of what lies in the file
+        raise _no_checkpoint(file, f"its {size:,} bytes spread over tensors of {spread:,}")
+    return state
+
+
+def _no_checkpoint(file: Path, problem: str) -> UsageError:
+    return UsageError(f"{file} is no checkpoint of muster train: {problem}")
+
+
+def _plain_archive(file: Path, opened: IO[bytes]) -> io.BytesIO:
+    """A copy of the archive in a checkpoint. Raises UsageError where `torch.save` has not written it.
+
+    zipfile and torch can be made to see two archives in one file; in a copy they see the same.
+    """
+    plain, size = io.BytesIO(), os.fstat(opened.fileno()).st_size
+    with zipfile.ZipFile(opened) as archive, zipfile.ZipFile(plain, "w") as copy:
+        entries = archive.infolist()
+        inflated = sum(max(entry.file_size, entry.compress_size) for entry in entries)
+        if inflated > size or any(entry.compress_type for entry in entries):
+            raise _no_checkpoint(file, f"its {size:,} bytes inflate to {inflated:,}")
+        require_room(file, 3 * inflated)
+        for entry in entries:
+            content = archive.read(entry)
+            if entry.filename.lower().endswith(".pkl"):
+                _require_plain(file, content)
+            copy.writestr(entry.filename, content)
+    plain.seek(0)
+    return plain
+
+
+def _require_plain(file: Path, pickled: bytes) -> None:
+    """Raises UsageError for what no state of a run has.
+
+    A name of something that can be called may ask for any memory; a container in several places, for any time.
+    """
+    containers, before = set(), ""
+    for opcode, value, _ in pickletools.genops(pickled):
+        if opcode.name == "GLOBAL" and not _NAMED.fullmatch(value):
+            raise _no_checkpoint(file, f"it names {printable(value)}")
+        if "PUT" in opcode.name and before not in ("GLOBAL", "BINUNICODE"):
+            containers.add(value)
+        if "GET" in opcode.name and value in containers:
+            raise _no_checkpoint(file, "it has an object in several places")
+        before = opcode.name
+
+
+def _tensors_in(state: object) -> Iterator[Any]:
+    """The tensors in dicts and lists."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, (Mapping, list, tuple)):
+        for one in state.values() if isinstance(state, Mapping) else state:
+            yield from _tensors_in(one)
 
 
 def _best_of(run: Path) -> Evaluation | None:

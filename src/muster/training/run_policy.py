@@ -18,7 +18,7 @@ from muster.extras import imports_for
 from muster.spaces.plain import from_plain
 from muster.training.plan import plan_of
 from muster.training.run_envs import open_run_envs
-from muster.training.run_folder import read_checkpoint, read_config, reading, require_room
+from muster.training.run_folder import read_config, reading, require_room
 from muster.vector.vector_env import VectorEnv
 
 with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tensordict"):
@@ -26,7 +26,7 @@ with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tenso
 
     from muster.algorithms.actor_critic import ActorCritic, act
     from muster.algorithms.normalization import ObservationNormalizer
-    from muster.training.checkpoints import find_checkpoint
+    from muster.training.checkpoints import find_checkpoint, read_checkpoint
 
 
 def load_policy(

@@ -18,7 +18,7 @@ from muster.algorithms import PPO, PPOMetrics
 from muster.errors import DISK_FULL, UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
-from muster.training.checkpoints import Checkpoints, Evaluation
+from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint
 from muster.training.console import TrainingDisplay, format_return, format_seconds, restarts_unwarned, say_restarts
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
 from muster.training.events import charts
@@ -30,7 +30,6 @@ from muster.training.run_folder import (
     RunFolder,
     as_word,
     new_folder,
-    read_checkpoint,
     reading,
     states_in,
 )
