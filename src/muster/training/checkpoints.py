@@ -175,8 +175,8 @@ def _require_plain(file: Path, pickled: bytes) -> None:
     """
     containers, before = set(), ""
     for opcode, value, _ in pickletools.genops(pickled):
-        if opcode.name == "GLOBAL" and not _NAMED.fullmatch(value):
-            raise _no_checkpoint(file, f"it names {printable(value)}")
+        if opcode.name == "GLOBAL" and not _NAMED.fullmatch(str(value)):
+            raise _no_checkpoint(file, f"it names {printable(str(value))}")
         if "PUT" in opcode.name and before not in ("GLOBAL", "BINUNICODE"):
             containers.add(value)
         if "GET" in opcode.name and value in containers:
