@@ -21,6 +21,7 @@ import muster
 import programs
 from muster.algorithms import PPO
 from muster.training.plan import plan_of
+from slow import slow
 
 MUSTER = ("-c", "from muster.cli import main; main()")
 SIZE = ("--num-envs", "2", "--total-steps", "1000000", "--num-workers", "1", "--num-steps", "32")
@@ -89,6 +90,7 @@ def assert_whole(folder: Path, states: dict[int, dict[str, Any]]) -> None:
     assert (steps or [0])[-1] == saved["steps"]
 
 
+@pytest.mark.slow
 def test_it_ends_the_training_wherever_it_comes_and_never_the_saving(tmp_path: Path):
     done = run("-c", MOMENTS, str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -166,7 +168,7 @@ print(json.dumps(exits))
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGHUP, signal.SIGQUIT, "a terminal that closes"])
+@pytest.mark.parametrize("how", [*slow(signal.SIGHUP, signal.SIGQUIT), "a terminal that closes"])
 def test_a_hangup_and_a_quit_end_it_as_sigterm_does(tmp_path: Path, how: signal.Signals | str):
     folder = tmp_path / "run"
     if isinstance(how, signal.Signals):
@@ -201,6 +203,7 @@ def drain(terminal: int, folder: Path) -> None:
         os.read(terminal, 65536)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_at_its_very_beginning_is_begun_again_or_goes_on(tmp_path: Path):
     done = run("-c", KILLED_EARLY, str(tmp_path))
     assert done.returncode == 0, done.stderr

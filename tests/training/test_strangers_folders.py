@@ -28,6 +28,7 @@ from muster.errors import ConfigError, UsageError
 from muster.pool.resources import memory_left
 from muster.training import run_folder
 from muster.training.plan import plan_of
+from slow import slow
 
 SMALL = ("--backend=serial", "--num-envs=2", "--num-steps=16", "--num-minibatches=1", "--update-epochs=1")
 
@@ -311,7 +312,7 @@ NAMED = ("minigrid:MiniGrid-Empty-5x5-v0", "ALE/Pong-v5", "PongNoFrameskip-v4", 
          "meltingpot/commons_harvest__open", "dm_control/cartpole-balance-v0")  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["load_policy", "commands"])
+@pytest.mark.parametrize("how", [*slow("load_policy"), "commands"])
 def test_what_only_the_folder_names_is_not_imported_from_the_working_directory(run: Path, tmp_path: Path, how: str):
     here = tmp_path / "here"
     here.mkdir()
