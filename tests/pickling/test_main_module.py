@@ -44,6 +44,9 @@ def count():
 
 TOTAL = 0
 
+def prepare():
+    pass
+
 class Pickling(gym.Env):
     observation_space = gym.spaces.Box(-9, 999, (3,), np.float64)
     action_space = gym.spaces.Discrete(2)
@@ -100,11 +103,12 @@ def test_an_env_pickles_what_the_script_defines_and_lets_a_pool_call_it(run: Run
         """
         import muster
         made("make_vec")
+        made("make_vec", worker_init=prepare)
         made("make_vec", context="fork")
         made("make_vec", backend="serial")
         """
     )
-    assert said == ["[13.0, 7.0, 1.0]"] * 3
+    assert said == ["[13.0, 7.0, 1.0]"] * 4
 
 
 def test_where_there_is_a_guard_processes_that_an_env_spawns_find_the_script_too(run: RunScript) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import muster
-from muster.errors import CannotTravel, EnvError
+from muster.errors import CannotTravel, EnvError, WorkerDied
 
 HELPER = """
 import threading
@@ -55,11 +55,19 @@ class Env(gym.Env):
         return np.zeros(2), 0.0, False, False, {"note": helper.Note()}
 def make():
     return Env()
+def start_at_8():
+    global START
+    START = 8
 """
+LOCKED = "import threading\nLOCK = threading.Lock()\nCOUNT = 0\nNote = int\ndef count(): pass\n"
 
 
 def by_path(name: str, code: str, folder: Path) -> types.ModuleType:
     (folder / f"{name}.py").write_text(code)
+    return loaded(name, folder)
+
+
+def loaded(name: str, folder: Path) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -99,6 +107,58 @@ def test_envs_of_such_modules_run_in_workers_as_here(env, recwarn):
     assert [str(one.message) for one in recwarn if one.category is UserWarning] == []
 
 
+def test_what_worker_init_sets_in_such_a_module_counts(env):
+    for send in (env.Env, env.make, lambda: env.Env()):
+        with muster.make_vec(send, 1, worker_init=env.start_at_8) as envs:
+            assert envs.reset()[0].tolist() == [[9, 1]]
+
+
+@pytest.mark.parametrize("helper", [HELPER, LOCKED])
+def test_a_worker_that_has_loaded_the_module_itself_uses_what_is_in_there(helper, tmp_path, monkeypatch):
+    names = "known_here_helper", "known_here_env"
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+    _, env = (by_path(name, code, tmp_path) for name, code in zip(names, (helper, ENV), strict=True))
+
+    def load_both():
+        for name in names:
+            loaded(name, tmp_path)
+        sys.modules[names[1]].START = 8
+
+    with muster.make_vec([env.Env, env.make], worker_init=load_both) as envs:
+        assert envs.reset()[0][:, 0].tolist() == [9] * 2
+        assert envs.call(lambda env, i: type(env) is sys.modules["known_here_env"].Env) == (True, True)
+    if helper is LOCKED:
+        with pytest.raises(CannotTravel, match=r"helper\.LOCK(.|\n)*worker_init after which `import .*env, .*helper`"):
+            muster.make_vec(env.Env, 1)
+
+
+def test_a_module_made_by_hand_may_have_a_name_in_an_installed_package(env, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium.known_here", None)
+    made = by_hand("gymnasium.known_here", "from known_here_env import Env\ndef make(): return Env()", tmp_path)
+    with muster.make_vec(made.make, 1) as envs:
+        assert envs.reset()[0].tolist() == [[4, 1]]
+
+
+def test_a_module_that_workers_find_and_that_needs_such_a_one_is_not_what_the_error_names(env, tmp_path, monkeypatch):
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / "known_here_user.py").write_text("from known_here_env import Env\nclass Mine(Env): pass\n")
+    monkeypatch.syspath_prepend(tmp_path / "found")
+    monkeypatch.setitem(sys.modules, "known_here_user", None)
+    del sys.modules["known_here_user"]
+    with pytest.raises(CannotTravel, match="worker_init after which `import known_here_env` works"):
+        muster.make_vec(importlib.import_module("known_here_user").Mine, 1)
+
+
+def test_what_is_defined_after_a_fork_reaches_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "known_here_helper", None)
+    with muster.make_vec("CartPole-v1", 1, backend="process", context="fork") as envs:
+        note = by_hand("known_here_helper", HELPER, tmp_path).Note()
+        envs.set_attr("note", note)
+        assert type(envs.get_attr("note")[0]) is type(note)
+        assert envs.reset(options={"note": note})[0].shape == (1, 4)
+
+
 def test_an_id_may_name_a_class_of_such_a_module(env):
     gym.register("KnownHere-v0", "known_here_env:Env", disable_env_checker=True, order_enforce=False)
     try:
@@ -112,6 +172,13 @@ def test_a_value_of_such_a_module_reaches_envs_that_run(env):
     with muster.make_vec(env.Env, 1) as envs:
         assert envs.call(lambda env, index, note: type(note).__module__, env.helper.Note()) == ("known_here_helper",)
         envs.set_attr("note", env.helper.Note())
+        assert type(envs.get_attr("note")[0]) is env.helper.Note
+    with muster.make_vec("CartPole-v1", 1, backend="process", on_failure="restart") as envs:
+        envs.reset()
+        envs.set_attr("note", env.helper.Note())
+        with pytest.raises(WorkerDied):
+            envs.call(lambda env, index: os._exit(1))
+        envs.step(np.array([0]))
         assert type(envs.get_attr("note")[0]) is env.helper.Note
 
 

@@ -39,6 +39,7 @@ from muster.hosts.requests import (
 )
 from muster.introspection import type_name
 from muster.pickling import UserCall
+from muster.pickling.functools_pickling import dumps as by_value
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.interrupts import Uninterrupted
@@ -247,7 +248,7 @@ class ProcessBackend(PooledBackend):
 
     def kept(self, value: Any) -> Packed:
         # It has just been sent: what cannot be pickled has been reported.
-        return Packed(dumps(value, shares_main=self._context == "fork"))
+        return Packed(dumps(value, shares_main=True) if self._context == "fork" else by_value(value))
 
     def _opened(self, host: int, i: int, result: Any) -> Any:
         try:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 import cloudpickle
 
 from muster.introspection import module_name
-from muster.pickling.main_module import MAIN_NAMES, Arriving, Definitions, is_only_here
+from muster.pickling.main_module import MAIN_NAMES, Arriving, Definitions, is_only_here, own_first
 from muster.pickling.walk import is_found_by_name, is_importable
 
 
@@ -40,11 +40,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships n
             super().dump(Arriving(obj, self._definitions))
 
     def reducer_override(self, obj: Any) -> Any:
-        self._definitions.note(obj)
+        may_be_there = self._definitions.note(obj)
         self._by_value.note(obj)
         if (own := self._definitions.globals_of(obj)) is not None:
             self.globals_ref.setdefault(id(obj.__globals__), own)
-        return reduction_of(obj) or self._reduction_of_module(obj) or super().reducer_override(obj)
+        if (reduction := reduction_of(obj) or self._reduction_of_module(obj)) is not None:
+            return reduction
+        reduction = super().reducer_override(obj)
+        return own_first(obj, reduction) if may_be_there else reduction
 
     def _reduction_of_module(self, value: Any) -> tuple[Any, ...] | None:
         """The reduction that makes a module; None where `value` is none, or one for cloudpickle to pickle.

@@ -12,6 +12,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -32,9 +33,14 @@ Init = Callable[[], Any]
 
 ABOUT_INIT = "Raised by worker_init, which is called once in each worker before its first env is built."
 
+by_name: ContextVar[bool] = ContextVar("muster_by_name", default=False)
+"""Whether modules other than the script travel by name: to workers in which `worker_init` has loaded them."""
+
 _called_in: int | None = None  # a process's id: a fork of it has to make its own call
 # In a worker: the modules that were made here for what arrives, by their names.
 _made: dict[str, types.ModuleType] = {}
+# And the globals that `worker_init` has set in those and in `__main__`: they count, and not what arrives.
+_kept: list[tuple[types.ModuleType, dict[str, Any]]] = []
 
 
 class MainModule(types.ModuleType):
@@ -45,12 +51,11 @@ class MainModule(types.ModuleType):
     own among their globals.
     """
 
-    __slots__ = ("_shown", "kept", "show")
+    __slots__ = ("_shown", "show")
 
     def __init__(self) -> None:
         super().__init__(MAIN_NAMES[0])
         self.show: Callable[[], Shown] = lambda: (None, None)
-        self.kept: dict[str, Any] = {}  # globals that `worker_init` has set: they count, and not what arrives
         self._shown: Shown | None = None
 
     @classmethod
@@ -85,19 +90,6 @@ class MainModule(types.ModuleType):
             self._shown = self.show()
         return self._shown
 
-    def keep_changes(self, act: Callable[[], Any]) -> None:
-        """Calls `act`, and keeps the globals that it sets or may have changed where others of these names arrive later.
-
-        Classes, functions and modules are replaced all the same, unless `act` has set them.
-        """
-        before = dict(vars(self))
-        act()
-        missing = object()
-        for name, value in vars(self).items():
-            is_changed = before.get(name, missing) is not value
-            if is_changed or not (name.startswith("__") or isinstance(value, _DEFINED)):
-                self.kept[name] = value
-
 
 def own_main() -> MainModule | None:
     """This process's `__main__`, if it is a worker's; the caller's own is left as it is."""
@@ -108,21 +100,29 @@ def own_main() -> MainModule | None:
 def run_once(init: Init) -> None:
     """Calls `init`, unless this process has made such a call before. Exceptions pass through, with a note.
 
-    Globals of the script that `init` sets stay as it has set them when recipes arrive after it.
+    Globals that `init` sets in what the caller alone has stay as it has set them when recipes arrive after it.
     """
     global _called_in
     if _called_in == os.getpid():
         return
     _called_in = os.getpid()
     main = own_main()
+    before = [] if main is None else [(module, dict(vars(module))) for module in (main, *_made.values())]
     try:
-        if main is None:
-            init()
-        else:
-            main.keep_changes(init)
+        init()
     except BaseException as error:
         error.add_note(ABOUT_INIT)
         raise
+    _kept[:] = [(module, _changed(vars(module), values)) for module, values in before]
+
+
+def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """The globals of a module that are not as `before`, or may have been changed in themselves.
+
+    Classes, functions and modules only where they are others.
+    """
+    may_change = {name for name, value in now.items() if not (name.startswith("__") or isinstance(value, _DEFINED))}
+    return {name: one for name, one in now.items() if name in may_change or before.get(name, _kept) is not one}
 
 
 def is_only_here(name: str) -> bool:
@@ -132,7 +132,8 @@ def is_only_here(name: str) -> bool:
     """
     if name in MAIN_NAMES:
         return True
-    module = sys.modules.get(name) if isinstance(name, str) else None  # a class may have set `__module__`
+    # A class may have set `__module__` to anything.
+    module = sys.modules.get(name) if isinstance(name, str) and not by_name.get() else None
     if type(module) is not types.ModuleType or name.partition(".")[0] in sys.stdlib_module_names:
         return False
     folder = ""
@@ -162,7 +163,8 @@ def _search(name: str, module_id: int, where: tuple[Any, ...]) -> tuple[bool, Se
         return spec is not None, None if spec is None else spec.submodule_search_locations
     file, found_file = _file_of(own, name), _file_of(spec, name)
     if spec is None:  # a package may make modules itself, as six.moves is made: they come with it
-        is_found = _is_of_c_code(name, attributes) or (bool(package) and file is None)
+        is_made = "__builtins__" not in attributes  # which Python code that is executed in a module leaves there
+        is_found = is_made and ((bool(package) and file is None) or _is_of_c_code(name, attributes))
     else:
         is_found = None in (file, found_file) or _is_same(str(file), str(found_file))
     return is_found, attributes.get("__path__")
@@ -183,8 +185,7 @@ def _is_same(file: str, other: str) -> bool:
 def _is_of_c_code(name: str, attributes: Mapping[str, Any]) -> bool:
     """Whether a module has what C code has made, which does not travel by value."""
     made = (type, types.BuiltinFunctionType)
-    defines = any(isinstance(one, made) and module_name(one) == name for one in attributes.values())
-    return "__builtins__" not in attributes and defines  # which Python code that is executed in a module leaves there
+    return any(isinstance(one, made) and module_name(one) == name for one in attributes.values())
 
 
 class Definitions:
@@ -198,20 +199,19 @@ class Definitions:
         self.lays = lays
         self.found: dict[str, dict[str, Any]] = {}
 
-    def note(self, value: Any) -> None:
-        """Notes `value`, which is being pickled, where its module, or a class in that, has it under its own name."""
+    def note(self, value: Any) -> bool:
+        """Notes `value`, which is being pickled, where its module, or a class in that, has it under its own name.
+
+        Returns whether a receiver may have loaded that module itself.
+        """
         if not issubclass(type(value), _NAMED) or not is_only_here(module := module_name(value)):
-            return
+            return False
         name: str = getattr(value, "__qualname__", "")
-        first, *inner = name.split(".")
         module = MAIN_NAMES[0] if module in MAIN_NAMES else module
-        holder = sys.modules.get(module)
-        found = None if holder is None else vars(holder).get(first)
-        if inner and isinstance(value, type):
-            for part in inner:
-                found = vars(found).get(part) if isinstance(found, type) else None
-        if found is value:
-            self.found.setdefault(module, {})[name] = value
+        if not (isinstance(value, type) or "." not in name) or _named(sys.modules.get(module), name) is not value:
+            return False
+        self.found.setdefault(module, {})[name] = value
+        return module != MAIN_NAMES[0]
 
     def globals_of(self, value: Any) -> Any:
         """The globals of the function `value`, as the receiver is to find them; None where cloudpickle's will do."""
@@ -245,7 +245,8 @@ class _Noted:
         self._definitions = definitions
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self._definitions.found),)
+        # Copies: one pickler, with one memo, dumps `worker_init` first and then the recipes, for which more is noted.
+        return dict, ({module: dict(named) for module, named in self._definitions.found.items()},)
 
 
 class _Globals:
@@ -272,9 +273,39 @@ def _arrived(value: Any, definitions: Mapping[str, Mapping[str, Any]], lays: boo
                     one.__qualname__ = name  # cloudpickle gives a class that is defined in another its last part alone
                 elif _may_change(module) and (lays or name not in vars(module)):
                     setattr(module, name, one)
-        if lays:
-            vars(main).update(main.kept)
+        for module, named in _kept if lays else ():
+            vars(module).update(named)
     return value
+
+
+def own_first(value: Any, reduction: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The reduction of cloudpickle's for `value`, which applies where the receiver has not loaded the module itself."""
+    place = module_name(value), value.__qualname__
+    make, args, state, _, _, set_state = reduction
+    return _own_or_made, (*place, make, args), (*place, set_state, state), None, None, _set_unless_own
+
+
+def _own_or_made(module: str, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    own = _own(module, name)
+    return make(*args) if own is None else own
+
+
+def _set_unless_own(one: Any, state: tuple[str, str, Callable[..., Any], Any]) -> None:
+    module, name, set_state, contents = state
+    if one is not _own(module, name):
+        set_state(one, contents)
+
+
+def _own(module: str, name: str) -> Any:
+    """What a module that this process has loaded itself has under that name; None where there is no such thing."""
+    holder = sys.modules.get(module)
+    return None if holder is None or _may_change(holder) else _named(holder, name)
+
+
+def _named(holder: Any, name: str) -> Any:
+    for part in name.split("."):
+        holder = vars(holder).get(part) if isinstance(holder, (type, types.ModuleType)) else None
+    return holder
 
 
 def _module_here(name: str) -> types.ModuleType:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
 import textwrap
+import types
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from muster.errors import CannotTravel
-from muster.introspection import caller_stacklevel
+from muster.introspection import caller_stacklevel, module_name
 from muster.pickling.culprits import Culprit, culprits_in, noted_in, search_hazards
-from muster.pickling.probe import attempt
+from muster.pickling.main_module import MAIN_NAMES, by_name, is_only_here
+from muster.pickling.probe import PickleAttempt, attempt
 from muster.pickling.remedies import Remedy, remedy_for
 from muster.pickling.user_call import MAKE_VEC, UserCall
 
@@ -22,6 +25,10 @@ from muster.pickling.user_call import MAKE_VEC, UserCall
 _SILENCE_S = 2.5
 _DIAGNOSIS_S = 1.0
 _SHOWN = 5
+_IMPORTING = (
+    "a function as worker_init after which `import {}` works in each worker as it does here, such as one that extends "
+    "sys.path or installs a finder."
+)
 _PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
 
 
@@ -44,16 +51,40 @@ def dumps(
     sent.
     Warns about objects that arrive as something else. Raises CannotTravel.
     """
-    outcome = attempt(value, silence_s=_SILENCE_S, before=before, lays_main=lays_main, big=big, fds=fds)
+
+    def pickled() -> PickleAttempt:
+        return attempt(value, silence_s=_SILENCE_S, before=before, lays_main=lays_main, big=big, fds=fds)
+
+    outcome, named = pickled(), ""
+    if outcome.error is not None and (named := _only_here_in(outcome.seen)):
+        if big is not None:
+            big.clear()
+        context = contextvars.copy_context()
+        context.run(by_name.set, True)
+        by_names = context.run(pickled)
+        if by_names.data is None:
+            named = ""
+        elif before or start_method is None:  # what has loaded them is worker_init
+            outcome = by_names
     if outcome.data is None:
         shares = fds is not None
         culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome], shares=shares)
-        raise CannotTravel(_explain(culprits, start_method, parts, call)) from outcome.error
+        said = _explain(culprits, start_method, parts, call)
+        if named:
+            said += f"\n  Only this process knows {named}, whose contents are sent. Or pass {_IMPORTING.format(named)}"
+        raise CannotTravel(said) from outcome.error
     for culprit in noted_in(parts, outcome.noted) if outcome.noted else ():
         advice = _advice(remedy_for(culprit.obstacle, call, running=start_method is None))
         said = f"{culprit.path} ({culprit.type}): {culprit.reason}. {advice}"
         warnings.warn(said, UserWarning, stacklevel=caller_stacklevel())
     return outcome.data
+
+
+def _only_here_in(seen: Sequence[Any]) -> str:
+    """The names of the modules of classes, functions and modules that only this process knows, the script excepted."""
+    code = [one for one in seen if issubclass(type(one), (type, types.FunctionType, types.ModuleType))]
+    modules = (one.__name__ if isinstance(one, types.ModuleType) else module_name(one) for one in code)
+    return ", ".join(dict.fromkeys(name for name in modules if name not in MAIN_NAMES and is_only_here(name)))
 
 
 def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -65,12 +96,13 @@ def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], prefix: str 
 class Unpickler(pickle.Unpickler):
     """Pickle's unpickler, which says what it has looked for in a module that is not found here."""
 
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
+    def find_class(self, module: str, global_name: str, /) -> Any:
         try:
-            return super().find_class(module_name, global_name)
+            return super().find_class(module, global_name)
         except (ImportError, AttributeError) as error:
-            said = f"{global_name} of the module {module_name} ({type(error).__name__}: {error})"
-            raise ImportError(said, name=module_name) from error
+            said = f"{global_name} of the module {module} ({type(error).__name__}: {error})"
+            lacks = error.name if isinstance(error, ImportError) else None  # another that this one imports
+            raise ImportError(said, name=lacks or module) from error
 
 
 def not_rebuilt(what: str, error: BaseException, instead: str) -> CannotTravel:
@@ -78,8 +110,7 @@ def not_rebuilt(what: str, error: BaseException, instead: str) -> CannotTravel:
     if isinstance(error, ImportError) and error.name:
         return CannotTravel(
             f"{what} cannot be rebuilt there: the worker does not find {error}\n"
-            f"  Pass a function as worker_init after which `import {error.name}` works in each worker as it does here, "
-            "such as one that extends sys.path or installs a finder.\n"
+            f"  Pass {_IMPORTING.format(error.name)}\n"
             "  Or define what is missing in a module that every process finds."
         )
     return CannotTravel(
