@@ -48,7 +48,7 @@ class Interruption:
             sys.settrace(outer[0])
             sys.setprofile(outer[1])
             self._before.clear()
-            torch.set_grad_enabled(has_gradients)  # the interrupt may have kept a context of PyTorch's from ending
+        assert torch.is_grad_enabled() == has_gradients, f"gradients are off after an interrupt at {self.where}"
         return self.comes
 
     def _moment(self, frame: Any) -> None:

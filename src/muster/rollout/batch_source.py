@@ -114,7 +114,7 @@ class BatchSource(ABC):
         here = threading.get_ident()
         if self._collecting not in (None, here):  # a Ctrl-C may have left this thread's own behind
             raise UsageError("another thread is collecting; use one at a time, or a lock")
-        self._collecting = here
+        self._collecting, has_gradients = here, torch.is_grad_enabled()
         try:
             if self._cut_short:
                 self._give_up()
@@ -122,6 +122,7 @@ class BatchSource(ABC):
             yield
         finally:
             self._collecting = None
+            torch.set_grad_enabled(has_gradients)  # an interrupt at the edge of `torch.no_grad` leaves them off
 
     @abstractmethod
     def _give_up(self) -> None:

@@ -108,11 +108,13 @@ def copies_into(policy: object, weights: Mapping[str, Tensor]) -> Copies:
     return [(own[name], tensor.clone() if _start(tensor) in starts else tensor) for name, tensor in others.items()]
 
 
-@torch.no_grad()
 def copy_all(copies: Copies) -> None:
-    """Makes all copies in one call of torch's, which Ctrl-C and other handlers of signals cannot end halfway."""
+    """Makes all copies in one call of torch's, which Ctrl-C and other handlers of signals cannot end halfway.
+
+    Detached, and not without gradients: an interrupt at the edge of `torch.no_grad` leaves them off.
+    """
     if copies:
-        torch._foreach_copy_([tensor for tensor, _ in copies], [value for _, value in copies])
+        torch._foreach_copy_([tensor.detach() for tensor, _ in copies], [value.detach() for _, value in copies])
 
 
 def is_same_memory(mine: Tensor, other: Tensor) -> bool:
