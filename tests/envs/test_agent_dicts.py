@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from agent_envs import Away, Masked, Turns, ones
+from agent_envs import Away, Masked, Script, Turns, ones
 from gymnasium import spaces
 
 import muster
@@ -204,6 +204,18 @@ def test_one_away_gets_what_the_dicts_say_of_it_and_is_truncated_with_the_env() 
     assert (second[0]["a"][0, 1].tolist(), second[1]["a"][0, 1]) == ([1, 1], 7)
     assert last[4]["agent_truncated"]["a"].tolist() == [[False, True]]
     assert (last[2].tolist(), last[3].tolist()) == ([False], [True])
+
+
+@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+def test_the_warning_names_the_env_also_where_agents_leave_with_its_last_step(mode: str) -> None:
+    still = functools.partial(Script, ["a_0 a_1"] * 9)
+    leaving = functools.partial(Script, ["a_0 a_1", "a_0"], {(1, "a_0"): "terminated"})
+    with muster.make_vec([still, leaving], backend="serial", autoreset_mode=mode) as envs:
+        envs.reset(seed=0)
+        envs.send(ones(1), [1])
+        with pytest.warns(RuntimeWarning, match=r"env 1: \['a_1'\] left"):
+            infos = envs.recv().infos
+    assert "agents_away" not in infos | infos.get("final_info", {})
 
 
 class Pausing(Team):

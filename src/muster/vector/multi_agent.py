@@ -35,7 +35,7 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
     Agents stand in fixed slots: group g has A slots, in the order of ``groups[g]``; arrays are ``[N, A, ...]``. An
     agent that is not there is a row of zeros with ``alive`` False; the row of the step in which it ends still
     holds its observation. So is one that has left without an end, from then until it returns, with one RuntimeWarning
-    for all; the end of the env truncates it.
+    for all; the end of the env truncates it. A restart truncates only those that the env's last row has.
 
     obs: by group, an array or a structure of arrays ``[N, A, ...]``; what all agents observe alike stands once under
     ``obs["shared"]``, ``[N, ...]``.  rewards: float32 ``[N, A]`` by group.
@@ -120,6 +120,10 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
 
     def _split_rows(self, rows: Rows, copies: bool) -> Rows:
         ids, obs, _, terminated, truncated, infos, unusual = rows
+        for reports in (infos, infos.get("final_info", {})):  # same_step: the last step's are with its final info
+            if AWAY in reports:
+                agents, have_left = reports.pop(AWAY), reports.pop(f"_{AWAY}")
+                self._warn_of_away(ids[have_left][0], agents[have_left][0])
         lost = infos["_restarted"] & truncated if "_restarted" in infos else None
         by_group, rewards, infos = self._by_group(obs, infos, lost, copies)
         return ids, by_group, rewards, terminated, truncated, infos, unusual
@@ -128,8 +132,6 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         rewards, flags = rows[layout.REWARDS], rows[layout.FLAGS]
         if not copies:  # only observations are views, as from `VectorEnv`
             rewards, flags = rewards.copy(), flags.copy()
-        if AWAY in infos:
-            self._warn_of_away(infos.pop(AWAY), infos.pop(f"_{AWAY}"))
         final = infos.pop(_FINAL_ROWS, None) if infos else None
         if lost is not None and lost.any():
             if final is None:
@@ -149,12 +151,11 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         infos |= self._about_agents(rows, about)
         return self._obs_by_group(rows), by_group, infos
 
-    def _warn_of_away(self, agents: Array, has_left: Bools) -> None:
-        env = int(np.flatnonzero(has_left)[0])
+    def _warn_of_away(self, env: int, agents: Sequence[Agent]) -> None:
         if not self._told_away:
             self._told_away = True
             warnings.warn(
-                f"env {env}: {agents[env]} left env.agents, but have no True in terminations or truncations. Agents "
+                f"env {env}: {agents} left env.agents, but have no True in terminations or truncations. Agents "
                 "that do so pause, neither alive nor acting, until they return; the env's end truncates those that do "
                 "not. Where their episodes are over, have the env say so. This is said once",
                 RuntimeWarning,
