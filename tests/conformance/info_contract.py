@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+from collections import OrderedDict
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
@@ -68,7 +69,9 @@ KINDS = {
     "day": np.datetime64("2020-01-01"),
     "text": np.str_("x"),
     "proxy": MappingProxyType({"a": 1}),
-    **{f"0-d {dtype}": np.array(1, dtype) for dtype in ("int64", "float64", "float32", "bool", "str")},
+    "ordered": OrderedDict(a=1),
+    "other byte order": np.array([1, 2], ">i4"),
+    **{f"0-d {dtype}": np.array(1, dtype) for dtype in ("int64", "float64", "float32", "bool", "str", ">f8")},
 }
 # What envs say of one key where Gymnasium raises an error, or changes it, and what arrives then.
 OBJECTS: list[list[Any]] = [[2**63, 1], [1, 2**63], [-(2**63) - 1, 1], [1, Colour.RED], [1, np.uint64(2**63)]]
@@ -78,7 +81,7 @@ OBJECTS += [[np.array(["a"]), np.array([1.5])], [np.array([1.5]), np.array(["a"]
 def typed(value: Any) -> Any:
     """`value` in a form that is equal only where all types are, too."""
     if isinstance(value, dict):
-        return {key: typed(one) for key, one in value.items()}
+        return type(value).__name__, {key: typed(one) for key, one in value.items()}
     if isinstance(value, np.ndarray) and value.ndim:
         return str(value.dtype), [typed(one) for one in value]
     return type(value).__name__, repr(value)
@@ -114,7 +117,7 @@ class InfoContract:
         from muster.interop.sb3 import as_sb3
 
         kinds = {key: value for key, value in KINDS.items() if key != "proxy"} | {"big": 2**63, "yes": np.bool_(True)}
-        scripts: list[list[dict[str, Any]]] = [[kinds, {"none": 0}, {"deep": dict(kinds)}]] * 2
+        scripts: list[list[dict[str, Any]]] = [[kinds, OrderedDict(none=0), {"deep": dict(kinds)}]] * 2
         # SB3 writes into the infos of its envs.
         ours, theirs = ([functools.partial(Infos, one, length=3) for one in copy.deepcopy(scripts)] for _ in range(2))
         envs, reference = as_sb3(make(ours, autoreset_mode="same_step")), vec_env.DummyVecEnv(theirs)

@@ -40,6 +40,10 @@ class InfoTable {
   // Stores `info` in `row` and returns the number of its schema. hint: the number that this env's last info had.
   uint32_t write(PyObject* info, char* row, PyObject* objects, uint32_t hint) {
     if (!PyDict_Check(info)) return write(as_dict(info).get(), row, objects, hint);
+    if (!PyDict_CheckExact(info)) {  // an OrderedDict, a defaultdict
+      check(PyList_Append(objects, info));
+      return kPickled;
+    }
     if (PyDict_GET_SIZE(info) == 0) return kEmpty;
     const Py_ssize_t objects_before = PyList_GET_SIZE(objects);
     auto fits = [&](const Columns& columns) {
@@ -77,6 +81,8 @@ class InfoTable {
 
   static bool plain(int type_num) { return PyTypeNum_ISNUMBER(type_num) || PyTypeNum_ISBOOL(type_num); }
 
+  static bool plain(PyArrayObject* array) { return plain(PyArray_TYPE(array)) && PyArray_ISNOTSWAPPED(array); }
+
   // Returns the dtype of a NumPy number; null for all else. Values of classes made from NumPy's keep these as objects.
   static Ref dtype_of_scalar(PyObject* value) {
     if (!PyArray_IsScalar(value, Number) && !PyArray_IsScalar(value, Bool)) return Ref();
@@ -87,7 +93,7 @@ class InfoTable {
 
   static bool is_number(PyObject* value) {
     if (PyFloat_CheckExact(value) || PyBool_Check(value) || PyLong_CheckExact(value)) return true;
-    if (PyArray_CheckExact(value)) return plain(PyArray_TYPE(reinterpret_cast<PyArrayObject*>(value)));
+    if (PyArray_CheckExact(value)) return plain(reinterpret_cast<PyArrayObject*>(value));
     return bool(dtype_of_scalar(value));
   }
 
@@ -126,7 +132,7 @@ class InfoTable {
         column.bytes = size_t(PyDataType_ELSIZE(descr));
       } else if (PyArray_CheckExact(value)) {
         auto* array = reinterpret_cast<PyArrayObject*>(value);
-        if (plain(PyArray_TYPE(array))) {
+        if (plain(array)) {
           column.kind = Kind::kArray, column.type_num = PyArray_TYPE(array);
           column.shape.assign(PyArray_DIMS(array), PyArray_DIMS(array) + PyArray_NDIM(array));
           column.bytes = size_t(PyArray_NBYTES(array));
@@ -188,7 +194,8 @@ class InfoTable {
       case Kind::kArray: {
         if (!PyArray_CheckExact(value)) return false;
         auto* array = reinterpret_cast<PyArrayObject*>(value);
-        if (PyArray_TYPE(array) != column.type_num || PyArray_NDIM(array) != int(column.shape.size()) ||
+        if (PyArray_TYPE(array) != column.type_num || !PyArray_ISNOTSWAPPED(array) ||
+            PyArray_NDIM(array) != int(column.shape.size()) ||
             !std::equal(column.shape.begin(), column.shape.end(), PyArray_DIMS(array)))
           return false;
         if (PyArray_ISCARRAY_RO(array)) {
