@@ -14,7 +14,8 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from sample_envs import LETTERS
 
-NUMBERS = (bool, int, float, complex, np.generic, np.ndarray)
+NUMBERS = (bool, int, float, complex)
+NUMPY = (np.generic, np.ndarray)
 
 Rng = np.random.Generator
 Space = spaces.Space[Any]
@@ -213,9 +214,9 @@ def difference(ours: Any, theirs: Any, path: str = "", *, loose: bool = False) -
     """The first place in which two results differ, in types, dtypes, shapes or bits; None where they are the same.
 
     loose: numbers of Python and arrays of one number equal those of NumPy: values of columns of objects may come from
-    columns of numbers.
+    columns of numbers. What can be in no such column, an enum say, does not.
     """
-    if loose and all(isinstance(one, NUMBERS) and not np.ndim(one) for one in (ours, theirs)):
+    if loose and isinstance(ours, NUMPY) | isinstance(theirs, NUMPY) and _is_number(ours) and _is_number(theirs):
         ours, theirs = np.asarray(ours).item(), np.asarray(theirs).item()
         return None if ours == theirs or (ours != ours and theirs != theirs) else f"{path}: {ours}, expected {theirs}"
     if type(ours) is not type(theirs) and not (isinstance(ours, dict) and isinstance(theirs, dict)):
@@ -239,3 +240,7 @@ def difference(ours: Any, theirs: Any, path: str = "", *, loose: bool = False) -
     else:
         same = ours == theirs or (ours != ours and theirs != theirs)
     return None if same else f"{path}: {ours!r:.200}, expected {theirs!r:.200}"
+
+
+def _is_number(value: Any) -> bool:
+    return (type(value) in NUMBERS or isinstance(value, NUMPY)) and not np.ndim(value)
