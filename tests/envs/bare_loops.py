@@ -226,6 +226,7 @@ class BareTurns(BareAgents):
     def reset(self, seed: int | None, options: Any = None) -> None:
         self.env.reset(seed=seed, options=options)
         self.over = self.cut = False
+        self.there: set[Any] = set()  # the agents that were there and have not ended, also those that have left
         self._listen()
 
     def step(self, actions: dict[Any, Any]) -> None:
@@ -248,6 +249,10 @@ class BareTurns(BareAgents):
             if agent != acting:
                 self.told[agent] = Agent(copy.deepcopy(self.env.observe(agent)))
         self.over = not self.env.agents
+        ended = {agent for agent, told in self.told.items() if told.terminated or told.truncated}
+        self.there = (self.there | set(self.env.agents)) - ended
+        for agent in self.there if self.over else ():  # what they were given since they left
+            self.told[agent] = Agent(copy.deepcopy(self.env.observe(agent)), self.env._cumulative_rewards[agent])
 
 
 class BarePlayers(BareAgents):

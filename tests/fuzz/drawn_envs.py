@@ -214,7 +214,8 @@ class AgentsPlan:
     """What a multi-agent env's returns follow from. kinds: by the group's name its agents, and their two spaces.
 
     turns: whether agents act in turns (AEC), else all at once.  masks: "infos", "observations" or "".
-    comes, goes, pauses: the chance of an agent to come or return, to end, and to leave for a while, in each step.
+    comes, goes, pauses: the chance of an agent to come or return, to end, and to leave for a while, in each step; those
+    that have left are in the dicts all the same as often as others leave.
     """
 
     seed: int
@@ -268,6 +269,7 @@ class DrawnAgents(Drawn):
         self._spaces = {agent: kind[1:] for kind in plan.kinds.values() for agent in kind[0]}
         self.possible_agents = list(self._spaces)
         self.agents: list[str] = []
+        self.away: list[str] = []  # those that have left without an end
         if plan.state is not None:
             self.state_space = plan.state
 
@@ -282,19 +284,23 @@ class DrawnAgents(Drawn):
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         rng = self.start(seed, options)
         first = self.possible_agents[int(rng.integers(len(self.possible_agents)))]
-        self.agents = [a for a in self.possible_agents if a == first or rng.random() < 0.7]
+        self.agents, self.away = [a for a in self.possible_agents if a == first or rng.random() < 0.7], []
         return {a: self._obs(a, rng) for a in self._shuffled(self.agents, rng)}, self._infos(self.agents, rng)
 
     def step(self, actions: dict[str, Any]) -> Any:
         assert set(actions) == set(self.agents), (actions, self.agents)
         rng = self.go_on(actions)
         before, over = self.agents, self.over()
+        named = [a for a in self.away if rng.random() < self.plan.pauses]
         ends = {a: rng.choice(["terminated", "truncated"]) for a in before if over or rng.random() < self.plan.goes}
-        comes = [a for a in self.possible_agents if a not in before and not over and rng.random() < self.plan.comes]
+        ends |= {a: "terminated" for a in named if rng.random() < self.plan.goes}
+        others = [a for a in self.possible_agents if a not in before and a not in ends]
+        comes = [a for a in others if not over and rng.random() < self.plan.comes]
         stay = [a for a in before if a not in ends]
         goes_on = stay[:1] + [a for a in stay[1:] if rng.random() >= self.plan.pauses]
         self.agents = [a for a in self.possible_agents if a in goes_on or a in comes]
-        told = self._shuffled(dict.fromkeys([*before, *self.agents]), rng)
+        self.away = [a for a in [*self.away, *stay] if a not in self.agents and a not in ends]
+        told = self._shuffled(dict.fromkeys([*before, *self.agents, *named]), rng)
         return (
             {a: self._obs(a, rng) for a in told},
             {a: float(np.float32(rng.normal())) + self.bonus for a in told},
@@ -335,7 +341,7 @@ class DrawnTurns(DrawnAgents):
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         rng = self.start(seed, options)
-        self.agents = list(self.possible_agents)
+        self.agents, self.away = list(self.possible_agents), []
         self.agent_selection = self.agents[0]
         self.rewards = dict.fromkeys(self.agents, 0.0)
         self._cumulative_rewards = dict.fromkeys(self.agents, 0.0)
@@ -357,7 +363,18 @@ class DrawnTurns(DrawnAgents):
             if self.over() or rng.random() < self.plan.goes / 3:
                 (self.terminations if rng.random() < 0.5 else self.truncations)[one] = True
         self.agent_selection = self.agents[(self.agents.index(agent) + 1) % len(self.agents)]
+        self._come_and_leave(rng)
         self._look(rng)
+
+    def _come_and_leave(self, rng: Rng) -> None:
+        """Lets agents return, and others leave without an end; whoever is selected stays, and has not ended."""
+        ended = {a for a in self.agents if self.terminations[a] or self.truncations[a]}
+        if self.agent_selection in ended:
+            return
+        stay = [a for a in self.agents if a in (*ended, self.agent_selection) or rng.random() >= self.plan.pauses]
+        back = [a for a in self.away if rng.random() < self.plan.comes]
+        self.away = [a for a in [*self.away, *self.agents] if a not in stay and a not in back]
+        self.agents = [a for a in self.possible_agents if a in stay or a in back]
 
     def observe(self, agent: str) -> Any:
         return self._seen[agent]
@@ -368,5 +385,5 @@ class DrawnTurns(DrawnAgents):
         return self.observe(agent), self._cumulative_rewards[agent], *ended, self.infos[agent]
 
     def _look(self, rng: Rng) -> None:
-        self._seen = {a: self._obs(a, rng) for a in self.agents}
+        self._seen = {a: self._obs(a, rng) for a in [*self.agents, *self.away]}
         self.infos = self._infos(self.agents, rng)
