@@ -208,7 +208,7 @@ class Definitions:
             return False
         name: str = getattr(value, "__qualname__", "")
         module = MAIN_NAMES[0] if module in MAIN_NAMES else module
-        if not (isinstance(value, type) or "." not in name) or _named(sys.modules.get(module), name) is not value:
+        if not (isinstance(value, type) or "." not in name) or named_in(sys.modules.get(module), name) is not value:
             return False
         self.found.setdefault(module, {})[name] = value
         return module != MAIN_NAMES[0]
@@ -299,10 +299,11 @@ def _set_unless_own(one: Any, state: tuple[str, str, Callable[..., Any], Any]) -
 def _own(module: str, name: str) -> Any:
     """What a module that this process has loaded itself has under that name; None where there is no such thing."""
     holder = sys.modules.get(module)
-    return None if holder is None or _may_change(holder) else _named(holder, name)
+    return None if holder is None or _may_change(holder) else named_in(holder, name)
 
 
-def _named(holder: Any, name: str) -> Any:
+def named_in(holder: Any, name: str) -> Any:
+    """What a module or class has under a qualified name; None where it has nothing. Runs no code of theirs."""
     for part in name.split("."):
         holder = vars(holder).get(part) if isinstance(holder, (type, types.ModuleType)) else None
     return holder

@@ -21,7 +21,7 @@ import gymnasium as gym
 import numpy as np
 
 from muster.introspection import attribute_dict, closure_of, global_names, module_name, subscript
-from muster.pickling.main_module import is_only_here
+from muster.pickling.main_module import is_only_here, named_in
 
 Edge = tuple[str, Any]
 
@@ -195,9 +195,7 @@ def is_importable(definition: Any) -> bool:
     module = module_name(definition)
     if is_only_here(module) or module in cloudpickle.list_registry_pickle_by_value():
         return False
-    found: Any = sys.modules.get(module)
-    for name in getattr(definition, "__qualname__", "").split("."):
-        found = vars(found).get(name) if isinstance(found, (type, types.ModuleType)) else None
+    found = named_in(sys.modules.get(module), getattr(definition, "__qualname__", ""))
     if type(found) in (staticmethod, classmethod):
         found = found.__func__
     return found is definition
