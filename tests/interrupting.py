@@ -1,4 +1,4 @@
-"""Ctrl-C at chosen moments: all at which CPython may run a signal handler, counted."""
+"""Signals at chosen moments: all at which CPython may run a signal handler, counted."""
 
 from __future__ import annotations
 
@@ -20,36 +20,41 @@ _WAITS = frozenset({"poll", "recvmsg", "send", "sendmsg", "sendall", "read", "wr
 
 
 class Interruption:
-    """Runs the handler of SIGINT at one moment of a call in this thread.
+    """Runs a handler of SIGINT that raises, at one moment of a call in this thread.
 
-    at: which moment, from 0 on.  num_moments: those that the call has had, up to that one.  where: the last one.
+    at: which moment, from 0 on.  kind: what it raises.  num_moments: those that the call has had, up to that one.  where: the last one.
     Those in the function itself do not count, nor those before the first instruction of what it calls: they are the
     program's.
     """
 
-    def __init__(self, at: int) -> None:
-        self._at, self._owner = at, os.getpid()
+    def __init__(self, at: int, kind: type[BaseException] = KeyboardInterrupt) -> None:
+        self._at, self._kind, self._owner = at, kind, os.getpid()
         self.num_moments, self.comes, self.where = 0, False, ""
         self._before: dict[Any, int] = {}  # the last opcode of each frame within the call
 
     def run(self, call: Callable[..., object], *arguments: Any) -> bool:
-        """Calls a program's function; returns whether the moment came: then KeyboardInterrupt may have ended that."""
+        """Calls a program's function; returns whether the moment came: then the handler may have ended that."""
         outer = sys.gettrace(), sys.getprofile()
         has_gradients = torch.is_grad_enabled()
+        handler = signal.signal(signal.SIGINT, self._raise)
         self._outside = {self.run.__code__, getattr(call, "__code__", None)}
         sys.setprofile(self._profile)
         sys.settrace(self._trace)
         try:
             call(*arguments)
-        except KeyboardInterrupt:
+        except self._kind:
             if not self.comes:
                 raise
         finally:
             sys.settrace(outer[0])
             sys.setprofile(outer[1])
             self._before.clear()
+            signal.signal(signal.SIGINT, handler)
         assert torch.is_grad_enabled() == has_gradients, f"gradients are off after an interrupt at {self.where}"
         return self.comes
+
+    def _raise(self, *_: object) -> None:
+        raise self._kind
 
     def _moment(self, frame: Any) -> None:
         self.num_moments += 1

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import faulty_envs
@@ -15,6 +19,7 @@ import pytest
 import muster
 from muster.backends import recovery
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.interop.gymnasium import AsyncVectorEnv
 from muster.pool import closing, place
 from slow import slow
 
@@ -385,3 +390,49 @@ def test_close_does_not_wait_for_a_call_that_hangs(backend: str, monkeypatch: py
     with pytest.warns(RuntimeWarning, match=r"before it closed env 0: it was answering call\('sleep'\)"):
         envs.close(timeout=1000.0)
     assert time.monotonic() - start < BOUND_S
+
+
+class Gated(faulty_envs.CountingEnv):
+    """Waits in a step until there is a file."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def step(self, action: Any) -> Any:
+        while not self.gate.exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
+class TooLong(Exception):
+    """What a handler of SIGALRM raises."""
+
+
+@contextlib.contextmanager
+def alarm(after_s: float) -> Iterator[None]:
+    def ends(*_: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, ends)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("make", [muster.make_vec, AsyncVectorEnv])
+def test_an_alarm_bounds_a_step_and_the_reset_after_it(make: Callable[..., Any], tmp_path: Path) -> None:
+    gate = tmp_path / "open"
+    with make([partial(Gated, gate)] * 2, context="fork") as envs, contextlib.ExitStack() as at_last:
+        at_last.callback(gate.touch)
+        envs.reset()
+        with pytest.raises(TooLong), alarm(0.05):
+            envs.step(ACTIONS[:2])
+        with pytest.raises(TooLong), alarm(0.05):  # it waits for the step
+            envs.reset()
+        gate.touch()
+        assert envs.reset()[0][:, 2].tolist() == [0, 0]
+        assert envs.step(ACTIONS[:2])[0][:, 2].tolist() == [1, 1]

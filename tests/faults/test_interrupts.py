@@ -1,4 +1,4 @@
-"""Ctrl-C at every moment of a call: the vector env and the collector go on, and what begins or ends leaves nothing."""
+"""Ctrl-C, or a handler that raises, at every moment of a call: the vector env and the collector go on, and what begins or ends leaves nothing."""
 
 from __future__ import annotations
 
@@ -51,20 +51,30 @@ VERBS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
     "call_wait": (lambda envs: envs.call_async("echo", 1.0), lambda envs: envs.call_wait()),
     "set_attr": (lambda envs: None, lambda envs: envs.set_attr("value", 1)),
 }
-CHOSEN = ("step", "recv", "reset", "call")
+CHOSEN, CHOSEN_FOR_EXCEPTIONS = ("step", "recv", "reset", "call"), ("recv", "call_wait")
+
+
+# An env that the caller steps reports an Exception as its own.
+KINDS = {"serial": [KeyboardInterrupt], "caller steps": [KeyboardInterrupt]}
+
+
+def is_slow(backend: str, verb: str, kind: type[BaseException]) -> bool:
+    chosen = CHOSEN if kind is KeyboardInterrupt else CHOSEN_FOR_EXCEPTIONS
+    return verb not in chosen or backend not in ("serial", "process")
 
 
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize(
-    ("backend", "verb"),
+    ("backend", "verb", "kind"),
     [
-        pytest.param(
-            backend, verb, marks=[] if verb in CHOSEN and backend in ("serial", "process") else pytest.mark.slow
-        )
+        pytest.param(backend, verb, kind, marks=[pytest.mark.slow] * is_slow(backend, verb, kind))
         for backend, verb in itertools.product(BACKENDS, VERBS)
+        for kind in KINDS.get(backend, [KeyboardInterrupt, TimeoutError])
     ],
 )
-def test_after_a_ctrl_c_at_any_moment_of_a_call_the_vector_env_goes_on(backend: str, verb: str) -> None:
+def test_after_a_ctrl_c_at_any_moment_of_a_call_the_vector_env_goes_on(
+    backend: str, verb: str, kind: type[BaseException]
+) -> None:
     begin, call = VERBS[verb]
     with muster.make_vec(Echoing, 4, **BACKENDS[backend]) as envs:
         envs.reset()
@@ -73,7 +83,7 @@ def test_after_a_ctrl_c_at_any_moment_of_a_call_the_vector_env_goes_on(backend: 
         for moment in itertools.count():
             envs.reset()
             begin(envs)
-            interruption = Interruption(moment)
+            interruption = Interruption(moment, kind)
             if not interruption.run(call, envs):
                 break
             where = interruption.where

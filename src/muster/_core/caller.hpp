@@ -75,7 +75,7 @@ class Caller {
   bool closed = false;   // set by Python's close
   Ref on_closed;  // set by Python's close: what raises then, in other words than these here
   std::pair<int64_t, int64_t> pause;  // from when until when, in ns, this process was last stopped in a wait
-  bool interrupted = false;  // whether Ctrl-C, or another exit, has ended a verb since something was sent
+  bool interrupted = false;  // whether Ctrl-C, or a handler that raises, has ended a verb since something was sent
 
   uint32_t num_pending() const { return num_pending_; }
   bool is_pending(uint32_t env) const { return pending_[env]; }
@@ -110,8 +110,8 @@ class Caller {
 
   // Ends it. error: the type of the exception that ends it, or None.
   void leave(PyObject* error) {
-    if (error != Py_None && !PyErr_GivenExceptionMatches(error, PyExc_Exception)) interrupted = true;
     if (--depth_ == 0) inside_.store(0);
+    if (error != Py_None && !PyErr_GivenExceptionMatches(error, error_class("MusterError").get())) interrupted = true;
   }
 
   // Writes the actions of all envs (env_ids None) or of some to the slab. False, with nothing written, where Python has

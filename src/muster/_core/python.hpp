@@ -55,11 +55,14 @@ inline void check(int result) {
   if (result < 0) throw PythonError{};
 }
 
-// Raises an exception of muster.errors.
+// An exception class of muster.errors.
+inline Ref error_class(const char* type) {
+  const Ref errors = checked(PyImport_ImportModule("muster.errors"));
+  return checked(PyObject_GetAttrString(errors.get(), type));
+}
+
 [[noreturn]] inline void raise(const char* type, const std::string& message) {
-  Ref errors = checked(PyImport_ImportModule("muster.errors"));
-  Ref cls = checked(PyObject_GetAttrString(errors.get(), type));
-  PyErr_SetString(cls.get(), message.c_str());
+  PyErr_SetString(error_class(type).get(), message.c_str());
   throw PythonError{};
 }
 

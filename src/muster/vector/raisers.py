@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-import gymnasium
-from gymnasium.error import NoAsyncCallError
-
-from muster.errors import CannotTravel, EnvError, MusterError
+from muster.errors import CannotTravel, EnvError
 from muster.hosts.failures import Failure, to_exception, to_one_exception
 from muster.vector.results import Batch
 
@@ -51,19 +48,6 @@ def _original_of(error: BaseException) -> BaseException:
     if error.hint:
         original.add_note(error.hint)
     return original
-
-
-@contextmanager
-def failures_dropped() -> Iterator[None]:
-    """Drops what a step that is given up has failed with, and that nothing is pending; raises all other errors."""
-    try:
-        yield
-    except (NoAsyncCallError, EnvError, CannotTravel):
-        pass
-    except (MusterError, gymnasium.error.Error):
-        raise
-    except Exception:  # an env's own exception, as drop-ins raise it
-        pass
 
 
 @contextmanager

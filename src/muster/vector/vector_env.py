@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -24,7 +25,7 @@ from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, spread
 from muster.vector import checks
 from muster.vector.parts import Assembled
-from muster.vector.raisers import failures_dropped
+from muster.vector.raisers import raise_env_error
 from muster.vector.results import AgentBatch, AgentsStepResult, Batch, Floats, Rows, StepResult, counts_of, stats_of
 
 _WATCH_S = 0.05
@@ -36,7 +37,7 @@ _INFOS, _NOT_OK, _FINALS = Unusual.INFOS, Unusual.NOT_OK, Unusual.FINALS
 
 
 def _verb(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Has one thread at a time run a method, as a whole, and `SteppedEnvs.interrupted` set where Ctrl-C ends it."""
+    """Has one thread at a time run a method, as a whole, and `SteppedEnvs.interrupted` set where a handler ends it."""
 
     @functools.wraps(method)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -65,6 +66,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self.copy, self.info_reader = assembled.options.copy, assembled.info_reader
         self._writer, self._recovery = assembled.writer, assembled.recovery
         self._raise, self._raise_closed = assembled.parts.raiser, assembled.parts.raise_closed
+        self._drops_pending = False
         self._all = np.arange(self.num_envs)
         self._watch_at = 0.0
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, close_abandoned, backend.close)
@@ -79,8 +81,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
         seed: env i gets ``seed + i``, or the list's i-th. Other options are passed to every env. The rows of envs that
         are not reset repeat their last observations; of objects, and of big ones where envs reset themselves, with what
-        the caller has changed in them since. After a Ctrl-C in another call, a reset of all envs drops the answers that
-        they owe. Raises EnvError, UsageError.
+        the caller has changed in them since. After a Ctrl-C in another call, or a handler that raised there, a reset of
+        all envs drops the answers that they owe. Raises EnvError, UsageError.
         """
         if self.interrupted and "reset_mask" not in (options or ()):
             self.drop_pending()
@@ -215,7 +217,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         results = self._backend.call_wait(checks.timeout_of(timeout))
         self._caller.calling = False
         if failures := [result for result in results if isinstance(result, Failure)]:
-            self._raise(failures, None)
+            self._raise_all(failures, None)
         return tuple(results)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -331,7 +333,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C has ended a call since anything was sent; `reset` then drops the answers that envs owe."""
+        """Whether Ctrl-C or a handler has ended a call since anything was sent; `reset` then drops what envs owe."""
         return self._caller.interrupted
 
     @property
@@ -361,12 +363,17 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     @_verb
     def drop_pending(self) -> None:
         """Waits for every answer that envs still owe, and drops it: for front ends whose users cannot take it."""
-        # Every recv() takes the answer, or the error, of at least one env.
-        with failures_dropped():
-            self.call_wait()
-        for _ in range(self.num_envs):
-            with failures_dropped():
-                self.recv()
+        try:
+            self._drops_pending = True
+            while self.calling or self.num_pending:  # takes the answers, or the error, of at least one env
+                with contextlib.suppress(EnvError, CannotTravel):
+                    SteppedEnvs.call_wait(self) if self.calling else self._recv(None, None, False)
+        finally:
+            self._drops_pending = False
+
+    def _raise_all(self, failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
+        """Raises what envs have failed with; as an EnvError where it is dropped, which no handler's exception is."""
+        (raise_env_error if self._drops_pending else self._raise)(failures, batch)
 
     def _send(self, actions: Any, ids: Array | None, as_whole: bool, copies: bool) -> None:
         """Sends to the envs `ids`, or to all. as_whole: all of these are waited for at once, for `copies` or views."""
@@ -446,7 +453,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         if unusual & _INFOS:
             infos = {**infos, **reader.read(ids, step_objects)}
         if failures:
-            self._raise(failures, Batch(ids, obs, rewards, terminated, truncated, infos))
+            self._raise_all(failures, Batch(ids, obs, rewards, terminated, truncated, infos))
         for row, reason in reasons.items():
             reader.add(infos, {"restarted": reason}, row, len(ids))
         return ids, obs, rewards, terminated, truncated, infos, unusual
