@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,35 @@ def test_an_env_that_died_while_nobody_waited_has_it_at_once(context: str) -> No
         wait_for_end(kill_worker(envs, 0))
         obs, _ = envs.reset()
         assert obs[:, 0].tolist() == [5.0, 6.0]
+
+
+class Deadly(Task):
+    """Ends its process the first time that its first env is given a goal."""
+
+    @property
+    def goal(self) -> Any:
+        return self._goal
+
+    @goal.setter
+    def goal(self, goal: Any) -> None:
+        if goal == 1.0 and self.once is not None and not os.path.exists(self.once):
+            Path(self.once).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._goal = goal
+
+
+@pytest.mark.parametrize("dies", ["before", "meanwhile"])
+def test_a_value_reaches_the_envs_of_a_worker_that_dies_before_or_while_it_is_set(dies: str, tmp_path: Path) -> None:
+    env = partial(Deadly, str(tmp_path / "dead") if dies == "meanwhile" else None)
+    with muster.make_vec(env, 4, num_workers=2, context="fork", on_failure="restart") as envs:
+        envs.reset()
+        if dies == "before":
+            wait_for_end(kill_worker(envs, 0))
+        envs.set_attr("goal", [1.0, 2.0, 3.0, 4.0])
+        assert envs.get_attr("goal") == (1.0, 2.0, 3.0, 4.0)
+        *_, infos = envs.step(np.zeros(4, np.int64))
+        assert infos["_restarted"].tolist() == [True, True, False, False]
+        assert envs.get_attr("goal") == (1.0, 2.0, 3.0, 4.0)
 
 
 @pytest.mark.parametrize(("how", "fault"), FAULTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import warnings
 
 import gymnasium as gym
@@ -16,9 +17,10 @@ from pettingzoo import ParallelEnv
 
 import muster
 import programs
-from muster.errors import ClosedError, WorkerError
+from muster.errors import ClosedError, EnvError, WorkerError
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
+from processes import wait_for_end
 from slow import slow
 
 # A forked process has PyTorch already; the default, a fresh one, takes seconds to import it.
@@ -202,6 +204,48 @@ def test_agents_of_a_collector_that_died_end_truncated():
     for flag in (("next", "truncated"), ("next", "left", "truncated"), ("next", "right", "done")):
         assert batch[flag][:, 0].all()
         assert not batch[flag][:, 1:].any()
+
+
+class Deadly(CountingEnv):
+    """Ends its process the first time that it is given 1.0 as its goal."""
+
+    def __init__(self, mark):
+        super().__init__()
+        self.mark, self._goal = mark, 0.0
+
+    @property
+    def wall(self):
+        return 0.0
+
+    @property
+    def goal(self):
+        return self._goal
+
+    @goal.setter
+    def goal(self, goal):
+        if goal == 1.0 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._goal = goal
+
+
+@pytest.mark.parametrize("dies", ["before", "meanwhile"])
+def test_a_value_reaches_the_envs_of_a_replica_that_dies_before_or_while_it_is_set(dies, tmp_path):
+    mark = tmp_path / "dead"
+    if dies == "before":
+        mark.touch()
+    with Restarting(functools.partial(Deadly, mark), zeros_policy, num_envs=4, frames_per_batch=8) as collector:
+        with pytest.raises(EnvError, match="wall"):
+            collector.set_attr("wall", 5.0)  # refused, so not set again
+        if dies == "before":
+            pid = collector.stats()["collectors"]["workers"][0]["pid"]
+            os.kill(pid, signal.SIGKILL)
+            wait_for_end(pid)
+        collector.set_attr("goal", [1.0, 2.0, 3.0, 4.0])
+        assert collector.get_attr("goal") == (1.0, 2.0, 3.0, 4.0)
+        with pytest.warns(RuntimeWarning, match=r"collector 0 \(envs 0 to 1\) was replaced"):
+            collector.rollout()
+        assert collector.get_attr("goal") == (1.0, 2.0, 3.0, 4.0)
 
 
 def test_stats_count_the_envs_steps_and_resets():

@@ -112,10 +112,13 @@ class Backend(ABC):
 
     @abstractmethod
     def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        """Sets an attribute of every env: in env i to `values[i]`. A Failure stands where an env raised."""
+        """Sets an attribute of every env: in env i to `values[i]`. A Failure stands where an env raised.
 
-    def kept(self, value: Any) -> Any:
-        """A value that was sent to the envs, in a form that can be sent again as it was.
+        None, as for an env that has its value, stands for those of a worker that was lost: `Recovery` gives it to them.
+        """
+
+    def kept(self, value: Any, name: str) -> Any:
+        """A value for the envs, in a form that can be sent again as it was. name: for errors. Raises CannotTravel.
 
         In one process an object that is no plain data stays shared: the envs may be meant to share it.
         """

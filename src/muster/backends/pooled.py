@@ -149,7 +149,10 @@ class PooledBackend(Backend):
             parts = {f"values[{env}]": values[env] for env in self.envs_of(host)}
             requests.append(SetAttr(self._packed((name, list(parts.values())), parts)))
         self._call(requests, f"set_attr({name!r})", lambda host: host.set_attr(name, values[host.first_env :]))
-        return self.call_wait(None)
+        answered = self._answered
+        results = self.call_wait(None)
+        lost = [env for one in answered.values() if isinstance(one, Lost) for env in self.envs_of(one.place)]
+        return [None if env in lost else result for env, result in enumerate(results)]
 
     def _packed(self, value: Any, parts: dict[str, Any]) -> Any:
         """A user's value on its way to a worker. parts: names of its parts, for errors. Raises CannotTravel."""

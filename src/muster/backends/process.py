@@ -39,7 +39,6 @@ from muster.hosts.requests import (
 )
 from muster.introspection import type_name
 from muster.pickling import UserCall
-from muster.pickling.functools_pickling import dumps as by_value
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.interrupts import Uninterrupted
@@ -55,7 +54,7 @@ from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.big_arrays import memfd
 from muster.transport.channel import note_pause, paused_since
-from muster.transport.mail import LocalMail, Mail, SharedMail, dumps
+from muster.transport.mail import LocalMail, Mail, SharedMail
 from muster.transport.slab import Slab, SlabPlan
 from muster.worker_info import WorkerInfo
 
@@ -246,9 +245,8 @@ class ProcessBackend(PooledBackend):
         if self._local is not None:
             self._results_here = here(self._local)
 
-    def kept(self, value: Any) -> Packed:
-        # It has just been sent: what cannot be pickled has been reported.
-        return Packed(dumps(value, shares_main=True) if self._context == "fork" else by_value(value))
+    def kept(self, value: Any, name: str) -> Packed:
+        return self._packed(value, {name: value})
 
     def _opened(self, host: int, i: int, result: Any) -> Any:
         try:

@@ -71,15 +71,23 @@ class Recovery:
             chosen.append(self._new_seed(env) if lost and seed is None else seed)
         return chosen
 
-    def attribute_set(self, name: str, values: Sequence[Any], results: Sequence[Failure | None]) -> None:
-        """Keeps what `set_attr` has set for envs that are built again. results: by env, None where it was set."""
+    def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
+        """As `Backend.set_attr`; keeps the values for envs that are built again: first, as a worker may die meanwhile.
+
+        An env that has refused its value keeps what it had.
+        """
         kept: dict[int, Any] = {}  # by identity: one value may be big, and that of all envs
-        for attributes, value, failure in zip(self._attributes, values, results, strict=True):
-            if failure is None:
-                if id(value) not in kept:
-                    kept[id(value)] = self._backend.kept(value)
-                attributes.pop(name, None)  # set last, so to be set again last: setters may touch others
-                attributes[name] = kept[id(value)]
+        for env, value in enumerate(values):
+            if id(value) not in kept:
+                kept[id(value)] = self._backend.kept(value, f"values[{env}]")
+        before, self._attributes = self._attributes, [{**attributes} for attributes in self._attributes]
+        for attributes, value in zip(self._attributes, values, strict=True):
+            attributes.pop(name, None)  # set last, so to be set again last: setters may touch others
+            attributes[name] = kept[id(value)]
+        results = self._backend.set_attr(name, values)
+        for env in [env for env, failure in enumerate(results) if failure is not None]:
+            self._attributes[env] = before[env]
+        return results
 
     def worker_died(self, host: int, envs: range, reason: str) -> dict[int, Attributes]:
         """Notes that the backend replaces a dead worker: its envs are built again, their episodes are lost.

@@ -228,7 +228,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     def set_attr(self, name: str, values: Any) -> None:
         """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple.
 
-        With ``on_failure="restart"`` it is set again in an env that is built again.
+        With ``on_failure="restart"`` it is set in an env that is built again, also where that dies before it has it.
         """
         self.require_idle("set_attr")
         if not isinstance(values, (list, tuple)):
@@ -237,11 +237,9 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             raise ConfigError(f"set_attr({name!r}): expected {self.num_envs} values, one an env, got {len(values)}")
         self._caller.calling = True
         try:
-            results = self._backend.set_attr(name, values)
+            results = (self._recovery or self._backend).set_attr(name, values)
         finally:
             self._caller.calling = False
-        if self._recovery is not None:
-            self._recovery.attribute_set(name, values, results)
         if failures := [result for result in results if result is not None]:
             self._raise(failures, None)
 

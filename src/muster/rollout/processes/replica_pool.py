@@ -239,13 +239,11 @@ class ReplicaPool:
         for k, (first, last) in enumerate(itertools.pairwise(self._firsts)):
             parts = {f"values[{env}]": values[env] for env in range(first, last)}
             requests[k] = SetAttr(self._packed((name, list(values[first:last])), parts))
-        before = list(self._fates.replaced)
+        before = self._fates.keep_attribute(name, requests)  # first: a replica may die meanwhile
         answers = self._ask(requests, f"answering set_attr({name!r})")
-        for k in [k for k, answer in answers.items() if not isinstance(answer, (Raised, Lost))]:
-            self._fates.keep_attribute(k, name, requests[k])
-            if self._fates.replaced[k] != before[k]:  # since it has answered
-                self._pool.post(k, self._pool.sealed(requests[k]))
-        self._raise_first(answers)
+        refused = {k: answer for k, answer in answers.items() if isinstance(answer, Raised)}
+        self._fates.attributes = [before[k] if k in refused else now for k, now in enumerate(self._fates.attributes)]
+        self._raise_first(refused)
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
         found: tuple[Space[Any], Space[Any]] = self._ask_all(AskSpaces())[0]
