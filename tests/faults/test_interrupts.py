@@ -134,13 +134,14 @@ class Constant(torch.nn.Module):
         return (obs[:, 0] * 0 + self.action).long()
 
 
-ASKED: dict[str, Callable[[MultiCollector], object]] = {
-    "reset": lambda collector: collector.reset(),
-    "load_state_dict": lambda collector: collector.load_state_dict(collector.state_dict()),
-    "rollout": lambda collector: collector.rollout(),
-    "call": lambda collector: collector.call("echo", 1.0),
-    "set_attr": lambda collector: collector.set_attr("value", 1),
+ASKED: dict[str, Callable[[MultiCollector, dict[str, Any]], object]] = {
+    "reset": lambda collector, _: collector.reset(),
+    "load_state_dict": lambda collector, state: collector.load_state_dict(state),
+    "rollout": lambda collector, _: collector.rollout(),
+    "call": lambda collector, _: collector.call("echo", 1.0),
+    "set_attr": lambda collector, _: collector.set_attr("value", 1),
 }
+BEGINS_ANEW = ("reset", "load_state_dict", "rollout")
 
 
 # In a finalizer, which gives back the memory of a batch, Python drops what is raised.
@@ -153,12 +154,16 @@ def test_after_a_ctrl_c_in_a_multi_collector_the_next_rollout_is_right(asked: st
     options: Any = {"num_collectors": 2, "frames_per_batch": 24, "sync": sync, "context": "fork"}
     with MultiCollector(Echoing, Constant(), num_envs=4, **options) as collector:
         collector.rollout()
-        ASKED[asked](collector)
-        for moment in itertools.count(step=every):
-            interruption = Interruption(moment)
-            if not interruption.run(ASKED[asked], collector):
+        state = collector.state_dict()
+        ASKED[asked](collector, state)
+        for moment in itertools.count(15, every):  # before that a call has not begun
+            collector.call("echo", 1.0)  # batches that were begun are ready
+            batches, interruption = collector.batches, Interruption(moment)
+            if not interruption.run(ASKED[asked], collector, state):
                 break
+            is_whole = asked == "rollout" and collector.batches > batches  # only its return was interrupted
             steps = collector.rollout()["observation"][..., 2]
+            assert asked not in BEGINS_ANEW or is_whole or not steps[:, 0].any(), interruption.where
             follows = (steps[:, 1:] == steps[:, :-1] + 1) | (steps[:, 1:] == 0)
             assert follows.all(), interruption.where
             assert collector.call("echo", moment) == tuple((env, moment) for env in range(4)), interruption.where

@@ -213,7 +213,6 @@ class ReplicaPool:
 
     def reset(self, round_number: int, frames: int = 0) -> None:
         self.give_up()
-        self._ready.clear()
         self._afresh.clear()
         count = len(self._collectors)
         seeds: list[int | None] = [None] * count
@@ -311,6 +310,7 @@ class ReplicaPool:
 
     def give_up(self) -> None:
         """Stops all collectors. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
+        self._ready.clear()
         self._stop_filling()
         with self._translating():
             while self._fates.asked:
