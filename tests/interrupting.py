@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 
+from muster.vector.vector_env import SteppedEnvs
+
 # After these CPython looks for signals, where what was called is no function of Python's own; that looks as it begins.
 _CALLS = frozenset(dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW") if name in dis.opmap)
 _LOOKS = _CALLS | {dis.opmap["JUMP_BACKWARD"]}
 _PYTHON_CALLED = -1
+# Methods that a function in C calls, after which CPython looks.
+_VERBS = {one.__wrapped__.__code__ for one in vars(SteppedEnvs).values() if hasattr(one, "__wrapped__")}
 # These look for signals while they wait, and end without having done anything.
 _WAITS = frozenset({"poll", "recvmsg", "send", "sendmsg", "sendall", "read", "write", "acquire", "get", "sleep"})
 
@@ -22,14 +26,14 @@ _WAITS = frozenset({"poll", "recvmsg", "send", "sendmsg", "sendall", "read", "wr
 class Interruption:
     """Runs a handler of SIGINT that raises, at one moment of a call in this thread.
 
-    at: which moment, from 0 on.  kind: what it raises.  num_moments: those that the call has had, up to that one.  where: the last one.
-    Those in the function itself do not count, nor those before the first instruction of what it calls: they are the
-    program's.
+      at: which moment, from 0 on.  kind: what it raises.
+    XX
+      Those in the function itself do not count: they are the program's.
     """
 
     def __init__(self, at: int, kind: type[BaseException] = KeyboardInterrupt) -> None:
         self._at, self._kind, self._owner = at, kind, os.getpid()
-        self.num_moments, self.comes, self.where = 0, False, ""
+        self.num_moments, self.comes, self.ended, self.where = 0, False, False, ""
         self._before: dict[Any, int] = {}  # the last opcode of each frame within the call
 
     def run(self, call: Callable[..., object], *arguments: Any) -> bool:
@@ -45,6 +49,7 @@ class Interruption:
         except self._kind:
             if not self.comes:
                 raise
+            self.ended = True
         finally:
             sys.settrace(outer[0])
             sys.setprofile(outer[1])
@@ -72,12 +77,10 @@ class Interruption:
             return None
         if event == "call":
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            is_first = frame.f_back is None or frame.f_back.f_code in self._outside
-            if frame.f_back in self._before:
+            if frame.f_back in self._before and frame.f_code not in _VERBS:
                 self._before[frame.f_back] = _PYTHON_CALLED
             self._before[frame] = _PYTHON_CALLED
-            if not is_first:
-                self._moment(frame)
+            self._moment(frame)
         elif event == "opcode":
             before = self._before.get(frame, _PYTHON_CALLED)
             self._before[frame] = frame.f_code.co_code[frame.f_lasti]

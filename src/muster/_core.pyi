@@ -1,12 +1,14 @@
 """The doorbell, the stepping loop and the watchdog of Muster's workers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 _Check = Callable[..., None]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 class _Enum:
     def __getattr__(self, name: str) -> int: ...
@@ -130,8 +132,6 @@ class Caller:
     @property
     def pause(self) -> tuple[int, int]: ...
     def raise_when_closed(self, raises: Callable[[], object], /) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, error: type[BaseException] | None, value: object, traceback: object, /) -> None: ...
     @property
     def num_pending(self) -> int: ...
     def require_open(self) -> None: ...
@@ -155,6 +155,12 @@ class Caller:
     def is_pending(self, env: int, /) -> bool: ...
     def finished(self, env: int, /) -> bool: ...
     def host_of(self, env: int, /) -> int: ...
+
+def verb(method: Callable[_P, _R], /) -> Callable[_P, _R]:
+    """A vector env's method that one thread at a time runs, as a whole.
+
+    Where it ends by what is no MusterError, so by a signal handler, the caller is `interrupted`.
+    """
 
 def copied(obs: Any, /) -> Any: ...
 def split_agents(

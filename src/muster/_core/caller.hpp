@@ -108,10 +108,10 @@ class Caller {
     ++depth_;
   }
 
-  // Ends it. error: the type of the exception that ends it, or None.
-  void leave(PyObject* error) {
+  // Ends it, also where an exception does, which is set.
+  void leave() {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(muster_error_.get())) interrupted = true;
     if (--depth_ == 0) inside_.store(0);
-    if (error != Py_None && !PyErr_GivenExceptionMatches(error, error_class("MusterError").get())) interrupted = true;
   }
 
   // Writes the actions of all envs (env_ids None) or of some to the slab. False, with nothing written, where Python has
@@ -409,6 +409,7 @@ class Caller {
 
   SlabLayout slab_;
   Ref memory_;
+  Ref muster_error_ = error_class("MusterError");
   Lending lending_;
   std::vector<SlabRows> lent_rows_;
   uint32_t block_before_ = 0;  // the block of the rows before the last step of all envs

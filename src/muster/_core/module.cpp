@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <structmember.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
@@ -298,11 +299,67 @@ void bind_caller(nb::module_& m) {
       .def_ro("interrupted", &Caller::interrupted)
       .def_prop_ro("pause", [](const Caller& self) { return nb::make_tuple(self.pause.first, self.pause.second); })
       .def("raise_when_closed", [](Caller& self, nb::handle raises) { self.on_closed = Ref::borrow(raises.ptr()); })
-      .def("__enter__", &Caller::enter)
-      .def("__exit__", [](Caller& self, nb::handle error, nb::handle, nb::handle) { self.leave(error.ptr()); },
-           nb::arg().none(), nb::arg().none(), nb::arg().none())
       .def_prop_ro("num_pending", &Caller::num_pending)
       .def("require_open", &Caller::require_open);
+}
+
+// A method of a vector env that one thread at a time runs, as a whole. In C, where no signal handler runs between
+// `enter` or `leave` and the method.
+struct Verb {
+  PyObject_HEAD
+  PyObject* dict;
+  PyObject* method;
+  vectorcallfunc call;
+};
+
+PyObject* g_method_type;  // of bound methods
+
+Verb& verb_of(PyObject* object) { return *reinterpret_cast<Verb*>(object); }
+
+Caller& caller_of(PyObject* envs) {
+  static PyObject* name = PyUnicode_InternFromString("_caller");
+  const Ref caller = checked(PyObject_GetAttr(envs, name));
+  return *nb::inst_ptr<Caller>(caller.get());
+}
+
+// Has nothing to destroy while the method runs: a thread that meets the interpreter's end there is unwound from here.
+PyObject* call_verb(PyObject* self, PyObject* const* args, size_t count, PyObject* keywords) {
+  if (!PyVectorcall_NARGS(count)) return PyObject_Vectorcall(verb_of(self).method, args, count, keywords);
+  Caller* caller;
+  try {
+    caller = &caller_of(args[0]);
+    caller->enter();
+  } catch (const PythonError&) {
+    return nullptr;
+  }
+  PyObject* result = PyObject_Vectorcall(verb_of(self).method, args, count, keywords);
+  caller->leave();
+  return result;
+}
+
+PyObject* bind_verb(PyObject* self, PyObject* envs, PyObject*) {
+  return envs ? PyObject_CallFunctionObjArgs(g_method_type, self, envs, nullptr) : Py_NewRef(self);
+}
+
+Ref make_verb(PyObject* method) {
+  static PyMemberDef members[] = {{"__dictoffset__", T_PYSSIZET, offsetof(Verb, dict), READONLY, nullptr},
+                                  {"__vectorcalloffset__", T_PYSSIZET, offsetof(Verb, call), READONLY, nullptr},
+                                  {}};
+  static PyGetSetDef dict[] = {{"__dict__", PyObject_GenericGetDict, nullptr, nullptr, nullptr}, {}};
+  static PyType_Slot slots[] = {{Py_tp_members, members},
+                                {Py_tp_getset, dict},
+                                {Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
+                                {Py_tp_descr_get, reinterpret_cast<void*>(&bind_verb)},
+                                {}};
+  static PyType_Spec spec{"muster._core.Verb", sizeof(Verb), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, slots};
+  static PyObject* type = PyType_FromSpec(&spec);
+  g_method_type = nb::object(nb::module_::import_("types").attr("MethodType")).release().ptr();
+  Verb& verb = verb_of(checked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0)).release());
+  verb.method = Py_NewRef(method);
+  verb.call = &call_verb;
+  const auto update = nb::module_::import_("functools").attr("update_wrapper");
+  return Ref(update(nb::steal(&verb.ob_base), nb::handle(method)).release().ptr());
 }
 
 void bind_agent_row(nb::module_& m) {
@@ -333,6 +390,7 @@ void bind_agent_row(nb::module_& m) {
 
 void bind_functions(nb::module_& m) {
   m.def("copied", &copied, "obs"_a.none());
+  m.def("verb", &make_verb);
   m.def("split_agents", &split_agents);
   m.def("gather_columns", &gather_columns, "columns"_a, "ids"_a.none(), "provided"_a);
   m.def("running", &Stepper::running);

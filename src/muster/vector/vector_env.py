@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar, cast
+from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
 
-from muster._core import SLICE_NS, Status, Unusual, end_threads
+from muster._core import SLICE_NS, Status, Unusual, end_threads, verb
 from muster.errors import CannotTravel, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.hosts.failures import Failure
 from muster.hosts.requests import EnvCall, ResetArguments
@@ -29,22 +28,9 @@ from muster.vector.raisers import raise_env_error
 from muster.vector.results import AgentBatch, AgentsStepResult, Batch, Floats, Rows, StepResult, counts_of, stats_of
 
 _WATCH_S = 0.05
-P = ParamSpec("P")
-R = TypeVar("R")
 StepT = TypeVar("StepT", StepResult, AgentsStepResult)
 BatchT = TypeVar("BatchT", Batch, AgentBatch)
 _INFOS, _NOT_OK, _FINALS = Unusual.INFOS, Unusual.NOT_OK, Unusual.FINALS
-
-
-def _verb(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Has one thread at a time run a method, as a whole, and `SteppedEnvs.interrupted` set where a handler ends it."""
-
-    @functools.wraps(method)
-    def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._caller:
-            return method(self, *args, **kwargs)
-
-    return run
 
 
 class SteppedEnvs(Generic[StepT, BatchT]):
@@ -73,7 +59,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     # ---- reset
 
-    @_verb
+    @verb
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, Infos]:
@@ -89,7 +75,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
-    @_verb
+    @verb
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
@@ -103,7 +89,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             ids = np.flatnonzero(checks.reset_mask_of(options.pop("reset_mask"), self.num_envs))
         self.reset_some(ids, ResetArguments([seeds[i] for i in ids.tolist()], options))
 
-    @_verb
+    @verb
     def reset_some(self, ids: Array, arguments: ResetArguments) -> None:
         """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked the arguments."""
         if self._recovery is not None:
@@ -111,7 +97,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             arguments = replace(arguments, seeds=seeds)
         self._backend.reset(ids, arguments)
 
-    @_verb
+    @verb
     def reset_wait(
         self, timeout: float | None = None, *, _copies: bool | None = None, _reader: InfoReader | None = None
     ) -> tuple[Any, Infos]:
@@ -124,54 +110,51 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     # ---- step
 
+    @verb
     def step(self, actions: Any, *, _copies: bool | None = None, _reader: InfoReader | None = None) -> StepT:
         """Steps every env: obs ``[N, ...]``, rewards float64 ``[N]``, terminated and truncated bool ``[N]``, infos.
 
         actions: ``[N, ...]``, of `action_space`. Raises ActionError before anything is sent, EnvError, WorkerDied.
         """
         copies = self.copy if _copies is None else _copies
-        with self._caller:  # as `_verb` does, in less time
-            self._send(actions, None, True, copies)
-            self._wait(self.num_envs, None, "step")
-            return self._read(copies, _reader)[1:6]
+        self._send(actions, None, True, copies)
+        self._wait(self.num_envs, None, "step")
+        return self._read(copies, _reader)[1:6]
 
-    @_verb
+    @verb
     def step_async(self, actions: Any) -> None:
         """Sends the actions; `step_wait` or `recv` takes the results."""
         self.require_idle("step")
         self._send(actions, None, True, self.copy)
 
-    @_verb
+    @verb
     def step_wait(
         self, timeout: float | None = None, *, _copies: bool | None = None, _reader: InfoReader | None = None
     ) -> StepT:
         """The result of `step_async`. Raises WaitTimeout after `timeout` seconds; the step then stays pending."""
         return self._take_all("step", timeout, self.copy if _copies is None else _copies, _reader)[1:6]
 
+    @verb
     def send(self, actions: Any, env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None) -> None:
         """Sends actions ``[n, ...]`` to envs `env_ids`, or to all; none of them may owe an answer to an earlier call.
 
         Raises ActionError, PendingError, UsageError, each before anything is sent.
         """
-        with self._caller:
-            if env_ids is None:
-                if self._caller.num_pending:
-                    self.require_idle("step")
-                return self._send(actions, None, False, self.copy)
-            if self._caller.calling:
-                self.require_idle("send")
-            return self._send(actions, checks.env_ids_of(env_ids, self.num_envs), False, self.copy)
+        if env_ids is None:
+            if self._caller.num_pending:
+                self.require_idle("step")
+            return self._send(actions, None, False, self.copy)
+        if self._caller.calling:
+            self.require_idle("send")
+        return self._send(actions, checks.env_ids_of(env_ids, self.num_envs), False, self.copy)
 
+    @verb
     def recv(self, min_envs: int | None = None, timeout: float | None = None, *, _copies: bool | None = None) -> BatchT:
         """The results of the envs that are ready, once at least `min_envs` are (None: all that are pending).
 
         Raises WaitTimeout after `timeout` seconds; the envs then stay pending, to be waited for again. Raises
         NotPendingError if fewer than `min_envs` envs are pending.
         """
-        with self._caller:
-            return self._recv(min_envs, timeout, self.copy if _copies is None else _copies)
-
-    def _recv(self, min_envs: int | None, timeout: float | None, copies: bool) -> BatchT:
         checks.require_count(min_envs)
         pending = self._caller.num_pending
         wanted = pending if min_envs is None else min_envs
@@ -183,11 +166,11 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             self._backend.watch(0.0)
             self._watch_at = now + _WATCH_S
         self._wait(wanted, timeout, "recv")
-        return self._batch._make(self._read(copies, None)[:6])
+        return self._batch._make(self._read(self.copy if _copies is None else _copies, None)[:6])
 
     # ---- everything else
 
-    @_verb
+    @verb
     def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The results of ``env.name(*args, **kwargs)``, or of ``name(env, env_index, *args, **kwargs)`` for a function.
 
@@ -196,7 +179,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
-    @_verb
+    @verb
     def call_async(self, name: str | EnvCall, /, *args: Any, **kwargs: Any) -> None:
         """Starts `call`; `call_wait` takes the results."""
         self.require_idle("call")
@@ -208,7 +191,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             self._caller.calling = False
             raise
 
-    @_verb
+    @verb
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`. Raises WaitTimeout after `timeout` seconds; the call then stays pending."""
         self.require_open()
@@ -224,7 +207,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         """The attribute `name` of every env, looked up through wrappers."""
         return self.call(name)
 
-    @_verb
+    @verb
     def set_attr(self, name: str, values: Any) -> None:
         """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple.
 
@@ -358,14 +341,14 @@ class SteppedEnvs(Generic[StepT, BatchT]):
                 "reset_wait() or recv()"
             )
 
-    @_verb
+    @verb
     def drop_pending(self) -> None:
         """Waits for every answer that envs still owe, and drops it: for front ends whose users cannot take it."""
         try:
             self._drops_pending = True
             while self.calling or self.num_pending:  # takes the answers, or the error, of at least one env
                 with contextlib.suppress(EnvError, CannotTravel):
-                    SteppedEnvs.call_wait(self) if self.calling else self._recv(None, None, False)
+                    SteppedEnvs.call_wait(self) if self.calling else SteppedEnvs.recv(self)
         finally:
             self._drops_pending = False
 
