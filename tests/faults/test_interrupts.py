@@ -109,11 +109,11 @@ def test_after_a_ctrl_c_at_any_moment_of_a_call_the_vector_env_goes_on(
 
 
 def made_and_closed(options: dict[str, Any]) -> None:
-    muster.make_vec(Echoing, 2, **options).close()
+    muster.make_vec(Echoing, 3, **options).close()
 
 
 def closing(options: dict[str, Any]) -> Callable[[], object]:
-    envs = muster.make_vec(Echoing, 2, **options)
+    envs = muster.make_vec(Echoing, 3, **options)
     return lambda: envs.close()
 
 
@@ -125,13 +125,13 @@ LIVES: dict[str, Callable[[dict[str, Any]], Callable[[], object]]] = {
 
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("life", LIVES)
-@pytest.mark.parametrize("context", ["fork", *slow("forkserver", "spawn")])
-def test_after_a_ctrl_c_as_a_vector_env_begins_or_ends_nothing_is_left(context: str, life: str) -> None:
-    options = {"num_workers": 2, "context": context}
+@pytest.mark.parametrize("how", ["fork", "serial", "thread", *slow("forkserver", "spawn", "caller steps")])
+def test_after_a_ctrl_c_as_a_vector_env_begins_or_ends_nothing_is_left(how: str, life: str) -> None:
+    options = BACKENDS.get(how, {"num_workers": 2, "context": how})
     made_and_closed(options)
     counting = Interruption(sys.maxsize)
     counting.run(LIVES[life](options))
-    for moment in random.Random(0).sample(range(counting.num_moments), 4 if context == "spawn" else 8):
+    for moment in random.Random(0).sample(range(counting.num_moments), 4 if how == "spawn" else 8):
         Interruption(moment).run(LIVES[life](options))
 
 

@@ -51,6 +51,7 @@ KINDS: dict[str, Callable[[Random, Tally, list[str]], None]] = {
     "sb3": drop_in_programs.run_sb3,
     "collector": _module("collector_programs", "run_collector"),
     "torchrl": _module("torchrl_programs", "run_torchrl"),
+    "interrupts": _module("interrupt_programs", "run"),
 }
 
 
