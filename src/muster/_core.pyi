@@ -162,6 +162,9 @@ def verb(method: Callable[_P, _R], /) -> Callable[_P, _R]:
     Where it ends by what is no MusterError, so by a signal handler, the caller is `interrupted`.
     """
 
+def set_handler(number: int, handler: Callable[..., object], /) -> None:
+    """Sets a handler as `signal.signal` does, but leaves the kernel's, which may be a library's that calls Python's."""
+
 def copied(obs: Any, /) -> Any: ...
 def split_agents(
     rewards: npt.NDArray[np.float32],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,3 +108,19 @@ def test_many_restarts_hold_no_more_fds() -> None:
             assert envs.step(ACTIONS)[3].tolist() == [True, False]
             envs.step(ACTIONS)
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_signals_handler_in_c_stays_and_calls_that_in_python(tmp_path: Path) -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    try:
+        with (tmp_path / "stack").open("w+") as stack:
+            faulthandler.register(signal.SIGUSR1, file=stack, chain=True)
+            with muster.make_vec("CartPole-v1", 2, num_workers=1, context="fork") as envs:
+                envs.reset()
+                os.kill(os.getpid(), signal.SIGUSR1)
+            faulthandler.unregister(signal.SIGUSR1)
+            assert "most recent call first" in Path(stack.name).read_text()
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)

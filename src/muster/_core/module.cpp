@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <signal.h>
 #include <structmember.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -151,6 +152,16 @@ bool is_shared(nb::handle handle) {
 void give_back(PyObject* memory) {
   auto* array = reinterpret_cast<PyArrayObject*>(memory);
   if (madvise(PyArray_DATA(array), size_t(PyArray_NBYTES(array)), MADV_REMOVE)) raise_os_error();
+}
+
+// Sets Python's handler of a signal, or raises what another's does that has come. The kernel goes on calling whatever it
+// called: that may be a library's, which calls Python's.
+void set_handler(int number, nb::handle handler) {
+  struct sigaction action;
+  if (sigaction(number, nullptr, &action)) raise_os_error();
+  static const nb::handle set = nb::object(nb::module_::import_("_signal").attr("signal")).release();
+  set(number, handler);
+  sigaction(number, &action, nullptr);
 }
 
 // Binds an enum as a class of ints: creating Python's own enums would take longer than everything else in this module.
@@ -391,6 +402,7 @@ void bind_agent_row(nb::module_& m) {
 void bind_functions(nb::module_& m) {
   m.def("copied", &copied, "obs"_a.none());
   m.def("verb", &make_verb);
+  m.def("set_handler", &set_handler);
   m.def("split_agents", &split_agents);
   m.def("gather_columns", &gather_columns, "columns"_a, "ids"_a.none(), "provided"_a);
   m.def("running", &Stepper::running);

@@ -8,6 +8,8 @@ import os
 import threading
 from typing import Any, ClassVar, Self
 
+from muster._core import set_handler
+
 # Those for which programs have handlers that raise; to ask for all 64 would take as long as a message.
 _NUMBERS = tuple(
     int(getattr(_signal, f"SIG{name}"))
@@ -32,11 +34,12 @@ class Uninterrupted:
         if not self._counts:
             return self
         if not Uninterrupted._depth:
+            self._came.clear()  # what another signal's handler has kept from being run
             try:
                 for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True):
                     if callable(handler):
                         self._held[number] = handler
-                        _signal.signal(number, _note)
+                        set_handler(number, _note)
             except BaseException:  # of a signal that was not held back yet
                 _give_back()
                 raise
@@ -74,7 +77,7 @@ def _give_back() -> None:
     while held:
         try:
             for number in list(held):
-                _signal.signal(number, held[number])
+                set_handler(number, held[number])
                 del held[number]
         except BaseException as error:  # of a signal that comes now
             raised = error
